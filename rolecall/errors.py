@@ -1,0 +1,203 @@
+"""Every error of RoleCall, as one tree. Code raises these; one interceptor maps them to gRPC and the client side maps them back.
+
+Each leaf has a canonical status, a stable `reason` (google.rpc.ErrorInfo, AIP-193) and says whether asking again can help.
+
+    RoleCallError
+    ├── ConfigError               bad configuration or command line        INVALID_ARGUMENT     never retry
+    ├── InvalidInputError         a bad request field, prompt or dataset   INVALID_ARGUMENT     never retry
+    │   └── PromptTooLongError    prompt + response exceed the model       INVALID_ARGUMENT     never retry
+    ├── NotFoundError             a named thing does not exist             NOT_FOUND            never retry
+    │   ├── RowMissingError       a committed row is gone                  NOT_FOUND            never retry
+    │   ├── UnknownWorkerError    a worker must Join again                 NOT_FOUND            never retry
+    │   └── CheckpointMissingError                                         NOT_FOUND            never retry
+    ├── ConflictError             the caller's view of the state is old    FAILED_PRECONDITION  never retry
+    │   ├── FencedError           a newer controller is in charge
+    │   ├── RunLockedError        another controller holds the run
+    │   ├── LeaseLostError        the entry belongs to someone else now
+    │   ├── OutOfOrderError       Train or publish for another step
+    │   ├── BatchMismatchError    the sealed batch has another digest
+    │   ├── StaleEpochError       a weight-channel epoch was seen before
+    │   ├── StaleVersionError     a policy version would go back
+    │   ├── WrongVersionError     another policy version is held
+    │   ├── VersionMismatchError  contracts of another release
+    │   ├── RunExistsError        run directory exists, no --resume
+    │   ├── CheckpointMismatchError  checkpoint of another model
+    │   └── StoreRolledBackError  the store is older than the trainers
+    ├── UnavailableError          a peer or its state is not ready         UNAVAILABLE          retry
+    │   ├── NotAttestedError      the rollout holds no attested weights
+    │   ├── ChannelBrokenError    the weight channel failed; open a new epoch
+    │   ├── StoreUnavailableError the store does not answer
+    │   └── ScorerUnavailableError a scorer does not answer
+    ├── DeadlineError             a wait ended without its event           DEADLINE_EXCEEDED    retry
+    ├── ExhaustedError            a bound or budget is spent               RESOURCE_EXHAUSTED   never retry
+    │   ├── StoreFullError        back-pressure of the store               (retry)
+    │   ├── DiskFullError
+    │   └── BudgetSpentError      a failure budget is spent: the run stops
+    ├── TornWeightsError          a load did not finish                    DATA_LOSS            never retry
+    ├── WeightsMismatchError      fingerprints, coverage or probe differ   DATA_LOSS            never retry
+    ├── GenerationError           the engine failed on a request           INTERNAL             never retry
+    ├── ScorerError               a scorer's answer cannot be believed     INTERNAL             never retry
+    ├── WorkerLostError           a process or rank died                   UNAVAILABLE          retry
+    └── NotOnThisDeviceError      the device cannot do it                  UNIMPLEMENTED        never retry
+
+`retryable` says that the same call may succeed later, not that it is safe to repeat: idempotency is the method's affair.
+"""
+
+from typing import ClassVar
+
+
+class RoleCallError(Exception):
+    """Root. `message` is one sentence that names the field, role or worker and the remedy; `details` are string pairs for machines."""
+
+    status: ClassVar[str] = "INTERNAL"
+    reason: ClassVar[str] = "ROLECALL"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, **details: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = details
+
+
+class ConfigError(RoleCallError):
+    status, reason = "INVALID_ARGUMENT", "BAD_CONFIG"
+
+
+class InvalidInputError(RoleCallError):
+    status, reason = "INVALID_ARGUMENT", "INVALID_INPUT"
+
+
+class PromptTooLongError(InvalidInputError):
+    reason = "PROMPT_TOO_LONG"
+
+
+class NotFoundError(RoleCallError):
+    status, reason = "NOT_FOUND", "NOT_FOUND"
+
+
+class RowMissingError(NotFoundError):
+    reason = "ROW_MISSING"
+
+
+class UnknownWorkerError(NotFoundError):
+    reason = "UNKNOWN_WORKER"
+
+
+class CheckpointMissingError(NotFoundError):
+    reason = "CHECKPOINT_MISSING"
+
+
+class ConflictError(RoleCallError):
+    status, reason = "FAILED_PRECONDITION", "CONFLICT"
+
+
+class FencedError(ConflictError):
+    reason = "FENCED"
+
+
+class RunLockedError(ConflictError):
+    reason = "RUN_LOCKED"
+
+
+class LeaseLostError(ConflictError):
+    reason = "LEASE_LOST"
+
+
+class OutOfOrderError(ConflictError):
+    reason = "OUT_OF_ORDER"
+
+
+class BatchMismatchError(ConflictError):
+    reason = "BATCH_MISMATCH"
+
+
+class StaleEpochError(ConflictError):
+    reason = "STALE_EPOCH"
+
+
+class StaleVersionError(ConflictError):
+    reason = "STALE_VERSION"
+
+
+class WrongVersionError(ConflictError):
+    reason = "WRONG_VERSION"
+
+
+class VersionMismatchError(ConflictError):
+    reason = "VERSION_MISMATCH"
+
+
+class RunExistsError(ConflictError):
+    reason = "RUN_EXISTS"
+
+
+class CheckpointMismatchError(ConflictError):
+    status, reason = "INVALID_ARGUMENT", "CHECKPOINT_MISMATCH"
+
+
+class StoreRolledBackError(ConflictError):
+    reason = "STORE_ROLLED_BACK"
+
+
+class UnavailableError(RoleCallError):
+    status, reason, retryable = "UNAVAILABLE", "UNAVAILABLE", True
+
+
+class NotAttestedError(UnavailableError):
+    reason = "NOT_ATTESTED"
+
+
+class ChannelBrokenError(UnavailableError):
+    reason = "CHANNEL_BROKEN"
+
+
+class StoreUnavailableError(UnavailableError):
+    reason = "STORE_UNAVAILABLE"
+
+
+class ScorerUnavailableError(UnavailableError):
+    reason = "SCORER_UNAVAILABLE"
+
+
+class WorkerLostError(UnavailableError):
+    reason = "WORKER_LOST"
+
+
+class DeadlineError(RoleCallError):
+    status, reason, retryable = "DEADLINE_EXCEEDED", "DEADLINE", True
+
+
+class ExhaustedError(RoleCallError):
+    status, reason = "RESOURCE_EXHAUSTED", "EXHAUSTED"
+
+
+class StoreFullError(ExhaustedError):
+    reason, retryable = "STORE_FULL", True
+
+
+class DiskFullError(ExhaustedError):
+    reason = "DISK_FULL"
+
+
+class BudgetSpentError(ExhaustedError):
+    reason = "BUDGET_SPENT"
+
+
+class TornWeightsError(RoleCallError):
+    status, reason = "DATA_LOSS", "TORN_WEIGHTS"
+
+
+class WeightsMismatchError(RoleCallError):
+    status, reason = "DATA_LOSS", "WEIGHTS_MISMATCH"
+
+
+class GenerationError(RoleCallError):
+    status, reason = "INTERNAL", "GENERATION_FAILED"
+
+
+class ScorerError(RoleCallError):
+    status, reason = "INTERNAL", "SCORER_FAILED"
+
+
+class NotOnThisDeviceError(RoleCallError):
+    status, reason = "UNIMPLEMENTED", "NOT_ON_THIS_DEVICE"
