@@ -46,8 +46,8 @@ class RunSection(Section):
     """Everything random derives from it: data order, sampling seeds, initial heads."""
     num_steps: PositiveInt
     """Train batches to apply."""
-    checkpoint_every_steps: NonNegativeInt = 0
-    """Steps between checkpoints; 0 saves only at the end."""
+    checkpoint_every_steps: PositiveInt = 20
+    """Steps between checkpoints; there is always one at the end. Rows of trained batches stay in the store until a checkpoint covers them."""
     keep_checkpoints: PositiveInt = 2
     """Checkpoints kept on disk; older committed ones are deleted."""
 
