@@ -5,7 +5,9 @@ Each leaf has a canonical status, a stable `reason` (google.rpc.ErrorInfo, AIP-1
     RoleCallError
     ├── ConfigError               bad configuration or command line        INVALID_ARGUMENT     never retry
     ├── InvalidInputError         a bad request field, prompt or dataset   INVALID_ARGUMENT     never retry
-    │   └── PromptTooLongError    prompt + response exceed the model       INVALID_ARGUMENT     never retry
+    │   ├── PromptTooLongError    prompt + response exceed the model       INVALID_ARGUMENT     never retry
+    │   └── BadGroundTruthError   nothing a scorer could compare with      INVALID_ARGUMENT     never retry
+    ├── UnauthenticatedError      the bearer token is missing or wrong     UNAUTHENTICATED      never retry
     ├── NotFoundError             a named thing does not exist             NOT_FOUND            never retry
     │   ├── RowMissingError       a committed row is gone                  NOT_FOUND            never retry
     │   ├── UnknownWorkerError    a worker must Join again                 NOT_FOUND            never retry
@@ -69,6 +71,14 @@ class InvalidInputError(RoleCallError):
 
 class PromptTooLongError(InvalidInputError):
     reason = "PROMPT_TOO_LONG"
+
+
+class BadGroundTruthError(InvalidInputError):
+    reason = "BAD_GROUND_TRUTH"
+
+
+class UnauthenticatedError(RoleCallError):
+    status, reason = "UNAUTHENTICATED", "UNAUTHENTICATED"
 
 
 class NotFoundError(RoleCallError):

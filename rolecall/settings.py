@@ -406,6 +406,14 @@ class FunctionScorer(Section):
     kind: Literal["function"] = "function"
     target: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
     """`module:function`, importable where the reward service runs (the configuration file's folder is on its path)."""
+    min: float | None = None
+    """Least value it returns; absent: unbounded. A value outside the range is an error, never trained on."""
+    max: float | None = None
+    """Greatest value it returns; absent: unbounded."""
+    components: tuple[str, ...] = ()
+    """Names of the components in every Score it returns."""
+    token_rewards: bool = False
+    """Whether every Score it returns has token_rewards."""
 
 
 class ExternalScorer(Section):
