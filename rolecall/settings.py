@@ -620,7 +620,7 @@ class RunSettings(Section):
                     raise ValueError(f"GPU {device} is given to {owners[device]} and to {name}; give each role its own")
                 owners[device] = name
         if self.rollout.devices and len(self.rollout.devices) != self.rollout.num_replicas:
-            raise ValueError(f"rollout.devices names {len(self.rollout.devices)} replicas, rollout.num_replicas is {self.rollout.num_replicas}; they must agree")
+            raise ValueError(f"rollout.devices has {len(self.rollout.devices)} entries, rollout.num_replicas is {self.rollout.num_replicas}; make them equal")
         return self
 
 
@@ -660,3 +660,13 @@ def _override(tree: dict[str, Any], override: str) -> None:
         tree[name] = dict(tree.get(name) or {})
         tree = tree[name]
     tree[leaf] = yaml.safe_load(value)
+
+
+def parent_to_die_with() -> int | None:
+    """ROLECALL_DIE_WITH_PARENT: pid of the launcher whose death must end this process; 1 when its pid is not told; absent: None."""
+    value = os.environ.get("ROLECALL_DIE_WITH_PARENT", "")
+    if not value:
+        return None
+    if not value.isdigit():
+        raise ConfigError(f"ROLECALL_DIE_WITH_PARENT is {value!r}; it must be 1 or the pid of the parent")
+    return int(value)

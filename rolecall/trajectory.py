@@ -56,7 +56,7 @@ _ALL = [
     _column("rollout_logprobs", "<f4", (-1,), True, Writer.ROLLOUT, "actor", "sampler's logprob, temperature applied; 0 where mask is 0"),
     _column("policy_versions", "<i4", (-1,), True, Writer.ROLLOUT, "controller, actor", "version that sampled the token; -1 where mask is 0"),
     _column("reward", "<f4", (1,), False, Writer.CONTROLLER, "controller", "raw scalar reward"),
-    _column("token_rewards", "<f4", (-1,), True, Writer.CONTROLLER, "controller", "raw per-token rewards; 0 where mask is 0; absent when the scorer gives none"),
+    _column("token_rewards", "<f4", (-1,), True, Writer.CONTROLLER, "controller", "raw per-token rewards, 0 where mask is 0; absent if the scorer gives none"),
     _column("reward_components", "<f4", (-1,), False, Writer.CONTROLLER, "controller", "one value per name in the run's component list"),
     _column("values", "<f4", (-1,), True, Writer.CRITIC, "controller, critic", "value before token t; 0 where mask is 0"),
     _column("bootstrap_value", "<f4", (1,), False, Writer.CRITIC, "controller", "value after the last token"),

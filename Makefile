@@ -1,0 +1,29 @@
+# One-line targets; `make help` lists them. LOCK=cuda sets up for NVIDIA GPUs; TORCH_INDEX names an index of CPU builds of torch.
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+LOCK ?= cpu
+SEED ?= 0
+BIN := .venv/bin
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test check proto clean
+
+help: ## This list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: ## Make .venv from the lock (LOCK=cpu|cuda); the second time it does nothing
+	@$(PYTHON) tools/setup.py --lock $(LOCK)
+
+quickstart: setup ## Train the sort-digits example through the whole system (SEED=0) and show the curves
+	@$(BIN)/python examples/sort_digits/quickstart.py --seed $(SEED)
+
+test: setup ## Pass every test that this machine can run
+	@$(BIN)/python -m pytest
+
+check: setup ## Stale stubs, lint, types, import rules
+	@tools/proto.sh --check && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+proto: setup ## Make the stubs in rolecall/v1 from proto/
+	@tools/proto.sh
+
+clean: ## Remove caches and runs; .venv stays
+	@rm -rf runs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache && find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
