@@ -30,6 +30,7 @@ class PublishWeightsRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     BUCKET_TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
     ctl: _builtins.int
     """Controller's fencing number."""
     epoch: _builtins.int
@@ -40,6 +41,10 @@ class PublishWeightsRequest(_message.Message):
     """Version to send them under; higher than any before."""
     bucket_timeout_s: _builtins.float
     """Seconds each bucket may take."""
+    @_builtins.property
+    def probe(self) -> _weights_pb2.Probe:
+        """The tokens to probe with, the same as in every ReceiveWeightsRequest; logprobs absent."""
+
     def __init__(
         self,
         *,
@@ -48,10 +53,11 @@ class PublishWeightsRequest(_message.Message):
         step: _builtins.int = ...,
         policy_version: _builtins.int = ...,
         bucket_timeout_s: _builtins.float = ...,
+        probe: _weights_pb2.Probe | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["probe", b"probe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_timeout_s", b"bucket_timeout_s", "ctl", b"ctl", "epoch", b"epoch", "policy_version", b"policy_version", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_timeout_s", b"bucket_timeout_s", "ctl", b"ctl", "epoch", b"epoch", "policy_version", b"policy_version", "probe", b"probe", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -80,7 +86,7 @@ class PublishWeightsResponse(_message.Message):
 
     @_builtins.property
     def probe(self) -> _weights_pb2.Probe:
-        """The fixed probe with the actor's own logprobs under these weights."""
+        """The requested probe with the actor's own logprobs under these weights."""
 
     def __init__(
         self,
