@@ -7,11 +7,12 @@ A role without an `address` is local: `rolecall train` starts it on a free port.
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, SecretStr, ValidationError, model_validator
 
 from rolecall.errors import ConfigError
 
@@ -27,6 +28,18 @@ def _absolute(value: object, info: Any) -> object:
 
 ConfigPath: TypeAlias = Annotated[Path, BeforeValidator(_absolute)]
 """A path; relative ones are taken from the configuration file's folder."""
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a Python regular expression: {error}") from error
+    return pattern
+
+
+Pattern: TypeAlias = Annotated[str, AfterValidator(_compiles)]
+"""A Python regular expression that compiles."""
 
 
 class Section(BaseModel):
@@ -350,7 +363,7 @@ class RegexScorer(Section):
     """1 when the pattern's last match in the response (group 1 if it has one) equals the ground truth, else 0."""
 
     kind: Literal["regex"] = "regex"
-    pattern: str
+    pattern: Pattern
     """Python regular expression."""
 
 
@@ -378,12 +391,12 @@ class FormatScorer(Section):
     """1 when the whole response matches the pattern, else 0."""
 
     kind: Literal["format"] = "format"
-    pattern: str
+    pattern: Pattern
     """Python regular expression, matched against the whole response, dot matching newlines."""
 
 
 class LengthScorer(Section):
-    """-num_response_tokens / max_tokens."""
+    """-num_response_tokens / max_tokens, no less than -1."""
 
     kind: Literal["length"] = "length"
     max_tokens: PositiveInt
@@ -397,7 +410,13 @@ class OverlongScorer(Section):
     max_tokens: PositiveInt
     """Length from which it is -1."""
     buffer_tokens: PositiveInt
-    """Length over which it grows."""
+    """Length over which it grows; at most max_tokens."""
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> Self:
+        if self.buffer_tokens > self.max_tokens:
+            raise ValueError(f"buffer_tokens {self.buffer_tokens} exceeds max_tokens {self.max_tokens}; even an empty response would be punished")
+        return self
 
 
 class FunctionScorer(Section):
