@@ -1,0 +1,64 @@
+"""What happens around every call of a channel: a deadline always, and statuses back into the exceptions the server raised.
+
+Only the two kinds of methods that rolecall.v1 has are known: unary, and server streaming.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+from grpc.aio import AioRpcError, ClientCallDetails
+
+from rolecall.errors import DeadlineError, RoleCallError
+from rolecall.rpc import deadlines, status
+
+
+class _Calls:
+    def __init__(self, target: str, default_timeout_s: float) -> None:
+        self._target = target
+        self._default_timeout_s = default_timeout_s
+
+    def _with_deadline(self, details: ClientCallDetails) -> ClientCallDetails:
+        timeout_s = deadlines.child_timeout_s(self._default_timeout_s if details.timeout is None else details.timeout)
+        if timeout_s <= 0:
+            method = _name(details)
+            raise DeadlineError(f"{method} on {self._target} was not called: the caller's own deadline has passed", target=self._target, method=method)
+        return ClientCallDetails(details.method, timeout_s, details.metadata, details.credentials, details.wait_for_ready)
+
+    def _to_error(self, error: AioRpcError, details: ClientCallDetails) -> RoleCallError:
+        return status.to_error(error.code(), error.details(), error.trailing_metadata(), target=self._target, method=_name(details))
+
+
+class UnaryCalls(_Calls, grpc.aio.UnaryUnaryClientInterceptor):
+    """For unary methods."""
+
+    async def intercept_unary_unary(self, continuation: Callable[[ClientCallDetails, Any], Any], client_call_details: ClientCallDetails, request: Any) -> Any:
+        call = await continuation(self._with_deadline(client_call_details), request)
+        try:
+            return await call
+        except AioRpcError as error:
+            raise self._to_error(error, client_call_details) from error
+
+
+class StreamCalls(_Calls, grpc.aio.UnaryStreamClientInterceptor):
+    """For methods that stream their responses."""
+
+    async def intercept_unary_stream(
+        self, continuation: Callable[[ClientCallDetails, Any], Any], client_call_details: ClientCallDetails, request: Any
+    ) -> AsyncIterator[Any]:
+        call = await continuation(self._with_deadline(client_call_details), request)
+        return self._responses(call, client_call_details)
+
+    async def _responses(self, call: Any, details: ClientCallDetails) -> AsyncIterator[Any]:
+        try:
+            async for response in call:
+                yield response
+        except AioRpcError as error:
+            raise self._to_error(error, details) from error
+        finally:
+            call.cancel()  # a reader that stops early frees the server at once
+
+
+def _name(details: ClientCallDetails) -> str:
+    method: str | bytes = details.method  # gRPC hands over bytes, whatever its types say
+    return method.decode() if isinstance(method, bytes) else method

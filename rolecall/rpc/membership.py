@@ -1,0 +1,165 @@
+"""How a worker belongs to a run: it joins the controller and says that it lives, from an OS thread with a connection of its own.
+
+The thread keeps the heartbeat apart from the event loop, so that a long import or a busy loop is not death; the progress counter it carries says whether
+the worker moves, so that a heartbeat alone is not life (protocol rule 4). It decides nothing: what silence means is the controller's affair.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from rolecall import __version__
+from rolecall.errors import ConfigError, RoleCallError, UnavailableError, UnknownWorkerError
+from rolecall.rpc import status
+from rolecall.rpc.address import is_loopback
+from rolecall.rpc.channel import channel_credentials
+from rolecall.rpc.options import channel_options
+from rolecall.settings import RunSettings
+from rolecall.v1 import controller_pb2
+
+_LOG = logging.getLogger(__name__)
+_SERVICE = "/rolecall.v1.ControllerService/"
+_RETRY_S = 0.25
+_MAX_RETRY_S = 2.0
+_T = TypeVar("_T")
+
+
+class Membership:
+    """One per worker process, made and started inside its event loop. `start` returns at once; `joined` waits, `failed` is for `process.serve`.
+
+    Joining is retried while the controller is away, up to controller.start_timeout_s; a refusal (another run, another release) fails at once. Once
+    joined, an absent controller is waited for without end, and a restarted one is joined again: it may be replaced at any instant.
+    """
+
+    def __init__(
+        self, settings: RunSettings, role: controller_pb2.Role.ValueType, worker: str, incarnation: str, address: str, num_weight_ranks: int = 0
+    ) -> None:
+        """address: where this worker's own service answers. ConfigError when controller.address is not set."""
+        if settings.controller.address is None:
+            raise ConfigError("controller.address is not set; a worker that runs alone needs --controller.address HOST:PORT")
+        self._target = settings.controller.address
+        self._settings = settings
+        self._request = controller_pb2.JoinRequest(
+            run=settings.run.name,
+            role=role,
+            worker=worker,
+            incarnation=incarnation,
+            address=address,
+            num_weight_ranks=num_weight_ranks,
+            version=__version__,
+        )
+        self.phase = "starting"
+        """What the worker is doing, for people; set it freely."""
+        self._progress = 0
+        self._ctl = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._live, name="membership", daemon=True)
+        self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+        """Gets the exception when the controller refuses this worker or cannot be found in time; never a result."""
+        self._joined = asyncio.Event()
+
+    @property
+    def ctl(self) -> int:
+        """Fencing number of the controller last heard; 0 before the first Join."""
+        return self._ctl
+
+    def progress(self) -> None:
+        """Says that the main loop turned; call it from one thread."""
+        self._progress += 1
+
+    def start(self) -> None:
+        """Begins to join and to send heartbeats."""
+        self._thread.start()
+
+    async def joined(self) -> None:
+        """Returns when the controller has accepted this worker; raises what `failed` holds when it never will."""
+        waiting = asyncio.ensure_future(self._joined.wait())
+        ends: list[asyncio.Future[Any]] = [waiting, self.failed]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if self.failed.done():
+            self.failed.result()
+
+    def stop(self) -> None:
+        """Ends the heartbeats; waits at most a second for the thread. Safe to repeat, and before `start`."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=1.0)
+        self.failed.cancel()
+
+    def _live(self) -> None:
+        try:
+            with self._connect() as channel:
+                period_s = self._join(channel, self._settings.controller.start_timeout_s)
+                self._tell(self._joined.set)
+                while not self._stopping.wait(period_s):
+                    period_s = self._beat(channel, period_s)
+        except Exception as error:  # entry point of the thread: whatever ends it must end the role
+            self._tell(self._fail, error)
+
+    def _connect(self) -> grpc.Channel:
+        # A subchannel pool of its own: otherwise gRPC would share one connection with the role's other channels to the controller.
+        options = [*channel_options((), loopback=is_loopback(self._target)), ("grpc.use_local_subchannel_pool", 1)]
+        credentials = channel_credentials(self._target, self._settings.rpc)
+        if credentials is None:
+            return grpc.insecure_channel(self._target, options)
+        return grpc.secure_channel(self._target, credentials, options)
+
+    def _join(self, channel: grpc.Channel, within_s: float | None) -> float:
+        """Joins and returns the seconds between heartbeats; retries what may pass, for `within_s` or without end."""
+        join = channel.unary_unary(_SERVICE + "Join", controller_pb2.JoinRequest.SerializeToString, controller_pb2.JoinResponse.FromString)
+        deadline = None if within_s is None else time.monotonic() + within_s
+        pause_s = _RETRY_S
+        while True:
+            try:
+                response = self._call(join, self._request, "Join")
+            except RoleCallError as error:
+                if not error.retryable:
+                    raise
+                if deadline is not None and time.monotonic() + pause_s > deadline:
+                    raise UnavailableError(f"no controller at {self._target} within {within_s:.0f} s: {error.message}", target=self._target) from error
+                if self._stopping.wait(pause_s):
+                    return pause_s
+                pause_s = min(pause_s * 2, _MAX_RETRY_S)
+                continue
+            self._ctl = response.ctl
+            _LOG.debug("joined %s as %s.%s", self._target, self._request.worker, self._request.incarnation)
+            return response.heartbeat_s or self._settings.controller.heartbeat_s
+
+    def _beat(self, channel: grpc.Channel, period_s: float) -> float:
+        beat = channel.unary_unary(_SERVICE + "Heartbeat", controller_pb2.HeartbeatRequest.SerializeToString, controller_pb2.HeartbeatResponse.FromString)
+        request = controller_pb2.HeartbeatRequest(worker=self._request.worker, incarnation=self._request.incarnation, progress=self._progress, phase=self.phase)
+        try:
+            self._ctl = self._call(beat, request, "Heartbeat").ctl
+        except UnknownWorkerError:
+            return self._join(channel, None)
+        except RoleCallError as error:
+            if not error.retryable:
+                raise
+            _LOG.warning("the controller does not hear: %s", error.message)
+        return period_s
+
+    def _call(self, method: Callable[..., _T], request: Any, name: str) -> _T:
+        timeout_s = self._settings.controller.lease_s
+        try:
+            return method(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise status.to_error(error.code(), error.details(), error.trailing_metadata(), target=self._target, method=_SERVICE + name) from error
+
+    def _tell(self, callback: Callable[..., object], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:  # the loop has closed: nobody is left to tell
+            _LOG.debug("membership ended after its event loop")
+
+    def _fail(self, error: Exception) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)

@@ -1,0 +1,114 @@
+"""The gRPC server of a role: limits, health, reflection, errors, tracing, TLS, graceful end. It knows nothing of what the services do."""
+
+import asyncio
+import logging
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from opentelemetry.instrumentation.grpc import aio_server_interceptor, filters
+
+from rolecall.errors import ConfigError
+from rolecall.rpc import tls as tls_files
+from rolecall.rpc.address import host_of, is_loopback, is_unix, unix_path
+from rolecall.rpc.options import server_options
+from rolecall.rpc.server_calls import ServerCalls
+from rolecall.settings import RpcSection
+
+_LOG = logging.getLogger(__name__)
+_ServicerT = TypeVar("_ServicerT")
+
+LIVENESS = "liveness"
+"""Health name that is SERVING as long as the process answers; the others say whether the role can do its job."""
+MAX_CALLS = 1024
+"""Bound on calls under way; more are answered RESOURCE_EXHAUSTED by gRPC."""
+_LAME_DUCK_S = 2.0
+"""Time between NOT_SERVING and closing, for load balancers to look away. Not spent on loopback, where there are none."""
+
+
+class Server:
+    """One per process. Add services, start, say when the role can serve, drain.
+
+    Health: every added service and "" are NOT_SERVING until `set_serving(True)`; `liveness` is SERVING from the start.
+    """
+
+    def __init__(self, rpc: RpcSection, bind: str) -> None:
+        """Prepares a server for `bind` (`host:port`, port 0 takes a free one, or `unix:/path`).
+
+        ConfigError when bind is beyond loopback without TLS, unless rpc.behind_mesh.
+        """
+        if rpc.tls is None and not rpc.behind_mesh and not is_loopback(bind):
+            raise ConfigError(
+                f"refusing to listen on {bind} without TLS; set rpc.tls, bind to 127.0.0.1, or set rpc.behind_mesh when a service mesh encrypts it"
+            )
+        self._rpc = rpc
+        self._bind = bind
+        self._names: list[str] = []
+        tracing = aio_server_interceptor(filter_=filters.negate(filters.health_check()))  # type: ignore[no-untyped-call]
+        self._server = grpc.aio.server(
+            interceptors=[tracing, ServerCalls()], options=server_options(), maximum_concurrent_rpcs=MAX_CALLS, compression=grpc.Compression.NoCompression
+        )
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+
+    def add(self, add_to_server: Callable[[_ServicerT, grpc.aio.Server], None], servicer: _ServicerT, service_name: str) -> None:
+        """Serves `servicer`, e.g. add(actor_pb2_grpc.add_ActorServiceServicer_to_server, servicer, "rolecall.v1.ActorService"); before `start`."""
+        add_to_server(servicer, self._server)
+        self._names.append(service_name)
+
+    async def start(self) -> str:
+        """Listens and answers; returns the address with the port that was taken. ConfigError when the address is in use or cannot be bound."""
+        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        await self.set_serving(False)
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+        address = await self._listen()
+        await self._server.start()
+        _LOG.debug("listening on %s", address)
+        return address
+
+    async def set_serving(self, serving: bool) -> None:
+        """Health of all added services and of "": whether the role can do its job now."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ["", *self._names]:
+            await self._health.set(name, status)
+
+    async def drain(self, grace_s: float) -> None:
+        """NOT_SERVING, a moment for load balancers, then no new calls; those under way get `grace_s` to finish and are cancelled after it."""
+        await self._health.enter_graceful_shutdown()
+        if not is_loopback(self._bind):
+            await asyncio.sleep(min(_LAME_DUCK_S, grace_s / 2))
+        await self._server.stop(grace_s)
+
+    async def _listen(self) -> str:
+        if is_unix(self._bind):
+            await asyncio.to_thread(_refuse_live_socket, self._bind)
+        try:
+            if self._rpc.tls is not None:
+                port = self._server.add_secure_port(self._bind, tls_files.server_credentials(self._rpc.tls))
+            else:
+                port = self._server.add_insecure_port(self._bind)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {self._bind}: the port is in use or the address is not this machine's; choose another") from error
+        if is_unix(self._bind):
+            return self._bind
+        host = host_of(self._bind)
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _refuse_live_socket(address: str) -> None:
+    """gRPC would unlink and replace a socket file that somebody listens on."""
+    path = Path(unix_path(address))
+    if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return
+    raise ConfigError(f"cannot listen on {address}: another process listens there; stop it or choose another path")

@@ -1,0 +1,83 @@
+"""What happens around every method of a server: errors become statuses, the caller's deadline is noted for child calls.
+
+One interceptor, one of the three places where any exception is caught (style.md 19). Response streams must be async generators.
+"""
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+from opentelemetry import trace
+
+from rolecall.errors import DeadlineError, RoleCallError
+from rolecall.rpc import deadlines, status
+
+_LOG = logging.getLogger(__name__)
+# Generic in the published types only, not at run time.
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+_Method: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+class ServerCalls(grpc.aio.ServerInterceptor):
+    """RoleCallError -> its status with ErrorInfo; TimeoutError -> DEADLINE_EXCEEDED; anything else -> INTERNAL, its traceback in the log."""
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable["_Method | None"]], handler_call_details: grpc.HandlerCallDetails
+    ) -> "_Method | None":
+        # Any: the published types of a method's functions are those of the synchronous server.
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:  # no such method; gRPC answers UNIMPLEMENTED by itself
+            return None
+        method = str(handler_call_details.method)
+        wires = (handler.request_deserializer, handler.response_serializer)
+        match handler.request_streaming, handler.response_streaming:
+            case False, False:
+                return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method), *wires)
+            case False, True:
+                return grpc.unary_stream_rpc_method_handler(_streamed(handler.unary_stream, method), *wires)
+            case True, False:
+                return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, method), *wires)
+            case _:
+                return grpc.stream_stream_rpc_method_handler(_streamed(handler.stream_stream, method), *wires)
+
+
+def _unary(behaviour: Callable[[Any, _Context], Awaitable[Any]], method: str) -> Any:
+    async def call(request: Any, context: _Context) -> Any:
+        deadlines.inherit(context.time_remaining())
+        try:
+            return await behaviour(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await _abort(context, method, error)
+
+    return call
+
+
+def _streamed(behaviour: Callable[[Any, _Context], AsyncIterator[Any]], method: str) -> Any:
+    async def call(request: Any, context: _Context) -> AsyncIterator[Any]:
+        deadlines.inherit(context.time_remaining())
+        try:
+            async for response in behaviour(request, context):
+                yield response
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await _abort(context, method, error)
+
+    return call
+
+
+async def _abort(context: _Context, method: str, error: Exception) -> NoReturn:
+    trace.get_current_span().record_exception(error)
+    match error:
+        case RoleCallError():
+            known = error
+            _LOG.debug("%s: %s: %s", method, type(error).__name__, error)
+        case TimeoutError():
+            known = DeadlineError(f"{method} waited in vain: {error or 'a wait inside it timed out'}")
+        case _:
+            _LOG.error("%s failed", method, exc_info=error)
+            known = RoleCallError(f"{method} failed with {type(error).__name__}: {error}", exception=type(error).__name__)
+    await context.abort(status.code_of(known), status.short_message(known), status.trailing_metadata(known))

@@ -1,0 +1,70 @@
+"""Credentials from files. Servers read them again at each handshake when they changed, so certificates rotate without a restart."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+
+from rolecall.errors import ConfigError
+from rolecall.settings import TlsSection
+
+_LOG = logging.getLogger(__name__)
+
+
+def server_credentials(tls: TlsSection) -> grpc.ServerCredentials:
+    """Mutual TLS: clients must present a certificate signed by `tls.ca_file`. ConfigError when a file cannot be read."""
+    # None from the fetcher means "unchanged", which gRPC documents and the published types leave out.
+    return grpc.dynamic_ssl_server_credentials(_configuration(tls), _changed_configuration(tls), require_client_authentication=True)  # type: ignore[arg-type]
+
+
+def mutual_credentials(tls: TlsSection) -> grpc.ChannelCredentials:
+    """The roles' credentials among themselves: our certificate, their roots. Read once, when the channel opens."""
+    return grpc.ssl_channel_credentials(
+        read(tls.ca_file, "rpc.tls.ca_file"), read(tls.key_file, "rpc.tls.key_file"), read(tls.certificate_file, "rpc.tls.certificate_file")
+    )
+
+
+def public_credentials(ca_file: Path | None) -> grpc.ChannelCredentials:
+    """TLS towards somebody else's service: the roots in `ca_file`, else the system's; no certificate of ours."""
+    return grpc.ssl_channel_credentials(read(ca_file, "ca_file") if ca_file else None)
+
+
+def with_bearer_token(credentials: grpc.ChannelCredentials, token: str) -> grpc.ChannelCredentials:
+    """Sends `authorization: Bearer <token>` with each call, over TLS only."""
+    return grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(token))
+
+
+def read(path: Path, name: str) -> bytes:
+    """Bytes of a file; ConfigError naming the setting when it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot read {path}: {error.strerror}") from error
+
+
+def _configuration(tls: TlsSection) -> grpc.ServerCertificateConfiguration:
+    pair = (read(tls.key_file, "rpc.tls.key_file"), read(tls.certificate_file, "rpc.tls.certificate_file"))
+    return grpc.ssl_server_certificate_configuration([pair], read(tls.ca_file, "rpc.tls.ca_file"))
+
+
+def _changed_configuration(tls: TlsSection) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
+    def stamp() -> list[int]:
+        return [path.stat().st_mtime_ns for path in (tls.key_file, tls.certificate_file, tls.ca_file)]
+
+    last = stamp()
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal last
+        try:
+            now = stamp()
+            if now == last:
+                return None
+            configuration, last = _configuration(tls), now
+        except (OSError, ConfigError) as error:  # half-way through a rotation: the next handshake tries again
+            _LOG.warning("keeping the old TLS certificate: %s", error)
+            return None
+        _LOG.info("TLS certificate replaced from %s", tls.certificate_file)
+        return configuration
+
+    return fetch
