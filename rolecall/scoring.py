@@ -1,0 +1,164 @@
+"""Calling a RewardService and not believing it blindly. The controller uses it towards the reward service, and that towards external ones.
+
+Owns: Describe once per connection, sending only the fields it names, cutting requests to what the scorer takes, the checks of an answer, and
+retries. Every item ends as a Score or a Failure, never as a made-up number. Knows nothing of how a reward is used.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+
+import grpc
+
+from rolecall.errors import RoleCallError, ScorerError
+from rolecall.rpc.channel import open_channel
+from rolecall.scores import Failure, Outcome, decode_reward, problem_of, spec_problem
+from rolecall.settings import ExternalScorer, RewardSection, RpcSection
+from rolecall.v1 import reward_pb2, reward_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = 3 * 2**20
+"""Requests are cut below 4 MiB, which servers in most languages refuse by default; a larger item travels alone."""
+MAX_CONCURRENT_CALLS = 8
+"""Bound on the requests of one client under way; further ones wait, within their caller's deadline."""
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 5.0
+"""Pauses between attempts double from the first to the longest, each shortened at random by up to half."""
+
+
+class RewardClient:
+    """One scorer behind one channel. Safe for concurrent use; closing the channel is the caller's affair."""
+
+    def __init__(self, channel: grpc.aio.Channel, *, name: str, timeout_s: float, max_attempts: int) -> None:
+        """`name` names the scorer in messages; `timeout_s` is the deadline of one call and `max_attempts` the tries per call and per item."""
+        self._stub = reward_pb2_grpc.RewardServiceStub(channel)
+        self._name = name
+        self._timeout_s = timeout_s
+        self._max_attempts = max_attempts
+        self._spec: reward_pb2.DescribeResponse | None = None
+        self._asking = asyncio.Lock()
+        self._calls = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+
+    async def describe(self) -> reward_pb2.DescribeResponse:
+        """What the scorer says it is; asked again after a call that failed. ScorerError when the description is unusable, else what the call raises."""
+        async with self._asking:
+            if self._spec is None:
+                spec = await self._stub.Describe(reward_pb2.DescribeRequest(), timeout=self._timeout_s, wait_for_ready=True)
+                problem = spec_problem(spec)
+                if problem:
+                    raise ScorerError(f"scorer {self._name!r} {problem}")
+                self._spec = spec
+            return self._spec
+
+    async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
+        """One outcome per item, in the items' order; ids must be unique. Failures of the scorer or of the connection are outcomes, not exceptions."""
+        return await with_retries(self._attempt, items, self._max_attempts)
+
+    async def _attempt(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
+        try:
+            spec = await self.describe()
+        except RoleCallError as error:
+            return [self._failure(error)] * len(items)
+        chunks = cut([only(item, spec) for item in items], spec.max_items)
+        scored = await asyncio.gather(*(self._call(chunk, spec) for chunk in chunks))
+        return [outcome for chunk in scored for outcome in chunk]
+
+    async def _call(self, items: list[reward_pb2.ScoreItem], spec: reward_pb2.DescribeResponse) -> list[Outcome]:
+        try:
+            async with self._calls:
+                response = await self._stub.Score(reward_pb2.ScoreRequest(items=items), timeout=self._timeout_s)
+            return believed(response, items, spec, self._name)
+        except RoleCallError as error:
+            self._spec = None  # perhaps another process answers there now
+            return [self._failure(error)] * len(items)
+
+    def _failure(self, error: RoleCallError) -> Failure:
+        return Failure(error.reason, f"scorer {self._name!r}: {error.message}", error.retryable)
+
+
+def open_client(section: RewardSection, address: str, rpc: RpcSection) -> tuple[RewardClient, grpc.aio.Channel]:
+    """The controller's client of the run's reward service at `address`, and the channel to close after it. ConfigError for an unreadable token."""
+    token = section.bearer_token_file.read_text().strip() if section.bearer_token_file else None
+    channel = open_channel(address, rpc, tls=True if section.tls else None, bearer_token=token)
+    return RewardClient(channel, name="reward", timeout_s=section.timeout_s, max_attempts=section.max_attempts), channel
+
+
+def open_external(name: str, scorer: ExternalScorer, rpc: RpcSection, *, timeout_s: float, max_attempts: int) -> tuple[RewardClient, grpc.aio.Channel]:
+    """A client of the external scorer that is the component `name`, and the channel to close after it."""
+    token = scorer.bearer_token_file.read_text().strip() if scorer.bearer_token_file else None
+    channel = open_channel(scorer.address, rpc, tls=scorer.tls, bearer_token=token, ca_file=scorer.ca_file)
+    return RewardClient(channel, name=name, timeout_s=timeout_s, max_attempts=max_attempts), channel
+
+
+async def with_retries(
+    attempt: Callable[[Sequence[reward_pb2.ScoreItem]], Awaitable[Sequence[Outcome]]], items: Sequence[reward_pb2.ScoreItem], max_attempts: int
+) -> list[Outcome]:
+    """Outcomes of `attempt`, in order; items whose failure is retryable are attempted again, `max_attempts` times in all."""
+    outcomes = list(await attempt(items))
+    for number in range(1, max_attempts):
+        again = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, Failure) and outcome.retryable]
+        if not again:
+            break
+        log.warning("%d of %d items have no score yet (attempt %d of %d): %s", len(again), len(items), number, max_attempts, outcomes[again[0]])
+        await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (number - 1)) * random.uniform(0.5, 1.0))
+        for index, outcome in zip(again, await attempt([items[index] for index in again]), strict=True):
+            outcomes[index] = outcome
+    return outcomes
+
+
+def only(item: reward_pb2.ScoreItem, spec: reward_pb2.DescribeResponse) -> reward_pb2.ScoreItem:
+    """`item` with the fields that the scorer reads and those that are always sent."""
+    reads = set(spec.reads)
+    sent = reward_pb2.ScoreItem(id=item.id, finish_reason=item.finish_reason, num_response_tokens=item.num_response_tokens)
+    if reward_pb2.SCORE_FIELD_MESSAGES in reads:
+        sent.messages.extend(item.messages)
+    if reward_pb2.SCORE_FIELD_RESPONSE_TEXT in reads:
+        sent.response_text = item.response_text
+    if reward_pb2.SCORE_FIELD_TOKEN_IDS in reads:
+        sent.prompt_token_ids, sent.response_token_ids = item.prompt_token_ids, item.response_token_ids
+    if reward_pb2.SCORE_FIELD_GROUND_TRUTH in reads:
+        sent.ground_truth = item.ground_truth
+    if reward_pb2.SCORE_FIELD_METADATA in reads and item.HasField("metadata"):
+        sent.metadata.CopyFrom(item.metadata)
+    return sent
+
+
+def cut(items: Sequence[reward_pb2.ScoreItem], max_items: int) -> list[list[reward_pb2.ScoreItem]]:
+    """`items` in order, in requests of at most `max_items` (0: any number) and MAX_REQUEST_BYTES."""
+    chunks: list[list[reward_pb2.ScoreItem]] = []
+    room_bytes = 0
+    for item in items:
+        size = item.ByteSize()
+        if not chunks or size > room_bytes or len(chunks[-1]) == max_items > 0:
+            chunks.append([])
+            room_bytes = MAX_REQUEST_BYTES
+        chunks[-1].append(item)
+        room_bytes -= size
+    return chunks
+
+
+def believed(
+    response: reward_pb2.ScoreResponse, items: Sequence[reward_pb2.ScoreItem], spec: reward_pb2.DescribeResponse, name: str
+) -> list[Outcome]:
+    """The outcomes in `response`, in the items' order. ScorerError when it does not answer exactly the items asked; one bad score fails its item only."""
+    results = {result.id: result for result in response.results}
+    if len(response.results) != len(items) or results.keys() != {item.id for item in items}:
+        missing = sorted({item.id for item in items} - results.keys())[:3]
+        raise ScorerError(
+            f"it answered {len(response.results)} results with {len(results)} ids to {len(items)} items (missing e.g. {missing}); "
+            "an answer has exactly one result per item, with the item's id"
+        )
+    return [_outcome(results[item.id], item, spec, name) for item in items]
+
+
+def _outcome(result: reward_pb2.ScoreResult, item: reward_pb2.ScoreItem, spec: reward_pb2.DescribeResponse, name: str) -> Outcome:
+    match result.WhichOneof("outcome"):
+        case "error":
+            return Failure(result.error.code or "UNSPECIFIED", f"scorer {name!r}: {result.error.message}", result.error.retryable)
+        case "reward":
+            problem = problem_of(result.reward, spec, item.num_response_tokens)
+            return Failure(ScorerError.reason, f"scorer {name!r} {problem} (item {item.id})") if problem else decode_reward(result.reward)
+        case None:
+            return Failure(ScorerError.reason, f"scorer {name!r} answered neither a reward nor an error (item {item.id})")

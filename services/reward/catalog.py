@@ -1,0 +1,91 @@
+"""From a component's configuration to what it is (`describe`) and to the function that scores (`bind`).
+
+`describe` is cheap and runs in the service; `bind` imports scorers, users' modules among them, and runs only in worker processes.
+"""
+
+import importlib
+import re
+from typing import TypeAlias
+
+from rolecall.errors import BadGroundTruthError, ConfigError
+from rolecall.scores import ALL_FIELDS, Item, ScoreFunction, component_spec
+from rolecall.settings import (
+    BoxedScorer,
+    ExactMatchScorer,
+    FormatScorer,
+    FunctionScorer,
+    JsonScorer,
+    LengthScorer,
+    MathScorer,
+    OverlongScorer,
+    RegexScorer,
+)
+from rolecall.v1 import reward_pb2
+from services.reward.scorers.boxed import boxed_match
+from services.reward.scorers.exact_match import exact_match
+from services.reward.scorers.format import matches_format
+from services.reward.scorers.json_ import is_json
+from services.reward.scorers.length import length_cost
+from services.reward.scorers.overlong import overlong_penalty
+from services.reward.scorers.regex import regex_match
+
+LocalScorer: TypeAlias = (
+    ExactMatchScorer | RegexScorer | BoxedScorer | MathScorer | JsonScorer | FormatScorer | LengthScorer | OverlongScorer | FunctionScorer
+)
+"""Every scorer that runs in a worker process: all but the external one."""
+
+COMPARES = (reward_pb2.SCORE_FIELD_RESPONSE_TEXT, reward_pb2.SCORE_FIELD_GROUND_TRUTH)
+
+
+def describe(name: str, scorer: LocalScorer) -> reward_pb2.DescribeResponse:
+    """What the component `name` reads and returns."""
+    if isinstance(scorer, FunctionScorer):
+        components = [component_spec(part, None, None) for part in scorer.components]
+        reward = component_spec("", scorer.min, scorer.max)
+        return reward_pb2.DescribeResponse(name=name, reads=ALL_FIELDS, reward=reward, components=components, token_rewards=scorer.token_rewards)
+    if isinstance(scorer, LengthScorer | OverlongScorer):
+        return reward_pb2.DescribeResponse(name=name, reward=component_spec("", -1.0, 0.0))
+    reads = (reward_pb2.SCORE_FIELD_RESPONSE_TEXT,) if isinstance(scorer, JsonScorer | FormatScorer) else COMPARES
+    return reward_pb2.DescribeResponse(name=name, reads=reads, reward=component_spec("", 0.0, 1.0))
+
+
+def bind(scorer: LocalScorer) -> ScoreFunction:
+    """The function of `scorer`, its imports done. ConfigError when a user's function is not there."""
+    match scorer:
+        case ExactMatchScorer():
+            return lambda item: exact_match(item.response_text, _truth(item), ignore_case=scorer.ignore_case)
+        case RegexScorer():
+            pattern = re.compile(scorer.pattern)
+            return lambda item: regex_match(item.response_text, _truth(item), pattern)
+        case BoxedScorer():
+            return lambda item: boxed_match(item.response_text, _truth(item))
+        case MathScorer():
+            from services.reward.scorers.math import math_equal  # sympy: half a second, and only in the extra `reward`
+
+            return lambda item: math_equal(item.response_text, _truth(item))
+        case JsonScorer():
+            return lambda item: is_json(item.response_text, scorer.required_keys)
+        case FormatScorer():
+            whole = re.compile(scorer.pattern, re.DOTALL)
+            return lambda item: matches_format(item.response_text, whole)
+        case LengthScorer():
+            return lambda item: length_cost(item.num_response_tokens, scorer.max_tokens)
+        case OverlongScorer():
+            return lambda item: overlong_penalty(item.num_response_tokens, scorer.max_tokens, scorer.buffer_tokens)
+        case FunctionScorer():
+            return _load(scorer.target)
+
+
+def _load(target: str) -> ScoreFunction:
+    module_name, _, function_name = target.partition(":")
+    module = importlib.import_module(module_name)
+    function = vars(module).get(function_name)
+    if not callable(function):
+        raise ConfigError(f"the module {module_name!r} has no function {function_name!r}; correct the scorer's target {target!r}")
+    return function  # type: ignore[no-any-return]
+
+
+def _truth(item: Item) -> str:
+    if not item.ground_truth:
+        raise BadGroundTruthError(f"item {item.id} has no ground truth to compare with; give every prompt one, or use a scorer that needs none")
+    return item.ground_truth

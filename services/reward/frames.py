@@ -1,0 +1,42 @@
+"""The bytes between the service and a worker process: length-prefixed frames over pipes, never a pickle.
+
+    frame     = u32 length of payload, u16 component, payload             (little-endian)
+    to worker   first a setup frame (component 0, a WorkerSetup as JSON), then one frame per item: component index, serialized ScoreItem
+    to service  first a ready frame (component 0, empty, or why the worker cannot work), then one serialized ScoreResult per item, in order
+
+Results come one by one and in order, so the item being worked on is always the first unanswered one: that is what a deadline or a death is blamed on.
+"""
+
+import struct
+from collections.abc import Iterator
+
+HEADER = struct.Struct("<IH")
+MAX_PAYLOAD_BYTES = 64 * 2**20
+"""A longer frame is not one of ours: the other side is broken."""
+
+
+def frame(payload: bytes, component: int = 0) -> bytes:
+    """One frame."""
+    return HEADER.pack(len(payload), component) + payload
+
+
+class FrameBuffer:
+    """Cuts a byte stream into frames. Holds at most one partial frame and what was fed with it."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
+        """Adds `data`; yields (component, payload) of every frame now complete. ValueError on a length beyond MAX_PAYLOAD_BYTES."""
+        self._bytes += data
+        start = 0
+        while len(self._bytes) - start >= HEADER.size:
+            length, component = HEADER.unpack_from(self._bytes, start)
+            if length > MAX_PAYLOAD_BYTES:
+                raise ValueError(f"a frame claims {length} bytes; the most is {MAX_PAYLOAD_BYTES}")
+            end = start + HEADER.size + length
+            if len(self._bytes) < end:
+                break
+            yield component, bytes(self._bytes[start + HEADER.size : end])
+            start = end
+        del self._bytes[:start]

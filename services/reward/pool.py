@@ -1,0 +1,231 @@
+"""A supervised pool of scorer processes: killable, with a deadline per item.
+
+Owns the worker processes and the queue before them. One thread (`Lane`) per worker starts it, sends it a few items at a time, times the one it
+is on, and kills it when that one is late: that item alone fails with TIMEOUT, the others go back to the head of the queue. A worker that dies
+by itself fails the item it was on with WORKER_DIED. Knows no gRPC and no reward arithmetic.
+
+Bounds: MAX_QUEUED_ITEMS wait (more are answered OVERLOADED at once); a worker holds at most MAX_BATCH_ITEMS. An item that waits is bounded by the
+deadline of the call it belongs to: a cancelled call's items are skipped.
+"""
+
+import asyncio
+import json
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rolecall.errors import ConfigError, DeadlineError, WorkerLostError
+from rolecall.scores import error_result
+from rolecall.v1 import reward_pb2
+from services.reward.catalog import LocalScorer
+from services.reward.process import WorkerProcess
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED_ITEMS = 65536
+MAX_BATCH_ITEMS = 64
+START_TIMEOUT_S = 120.0
+"""Longest start of a worker, its imports included."""
+STOP_POLL_S = 0.05
+"""Between two kills while a lane ends: it may have been starting a worker."""
+
+
+@dataclass
+class Call:
+    """One caller's wait for all its items."""
+
+    loop: asyncio.AbstractEventLoop
+    future: "asyncio.Future[list[reward_pb2.ScoreResult]]"
+    results: list[reward_pb2.ScoreResult | None]
+    missing: int
+
+
+@dataclass
+class Task:
+    """One item for one component. `index` is its place in the call's results."""
+
+    call: Call
+    index: int
+    component: int
+    item_id: str
+    payload: bytes
+    timeout_s: float
+
+    def finish(self, result: reward_pb2.ScoreResult) -> None:
+        """Hands in the result; the last one of a call wakes the caller. Called under the pool's lock."""
+        self.call.results[self.index] = result
+        self.call.missing -= 1
+        if self.call.missing == 0 and not self.call.loop.is_closed():
+            self.call.loop.call_soon_threadsafe(_resolve, self.call)
+
+
+def _resolve(call: Call) -> None:
+    if not call.future.done():
+        call.future.set_result([result for result in call.results if result is not None])
+
+
+@dataclass
+class Queue:
+    """Tasks that wait, and the lanes that wait for tasks. `condition` guards it."""
+
+    condition: threading.Condition = field(default_factory=threading.Condition)
+    tasks: deque[Task] = field(default_factory=deque)
+    closed: bool = False
+
+
+class WorkerPool:
+    """Scores items with the components given, each item of a component within that component's seconds."""
+
+    def __init__(self, scorers: Mapping[str, LocalScorer], timeouts_s: Mapping[str, float], num_workers: int, search_path: Path) -> None:
+        self._timeouts_s = dict(timeouts_s)
+        self._indices = {name: index for index, name in enumerate(scorers)}
+        dumped = {name: scorer.model_dump(mode="json") for name, scorer in scorers.items()}
+        setup = json.dumps({"components": dumped, "search_path": str(search_path)}).encode()
+        self._queue = Queue()
+        self._lanes = [Lane(self._queue, setup, num_workers) for _ in range(num_workers)]
+
+    async def start(self) -> None:
+        """Starts the workers and waits until all have imported their scorers. ConfigError says which component cannot start."""
+        for lane in self._lanes:
+            lane.start()
+        loop = asyncio.get_running_loop()
+        for lane in self._lanes:
+            await loop.run_in_executor(None, lane.wait_ready)
+
+    async def score(self, component: str, items: Sequence[reward_pb2.ScoreItem]) -> list[reward_pb2.ScoreResult]:
+        """One result per item, in the items' order. Waits for the slowest; safe to cancel and to repeat."""
+        if not items:
+            return []
+        loop = asyncio.get_running_loop()
+        call = Call(loop, loop.create_future(), [None] * len(items), len(items))
+        index, timeout_s = self._indices[component], self._timeouts_s[component]
+        tasks = [Task(call, i, index, item.id, item.SerializeToString(), timeout_s) for i, item in enumerate(items)]
+        self._submit(tasks)
+        return await call.future
+
+    def close(self) -> None:
+        """Kills the workers and fails what waits. Returns when every process is reaped."""
+        with self._queue.condition:
+            self._queue.closed = True
+            _fail(self._queue.tasks, "STOPPING", "the reward service is stopping", retryable=True)
+            self._queue.tasks.clear()
+            self._queue.condition.notify_all()
+        for lane in self._lanes:
+            lane.stop()
+
+    def _submit(self, tasks: list[Task]) -> None:
+        with self._queue.condition:
+            if self._queue.closed:
+                _fail(tasks, "STOPPING", "the reward service is stopping", retryable=True)
+                return
+            room = max(0, MAX_QUEUED_ITEMS - len(self._queue.tasks))
+            self._queue.tasks.extend(tasks[:room])
+            _fail(tasks[room:], "OVERLOADED", f"{MAX_QUEUED_ITEMS} items wait already; score fewer at a time or add reward.num_workers", retryable=True)
+            self._queue.condition.notify_all()
+
+
+class Lane:
+    """One worker process and the thread that drives it."""
+
+    def __init__(self, queue: Queue, setup: bytes, num_lanes: int) -> None:
+        self._queue = queue
+        self._setup = setup
+        self._num_lanes = num_lanes
+        self._thread = threading.Thread(target=self._run, name="scorer", daemon=True)
+        self._ready = threading.Event()
+        self._start_error: str | None = None
+        self._worker: WorkerProcess | None = None
+
+    def start(self) -> None:
+        """Starts the thread, and it the worker."""
+        self._thread.start()
+
+    def wait_ready(self) -> None:
+        """Blocks until the worker can score. ConfigError when it cannot, DeadlineError after START_TIMEOUT_S."""
+        if not self._ready.wait(START_TIMEOUT_S):
+            raise DeadlineError(f"a scorer's worker process did not start within {START_TIMEOUT_S:.0f} s; see the service's log for what it imports")
+        if self._start_error:
+            raise ConfigError(f"the reward service cannot start: {self._start_error}")
+
+    def stop(self) -> None:
+        """Ends the worker and the thread; the queue must be closed."""
+        while self._thread.is_alive():
+            worker = self._worker
+            if worker is not None:
+                worker.interrupt()
+            self._thread.join(STOP_POLL_S)
+
+    def _run(self) -> None:
+        worker, error = self._start_worker(None)
+        self._start_error = error
+        self._ready.set()
+        while tasks := self._take():
+            if error is not None or worker is None or not worker.alive():
+                worker, error = self._start_worker(worker)
+            if error is not None or worker is None:
+                self._fail(tasks, "WORKER_FAILED", f"a scorer's worker process cannot start: {error}", retryable=True)
+                continue
+            self._score(worker, tasks)
+            if not worker.alive():  # replaced now, while other lanes do its work, not when the next item waits for it
+                worker, error = self._start_worker(worker)
+        if worker is not None:
+            worker.kill()
+
+    def _start_worker(self, old: WorkerProcess | None) -> tuple[WorkerProcess | None, str | None]:
+        """A new worker in place of `old`, or why there is none."""
+        if old is not None:
+            old.kill()
+        if self._queue.closed:
+            return None, "the reward service is stopping"
+        self._worker = WorkerProcess(self._setup)
+        return self._worker, self._worker.wait_ready(START_TIMEOUT_S)
+
+    def _take(self) -> deque[Task]:
+        """The next tasks, at least one; none when the queue is closed."""
+        with self._queue.condition:
+            while not self._queue.closed:
+                waiting = self._queue.tasks
+                share = min(MAX_BATCH_ITEMS, -(-len(waiting) // self._num_lanes))
+                taken = deque(waiting.popleft() for _ in range(share))
+                live = deque(task for task in taken if not task.call.future.done())
+                if live:
+                    return live
+                if not taken:
+                    self._queue.condition.wait()
+        return deque()
+
+    def _score(self, worker: WorkerProcess, tasks: deque[Task]) -> None:
+        """Runs `tasks` until all are answered or the worker is lost; what it did not get to goes back to the queue."""
+        try:
+            for result in worker.score([(task.component, task.payload, task.timeout_s) for task in tasks]):
+                task = tasks.popleft()
+                result.id = task.item_id
+                with self._queue.condition:
+                    task.finish(result)
+        except DeadlineError:
+            task = tasks.popleft()
+            self._fail([task], "TIMEOUT", f"the scorer took longer than {task.timeout_s:g} s and was stopped", retryable=False)
+        except WorkerLostError as error:
+            self._fail([tasks.popleft()], "WORKER_DIED", f"the scorer's process ended while it scored the item ({error.message})", retryable=True)
+        if tasks:
+            self._give_back(tasks)
+
+    def _give_back(self, tasks: deque[Task]) -> None:
+        with self._queue.condition:
+            if self._queue.closed:
+                _fail(tasks, "STOPPING", "the reward service is stopping", retryable=True)
+                return
+            self._queue.tasks.extendleft(reversed(tasks))
+            self._queue.condition.notify_all()
+
+    def _fail(self, tasks: Iterable[Task], code: str, message: str, *, retryable: bool) -> None:
+        with self._queue.condition:
+            _fail(tasks, code, message, retryable=retryable)
+
+
+def _fail(tasks: Iterable[Task], code: str, message: str, *, retryable: bool) -> None:
+    for task in tasks:
+        task.finish(error_result(task.item_id, code, message, retryable))

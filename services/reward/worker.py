@@ -1,0 +1,84 @@
+"""A scorer's worker process: `python -m services.reward.worker`, started by the pool and killed by it at an item's deadline.
+
+Speaks frames (see `frames.py`) on the stdin and stdout it was born with. Those are moved away before any scorer is imported: what a user's
+function prints goes to stderr, and it cannot read the service's requests. Holds no state between items; dies with its parent.
+"""
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from rolecall.lifeline import die_with_parent
+from rolecall.scores import ScoreFunction, evaluate
+from rolecall.settings import Section
+from rolecall.v1 import reward_pb2
+from services.reward.catalog import LocalScorer, bind, describe
+from services.reward.frames import FrameBuffer, frame
+
+READ_BYTES = 1 << 16
+
+
+class WorkerSetup(Section):
+    """What the pool tells a worker first."""
+
+    components: dict[str, Annotated[LocalScorer, Field(discriminator="kind")]]
+    """Scorers by component; a frame's component is the index in this order."""
+    search_path: Path
+    """Folder in which users' modules are found first, and in which they run."""
+
+
+def main() -> int:
+    """Serves frames until stdin closes. Exit code 0."""
+    die_with_parent(int(sys.argv[1]))
+    logging.basicConfig(format="reward worker %(process)d: %(message)s", level=logging.INFO)
+    requests, answers = _take_pipes()
+    buffer = FrameBuffer()
+    scorers: list[tuple[ScoreFunction, reward_pb2.DescribeResponse]] = []
+    ready = False
+    while data := os.read(requests, READ_BYTES):
+        for component, payload in buffer.feed(data):
+            if not ready:
+                scorers, ready = _set_up(payload, answers), True
+                continue
+            function, spec = scorers[component]
+            _write(answers, frame(evaluate(function, reward_pb2.ScoreItem.FromString(payload), spec).SerializeToString()))
+    return 0
+
+
+def _take_pipes() -> tuple[int, int]:
+    requests, answers = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    return requests, answers
+
+
+def _set_up(payload: bytes, answers: int) -> list[tuple[ScoreFunction, reward_pb2.DescribeResponse]]:
+    setup = WorkerSetup.model_validate_json(payload)
+    sys.path.insert(0, str(setup.search_path))
+    os.chdir(setup.search_path)
+    scorers = []
+    for name, scorer in setup.components.items():
+        try:
+            scorers.append((bind(scorer), describe(name, scorer)))
+        except Exception as error:  # the entry point of modules that are not ours: any of them may fail to import
+            logging.exception("component %s cannot start", name)
+            _write(answers, frame(f"component {name!r} cannot start: {type(error).__name__}: {error}".encode()))
+            sys.exit(1)
+    _write(answers, frame(b""))
+    return scorers
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
