@@ -1,5 +1,8 @@
 """Ties a process to its parent: when the parent dies, by SIGKILL too, the kernel kills this one. Linux; elsewhere it does nothing.
 
+Also a program: `python lifeline.py PARENT_PID PROGRAM ARGS...` becomes PROGRAM, tied to the parent. That spares subprocess's preexec_fn, which may
+deadlock in a parent with threads, and covers programs that are not ours.
+
 The kernel watches the *thread* that started the process: start children from a thread that lives as long as they should.
 """
 
@@ -20,3 +23,8 @@ def die_with_parent(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    os.execv(sys.argv[2], sys.argv[2:])

@@ -424,7 +424,7 @@ class FunctionScorer(Section):
 
     kind: Literal["function"] = "function"
     target: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
-    """`module:function`, importable where the reward service runs (the configuration file's folder is on its path)."""
+    """`module:function`, importable where the reward service runs; `reward.search_path` is on its path."""
     min: float | None = None
     """Least value it returns; absent: unbounded. A value outside the range is an error, never trained on."""
     max: float | None = None
@@ -481,6 +481,8 @@ class RewardSection(ServiceSection):
     """Named parts; the reward is their weighted sum."""
     num_workers: PositiveInt = 2
     """Killable worker processes of the local service."""
+    search_path: ConfigPath | None = None
+    """Folder where the modules of `function` scorers are found; absent: the configuration file's folder."""
     solved_at: float = 1.0
     """A response counts as accurate when its reward is at least this."""
     timeout_s: PositiveFloat = 60.0
@@ -679,6 +681,27 @@ def _override(tree: dict[str, Any], override: str) -> None:
         tree[name] = dict(tree.get(name) or {})
         tree = tree[name]
     tree[leaf] = yaml.safe_load(value)
+
+
+def overrides_from(arguments: Sequence[str]) -> list[str]:
+    """`--section.key value` and `--section.key=value` as overrides for `load_settings`. ConfigError names a word that is neither."""
+    overrides, words = [], iter(arguments)
+    for word in words:
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or "." not in key:
+            raise ConfigError(f"unexpected argument {word!r}; overrides have the form --section.key value")
+        if not equals:
+            following = next(words, None)
+            if following is None:
+                raise ConfigError(f"--{key} needs a value")
+            value = following
+        overrides.append(f"{key}={value}")
+    return overrides
+
+
+def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with `changes`, for a process that it starts."""
+    return {**os.environ, **changes}
 
 
 def parent_to_die_with() -> int | None:
