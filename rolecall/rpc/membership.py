@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import grpc
 
 from rolecall import __version__
-from rolecall.errors import ConfigError, RoleCallError, UnavailableError, UnknownWorkerError
+from rolecall.errors import ConfigError, InvalidInputError, RoleCallError, UnauthenticatedError, UnavailableError, UnknownWorkerError, VersionMismatchError
 from rolecall.rpc import status
 from rolecall.rpc.address import is_loopback
 from rolecall.rpc.channel import channel_credentials
@@ -26,6 +26,8 @@ _LOG = logging.getLogger(__name__)
 _SERVICE = "/rolecall.v1.ControllerService/"
 _RETRY_S = 0.25
 _MAX_RETRY_S = 2.0
+_REFUSALS = (VersionMismatchError, InvalidInputError, ConfigError, UnauthenticatedError)
+"""Answers to Join that no waiting will change. A fenced or failing controller is waited for: another may take its place."""
 _T = TypeVar("_T")
 
 
@@ -57,7 +59,9 @@ class Membership:
         """What the worker is doing, for people; set it freely."""
         self._progress = 0
         self._ctl = 0
+        self._heard = False
         self._stopping = threading.Event()
+        self._channel: grpc.Channel | None = None
         self._thread = threading.Thread(target=self._live, name="membership", daemon=True)
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
@@ -89,21 +93,22 @@ class Membership:
             self.failed.result()
 
     def stop(self) -> None:
-        """Ends the heartbeats; waits at most a second for the thread. Safe to repeat, and before `start`."""
+        """Ends the heartbeats, one under way included. Blocks on nothing, safe to repeat."""
         self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=1.0)
-        self.failed.cancel()
+        if self._channel is not None:
+            self._channel.close()
 
     def _live(self) -> None:
         try:
             with self._connect() as channel:
+                self._channel = channel
                 period_s = self._join(channel, self._settings.controller.start_timeout_s)
                 self._tell(self._joined.set)
                 while not self._stopping.wait(period_s):
                     period_s = self._beat(channel, period_s)
         except Exception as error:  # entry point of the thread: whatever ends it must end the role
-            self._tell(self._fail, error)
+            if not self._stopping.is_set():
+                self._tell(self._fail, error)
 
     def _connect(self) -> grpc.Channel:
         # A subchannel pool of its own: otherwise gRPC would share one connection with the role's other channels to the controller.
@@ -121,16 +126,18 @@ class Membership:
         while True:
             try:
                 response = self._call(join, self._request, "Join")
+            except _REFUSALS:
+                raise
             except RoleCallError as error:
-                if not error.retryable:
-                    raise
                 if deadline is not None and time.monotonic() + pause_s > deadline:
-                    raise UnavailableError(f"no controller at {self._target} within {within_s:.0f} s: {error.message}", target=self._target) from error
+                    raise UnavailableError(
+                        f"not joined to a controller at {self._target} within {within_s:g} s: {error.message}", target=self._target
+                    ) from error
                 if self._stopping.wait(pause_s):
-                    return pause_s
+                    raise
                 pause_s = min(pause_s * 2, _MAX_RETRY_S)
                 continue
-            self._ctl = response.ctl
+            self._ctl, self._heard = response.ctl, True
             _LOG.debug("joined %s as %s.%s", self._target, self._request.worker, self._request.incarnation)
             return response.heartbeat_s or self._settings.controller.heartbeat_s
 
@@ -140,11 +147,16 @@ class Membership:
         try:
             self._ctl = self._call(beat, request, "Heartbeat").ctl
         except UnknownWorkerError:
+            _LOG.info("joining again: the controller at %s does not know this worker", self._target)
             return self._join(channel, None)
         except RoleCallError as error:
-            if not error.retryable:
-                raise
-            _LOG.warning("the controller does not hear: %s", error.message)
+            if self._heard:
+                _LOG.warning("heartbeats are not heard; waiting for the controller: %s", error.message)
+            self._heard = False
+            return period_s
+        if not self._heard:
+            _LOG.info("heartbeats are heard again")
+        self._heard = True
         return period_s
 
     def _call(self, method: Callable[..., _T], request: Any, name: str) -> _T:

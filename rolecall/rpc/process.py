@@ -145,7 +145,7 @@ def run(main: Callable[[], Awaitable[None]], role: str = "service") -> int:
     try:
         loop.run_until_complete(_until_stopped(main))
         code = 0
-    except Exception as error:  # entry point: whatever ended the role is said once, here
+    except (Exception, asyncio.CancelledError) as error:  # entry point: whatever ended the role is said once, here
         code = _failed(role, error)
     finally:
         _close(loop)
@@ -192,7 +192,7 @@ async def serve(
         if drain is not None:
             await _drain_role(drain, grace_s)
         await server.drain(grace_s)
-    if failed is not None and failed.done():
+    if failed is not None and failed.done() and not failed.cancelled():
         failed.result()
 
 
@@ -215,7 +215,7 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
-def _failed(role: str, error: Exception) -> int:
+def _failed(role: str, error: BaseException) -> int:
     lines = "".join(traceback.format_exception(error)).splitlines()
     expected = isinstance(error, ConfigError)
     if not expected:

@@ -37,9 +37,10 @@ class Server:
     Health: every added service and "" are NOT_SERVING until `set_serving(True)`; `liveness` is SERVING from the start.
     """
 
-    def __init__(self, rpc: RpcSection, bind: str) -> None:
+    def __init__(self, rpc: RpcSection, bind: str, *, client_certificates: bool = True) -> None:
         """Prepares a server for `bind` (`host:port`, port 0 takes a free one, or `unix:/path`).
 
+        client_certificates: with rpc.tls, whether callers must present one signed by rpc.tls.ca_file; a public service may do without.
         ConfigError when bind is beyond loopback without TLS, unless rpc.behind_mesh.
         """
         if rpc.tls is None and not rpc.behind_mesh and not is_loopback(bind):
@@ -48,6 +49,7 @@ class Server:
             )
         self._rpc = rpc
         self._bind = bind
+        self._client_certificates = client_certificates
         self._names: list[str] = []
         tracing = aio_server_interceptor(filter_=filters.negate(filters.health_check()))  # type: ignore[no-untyped-call]
         self._server = grpc.aio.server(
@@ -89,7 +91,7 @@ class Server:
             await asyncio.to_thread(_refuse_live_socket, self._bind)
         try:
             if self._rpc.tls is not None:
-                port = self._server.add_secure_port(self._bind, tls_files.server_credentials(self._rpc.tls))
+                port = self._server.add_secure_port(self._bind, tls_files.server_credentials(self._rpc.tls, self._client_certificates))
             else:
                 port = self._server.add_insecure_port(self._bind)
         except RuntimeError as error:

@@ -12,10 +12,10 @@ from rolecall.settings import TlsSection
 _LOG = logging.getLogger(__name__)
 
 
-def server_credentials(tls: TlsSection) -> grpc.ServerCredentials:
-    """Mutual TLS: clients must present a certificate signed by `tls.ca_file`. ConfigError when a file cannot be read."""
+def server_credentials(tls: TlsSection, client_certificates: bool) -> grpc.ServerCredentials:
+    """With `client_certificates`, mutual TLS: clients must present one signed by `tls.ca_file`. ConfigError when a file cannot be read."""
     # None from the fetcher means "unchanged", which gRPC documents and the published types leave out.
-    return grpc.dynamic_ssl_server_credentials(_configuration(tls), _changed_configuration(tls), require_client_authentication=True)  # type: ignore[arg-type]
+    return grpc.dynamic_ssl_server_credentials(_configuration(tls), _changed_configuration(tls), client_certificates)  # type: ignore[arg-type]
 
 
 def mutual_credentials(tls: TlsSection) -> grpc.ChannelCredentials:
