@@ -8,6 +8,7 @@ A role without an `address` is local: `rolecall train` starts it on a free port.
 
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
@@ -613,7 +614,7 @@ class RunSettings(Section):
             raise ValueError("critic: algorithm.advantage does not read values; remove the section or use kind: gae")
         kl = self.algorithm.kl
         if kl is not None and kl.reference not in self.references:
-            raise ValueError(f"algorithm.kl.reference {kl.reference!r} is not under references ({sorted(self.references)}); add references: {{{kl.reference}: {{}}}}")
+            raise ValueError(f"algorithm.kl.reference {kl.reference!r} is not under references ({sorted(self.references)}); add it")
         unused = sorted(set(self.references) - ({kl.reference} if kl else set()))
         if unused:
             raise ValueError(f"references {unused} are read by nothing; remove them or name one in algorithm.kl.reference")
