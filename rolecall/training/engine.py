@@ -26,6 +26,8 @@ class Microbatch:
     """int64 [N], from 0 in every sequence."""
     cu_seqlens: torch.Tensor
     """int32 [S + 1], starts of the sequences and N."""
+    lengths: tuple[int, ...]
+    """The S sequences' lengths on the host: planning attention must not wait for the device."""
     temperature_N: torch.Tensor
     """float32 [N], what the logits that predict token t are divided by."""
     score_mask_N: torch.Tensor

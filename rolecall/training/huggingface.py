@@ -1,0 +1,96 @@
+"""Hugging Face model directories in and out: slices of safetensors read without loading the file, and a directory written tensor by tensor.
+
+Owns names and files of weights. Nothing here knows FSDP: the engine says which rows of a tensor it wants.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from rolecall.errors import ConfigError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+FILE_BYTES = 4 * 2**30
+"""Most bytes of one exported safetensors file."""
+
+
+class ModelFiles:
+    """The weights of a model directory, by name."""
+
+    def __init__(self, path: Path) -> None:
+        """ConfigError when `path` holds no safetensors."""
+        self.path = path
+        if (path / INDEX).is_file():
+            weight_map: dict[str, str] = json.loads((path / INDEX).read_text())["weight_map"]
+            self._files = {name: path / file for name, file in weight_map.items()}
+        elif (path / SINGLE).is_file():
+            with safe_open(path / SINGLE, framework="pt") as file:
+                self._files = dict.fromkeys(file.keys(), path / SINGLE)
+        else:
+            raise ConfigError(f"{path} has neither {SINGLE} nor {INDEX}; convert the model to safetensors")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def rows(self, name: str, start: int, end: int) -> torch.Tensor:
+        """Rows start..end of the tensor `name` along its first dimension (the whole tensor when it has none), on the CPU, in the file's dtype."""
+        with safe_open(self._files[name], framework="pt") as file:
+            view = file.get_slice(name)
+            return file.get_tensor(name) if not view.get_shape() else view[start:end]
+
+
+def write_model(path: Path, source: Path, weights: Iterator[tuple[str, torch.Tensor]], *, writer: bool) -> int:
+    """Writes `weights` and the configuration and tokenizer files of `source` as a model directory; returns the bytes of weights.
+
+    Every rank iterates (the tensors are gathered on the way), the `writer` alone keeps and writes. At most FILE_BYTES plus one tensor are held.
+    """
+    held: dict[str, torch.Tensor] = {}
+    files: list[dict[str, torch.Size]] = []
+    total = held_bytes = 0
+    if writer:
+        path.mkdir(parents=True, exist_ok=True)
+        _copy_companions(source, path)
+    for name, tensor in weights:
+        if not writer:
+            continue
+        if held and held_bytes + tensor.nbytes > FILE_BYTES:
+            files.append(_flush(path, len(files), held))
+            held, held_bytes = {}, 0
+        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        held_bytes += tensor.nbytes
+        total += tensor.nbytes
+    if writer:
+        files.append(_flush(path, len(files), held))
+        _name_files(path, files, total)
+    return total
+
+
+def _flush(path: Path, index: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+    save_file(tensors, path / f"part-{index:05d}.safetensors", metadata={"format": "pt"})
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def _name_files(path: Path, files: list[dict[str, torch.Size]], total_bytes: int) -> None:
+    if len(files) == 1:
+        os.replace(path / "part-00000.safetensors", path / SINGLE)
+        return
+    weight_map = {}
+    for index, names in enumerate(files):
+        final = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
+        os.replace(path / f"part-{index:05d}.safetensors", path / final)
+        weight_map.update(dict.fromkeys(names, final))
+    (path / INDEX).write_text(json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2, sort_keys=True))
+
+
+def _copy_companions(source: Path, path: Path) -> None:
+    """Configuration, tokenizer and chat template: every small file but weights."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix in {".json", ".jinja", ".txt", ".model"} and file.name != INDEX:
+            shutil.copyfile(file, path / file.name)

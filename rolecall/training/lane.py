@@ -1,0 +1,104 @@
+"""The one thread that touches the device, seen from asyncio. Owns order and the bound on what waits. Knows neither torch nor gRPC.
+
+A `RoleCallError` of a piece of work is that piece's answer: the engine raises them only where every rank can go on. Anything else may have left
+a half-applied step or ranks out of step with each other, so it also ends the process (`failed`) and the role restarts from its checkpoint.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+from rolecall.errors import ExhaustedError, RoleCallError
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 64
+"""Pieces of work that may wait for the device; one more is refused."""
+
+
+class Pulse(Protocol):
+    """Where the thread shows that it moves: the role's membership."""
+
+    phase: str
+    """What is being done, in a word or two."""
+
+    def progress(self) -> None:
+        """Counts up; any thread may call."""
+
+
+class Lane:
+    """Runs one piece of work at a time, in the order of the calls."""
+
+    def __init__(self, keep_alive: Callable[[], None] | None = None, keep_alive_s: float = 5.0) -> None:
+        """`keep_alive` is called in the thread after each `keep_alive_s` seconds without work; None: never."""
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="device")
+        self._keep_alive = keep_alive
+        self._keep_alive_s = keep_alive_s
+        self._waiting = 0
+        self._pulse: Pulse | None = None
+        self._last_work = time.monotonic()
+        self._ticker: asyncio.Task[None] | None = None
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Set with the first exception that is not a RoleCallError."""
+
+    def show_to(self, pulse: Pulse) -> None:
+        """Reports phases and progress to `pulse` from now on."""
+        self._pulse = pulse
+
+    def progressed(self) -> None:
+        """Called by long work, in the device thread, whenever a part of it is done."""
+        if self._pulse is not None:
+            self._pulse.progress()
+
+    async def run(self, work: Callable[[], T], phase: str) -> T:
+        """What `work` returns. Once started it runs to its end, also when the caller is cancelled. ExhaustedError when too much waits already."""
+        if self._waiting >= MAX_WAITING:
+            raise ExhaustedError(f"{MAX_WAITING} calls wait for this role's device already; send fewer at a time")
+        if self.failed.done():
+            raise RoleCallError(f"the device failed before: {self.failed.exception()}; this role is about to restart")
+        self._waiting += 1
+        future = asyncio.get_running_loop().run_in_executor(self._executor, self._do, work, phase)
+        future.add_done_callback(self._finished)
+        return await asyncio.shield(future)
+
+    def _do(self, work: Callable[[], T], phase: str) -> T:
+        if self._pulse is not None:
+            self._pulse.phase = phase
+        try:
+            return work()
+        finally:
+            if self._pulse is not None:
+                self._pulse.phase = "idle"
+                self._pulse.progress()
+
+    def _finished(self, future: "asyncio.Future[T]") -> None:
+        self._waiting -= 1
+        self._last_work = time.monotonic()
+        error = None if future.cancelled() else future.exception()
+        if error is not None and not isinstance(error, RoleCallError) and not self.failed.done():
+            log.error("the device thread failed: %s", error, exc_info=error)
+            self.failed.set_exception(error)
+
+    def start(self) -> None:
+        """Starts the keep-alive, if there is one."""
+        if self._keep_alive is not None:
+            self._ticker = asyncio.create_task(self._tick(self._keep_alive))
+
+    async def _tick(self, keep_alive: Callable[[], None]) -> None:
+        while not self.failed.done():
+            await asyncio.sleep(self._keep_alive_s)
+            if not self._waiting and time.monotonic() - self._last_work >= self._keep_alive_s:
+                await self.run(keep_alive, "idle")
+
+    async def close(self, last: Callable[[], None] | None = None, timeout_s: float = 30.0) -> None:
+        """Runs `last` after what is under way, waits at most `timeout_s` for it, and takes no more work."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+        if last is not None and not self.failed.done():
+            async with asyncio.timeout(timeout_s):
+                await self.run(last, "stopping")
+        self._executor.shutdown(wait=False, cancel_futures=True)

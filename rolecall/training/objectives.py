@@ -1,0 +1,151 @@
+"""What trainers minimise: the configured pieces of rolecall/algorithms put together as `Loss` callables of the engine seam.
+
+    objective = PolicyObjective(settings.algorithm, counts)          # counts: packing.global_counts of the mini-batch
+    columns = policy_columns(settings.algorithm)                     # what pack() must bring
+    engine.forward_backward(microbatches, objective, entropy=True)   # entropy=False unless it is shown or has a coefficient
+
+Owns metric names and reductions (prefixes actor/ and critic/). Metrics are gathered in one transfer per microbatch.
+
+Shapes: N tokens of one microbatch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rolecall.algorithms.aggregation import Aggregation, Counts, token_weights
+from rolecall.algorithms.correction import truncated_weights_N
+from rolecall.algorithms.kl import kl_N
+from rolecall.algorithms.losses import entropy_bonus, policy_loss, supervised_loss, value_loss
+from rolecall.errors import InvalidInputError
+from rolecall.settings import AlgorithmSection
+from rolecall.telemetry import Metrics
+from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
+from rolecall.trajectory import reference_column
+
+VALUE_COLUMNS = ("loss_mask", "values", "returns")
+"""What ValueObjective reads."""
+
+
+def policy_columns(algorithm: AlgorithmSection) -> tuple[str, ...]:
+    """What PolicyObjective reads. `old_logprobs` may be left out when the batch is one mini-batch and one epoch: then it is the policy itself."""
+    reference = (reference_column(algorithm.kl.reference),) if algorithm.kl is not None and algorithm.kl.placement == "loss" else ()
+    return ("loss_mask", "advantages", "rollout_logprobs", "old_logprobs", *reference)
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """PPO's clipped loss, corrected for the sampler if configured, minus the entropy bonus, plus the KL to a reference."""
+
+    algorithm: AlgorithmSection
+    counts: Counts
+    """Of the global mini-batch."""
+
+    def __call__(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> tuple[torch.Tensor, Metrics]:
+        """A Loss. Metrics are means over the trained tokens."""
+        assert isinstance(outputs, TokenOutputs)
+        section, columns = self.algorithm.policy_loss, microbatch.columns
+        mask_N = columns["loss_mask"] & microbatch.score_mask_N
+        weights_N = token_weights(mask_N, microbatch.cu_seqlens, section.aggregation, self.counts)
+        logprobs_N, rollout_N = outputs.logprobs_N, columns["rollout_logprobs"]
+        old_N = columns["old_logprobs"] if "old_logprobs" in columns else logprobs_N.detach()
+        correction = self.algorithm.correction
+        correction_N = None if correction is None else truncated_weights_N(old_N, rollout_N, correction.tis_cap)
+        loss, terms = policy_loss(
+            logprobs_N,
+            old_N,
+            columns["advantages"],
+            weights_N,
+            clip_eps_low=section.clip_eps_low,
+            clip_eps_high=section.clip_eps_high,
+            dual_clip=section.dual_clip,
+            correction_N=correction_N,
+        )
+        shown: dict[str, torch.Tensor] = {
+            "actor/ratio": terms.ratio_N,
+            "actor/clip_fraction_high": terms.clipped_high_N,
+            "actor/clip_fraction_low": terms.clipped_low_N,
+            "actor/entropy": outputs.entropy_N.detach(),
+            "actor/old_kl": kl_N(old_N, logprobs_N.detach(), "k3"),
+            "actor/sampler_kl": kl_N(rollout_N, old_N, "k3"),
+        }
+        if correction_N is not None:
+            shown["actor/correction_weight"] = correction_N
+        metrics = Metrics()
+        metrics.sum("actor/policy_loss", float(loss.detach()))
+        if section.entropy_coef:
+            loss = loss - section.entropy_coef * entropy_bonus(outputs.entropy_N, weights_N)
+        kl = self.algorithm.kl
+        if kl is not None and kl.placement == "loss":
+            reference_kl_N = kl_N(logprobs_N, columns[reference_column(kl.reference)], kl.estimator)
+            loss = loss + kl.kl_coef * (reference_kl_N * weights_N).sum()
+            shown["actor/reference_kl"] = reference_kl_N.detach()
+        metrics.sum("actor/loss", float(loss.detach()))
+        _add_means(metrics, shown, mask_N)
+        return loss, metrics
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """The clipped value loss, a mean over the mini-batch's trained tokens."""
+
+    clip_eps: float | None
+    counts: Counts
+    """Of the global mini-batch."""
+
+    def __call__(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> tuple[torch.Tensor, Metrics]:
+        """A Loss. The sums value_sum, return_sum, square sums and num_tokens give explained variance over a batch: see explained_variance."""
+        assert isinstance(outputs, ValueOutputs)
+        columns = microbatch.columns
+        mask_N = columns["loss_mask"] & microbatch.score_mask_N
+        weights_N = token_weights(mask_N, microbatch.cu_seqlens, "token_mean", self.counts)
+        loss, terms = value_loss(outputs.values_N, columns["returns"], columns["values"], weights_N, clip_eps=self.clip_eps)
+        metrics = Metrics()
+        metrics.sum("critic/loss", float(loss.detach()))
+        returns_N = columns["returns"]
+        shown = {
+            "critic/value": outputs.values_N.detach(),
+            "critic/return": returns_N,
+            "critic/return_square": returns_N.square(),
+            "critic/error": terms.error_N,
+            "critic/error_square": terms.error_N.square(),
+            "critic/clip_fraction": terms.clipped_N,
+        }
+        _add_means(metrics, shown, mask_N)
+        return loss, metrics
+
+
+@dataclass(frozen=True)
+class SupervisedObjective:
+    """Negative log-likelihood of the tokens of loss_mask: a warm start, or a test's simplest loss."""
+
+    counts: Counts
+    aggregation: Aggregation = "token_mean"
+
+    def __call__(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> tuple[torch.Tensor, Metrics]:
+        """A Loss."""
+        assert isinstance(outputs, TokenOutputs)
+        mask_N = microbatch.columns["loss_mask"] & microbatch.score_mask_N
+        loss = supervised_loss(outputs.logprobs_N, token_weights(mask_N, microbatch.cu_seqlens, self.aggregation, self.counts))
+        metrics = Metrics()
+        metrics.sum("supervised/loss", float(loss.detach()))
+        return loss, metrics
+
+
+def explained_variance(metrics: Mapping[str, float]) -> float:
+    """1 - var(values - returns) / var(returns) from ValueObjective's merged means; 0 when the returns do not vary. InvalidInputError without those means."""
+    names = ("critic/return", "critic/return_square", "critic/error", "critic/error_square")
+    missing = [name for name in names if name not in metrics]
+    if missing:
+        raise InvalidInputError(f"explained variance needs {missing}")
+    mean_return, square_return, mean_error, square_error = (metrics[name] for name in names)
+    variance = square_return - mean_return**2
+    return 1.0 - (square_error - mean_error**2) / variance if variance > 1e-12 else 0.0
+
+
+def _add_means(metrics: Metrics, shown: dict[str, torch.Tensor], mask_N: torch.Tensor) -> None:
+    totals = torch.stack([mask_N.sum(), *(torch.where(mask_N, value_N.double(), 0.0).sum() for value_N in shown.values())]).tolist()
+    num_tokens = totals[0]
+    for name, total in zip(shown, totals[1:], strict=True):
+        metrics.mean(name, total / max(num_tokens, 1), num_tokens)

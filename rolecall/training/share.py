@@ -1,0 +1,131 @@
+"""One rank's share of a batch: its rows read from the store in one go, packed, with the counts of the whole mini-batches.
+
+Owns the way from row references to microbatches and back into columns. Every public function is a collective of the command group. What is computed
+from the microbatches is the services' affair.
+
+Temperature belongs to the trajectory: it is read from each row's meta.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from rolecall.algorithms.aggregation import Counts
+from rolecall.store.rows import Rows
+from rolecall.training.batching import row_key
+from rolecall.training.engine import Microbatch, TokenOutputs, TrainingEngine, ValueOutputs
+from rolecall.training.group import CommandGroup
+from rolecall.training.packing import CostModel, RankPlan, Row, local_counts, pack, plan_batch
+from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
+from rolecall.wire import Array
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a rank works with, fixed at start."""
+
+    engine: TrainingEngine
+    group: CommandGroup
+    rows: Rows
+    cost: CostModel
+    device: torch.device
+    token_budget: int
+
+    def plan(self, rows: Sequence[RowRef], num_minibatches: int, seed: int) -> RankPlan:
+        """This rank's part; every rank comes to the same partition."""
+        lengths = [row.num_tokens for row in rows]
+        plans = plan_batch(
+            lengths, num_minibatches=num_minibatches, token_budget=self.token_budget, world_size=self.group.world_size, cost=self.cost, seed=seed
+        )
+        return plans[self.group.rank]
+
+
+@dataclass
+class Minibatch:
+    """What one optimizer step is computed from, on this rank."""
+
+    microbatches: list[Microbatch]
+    counts: Counts
+    """Of the whole mini-batch, all ranks."""
+
+
+@dataclass
+class TrainShare:
+    """A rank's share of a sealed batch."""
+
+    rows: list[dict[str, Array]]
+    """In the order of the plan."""
+    minibatches: list[Minibatch]
+    num_tokens: int
+    """Of the whole batch."""
+
+    @property
+    def microbatches(self) -> list[Microbatch]:
+        """All of them, mini-batch after mini-batch."""
+        return [microbatch for minibatch in self.minibatches for microbatch in minibatch.microbatches]
+
+    def add_column(self, name: str, columns_N: Sequence[torch.Tensor]) -> None:
+        """Gives every microbatch one more column, in the order of `microbatches`."""
+        source = iter(columns_N)
+        for minibatch in self.minibatches:
+            minibatch.microbatches = [replace(each, columns={**each.columns, name: next(source)}) for each in minibatch.microbatches]
+
+
+class Derive(Protocol):
+    """Adds columns of the role's own to a row before it is packed."""
+
+    def __call__(self, row: dict[str, Array]) -> Mapping[str, Array]:
+        """The new per-token columns of `row`."""
+
+
+def read_share(bench: Bench, batch: TrainBatch, columns: Sequence[str], num_minibatches: int, seed: int, derive: Derive | None = None) -> TrainShare:
+    """This rank's share of `batch` with `columns` (beside token_ids and response_mask) packed. RowMissingError on every rank when a row or column is gone."""
+    plan = bench.plan(batch.rows, num_minibatches, seed)
+    refs = [batch.rows[index] for index in plan.rows]
+    wanted = list(dict.fromkeys(["token_ids", "response_mask", *columns]))
+    read, temperatures = bench.group.agree(lambda: (bench.rows.read(refs, wanted), _temperatures(bench.rows, refs)))
+    derived = [derive(row) for row in read] if derive is not None else []
+    for row, more in zip(read, derived, strict=False):
+        row.update(more)
+    packed_columns = [*columns, *(derived[0] if derived else ())]
+    by_index = dict(zip(plan.rows, zip(read, temperatures, strict=True), strict=True))
+    own = [local_counts([by_index[i][0] for indices in microbatches for i in indices]) for microbatches in plan.minibatches]
+    totals = bench.group.sum(np.array([[counts.num_tokens, counts.num_sequences] for counts in own]))
+    minibatches = []
+    for microbatches, (num_tokens, num_sequences) in zip(plan.minibatches, totals, strict=True):
+        packed = [_pack(bench, [by_index[i] for i in indices], packed_columns) for indices in microbatches]
+        minibatches.append(Minibatch(packed, Counts(int(num_tokens), int(num_sequences))))
+    return TrainShare(read, minibatches, sum(row.num_tokens for row in batch.rows))
+
+
+def compute_column(
+    bench: Bench, refs: Sequence[RowRef], names: Sequence[str], encode: Callable[[Microbatch, TokenOutputs | ValueOutputs], list[dict[str, Array]]]
+) -> frozenset[str]:
+    """Computes and writes the columns `names` of `refs`; the keys of the rows that held them before, on every rank.
+
+    `encode` turns a microbatch's outputs into the columns of its rows, in order. Rows that hold the columns are left out of the computation.
+    """
+    plan = bench.plan(refs, 1, 0)
+    mine = [refs[index] for index in plan.rows]
+    read, temperatures = bench.group.agree(lambda: (bench.rows.read(mine, ["token_ids", "response_mask"], names), _temperatures(bench.rows, mine)))
+    by_index = dict(zip(plan.rows, zip(read, temperatures, strict=True), strict=True))
+    missing = {index for index, (row, _) in by_index.items() if not all(name in row for name in names)}
+    todo = [tuple(index for index in indices if index in missing) for indices in plan.microbatches]
+    packed = [_pack(bench, [by_index[i] for i in indices], ()) for indices in todo]
+    outputs = bench.engine.forward(packed)
+    encoded = [columns for microbatch, output in zip(packed, outputs, strict=True) for columns in encode(microbatch, output)]
+    written = [refs[index] for indices in todo for index in indices]
+    bench.group.agree(lambda: bench.rows.put(written, encoded))
+    held = "\n".join(row_key(refs[index]) for index in by_index if index not in missing)
+    return frozenset(key for part in bench.group.gather(held.encode()) for key in part.decode().split("\n") if key)
+
+
+def _pack(bench: Bench, rows: Sequence[tuple[Row, float]], columns: Sequence[str]) -> Microbatch:
+    return pack([row for row, _ in rows], columns, temperature=[temperature for _, temperature in rows], device=bench.device)
+
+
+def _temperatures(rows: Rows, refs: Sequence[RowRef]) -> list[float]:
+    return [meta.sampling.temperature for meta in rows.read_meta(refs)]

@@ -1,0 +1,67 @@
+"""Tiny random models on disk, with a chat tokenizer, for every test that needs a real model directory. Nothing is downloaded."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL_TOKENS = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+EOS_TOKEN_ID = SPECIAL_TOKENS.index("<|im_end|>")
+
+
+def write_tokenizer(path: Path) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer without merges (259 tokens), ChatML template, saved into `path`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>", additional_special_tokens=["<|im_start|>"])
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(path)
+    return fast
+
+
+def write_qwen3(
+    path: Path,
+    *,
+    tied: bool = False,
+    hidden: int = 64,
+    num_layers: int = 2,
+    vocab: int = 288,
+    heads: int = 4,
+    kv_heads: int = 2,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """A random dense Qwen3 with weights large enough that mistakes show, its tokenizer beside it. Returns `path`."""
+    config = Qwen3Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+        eos_token_id=EOS_TOKEN_ID,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config).to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.add_(0.05 * torch.arange(parameter.numel()).sin())
+    model.save_pretrained(path)
+    write_tokenizer(path)
+    return path
