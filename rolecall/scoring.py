@@ -8,10 +8,12 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
 import grpc
 
-from rolecall.errors import RoleCallError, ScorerError
+from rolecall.errors import ConfigError, RoleCallError, ScorerError
+from rolecall.rpc import tls
 from rolecall.rpc.channel import open_channel
 from rolecall.scores import Failure, Outcome, decode_reward, problem_of, spec_problem
 from rolecall.settings import ExternalScorer, RewardSection, RpcSection
@@ -80,16 +82,26 @@ class RewardClient:
 
 def open_client(section: RewardSection, address: str, rpc: RpcSection) -> tuple[RewardClient, grpc.aio.Channel]:
     """The controller's client of the run's reward service at `address`, and the channel to close after it. ConfigError for an unreadable token."""
-    token = section.bearer_token_file.read_text().strip() if section.bearer_token_file else None
+    token = read_token(section.bearer_token_file)
     channel = open_channel(address, rpc, tls=True if section.tls else None, bearer_token=token)
     return RewardClient(channel, name="reward", timeout_s=section.timeout_s, max_attempts=section.max_attempts), channel
 
 
 def open_external(name: str, scorer: ExternalScorer, rpc: RpcSection, *, timeout_s: float, max_attempts: int) -> tuple[RewardClient, grpc.aio.Channel]:
     """A client of the external scorer that is the component `name`, and the channel to close after it."""
-    token = scorer.bearer_token_file.read_text().strip() if scorer.bearer_token_file else None
+    token = read_token(scorer.bearer_token_file)
     channel = open_channel(scorer.address, rpc, tls=scorer.tls, bearer_token=token, ca_file=scorer.ca_file)
     return RewardClient(channel, name=name, timeout_s=timeout_s, max_attempts=max_attempts), channel
+
+
+def read_token(path: Path | None) -> str | None:
+    """The bearer token in a file, white space around it removed. ConfigError when the file cannot be read or is empty."""
+    if path is None:
+        return None
+    token = tls.read(path, "bearer_token_file").decode().strip()
+    if not token:
+        raise ConfigError(f"bearer_token_file: {path} is empty; write the token into it")
+    return token
 
 
 async def with_retries(

@@ -1,0 +1,61 @@
+"""`rolecall serve reward`: settings, telemetry, engine, serve, drain. No torch."""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+
+from rolecall.rpc.process import ServiceArgs, parse_args, run
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the service until it is asked to stop; returns the exit code."""
+    args = parse_args("reward", argv)
+    return run(lambda: serve_reward(args), "reward")
+
+
+async def serve_reward(args: ServiceArgs) -> None:
+    """Health is SERVING once every component can score."""
+    from rolecall import telemetry  # gRPC and its friends after the configuration has been checked
+    from rolecall.rpc.membership import Membership
+    from rolecall.rpc.process import serve
+    from rolecall.rpc.server import Server
+    from rolecall.v1 import controller_pb2, reward_pb2_grpc
+    from services.reward.config import reward_settings
+    from services.reward.engine import RewardEngine
+    from services.reward.service import SERVICE_NAME, RewardServicer
+
+    settings = args.settings
+    telemetry.configure(settings.telemetry, "reward", args.worker)
+    reward = reward_settings(settings, args.config_path)
+    engine = RewardEngine(reward, settings.rpc)
+    membership: Membership | None = None
+
+    def on_score() -> None:
+        if membership is not None:
+            membership.progress()
+
+    try:
+        server = Server(settings.rpc, reward.bind)
+        server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, RewardServicer(engine, on_score), SERVICE_NAME)
+        address = await server.start()
+        await engine.start()
+        failed: asyncio.Future[None] | None = None
+        if settings.controller.address is not None:
+            membership = Membership(settings, controller_pb2.ROLE_REWARD, args.worker, args.incarnation, settings.reward.address or address)
+            membership.start()
+            membership.phase = "serving"
+            failed = membership.failed
+        await server.set_serving(True)
+        log.info("reward serves %s on %s", ", ".join(reward.components), address)
+        await serve(server, failed=failed)
+    finally:
+        if membership is not None:
+            membership.stop()
+        await engine.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""How components become one reward: their weighted sum, and the description of that sum. Pure functions.
+
+A component that is itself composed (an external scorer with components, a function that returns some) reports them as `<component>/<part>`.
+"""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from rolecall.scores import Failure, Outcome, Score, component_spec, error_result
+from rolecall.v1 import reward_pb2
+from rolecall.wire import encode_tensor
+
+
+def compose_spec(name: str, specs: Mapping[str, reward_pb2.DescribeResponse], weights: Mapping[str, float]) -> reward_pb2.DescribeResponse:
+    """What the weighted sum of the components `specs` reads and returns. A range is bounded when every component with a weight is."""
+    low = sum(min(_scaled(weights[part], bound) for bound in _range(spec.reward)) for part, spec in specs.items())
+    high = sum(max(_scaled(weights[part], bound) for bound in _range(spec.reward)) for part, spec in specs.items())
+    components = []
+    for part, spec in specs.items():
+        components.append(_named(part, spec.reward))
+        components.extend(_named(f"{part}/{inner.name}", inner) for inner in spec.components)
+    return reward_pb2.DescribeResponse(
+        name=name,
+        reads=sorted({field for spec in specs.values() for field in spec.reads}),
+        reward=component_spec("", low if math.isfinite(low) else None, high if math.isfinite(high) else None),
+        components=components,
+        token_rewards=any(spec.token_rewards for spec in specs.values()),
+    )
+
+
+def compose(item: reward_pb2.ScoreItem, outcomes: Mapping[str, Outcome], weights: Mapping[str, float]) -> reward_pb2.ScoreResult:
+    """The item's result: the weighted sum in the order of `outcomes`, or the error of the components that failed, never a partial sum."""
+    failures = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failure)}
+    if failures:
+        return _failed(item, failures)
+    scores = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Score)}
+    components: dict[str, float] = {}
+    for name, score in scores.items():
+        components[name] = score.value
+        components.update({f"{name}/{inner}": value for inner, value in score.components.items()})
+    reward = reward_pb2.Reward(value=sum(_scaled(weights[name], score.value) for name, score in scores.items()), components=components)
+    per_token = [np.float32(weights[name]) * score.token_rewards for name, score in scores.items() if score.token_rewards is not None]
+    if per_token:
+        reward.token_rewards.CopyFrom(encode_tensor(np.stack(per_token).sum(axis=0, dtype=np.float32)))
+    return reward_pb2.ScoreResult(id=item.id, reward=reward)
+
+
+def _failed(item: reward_pb2.ScoreItem, failures: Mapping[str, Failure]) -> reward_pb2.ScoreResult:
+    """The first lasting failure is the one to tell: asking again helps only when every failure may pass."""
+    name, failure = min(failures.items(), key=lambda pair: pair[1].retryable)
+    others = f" (also failed: {', '.join(sorted(failures.keys() - {name}))})" if len(failures) > 1 else ""
+    return error_result(item.id, failure.code, f"component {name!r}: {failure.message}{others}", failure.retryable)
+
+
+def _scaled(weight: float, value: float) -> float:
+    return weight * value if weight else 0.0  # 0 times an unbounded end is 0: the component is only reported
+
+
+def _range(spec: reward_pb2.ComponentSpec) -> tuple[float, float]:
+    return (spec.min if spec.HasField("min") else -math.inf), (spec.max if spec.HasField("max") else math.inf)
+
+
+def _named(name: str, spec: reward_pb2.ComponentSpec) -> reward_pb2.ComponentSpec:
+    named = reward_pb2.ComponentSpec()
+    named.CopyFrom(spec)
+    named.name = name
+    return named

@@ -1,0 +1,48 @@
+"""What the reward service takes from the run's configuration."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rolecall.errors import ConfigError
+from rolecall.settings import ExternalScorer, RewardComponent, RunSettings
+from services.reward.catalog import LocalScorer
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """The reward section, sorted by who scores."""
+
+    bind: str
+    """`host:port` to listen on; port 0 takes a free one."""
+    components: dict[str, RewardComponent]
+    """Named parts, in the order of the file; at least one."""
+    num_workers: int
+    """Worker processes for the local ones."""
+    search_path: Path
+    """Folder where users' functions are found and run: reward.search_path, else that of the configuration file."""
+    start_timeout_s: float
+    """Longest wait for external scorers at the start."""
+
+    @property
+    def local(self) -> dict[str, LocalScorer]:
+        """Scorers that run in worker processes, by component."""
+        return {name: component.scorer for name, component in self.components.items() if not isinstance(component.scorer, ExternalScorer)}
+
+    @property
+    def external(self) -> dict[str, ExternalScorer]:
+        """Scorers that are called over gRPC, by component."""
+        return {name: component.scorer for name, component in self.components.items() if isinstance(component.scorer, ExternalScorer)}
+
+
+def reward_settings(settings: RunSettings, config_path: Path) -> RewardSettings:
+    """The reward service's settings. ConfigError when the file leaves the service nothing to do."""
+    section = settings.reward
+    if not section.components:
+        raise ConfigError("reward.components is empty: the file only calls a RewardService at reward.address; add components to serve one here")
+    return RewardSettings(
+        bind=section.bind or section.address or "127.0.0.1:0",
+        components=section.components,
+        num_workers=section.num_workers,
+        search_path=section.search_path or config_path.resolve().parent,
+        start_timeout_s=settings.controller.start_timeout_s,
+    )

@@ -1,0 +1,132 @@
+"""The reward of a response: every component scores it, at the same time, and the weighted sum is the reward.
+
+Owns the components: local ones share a pool of worker processes, external ones are RewardServices called with `rolecall.scoring`. Knows no
+servers and no requests.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import grpc
+
+from rolecall.errors import RoleCallError, ScorerUnavailableError
+from rolecall.scores import Failure, Outcome, decode_reward
+from rolecall.scoring import RewardClient, open_external, with_retries
+from rolecall.settings import RpcSection
+from rolecall.v1 import reward_pb2
+from services.reward import catalog
+from services.reward.compose import compose, compose_spec
+from services.reward.config import RewardSettings
+from services.reward.pool import WorkerPool
+
+log = logging.getLogger(__name__)
+
+DESCRIBE_PAUSE_S = 0.5
+
+
+class Component(Protocol):
+    """A named part of the reward. `RewardClient` is one, too."""
+
+    async def describe(self) -> reward_pb2.DescribeResponse:
+        """What it reads and returns."""
+        ...
+
+    async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
+        """One outcome per item, in order."""
+        ...
+
+
+class LocalComponent:
+    """A built-in scorer or a user's function, run by the pool."""
+
+    def __init__(self, name: str, scorer: catalog.LocalScorer, pool: WorkerPool, max_attempts: int) -> None:
+        self._name = name
+        self._spec = catalog.describe(name, scorer)
+        self._pool = pool
+        self._max_attempts = max_attempts
+
+    async def describe(self) -> reward_pb2.DescribeResponse:
+        """As configured."""
+        return self._spec
+
+    async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
+        """One outcome per item, in order; retryable failures were tried max_attempts times."""
+        return await with_retries(self._attempt, items, self._max_attempts)
+
+    async def _attempt(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
+        return [_outcome(result) for result in await self._pool.score(self._name, items)]
+
+
+class RewardEngine:
+    """All components of a reward service. `start` before `score`, `close` at the end."""
+
+    def __init__(self, settings: RewardSettings, rpc: RpcSection) -> None:
+        self._settings = settings
+        local, components = settings.local, settings.components
+        timeouts_s = {name: components[name].timeout_s for name in local}
+        self._pool = WorkerPool(local, timeouts_s, settings.num_workers, settings.search_path) if local else None
+        self._channels: list[grpc.aio.Channel] = []
+        self._external: dict[str, RewardClient] = {}
+        for name, scorer in settings.external.items():
+            component = components[name]
+            self._external[name], channel = open_external(name, scorer, rpc, timeout_s=component.timeout_s, max_attempts=component.max_attempts)
+            self._channels.append(channel)
+        self._components: dict[str, Component] = {}
+        for name, component in components.items():
+            if name in self._external:
+                self._components[name] = self._external[name]
+            elif self._pool is not None:
+                self._components[name] = LocalComponent(name, local[name], self._pool, component.max_attempts)
+        self._weights = {name: component.weight for name, component in components.items()}
+
+    async def start(self) -> None:
+        """Returns when every component can score. ConfigError when a local one never will, ScorerUnavailableError when an external one does not answer."""
+        if self._pool is not None:
+            await self._pool.start()
+        await asyncio.gather(*(self._reach(name, client) for name, client in self._external.items()))
+
+    async def describe(self) -> reward_pb2.DescribeResponse:
+        """The description of the weighted sum."""
+        specs = {name: await component.describe() for name, component in self._components.items()}
+        return compose_spec("reward", specs, self._weights)
+
+    async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[reward_pb2.ScoreResult]:
+        """One result per item, in order. Ids must be unique."""
+        scored = await asyncio.gather(*(component.score(items) for component in self._components.values()))
+        by_item = zip(*scored, strict=True)
+        return [compose(item, dict(zip(self._components, outcomes, strict=True)), self._weights) for item, outcomes in zip(items, by_item, strict=True)]
+
+    async def close(self) -> None:
+        """Kills the workers and closes the channels."""
+        if self._pool is not None:
+            await asyncio.to_thread(self._pool.close)
+        for channel in self._channels:
+            await channel.close()
+
+    async def _reach(self, name: str, client: RewardClient) -> None:
+        start_timeout_s = self._settings.start_timeout_s
+        last: RoleCallError | None = None
+        try:
+            async with asyncio.timeout(start_timeout_s):
+                while True:
+                    try:
+                        await client.describe()
+                        return
+                    except RoleCallError as error:
+                        if not error.retryable:
+                            raise
+                        last = error
+                        log.warning("waiting for the scorer of component %s: %s", name, error.message)
+                        await asyncio.sleep(DESCRIBE_PAUSE_S)
+        except TimeoutError:
+            raise ScorerUnavailableError(
+                f"the scorer of component {name!r} did not answer within {start_timeout_s:.0f} s: {last.message if last else 'no connection'}", component=name
+            ) from last
+
+
+def _outcome(result: reward_pb2.ScoreResult) -> Outcome:
+    if result.HasField("error"):
+        return Failure(result.error.code, result.error.message, result.error.retryable)
+    return decode_reward(result.reward)

@@ -1,0 +1,35 @@
+"""RewardService over the engine: checks the request, one engine call, encodes the response."""
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from rolecall.errors import InvalidInputError
+from rolecall.v1 import reward_pb2, reward_pb2_grpc
+from services.reward.engine import RewardEngine
+
+SERVICE_NAME = "rolecall.v1.RewardService"
+
+
+class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
+    """The public contract, `proto/rolecall/v1/reward.proto`."""
+
+    def __init__(self, engine: RewardEngine, on_score: Callable[[], None]) -> None:
+        """`on_score` is called once per answered Score call (progress for the heartbeat)."""
+        self._engine = engine
+        self._on_score = on_score
+
+    async def Score(self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]) -> reward_pb2.ScoreResponse:
+        """Idempotent. INVALID_ARGUMENT for an empty request or ids that are empty or not unique."""
+        items = list(request.items)
+        ids = {item.id for item in items}
+        if not items or len(ids) != len(items) or "" in ids:
+            raise InvalidInputError(f"items: {len(items)} items with {len(ids)} different ids; send at least one item, each with an id of its own")
+        results = await self._engine.score(items)
+        self._on_score()
+        return reward_pb2.ScoreResponse(results=results)
+
+    async def Describe(self, request: reward_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]) -> reward_pb2.DescribeResponse:
+        """Idempotent."""
+        return await self._engine.describe()
