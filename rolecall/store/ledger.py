@@ -1,0 +1,215 @@
+"""The controller's side of the ledger: admit, read what was committed, seal, count, publish, expel.
+
+One controller per run: `lock` gives it a fencing number, which every script carries; an older controller gets FencedError from each. Every change is
+one script, safe to repeat. The rules are in the scripts, the keys at the top of `scripts/common.lua`.
+
+Liveness of the other controller is judged on our own clock: its heartbeat is a counter in the store, and whoever wants the run watches that counter
+for a whole lease on the monotonic clock. The server's clock decides nothing, so neither a clock jump nor a stopped server expires a lease; the price
+is that taking over from a controller that died costs one lease of waiting (none after `unlock`).
+"""
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rolecall.errors import RunLockedError
+from rolecall.store import scripts
+from rolecall.store.connection import MAX_BLOCK_S, Connection
+from rolecall.store.position import Garbage, GroupState, LiveGroup, PendingEntry, RunPosition, Snapshot, decode_position, rows_of_garbage
+from rolecall.store.rows import Rows
+from rolecall.v1.controller_pb2 import LedgerCounts
+from rolecall.v1.training_pb2 import TrainResult
+from rolecall.v1.trajectory_pb2 import CommittedGroup, PromptGroup, TrainBatch
+
+FREE, OVER = b"~free", b"~over"
+MAX_PENDING = 10_000
+"""Pending entries one call lists; admission keeps far fewer in flight."""
+MAX_ERROR_CHARS = 4096
+"""Of a drop's error text."""
+
+
+class Ledger:
+    """The ledger of run `run`. Threads may share it after `lock`."""
+
+    def __init__(self, connection: Connection, run: str) -> None:
+        self._connection = connection
+        self._run = run
+        self._prefix = f"{{rl:{run}}}:"
+        self._ctl = 0
+
+    @property
+    def ctl(self) -> int:
+        """Our fencing number; 0 before `lock`: then everything but reading is refused."""
+        return self._ctl
+
+    def lock(self, lease_s: float) -> int:
+        """Takes the run and returns our fencing number. RunLockedError while another controller is alive.
+
+        Blocks up to `lease_s` to see that no other controller's heartbeat moves, unless none holds the run.
+        """
+        seen = self._holder()
+        deadline = time.monotonic() + (lease_s if seen[2] else 0.0)
+        while (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, lease_s / 10))
+            if self._holder() != seen:
+                raise RunLockedError(f"run {self._run}: another controller holds it and is alive; stop that one first")
+        reply = self._connection.script("lock", [self._prefix], [seen[0], seen[1], secrets.token_hex(16)])
+        self._ctl = int(scripts.check(reply, self._run).values[0])
+        return self._ctl
+
+    def unlock(self) -> None:
+        """Gives the run back at a clean end. The fencing number stays ours until someone locks."""
+        self._call("unlock")
+
+    def beat(self) -> None:
+        """Our heartbeat; at least every lease_s / 3."""
+        self._call("beat")
+
+    def admit(self, group: PromptGroup, cursor: bytes, traceparent: str = "") -> bool:
+        """Admits `group`, whose gid must be the next; `cursor` is the data position after it. False when that gid was admitted before.
+
+        OutOfOrderError for a later gid. StoreFullError is back-pressure: admit again later.
+        """
+        return self._call("admit", group.gid, group.SerializeToString(), cursor, traceparent).fresh
+
+    def read_committed(self, position: str, count: int, block_s: float) -> list[tuple[str, CommittedGroup]]:
+        """Committed groups after `position` ("0": all that are committed or sealed), at most `count`, as (position, group). Blocks up to `block_s` for one."""
+        deadline = time.monotonic() + block_s
+        while True:
+            block_ms = max(1, int(min(deadline - time.monotonic(), MAX_BLOCK_S) * 1000))
+            reply = self._connection.command("XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS", f"{self._prefix}trajectories", position)
+            if reply:
+                return [(entry.decode(), CommittedGroup.FromString(fields[b"group"])) for entry, fields in _entries(reply)]
+            if time.monotonic() >= deadline:
+                return []
+
+    def drop(self, gid: int, reason: str, error: str = "") -> bool:
+        """Makes group `gid` terminal untrained, counted under `reason`; an `error` text makes it a dead letter. False when it was terminal before.
+
+        ConflictError for a sealed group, NotFoundError for one never admitted.
+        """
+        return self._call("drop", gid, reason, error[:MAX_ERROR_CHARS]).fresh
+
+    def seal(self, batch: TrainBatch) -> bool:
+        """Fixes the batch of the next step: ids, order, digest. False when it was sealed with the same digest before.
+
+        OutOfOrderError for another step, BatchMismatchError for another digest, ConflictError for a group that is not committed.
+        """
+        return self._call("seal", batch.step, batch.SerializeToString(), batch.digest, *batch.gids).fresh
+
+    def sealed(self, step: int) -> TrainBatch | None:
+        """The sealed batch of `step`, trained or not; None when there is none or it was freed."""
+        data = self._connection.command("HGET", f"{self._prefix}batch:{step}", "group")
+        return None if data is None else TrainBatch.FromString(data)
+
+    def commit_step(self, step: int, results: Sequence[TrainResult]) -> bool:
+        """Counts the sealed batch of `step` as trained: step + 1. `results` go into its record. False when it was committed before."""
+        return self._call("commit_step", step, *(result.SerializeToString() for result in results)).fresh
+
+    def results(self, step: int) -> list[TrainResult]:
+        """What commit_step recorded for `step`, in its order; empty when it is not trained or was freed."""
+        fields = self._connection.command("HGETALL", f"{self._prefix}batch:{step}")
+        found = sorted((int(name[7:]), data) for name, data in fields.items() if name.startswith(b"result:"))
+        return [TrainResult.FromString(data) for _, data in found]
+
+    def free_rows(self, upto_step: int) -> Garbage:
+        """Gives up the batches of steps below `upto_step`, which every trainer's committed checkpoint must cover.
+
+        Returns all rows nobody reads any more, those of dropped groups and of earlier calls included, until `forget` confirms that they were deleted.
+        """
+        notes = self._call("free_rows", upto_step).values[0]
+        return rows_of_garbage(dict(zip(notes[::2], notes[1::2], strict=True)))
+
+    def forget(self, garbage: Garbage) -> None:
+        """Confirms that the rows of `garbage` are deleted."""
+        for start in range(0, len(garbage.notes), 1000):
+            self._call("forget", "garbage", *garbage.notes[start : start + 1000])
+
+    def sweep(self, rows: Rows, upto_step: int) -> int:
+        """free_rows, delete, forget: returns how many rows were deleted. A crash between them leaves nothing behind: the next sweep goes on."""
+        garbage = self.free_rows(upto_step)
+        rows.delete(garbage.rows)
+        self.forget(garbage)
+        return len(garbage.rows)
+
+    def next_epoch(self) -> int:
+        """A new epoch of the weight channel, higher than any before."""
+        return int(self._call("next_epoch").values[0])
+
+    def begin_publish(self, policy_version: int, step: int) -> bool:
+        """Revokes every attestation: from here nobody claims until `attest`. StaleVersionError unless the version is above every one begun before.
+
+        False when exactly this publish was begun before and not attested yet.
+        """
+        return self._call("begin_publish", policy_version, step).fresh
+
+    def attest(self, policy_version: int, step: int, digest: str, workers: Sequence[str]) -> None:
+        """The digests were equal: the consumers `workers` hold the version last begun and may claim. More may follow later under the same version."""
+        self._call("attest", policy_version, step, digest, *workers)
+
+    def expel(self, consumer: str, max_deliveries: int = 0, excused: bool = False) -> list[int]:
+        """A worker is dead or left behind: revokes its attestation and hands its entries back. Returns gids delivered too often, to be dropped.
+
+        Entries delivered `max_deliveries` times (0: no limit) are held back from everyone. `excused`: these deliveries do not count (a failed publish).
+        """
+        return self._gids(self._call("expel", consumer, max_deliveries, int(excused)).values[1])
+
+    def reap(self, consumer: str, entry: str, max_deliveries: int = 0, excused: bool = False) -> list[int]:
+        """Takes an unrenewed entry from a worker that lives. Nothing happens when that worker no longer holds it. Returns as `expel` does."""
+        return self._gids(self._call("reap", consumer, entry, max_deliveries, int(excused)).values[1])
+
+    def pending(self) -> list[PendingEntry]:
+        """Entries in workers' hands, oldest first."""
+        found = self._call("pending", MAX_PENDING).values[0]
+        return [PendingEntry(entry.decode(), consumer.decode(), idle / 1000, count) for entry, consumer, idle, count in found if consumer not in (FREE, OVER)]
+
+    def overdelivered(self) -> list[int]:
+        """Gids that were delivered too often and wait to be dropped: after a restart, those that the last controller did not get to."""
+        return self.reap("", "0-0")
+
+    def position(self) -> RunPosition:
+        """Where the run is."""
+        return self._snapshot("").position
+
+    def counts(self) -> LedgerCounts:
+        """The balance: admitted = trained + dropped + live."""
+        return self._snapshot("").counts
+
+    def live(self) -> dict[int, GroupState]:
+        """The live groups and where each is, in order of admission."""
+        return {group.gid: group.state for group in self.snapshot().groups}
+
+    def snapshot(self) -> Snapshot:
+        """Position, balance and live groups at one instant."""
+        return self._snapshot("groups")
+
+    def _snapshot(self, what: str) -> Snapshot:
+        run, num_prompts, num_trajectories, num_live, pending, groups = self._call("ledger", what).values
+        position = decode_position(dict(zip(run[::2], run[1::2], strict=True)))
+        generating = sum(int(count) for consumer, count in pending if consumer not in (FREE, OVER))
+        counts = LedgerCounts(
+            admitted=position.admitted,
+            trained=position.trained,
+            dropped=position.dropped,
+            live=num_live,
+            queued=num_prompts - generating,
+            generating=generating,
+            committed=num_trajectories,
+        )
+        found = (LiveGroup(int(gid), GroupState(state.decode()), entry.decode(), int(step), int(published)) for gid, state, entry, step, published in groups)
+        return Snapshot(position, counts, tuple(found))
+
+    def _holder(self) -> tuple[str, str, bytes]:
+        ctl, beat, holder = self._connection.command("HMGET", f"{self._prefix}run", "ctl", "beat", "holder")
+        return (ctl or b"0").decode(), (beat or b"0").decode(), holder or b""
+
+    def _call(self, script: str, *args: str | bytes | int) -> scripts.Answer:
+        return scripts.check(self._connection.script(script, [self._prefix], [self._ctl, *args]), self._run)
+
+    def _gids(self, found: Sequence[bytes]) -> list[int]:
+        return [int(gid) for gid in found]
+
+
+def _entries(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    return [entry for _, entries in reply for entry in entries]

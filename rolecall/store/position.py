@@ -1,0 +1,117 @@
+"""What a ledger says of itself: position, balance, live groups, pending entries. Plain values, decoded from one snapshot."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rolecall.v1.controller_pb2 import LedgerCounts
+from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, TrainBatch
+
+
+class GroupState(StrEnum):
+    """Where a live group is: admitted -> committed -> sealed -> (trained). Dropped is reached from admitted and committed; terminal groups are not live."""
+
+    ADMITTED = "admitted"
+    COMMITTED = "committed"
+    SEALED = "sealed"
+
+
+@dataclass(frozen=True)
+class LiveGroup:
+    """A group that is neither trained nor dropped."""
+
+    gid: int
+    state: GroupState
+    entry_id: str
+    """Its entry of the prompts stream (gone from the stream once committed)."""
+    admit_step: int
+    """Steps applied when it was admitted."""
+    admit_published_step: int
+    """Steps behind the weights the fleet held then: no token of it comes from older ones. -1: before the first publish."""
+
+
+@dataclass(frozen=True)
+class PendingEntry:
+    """A claimed entry of the prompts stream."""
+
+    entry_id: str
+    consumer: str
+    idle_s: float
+    """Seconds since its claim or last renewal, on the server's clock: watch it fall, do not trust its height alone."""
+    delivery: int
+    """Delivery count, the second half of its token."""
+
+
+@dataclass(frozen=True)
+class RunPosition:
+    """Where the run is, as the store holds it."""
+
+    ctl: int = 0
+    """Fencing number of the controller in charge."""
+    lineage: int = 0
+    """Times the run was set back to a checkpoint older than the store."""
+    lineage_gid: int = 0
+    """First gid of this lineage; it tells how many of a checkpoint's untrained prompts were admitted again."""
+    step: int = 0
+    """Train batches applied; the next to seal."""
+    published_step: int = -1
+    """Steps behind the weights the fleet holds; -1 before the first publish."""
+    policy_version: int = -1
+    """Version last attested; -1 before the first."""
+    begun_version: int = -1
+    """Highest version a publish was begun under; above policy_version while a publish is under way or after one failed."""
+    begun_step: int = -1
+    """Step of that publish."""
+    epoch: int = 0
+    """Last epoch of the weight channel."""
+    next_gid: int = 0
+    """Gid of the next group to admit."""
+    cursor: bytes = b""
+    """The data cursor after the last admitted group."""
+    admitted: int = 0
+    """Groups admitted."""
+    trained: int = 0
+    """Groups trained."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Groups dropped, by reason."""
+    freed_step: int = 0
+    """Batches below it are freed."""
+
+    @property
+    def num_dropped(self) -> int:
+        """Groups dropped, of all reasons."""
+        return sum(self.dropped.values())
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One consistent view of the whole ledger."""
+
+    position: RunPosition
+    counts: LedgerCounts
+    groups: tuple[LiveGroup, ...]
+    """Live groups in order of admission."""
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """Rows that nobody reads any more, and the ledger's notes of them: delete the rows, then `Ledger.forget` it."""
+
+    rows: tuple[RowRef, ...]
+    notes: tuple[str, ...]
+
+
+def decode_position(fields: Mapping[bytes, bytes]) -> RunPosition:
+    """The position in the fields of the `run` hash."""
+    text = {name.decode(): value for name, value in fields.items()}
+    numbers = {name: int(text[name]) for name in RunPosition.__dataclass_fields__ if name in text and name not in ("cursor", "dropped")}
+    dropped = {name.removeprefix("dropped:"): int(value) for name, value in text.items() if name.startswith("dropped:")}
+    return RunPosition(cursor=text.get("cursor", b""), dropped=dropped, **numbers)
+
+
+def rows_of_garbage(notes: Mapping[bytes, bytes]) -> Garbage:
+    """The rows that the fields of the `garbage` hash name."""
+    rows: list[RowRef] = []
+    for note, message in notes.items():
+        rows += (TrainBatch if note.startswith(b"batch:") else CommittedGroup).FromString(message).rows
+    return Garbage(tuple(rows), tuple(note.decode() for note in notes))

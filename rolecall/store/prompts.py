@@ -1,0 +1,101 @@
+"""The rollouts' side of the ledger: pull prompt groups, keep the lease, commit what was sampled.
+
+A claim is a lease with a fence: renew, release and commit name the token under which the group was claimed, and the store refuses a token that is no
+longer the entry's. The rules are in the scripts claim, renew, release and commit.
+
+Bounds: a worker claims what its engine has room for; `wait` blocks at most MAX_BLOCK_S.
+"""
+
+import secrets
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from rolecall.errors import InvalidInputError, NotAttestedError
+from rolecall.store import scripts
+from rolecall.store.connection import MAX_BLOCK_S, Connection
+from rolecall.v1.trajectory_pb2 import CommittedGroup, PromptGroup
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One group in this worker's hands."""
+
+    entry_id: str
+    """Entry of the prompts stream."""
+    token: str
+    """Fence of this attempt, "<consumer>-<delivery count>": the token of its rows."""
+    group: PromptGroup
+    """The work."""
+    deliveries: int
+    """Times it was claimed, this one included, not counting those that were handed back. Above 1 it may be poison: work on it alone."""
+    traceparent: str
+    """W3C trace context of the admission; empty when tracing is off."""
+
+    @property
+    def delivery(self) -> str:
+        """The token's delivery count."""
+        return self.token.rpartition("-")[2]
+
+
+class PromptQueue:
+    """The prompts stream of run `run` as the worker `consumer` ("<worker>.<incarnation>") sees it. Threads may share it."""
+
+    def __init__(self, connection: Connection, run: str, consumer: str) -> None:
+        self._connection = connection
+        self._run = run
+        self._prefix = f"{{rl:{run}}}:"
+        self._consumer = consumer
+        self._claiming = threading.Lock()
+        self._delivered = "$"
+
+    def claim(self, max_groups: int) -> list[Claim]:
+        """At most `max_groups` groups, none when there is no work; does not block. NotAttestedError while this worker may not sample."""
+        if max_groups < 1:
+            return []
+        with self._claiming:  # one at a time: the store remembers the last claim of a consumer, for when its answer is lost
+            try:
+                last, entries = self._call("claim", self._consumer, max_groups, secrets.token_hex(8)).values
+            except NotAttestedError:
+                self._delivered = "$"
+                raise
+            self._delivered = last.decode()
+        return [self._claim(*entry) for entry in entries]
+
+    def wait(self, timeout_s: float) -> bool:
+        """Blocks until there may be new work, at most min(`timeout_s`, MAX_BLOCK_S). Released groups do not end the wait: claim again after it."""
+        block_ms = max(1, int(min(timeout_s, MAX_BLOCK_S) * 1000))
+        reply = self._connection.command("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", f"{self._prefix}prompts", self._delivered)
+        return bool(reply)
+
+    def renew(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Keeps the leases of `claims`. Returns those that are lost: stop working on them."""
+        if not claims:
+            return []
+        gone = {entry.decode() for entry in self._call("renew", self._consumer, *_pairs(claims)).values[0]}
+        return [claim for claim in claims if claim.entry_id in gone]
+
+    def commit(self, claim: Claim, group: CommittedGroup, spans: Collection[tuple[int, str]]) -> bool:
+        """Makes the group exist, once. `spans`: every (policy version, weights digest) that sampled a token of it. Stage the rows before, persist them after.
+
+        False when this very attempt had committed it before. LeaseLostError when the group is someone else's or gone; WrongVersionError when a
+        version was never attested with that digest. Either way the rows are left to expire.
+        """
+        if group.gid != claim.group.gid or len(group.rows) != claim.group.num_responses or any(row.token != claim.token for row in group.rows):
+            raise InvalidInputError(f"group {claim.group.gid} needs {claim.group.num_responses} rows under token {claim.token} to be committed")
+        versions = [text for version, digest in sorted(spans) for text in (str(version), digest)]
+        return self._call("commit", claim.entry_id, self._consumer, claim.delivery, group.gid, group.SerializeToString(), *versions).fresh
+
+    def release(self, claims: Sequence[Claim]) -> int:
+        """Gives `claims` back (drain, pause, publish failure); the delivery does not count. Returns how many were still held."""
+        return int(self._call("release", self._consumer, *_pairs(claims)).values[0]) if claims else 0
+
+    def _call(self, script: str, *args: str | bytes | int) -> scripts.Answer:
+        return scripts.check(self._connection.script(script, [self._prefix], args), self._run)
+
+    def _claim(self, entry: bytes, count: int, excused: int, group: bytes, traceparent: bytes) -> Claim:
+        return Claim(entry.decode(), f"{self._consumer}-{count}", PromptGroup.FromString(group), count - excused, traceparent.decode())
+
+
+def _pairs(claims: Sequence[Claim]) -> list[str]:
+    return [text for claim in claims for text in (claim.entry_id, claim.delivery)]

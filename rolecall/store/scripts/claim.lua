@@ -1,0 +1,42 @@
+#!lua flags=allow-oom
+-- Claims up to n groups: released entries first, then new ones. ARGV: consumer, n, nonce. DENIED unless the consumer is attested at the current
+-- policy version and no publish is under way. Repeated with the nonce of the consumer's last claim: the same entries, as far as it still holds them.
+-- OK, last entry id delivered to anyone, then per entry {entry, delivery count, excused, group, traceparent}.
+local consumer, worker = ARGV[1], worker_key(ARGV[1])
+local version, current = redis.call('HGET', worker, 'version'), redis.call('HGET', run, 'policy_version')
+if not version then return {'DENIED', consumer .. ' holds no attested weights'} end
+if version ~= current or redis.call('HGET', run, 'begun_version') ~= current then
+  return {'DENIED', consumer .. ' is attested at version ' .. version .. ', which is no longer the current one'}
+end
+
+local entries = {}
+if redis.call('HGET', worker, 'nonce') == ARGV[3] then
+  for entry in string.gmatch(redis.call('HGET', worker, 'ids'), '%S+') do
+    if owner(entry) == consumer then entries[#entries + 1] = entry end
+  end
+else
+  local limit = tonumber(ARGV[2])
+  for _, pending in ipairs(redis.call('XPENDING', prompts, 'rollout', '-', '+', limit, FREE)) do
+    if #redis.call('XCLAIM', prompts, 'rollout', consumer, 0, pending[1]) > 0 then entries[#entries + 1] = pending[1] end
+  end
+  if #entries < limit then
+    local fresh = redis.call('XREADGROUP', 'GROUP', 'rollout', consumer, 'COUNT', limit - #entries, 'STREAMS', prompts, '>')
+    for _, item in ipairs(fresh and fresh[1][2] or {}) do entries[#entries + 1] = item[1] end
+  end
+  redis.call('HSET', worker, 'nonce', ARGV[3], 'ids', table.concat(entries, ' '))
+end
+
+local claims = {}
+for _, entry in ipairs(entries) do
+  local _, count = owner(entry)
+  local gid = entry_field(prompts, entry, 'gid')
+  claims[#claims + 1] = {entry, count, number(group_key(gid), 'excused', 0), entry_field(prompts, entry, 'group'), entry_field(prompts, entry, 'traceparent')}
+  note(gid, 'claimed', 'token', consumer .. '-' .. count)
+end
+local info, last = redis.call('XINFO', 'GROUPS', prompts), '0-0'
+for _, described in ipairs(info) do
+  for i = 1, #described, 2 do
+    if described[i] == 'last-delivered-id' then last = described[i + 1] end
+  end
+end
+return {'OK', last, claims}

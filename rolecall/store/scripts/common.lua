@@ -1,0 +1,96 @@
+-- The ledger's keys and the few functions its scripts share; put before the body of every ledger script.
+--
+-- KEYS[1] is the prefix '{rl:<run>}:'. Everything below carries it, hence lies in one hash slot and one script may touch it all.
+--
+--   run            hash    ctl, holder, beat, lineage, lineage_gid, step, published_step, policy_version, begun_version, begun_step,
+--                          epoch, next_gid, cursor, admitted, trained, dropped:<reason>, freed_step
+--   prompts        stream  admitted groups, one entry each (gid, group, traceparent); consumer group `rollout`
+--   trajectories   stream  committed groups, one entry each (gid, group); read by position, no consumer group
+--   live           zset    gids not yet terminal, scored by gid
+--   g:<gid>        hash    state (admitted, committed, sealed, trained), entry, trajectory, token, excused, admit_step,
+--                          admit_published_step, batch; deleted when the group is dropped, or its batch freed
+--   batch:<step>   hash    sealed batch: group (TrainBatch), digest, gids, trained, result:<i>
+--   w:<consumer>   hash    version, digest, epoch of the attested weights; nonce and ids of the last claim
+--   versions       hash    policy version -> '<step> <digest> <ctl>', attested ones only
+--   garbage        hash    'group:<gid>' or 'batch:<step>' -> message that names rows nobody reads any more, until they are deleted
+--   dead, history  streams dead letters; transitions. The id's first half is the server's time in milliseconds. Drained to files, then deleted
+--
+-- Delivery: at least once, committed once. A claim is a pending entry of the consumer group; its token, the fence, is (consumer, delivery
+-- count). The count grows at each claim and never falls, so no two claims share a token; what a drain or a release took back is counted in
+-- `excused`, and deliveries = count - excused. Released entries are pending under '~free'; entries delivered too often wait under '~over' to
+-- be dropped. A group becomes terminal once: admitted = trained + dropped + live, XLEN(prompts) = groups in state admitted,
+-- XLEN(trajectories) = committed + sealed.
+--
+-- Bounds: prompts, trajectories, live and g:* by the controller's admission; batch:* and garbage by its checkpoints; history and dead by how
+-- often they are drained; w:* by the fleet; versions by the number of publishes. Nothing is ever trimmed.
+--
+-- Answers: an array whose first element is OK, DONE (it had been done before) or the name of a refusal, whose second is for people.
+-- Every check precedes the first write, because scripts do not roll back.
+
+local prefix = KEYS[1]
+local run, prompts, trajectories, live = prefix .. 'run', prefix .. 'prompts', prefix .. 'trajectories', prefix .. 'live'
+local versions, garbage, dead, history = prefix .. 'versions', prefix .. 'garbage', prefix .. 'dead', prefix .. 'history'
+local FREE, OVER = '~free', '~over'
+
+local function group_key(gid) return prefix .. 'g:' .. gid end
+
+local function batch_key(step) return prefix .. 'batch:' .. step end
+
+local function worker_key(consumer) return prefix .. 'w:' .. consumer end
+
+local function number(key, field, default) return tonumber(redis.call('HGET', key, field) or default) end
+
+-- Answers a refusal when `ctl` is not the one in charge, else nil.
+local function fenced(ctl)
+  local held = number(run, 'ctl', 0)
+  if tonumber(ctl) < held then return {'FENCED', 'controller ' .. ctl .. ' was replaced by ' .. held} end
+  if tonumber(ctl) > held then return {'ROLLED_BACK', 'the store knows controller ' .. held .. ', this one is ' .. ctl} end
+  return nil
+end
+
+-- Who holds a pending entry: consumer and delivery count, or false.
+local function owner(entry)
+  if redis.call('EXISTS', prompts) == 0 then return false, 0 end
+  local pending = redis.call('XPENDING', prompts, 'rollout', entry, entry, 1)
+  if #pending == 0 then return false, 0 end
+  return pending[1][2], pending[1][4]
+end
+
+local function held(entry, consumer, count)
+  local holder, delivery = owner(entry)
+  return holder == consumer and delivery == tonumber(count)
+end
+
+-- One field of a stream entry, or false.
+local function entry_field(stream, entry, name)
+  local found = redis.call('XRANGE', stream, entry, entry)
+  if #found == 0 then return false end
+  local fields = found[1][2]
+  for i = 1, #fields, 2 do
+    if fields[i] == name then return fields[i + 1] end
+  end
+  return false
+end
+
+local function note(gid, event, ...) redis.call('XADD', history, '*', 'gid', gid, 'event', event, ...) end
+
+-- Hands an entry that `consumer` holds back: to '~free', or to '~over' once it was delivered `limit` times (0: no limit).
+local function hand_back(entry, count, excused, limit)
+  local gid = entry_field(prompts, entry, 'gid')
+  if not gid then return end
+  local key = group_key(gid)
+  if excused then redis.call('HINCRBY', key, 'excused', 1) end
+  local over = limit > 0 and count - number(key, 'excused', 0) >= limit
+  redis.call('XCLAIM', prompts, 'rollout', over and OVER or FREE, 0, entry, 'JUSTID')
+  note(gid, over and 'overdelivered' or 'released')
+end
+
+-- Gids of the entries that were delivered too often and wait to be dropped.
+local function overdelivered()
+  local gids = {}
+  for _, pending in ipairs(redis.call('XPENDING', prompts, 'rollout', '-', '+', 1000, OVER)) do
+    gids[#gids + 1] = entry_field(prompts, pending[1], 'gid') or nil
+  end
+  return gids
+end
+

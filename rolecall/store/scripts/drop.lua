@@ -1,0 +1,29 @@
+#!lua flags=allow-oom
+-- Makes a live group terminal without training it. ARGV: ctl, gid, reason, error. An error text makes it a dead letter too. Its rows, if it was
+-- committed, become garbage. DONE when it is terminal already; a sealed group is refused.
+local refusal = fenced(ARGV[1])
+if refusal then return refusal end
+local gid, key = ARGV[2], group_key(ARGV[2])
+local state = redis.call('HGET', key, 'state')
+if not state or state == 'dropped' or state == 'trained' then
+  if tonumber(gid) >= number(run, 'next_gid', 0) then return {'MISSING', 'group ' .. gid .. ' was never admitted'} end
+  return {'DONE'}
+end
+if state == 'sealed' then return {'STATE', 'group ' .. gid .. ' is sealed into batch ' .. redis.call('HGET', key, 'batch')} end
+local prompt = ''
+if state == 'admitted' then
+  local entry = redis.call('HGET', key, 'entry')
+  prompt = entry_field(prompts, entry, 'group') or ''
+  redis.call('XACK', prompts, 'rollout', entry)
+  redis.call('XDEL', prompts, entry)
+else
+  local trajectory = redis.call('HGET', key, 'trajectory')
+  redis.call('HSET', garbage, 'group:' .. gid, entry_field(trajectories, trajectory, 'group'))
+  redis.call('XDEL', trajectories, trajectory)
+end
+redis.call('ZREM', live, gid)
+redis.call('DEL', key)
+redis.call('HINCRBY', run, 'dropped:' .. ARGV[3], 1)
+if ARGV[4] ~= '' then redis.call('XADD', dead, '*', 'gid', gid, 'reason', ARGV[3], 'error', ARGV[4], 'group', prompt) end
+note(gid, 'dropped', 'reason', ARGV[3])
+return {'OK'}
