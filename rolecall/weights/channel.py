@@ -1,0 +1,122 @@
+"""Channels: a communicator of their own beside any training world, over which rank 0 broadcasts buckets of bytes.
+
+Owns joining, waiting with deadlines, and aborting from another thread. `GlooChannel` runs on CPUs, `NcclChannel` on GPUs over a raw communicator, because torch's own NCCL group tears the
+process down when a peer dies. A channel knows nothing of parameters: what the bytes mean is the manifest's affair.
+"""
+
+import threading
+import time
+from datetime import timedelta
+from typing import Literal, Protocol
+
+import torch
+from torch.distributed import BroadcastOptions, ProcessGroupGloo, Work
+
+from rolecall.errors import ChannelBrokenError, NotOnThisDeviceError
+from rolecall.weights.rendezvous import Rendezvous, local_address
+
+_POLL = timedelta(milliseconds=50)
+"""How long one look at a Gloo transfer blocks; an abort is noticed at the next."""
+
+_DROP_S = 0.5
+"""Longest that close waits for the group's threads; a group without a stuck transfer is gone at once."""
+
+
+class Transfer(Protocol):
+    """One broadcast under way."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when this rank's part is done. ChannelBrokenError, after aborting the epoch, when it fails or is not done in time."""
+
+
+class Channel(Protocol):
+    """The communicator of one epoch as one rank sees it. Every rank makes the same broadcasts in the same order."""
+
+    rendezvous: Rendezvous
+    world_size: int
+    device: torch.device
+    """Where buckets must lie."""
+
+    def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> Transfer:
+        """Begins to copy rank 0's `bucket` (uint8 [n]) into everyone's; several may be under way, in order. ChannelBrokenError."""
+
+    def close(self) -> None:
+        """Gives the communicator back; idempotent, safe from any thread, frees one that waits, waits for no peer."""
+
+
+def join(rendezvous: Rendezvous, world_size: int, backend: Literal["gloo", "nccl"], device: torch.device, timeout_s: float) -> Channel:
+    """Meets the other ranks of the epoch within `timeout_s`. ChannelBrokenError when they do not all come; the epoch is aborted then."""
+    if backend == "gloo":
+        return GlooChannel(rendezvous, world_size, timeout_s)
+    if device.type != "cuda":
+        raise NotOnThisDeviceError(f"weights.backend nccl needs a CUDA device on every rank, this one is {device}; use weights.backend: gloo")
+    from rolecall.weights.nccl import NcclChannel  # loads the NCCL library
+
+    return NcclChannel(rendezvous, world_size, device, timeout_s)
+
+
+class GlooChannel:
+    """A Gloo group built directly on the epoch's store, independent of the default group. Buckets lie in host memory."""
+
+    def __init__(self, rendezvous: Rendezvous, world_size: int, timeout_s: float) -> None:
+        self.rendezvous, self.world_size, self.device = rendezvous, world_size, torch.device("cpu")
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname=local_address(rendezvous.host))]
+        options._timeout = timedelta(seconds=timeout_s)
+        rendezvous.check()
+        try:
+            self._group: ProcessGroupGloo | None = ProcessGroupGloo(rendezvous.communicator_store, rendezvous.rank, world_size, options)
+        except RuntimeError as error:
+            rendezvous.abort(f"the ranks did not meet within {timeout_s:g} s: {error}")
+            rendezvous.check()
+            raise ChannelBrokenError(str(error)) from error
+        rendezvous.on_broken(self.close)
+
+    def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> Transfer:
+        """As in Channel."""
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
+        options.timeout = timedelta(seconds=timeout_s)
+        group = self._group
+        if group is None:
+            self.rendezvous.check()
+            raise ChannelBrokenError(f"epoch {self.rendezvous.epoch} of the weight channel is closed; open a new epoch")
+        return GlooTransfer(group.broadcast([bucket], options), self)
+
+    def close(self) -> None:
+        """As in Channel. The group's own threads may sit in a stuck transfer, so it is dropped on a thread that may wait for them."""
+        group, self._group = self._group, None
+        if group is not None:
+            holder = [group]
+            del group
+            thread = threading.Thread(target=_drop, args=(holder,), name="weights-drop", daemon=True)
+            thread.start()
+            thread.join(_DROP_S)
+
+
+class GlooTransfer:
+    """One Gloo broadcast under way."""
+
+    def __init__(self, work: Work, channel: GlooChannel) -> None:
+        self._work, self._channel = work, channel
+
+    def wait(self, timeout_s: float) -> None:
+        """As in Transfer."""
+        rendezvous = self._channel.rendezvous
+        deadline = time.monotonic() + timeout_s
+        while True:
+            done = self._work.is_completed()
+            try:
+                self._work.wait(_POLL)
+                return
+            except RuntimeError as error:
+                rendezvous.check()
+                if done:
+                    rendezvous.abort(f"a transfer failed: {error}")
+                elif time.monotonic() > deadline:
+                    rendezvous.abort(f"a bucket took more than {timeout_s:g} s")
+                rendezvous.check()
+
+
+def _drop(groups: list[ProcessGroupGloo]) -> None:
+    groups.pop().shutdown()

@@ -1,0 +1,73 @@
+"""Coverage: which elements of which engine parameter a load wrote, counted where the writes happen.
+
+Owns a dispatch mode that watches copies into the engine's parameters while weight loaders run. Layerwise reload first runs every loader against parameters without memory (meta), so the watch sees exactly
+the region each loader means to fill: fused q/k/v, gate/up and stacked experts each as their slice, padding as its fill. Regions are a set, so a tensor loaded twice does not make up for one that is missing.
+It is a count of elements, not a check of values: those are the fingerprints' and the probe's affair.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_WRITES = (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
+
+
+class Coverage:
+    """Counts for one load. Build it after the parameters were put on the meta device and before the first loader runs."""
+
+    def __init__(self, parameters: Iterable[tuple[str, torch.Tensor, int]]) -> None:
+        """`parameters`: every (name, parameter, elements) a load must fill, as the loaders will see them."""
+        self._wanted: dict[int, tuple[str, int]] = {}
+        self._keep = []
+        for name, parameter, num_elements in parameters:
+            self._wanted[_storage(parameter)] = (name, num_elements)
+            self._keep.append(parameter)  # a storage's address names it only while it lives
+        self._regions: dict[int, set[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {key: set() for key in self._wanted}
+
+    def watch(self) -> TorchDispatchMode:
+        """A context in which writes into the parameters are counted."""
+        return _Watch(self._record)
+
+    def missing(self) -> dict[str, tuple[int, int]]:
+        """Parameters not wholly written: name -> (elements written, elements expected)."""
+        written = {key: _num_elements(regions) for key, regions in self._regions.items()}
+        return {name: (written[key], expected) for key, (name, expected) in self._wanted.items() if written[key] != expected}
+
+    def _record(self, target: torch.Tensor) -> None:
+        regions = self._regions.get(_storage(target))
+        if regions is not None and target.numel():
+            regions.add((target.storage_offset(), tuple(target.shape), tuple(target.stride())))
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, record: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in _WRITES:
+            self._record(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _num_elements(regions: set[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> int:
+    """Elements in the union of `regions`; a region with gaps counts as if it overlapped no other."""
+    spans, gapped = [], 0
+    for offset, shape, stride in regions:
+        numel = torch.Size(shape).numel()
+        extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        if extent == numel:
+            spans.append((offset, offset + numel))
+        else:
+            gapped += numel
+    total, end = 0, -1
+    for start, stop in sorted(spans):
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total + gapped

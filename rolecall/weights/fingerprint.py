@@ -1,0 +1,83 @@
+"""Fingerprints: 64 bits over a tensor's bytes that notice any change of value, order or length, computed where the tensor is.
+
+Owns the hash and the digest over a whole model. It guards against mistakes (a swapped, skipped or stale tensor), not against an adversary.
+
+The hash. The bytes, as they lie in memory order, are little-endian 32-bit words x_i (the last one padded with zeros). Each word is mixed, y_i = m ^ (m >> 32) with
+m = x_i * MULTIPLIER, and words are summed in blocks of BLOCK with a multiplier of their own per position; block sums are mixed and summed the same way, and the length
+goes in last. All arithmetic is modulo 2^64, so every device and every chunking gives the same number. Two different tensors of one length agree with probability about 2^-33 or less.
+"""
+
+import functools
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from rolecall.v1 import weights_pb2
+
+BLOCK = 2**16
+"""Words per block: its table of position multipliers and the temporaries of one block stay in a core's cache."""
+_BLOCKS_AT_ONCE = {"cpu": 1, "cuda": 64}
+"""Blocks hashed by one set of kernels: bounds the temporaries to 8 bytes a word of as many blocks."""
+_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
+_MASK = 2**64 - 1
+
+
+def fingerprint(tensor: torch.Tensor) -> int:
+    """The fingerprint of `tensor` (any dtype, shape and device) as an unsigned 64-bit number. Waits for the device."""
+    return unsigned(fingerprint_on_device(tensor))[0]
+
+
+def fingerprint_on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """The fingerprint as an int64 [1] tensor on the tensor's device, without waiting for it."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    num_bytes = data.numel()
+    if num_bytes % 4:
+        data = torch.nn.functional.pad(data, (0, 4 - num_bytes % 4))
+    elif data.storage_offset() % 4:
+        data = data.clone()
+    words = data.view(torch.int32)
+    at_once = BLOCK * _BLOCKS_AT_ONCE.get(words.device.type, 1)
+    sums = [_block_sums(chunk) for chunk in words.split(at_once)] if len(words) else []
+    blocks = torch.cat(sums) if sums else torch.zeros(0, dtype=torch.int64, device=words.device)
+    blocks = _mix(blocks ^ (blocks >> 29))
+    total = (blocks * _position_multipliers(blocks.numel(), words.device, salt=1)).sum(dtype=torch.int64).reshape(1)
+    return _mix(total + num_bytes)
+
+
+def unsigned(fingerprints: torch.Tensor) -> list[int]:
+    """int64 [n] fingerprints as unsigned numbers on the host; one wait for all of them."""
+    values: list[int] = fingerprints.tolist()
+    return [value & _MASK for value in values]
+
+
+def digest(manifest: weights_pb2.WeightManifest, fingerprints: Sequence[int]) -> str:
+    """Hex digest over names, dtypes, shapes and fingerprints, in the manifest's order. ValueError when the counts differ."""
+    state = hashlib.sha256()
+    for spec, value in zip(manifest.parameters, fingerprints, strict=True):
+        state.update(f"{spec.name}\0{spec.dtype}\0{','.join(map(str, spec.shape))}\0{value:016x}\n".encode())
+    return state.hexdigest()
+
+
+def _block_sums(words: torch.Tensor) -> torch.Tensor:
+    mixed = _mix(words.to(torch.int64) & 0xFFFFFFFF)
+    table = _position_multipliers(BLOCK, words.device, salt=0)
+    whole = len(mixed) // BLOCK * BLOCK
+    sums = [(mixed[:whole].view(-1, BLOCK) * table).sum(dim=1)] if whole else []
+    if whole < len(mixed):
+        sums.append((mixed[whole:] * table[: len(mixed) - whole]).sum().reshape(1))
+    return torch.cat(sums)
+
+
+def _mix(values: torch.Tensor) -> torch.Tensor:
+    mixed = values * _MULTIPLIER
+    return mixed.bitwise_xor_(mixed >> 32)
+
+
+@functools.lru_cache(maxsize=32)
+def _position_multipliers(count: int, device: torch.device, *, salt: int) -> torch.Tensor:
+    """Odd pseudo-random int64 [count], the same on every machine: splitmix64 of the position."""
+    values = torch.arange(1, count + 1, dtype=torch.int64) * _MULTIPLIER + salt
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)):
+        values = (values ^ ((values >> shift) & (2 ** (64 - shift) - 1))) * factor
+    return ((values ^ ((values >> 31) & (2**33 - 1))) | 1).to(device)

@@ -1,0 +1,401 @@
+"""The receiver: the rollout's end of the weight channel, inside vLLM's worker process.
+
+Owns the registered `WeightTransferEngine` ("rolecall"), its coverage check, the repairs that vLLM's reload needs on CPUs, and the state of the weights. It never decides to serve: whoever drives it compares
+the report with the actor's and resumes. Only a process that runs vLLM imports this file.
+
+Usage, by the rollout service (one `AsyncLLM`; every worker of it, i.e. every TP rank, takes a rank of its own):
+
+    AsyncEngineArgs(..., load_format="dummy", weight_transfer_config=WeightTransferConfig(backend="rolecall"), worker_extension_cls="rolecall.weights.receiver.WorkerExtension")
+
+    await open_channel(llm, epoch=3, address="127.0.0.1:41234", rank=1, world_size=2, timeout_s=60)     # all ranks have met when it returns; StaleEpochError, ChannelBrokenError, DeadlineError
+    await llm.pause_generation(mode="keep")                                                             # always: updating while requests run kills the engine
+    report = await receive_version(llm, epoch=3, policy_version=7, bucket_timeout_s=30)                 # with the actor's publish; TornWeightsError, StaleVersionError, StaleEpochError
+    ... compare, attest ...
+    await llm.resume_generation()
+
+`receive_version` makes vLLM's own calls in order: start_weight_update, update_weights, finish_weight_update(weight_version=str(policy_version)), reset_prefix_cache, and then asks every worker for its report
+(`collective_rpc("weights_report")`). The first weights (load_format="dummy") come the same way. After TornWeightsError serve nothing; the next successful receive_version, over a new epoch, heals it.
+A newer `open_channel` aborts the epoch before, wherever a worker may be stuck in it. Neither call blocks the event loop; `open_channel` does not block the engine either.
+"""
+
+import asyncio
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from vllm.config import VllmConfig, WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferInitRequest,
+    WeightTransferUpdateInfo,
+    WeightTransferUpdateRequest,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+from rolecall import errors
+from rolecall.errors import ChannelBrokenError, DeadlineError, RoleCallError, StaleEpochError, StaleVersionError, TornWeightsError, WeightsMismatchError
+from rolecall.v1 import weights_pb2
+from rolecall.weights.channel import Channel, join
+from rolecall.weights.coverage import Coverage
+from rolecall.weights.rendezvous import Rendezvous
+from rolecall.weights.transfer import Reception, Transferred
+
+log = logging.getLogger(__name__)
+BACKEND = "rolecall"
+"""Name of the engine in vLLM's registry."""
+_JOIN_POLL_S = 0.02
+"""Seconds between two looks at whether the workers have met."""
+
+State = Literal["empty", "loading", "loaded", "torn"]
+"""What a worker holds: nothing yet, a load in progress, one whole version, or parts of several."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a replica holds after a load; of several workers, the first's, when all agree."""
+
+    policy_version: int
+    names: tuple[str, ...]
+    """Hugging Face names, in the order sent."""
+    fingerprints: tuple[int, ...]
+    """Unsigned 64-bit, of what arrived, in the same order."""
+    digest: str
+    num_bytes: int
+    transfer_s: float
+    """Seconds from the first bucket to the last tensor loaded."""
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """What a worker needs to join an epoch."""
+
+    epoch: int
+    address: str
+    rank: int
+    """Rank of the replica's first worker in the channel."""
+    world_size: int
+    timeout_s: float
+    backend: Literal["gloo", "nccl"]
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """What a worker needs to receive a version."""
+
+    epoch: int
+    policy_version: int
+    bucket_timeout_s: float
+
+
+class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """One worker's end. A transfer happens wholly inside `receive_weights`, so that no caller can leave a load half open; errors are kept in the report, because
+    an exception would lose its type on the way out of vLLM and leave the worker inside an update."""
+
+    init_info_cls: ClassVar[type[InitInfo]] = InitInfo  # type: ignore[misc]
+    update_info_cls: ClassVar[type[UpdateInfo]] = UpdateInfo  # type: ignore[misc]
+    supports_draft_weight_update = False
+
+    def __init__(self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._epoch = -1
+        self._policy_version = -1
+        self._state: State = "empty"
+        self._error: RoleCallError | None = None
+        self._rendezvous: Rendezvous | None = None
+        self._joined: Future[Channel] = Future()
+        self._manifest: weights_pb2.WeightManifest | None = None
+        self._arrived: Transferred | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Leaves the epoch before and begins to join the new one on a thread: requests go on meanwhile. `joined` tells the outcome."""
+        self._error = None
+        if init_info.epoch <= self._epoch:
+            self._error = StaleEpochError(f"epoch {init_info.epoch} of the weight channel is not higher than {self._epoch}; an epoch is never joined twice")
+            return
+        self.shutdown()
+        self._epoch = init_info.epoch
+        self._joined, self._manifest = Future(), None
+        threading.Thread(target=self._join, args=(init_info, self._joined), name=f"weights-join-{init_info.epoch}", daemon=True).start()
+
+    def joined(self) -> dict[str, Any]:
+        """{"done": bool, "error": [reason, message] or None}."""
+        if self._error is None and self._joined.done():
+            failed = self._joined.exception()
+            if isinstance(failed, RoleCallError):
+                self._error = failed
+            elif failed is not None:
+                raise failed
+        return {"done": self._error is not None or self._joined.done(), "error": _wire_error(self._error)}
+
+    def start_weight_update(self) -> None:
+        """Nothing: see the class."""
+
+    def finish_weight_update(self) -> None:
+        """Nothing: see the class."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Receives and loads one version; afterwards `report` says what came of it. Requests must be paused."""
+        self._error = None
+        self._arrived = None
+        try:
+            channel = self._channel_for(update_info)
+        except RoleCallError as error:  # nothing was touched: the weights are what they were
+            self._error = error
+            return
+        before, self._state = self._state, "loading"
+        log.info("receiving policy version %d over epoch %d", update_info.policy_version, update_info.epoch)
+        try:
+            self._arrived = self._load(channel, update_info)
+        except RoleCallError as error:
+            self._error = error
+            self._state = "torn"
+            channel.rendezvous.abort(error.message)
+            log.warning("policy version %d did not load (the weights were %s before): %s", update_info.policy_version, before, error.message)
+            return
+        self._state, self._policy_version = "loaded", update_info.policy_version
+
+    def report(self) -> dict[str, Any]:
+        """State, version, error ([reason, message] or None) and what arrived, of plain types."""
+        arrived = asdict(self._arrived) if self._arrived else None
+        names = [spec.name for spec in self._manifest.parameters] if self._manifest and arrived else []
+        return {"state": self._state, "policy_version": self._policy_version, "error": _wire_error(self._error), "names": names, "arrived": arrived}
+
+    def shutdown(self) -> None:
+        """Leaves the epoch: frees whoever waits in it here. The other ranks are told."""
+        rendezvous, self._rendezvous = self._rendezvous, None
+        if rendezvous is not None:
+            rendezvous.abort("a receiver left the epoch")
+            rendezvous.close()
+
+    def _join(self, info: InitInfo, joined: "Future[Channel]") -> None:
+        try:
+            rendezvous = Rendezvous(info.address, info.epoch, info.rank + self.parallel_config.rank, info.timeout_s)
+            self._rendezvous = rendezvous
+            joined.set_result(join(rendezvous, info.world_size, info.backend, self.device, info.timeout_s))
+        except RoleCallError as error:
+            joined.set_exception(error)
+
+    def _channel_for(self, info: UpdateInfo) -> Channel:
+        if info.epoch != self._epoch:
+            raise StaleEpochError(f"epoch {info.epoch} of the weight channel is not the joined one ({self._epoch})")
+        if info.policy_version <= self._policy_version:
+            raise StaleVersionError(f"policy version {info.policy_version} is not higher than {self._policy_version}, which this worker has held; versions never go back")
+        if not self._joined.done():
+            raise ChannelBrokenError(f"epoch {info.epoch} of the weight channel is not joined yet")
+        return self._joined.result()
+
+    def _load(self, channel: Channel, info: UpdateInfo) -> Transferred:
+        if self._manifest is None:
+            self._manifest = channel.rendezvous.agreed_manifest(info.bucket_timeout_s)
+        reception = Reception(channel, self._manifest, info.bucket_timeout_s)
+        tied = _tied_groups(self.model)
+        _rebuild_moe_kernels(self.model, self.device)
+        initialize_layerwise_reload(self.model)
+        coverage = Coverage((name, parameter, get_tensor_load_numel(parameter)) for name, parameter in self.model.named_parameters(remove_duplicate=False))
+        failure: Exception | None = None
+        whole = False
+        try:
+            for named in reception:
+                if failure is None:
+                    failure = self._load_bucket(named, coverage)
+            missing = _missing(coverage, tied)
+            if failure is not None or missing:
+                raise TornWeightsError(_why(failure, missing)) from failure
+            whole = True
+        finally:
+            if not whole:
+                _forget_loads(self.model)
+            finalize_layerwise_reload(self.model, self.model_config)
+        _repack_tied_heads(self.model, tied)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return reception.result()
+
+    def _load_bucket(self, named: list[tuple[str, torch.Tensor]], coverage: Coverage) -> Exception | None:
+        """Loads one bucket; what vLLM's loaders raise (any type) is returned, so that the remaining buckets are taken off the channel and no peer has to wait for this worker."""
+        try:
+            with coverage.watch():
+                self.model.load_weights(named)
+        except Exception as error:  # an edge: vLLM's loaders raise whatever they like
+            log.exception("loading %s .. %s failed", named[0][0], named[-1][0])
+            return error
+        return None
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker (worker_extension_cls): importing its module registers the engine, and its methods answer `collective_rpc`."""
+
+    weight_transfer_engine: WeightTransferEngine[Any, Any] | None
+
+    def weights_joined(self) -> dict[str, Any]:
+        """As Receiver.joined."""
+        return self._weights_receiver().joined()
+
+    def weights_report(self) -> dict[str, Any]:
+        """As Receiver.report."""
+        return self._weights_receiver().report()
+
+    def _weights_receiver(self) -> Receiver:
+        if not isinstance(self.weight_transfer_engine, Receiver):
+            raise TypeError(f"weight_transfer_config must name the backend {BACKEND!r}")
+        return self.weight_transfer_engine
+
+
+class Engine(Protocol):
+    """The calls of `AsyncLLM` that a load makes."""
+
+    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[Any]:
+        """Every worker's answer."""
+
+    async def init_weight_transfer_engine(self, request: WeightTransferInitRequest) -> None:
+        """Receiver.init_transfer_engine on every worker."""
+
+    async def start_weight_update(self) -> None:
+        """Opens vLLM's update."""
+
+    async def update_weights(self, request: WeightTransferUpdateRequest) -> None:
+        """Receiver.receive_weights on every worker."""
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Closes vLLM's update."""
+
+    async def update_weight_version(self, new_version: str) -> None:
+        """Names the weights in the spans of completions."""
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets what older weights computed."""
+
+
+async def open_channel(llm: Engine, *, epoch: int, address: str, rank: int, world_size: int, timeout_s: float, backend: Literal["gloo", "nccl"] = "gloo") -> int:
+    """Joins epoch `epoch` with every worker, the first as `rank`, and returns how many ranks the replica took once all ranks of the epoch have met.
+
+    Requests go on meanwhile. StaleEpochError, ChannelBrokenError, DeadlineError.
+    """
+    deadline = time.monotonic() + timeout_s + 1.0
+    info = InitInfo(epoch=epoch, address=address, rank=rank, world_size=world_size, timeout_s=timeout_s, backend=backend)
+    await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=asdict(info)))
+    while True:
+        workers = await llm.collective_rpc("weights_joined")
+        for worker in workers:
+            _raise(worker["error"])
+        if all(worker["done"] for worker in workers):
+            return len(workers)
+        if time.monotonic() > deadline:
+            raise DeadlineError(f"the workers did not meet the other ranks of weight-channel epoch {epoch} within {timeout_s:g} s")
+        await asyncio.sleep(_JOIN_POLL_S)
+
+
+async def receive_version(llm: Engine, *, epoch: int, policy_version: int, bucket_timeout_s: float) -> Report:
+    """Receives and loads one version over the joined epoch, concurrently with the actor's publish. Requests must be paused and stay paused until the report was compared.
+
+    StaleEpochError, StaleVersionError, ChannelBrokenError before anything was touched; TornWeightsError when a worker's load did not finish; WeightsMismatchError when the workers of the replica differ.
+    """
+    await llm.start_weight_update()
+    info = UpdateInfo(epoch=epoch, policy_version=policy_version, bucket_timeout_s=bucket_timeout_s)
+    await llm.update_weights(WeightTransferUpdateRequest(update_info=asdict(info)))
+    await llm.finish_weight_update()
+    reports = await llm.collective_rpc("weights_report")
+    for report in reports:
+        if report["error"] is not None and report["state"] == "torn":
+            raise TornWeightsError(f"policy version {policy_version} did not load: {report['error'][1]}", cause=report["error"][0])
+        _raise(report["error"])
+    if any(report["arrived"]["digest"] != reports[0]["arrived"]["digest"] for report in reports):
+        raise WeightsMismatchError(f"the workers of one replica received different weights for policy version {policy_version}")
+    await llm.update_weight_version(str(policy_version))
+    await llm.reset_prefix_cache()
+    arrived = reports[0]["arrived"]
+    return Report(policy_version, tuple(reports[0]["names"]), tuple(arrived["fingerprints"]), arrived["digest"], arrived["num_bytes"], arrived["transfer_s"])
+
+
+def _raise(error: list[str] | None) -> None:
+    if error is not None:
+        raise _BY_REASON[error[0]](error[1])
+
+
+def _wire_error(error: RoleCallError | None) -> list[str] | None:
+    return None if error is None else [error.reason, error.message]
+
+
+_BY_REASON: dict[str, type[RoleCallError]] = {kind.reason: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, RoleCallError)}
+
+
+def _tied_groups(model: torch.nn.Module) -> list[list[str]]:
+    """Names of one and the same parameter, for each that has several."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _missing(coverage: Coverage, tied: list[list[str]]) -> dict[str, tuple[int, int]]:
+    """What `coverage` misses, where a tied parameter is whole when it is under any of its names: after the reload they are one memory again."""
+    missing = coverage.missing()
+    for names in tied:
+        if any(name not in missing for name in names):
+            missing = {name: counts for name, counts in missing.items() if name not in names}
+    return missing
+
+
+def _why(failure: Exception | None, missing: dict[str, tuple[int, int]]) -> str:
+    if failure is not None:
+        return f"vLLM could not load a tensor: {type(failure).__name__}: {failure}"
+    parts = [f"{name} got {written} of {expected} elements" for name, (written, expected) in list(missing.items())[:5]]
+    more = f" and {len(missing) - 5} parameters more" if len(missing) > 5 else ""
+    return f"the transfer did not cover the engine: {'; '.join(parts)}{more}; the model and the actor's export disagree"
+
+
+def _forget_loads(model: torch.nn.Module) -> None:
+    """Makes the reload fall back to the tensors that incomplete layers had, instead of building them out of memory that nobody wrote: the engine lives, and the next full load heals it."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.load_numel = 0
+            info.loaded_weights.clear()
+
+
+def _rebuild_moe_kernels(model: torch.nn.Module, device: torch.device) -> None:
+    """Repair 1, CPUs: an expert layer repacks its weights only while it builds its kernel, and would go on computing with the old packed copy."""
+    if device.type != "cpu":
+        return
+    for module in model.modules():
+        method = vars(module).get("quant_method")
+        if isinstance(method, FusedMoEMethodBase):
+            method.moe_kernel = None
+
+
+def _repack_tied_heads(model: torch.nn.Module, tied: list[list[str]]) -> None:
+    """Repair 2, CPUs: a tied head shares the embedding's memory and yet computes with a packed copy of its own, which the reload of the embedding does not renew."""
+    for name in (name for names in tied for name in names):
+        module = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(module, ParallelLMHead) and isinstance(module.quant_method, UnquantizedEmbeddingMethod) and module.weight.device.type == "cpu":
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _die_with_parent() -> None:
+    """Ends this process when the process that spawned it ends, however it ends. Only in a worker process of vLLM's: an engine inside the service is the service's affair."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent.pid:  # it ended before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+_die_with_parent()
+WeightTransferEngineFactory.register_engine(BACKEND, Receiver)

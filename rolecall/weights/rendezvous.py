@@ -1,0 +1,174 @@
+"""Where the ranks of the weight channel meet and tell each other what bytes cannot: the manifest, progress, and that it is over.
+
+Owns one TCPStore, served by the actor for as long as its process lives, with a prefix per epoch. Each rank keeps two connections: one for the calls of its own threads and one
+for a watcher, which learns within WATCH_S that somebody aborted the epoch, or that the actor is gone, and frees whatever of this rank is stuck. It moves no weights.
+
+Keys of an epoch: `manifest` (serialized WeightManifest), `abort` (why), `progress/<rank>` (buckets received since the epoch began), and those that the communicator itself makes under `comm`.
+"""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+
+from rolecall.errors import ChannelBrokenError, DeadlineError
+from rolecall.v1 import weights_pb2
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 0.1
+"""Seconds between two looks at the abort key."""
+_STORE_TIMEOUT = timedelta(seconds=10)
+"""Deadline of one call to the store: they are all answered at once, so only a dead or frozen actor reaches it."""
+
+
+class RendezvousHost:
+    """The store, listening on `host` alone. One per actor process; epochs are prefixes in it."""
+
+    def __init__(self, host: str) -> None:
+        listener = socket.create_server((host, 0))
+        self.host, self._port = host, int(listener.getsockname()[1])
+        self._server = TCPStore(host, self._port, None, True, _STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach())
+
+    @property
+    def address(self) -> str:
+        """"host:port" for the other ranks."""
+        return f"{self.host}:{self._port}"
+
+    def enter(self, epoch: int) -> "Rendezvous":
+        """Epoch `epoch` as rank 0 sees it."""
+        return Rendezvous(self.address, epoch, 0, _STORE_TIMEOUT.total_seconds())
+
+
+class Rendezvous:
+    """One epoch as one rank sees it. Threads may share it."""
+
+    def __init__(self, address: str, epoch: int, rank: int, timeout_s: float) -> None:
+        """Connects within `timeout_s`; ChannelBrokenError when nobody listens at `address`."""
+        self.epoch, self.rank = epoch, rank
+        host, _, port = address.rpartition(":")
+        self._host, self._port = host, int(port)
+        self._calls = self._connect(timeout_s)
+        self._num_received = 0
+        self._broken: str | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, args=(self._connect(timeout_s),), name=f"weights-watch-{epoch}", daemon=True)
+        self._watcher.start()
+
+    @property
+    def communicator_store(self) -> Store:
+        """The store under which a communicator may make its own keys."""
+        return PrefixStore("comm", self._calls)
+
+    @property
+    def host(self) -> str:
+        """The actor's host, as this rank reaches it."""
+        return self._host
+
+    @property
+    def broken(self) -> str | None:
+        """Why the epoch is over; None while it is not."""
+        return self._broken
+
+    def check(self) -> None:
+        """ChannelBrokenError when the epoch is over."""
+        if self._broken is not None:
+            raise ChannelBrokenError(f"epoch {self.epoch} of the weight channel is broken: {self._broken}; open a new epoch", rank=str(self.rank))
+
+    def on_broken(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` once when the epoch breaks, from the thread that learns it; at once when it already has."""
+        with self._lock:
+            if self._broken is None:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def abort(self, reason: str) -> None:
+        """Ends the epoch for every rank: this one now, the others when their watchers look. Idempotent, never waits for a peer."""
+        if not self._break(reason):
+            return
+        try:
+            self._calls.set("abort", f"rank {self.rank}: {reason}")
+        except DistError as error:
+            log.warning("epoch %d: could not tell the other ranks of the abort: %s", self.epoch, error)
+
+    def offer_manifest(self, manifest: weights_pb2.WeightManifest) -> None:
+        """Rank 0 says, once, what every transfer of this epoch carries."""
+        self._calls.set("manifest", manifest.SerializeToString(deterministic=True))
+
+    def agreed_manifest(self, timeout_s: float) -> weights_pb2.WeightManifest:
+        """The manifest that rank 0 offered, waiting up to `timeout_s`. ChannelBrokenError, DeadlineError."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.check()
+            try:
+                if self._calls.check(["manifest"]):
+                    return weights_pb2.WeightManifest.FromString(self._calls.get("manifest"))
+            except DistError as error:
+                self._break(f"the rendezvous does not answer: {error}")
+                continue
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"epoch {self.epoch}: the actor offered no weight manifest within {timeout_s:g} s", rank=str(self.rank))
+            time.sleep(0.005)
+
+    def report_progress(self) -> None:
+        """Says that this rank has received one more bucket."""
+        self._num_received += 1
+        try:
+            self._calls.set(f"progress/{self.rank}", str(self._num_received))
+        except DistError as error:
+            self._break(f"the rendezvous does not answer: {error}")
+
+    def laggards(self, world_size: int) -> list[int]:
+        """Receiver ranks that have received the fewest buckets: the ones to blame for a late bucket."""
+        keys = {rank: f"progress/{rank}" for rank in range(1, world_size)}
+        progress = {rank: int(self._calls.get(key)) if self._calls.check([key]) else 0 for rank, key in keys.items()}
+        return [rank for rank, count in progress.items() if count == min(progress.values())]
+
+    def close(self) -> None:
+        """Stops watching. The epoch is over for this rank; nobody else is told."""
+        self._closed.set()
+        self._break("closed")
+
+    def _connect(self, timeout_s: float) -> PrefixStore:
+        try:
+            store = TCPStore(self._host, self._port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+        except DistError as error:
+            raise ChannelBrokenError(f"nobody answers at the rendezvous {self._host}:{self._port} of weight-channel epoch {self.epoch}: {error}", rank=str(self.rank)) from error
+        store.set_timeout(_STORE_TIMEOUT)
+        return PrefixStore(f"epoch/{self.epoch}", store)
+
+    def _watch(self, store: PrefixStore) -> None:
+        while not self._closed.wait(WATCH_S):
+            try:
+                if store.check(["abort"]):
+                    self._break(store.get("abort").decode())
+            except DistError as error:
+                self._break(f"the actor's rendezvous is gone: {error}")
+            if self._broken is not None:
+                return
+
+    def _break(self, reason: str) -> bool:
+        with self._lock:
+            if self._broken is not None:
+                return False
+            self._broken = reason
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+        return True
+
+
+def local_address(host: str) -> str:
+    """The address of the interface from which this machine reaches `host`."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+
+

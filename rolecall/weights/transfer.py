@@ -1,0 +1,103 @@
+"""One transfer: buckets out of named weights at the root, named tensors out of buckets at a receiver, two in flight on both sides.
+
+Owns packing, unpacking and the fingerprints of what was sent and what arrived. Memory: a bucket is allocated per broadcast and never reused, because a receiver's engine may keep views of it
+until a layer is whole; the root holds at most IN_FLIGHT + 1 buckets and their source tensors.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from rolecall.errors import WeightsMismatchError
+from rolecall.v1 import weights_pb2
+from rolecall.weights.channel import Channel, Transfer
+from rolecall.weights.fingerprint import digest, fingerprint_on_device, unsigned
+from rolecall.weights.manifest import Bucket, plan_buckets
+
+IN_FLIGHT = 2
+"""Most broadcasts under way at a time."""
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """What one side saw of one transfer."""
+
+    fingerprints: tuple[int, ...]
+    """Unsigned 64-bit, in the manifest's order."""
+    digest: str
+    """Hex digest over names, dtypes, shapes and fingerprints."""
+    num_bytes: int
+    """Bytes of the buckets."""
+    transfer_s: float
+    """Seconds from the first bucket to the last."""
+
+
+def send(channel: Channel, weights: Iterator[tuple[str, torch.Tensor]], manifest: weights_pb2.WeightManifest, bucket_timeout_s: float) -> Transferred:
+    """Sends `weights`, which must come as the manifest says, to every receiver. ChannelBrokenError, WeightsMismatchError."""
+    buckets = plan_buckets(manifest)
+    pending: deque[Transfer] = deque()
+    prints: list[torch.Tensor] = []
+    start = time.monotonic()
+    for bucket in buckets:
+        memory = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=channel.device)
+        sources = _pack(bucket, memory, weights)
+        if len(pending) == IN_FLIGHT:
+            pending.popleft().wait(bucket_timeout_s)
+        pending.append(channel.broadcast(memory, bucket_timeout_s))
+        prints += [fingerprint_on_device(source) for source in sources]  # while the bytes travel
+    for name, _ in weights:
+        raise WeightsMismatchError(f"the model yields {name}, which the manifest does not have; build the manifest from the same named_weights")
+    while pending:
+        pending.popleft().wait(bucket_timeout_s)
+    transfer_s = time.monotonic() - start
+    return _transferred(manifest, prints, buckets, transfer_s)
+
+
+class Reception:
+    """The receiver's side of one transfer: iterate it for the tensors of each bucket, then ask `result`."""
+
+    def __init__(self, channel: Channel, manifest: weights_pb2.WeightManifest, bucket_timeout_s: float) -> None:
+        self._channel, self._manifest, self._timeout_s = channel, manifest, bucket_timeout_s
+        self._prints: list[torch.Tensor] = []
+        self._start = time.monotonic()
+
+    def __iter__(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """(name, tensor) of each bucket in the manifest's order; the tensors stay valid for as long as they are kept. ChannelBrokenError."""
+        pending: deque[tuple[Bucket, torch.Tensor, Transfer]] = deque()
+        for bucket in plan_buckets(self._manifest):
+            memory = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._channel.device)
+            pending.append((bucket, memory, self._channel.broadcast(memory, self._timeout_s)))
+            if len(pending) == IN_FLIGHT:
+                yield self._unpack(*pending.popleft())
+        while pending:
+            yield self._unpack(*pending.popleft())
+        self._end = time.monotonic()
+
+    def result(self) -> Transferred:
+        """What arrived; call it after the last bucket."""
+        return _transferred(self._manifest, self._prints, plan_buckets(self._manifest), self._end - self._start)
+
+    def _unpack(self, bucket: Bucket, memory: torch.Tensor, transfer: Transfer) -> list[tuple[str, torch.Tensor]]:
+        transfer.wait(self._timeout_s)
+        self._channel.rendezvous.report_progress()
+        tensors = [(slot.name, slot.view(memory)) for slot in bucket.slots]
+        self._prints += [fingerprint_on_device(tensor) for _, tensor in tensors]
+        return tensors
+
+
+def _pack(bucket: Bucket, memory: torch.Tensor, weights: Iterator[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+    sources = []
+    for slot in bucket.slots:
+        name, tensor = next(weights, ("nothing more", memory))
+        slot.check(name, tensor)
+        slot.view(memory).copy_(tensor.detach(), non_blocking=True)
+        sources.append(tensor)
+    return sources
+
+
+def _transferred(manifest: weights_pb2.WeightManifest, prints: list[torch.Tensor], buckets: list[Bucket], transfer_s: float) -> Transferred:
+    fingerprints = unsigned(torch.cat(prints))
+    return Transferred(tuple(fingerprints), digest(manifest, fingerprints), sum(bucket.num_bytes for bucket in buckets), transfer_s)
