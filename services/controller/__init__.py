@@ -1,0 +1,1 @@
+"""The controller: coordinates one run. See README.md."""

@@ -1,0 +1,52 @@
+"""`rolecall serve controller`: settings, telemetry, engine, serve, drain. No torch."""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+
+from rolecall.errors import ConfigError
+from rolecall.rpc.process import ServiceArgs, parse_args, run
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the run to its end, or until asked to stop; returns the exit code."""
+    args = parse_args("controller", argv)
+    return run(lambda: serve_controller(args), "controller")
+
+
+async def serve_controller(args: ServiceArgs) -> None:
+    """Answers workers and people while the loop runs; ends with it."""
+    from rolecall import telemetry  # gRPC and its friends after the configuration has been checked
+    from rolecall.rpc.process import serve
+    from rolecall.rpc.server import Server
+    from rolecall.v1 import controller_pb2, controller_pb2_grpc
+    from services.controller.engine import ControllerEngine
+    from services.controller.service import ControllerServicer
+
+    settings = args.settings
+    bind = settings.controller.bind or settings.controller.address
+    if bind is None:
+        raise ConfigError("controller.address is not set; a controller that runs alone needs --controller.address HOST:PORT")
+    telemetry.configure(settings.telemetry, "controller", args.worker)
+    settings.run.dir.mkdir(parents=True, exist_ok=True)
+    engine = ControllerEngine(settings)
+    try:
+        server = Server(settings.rpc, bind)
+        service_name = controller_pb2.DESCRIPTOR.services_by_name["ControllerService"].full_name
+        server.add(controller_pb2_grpc.add_ControllerServiceServicer_to_server, ControllerServicer(engine), service_name)
+        await server.start()
+        await server.set_serving(True)
+        running = asyncio.ensure_future(engine.run())
+        try:
+            await serve(server, failed=running)
+        finally:
+            running.cancel()
+    finally:
+        await engine.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

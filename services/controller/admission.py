@@ -1,0 +1,62 @@
+"""How many groups may be in flight, and which of the finished ones make the next batch. Pure: no clock, no store.
+
+Words. B = groups_per_batch; S = max_staleness; a *step* is one batch applied; p = published_step, the step whose weights the fleet holds; a group's
+admit_step is p at its admission. Whoever samples the group does so from weights of step >= admit_step, so trained as batch k its staleness is at most
+k - admit_step. Batch k is trained when k steps have been applied.
+
+The bound. A group is admitted while admitted - dropped < (p + 1 + S) * B. Batches 0..p-1 are in the weights, so p * B groups were trained at most and those
+admitted and not dropped fit in the batches 0..p+S: were batches filled in order of admission, a group admitted at p would be in batch p + S at the latest and
+its staleness would be at most S. Nobody is ever dropped for being late: that would drop the long responses. Drops give their credit back; without that,
+one filtered group would hang the run at S = 0.
+
+The choice. Strict order of admission would let one slow group hold up a batch while others are ready. So batch k takes the B *oldest ready* groups, if after it
+every group can still meet its bound: for every j in k..k+S, the live groups left over that were admitted at step <= j - S number at most (j - k) * B (those are
+the groups that must be in a batch <= j, and batches k+1..j have (j - k) * B places). Otherwise batch k waits. With S = 0 this is strict: all must be ready.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AdmissionPolicy:
+    """The bounds of a run."""
+
+    groups_per_batch: int
+    max_staleness: int
+    num_steps: int
+    """Batches of the whole run: nothing is admitted that no batch would train."""
+    max_bytes: int
+    """Bytes of rows that the store may hold, live and trained but not yet covered by a checkpoint."""
+    group_bytes: int
+    """Bytes a group may take at most (`row_bytes` times G)."""
+
+    def may_admit(self, *, admitted: int, dropped: int, published_step: int, num_live: int, retained_bytes: int) -> bool:
+        """Whether one more group may be admitted. `retained_bytes` are those of trained rows still kept for replay."""
+        num_batches = min(published_step + 1 + self.max_staleness, self.num_steps)
+        in_window = admitted - dropped < num_batches * self.groups_per_batch
+        fits = retained_bytes + (num_live + 1) * self.group_bytes <= self.max_bytes
+        return in_window and fits
+
+    def choose(self, batch: int, ready: Collection[int], live: Mapping[int, int]) -> Sequence[int] | None:
+        """The gids of batch number `batch`, oldest first, or None while it must wait.
+
+        `ready` holds gids that could be trained now, a subset of `live`, which maps the gid of every group not terminal to its admit_step."""
+        if len(ready) < self.groups_per_batch:
+            return None
+        chosen = sorted(ready)[: self.groups_per_batch]
+        left = sorted(step for gid, step in live.items() if gid not in set(chosen))
+        for j in range(batch, batch + self.max_staleness + 1):
+            due = sum(step <= j - self.max_staleness for step in left)
+            if due > (j - batch) * self.groups_per_batch:
+                return None
+        return chosen
+
+
+def row_bytes(num_tokens: int, num_references: int, *, critic: bool) -> int:
+    """Bytes of one stored trajectory of `num_tokens` tokens: its columns, and 2 KiB for keys, meta and the store's own overhead.
+
+    Per token: token_ids 4, response_mask 1, rollout_logprobs 4, policy_versions 4, loss_mask 1, advantages 4, returns 4, old_logprobs 4, token_rewards 4,
+    values 4 with a critic, 4 for each reference; and 4 for the response's text, once in meta."""
+    per_token = 34 + 4 * critic + 4 * num_references
+    return num_tokens * per_token + 2048

@@ -1,0 +1,102 @@
+"""The run as people see and steer it: state, last metrics, what is awaited; requests to pause, stop and checkpoint.
+
+Owns no decision: the loop writes the state and obeys the requests, the servicer reads the one and makes the other.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from rolecall.telemetry import Metrics
+from rolecall.v1 import controller_pb2
+
+MIN_WATCH_INTERVAL_S = 0.25
+"""Least time between two messages of WatchRun: changes in between are folded into one."""
+
+MAX_WATCH_INTERVAL_S = 1.0
+"""Most time between two messages: queue depths and heartbeats change without anyone telling the board."""
+
+FINAL_STATES = (controller_pb2.RUN_STATE_DONE, controller_pb2.RUN_STATE_FAILED)
+
+
+@dataclass
+class CheckpointRequest:
+    """Someone waits for a checkpoint; all who ask before the next boundary share it."""
+
+    saved: asyncio.Future[tuple[str, int]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """(path, step) once committed."""
+
+
+class RunBoard:
+    """State and requests of one run. Used from one event loop."""
+
+    def __init__(self) -> None:
+        self.state: controller_pb2.RunState.ValueType = controller_pb2.RUN_STATE_STARTING
+        self.step = 0
+        self.error = ""
+        self.waiting_for = "the roles"
+        self.step_metrics = Metrics()
+        self.evaluation_metrics = Metrics()
+        self.stop_requested = False
+        self.stop_with_checkpoint = False
+        self.checkpoint_request: CheckpointRequest | None = None
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._changed = asyncio.Event()
+
+    def move(self, state: controller_pb2.RunState.ValueType, waiting_for: str = "") -> None:
+        """The loop reached a state."""
+        self.state, self.waiting_for = state, waiting_for
+        self._changed.set()
+
+    def wait_for(self, what: str) -> None:
+        """The loop waits for `what`."""
+        self.waiting_for = what
+        self._changed.set()
+
+    def fail(self, error: str) -> None:
+        """The run ends in an error."""
+        self.error = error
+        self.move(controller_pb2.RUN_STATE_FAILED)
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is to be admitted."""
+        return not self._resumed.is_set()
+
+    def pause(self) -> None:
+        """Admit nothing from now on."""
+        self._resumed.clear()
+        self._changed.set()
+
+    def resume(self) -> None:
+        """Admit again."""
+        self._resumed.set()
+        self._changed.set()
+
+    def stop(self, *, checkpoint: bool) -> None:
+        """End after the step in progress."""
+        self.stop_requested = True
+        self.stop_with_checkpoint = self.stop_with_checkpoint or checkpoint
+        self._changed.set()
+
+    def request_checkpoint(self) -> CheckpointRequest:
+        """Save at the next step boundary."""
+        if self.checkpoint_request is None:
+            self.checkpoint_request = CheckpointRequest()
+        return self.checkpoint_request
+
+    async def changes(self) -> AsyncIterator[None]:
+        """Yields at once, then after every change and at least every MAX_WATCH_INTERVAL_S; ends after a final state."""
+        while True:
+            self._changed.clear()
+            final = self.state in FINAL_STATES
+            yield
+            if final:
+                return
+            await asyncio.sleep(MIN_WATCH_INTERVAL_S)
+            try:
+                async with asyncio.timeout(MAX_WATCH_INTERVAL_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue

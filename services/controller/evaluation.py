@@ -1,0 +1,150 @@
+"""Held-out evaluation: every prompt of a set through Rollout.Generate on one pinned version, then the run's own scorer.
+
+Outside the ledger: nothing here is trained on. A prompt that no rollout could answer, or no scorer could score, is counted as missing and is in no mean.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rolecall.errors import RoleCallError
+from rolecall.scores import Score, score_item
+from rolecall.scoring import RewardClient
+from rolecall.settings import EvaluationSet, RunSettings
+from rolecall.telemetry import Metrics
+from rolecall.trajectory import is_truncated
+from rolecall.v1 import rollout_pb2, trajectory_pb2
+from rolecall.wire import Array
+from services.controller.fleet import Fleet, Rollout
+from services.controller.prompts import PromptRenderer, load_prompts
+
+logger = logging.getLogger(__name__)
+
+SCORE_CHUNK = 256
+"""Items per Score call."""
+
+
+@dataclass(frozen=True)
+class HeldOutSet:
+    """One set, rendered once."""
+
+    name: str
+    section: EvaluationSet
+    prompts: tuple[trajectory_pb2.Prompt, ...]
+
+
+def load_sets(settings: RunSettings, renderer: PromptRenderer) -> list[HeldOutSet]:
+    """All configured sets. ConfigError as load_prompts; prompts that are too long are left out with a warning."""
+    sets = []
+    for name, section in settings.evaluation.sets.items():
+        rendered = [renderer.render(raw, 0) for raw in load_prompts(section.path, settings.data)[: section.max_prompts]]
+        fitting = tuple(prompt for prompt in rendered if prompt is not None)
+        if len(fitting) < len(rendered):
+            logger.warning("evaluation set %s: %d prompts exceed data.max_prompt_tokens and are left out", name, len(rendered) - len(fitting))
+        sets.append(HeldOutSet(name, section, fitting))
+    return sets
+
+
+@dataclass(frozen=True)
+class _Response:
+    prompt: trajectory_pb2.Prompt
+    answer: rollout_pb2.GenerateResponse
+
+
+class Evaluation:
+    """Evaluates the fleet's current policy."""
+
+    def __init__(self, settings: RunSettings, fleet: Fleet, reward: RewardClient, sets: Sequence[HeldOutSet]) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._reward = reward
+        self._sets = sets
+
+    async def run(self, step: int, policy_version: int) -> tuple[Metrics, list[dict[str, Any]]]:
+        """Metrics "eval/<set>/..." and samples for people, of weights `policy_version` after `step` steps. TimeoutError after evaluation.timeout_s."""
+        metrics, samples = Metrics(), []
+        async with asyncio.timeout(self._settings.evaluation.timeout_s):
+            for held_out in self._sets:
+                started = time.monotonic()
+                responses = await self._generate(held_out, step, policy_version)
+                scored = await self._score(responses)
+                self._summarise(held_out, responses, scored, metrics)
+                metrics.max(f"eval/{held_out.name}/time_s", time.monotonic() - started)
+                samples += [_sample(step, held_out.name, response, scored) for response in responses[: self._settings.evaluation.num_samples_kept]]
+        return metrics, samples
+
+    async def _generate(self, held_out: HeldOutSet, step: int, policy_version: int) -> list[_Response]:
+        queue = list(enumerate(held_out.prompts))[::-1]
+        results: dict[int, list[_Response]] = {}
+        timeout_s = self._settings.rollout.generation_timeout_s
+        width = max(1, self._settings.rollout.max_num_seqs // held_out.section.num_responses)
+
+        async def work(rollout: Rollout) -> None:
+            while queue:
+                index, prompt = queue.pop()
+                request = self._request(held_out, f"eval/{step}/{held_out.name}/{index}", prompt, policy_version)
+                try:
+                    results[index] = [_Response(prompt, answer) async for answer in rollout.stub.Generate(request, timeout=timeout_s)]
+                except RoleCallError as error:
+                    logger.warning("evaluation prompt %s failed on %s: %s", request.id, rollout.consumer, error)
+
+        holders = [rollout for rollout in self._fleet.rollouts() if rollout.policy_version == policy_version]
+        await asyncio.gather(*(work(rollout) for rollout in holders for _ in range(width)))
+        return [response for index in sorted(results) for response in results[index]]
+
+    def _request(self, held_out: HeldOutSet, request_id: str, prompt: trajectory_pb2.Prompt, policy_version: int) -> rollout_pb2.GenerateRequest:
+        section = held_out.section
+        sampling = trajectory_pb2.SamplingParams(
+            temperature=section.temperature,
+            top_p=section.top_p,
+            max_tokens=section.max_tokens or self._settings.sampling.max_tokens,
+            stop_token_ids=self._settings.sampling.stop_token_ids,
+        )
+        return rollout_pb2.GenerateRequest(
+            id=request_id, prompt=prompt, num_responses=section.num_responses, sampling=sampling, seed=self._settings.run.seed, policy_version=policy_version
+        )
+
+    async def _score(self, responses: Sequence[_Response]) -> dict[str, Score]:
+        items = [score_item(response.answer.meta, _token_ids(response)) for response in responses]
+        chunks = [items[start : start + SCORE_CHUNK] for start in range(0, len(items), SCORE_CHUNK)]
+        scored: dict[str, Score] = {}
+        for chunk in chunks:
+            for item, outcome in zip(chunk, await self._reward.score(chunk), strict=True):
+                if isinstance(outcome, Score):
+                    scored[item.id] = outcome
+        return scored
+
+    def _summarise(self, held_out: HeldOutSet, responses: Sequence[_Response], scored: dict[str, Score], metrics: Metrics) -> None:
+        prefix = f"eval/{held_out.name}"
+        metrics.sum(f"{prefix}/missing", len(held_out.prompts) * held_out.section.num_responses - len(scored))
+        for response in responses:
+            metrics.mean(f"{prefix}/response_tokens", len(response.answer.response_token_ids) // 4)
+            metrics.mean(f"{prefix}/truncated", float(is_truncated(response.answer.meta)))
+        for score in scored.values():
+            metrics.mean(f"{prefix}/reward", score.value)
+            metrics.mean(f"{prefix}/accuracy", float(score.value >= self._settings.reward.solved_at))
+            for name, value in score.components.items():
+                metrics.mean(f"{prefix}/{name}", value)
+
+
+def _token_ids(response: _Response) -> Array:
+    return np.frombuffer(response.prompt.token_ids + response.answer.response_token_ids, "<i4")
+
+
+def _sample(step: int, name: str, response: _Response, scored: dict[str, Score]) -> dict[str, Any]:
+    meta = response.answer.meta
+    score = scored.get(meta.id)
+    return {
+        "step": step,
+        "set": name,
+        "id": meta.id,
+        "prompt": [[message.role, message.content] for message in response.prompt.messages],
+        "response": meta.response_text,
+        "ground_truth": response.prompt.ground_truth,
+        "reward": None if score is None else score.value,
+    }

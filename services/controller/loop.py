@@ -1,0 +1,349 @@
+"""The run, as the algorithm reads: admit, score as groups land, assemble, advantages, seal, train actor and critic, commit, publish, evaluate, checkpoint.
+
+Synchronous training is max_staleness = 0 of this loop. Three activities share one event loop: admission (bounded by admission.py), collection (each
+committed group is scored as it lands) and the steps themselves. Every decision is in the store before it is acted on, so a controller that starts again
+goes on from there.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rolecall.algorithms.advantages import needs
+from rolecall.errors import BudgetSpentError, DeadlineError, ScorerError
+from rolecall.settings import RunSettings
+from rolecall.store.ledger import Ledger
+from rolecall.store.rows import Rows
+from rolecall.telemetry import Metrics, attached, current_traceparent, export, tracer
+from rolecall.v1 import controller_pb2, training_pb2, trajectory_pb2
+from services.controller import assembly, measures
+from services.controller.admission import AdmissionPolicy
+from services.controller.assembly import Assembly, ScoredGroup
+from services.controller.board import RunBoard
+from services.controller.checkpoints import Checkpoints, RunPoint
+from services.controller.evaluation import Evaluation
+from services.controller.fleet import Fleet
+from services.controller.prompts import PromptSequence
+from services.controller.publish import PolicyPublisher
+from services.controller.scoring import GroupScorer
+from services.controller.tasks import first_error
+from services.controller.threads import StoreThreads
+from services.controller.trackers import Trackers
+from services.controller.trainers import Trainer
+
+logger = logging.getLogger(__name__)
+
+READ_BLOCK_S = 1.0
+"""Longest blocking read of the trajectories stream."""
+
+READ_COUNT = 256
+"""Most committed groups taken in one read."""
+
+ADMISSION_POLL_S = 1.0
+"""Longest sleep of admission: memory that a checkpoint freed is noticed without a signal."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the loop coordinates."""
+
+    settings: RunSettings
+    ledger: Ledger
+    rows: Rows
+    threads: StoreThreads
+    fleet: Fleet
+    publisher: PolicyPublisher
+    actor: Trainer
+    critic: Trainer | None
+    scorer: GroupScorer
+    evaluation: Evaluation
+    prompts: PromptSequence
+    policy: AdmissionPolicy
+    trackers: Trackers
+    checkpoints: Checkpoints
+    board: RunBoard
+
+    @property
+    def trainers(self) -> list[Trainer]:
+        """Actor, and critic when there is one."""
+        return [self.actor, self.critic] if self.critic else [self.actor]
+
+
+class Loop:
+    """One run, from a recovered position to its last step."""
+
+    def __init__(self, parts: Parts, ctl: int) -> None:
+        self._parts = parts
+        self._settings = parts.settings
+        self._ctl = ctl
+        self._assembly = Assembly(parts.policy)
+        self._step = 0
+        self._admitted = 0
+        self._dropped = 0
+        self._next_gid = 0
+        self._filtered_in_step = 0
+        self._retained_bytes = 0
+        self._room = asyncio.Event()
+        self._step_metrics = Metrics()
+
+    async def run(self) -> None:
+        """Returns when the last step is done or a stop was asked for. Raises the error that ended the run."""
+        await self._recover()
+        await self._publish()
+        if self._step == 0:
+            await self._evaluate()
+        self._parts.board.move(controller_pb2.RUN_STATE_RUNNING)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                background = [tasks.create_task(self._admit()), tasks.create_task(self._collect(tasks))]
+                await self._train()
+                for task in background:
+                    task.cancel()
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
+        if self._step == self._settings.run.num_steps or self._parts.board.stop_with_checkpoint:
+            await self._checkpoint(final=True)
+
+    # --- where the last controller left off ---------------------------------------------------------------------------------------------------------
+
+    async def _recover(self) -> None:
+        """Takes the ledger's position and brings the trainers to it: checkpoint first, then the sealed batches they missed, in order."""
+        parts = self._parts
+        snapshot = await parts.threads.call(parts.ledger.snapshot)
+        position = snapshot.position
+        self._step = position.step
+        self._admitted, self._dropped, self._next_gid = position.admitted, position.num_dropped, position.next_gid
+        for group in snapshot.groups:
+            self._assembly.admitted(group.gid, group.admit_published_step)
+        infos = [await trainer.info() for trainer in parts.trainers]
+        parts.publisher.policy_version = max(position.begun_version, infos[0].policy_version)
+        latest = await parts.threads.call(parts.checkpoints.latest)
+        for trainer, info in zip(parts.trainers, infos, strict=True):
+            applied = info.step
+            if latest is not None and applied < latest[1].step <= position.step:
+                loaded = await trainer.load(self._ctl, latest[0] / trainer.name)
+                applied = loaded.step
+                parts.publisher.policy_version = max(parts.publisher.policy_version, loaded.policy_version)
+            for step in range(applied, position.step):
+                parts.board.wait_for(f"{trainer.name} to apply step {step} again")
+                batch = await parts.threads.call(parts.ledger.sealed, step)
+                if batch is None:
+                    raise DeadlineError(
+                        f"{trainer.name} stands at step {applied}, the run at {position.step}, and batch {step} is gone; resume from a checkpoint"
+                    )
+                await trainer.train(self._ctl, step, batch.digest, parts.board.wait_for)
+        parts.board.step = self._step
+
+    # --- admission ----------------------------------------------------------------------------------------------------------------------------------
+
+    async def _admit(self) -> None:
+        """Keeps the prompts stream as full as the policy allows. Runs until cancelled."""
+        parts = self._parts
+        while True:
+            self._room.clear()
+            while self._may_admit():
+                await self._admit_one(parts.prompts.next())
+            try:
+                async with asyncio.timeout(ADMISSION_POLL_S):
+                    await self._room.wait()
+            except TimeoutError:
+                continue
+
+    def _may_admit(self) -> bool:
+        return not (self._parts.board.paused or self._parts.board.stop_requested) and self._parts.policy.may_admit(
+            admitted=self._admitted,
+            dropped=self._dropped,
+            published_step=self._parts.publisher.published_step,
+            num_live=self._assembly.num_live,
+            retained_bytes=self._retained_bytes,
+        )
+
+    async def _admit_one(self, prompt: trajectory_pb2.Prompt) -> None:
+        sampling = self._settings.sampling
+        group = trajectory_pb2.PromptGroup(
+            gid=self._next_gid,
+            prompt=prompt,
+            num_responses=sampling.num_responses,
+            sampling=trajectory_pb2.SamplingParams(
+                temperature=sampling.temperature, top_p=1.0, max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids
+            ),
+            run_seed=self._settings.run.seed,
+        )
+        with tracer().start_as_current_span("group", attributes={"gid": group.gid}):
+            self._assembly.admitted(group.gid, self._parts.publisher.published_step)
+            await self._parts.threads.call(self._parts.ledger.admit, group, self._parts.prompts.cursor.encode(), current_traceparent())
+        self._next_gid += 1
+        self._admitted += 1
+
+    # --- scoring as groups land ---------------------------------------------------------------------------------------------------------------------
+
+    async def _collect(self, tasks: asyncio.TaskGroup) -> None:
+        """Scores every committed group once, from the oldest that is not trained. Runs until cancelled."""
+        position = "0"
+        while True:
+            for entry, group in await self._parts.threads.call(self._parts.ledger.read_committed, position, READ_COUNT, READ_BLOCK_S):
+                position = entry
+                tasks.create_task(self._score(group))
+
+    async def _score(self, group: trajectory_pb2.CommittedGroup) -> None:
+        with attached(group.traceparent), tracer().start_as_current_span("score", attributes={"gid": group.gid}):
+            try:
+                scored = await self._parts.scorer.score(group)
+            except ScorerError as error:
+                await self._drop(group.gid, group.rows, "scorer_error", str(error))
+                self._parts.scorer.count_failure(error)
+                return
+            if self._settings.algorithm.drop_groups_without_signal and not scored.has_signal:
+                await self._filter(scored)
+            else:
+                self._assembly.scored(scored)
+
+    async def _filter(self, group: ScoredGroup) -> None:
+        self._filtered_in_step += 1
+        if self._filtered_in_step > self._settings.algorithm.max_dropped_groups_per_step:
+            raise BudgetSpentError(
+                f"{self._filtered_in_step} groups without signal in step {self._step}, more than algorithm.max_dropped_groups_per_step; "
+                "the prompts are all solved or all hopeless for this policy"
+            )
+        await self._drop(group.gid, group.rows, "without_signal", "all rewards of the group are equal")
+
+    async def _drop(self, gid: int, rows: Sequence[trajectory_pb2.RowRef], reason: str, error: str) -> None:
+        await self._parts.threads.call(self._parts.ledger.drop, gid, reason, error)
+        await self._parts.threads.call(self._parts.rows.delete, list(rows))
+        self._dropped += 1
+        self._assembly.dropped(gid)
+        self._room.set()
+
+    # --- the steps ----------------------------------------------------------------------------------------------------------------------------------
+
+    async def _train(self) -> None:
+        settings, board = self._settings, self._parts.board
+        while self._step < settings.run.num_steps and not board.stop_requested:
+            with tracer().start_as_current_span("step", attributes={"step": self._step}):
+                await self._one_step()
+            if (settings.evaluation.every_steps and self._step % settings.evaluation.every_steps == 0) or self._step == settings.run.num_steps:
+                await self._evaluate()
+            if self._wants_checkpoint():
+                await self._checkpoint(final=False)
+
+    async def _one_step(self) -> None:
+        self._step_metrics = Metrics()
+        clock = measures.Stopwatch()
+        groups = await self._next_groups()
+        clock.lap("wait")
+        rows = [ref for group in groups for ref in group.rows]
+        if needs(self._settings.algorithm.advantage) and self._parts.critic:
+            self._parts.board.wait_for("the critic's values")
+            await self._parts.critic.compute(self._ctl, rows)
+            clock.lap("values")
+        batch = await self._seal(groups, rows)
+        clock.lap("prepare")
+        results = await self._apply(batch)
+        clock.lap("train")
+        await self._parts.threads.call(self._parts.ledger.commit_step, self._step, results)
+        self._assembly.trained(batch.gids)
+        self._retained_bytes += measures.batch_bytes(self._settings, batch)
+        self._filtered_in_step = 0
+        clock.lap("commit")
+        self._step += 1
+        await self._publish()
+        clock.lap("publish")
+        await self._report(groups, results, clock)
+
+    async def _next_groups(self) -> list[ScoredGroup]:
+        """The groups of this step's batch: those sealed by an earlier controller, or the ones admission.py chooses."""
+        stall_timeout_s = self._settings.controller.stall_timeout_s
+        sealed = await self._parts.threads.call(self._parts.ledger.sealed, self._step)
+        self._parts.board.wait_for(f"groups of step {self._step}")
+        try:
+            if sealed is not None:
+                return await self._assembly.groups(sealed.gids, stall_timeout_s)
+            return await self._assembly.next_batch(self._step, stall_timeout_s)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"step {self._step}: no group was finished for controller.stall_timeout_s = {stall_timeout_s:.0f} s; {self._assembly.num_live} are live, "
+                f"{self._assembly.num_ready} ready, rollouts: {[rollout.consumer + ' ' + rollout.phase for rollout in self._parts.fleet.rollouts()]}"
+            ) from error
+
+    async def _seal(self, groups: Sequence[ScoredGroup], rows: list[trajectory_pb2.RowRef]) -> trajectory_pb2.TrainBatch:
+        """Fixes the batch, then writes its columns: in this order, so that whoever crashes in between writes the same columns again."""
+        parts = self._parts
+        contents = await parts.threads.call(parts.rows.read, rows, assembly.columns_read(self._settings), assembly.OPTIONAL_COLUMNS)
+        batch, columns = await parts.threads.call(assembly.prepare, self._settings, self._step, groups, contents)
+        self._step_metrics.merge(measures.of_batch(self._settings, self._step, groups, contents, parts.publisher.step_of_version))
+        await parts.threads.call(parts.ledger.seal, batch)
+        await parts.threads.call(parts.rows.put, rows, columns)
+        return batch
+
+    async def _apply(self, batch: trajectory_pb2.TrainBatch) -> list[training_pb2.TrainResult]:
+        """Actor and critic at the same time."""
+        parts = self._parts
+        parts.board.wait_for(f"training of step {batch.step}")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                calls = [tasks.create_task(trainer.train(self._ctl, batch.step, batch.digest, parts.board.wait_for)) for trainer in parts.trainers]
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
+        return [call.result() for call in calls]
+
+    async def _publish(self) -> None:
+        self._parts.board.wait_for(f"the fleet to take the weights of step {self._step}")
+        self._step_metrics.merge(await self._parts.publisher.publish(self._step))
+        self._room.set()
+
+    async def _report(self, groups: Sequence[ScoredGroup], results: Sequence[training_pb2.TrainResult], clock: measures.Stopwatch) -> None:
+        parts, metrics = self._parts, self._step_metrics
+        for result in results:
+            metrics.merge(Metrics.from_proto(result.metrics))
+        metrics.merge(clock.metrics(groups))
+        metrics.merge(await measures.of_fleet(parts.fleet))
+        metrics.max("data/epoch", parts.prompts.cursor.epoch)
+        metrics.max("data/prompts_too_long", parts.prompts.cursor.num_too_long)
+        metrics.max("groups/dropped", self._dropped)
+        samples = await parts.threads.call(measures.samples, parts.rows, self._step, groups, self._settings.controller.num_samples_kept)
+        await parts.threads.call(parts.trackers.log, self._step, metrics.values())
+        await parts.threads.call(parts.trackers.keep_samples, samples)
+        export(metrics)
+        parts.board.step_metrics = metrics
+        parts.board.step = self._step
+        parts.board.move(parts.board.state)
+
+    async def _evaluate(self) -> None:
+        parts = self._parts
+        parts.board.wait_for(f"the evaluation of step {self._step}")
+        try:
+            metrics, samples = await parts.evaluation.run(self._step, parts.publisher.policy_version)
+        except TimeoutError:
+            logger.warning("the evaluation of step %d took longer than evaluation.timeout_s and is left out", self._step)
+            return
+        await parts.threads.call(parts.trackers.log, self._step, metrics.values())
+        await parts.threads.call(parts.trackers.keep_samples, samples)
+        export(metrics)
+        parts.board.evaluation_metrics = metrics
+        parts.board.move(parts.board.state)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------------------------------------
+
+    def _wants_checkpoint(self) -> bool:
+        due = self._step % self._settings.run.checkpoint_every_steps == 0
+        crowded = self._retained_bytes > self._parts.policy.max_bytes // 2
+        return self._step < self._settings.run.num_steps and (due or crowded or self._parts.board.checkpoint_request is not None)
+
+    async def _checkpoint(self, *, final: bool) -> None:
+        """Every role's share, then the manifest that makes them one checkpoint, then the rows it covers are freed."""
+        parts = self._parts
+        parts.board.wait_for(f"the checkpoint of step {self._step}")
+        started = time.monotonic()
+        request, parts.board.checkpoint_request = parts.board.checkpoint_request, None
+        path = await parts.threads.call(parts.checkpoints.begin, self._step)
+        await asyncio.gather(*(trainer.save(self._ctl, path / trainer.name, self._step, export_huggingface=final) for trainer in parts.trainers))
+        point = RunPoint(self._settings.run.name, self._step, parts.publisher.policy_version, self._next_gid, parts.prompts.cursor.encode().decode())
+        await parts.threads.call(parts.checkpoints.commit, point)
+        await parts.threads.call(parts.ledger.sweep, parts.rows, self._step)
+        self._retained_bytes = 0
+        self._room.set()
+        logger.info("checkpoint of step %d saved to %s in %.1f s", self._step, path, time.monotonic() - started)
+        if request is not None and not request.saved.done():
+            request.saved.set_result((str(path), self._step))

@@ -1,0 +1,118 @@
+"""What a step is reported by: metrics of its batch, of its time and of the fleet, and samples for people. Reads, decides nothing."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rolecall.errors import RoleCallError
+from rolecall.settings import RunSettings
+from rolecall.store.rows import Rows
+from rolecall.telemetry import Metrics
+from rolecall.v1 import rollout_pb2, trajectory_pb2
+from rolecall.wire import Array
+from services.controller.admission import row_bytes
+from services.controller.assembly import ScoredGroup
+from services.controller.fleet import Fleet
+
+logger = logging.getLogger(__name__)
+
+INFO_TIMEOUT_S = 5.0
+"""Deadline of a rollout's GetInfo, which blocks on nothing."""
+
+
+class Stopwatch:
+    """Splits a step's wall time into named laps."""
+
+    def __init__(self) -> None:
+        self._started = self._last = time.monotonic()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """The time since the last lap belongs to `name`."""
+        now = time.monotonic()
+        self._laps[name] = self._laps.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def metrics(self, groups: Sequence[ScoredGroup]) -> Metrics:
+        """Seconds per lap, of the whole step, and sampled tokens of the batch per second of it."""
+        metrics = Metrics()
+        total = self._last - self._started
+        for name, seconds in self._laps.items():
+            metrics.sum(f"time/{name}_s", seconds)
+        metrics.sum("time/step_s", total)
+        metrics.max("throughput/tokens_per_s", sum(int(group.num_response_tokens_G.sum()) for group in groups) / max(total, 1e-9))
+        return metrics
+
+
+def of_batch(
+    settings: RunSettings, step: int, groups: Sequence[ScoredGroup], rows: Sequence[Mapping[str, Array]], step_of_version: Mapping[int, int]
+) -> Metrics:
+    """Rewards, lengths, signal and staleness of a batch about to be trained as `step`."""
+    metrics = Metrics()
+    for group in groups:
+        size = len(group.rows)
+        metrics.mean("reward/mean", float(group.rewards_G.mean()), size)
+        metrics.mean("reward/std_in_group", float(group.rewards_G.std()))
+        metrics.max("reward/max", float(group.rewards_G.max()))
+        metrics.min("reward/min", float(group.rewards_G.min()))
+        metrics.mean("reward/accuracy", float((group.rewards_G >= settings.reward.solved_at).mean()), size)
+        for name, values in group.components.items():
+            metrics.mean(f"reward/{name}", float(values.mean()), size)
+        metrics.mean("response/tokens", float(group.num_response_tokens_G.mean()), size)
+        metrics.max("response/tokens_max", float(group.num_response_tokens_G.max()))
+        metrics.mean("response/truncated", float(group.truncated_G.mean()), size)
+        metrics.mean("groups/without_signal", float(not group.has_signal))
+        metrics.max("rollout/group_s", group.generation_s)
+        staleness = step - step_of_version.get(group.min_policy_version, step)
+        metrics.mean("staleness/mean", staleness)
+        metrics.max("staleness/max", staleness)
+    metrics.sum("batch/groups", len(groups))
+    metrics.sum("batch/trajectories", len(rows))
+    metrics.sum("batch/tokens", sum(len(row["token_ids"]) for row in rows))
+    metrics.sum("batch/response_tokens", sum(int(group.num_response_tokens_G.sum()) for group in groups))
+    sampled = np.concatenate([row["rollout_logprobs"][row["response_mask"] != 0] for row in rows])
+    metrics.mean("rollout/entropy_estimate", float(-sampled.mean()), sampled.size)
+    return metrics
+
+
+async def of_fleet(fleet: Fleet) -> Metrics:
+    """Sampling speed of the fleet since each replica's start, over the time its engine had work. A replica that does not answer is left out."""
+    rollouts = fleet.rollouts()
+    metrics = Metrics()
+    request = rollout_pb2.GetRolloutInfoRequest()
+    answers = await asyncio.gather(*(rollout.stub.GetInfo(request, timeout=INFO_TIMEOUT_S) for rollout in rollouts), return_exceptions=True)
+    for rollout, answer in zip(rollouts, answers, strict=True):
+        if isinstance(answer, RoleCallError):
+            logger.warning("%s did not say how it is: %s", rollout.consumer, answer)
+        elif isinstance(answer, BaseException):
+            raise answer
+        elif answer.busy_s > 0:
+            metrics.sum("rollout/tokens_per_s", answer.num_sampled_tokens / answer.busy_s)
+    metrics.sum("rollout/replicas", len(rollouts))
+    return metrics
+
+
+def batch_bytes(settings: RunSettings, batch: trajectory_pb2.TrainBatch) -> int:
+    """Bytes that the rows of a trained batch hold until a checkpoint covers it."""
+    return sum(row_bytes(ref.num_tokens, len(settings.references), critic=settings.critic is not None) for ref in batch.rows)
+
+
+def samples(rows: Rows, step: int, groups: Sequence[ScoredGroup], number: int) -> list[dict[str, Any]]:
+    """The first `number` trajectories of a batch, one per group, for people to read."""
+    refs = [group.rows[0] for group in groups[:number]]
+    return [
+        {
+            "step": step,
+            "set": "train",
+            "id": meta.id,
+            "prompt": [[message.role, message.content] for message in meta.prompt.messages],
+            "response": meta.response_text,
+            "ground_truth": meta.prompt.ground_truth,
+            "reward": float(group.rewards_G[0]),
+        }
+        for meta, group in zip(rows.read_meta(refs), groups, strict=False)
+    ]

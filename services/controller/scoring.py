@@ -1,0 +1,99 @@
+"""Scores each group as it lands: the reward and every reference at the same time, no barrier between generation and scoring.
+
+Owns what a failure means (design, section 2): a scorer's failure is never a number. Items are retried by the client; a group that still has a failed item is
+dropped and counted, and a spent budget stops the run with a message that names the scorer.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rolecall.errors import BudgetSpentError, ScorerError
+from rolecall.scores import Failure, Score, score_item
+from rolecall.scoring import RewardClient
+from rolecall.settings import RunSettings
+from rolecall.store.rows import Rows
+from rolecall.trajectory import is_truncated
+from rolecall.v1 import training_pb2, trajectory_pb2
+from rolecall.v1.reference_pb2_grpc import ReferenceServiceStub
+from rolecall.wire import Array
+from services.controller.assembly import ScoredGroup
+from services.controller.tasks import first_error
+from services.controller.threads import StoreThreads
+
+logger = logging.getLogger(__name__)
+
+
+class GroupScorer:
+    """Turns committed groups into scored ones; at most controller.max_score_calls at a time, the rest wait here (bounded by admission)."""
+
+    def __init__(self, settings: RunSettings, rows: Rows, threads: StoreThreads, reward: RewardClient, references: Mapping[str, ReferenceServiceStub]) -> None:
+        self._settings = settings
+        self._rows = rows
+        self._threads = threads
+        self._reward = reward
+        self._references = references
+        self._room = asyncio.Semaphore(settings.controller.max_score_calls)
+        self.num_failed_groups = 0
+        self.ctl = 0
+        """Set once the run is locked."""
+
+    async def score(self, group: trajectory_pb2.CommittedGroup) -> ScoredGroup:
+        """Reward columns and reference columns are in the group's rows when this returns. ScorerError when an item could not be scored."""
+        async with self._room:
+            refs = list(group.rows)
+            await self._threads.call(self._rows.persist, refs)
+            metas = await self._threads.call(self._rows.read_meta, refs)
+            rows = await self._threads.call(self._rows.read, refs, ["token_ids", "response_mask"])
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    scoring = tasks.create_task(self._reward_of(metas, rows))
+                    for name, stub in self._references.items():
+                        tasks.create_task(self._ask(name, stub, refs))
+            except BaseExceptionGroup as errors:
+                raise first_error(errors) from errors
+            scores = scoring.result()
+            await self._threads.call(self._rows.put, refs, [_reward_columns(score, row) for score, row in zip(scores, rows, strict=True)])
+        return ScoredGroup(
+            gid=group.gid,
+            rows=tuple(refs),
+            min_policy_version=group.min_policy_version,
+            rewards_G=np.array([score.value for score in scores], np.float32),
+            components={name: np.array([score.components[name] for score in scores], np.float32) for name in scores[0].components},
+            num_response_tokens_G=np.array([int(row["response_mask"].sum()) for row in rows], np.int32),
+            truncated_G=np.array([is_truncated(meta) for meta in metas]),
+            generation_s=max(meta.generation_s for meta in metas),
+        )
+
+    async def _reward_of(self, metas: Sequence[trajectory_pb2.TrajectoryMeta], rows: Sequence[Mapping[str, Array]]) -> list[Score]:
+        outcomes = await self._reward.score([score_item(meta, row["token_ids"]) for meta, row in zip(metas, rows, strict=True)])
+        scores = []
+        for meta, outcome in zip(metas, outcomes, strict=True):
+            if isinstance(outcome, Failure):
+                raise ScorerError(f"{outcome.code}: {outcome.message} (trajectory {meta.id}, prompt {meta.prompt.uid})")
+            scores.append(outcome)
+        return scores
+
+    async def _ask(self, name: str, stub: ReferenceServiceStub, refs: list[trajectory_pb2.RowRef]) -> None:
+        timeout_s = self._settings.references[name].compute_timeout_s
+        await stub.ComputeLogprobs(training_pb2.ComputeColumnRequest(ctl=self.ctl, rows=refs), timeout=timeout_s)
+
+    def count_failure(self, error: ScorerError) -> None:
+        """One more group was dropped for want of a score. BudgetSpentError past reward.max_failed_groups."""
+        self.num_failed_groups += 1
+        logger.warning("a group was dropped because it could not be scored: %s", error)
+        if self.num_failed_groups > self._settings.reward.max_failed_groups:
+            raise BudgetSpentError(f"{self.num_failed_groups} groups could not be scored, more than reward.max_failed_groups; the last by the scorer's {error}")
+
+
+def _reward_columns(score: Score, row: Mapping[str, Array]) -> dict[str, Array]:
+    columns: dict[str, Array] = {"reward": np.array([score.value], np.float32)}
+    if score.components:
+        columns["reward_components"] = np.array([score.components[name] for name in sorted(score.components)], np.float32)
+    if score.token_rewards is not None:
+        token_rewards = np.zeros(row["response_mask"].shape, np.float32)
+        token_rewards[row["response_mask"] != 0] = score.token_rewards
+        columns["token_rewards"] = token_rewards
+    return columns
