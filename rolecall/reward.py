@@ -1,0 +1,221 @@
+"""Your own scorer as a RewardService, in ten lines:
+
+    from rolecall.reward import Item, serve
+
+    def score(item: Item) -> float:
+        return float(item.ground_truth in item.response_text)
+
+    if __name__ == "__main__":
+        serve(score, "127.0.0.1:50070", name="contains", range=(0, 1), reads=("response_text", "ground_truth"))
+
+Owns the server: the contract's Describe and Score, health, reflection, TLS and bearer token. What the function returns is checked before it is
+sent. A function that hangs is not killed here (the caller stops waiting); our reward service runs functions in killable processes instead.
+"""
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import grpc
+
+from rolecall import telemetry
+from rolecall.errors import ConfigError, InvalidInputError, ScorerError, UnauthenticatedError
+from rolecall.rpc import process
+from rolecall.rpc.server import Server
+from rolecall.scores import Failure, Item, Message, Score, ScoreFunction, component_spec, evaluate, failure_of, result_of, spec_problem
+from rolecall.scoring import read_token
+from rolecall.settings import RpcSection, TelemetrySection, TlsSection
+from rolecall.v1 import reward_pb2, reward_pb2_grpc
+
+__all__ = ["Failure", "Item", "Message", "Score", "ScoreFunction", "serve", "serve_batches"]
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = "rolecall.v1.RewardService"
+NUM_THREADS = 8
+"""Threads of one Score call; each takes a share of its items."""
+Field: TypeAlias = Literal["messages", "response_text", "token_ids", "ground_truth", "metadata"]
+FIELDS: dict[Field, reward_pb2.ScoreField.ValueType] = {
+    "messages": reward_pb2.SCORE_FIELD_MESSAGES,
+    "response_text": reward_pb2.SCORE_FIELD_RESPONSE_TEXT,
+    "token_ids": reward_pb2.SCORE_FIELD_TOKEN_IDS,
+    "ground_truth": reward_pb2.SCORE_FIELD_GROUND_TRUTH,
+    "metadata": reward_pb2.SCORE_FIELD_METADATA,
+}
+ALL_FIELDS: tuple[Field, ...] = tuple(FIELDS)
+Range: TypeAlias = tuple[float | None, float | None]
+"""Least and greatest value; None where there is none."""
+BatchFunction: TypeAlias = Callable[[Sequence[Item]], Sequence[float | Score]]
+Results: TypeAlias = list[reward_pb2.ScoreResult]
+ScoreMany: TypeAlias = Callable[[Sequence[reward_pb2.ScoreItem]], Awaitable[Results]]
+
+
+def serve(
+    function: ScoreFunction,
+    address: str = "127.0.0.1:50070",
+    *,
+    name: str | None = None,
+    range: Range = (None, None),
+    reads: Sequence[Field] = ALL_FIELDS,
+    components: Mapping[str, Range] | None = None,
+    token_rewards: bool = False,
+    bearer_token_file: Path | None = None,
+    certificate_file: Path | None = None,
+    key_file: Path | None = None,
+    behind_mesh: bool = False,
+) -> int:
+    """Serves `function` on `address` until SIGTERM or Ctrl-C; returns the exit code. It is called from several threads at a time.
+
+    range, components: where the reward and the named parts of a Score lie; anything outside is answered as an error.
+    reads: the fields of an Item that it needs; only these are sent. token_rewards: every Score has them.
+    bearer_token_file: refuse callers without this token. certificate_file, key_file: serve TLS; needed beyond loopback, unless behind_mesh.
+    """
+    spec = description(name or function.__name__, range, reads, components or {}, token_rewards, max_items=0)
+    scorer = Scorer(spec, one_by_one(function, spec), read_token(bearer_token_file))
+    return _run(scorer, address, rpc_section(certificate_file, key_file, behind_mesh))
+
+
+def serve_batches(
+    function: BatchFunction,
+    address: str = "127.0.0.1:50070",
+    *,
+    max_items: int,
+    name: str | None = None,
+    range: Range = (None, None),
+    reads: Sequence[Field] = ALL_FIELDS,
+    components: Mapping[str, Range] | None = None,
+    token_rewards: bool = False,
+    bearer_token_file: Path | None = None,
+    certificate_file: Path | None = None,
+    key_file: Path | None = None,
+    behind_mesh: bool = False,
+) -> int:
+    """As `serve`, for a function over up to `max_items` items that returns one answer per item, in order: a reward model. One call at a time."""
+    spec = description(name or function.__name__, range, reads, components or {}, token_rewards, max_items)
+    scorer = Scorer(spec, all_at_once(function, spec), read_token(bearer_token_file))
+    return _run(scorer, address, rpc_section(certificate_file, key_file, behind_mesh))
+
+
+def description(
+    name: str, reward_range: Range, reads: Sequence[Field], components: Mapping[str, Range], token_rewards: bool, max_items: int
+) -> reward_pb2.DescribeResponse:
+    """The answer to Describe. ConfigError when no caller would accept it."""
+    unknown = sorted(set(reads) - FIELDS.keys())
+    if unknown:
+        raise ConfigError(f"reads names {unknown}; the fields are {sorted(FIELDS)}")
+    spec = reward_pb2.DescribeResponse(
+        name=name,
+        reads=[FIELDS[field] for field in reads],
+        reward=component_spec("", *reward_range),
+        components=[component_spec(part, *bounds) for part, bounds in components.items()],
+        token_rewards=token_rewards,
+        max_items=max_items,
+    )
+    problem = spec_problem(spec)
+    if problem:
+        raise ConfigError(f"scorer {name!r} {problem}")
+    return spec
+
+
+def one_by_one(function: ScoreFunction, spec: reward_pb2.DescribeResponse) -> ScoreMany:
+    """Scores items with a function of one item, in up to NUM_THREADS threads."""
+
+    def share_of(items: Sequence[reward_pb2.ScoreItem]) -> Results:
+        return [evaluate(function, item, spec) for item in items]
+
+    async def score(items: Sequence[reward_pb2.ScoreItem]) -> Results:
+        num_each = -(-len(items) // NUM_THREADS)
+        starts = [start for start, _ in enumerate(items) if start % num_each == 0]
+        shares = await asyncio.gather(*(asyncio.to_thread(share_of, items[start : start + num_each]) for start in starts))
+        return [result for share in shares for result in share]
+
+    return score
+
+
+def all_at_once(function: BatchFunction, spec: reward_pb2.DescribeResponse) -> ScoreMany:
+    """Scores items with a function of many, one call of it at a time."""
+    turn = asyncio.Lock()
+
+    def answers_of(items: Sequence[reward_pb2.ScoreItem]) -> Results:
+        try:
+            answers = function([Item.from_proto(item) for item in items])
+            if len(answers) != len(items):
+                raise ScorerError(f"the scorer {spec.name!r} returned {len(answers)} answers to {len(items)} items; return one per item, in order")
+        except Exception as error:  # the entry point of code that is not ours
+            return [failure_of(item, error) for item in items]
+        return [_checked(item, answer, spec) for item, answer in zip(items, answers, strict=True)]
+
+    async def score(items: Sequence[reward_pb2.ScoreItem]) -> Results:
+        if len(items) > spec.max_items:
+            raise InvalidInputError(f"items: {len(items)} are more than max_items {spec.max_items}; send fewer at a time")
+        async with turn:
+            return await asyncio.to_thread(answers_of, items)
+
+    return score
+
+
+class Scorer(reward_pb2_grpc.RewardServiceServicer):
+    """The contract over a function."""
+
+    def __init__(self, spec: reward_pb2.DescribeResponse, score: ScoreMany, bearer_token: str | None = None) -> None:
+        self.spec = spec
+        self._score = score
+        self._authorization = f"Bearer {bearer_token}".encode() if bearer_token else None
+
+    async def Score(self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]) -> reward_pb2.ScoreResponse:
+        """As idempotent as the function. INVALID_ARGUMENT for an empty request, UNAUTHENTICATED without the token."""
+        self._authenticate(context)
+        if not request.items:
+            raise InvalidInputError("items is empty; send at least one")
+        return reward_pb2.ScoreResponse(results=await self._score(request.items))
+
+    async def Describe(self, request: reward_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]) -> reward_pb2.DescribeResponse:
+        """Idempotent. UNAUTHENTICATED without the token."""
+        self._authenticate(context)
+        return self.spec
+
+    def _authenticate(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        if self._authorization is None:
+            return
+        given = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
+        if len(given) != 1 or not hmac.compare_digest(str(given[0]).encode(), self._authorization):
+            raise UnauthenticatedError(f"scorer {self.spec.name!r} needs its bearer token; set bearer_token_file to a file that holds it")
+
+
+def rpc_section(certificate_file: Path | None, key_file: Path | None, behind_mesh: bool) -> RpcSection:
+    """How the server listens: with TLS when the files are given. ConfigError when only one is."""
+    if certificate_file is None and key_file is None:
+        return RpcSection(behind_mesh=behind_mesh)
+    if certificate_file is None or key_file is None:
+        raise ConfigError("certificate_file and key_file belong together; give both for TLS")
+    # Callers show no certificate (see new_server), so no roots are needed to check one.
+    return RpcSection(tls=TlsSection(certificate_file=certificate_file, key_file=key_file, ca_file=certificate_file), behind_mesh=behind_mesh)
+
+
+def new_server(scorer: Scorer, address: str, rpc: RpcSection) -> Server:
+    """A server of `scorer`, not started: for a process that serves it beside other things."""
+    server = Server(rpc, address, client_certificates=False)
+    server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, scorer, SERVICE_NAME)
+    return server
+
+
+def _run(scorer: Scorer, address: str, rpc: RpcSection) -> int:
+    async def main() -> None:
+        server = new_server(scorer, address, rpc)
+        bound = await server.start()
+        await server.set_serving(True)
+        log.info("scorer %s serves on %s", scorer.spec.name, bound)
+        await process.serve(server)
+
+    telemetry.configure(TelemetrySection(), "reward", scorer.spec.name)
+    return process.run(main, f"scorer {scorer.spec.name}")
+
+
+def _checked(item: reward_pb2.ScoreItem, answer: object, spec: reward_pb2.DescribeResponse) -> reward_pb2.ScoreResult:
+    try:
+        return result_of(item, answer, spec)
+    except ScorerError as error:
+        return failure_of(item, error)
