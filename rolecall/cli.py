@@ -1,0 +1,98 @@
+"""The `rolecall` command: train, check and serve from a configuration; status, watch, pause, resume and stop a run.
+
+Parses arguments and the configuration first and imports heavy things after, so that --help and mistakes are answered at once.
+Exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROLES = ("controller", "actor", "critic", "reference", "reward", "rollout")
+
+_OVERRIDES = "Any key of the file can be overridden: --section.key value (read as YAML), e.g. --run.num_steps 3."
+_RUN_HELP = "a run directory, its configuration file, or the controller's host:port"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv` (None: sys.argv) and returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["serve"] and len(words) > 1 and words[1] in ROLES:
+        return _serve(words[1], words[2:])
+    arguments, rest = _parser().parse_known_args(words)
+    from rolecall.errors import ConfigError, RoleCallError
+
+    try:
+        return _run(arguments, rest)
+    except ConfigError as error:
+        print_error(error.message)
+        return 2
+    except RoleCallError as error:
+        print_error(error.message)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rolecall", description="RL post-training for language models in which every role is a service.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, help: str, epilog: str | None = None) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=help, description=help, epilog=epilog, allow_abbrev=False)
+
+    train = command("train", "start every local role of a run, show its progress, and end them all with it", _OVERRIDES)
+    train.add_argument("config", type=Path, metavar="CONFIG", help="the run's YAML file")
+    train.add_argument("--resume", action="store_true", help="go on with the run in run.dir")
+    check = command("check", "validate a configuration without starting anything, and print what follows from it", _OVERRIDES)
+    check.add_argument("config", type=Path, metavar="CONFIG", help="the run's YAML file")
+    serve = command("serve", "run one role: rolecall serve ROLE --config FILE [--name INSTANCE]", _OVERRIDES)
+    serve.add_argument("role", choices=ROLES, metavar="ROLE", help=", ".join(ROLES))
+    for name, help in [
+        ("status", "print the run as it stands"),
+        ("watch", "follow the run until it ends"),
+        ("pause", "admit no new prompts; what is in flight finishes"),
+        ("resume", "admit prompts again"),
+        ("stop", "end the run after the step in progress"),
+    ]:
+        command(name, help).add_argument("run", metavar="RUN", help=_RUN_HELP)
+    commands.choices["stop"].add_argument("--checkpoint", action="store_true", help="save a checkpoint before ending")
+    return parser
+
+
+def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from rolecall.settings import load_settings, overrides_from
+
+    if arguments.command in ("train", "check"):
+        settings = load_settings(arguments.config, overrides_from(rest))
+        if arguments.command == "check":
+            from rolecall.check import check
+
+            return check(settings, sys.stdout)
+        from rolecall.supervise import train
+
+        return train(settings, arguments.config, resume=arguments.resume)
+    if rest:
+        from rolecall.errors import ConfigError
+
+        raise ConfigError(f"unexpected argument {rest[0]!r}; see rolecall {arguments.command} --help")
+    from rolecall.steer import steer
+
+    return steer(arguments.command, arguments.run, checkpoint=arguments.command == "stop" and arguments.checkpoint)
+
+
+def _serve(role: str, rest: list[str]) -> int:
+    """Becomes the role's process. -P: a `services` folder where the user stands must not shadow ours."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-P", "-m", f"services.{role}", *rest])
+
+
+def print_error(message: str) -> None:
+    """To stderr, as one paragraph."""
+    sys.stderr.write(f"rolecall: {message}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""A run as the terminal shows it: a live table for people at a terminal, plain lines for logs and pipes.
+
+Owns which metrics are shown and how. Reads RunStatus messages and nothing else.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rolecall.v1 import controller_pb2
+
+_Format = Callable[[float], str]
+
+
+def _decimals(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+SHOWN: Mapping[str, tuple[str, _Format]] = {
+    "reward/mean": ("reward", _decimals),
+    "reward/accuracy": ("accuracy", _decimals),
+    "rollout/tokens_per_s": ("tokens/s", _whole),
+    "staleness/max": ("staleness", _whole),
+    "time/step_s": ("step s", _decimals),
+}
+"""Metric -> (label, format), in the order shown; evaluation accuracies follow."""
+
+STATES = {
+    controller_pb2.RUN_STATE_STARTING: "starting",
+    controller_pb2.RUN_STATE_RUNNING: "running",
+    controller_pb2.RUN_STATE_PAUSED: "paused",
+    controller_pb2.RUN_STATE_STOPPING: "stopping",
+    controller_pb2.RUN_STATE_DONE: "done",
+    controller_pb2.RUN_STATE_FAILED: "failed",
+}
+
+
+class View(Protocol):
+    """Shows a run as it changes."""
+
+    def show(self, status: controller_pb2.RunStatus) -> None:
+        """The run now."""
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+
+    def close(self) -> None:
+        """Leaves what was shown last."""
+
+
+def open_view(stream: TextIO) -> View:
+    """A live table when `stream` is a terminal, plain lines otherwise."""
+    return LiveView(stream) if stream.isatty() else PlainView(stream)
+
+
+def shown_metrics(status: controller_pb2.RunStatus) -> list[tuple[str, str]]:
+    """(label, text) of the metrics that people watch, those that are there."""
+    values = {metric.name: metric.value for metric in status.metrics}
+    shown = [(label, form(values[name])) for name, (label, form) in SHOWN.items() if name in values]
+    evaluations = sorted(name for name in values if name.startswith("eval/") and name.endswith("/accuracy"))
+    return shown + [(name.removesuffix("/accuracy").replace("/", " "), _decimals(values[name])) for name in evaluations]
+
+
+class PlainView:
+    """A line per step, per change of state and per thing awaited before the first step."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._said: tuple[object, ...] = ()
+
+    def show(self, status: controller_pb2.RunStatus) -> None:
+        """Writes a line when there is something to say."""
+        starting = status.state == controller_pb2.RUN_STATE_STARTING
+        metrics = shown_metrics(status)
+        key = (status.state, status.step, status.waiting_for if starting else "", [text for label, text in metrics if label.startswith("eval ")])
+        if key == self._said:
+            return
+        self._said = key
+        pieces = [f"{STATES.get(status.state, '?'):8} step {status.step}/{status.total_steps}"]
+        pieces += [f"waiting for {status.waiting_for}"] if starting and status.waiting_for else [f"{label} {text}" for label, text in metrics]
+        self.note("  ".join(pieces))
+
+    def note(self, text: str) -> None:
+        """Writes `text` as a line."""
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+class LiveView:
+    """A table that changes in place."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream)
+        self._started = time.monotonic()
+        self._live = Live(console=self._console, refresh_per_second=4, transient=False)
+        self._live.start()
+
+    def show(self, status: controller_pb2.RunStatus) -> None:
+        """Redraws."""
+        self._live.update(render(status, time.monotonic() - self._started))
+
+    def note(self, text: str) -> None:
+        """Prints above the table."""
+        self._live.console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        """Stops redrawing; the last table stays."""
+        self._live.stop()
+
+
+def render(status: controller_pb2.RunStatus, elapsed_s: float | None = None) -> RenderableType:
+    """The run as a few lines: where it is, its metrics, its queues, its fleet."""
+    head = Table.grid(padding=(0, 2))
+    clock = "" if elapsed_s is None else f"{int(elapsed_s) // 60}:{int(elapsed_s) % 60:02}"
+    bar = ProgressBar(total=max(status.total_steps, 1), completed=status.step, width=30)
+    head.add_row(Text(status.run, style="bold"), STATES.get(status.state, "?"), bar, f"step {status.step}/{status.total_steps}", clock)
+    lines: list[RenderableType] = [head]
+    if status.waiting_for:
+        lines.append(Text(f"waiting for {status.waiting_for}", style="dim"))
+    metrics = shown_metrics(status)
+    if metrics:
+        lines.append(Text("   ".join(f"{label} {text}" for label, text in metrics)))
+    lines.append(Text(ledger_line(status.ledger)))
+    if status.workers:
+        lines.append(_fleet(status))
+    if status.error:
+        lines.append(Text(status.error, style="red"))
+    return Group(*lines)
+
+
+def ledger_line(ledger: controller_pb2.LedgerCounts) -> str:
+    """The balance and the queues in words: groups admitted = trained + dropped + live."""
+    dropped = sum(ledger.dropped.values())
+    reasons = " (" + ", ".join(f"{reason} {count}" for reason, count in sorted(ledger.dropped.items())) + ")" if dropped else ""
+    queues = f"queued {ledger.queued}, generating {ledger.generating}, committed {ledger.committed}"
+    return f"groups: admitted {ledger.admitted} = trained {ledger.trained} + dropped {dropped}{reasons} + live {ledger.live} ({queues})"
+
+
+def _fleet(status: controller_pb2.RunStatus) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for worker in sorted(status.workers, key=lambda worker: (worker.role, worker.worker)):
+        version = f"v{worker.policy_version}" if worker.policy_version >= 0 else ""
+        silence = f"silent {worker.silence_s:.0f} s" if worker.silence_s > 3 else ""
+        table.add_row(worker.worker, worker.phase, version, silence, style="dim")
+    return table
