@@ -121,9 +121,7 @@ def whiten(advantages: Sequence[Array], masks: Sequence[Array]) -> list[Array]:
 def _gae_estimate(section: GaeAdvantage, batch: ScoredBatch) -> Estimate:
     if batch.values is None or batch.bootstrap_values is None:
         raise InvalidInputError("gae reads values and bootstrap_value; the critic has not written them")
-    advantages, returns = gae(
-        batch.rewards, batch.values, batch.response_masks, batch.bootstrap_values, gamma=section.gamma, gae_lambda=section.gae_lambda
-    )
+    advantages, returns = gae(batch.rewards, batch.values, batch.response_masks, batch.bootstrap_values, gamma=section.gamma, gae_lambda=section.gae_lambda)
     if section.whiten:
         advantages = whiten(advantages, batch.loss_masks)
     return Estimate(*([np.where(mask != 0, a, np.float32(0)) for a, mask in zip(column, batch.loss_masks, strict=True)] for column in (advantages, returns)))

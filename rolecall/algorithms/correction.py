@@ -15,7 +15,10 @@ LOG_RATIO_BOUND = 20.0
 
 
 def truncated_weights_N(old_logprobs_N: torch.Tensor, rollout_logprobs_N: torch.Tensor, cap: float) -> torch.Tensor:
-    """float32 [N]: min(pi_old / pi_rollout, cap) per token, without gradient (TIS; truncated importance sampling, Ionides 2008; used for RL in arXiv:2505.24034)."""
+    """float32 [N]: min(pi_old / pi_rollout, cap) per token, without gradient.
+
+    Truncated importance sampling (Ionides 2008), as LlamaRL applies it to a sampler that differs from the trainer (arXiv:2505.24034).
+    """
     log_ratio_N = (old_logprobs_N - rollout_logprobs_N).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return log_ratio_N.exp().clamp(max=cap)
 

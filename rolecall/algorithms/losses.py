@@ -70,7 +70,10 @@ class ValueTerms:
 def value_loss(
     values_N: torch.Tensor, returns_N: torch.Tensor, old_values_N: torch.Tensor, weights_N: torch.Tensor, *, clip_eps: float | None
 ) -> tuple[torch.Tensor, ValueTerms]:
-    """0.5 * max((v - R)^2, (clip(v, v_old - eps, v_old + eps) - R)^2) per token: the clipped value loss of PPO's implementation (see arXiv:2005.12729, section 2)."""
+    """0.5 * max((v - R)^2, (clip(v, v_old - eps, v_old + eps) - R)^2) per token.
+
+    The clipped value loss of PPO's implementation, described in arXiv:2005.12729, section 2.
+    """
     error_N = values_N - returns_N
     squares_N = error_N.square()
     clipped_N = torch.zeros_like(squares_N, dtype=torch.bool)

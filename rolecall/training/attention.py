@@ -102,12 +102,14 @@ def packed_attention(
         return _flash(query_NHD, key_NKD, value_NKD, packed, scaling, sliding_window)[None], None
     attended, order = [], []
     for bucket in packed.buckets:
-        q, k, v = (x[bucket.gather_bL].transpose(1, 2) for x in (query_NHD, key_NKD, value_NKD))
+        # index_select, not indexing: its backward (index_add) is several times faster on CPUs.
+        gather, shape = bucket.gather_bL.flatten(), bucket.gather_bL.shape
+        q, k, v = (x.index_select(0, gather).view(*shape, *x.shape[1:]).transpose(1, 2) for x in (query_NHD, key_NKD, value_NKD))
         length = q.shape[2]
         window = None if sliding_window is None or sliding_window >= length else _window_mask(length, sliding_window, q.device)
         out = scaled_dot_product_attention(q, k, v, attn_mask=window, is_causal=window is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
         flat = out.transpose(1, 2).flatten(0, 1)
-        attended.append(flat if bucket.kept is None else flat[bucket.kept])
+        attended.append(flat if bucket.kept is None else flat.index_select(0, bucket.kept))
         order.append(bucket.scatter)
     out_NHD = torch.empty_like(query_NHD).index_copy(0, torch.cat(order), torch.cat(attended))
     return out_NHD[None], None
@@ -119,7 +121,9 @@ def _window_mask(length: int, sliding_window: int, device: torch.device) -> torc
     return (distance >= 0) & (distance < sliding_window)
 
 
-def _flash(query_NHD: torch.Tensor, key_NKD: torch.Tensor, value_NKD: torch.Tensor, packed: PackedPlan, scaling: float | None, window: int | None) -> torch.Tensor:
+def _flash(
+    query_NHD: torch.Tensor, key_NKD: torch.Tensor, value_NKD: torch.Tensor, packed: PackedPlan, scaling: float | None, window: int | None
+) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn  # CUDA only: imported where it is used
 
     out = varlen_attn(

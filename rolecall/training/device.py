@@ -41,7 +41,7 @@ def start_rank(spec: RankSpec) -> torch.device:
         raise ConfigError(f"a group of {spec.world_size} ranks needs a rendezvous; start the ranks with torchrun or give its address")
     timeout = timedelta(seconds=spec.timeout_s)
     if spec.rendezvous is None:
-        dist.init_process_group(backend_of(device), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend_of(device), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
     else:
         dist.init_process_group(backend_of(device), init_method=spec.rendezvous, rank=spec.rank, world_size=spec.world_size, timeout=timeout)
     return device

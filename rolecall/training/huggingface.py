@@ -43,7 +43,8 @@ class ModelFiles:
         """Rows start..end of the tensor `name` along its first dimension (the whole tensor when it has none), on the CPU, in the file's dtype."""
         with safe_open(self._files[name], framework="pt") as file:
             view = file.get_slice(name)
-            return file.get_tensor(name) if not view.get_shape() else view[start:end]
+            tensor: torch.Tensor = view[start:end] if view.get_shape() else file.get_tensor(name)
+            return tensor
 
 
 def write_model(path: Path, source: Path, weights: Iterator[tuple[str, torch.Tensor]], *, writer: bool) -> int:

@@ -28,7 +28,7 @@ def logprobs_and_entropy(
     Entropy is zeros, and costs nothing, unless asked for. Double precision inputs are computed in double.
     """
     chunk = max(1, chunk_elements // weight_VH.shape[0])
-    logprobs_M, entropy_M = _ChunkedLogprobs.apply(hidden_MH, weight_VH, targets_M, temperature_M, chunk, entropy)
+    logprobs_M, entropy_M = _ChunkedLogprobs.apply(hidden_MH, weight_VH, targets_M, temperature_M, chunk, entropy)  # type: ignore[no-untyped-call]
     return logprobs_M, entropy_M
 
 

@@ -73,7 +73,10 @@ class ValueModel(PackedModel):
         packed: PackedPlan,
         entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(values_N, outputs_N), float32: values[t] is the head's output at t - 1 where scored, else 0; outputs[t] the head's output at t. The head computes in float32."""
+        """(values_N, outputs_N), float32: values[t] is the head's output at t - 1 where scored, else 0; outputs[t] the head's output at t.
+
+        The head computes in float32: a value's last digits matter more than a hidden state's.
+        """
         head = self.hf.get_submodule(VALUE_HEAD)
         assert isinstance(head, nn.Linear)
         hidden_NH = self.hidden_NH(token_ids_N, position_ids_N, packed)
@@ -83,7 +86,10 @@ class ValueModel(PackedModel):
 
 
 def build_model(path: Path, head: Head, dtype: torch.dtype) -> PackedModel:
-    """The model of the directory `path` on the meta device, parameters in `dtype`: shapes without storage. ConfigError when it is not a supported causal model."""
+    """The model of the directory `path` on the meta device, parameters in `dtype`: shapes without storage.
+
+    ConfigError when it is not a supported causal model.
+    """
     config = read_config(path)
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)

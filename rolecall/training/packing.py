@@ -45,10 +45,10 @@ class CostModel:
 def cost_model(config: PretrainedConfig) -> CostModel:
     """From the model's own configuration: matrix multiplications of the layers and the head, and causal attention."""
     text = config.get_text_config()
-    head_dim = getattr_int(text, "head_dim") or text.hidden_size // text.num_attention_heads
-    queries, keys = head_dim * text.num_attention_heads, head_dim * (getattr_int(text, "num_key_value_heads") or text.num_attention_heads)
-    experts = getattr_int(text, "num_experts_per_tok")
-    mlp = experts * (getattr_int(text, "moe_intermediate_size") or text.intermediate_size) if experts else text.intermediate_size
+    head_dim = _optional_int(text, "head_dim") or text.hidden_size // text.num_attention_heads
+    queries, keys = head_dim * text.num_attention_heads, head_dim * (_optional_int(text, "num_key_value_heads") or text.num_attention_heads)
+    experts = _optional_int(text, "num_experts_per_tok")
+    mlp = experts * (_optional_int(text, "moe_intermediate_size") or text.intermediate_size) if experts else text.intermediate_size
     layer = text.hidden_size * (2 * queries + 2 * keys + 3 * mlp)
     return CostModel(2.0 * (text.num_hidden_layers * layer + text.hidden_size * text.vocab_size), 2.0 * text.num_hidden_layers * queries)
 
@@ -119,7 +119,9 @@ def cut_microbatches(rows: Sequence[int], num_tokens: Sequence[int], token_budge
 def pack(
     rows: Sequence[Row], columns: Sequence[str], *, temperature: float | Sequence[float], device: torch.device, score: str = "response_mask"
 ) -> Microbatch:
-    """Rows one after another as tensors on `device`. `score` names the mask of tokens whose outputs are wanted; masks arrive as bool, other columns as they are.
+    """Rows one after another as tensors on `device`. `score` names the mask of tokens whose outputs are wanted.
+
+    Masks arrive as bool, other columns as they are.
 
     `temperature` is one number or one per row. No rows make an empty microbatch. InvalidInputError when a column is not per-token or too short.
     """
@@ -164,7 +166,7 @@ def global_counts(rows: Sequence[Row], group: dist.ProcessGroup | None, mask: st
     return Counts(*(int(n) for n in total.tolist()))
 
 
-def getattr_int(config: PretrainedConfig, name: str) -> int | None:
+def _optional_int(config: PretrainedConfig, name: str) -> int | None:
     """An optional number of a model's configuration: families differ in which they have."""
     value = config.to_dict().get(name)
     return value if isinstance(value, int) else None

@@ -72,12 +72,15 @@ def load(path: Path, state: State, device: torch.device, group: dist.ProcessGrou
     shapes = {key: list(tensor.shape) for key, tensor in wanted.items()}
     if shapes != index["shapes"]:
         differing = sorted(key for key in shapes.keys() | index["shapes"].keys() if shapes.get(key) != index["shapes"].get(key))
-        raise CheckpointMismatchError(f"{path} was saved from another model: {len(differing)} tensors differ, first {differing[0]!r}; use the model it was made with")
+        raise CheckpointMismatchError(
+            f"{path} was saved from another model: {len(differing)} tensors differ, first {differing[0]!r}; use the model it was made with"
+        )
     for rank in range(index["world_size"]):
         _read(path / f"rank-{rank:05d}.safetensors", wanted)
     if index["world_size"] == dist.get_world_size(group):
         with safe_open(path / f"rank-{dist.get_rank(group):05d}.safetensors", framework="pt") as file:
-            set_rng_state({key.removeprefix("rng/"): file.get_tensor(key) for key in file.keys() if key.startswith("rng/")}, device)
+            keys: list[str] = file.keys()
+            set_rng_state({key.removeprefix("rng/"): file.get_tensor(key) for key in keys if key.startswith("rng/")}, device)
     return counters
 
 

@@ -70,9 +70,7 @@ class FsdpEngine:
         self._offloaded = False
         self.num_updates = 0
         self.num_skipped = 0
-        self._group = dist.group.WORLD if group is None else group
-        if self._group is None:
-            raise ConfigError("the process group does not exist yet; call rolecall.training.device.start_rank first")
+        self._group: dist.ProcessGroup = group or _default_group()
         self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         seed_rank(seed, self.rank)
         self._model = build_model(path, head, torch.float32 if optimizer else self._dtype)
@@ -141,7 +139,7 @@ class FsdpEngine:
         self.onload()
         for name, parameter in self._model.hf.named_parameters():
             with torch.no_grad():
-                yield name, parameter.detach().to(self._dtype).full_tensor()  # type: ignore[attr-defined]
+                yield name, parameter.detach().to(self._dtype).full_tensor()
 
     def save(self, path: Path, *, export_huggingface: bool) -> int:
         """EngineState.save; the model directory goes to `path`/huggingface."""
@@ -196,6 +194,12 @@ class FsdpEngine:
         if self._optimizer is not None:
             for moments in self._optimizer.state.values():
                 moments.update({name: value.to(device) for name, value in moments.items() if name != "step"})
+
+
+def _default_group() -> dist.ProcessGroup:
+    if dist.group.WORLD is None:
+        raise ConfigError("the process group does not exist yet; call rolecall.training.device.start_rank first")
+    return dist.group.WORLD
 
 
 def _adamw(model: PackedModel, section: OptimizerSection) -> torch.optim.AdamW:
