@@ -45,10 +45,11 @@ _REFUSED = (exceptions.AuthenticationError, exceptions.AuthorizationError, excep
 
 
 class Connection:
-    """A role's way to the store. Threads may share it."""
+    """A role's way to the store. Threads may share it. `retry_s`: how long an unreachable server is tried again."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, retry_s: float = RETRY_S) -> None:
         self._client = client
+        self._retry_s = retry_s
         self._send: Callable[..., Any] = client.execute_command
 
     @property
@@ -62,8 +63,8 @@ class Connection:
         return self._client
 
     def attempt(self, operation: Callable[[], T]) -> T:
-        """What `operation` returns, repeated while the server cannot be reached, for at most RETRY_S. The operation must be safe to repeat."""
-        deadline, pause = time.monotonic() + RETRY_S, 0.02
+        """What `operation` returns, repeated while the server cannot be reached, for at most `retry_s`. The operation must be safe to repeat."""
+        deadline, pause = time.monotonic() + self._retry_s, 0.02
         while True:
             try:
                 return operation()
@@ -73,7 +74,7 @@ class Connection:
                 raise StoreFullError(f"the store is full ({error}); raise store.max_bytes or lower what is in flight") from error
             except _LOST as error:
                 if time.monotonic() + pause > deadline:
-                    raise StoreUnavailableError(f"the store did not answer for {RETRY_S:.0f} s: {error}; see its log") from error
+                    raise StoreUnavailableError(f"the store did not answer for {self._retry_s:.0f} s: {error}; see its log") from error
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
 

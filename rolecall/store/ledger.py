@@ -8,10 +8,13 @@ for a whole lease on the monotonic clock. The server's clock decides nothing, so
 is that taking over from a controller that died costs one lease of waiting (none after `unlock`).
 """
 
+import json
+import os
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from rolecall.errors import RunLockedError
 from rolecall.store import scripts
@@ -25,6 +28,8 @@ from rolecall.v1.trajectory_pb2 import CommittedGroup, PromptGroup, TrainBatch
 FREE, OVER = b"~free", b"~over"
 MAX_PENDING = 10_000
 """Pending entries one call lists; admission keeps far fewer in flight."""
+DRAIN_COUNT = 1000
+"""Stream entries moved to a file at a time."""
 MAX_ERROR_CHARS = 4096
 """Of a drop's error text."""
 
@@ -133,6 +138,35 @@ class Ledger:
         self.forget(garbage)
         return len(garbage.rows)
 
+    def start_lineage(self, point: RunPosition) -> int:
+        """Sets the run back to `point`, a checkpoint that is not the store's own past: empty keys, counters as of then. Returns the first gid to admit.
+
+        `point.lineage` is the new lineage's number, one above the store's; repeated: nothing happens. Gids, versions and epochs do not go back. The
+        caller admits the checkpoint's untrained prompts again; after a crash, `position().next_gid - lineage_gid` of them were.
+        """
+        dropped = [text for reason, count in point.dropped.items() for text in (f"dropped:{reason}", str(count))]
+        version = max(point.policy_version, point.begun_version)
+        state: list[str | bytes | int] = [point.step, point.next_gid, version, point.epoch, point.cursor, point.trained, *dropped]
+        return int(self._call("start_lineage", point.lineage, *state).values[0])
+
+    def drain(self, stream: Literal["history", "dead"], path: Path) -> int:
+        """Moves a stream to the JSONL file `path`, then deletes what was moved; returns how many lines. The file is synced before anything is deleted.
+
+        A line holds the entry's `id`, `time_s` (Unix, from the server's clock at millisecond precision) and its fields; `group` is left out. A crash
+        in between writes lines again: their `id` tells.
+        """
+        total = 0
+        while True:
+            entries = self._connection.command("XRANGE", f"{self._prefix}{stream}", "-", "+", "COUNT", DRAIN_COUNT)
+            if not entries:
+                return total
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(_line(entry.decode(), fields) for entry, fields in entries)
+                file.flush()
+                os.fsync(file.fileno())
+            self._call("forget", stream, *(entry for entry, _ in entries))
+            total += len(entries)
+
     def next_epoch(self) -> int:
         """A new epoch of the weight channel, higher than any before."""
         return int(self._call("next_epoch").values[0])
@@ -213,3 +247,8 @@ class Ledger:
 
 def _entries(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
     return [entry for _, entries in reply for entry in entries]
+
+
+def _line(entry: str, fields: dict[bytes, bytes]) -> str:
+    text = {name.decode(): value.decode(errors="replace") for name, value in fields.items() if name != b"group"}
+    return json.dumps({"id": entry, "time_s": int(entry.partition("-")[0]) / 1000, **text}) + "\n"

@@ -29,9 +29,9 @@ end
 local claims = {}
 for _, entry in ipairs(entries) do
   local _, count = owner(entry)
-  local gid = entry_field(prompts, entry, 'gid')
-  claims[#claims + 1] = {entry, count, number(group_key(gid), 'excused', 0), entry_field(prompts, entry, 'group'), entry_field(prompts, entry, 'traceparent')}
-  note(gid, 'claimed', 'token', consumer .. '-' .. count)
+  local fields = entry_fields(prompts, entry)
+  claims[#claims + 1] = {entry, count, number(group_key(fields.gid), 'excused', 0), fields.group, fields.traceparent}
+  note(fields.gid, 'claimed', 'token', consumer .. '-' .. count)
 end
 local info, last = redis.call('XINFO', 'GROUPS', prompts), '0-0'
 for _, described in ipairs(info) do

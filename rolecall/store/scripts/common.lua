@@ -13,7 +13,8 @@
 --   w:<consumer>   hash    version, digest, epoch of the attested weights; nonce and ids of the last claim
 --   versions       hash    policy version -> '<step> <digest> <ctl>', attested ones only
 --   garbage        hash    'group:<gid>' or 'batch:<step>' -> message that names rows nobody reads any more, until they are deleted
---   dead, history  streams dead letters; transitions. The id's first half is the server's time in milliseconds. Drained to files, then deleted
+--   dead, history  streams dead letters (gid, reason, error, group); transitions (gid, event, and token, step or reason). The first half of an id is
+--                          the server's time in milliseconds. Drained to files, then deleted
 --
 -- Delivery: at least once, committed once. A claim is a pending entry of the consumer group; its token, the fence, is (consumer, delivery
 -- count). The count grows at each claim and never falls, so no two claims share a token; what a drain or a release took back is counted in
@@ -22,7 +23,8 @@
 -- XLEN(trajectories) = committed + sealed.
 --
 -- Bounds: prompts, trajectories, live and g:* by the controller's admission; batch:* and garbage by its checkpoints; history and dead by how
--- often they are drained; w:* by the fleet; versions by the number of publishes. Nothing is ever trimmed.
+-- often they are drained; w:* by the fleet; versions by the number of publishes. Nothing is ever trimmed. When the server is full, what brings new
+-- work in is refused (admit, and the staging of rows) and all else still runs (allow-oom), because only that frees memory again.
 --
 -- Answers: an array whose first element is OK, DONE (it had been done before) or the name of a refusal, whose second is for people.
 -- Every check precedes the first write, because scripts do not roll back.
@@ -61,23 +63,20 @@ local function held(entry, consumer, count)
   return holder == consumer and delivery == tonumber(count)
 end
 
--- One field of a stream entry, or false.
-local function entry_field(stream, entry, name)
+-- The fields of a stream entry by name, or nil.
+local function entry_fields(stream, entry)
   local found = redis.call('XRANGE', stream, entry, entry)
-  if #found == 0 then return false end
-  local fields = found[1][2]
-  for i = 1, #fields, 2 do
-    if fields[i] == name then return fields[i + 1] end
-  end
-  return false
+  if #found == 0 then return nil end
+  local flat, fields = found[1][2], {}
+  for i = 1, #flat, 2 do fields[flat[i]] = flat[i + 1] end
+  return fields
 end
 
 local function note(gid, event, ...) redis.call('XADD', history, '*', 'gid', gid, 'event', event, ...) end
 
 -- Hands an entry that `consumer` holds back: to '~free', or to '~over' once it was delivered `limit` times (0: no limit).
 local function hand_back(entry, count, excused, limit)
-  local gid = entry_field(prompts, entry, 'gid')
-  if not gid then return end
+  local gid = entry_fields(prompts, entry).gid
   local key = group_key(gid)
   if excused then redis.call('HINCRBY', key, 'excused', 1) end
   local over = limit > 0 and count - number(key, 'excused', 0) >= limit
@@ -89,8 +88,18 @@ end
 local function overdelivered()
   local gids = {}
   for _, pending in ipairs(redis.call('XPENDING', prompts, 'rollout', '-', '+', 1000, OVER)) do
-    gids[#gids + 1] = entry_field(prompts, pending[1], 'gid') or nil
+    gids[#gids + 1] = entry_fields(prompts, pending[1]).gid
   end
   return gids
+end
+
+-- Forgets a sealed batch and its groups; its rows become garbage.
+local function free_batch(step)
+  local key = batch_key(step)
+  local message = redis.call('HGET', key, 'group')
+  if not message then return end
+  redis.call('HSET', garbage, 'batch:' .. step, message)
+  for gid in string.gmatch(redis.call('HGET', key, 'gids'), '%S+') do redis.call('DEL', group_key(gid)) end
+  redis.call('DEL', key)
 end
 

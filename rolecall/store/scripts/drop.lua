@@ -13,12 +13,12 @@ if state == 'sealed' then return {'STATE', 'group ' .. gid .. ' is sealed into b
 local prompt = ''
 if state == 'admitted' then
   local entry = redis.call('HGET', key, 'entry')
-  prompt = entry_field(prompts, entry, 'group') or ''
+  prompt = entry_fields(prompts, entry).group
   redis.call('XACK', prompts, 'rollout', entry)
   redis.call('XDEL', prompts, entry)
 else
   local trajectory = redis.call('HGET', key, 'trajectory')
-  redis.call('HSET', garbage, 'group:' .. gid, entry_field(trajectories, trajectory, 'group'))
+  redis.call('HSET', garbage, 'group:' .. gid, entry_fields(trajectories, trajectory).group)
   redis.call('XDEL', trajectories, trajectory)
 end
 redis.call('ZREM', live, gid)

@@ -5,6 +5,8 @@ local refusal = fenced(ARGV[1])
 if refusal then return refusal end
 local upto = tonumber(ARGV[2])
 if upto > number(run, 'step', 0) then return {'ORDER', 'steps below ' .. upto .. ' are not all trained; ' .. number(run, 'step', 0) .. ' is next'} end
+for step = number(run, 'freed_step', 0), upto - 1 do free_batch(step) end
+if upto > number(run, 'step', 0) then return {'ORDER', 'steps below ' .. upto .. ' are not all trained; ' .. number(run, 'step', 0) .. ' is next'} end
 for step = number(run, 'freed_step', 0), upto - 1 do
   local key = batch_key(step)
   local message = redis.call('HGET', key, 'group')

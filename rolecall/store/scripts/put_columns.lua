@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom
 -- Writes columns, once each. KEYS: rows of one shard. ARGV: per row, number of fields, then field and value of each. A row that is gone refuses the
 -- whole call before anything is written (a late scorer must not bring a dropped row back); a field that is there stays as it is.
 -- OK and how many rows had all of their fields before; or MISSING and the first missing key.

@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom
 -- Fixes a train batch before Train. ARGV: ctl, step, batch (TrainBatch), digest, then its gids in order. All committed and step the next; repeated
 -- with the same digest: DONE.
 local refusal = fenced(ARGV[1])

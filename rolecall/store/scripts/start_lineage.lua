@@ -1,0 +1,33 @@
+#!lua flags=allow-oom
+-- Sets the run back to a checkpoint that is not the store's own past: the ledger's keys are emptied, the rows they named become garbage, numbers that are
+-- never reused stay. ARGV: ctl, number of the new lineage, step, next gid, highest policy version, epoch, cursor, trained, then dropped:<reason> and
+-- count pairs. The lineage must be the next; repeated: DONE.
+local refusal = fenced(ARGV[1])
+if refusal then return refusal end
+local lineage = number(run, 'lineage', 0)
+if tonumber(ARGV[2]) == lineage then return {'DONE', number(run, 'lineage_gid', 0)} end
+if tonumber(ARGV[2]) ~= lineage + 1 then return {'ORDER', 'lineage ' .. lineage + 1 .. ' is next, not ' .. ARGV[2]} end
+
+for _, gid in ipairs(redis.call('ZRANGE', live, 0, -1)) do
+  local group = redis.call('HMGET', group_key(gid), 'state', 'trajectory')
+  if group[1] ~= 'admitted' then redis.call('HSET', garbage, 'group:' .. gid, entry_fields(trajectories, group[2]).group) end
+  redis.call('DEL', group_key(gid))
+end
+for step = number(run, 'freed_step', 0), number(run, 'step', 0) do free_batch(step) end
+redis.call('DEL', prompts, trajectories, live)
+redis.call('XGROUP', 'CREATE', prompts, 'rollout', '0', 'MKSTREAM')
+
+local admitted = tonumber(ARGV[8])
+for _, field in ipairs(redis.call('HKEYS', run)) do
+  if string.sub(field, 1, 8) == 'dropped:' then redis.call('HDEL', run, field) end
+end
+for i = 9, #ARGV, 2 do
+  redis.call('HSET', run, ARGV[i], ARGV[i + 1])
+  admitted = admitted + tonumber(ARGV[i + 1])
+end
+local function highest(field, given) return math.max(number(run, field, -1), tonumber(given)) end
+local first = highest('next_gid', ARGV[4])
+local version = math.max(highest('begun_version', ARGV[5]), number(run, 'policy_version', -1))
+redis.call('HSET', run, 'lineage', ARGV[2], 'lineage_gid', first, 'next_gid', first, 'step', ARGV[3], 'freed_step', ARGV[3], 'published_step', -1,
+  'begun_version', version + 1, 'begun_step', -1, 'epoch', highest('epoch', ARGV[6]), 'cursor', ARGV[7], 'trained', ARGV[8], 'admitted', admitted)
+return {'OK', first}
