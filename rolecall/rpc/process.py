@@ -6,7 +6,6 @@ Imports nothing heavy, so that `--help` and configuration errors are instant; `s
 import asyncio
 import concurrent.futures
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -22,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rolecall.errors import ConfigError, RoleCallError
-from rolecall.settings import RunSettings, load_settings, parent_to_die_with
+from rolecall.lifeline import die_with_parent
+from rolecall.settings import RunSettings, load_settings, overrides_from, parent_to_die_with
 
 if TYPE_CHECKING:
     from rolecall.rpc.server import Server
@@ -33,7 +33,6 @@ _NUM_THREADS = 32
 _THREADS_GRACE_S = 5.0
 """Wait at the end for threads still at work; then the process exits without them."""
 _THREAD_NAME = "rolecall-worker"
-_PR_SET_PDEATHSIG = 1
 _TRACEBACK_LINES = 12
 
 _USAGE = """usage: rolecall serve {role} --config FILE [--name INSTANCE] [--SECTION.KEY VALUE ...]
@@ -69,30 +68,29 @@ def parse_args(role: str, argv: Sequence[str] | None = None) -> ServiceArgs:
 
 
 def _parse(role: str, words: list[str]) -> ServiceArgs:
-    values: dict[str, str] = {}
+    own: dict[str, str] = {}
+    others: list[str] = []
     while words:
         word = words.pop(0)
+        key, equals, value = word.partition("=")
         if word in ("-h", "--help"):
             sys.stdout.write(_USAGE.format(role=role, default="rollout-<random>" if role == "rollout" else role))
             raise SystemExit(0)
-        key, equals, value = word.partition("=")
-        if not key.startswith("--") or len(key) == 2:
-            raise ConfigError(f"unexpected argument {word!r}; see rolecall serve {role} --help")
-        if not equals:
-            if not words:
-                raise ConfigError(f"{key} needs a value; see rolecall serve {role} --help")
-            value = words.pop(0)
-        values[key.removeprefix("--")] = value
-    config, name = values.pop("config", None), values.pop("name", None)
-    if config is None:
+        if key not in ("--config", "--name"):
+            # An override; its value goes with it, so that a value that reads "--help" is a value.
+            others += [word] if equals else [word, *words[:1]]
+            words = words if equals else words[1:]
+            continue
+        if not equals and not words:
+            raise ConfigError(f"{key} needs a value; see rolecall serve {role} --help")
+        own[key] = value if equals else words.pop(0)
+    overrides = overrides_from(others)
+    if "--config" not in own:
         raise ConfigError(f"--config FILE is missing; see rolecall serve {role} --help")
-    path = Path(config)
-    undotted = [key for key in values if "." not in key]
-    if undotted:
-        raise ConfigError(f"--{undotted[0]} is unknown; overrides have the form --section.key value")
-    settings = load_settings(path, [f"{key}={value}" for key, value in values.items()])
+    path = Path(own["--config"])
+    settings = load_settings(path, overrides)
     incarnation = uuid.uuid4().hex[:8]
-    return ServiceArgs(settings, name or _default_name(role, settings, incarnation), incarnation, path)
+    return ServiceArgs(settings, own.get("--name") or _default_name(role, settings, incarnation), incarnation, path)
 
 
 def _default_name(role: str, settings: RunSettings, incarnation: str) -> str:
@@ -136,8 +134,8 @@ def run(main: Callable[[], Awaitable[None]], role: str = "service") -> int:
     busy 5 s after the end (a hung collective) do not hold the process: it exits without them.
     """
     try:
-        die_with_parent()
-    except ConfigError as error:
+        _tie_to_launcher()
+    except (ConfigError, OSError) as error:
         return _failed(role, error)
     loop = asyncio.new_event_loop()
     loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, _THREAD_NAME))
@@ -204,15 +202,10 @@ async def _drain_role(drain: Callable[[], Awaitable[None]], grace_s: float) -> N
         _LOG.warning("draining took longer than %.1f s; going on without it", grace_s)
 
 
-def die_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent dies, if ROLECALL_DIE_WITH_PARENT is set. Call it in children of our own, too."""
+def _tie_to_launcher() -> None:
     parent = parent_to_die_with()
-    if parent is None or not sys.platform.startswith("linux"):
-        return
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise ConfigError(f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(ctypes.get_errno())}; unset ROLECALL_DIE_WITH_PARENT")
-    if parent > 1 and os.getppid() != parent:  # it died before the kernel was asked
-        os._exit(1)
+    if parent is not None:
+        die_with_parent(parent if parent > 1 else os.getppid())
 
 
 def _failed(role: str, error: BaseException) -> int:

@@ -17,7 +17,7 @@ from rolecall.errors import RoleCallError
 DOMAIN = "rolecall"
 _DETAILS_KEY = "grpc-status-details-bin"
 # All metadata of a response must stay under the 8 KiB that gRPC implementations accept by default; the message travels twice, once in base64.
-_MAX_MESSAGE_CHARS = 1500
+_MAX_MESSAGE_BYTES = 1500
 _MAX_DETAIL_CHARS = 200
 _MAX_DETAILS = 8
 
@@ -67,7 +67,8 @@ def trailing_metadata(error: RoleCallError) -> tuple[tuple[str, bytes], ...]:
 
 def short_message(error: RoleCallError) -> str:
     """The message, cut to what fits a response's metadata."""
-    return error.message if len(error.message) <= _MAX_MESSAGE_CHARS else error.message[: _MAX_MESSAGE_CHARS - 3] + "..."
+    encoded = error.message.encode()
+    return error.message if len(encoded) <= _MAX_MESSAGE_BYTES else encoded[:_MAX_MESSAGE_BYTES].decode(errors="ignore") + "..."
 
 
 def to_error(code: grpc.StatusCode, details: str | None, metadata: Iterable[Any] | None, *, target: str, method: str) -> RoleCallError:

@@ -1,0 +1,38 @@
+"""What every test may use: where GPU tests are skipped, and the smallest valid run."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.settings import RunSettings
+
+pytest_plugins = ["tests.fixtures_store"]
+
+MakeSettings = Callable[..., RunSettings]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if Path("/dev/nvidiactl").exists():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+@pytest.fixture
+def make_settings(tmp_path: Path) -> MakeSettings:
+    """Settings of the smallest GRPO run in a temporary folder; keywords replace whole sections, e.g. make_settings(controller={"lease_s": 1.0})."""
+
+    def make(**sections: Any) -> RunSettings:
+        tree: dict[str, Any] = {
+            "run": {"name": "test", "dir": str(tmp_path / "run"), "num_steps": 1},
+            "model": {"path": str(tmp_path / "model")},
+            "data": {"train": str(tmp_path / "train.jsonl")},
+            "algorithm": {"groups_per_batch": 2},
+            "reward": {"components": {"correct": {"scorer": {"kind": "exact_match"}}}},
+        }
+        return RunSettings.model_validate(tree | sections)
+
+    return make

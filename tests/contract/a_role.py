@@ -1,0 +1,81 @@
+"""A role for the process tests: `python -m tests.contract.a_role HOW --config FILE ...` serves nothing, and ends in the way HOW says."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+from rolecall import telemetry
+from rolecall.errors import WorkerLostError
+from rolecall.rpc import process
+from rolecall.rpc.server import Server
+
+
+async def serve(args: process.ServiceArgs) -> None:
+    """Until it is stopped; says when it is up and when it drains."""
+    server = Server(args.settings.rpc, "127.0.0.1:0")
+    await server.start()
+
+    async def drain() -> None:
+        say("drained")
+
+    say("up")
+    await process.serve(server, drain=drain, grace_s=0.5)
+
+
+async def lose_a_rank(args: process.ServiceArgs) -> None:
+    """Serves until something in the background fails."""
+    server = Server(args.settings.rpc, "127.0.0.1:0")
+    await server.start()
+    failed = asyncio.get_running_loop().create_future()
+    failed.set_exception(WorkerLostError("rank 1 died in backward; see actor.1.log"))
+    await process.serve(server, failed=failed, grace_s=0.5)
+
+
+async def crash(args: process.ServiceArgs) -> None:
+    """Fails with its server still open."""
+    await Server(args.settings.rpc, "127.0.0.1:0").start()
+    raise ValueError("shape (3, 4) is not (4, 3)")
+
+
+async def load(args: process.ServiceArgs) -> None:
+    """Is still starting when it is stopped."""
+    say("up")
+    await asyncio.sleep(60)
+
+
+async def hang(args: process.ServiceArgs) -> None:
+    """Has a thread that never ends."""
+    _stuck = asyncio.get_running_loop().run_in_executor(None, time.sleep, 60)
+    say("up")
+    await process.stop_requested().wait()
+
+
+async def hang_in_drain(args: process.ServiceArgs) -> None:
+    """Cannot give its work back."""
+    server = Server(args.settings.rpc, "127.0.0.1:0")
+    await server.start()
+    say("up")
+    await process.serve(server, drain=lambda: asyncio.sleep(60), grace_s=0.3)
+
+
+async def name(args: process.ServiceArgs) -> None:
+    """Says who it is."""
+    say(f"{args.worker} {args.settings.run.num_steps}")
+
+
+def say(word: str) -> None:
+    """To the test."""
+    sys.stdout.write(f"{word}\n")
+    sys.stdout.flush()
+
+
+WAYS: dict[str, Callable[[process.ServiceArgs], Awaitable[None]]] = {
+    way.__name__: way for way in (serve, lose_a_rank, crash, load, hang, hang_in_drain, name)
+}
+
+
+if __name__ == "__main__":
+    args = process.parse_args("actor", sys.argv[2:])
+    telemetry.configure(args.settings.telemetry, "actor", args.worker)
+    sys.exit(process.run(lambda: WAYS[sys.argv[1]](args), "actor"))

@@ -1,0 +1,121 @@
+"""What every call of a channel promises: a deadline, the caller's deadline when that is nearer, repetition only where it is safe, and a trace."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from opentelemetry import trace
+
+from rolecall import telemetry
+from rolecall.errors import DeadlineError, NotAttestedError
+from rolecall.rpc import deadlines
+from rolecall.rpc.channel import open_channel
+from rolecall.settings import RpcSection, TelemetrySection
+from rolecall.v1 import controller_pb2, controller_pb2_grpc
+from tests.contract.peer import SERVICE, Peer, serving
+
+GET = controller_pb2.GetRunRequest()
+WATCH = controller_pb2.WatchRunRequest()
+
+
+@pytest.fixture
+async def peer() -> Peer:
+    return Peer()
+
+
+@pytest.fixture
+async def address(peer: Peer) -> AsyncIterator[str]:
+    async with serving(peer) as (_, address):
+        yield address
+
+
+async def test_a_call_that_names_no_deadline_has_the_default_one(peer: Peer, address: str) -> None:
+    peer.delay_s = 60.0
+    async with open_channel(address, RpcSection(default_timeout_s=0.2)) as channel:
+        start = time.monotonic()
+        with pytest.raises(DeadlineError, match="GetRun"):
+            await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET)
+        assert time.monotonic() - start < 2.0
+    await asyncio.wait_for(peer.cancelled.wait(), 1.0)
+
+
+async def test_a_stream_has_the_default_deadline_too(peer: Peer, address: str) -> None:
+    peer.delay_s = 60.0
+    async with open_channel(address, RpcSection(default_timeout_s=0.3)) as channel:
+        with pytest.raises(DeadlineError, match="WatchRun"):
+            async for _response in controller_pb2_grpc.ControllerServiceStub(channel).WatchRun(WATCH):
+                pass
+
+
+async def test_a_call_keeps_its_own_deadline(peer: Peer, address: str) -> None:
+    async with open_channel(address, RpcSection(default_timeout_s=1.0)) as channel:
+        await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET, timeout=50.0)
+    assert peer.time_remaining_s is not None
+    assert 40.0 < peer.time_remaining_s <= 50.0
+
+
+async def test_a_child_call_gets_no_more_time_than_its_caller_has_left(peer: Peer, address: str) -> None:
+    front = Peer()
+    async with open_channel(address, RpcSection()) as to_peer, serving(front) as (_, front_address), open_channel(front_address, RpcSection()) as to_front:
+        child = controller_pb2_grpc.ControllerServiceStub(to_peer)
+
+        async def call_child() -> None:
+            await child.GetRun(GET, timeout=100.0)
+
+        front.on_get_run = call_child
+        await controller_pb2_grpc.ControllerServiceStub(to_front).GetRun(GET, timeout=5.0)
+        assert peer.time_remaining_s is not None
+        assert peer.time_remaining_s <= 5.0
+
+        async def call_detached_child() -> None:
+            with deadlines.without_deadline():
+                await child.GetRun(GET, timeout=100.0)
+
+        front.on_get_run = call_detached_child
+        await controller_pb2_grpc.ControllerServiceStub(to_front).GetRun(GET, timeout=5.0)
+        assert peer.time_remaining_s > 50.0
+
+
+async def test_a_call_whose_callers_deadline_has_passed_is_not_made(peer: Peer, address: str) -> None:
+    async with open_channel(address, RpcSection()) as channel:
+        deadlines.inherit(-1.0)
+        with pytest.raises(DeadlineError, match="was not called"):
+            await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET)
+    assert peer.calls == []
+
+
+async def test_an_idempotent_method_is_repeated_while_the_peer_is_unavailable(peer: Peer, address: str) -> None:
+    peer.fails, peer.num_fails = NotAttestedError("no weights yet"), 2
+    async with open_channel(address, RpcSection(), idempotent=[f"{SERVICE}/GetRun"]) as channel:
+        await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET)
+    assert len(peer.calls) == 3
+
+
+async def test_a_method_not_named_idempotent_is_never_repeated(peer: Peer, address: str) -> None:
+    peer.fails = NotAttestedError("no weights yet")
+    async with open_channel(address, RpcSection(), idempotent=[f"{SERVICE}/WatchRun"]) as channel:
+        with pytest.raises(NotAttestedError):
+            await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET)
+    assert len(peer.calls) == 1
+
+
+def test_an_idempotent_method_must_be_named_in_full() -> None:
+    with pytest.raises(ValueError, match="not a full method name"):
+        open_channel("127.0.0.1:1", RpcSection(), idempotent=["GetRun"])
+
+
+async def test_a_trace_passes_through_a_call(peer: Peer, address: str) -> None:
+    telemetry.configure(TelemetrySection(log_level="WARNING"), "test", "test")
+    async with open_channel(address, RpcSection()) as channel:
+        with telemetry.tracer().start_as_current_span("outer") as span:
+            seen: list[str] = []
+
+            async def look() -> None:
+                seen.append(trace.format_trace_id(trace.get_current_span().get_span_context().trace_id))
+
+            peer.on_get_run = look
+            await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET)
+            trace_id = trace.format_trace_id(span.get_span_context().trace_id)
+    assert seen == [trace_id]
+    assert trace_id in peer.metadata["traceparent"]

@@ -1,0 +1,148 @@
+"""A worker belongs to a run through any fate of its controller, and says so when it cannot."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from rolecall import __version__
+from rolecall.errors import ConfigError, RunLockedError, UnavailableError, VersionMismatchError
+from rolecall.rpc.channel import open_channel
+from rolecall.rpc.membership import Membership
+from rolecall.settings import RpcSection, RunSettings
+from rolecall.v1 import controller_pb2, controller_pb2_grpc
+from tests.conftest import MakeSettings
+from tests.contract.peer import Authority, Peer, serving
+
+
+@pytest.fixture
+async def peer() -> Peer:
+    return Peer()
+
+
+def member_of(settings: RunSettings) -> Membership:
+    return Membership(settings, controller_pb2.ROLE_ROLLOUT, "rollout-0", "abc123", "127.0.0.1:5", num_weight_ranks=2)
+
+
+@asynccontextmanager
+async def started(settings: RunSettings) -> AsyncIterator[Membership]:
+    member = member_of(settings)
+    member.start()
+    try:
+        yield member
+    finally:
+        member.stop()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5.0):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_worker_joins_with_its_particulars_and_learns_who_is_in_charge(peer: Peer, make_settings: MakeSettings) -> None:
+    async with serving(peer) as (_, address), started(make_settings(controller={"address": address})) as member:
+        await member.joined()
+        assert member.ctl == 7
+        await until(lambda: member.ctl == 8)
+    (join,) = peer.joins
+    assert join == controller_pb2.JoinRequest(
+        run="test", role=controller_pb2.ROLE_ROLLOUT, worker="rollout-0", incarnation="abc123", address="127.0.0.1:5", num_weight_ranks=2, version=__version__
+    )
+
+
+async def test_heartbeats_carry_progress_and_phase_even_while_the_event_loop_is_busy(make_settings: MakeSettings) -> None:
+    peer = Peer()
+    async with serving(peer) as (_, address), started(make_settings(controller={"address": address})) as member:
+        await member.joined()
+        member.progress()
+        member.progress()
+        member.phase = "generating"
+        await until(lambda: any(beat.progress == 2 and beat.phase == "generating" for beat in peer.beats))
+
+
+async def test_a_worker_that_the_controller_does_not_know_joins_again(peer: Peer, make_settings: MakeSettings) -> None:
+    async with serving(peer) as (_, address), started(make_settings(controller={"address": address})) as member:
+        await member.joined()
+        peer.known.clear()
+        await until(lambda: len(peer.joins) == 2)
+        num_heard = len(peer.beats)
+        await until(lambda: len(peer.beats) > num_heard)
+        assert not member.failed.done()
+
+
+async def test_a_restarted_controller_is_joined_again(peer: Peer, make_settings: MakeSettings) -> None:
+    successor = Peer()
+    async with serving(peer) as (server, address), started(make_settings(controller={"address": address})) as member:
+        await member.joined()
+        await server.drain(0.0)
+        await asyncio.sleep(0.2)
+        async with serving(successor, bind=address):
+            await until(lambda: len(successor.joins) == 1 and "rollout-0" in successor.known)
+            assert not member.failed.done()
+
+
+async def test_a_worker_may_start_before_its_controller(peer: Peer, make_settings: MakeSettings, unused_tcp_port: int) -> None:
+    address = f"127.0.0.1:{unused_tcp_port}"
+    async with started(make_settings(controller={"address": address})) as member:
+        await asyncio.sleep(0.2)
+        async with serving(peer, bind=address):
+            await asyncio.wait_for(member.joined(), 10.0)
+
+
+async def test_a_controller_that_never_appears_is_an_error_within_the_start_timeout(make_settings: MakeSettings, unused_tcp_port: int) -> None:
+    address = f"127.0.0.1:{unused_tcp_port}"
+    start = time.monotonic()
+    async with started(make_settings(controller={"address": address, "start_timeout_s": 0.6})) as member:
+        with pytest.raises(UnavailableError, match=rf"not joined to a controller at {address} within 0.6 s"):
+            await member.joined()
+        assert member.failed.done()
+    assert time.monotonic() - start < 5.0
+
+
+async def test_another_release_is_refused_at_once(peer: Peer, make_settings: MakeSettings) -> None:
+    peer.refusal = VersionMismatchError("the controller is 9.9.9, this worker 0.1.0; install the same release")
+    async with serving(peer) as (_, address), started(make_settings(controller={"address": address})) as member:
+        with pytest.raises(VersionMismatchError, match="9.9.9"):
+            await member.joined()
+    assert len(peer.joins) == 1
+
+
+async def test_a_controller_that_is_not_in_charge_is_waited_for(peer: Peer, make_settings: MakeSettings) -> None:
+    peer.refusal = RunLockedError("another controller holds the run")
+    async with serving(peer) as (_, address), started(make_settings(controller={"address": address})) as member:
+        await until(lambda: len(peer.joins) >= 2)
+        peer.refusal = None
+        await member.joined()
+
+
+async def test_heartbeats_have_a_connection_of_their_own(peer: Peer, make_settings: MakeSettings) -> None:
+    async with serving(peer) as (_, address), open_channel(address, RpcSection()) as channel, started(make_settings(controller={"address": address})) as member:
+        await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(controller_pb2.GetRunRequest())
+        await member.joined()
+    assert len(peer.peers) == 2
+
+
+async def test_heartbeats_go_over_mutual_tls(peer: Peer, make_settings: MakeSettings, tmp_path_factory: pytest.TempPathFactory) -> None:
+    tls = Authority(tmp_path_factory.mktemp("ca")).issue("any")
+    async with serving(peer, RpcSection(tls=tls)) as (_, address):
+        async with started(make_settings(controller={"address": address}, rpc={"tls": tls.model_dump()})) as member:
+            await member.joined()
+
+
+async def test_a_stopped_worker_is_silent(peer: Peer, make_settings: MakeSettings) -> None:
+    async with serving(peer) as (_, address), started(make_settings(controller={"address": address})) as member:
+        await member.joined()
+        member.stop()
+        await asyncio.sleep(0.1)
+        num_heard = len(peer.beats)
+        await asyncio.sleep(0.2)
+        assert len(peer.beats) == num_heard
+        assert not member.failed.done()
+
+
+async def test_a_worker_without_a_controller_address_is_told_what_to_give(make_settings: MakeSettings) -> None:
+    with pytest.raises(ConfigError, match=r"--controller.address HOST:PORT"):
+        member_of(make_settings())

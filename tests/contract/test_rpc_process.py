@@ -1,0 +1,193 @@
+"""A role's process starts with clear errors, stops when told, ends with its launcher and says once why it failed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rolecall.rpc import process
+from rolecall.settings import child_environment
+from tests.conftest import MakeSettings
+
+ROOT = Path(__file__).parents[2]
+Role = subprocess.Popen[str]
+
+
+@pytest.fixture
+def config(make_settings: MakeSettings, tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(make_settings().model_dump(mode="json", exclude_unset=True)))
+    return path
+
+
+class Launcher:
+    """Starts roles and leaves none behind."""
+
+    def __init__(self, config: Path) -> None:
+        self._config = config
+        self._roles: list[Role] = []
+
+    def start(self, how: str, *arguments: str, **environment: str) -> Role:
+        command = [sys.executable, "-W", "error", "-m", "tests.contract.a_role", how, "--config", str(self._config), *arguments]
+        role = subprocess.Popen(command, cwd=ROOT, env=child_environment(environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self._roles.append(role)
+        return role
+
+    def end(self) -> None:
+        for role in self._roles:
+            role.kill()
+            role.communicate()
+
+
+@pytest.fixture
+def launcher(config: Path) -> Iterator[Launcher]:
+    launcher = Launcher(config)
+    yield launcher
+    launcher.end()
+
+
+def up(role: Role) -> Role:
+    assert role.stdout is not None
+    line = role.stdout.readline()
+    assert line == "up\n", role.communicate()[1]
+    return role
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_the_role_and_it_exits_clean(launcher: Launcher, number: signal.Signals) -> None:
+    role = up(launcher.start("serve"))
+    role.send_signal(number)
+    out, err = role.communicate(timeout=10)
+    assert (role.returncode, out) == (0, "drained\n"), err
+    assert "failed" not in err
+    assert "Traceback" not in err
+
+
+def test_a_signal_during_start_ends_the_role_at_once(launcher: Launcher) -> None:
+    role = up(launcher.start("load"))
+    role.send_signal(signal.SIGTERM)
+    _, err = role.communicate(timeout=10)
+    assert role.returncode == 0, err
+
+
+def test_a_failure_is_said_in_one_clear_line_after_the_end_of_its_traceback(launcher: Launcher) -> None:
+    role = launcher.start("crash")
+    _, err = role.communicate(timeout=20)
+    assert role.returncode == 1
+    assert err.splitlines()[-1] == "actor failed: ValueError: shape (3, 4) is not (4, 3)", err
+    assert "in crash" in err
+    assert "never awaited" not in err
+
+
+def test_a_failure_in_the_background_ends_the_role_with_its_message(launcher: Launcher) -> None:
+    role = launcher.start("lose_a_rank")
+    _, err = role.communicate(timeout=20)
+    assert role.returncode == 1
+    assert err.splitlines()[-1] == "actor failed: rank 1 died in backward; see actor.1.log", err
+
+
+def test_a_thread_that_hangs_does_not_keep_the_process(launcher: Launcher) -> None:
+    role = up(launcher.start("hang"))
+    role.send_signal(signal.SIGTERM)
+    start = time.monotonic()
+    _, err = role.communicate(timeout=20)
+    assert role.returncode == 0, err
+    assert time.monotonic() - start < 9.0
+    assert "leaving 1 thread" in err
+
+
+def test_a_drain_that_hangs_does_not_keep_the_process(launcher: Launcher) -> None:
+    role = up(launcher.start("hang_in_drain"))
+    role.send_signal(signal.SIGTERM)
+    _, err = role.communicate(timeout=10)
+    assert role.returncode == 0
+    assert "draining took longer than 0.3 s" in err
+
+
+def test_a_role_ends_when_its_launcher_is_killed(config: Path, tmp_path: Path) -> None:
+    starter = (
+        "import subprocess, sys; "
+        "p = subprocess.Popen([sys.executable, '-m', 'tests.contract.a_role', 'load', '--config', sys.argv[1]], stdout=subprocess.PIPE, text=True); "
+        "print(p.stdout.readline().strip(), p.pid, flush=True); p.wait()"
+    )
+    environment = child_environment({"ROLECALL_DIE_WITH_PARENT": "1"})
+    with subprocess.Popen([sys.executable, "-c", starter, str(config)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        word, pid = launcher.stdout.readline().split()
+        assert word == "up"
+        launcher.kill()
+    deadline = time.monotonic() + 5.0
+    while _alive(int(pid)):
+        assert time.monotonic() < deadline, "the role outlived its launcher"
+        time.sleep(0.02)
+
+
+def test_overrides_name_and_file_reach_the_role(launcher: Launcher) -> None:
+    role = launcher.start("name", "--name", "actor-b", "--run.num_steps", "7")
+    out, err = role.communicate(timeout=20)
+    assert out == "actor-b 7\n", err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--config", "absent.yaml"], "actor failed: cannot read the configuration absent.yaml"),
+        ([], "actor failed: --config FILE is missing"),
+        (["--config"], "actor failed: --config needs a value"),
+        (["serve"], "actor failed: unexpected argument 'serve'"),
+        (["--speed", "3"], "actor failed: unexpected argument '--speed'"),
+    ],
+)
+def test_a_bad_command_line_is_one_line_and_exit_code_2(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        process.parse_args("actor", arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith(line)
+
+
+def test_a_bad_override_names_its_key(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        process.parse_args("actor", ["--config", str(config), "--run.num_steps=-1"])
+    assert "run.num_steps" in capsys.readouterr().err
+
+
+def test_each_start_is_another_incarnation_and_every_worker_has_a_name(config: Path) -> None:
+    first, second = (process.parse_args("rollout", ["--config", str(config)]) for _ in range(2))
+    assert first.incarnation != second.incarnation
+    assert first.worker != second.worker
+    assert process.parse_args("reward", [f"--config={config}"]).worker == "reward"
+
+
+def test_a_reference_is_named_after_its_instance(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kl = ["--references.ref", "{}", "--algorithm.kl", "{reference: ref, kl_coef: 0.1}"]
+    assert process.parse_args("reference", ["--config", str(config), *kl]).worker == "ref"
+    with pytest.raises(SystemExit):
+        process.parse_args("reference", ["--config", str(config)])
+    assert "--name is missing" in capsys.readouterr().err
+
+
+def test_help_and_bad_configurations_are_instant_and_load_nothing_heavy() -> None:
+    code = (
+        "import sys, rolecall.rpc.process as p\n"
+        "heavy = {'grpc', 'torch', 'vllm', 'numpy', 'transformers', 'opentelemetry', 'redis'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "p.parse_args('actor', ['--help'])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "usage: rolecall serve actor --config FILE" in result.stdout
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A zombie that nobody has reaped yet is dead.
+    return not Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"

@@ -1,0 +1,148 @@
+"""What every role's server promises: it says who can serve, refuses what would go wrong in silence, and ends without dropping calls."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from rolecall.errors import ConfigError, ExhaustedError, UnavailableError
+from rolecall.rpc.channel import open_channel
+from rolecall.rpc.options import MAX_MESSAGE_BYTES
+from rolecall.rpc.server import LIVENESS, Server
+from rolecall.settings import RpcSection
+from rolecall.v1 import controller_pb2, controller_pb2_grpc
+from tests.contract.peer import SERVICE, Peer, serving
+
+GET = controller_pb2.GetRunRequest()
+
+
+@pytest.fixture
+async def peer() -> Peer:
+    return Peer()
+
+
+@pytest.fixture
+def socket_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("s")
+
+
+async def health_of(address: str, service: str) -> "health_pb2.HealthCheckResponse.ServingStatus.ValueType":
+    async with open_channel(address, RpcSection()) as channel:
+        response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
+    return response.status
+
+
+async def test_a_role_is_serving_only_after_it_said_so_while_it_lives_all_along(peer: Peer) -> None:
+    async with serving(peer) as (server, address):
+        for serves in (False, True, False):
+            await server.set_serving(serves)
+            expected = health_pb2.HealthCheckResponse.SERVING if serves else health_pb2.HealthCheckResponse.NOT_SERVING
+            assert await health_of(address, SERVICE) == expected
+            assert await health_of(address, "") == expected
+            assert await health_of(address, LIVENESS) == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_new_server_is_not_serving(peer: Peer) -> None:
+    async with serving(peer) as (_, address):
+        assert await health_of(address, SERVICE) == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_reflection_lists_the_services(peer: Peer) -> None:
+    async def ask() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+
+    async with serving(peer) as (_, address), grpc.aio.insecure_channel(address) as channel:
+        async for answer in reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(ask(), timeout=5):
+            names = {service.name for service in answer.list_services_response.service}
+            break
+    assert {SERVICE, "grpc.health.v1.Health"} <= names
+
+
+async def test_a_port_in_use_is_a_clear_error(peer: Peer) -> None:
+    async with serving(peer) as (_, address):
+        with pytest.raises(ConfigError, match=rf"cannot listen on {address}: the port is in use"):
+            await Server(RpcSection(), address).start()
+
+
+async def test_a_unix_socket_in_use_is_a_clear_error_and_a_dead_one_is_replaced(peer: Peer, socket_dir: Path) -> None:
+    bind = f"unix:{socket_dir / 'rpc.sock'}"
+    async with serving(peer, bind=bind) as (_, address), open_channel(address, RpcSection()) as channel:
+        assert address == bind
+        with pytest.raises(ConfigError, match="another process listens there"):
+            await Server(RpcSection(), bind).start()
+        await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET)
+    async with serving(peer, bind=bind) as (_, address), open_channel(address, RpcSection()) as channel:
+        await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET)
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0:0", "[::]:0", "192.0.2.1:50051", "rollout-0.internal:50051"])
+async def test_listening_beyond_loopback_without_tls_is_refused(bind: str) -> None:
+    with pytest.raises(ConfigError, match=r"without TLS.*rpc.behind_mesh"):
+        Server(RpcSection(), bind)
+
+
+async def test_behind_a_mesh_plaintext_may_listen_anywhere(peer: Peer) -> None:
+    rpc = RpcSection(behind_mesh=True)
+    async with serving(peer, rpc, "0.0.0.0:0") as (_, address):
+        port = address.rpartition(":")[2]
+        async with open_channel(f"127.0.0.1:{port}", rpc) as channel:
+            await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET)
+
+
+async def test_an_address_without_a_port_is_refused() -> None:
+    with pytest.raises(ConfigError, match="write host:port"):
+        Server(RpcSection(), "localhost")
+
+
+async def test_messages_up_to_the_limit_pass_and_larger_ones_are_named_errors(peer: Peer) -> None:
+    async with serving(peer) as (_, address), open_channel(address, RpcSection()) as channel:
+        stub = controller_pb2_grpc.ControllerServiceStub(channel)
+        await stub.Join(controller_pb2.JoinRequest(worker="w" * (MAX_MESSAGE_BYTES - 1024)))
+        with pytest.raises(ExhaustedError, match=r"Join.*larger than max"):
+            await stub.Join(controller_pb2.JoinRequest(worker="w" * (MAX_MESSAGE_BYTES + 1)))
+
+
+async def test_a_drain_lets_calls_under_way_finish_and_takes_no_new_ones(peer: Peer) -> None:
+    peer.delay_s = 0.3
+    async with serving(peer) as (server, address), open_channel(address, RpcSection()) as channel:
+        stub = controller_pb2_grpc.ControllerServiceStub(channel)
+        under_way = asyncio.create_task(_get(stub))
+        await asyncio.sleep(0.1)
+        draining = asyncio.create_task(server.drain(5.0))
+        await asyncio.sleep(0.05)
+        with pytest.raises(UnavailableError):
+            await stub.GetRun(GET, timeout=1.0)
+        assert await under_way == controller_pb2.GetRunResponse()
+        await draining
+
+
+async def test_a_drain_cancels_what_does_not_finish_within_its_grace(peer: Peer) -> None:
+    peer.delay_s = 60.0
+    async with serving(peer) as (server, address), open_channel(address, RpcSection()) as channel:
+        under_way = asyncio.create_task(_get(controller_pb2_grpc.ControllerServiceStub(channel)))
+        await asyncio.sleep(0.1)
+        start = time.monotonic()
+        await server.drain(0.2)
+        assert time.monotonic() - start < 2.0
+        with pytest.raises(UnavailableError):
+            await under_way
+    await asyncio.wait_for(peer.cancelled.wait(), 1.0)
+
+
+async def test_a_reader_that_leaves_a_stream_frees_the_server(peer: Peer) -> None:
+    peer.delay_s = 60.0
+    async with serving(peer) as (_, address), open_channel(address, RpcSection()) as channel:
+        call = controller_pb2_grpc.ControllerServiceStub(channel).WatchRun(controller_pb2.WatchRunRequest())
+        async for _response in call:
+            break
+        call.cancel()
+        await asyncio.wait_for(peer.cancelled.wait(), 2.0)
+
+
+async def _get(stub: controller_pb2_grpc.ControllerServiceStub) -> controller_pb2.GetRunResponse:
+    return await stub.GetRun(GET)
