@@ -1,0 +1,141 @@
+"""A rollout replica as a process: settings, environment, engine, serve, drain."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rolecall.lifeline import die_with_parent
+from rolecall.rpc.membership import Membership
+from rolecall.rpc.process import ServiceArgs, parse_args, run, serve
+from rolecall.rpc.server import Server
+from rolecall.store.connection import connect
+from rolecall.store.prompts import PromptQueue
+from rolecall.store.rows import Rows
+from rolecall.store.sealed import read_ctl
+from rolecall.telemetry import configure as configure_telemetry
+from rolecall.tokenizer import ChatTokenizer
+from rolecall.training.fence import Fence
+from rolecall.v1 import controller_pb2, rollout_pb2_grpc
+from services.rollout.config import RolloutConfig, configure, machine_cores, start_environment
+from services.rollout.pull import PullLoop, PullSettings
+from services.rollout.replica import Replica
+from services.rollout.service import SERVICE_NAME, RolloutServicer
+
+DRAIN_S = 3.0
+"""Seconds that groups in hand get to finish when the process is asked to stop; the rest go back to the stream."""
+GRACE_S = 5.0
+"""Seconds of the whole drain, and then of the calls under way."""
+
+_PARENT = multiprocessing.parent_process()
+if _PARENT is not None:
+    # vLLM's own processes are spawned and so import this module: none of them may outlive the replica, however it ends.
+    die_with_parent(_PARENT.pid or 0)
+
+
+async def _main(args: ServiceArgs) -> None:
+    settings, consumer = args.settings, f"{args.worker}.{args.incarnation}"
+    config = configure(settings, args.worker, machine_cores())
+    tokenizer = ChatTokenizer(config.model_path)
+    connection = await asyncio.to_thread(connect, settings.store)
+    fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
+    os.environ.update(start_environment(config))
+    with _ending_at_once():
+        from services.rollout.engine import VllmEngine
+
+        engine = VllmEngine(config)
+
+    server = Server(settings.rpc, settings.rollout.bind)
+    replica = Replica(
+        engine,
+        pause_timeout_s=settings.rollout.generation_timeout_s,
+        load_timeout_s=settings.weights.publish_timeout_s,
+        on_serving=server.set_serving,
+    )
+    pull = PullLoop(
+        _pull_settings(args, config, consumer),
+        replica,
+        PromptQueue(connection, settings.run.name, consumer),
+        Rows(connection, settings.run.name, settings.store.num_shards),
+        tokenizer,
+        lambda phase: _note(membership, phase),
+    )
+    servicer = RolloutServicer(
+        replica, pull, tokenizer, fence, consumer=consumer, max_groups=config.max_groups, generation_timeout_s=settings.rollout.generation_timeout_s
+    )
+    server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, SERVICE_NAME)
+    address = _advertised(await server.start(), settings.rollout.advertise_host)
+    membership = Membership(settings, controller_pb2.ROLE_ROLLOUT, args.worker, args.incarnation, address, engine.info.num_weight_ranks)
+    membership.start()
+
+    async def drain() -> None:
+        await replica.stop_taking()
+        await pull.drain(DRAIN_S)
+
+    failed = asyncio.ensure_future(_first_failure(asyncio.create_task(pull.run()), asyncio.create_task(engine.watch()), membership.failed))
+    try:
+        await serve(server, drain=drain, failed=failed, grace_s=GRACE_S)
+    finally:
+        failed.cancel()
+        membership.stop()
+        await engine.close()
+        connection.close()
+
+
+def _pull_settings(args: ServiceArgs, config: RolloutConfig, consumer: str) -> PullSettings:
+    settings = args.settings
+    return PullSettings(
+        consumer=consumer,
+        max_groups=config.max_groups,
+        lease_s=settings.controller.lease_s,
+        generation_timeout_s=settings.rollout.generation_timeout_s,
+        row_expiry_s=settings.store.row_expiry_s,
+    )
+
+
+def _note(membership: Membership, phase: str) -> None:
+    membership.phase = phase
+    membership.progress()
+
+
+def _advertised(address: str, host: str | None) -> str:
+    return address if host is None else f"{host}:{address.rpartition(':')[2]}"
+
+
+async def _first_failure(*parts: "asyncio.Future[None]") -> None:
+    """Raises what the first failing part raised; a part that ends well (the pull loop, drained) does not end the role."""
+    pending: set[asyncio.Future[None]] = set(parts)
+    while pending:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for part in done:
+            part.result()
+
+
+@contextlib.contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """While vLLM starts, which blocks the event loop for tens of seconds, a signal ends the process on the spot: nothing is held yet."""
+
+    def end(number: int, frame: Any) -> None:
+        os._exit(0)
+
+    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the role; the exit code."""
+    args = parse_args("rollout", argv)
+    configure_telemetry(args.settings.telemetry, "rollout", args.worker)
+    return run(lambda: _main(args), "rollout")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

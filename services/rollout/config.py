@@ -1,0 +1,160 @@
+"""What a rollout replica derives from the run's settings: its index, its cores or GPUs, its sizes, and the environment vLLM must start in.
+
+Owns `start_environment`, the one place that says which environment variables the process and its children see before vLLM is imported.
+It reads the model's JSON files only: no torch, no vLLM.
+"""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rolecall.errors import ConfigError
+from rolecall.settings import RunSettings
+
+GIB = 2**30
+CPU_KV_CACHE_BYTES = GIB
+"""KV cache on CPUs when rollout.kv_cache_bytes is absent."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """One replica. Built by `configure`."""
+
+    model_path: Path
+    dtype: str
+    max_model_tokens: int
+    """Longest prompt + response."""
+    eos_token_ids: tuple[int, ...]
+    """The model's own, from generation_config.json and config.json."""
+    max_num_seqs: int
+    max_groups: int
+    """Most groups claimed at a time."""
+    devices: tuple[int, ...]
+    """GPUs; empty: CPUs."""
+    cores: tuple[tuple[int, ...], ...]
+    """CPU cores of each tensor-parallel rank; empty on GPUs."""
+    tensor_parallel_size: int
+    kv_cache_bytes: int | None
+    """Absent: vLLM takes gpu_memory_utilization."""
+    gpu_memory_utilization: float
+    enforce_eager: bool
+    weights_backend: Literal["gloo", "nccl"]
+    """Collectives of the weight channel: gloo or nccl."""
+
+
+def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) -> RolloutConfig:
+    """The replica called `worker` ("rollout-1" is index 1) on a machine with these cores. ConfigError says what does not fit."""
+    section, index = settings.rollout, replica_index(worker)
+    devices = _devices(settings, index)
+    model = _read_json(settings.model.path / "config.json")
+    return RolloutConfig(
+        model_path=settings.model.path,
+        dtype=settings.model.dtype,
+        max_model_tokens=_max_model_tokens(settings, model),
+        eos_token_ids=_eos_token_ids(settings.model.path, model),
+        max_num_seqs=section.max_num_seqs,
+        max_groups=section.max_groups or max(1, section.max_num_seqs // settings.sampling.num_responses),
+        devices=devices,
+        cores=() if devices else _cores(settings, index, machine_cores),
+        tensor_parallel_size=section.tensor_parallel_size,
+        kv_cache_bytes=section.kv_cache_bytes or (None if devices else CPU_KV_CACHE_BYTES),
+        gpu_memory_utilization=section.gpu_memory_utilization,
+        enforce_eager=(not devices) if section.enforce_eager is None else section.enforce_eager,
+        weights_backend=settings.weights.backend or ("nccl" if devices and settings.actor.devices else "gloo"),
+    )
+
+
+def start_environment(config: RolloutConfig) -> dict[str, str]:
+    """Environment of this process and its children, to be set before vLLM or torch is imported."""
+    common = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # Children must be spawned: die_with_parent in __main__ runs when a child imports the main module.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    if config.devices:
+        return {**common, "CUDA_VISIBLE_DEVICES": ",".join(map(str, config.devices))}
+    # vLLM's "auto" knows nothing of a second engine on the machine and would give both the same cores.
+    bind = "|".join(",".join(map(str, cores)) for cores in config.cores)
+    return {
+        **common,
+        "CUDA_VISIBLE_DEVICES": "",
+        "VLLM_CPU_OMP_THREADS_BIND": bind,
+        "OMP_NUM_THREADS": str(len(config.cores[0])),
+        # Idle threads sleep: the trainer shares these cores and takes turns with the engine.
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+
+
+def replica_index(worker: str) -> int:
+    """1 for "rollout-1"; 0 for a name that no launcher gave, of a replica that is alone on its machine."""
+    match = re.fullmatch(r"rollout-(\d{1,4})", worker)
+    return int(match[1]) if match else 0
+
+
+def machine_cores() -> tuple[int, ...]:
+    """Cores this process may run on, in order."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def _devices(settings: RunSettings, index: int) -> tuple[int, ...]:
+    if not settings.rollout.devices:
+        return ()
+    if index >= len(settings.rollout.devices):
+        raise ConfigError(f"rollout.devices names {len(settings.rollout.devices)} replicas; there is no entry for replica {index}")
+    devices = settings.rollout.devices[index]
+    if len(devices) != settings.rollout.tensor_parallel_size:
+        raise ConfigError(
+            f"rollout.devices[{index}] names {len(devices)} GPUs, rollout.tensor_parallel_size is {settings.rollout.tensor_parallel_size}; they must agree"
+        )
+    return devices
+
+
+def _cores(settings: RunSettings, index: int, machine: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """A slice of the machine's cores for each rank. Replicas overlap only when there are fewer cores than they ask for."""
+    section = settings.rollout
+    num_replicas = max(section.num_replicas, 1)
+    per_replica = section.num_threads or max(1, len(machine) // num_replicas)
+    per_rank = max(1, per_replica // section.tensor_parallel_size)
+    first = index * per_rank * section.tensor_parallel_size
+    taken = [machine[(first + i) % len(machine)] for i in range(per_rank * section.tensor_parallel_size)]
+    return tuple(tuple(sorted(set(taken[rank * per_rank : (rank + 1) * per_rank]))) for rank in range(section.tensor_parallel_size))
+
+
+def _max_model_tokens(settings: RunSettings, model: dict[str, Any]) -> int:
+    if settings.model.max_model_tokens is not None:
+        return settings.model.max_model_tokens
+    own = (model.get("text_config") or model).get("max_position_embeddings")
+    if not isinstance(own, int):
+        raise ConfigError(f"{settings.model.path}/config.json has no max_position_embeddings; set model.max_model_tokens")
+    return own
+
+
+def _eos_token_ids(path: Path, model: dict[str, Any]) -> tuple[int, ...]:
+    generation_file = path / "generation_config.json"
+    generation = _read_json(generation_file) if generation_file.is_file() else {}
+    found: set[int] = set()
+    for tree in (generation, model, model.get("text_config") or {}):
+        value = tree.get("eos_token_id")
+        found.update([value] if isinstance(value, int) else value or [])
+    if not found:
+        raise ConfigError(f"{path} names no eos_token_id in generation_config.json or config.json; without one no response would ever stop")
+    return tuple(sorted(found))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; model.path must be a Hugging Face model directory") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    return tree

@@ -1,0 +1,202 @@
+"""vLLM as a RolloutEngine: tokens in, tokens out. The only file of the services that imports vLLM.
+
+Owns how our requests become vLLM's and back, and which vLLM calls make up a pause, a load and a probe. It decides nothing about serving: the replica does.
+
+Sampling is softmax(logits / temperature), its logprobs those of the tokens sampled ("processed" logprobs). `min_tokens` is never set: it masks the end
+token and changes the distribution. Stop tokens are token ids, kept as the response's last token. vLLM itself names the weights version of every token.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from rolecall.errors import GenerationError, NotOnThisDeviceError, UnavailableError, WorkerLostError
+from rolecall.v1 import trajectory_pb2, weights_pb2
+from rolecall.weights.receiver import open_channel, receive_version
+from rolecall.wire import Array
+from services.rollout.config import RolloutConfig
+from services.rollout.sampling import EngineInfo, PauseMode, Received, Sample, SampleRequest, VersionSpan
+
+_FINISH_REASONS = {"stop": trajectory_pb2.FINISH_REASON_STOP, "length": trajectory_pb2.FINISH_REASON_LENGTH}
+_PROBE_PRIORITY, _PRIORITY = -1, 0
+"""Lower goes first: the probe does not queue behind kept requests."""
+WATCH_S = 1.0
+"""Seconds between two looks at whether the engine lives."""
+CLOSE_TIMEOUT_S = 5.0
+"""Seconds the engine's processes get to end by themselves."""
+
+
+class VllmEngine:
+    """One AsyncLLM. Starts with dummy weights: the first real ones, too, come over the weight channel."""
+
+    def __init__(self, config: RolloutConfig) -> None:
+        """Starts the engine's processes; takes tens of seconds. Call it inside the event loop that will use it."""
+        self._llm = AsyncLLM.from_engine_args(_engine_args(config))
+        self._num_probes = 0
+        self._backend = config.weights_backend
+        self._info = EngineInfo(
+            max_model_tokens=config.max_model_tokens,
+            num_weight_ranks=config.tensor_parallel_size,
+            eos_token_ids=config.eos_token_ids,
+            can_sleep=bool(config.devices),
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is fixed while the engine lives."""
+        return self._info
+
+    # --- sampling -----------------------------------------------------------------------------------------------------------------------------------
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        """As SamplingEngine.sample."""
+        params = _sampling_params(request, self._info.eos_token_ids)
+        prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt)
+        output = await self._final(prompt, params, request.request_id, _PRIORITY)
+        return _sample(output.outputs[0], request)
+
+    async def probe(self, token_ids: Sequence[int]) -> Array:
+        """As SamplingEngine.probe."""
+        self._num_probes += 1
+        params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        output = await self._final(tokens_input(list(token_ids)), params, f"probe/{self._num_probes}", _PROBE_PRIORITY)
+        given = output.prompt_logprobs
+        if given is None or len(given) != len(token_ids):
+            raise GenerationError("the engine returned no prompt logprobs for the probe")
+        return np.array([0.0, *(entry[token].logprob for entry, token in zip(given[1:], token_ids[1:], strict=True))], dtype=np.float32)
+
+    async def _final(self, prompt: Any, params: SamplingParams, request_id: str, priority: int) -> RequestOutput:
+        final: RequestOutput | None = None
+        try:
+            async for output in self._llm.generate(prompt, params, request_id, priority=priority):
+                final = output
+        except EngineDeadError as error:
+            raise WorkerLostError("the vLLM engine died; this replica ends and is started anew") from error
+        except (EngineGenerateError, VLLMClientError, ValueError) as error:
+            raise GenerationError(f"vLLM failed on request {request_id}: {error}") from error
+        if final is None:
+            raise GenerationError(f"vLLM ended request {request_id} without an output")
+        return final
+
+    # --- pausing ------------------------------------------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode) -> None:
+        """As SamplingEngine.pause. Clearing the cache makes kept requests compute their keys and values again, under the weights they go on with."""
+        await self._alive(self._llm.pause_generation(mode=mode.value, clear_cache=True))
+
+    async def resume(self) -> None:
+        """As SamplingEngine.resume."""
+        await self._alive(self._llm.resume_generation())
+
+    # --- weights ------------------------------------------------------------------------------------------------------------------------------------
+
+    async def join(self, epoch: int, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        """As EngineWeights.join."""
+        await self._alive(open_channel(self._llm, epoch=epoch, address=address, rank=rank, world_size=world_size, timeout_s=timeout_s, backend=self._backend))
+
+    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:
+        """As EngineWeights.receive."""
+        report = await self._alive(receive_version(self._llm, epoch=epoch, policy_version=policy_version, bucket_timeout_s=bucket_timeout_s))
+        named = zip(report.names, report.fingerprints, strict=True)
+        fingerprints = tuple(weights_pb2.Fingerprint(name=name, value=value) for name, value in named)
+        return Received(fingerprints, report.digest, report.num_bytes, report.transfer_s)
+
+    async def sleep(self, level: int) -> None:
+        """As EngineWeights.sleep."""
+        self._require_gpu()
+        await self._alive(self._llm.sleep(level))
+
+    async def wake_up(self) -> None:
+        """As EngineWeights.wake_up. vLLM resumes its scheduler with it, so it is paused again at once."""
+        self._require_gpu()
+        await self._alive(self._llm.wake_up())
+        await self.pause(PauseMode.KEEP)
+
+    async def watch(self) -> None:
+        """Runs while the engine lives. WorkerLostError when it died, also when nobody asks anything of it."""
+        while not self._llm.errored:
+            await asyncio.sleep(WATCH_S)
+        raise WorkerLostError("the vLLM engine died; this replica ends and is started anew")
+
+    async def close(self) -> None:
+        """As EngineWeights.close."""
+        await asyncio.to_thread(self._llm.shutdown, CLOSE_TIMEOUT_S)
+
+    def _require_gpu(self) -> None:
+        if not self._info.can_sleep:
+            raise NotOnThisDeviceError("sleep and wake-up free GPU memory; this replica runs on CPUs")
+
+    async def _alive(self, call: Any) -> Any:
+        try:
+            return await call
+        except EngineDeadError as error:
+            raise WorkerLostError("the vLLM engine died; this replica ends and is started anew") from error
+
+
+def _engine_args(config: RolloutConfig) -> AsyncEngineArgs:
+    return AsyncEngineArgs(
+        model=str(config.model_path),
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        load_format="dummy",
+        dtype=config.dtype,
+        max_model_len=config.max_model_tokens,
+        max_num_seqs=config.max_num_seqs,
+        tensor_parallel_size=config.tensor_parallel_size,
+        kv_cache_memory_bytes=config.kv_cache_bytes,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        enforce_eager=config.enforce_eager,
+        enable_sleep_mode=bool(config.devices),
+        scheduling_policy="priority",
+        logprobs_mode="processed_logprobs",
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+        weight_transfer_config=WeightTransferConfig(backend="rolecall"),
+        worker_extension_cls="rolecall.weights.receiver.WorkerExtension",
+    )
+
+
+def _sampling_params(request: SampleRequest, eos_token_ids: Sequence[int]) -> SamplingParams:
+    sampling = request.sampling
+    greedy = sampling.temperature == 0
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=0,
+        seed=None if greedy else request.seed,
+        logprobs=None if greedy else 0,
+        flat_logprobs=True,
+        stop_token_ids=sorted({*eos_token_ids, *sampling.stop_token_ids}),
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _sample(output: CompletionOutput, request: SampleRequest) -> Sample:
+    if output.finish_reason == "abort":
+        raise UnavailableError(f"request {request.request_id} was aborted by a pause; ask again")
+    token_ids = tuple(output.token_ids)
+    spans = tuple(VersionSpan(int(span.version), span.start, span.end) for span in output.weight_versions or ())
+    if output.finish_reason not in _FINISH_REASONS or not token_ids or not spans or spans[-1].end != len(token_ids):
+        raise GenerationError(
+            f"vLLM ended request {request.request_id} with {output.finish_reason!r}, {len(token_ids)} tokens and versions {output.weight_versions}"
+        )
+    logprobs = np.zeros(len(token_ids), dtype=np.float32)
+    if request.sampling.temperature != 0:
+        given = output.logprobs
+        logprobs[:] = [given.logprobs[start] for start in given.start_indices]
+        if not np.isfinite(logprobs).all():
+            raise GenerationError(f"vLLM gave a logprob that is not finite for request {request.request_id}; look at the weights")
+    return Sample(token_ids, logprobs, spans, _FINISH_REASONS[output.finish_reason])

@@ -1,0 +1,293 @@
+"""The pull loop: a rollout's main work. claim -> sample G -> stage rows -> commit -> persist, as long as the engine has room.
+
+Owns the claims in this worker's hands: their leases, deadlines and their end. A group ends in one of three ways:
+
+    committed   every response passed the gate; one fenced script made the group exist
+    released    not the group's fault (a publish aborted it, the weights tore, the store was away, a drain): back to the stream, the delivery excused
+    abandoned   its generation failed or ran out of time: nobody renews it, the controller reaps it, and too many deliveries make it a dead letter
+
+Never an empty response in place of a failure. A group delivered before runs alone: were it poison, it would take the others with it.
+Bounds: max_groups claims in hand; one task each; calls to the store run in the process's thread pool.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rolecall.errors import (
+    DeadlineError,
+    LeaseLostError,
+    NotAttestedError,
+    RoleCallError,
+    StoreFullError,
+    StoreUnavailableError,
+    UnavailableError,
+    WorkerLostError,
+    WrongVersionError,
+)
+from rolecall.store.prompts import Claim, PromptQueue
+from rolecall.store.rows import Rows
+from rolecall.telemetry import Metrics, attached, export, tracer
+from rolecall.tokenizer import ChatTokenizer
+from rolecall.trajectory import trajectory_id
+from rolecall.v1 import trajectory_pb2
+from services.rollout.replica import Replica, Response
+from services.rollout.trajectories import columns, group_requests, prompt_token_ids, trajectory_meta
+
+logger = logging.getLogger(__name__)
+
+TURN_S = 1.0
+"""Longest wait of one turn of the loop, so that a drain or a stop is noticed."""
+DENIED_S = 0.1
+"""Wait after the store denied a claim (a publish is under way) or could not be reached."""
+FULL_S = 0.5
+"""Wait before rows are staged again in a full store."""
+
+
+@dataclass(frozen=True)
+class PullSettings:
+    """What the loop needs of the run's settings."""
+
+    consumer: str
+    """"<worker>.<incarnation>"."""
+    max_groups: int
+    """Most groups in hand."""
+    lease_s: float
+    """Leases are renewed three times in it."""
+    generation_timeout_s: float
+    """Deadline of one group, from claim to commit."""
+    row_expiry_s: int
+    """Life of staged rows whose group is not committed."""
+
+
+@dataclass
+class _Work:
+    claim: Claim
+    task: "asyncio.Task[bool] | None" = None
+
+
+class PullLoop:
+    """One per replica. `run` ends after a drain, or with the error that ends the role."""
+
+    def __init__(
+        self, settings: PullSettings, replica: Replica, queue: PromptQueue, rows: Rows, tokenizer: ChatTokenizer, on_turn: Callable[[str], None]
+    ) -> None:
+        """`on_turn` is told the phase ("generating", "idle", ...) at every turn: the worker's progress."""
+        self._settings = settings
+        self._replica = replica
+        self._queue = queue
+        self._rows = rows
+        self._tokenizer = tokenizer
+        self._on_turn = on_turn
+        self._work: dict[str, _Work] = {}
+        self._draining = asyncio.Event()
+        self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def num_groups(self) -> int:
+        """Groups in hand."""
+        return len(self._work)
+
+    async def run(self) -> None:
+        """Pulls until drained. Raises WorkerLostError when the engine is gone, and whatever nobody expected."""
+        renewal = asyncio.create_task(self._renew())
+        renewal.add_done_callback(self._ended)
+        try:
+            while not self._draining.is_set():
+                await self._turn()
+                if self._fatal.done():
+                    self._fatal.result()
+            await self._until(asyncio.gather(*self._tasks(), return_exceptions=True))
+        finally:
+            renewal.cancel()
+            for task in self._tasks():
+                task.cancel()
+            self._fatal.cancel()
+
+    async def drain(self, finish_s: float) -> tuple[int, int]:
+        """Claims nothing more, gives what is in hand `finish_s` to finish and hands back the rest. Returns (groups finished, groups released). Idempotent."""
+        self._draining.set()
+        work = list(self._work.values())
+        tasks = [item.task for item in work if item.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=finish_s)
+        finished = sum(task.done() and not task.cancelled() and task.exception() is None and task.result() for task in tasks)
+        held = [item.claim for item in work if item.claim.entry_id in self._work]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        released = await asyncio.to_thread(self._queue.release, held) if held else 0
+        self._work.clear()
+        return finished, released
+
+    # --- the loop -----------------------------------------------------------------------------------------------------------------------------------
+
+    async def _turn(self) -> None:
+        self._on_turn(self._phase())
+        if not self._replica.gate.is_open:
+            await self._until(asyncio.ensure_future(self._replica.gate.wait_open()), cancel=True)
+            return
+        if self._start_next():
+            return
+        room = self._room()
+        if room == 0:
+            await self._until(*self._tasks())
+            return
+        try:
+            claims = await asyncio.to_thread(self._queue.claim, room)
+        except (NotAttestedError, StoreUnavailableError) as error:
+            logger.debug("nothing claimed: %s", error.message)
+            await asyncio.sleep(DENIED_S)
+            return
+        for claim in claims:
+            self._work[claim.entry_id] = _Work(claim)
+        if not claims:
+            await self._wait_for_work()
+
+    def _room(self) -> int:
+        """Groups to claim now; none while one that was delivered before waits or runs."""
+        suspect = any(work.claim.deliveries > 1 for work in self._work.values())
+        return 0 if suspect else self._settings.max_groups - len(self._work)
+
+    def _start_next(self) -> bool:
+        """Starts what was claimed and may run; whether anything was started. A redelivered group starts only when nothing else runs."""
+        started = False
+        for work in self._work.values():
+            alone = work.claim.deliveries > 1
+            running = [other for other in self._work.values() if other.task is not None]
+            if work.task is not None or (alone and running) or any(other.claim.deliveries > 1 for other in running):
+                continue
+            work.task = asyncio.create_task(self._group(work.claim), name=f"group-{work.claim.group.gid}")
+            work.task.add_done_callback(partial(self._finished, work.claim.entry_id))
+            started = True
+        return started
+
+    def _finished(self, entry_id: str, task: "asyncio.Task[bool]") -> None:
+        self._work.pop(entry_id, None)
+        self._ended(task)
+
+    def _ended(self, task: "asyncio.Task[bool] | asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and not self._fatal.done():
+            self._fatal.set_exception(error)
+
+    async def _wait_for_work(self) -> None:
+        try:
+            await asyncio.to_thread(self._queue.wait, TURN_S)
+        except StoreUnavailableError as error:
+            logger.warning("the store is away: %s", error.message)
+            await asyncio.sleep(DENIED_S)
+
+    async def _until(self, *events: "asyncio.Future[Any]", cancel: bool = False) -> None:
+        """Waits for the first of `events`, a fatal error or the end of the turn."""
+        await asyncio.wait([*events, self._fatal], timeout=TURN_S, return_when=asyncio.FIRST_COMPLETED)
+        if cancel:
+            for event in events:
+                event.cancel()
+
+    def _tasks(self) -> "list[asyncio.Task[bool]]":
+        return [work.task for work in self._work.values() if work.task is not None]
+
+    def _phase(self) -> str:
+        if self._draining.is_set():
+            return "draining"
+        if not self._replica.gate.is_open:
+            return f"weights {self._replica.held.state.name.lower()}"
+        return f"generating {len(self._work)} groups" if self._work else "idle"
+
+    async def _renew(self) -> None:
+        """Keeps the leases of what is in hand; stops work on what is lost."""
+        while True:
+            await asyncio.sleep(self._settings.lease_s / 3)
+            metrics = Metrics()
+            metrics.sum("rollout/sampled_tokens", self._replica.num_sampled_tokens)
+            metrics.sum("rollout/busy_s", self._replica.busy_s)
+            export(metrics)
+            claims = [work.claim for work in self._work.values()]
+            try:
+                lost = await asyncio.to_thread(self._queue.renew, claims)
+            except StoreUnavailableError as error:
+                logger.warning("leases are not renewed: %s", error.message)
+                continue
+            for claim in lost:
+                self._lose(claim)
+
+    def _lose(self, claim: Claim) -> None:
+        work = self._work.get(claim.entry_id)
+        if work is None:
+            return
+        logger.warning("group %d is no longer ours", claim.group.gid)
+        if work.task is None:
+            del self._work[claim.entry_id]
+        else:
+            work.task.cancel()
+
+    # --- one group ----------------------------------------------------------------------------------------------------------------------------------
+
+    async def _group(self, claim: Claim) -> bool:
+        """Brings one group to its end; whether it was committed."""
+        with attached(claim.traceparent), tracer().start_as_current_span("rollout.group", attributes={"gid": claim.group.gid, "deliveries": claim.deliveries}):
+            try:
+                async with asyncio.timeout(self._settings.generation_timeout_s):
+                    await self._sample_and_commit(claim)
+                return True
+            except WorkerLostError:
+                raise
+            except LeaseLostError as error:
+                logger.warning("group %d was sampled in vain: %s", claim.group.gid, error.message)
+            except (UnavailableError, WrongVersionError, DeadlineError) as error:
+                await self._release(claim, error.message)
+            except TimeoutError:
+                if not self._replica.gate.is_open:
+                    await self._release(claim, "no weights were attested in time")
+                else:
+                    logger.error("group %d abandoned: not sampled within %.0f s", claim.group.gid, self._settings.generation_timeout_s)
+            except RoleCallError as error:
+                logger.error("group %d abandoned: %s", claim.group.gid, error.message)
+            return False
+
+    async def _sample_and_commit(self, claim: Claim) -> None:
+        group = claim.group
+        requests = group_requests(group, claim.token, self._replica.cache_salt)
+        self._replica.require_room(requests[0].prompt_token_ids, f"group {group.gid}")
+        responses: list[Response | None] = [None] * len(requests)
+        async for index, response in self._replica.sample_all(requests):
+            responses[index] = response
+        whole = [response for response in responses if response is not None]
+        refs = await self._stage(claim, whole)
+        spans = {(version, digest) for response in whole for version, digest in response.digests.items()}
+        versions = sorted(version for version, _ in spans)
+        committed = trajectory_pb2.CommittedGroup(
+            gid=group.gid, rows=refs, min_policy_version=versions[0], max_policy_version=versions[-1], traceparent=claim.traceparent
+        )
+        async with self._replica.gate.leaving():
+            await asyncio.to_thread(self._queue.commit, claim, committed, spans)
+        await asyncio.to_thread(self._rows.persist, refs)
+
+    async def _stage(self, claim: Claim, responses: list[Response]) -> list[trajectory_pb2.RowRef]:
+        group = claim.group
+        ids = prompt_token_ids(group.prompt)
+        refs, arrays, metas = [], [], []
+        for index, response in enumerate(responses):
+            id = trajectory_id(group.gid, index)
+            meta = trajectory_meta(id, group.prompt, group.sampling, response, self._tokenizer, self._settings.consumer)
+            meta.gid, meta.index, meta.traceparent = group.gid, index, claim.traceparent
+            refs.append(self._rows.ref(id, claim.token, len(ids) + len(response.sample.token_ids)))
+            arrays.append(columns(ids, response))
+            metas.append(meta)
+        while True:
+            try:
+                await asyncio.to_thread(self._rows.stage_many, refs, arrays, metas, self._settings.row_expiry_s)
+                return refs
+            except StoreFullError as error:
+                logger.warning("group %d waits for the store: %s", group.gid, error.message)
+                await asyncio.sleep(FULL_S)
+
+    async def _release(self, claim: Claim, reason: str) -> None:
+        logger.info("group %d released: %s", claim.group.gid, reason)
+        try:
+            await asyncio.to_thread(self._queue.release, [claim])
+        except StoreUnavailableError as error:
+            logger.warning("group %d could not be released and is left to its lease: %s", claim.group.gid, error.message)

@@ -1,0 +1,274 @@
+"""One rollout replica: an engine, the weights it holds and the gate between what it samples and the world.
+
+Owns the order of a publish on this side: shut the gate, pause, load, probe, and open again only when Resume names what is held. It is not the pull loop
+(pull.py) and not the gRPC surface (service.py); both sample through it.
+
+The probe has to run in the engine's own scheduler, which computes nothing while paused, and a paused engine may hold kept requests. So the scheduler runs
+for the probe alone with the gate shut: kept requests may sample a few tokens meanwhile, under weights that nobody attested. Nothing of it leaves: a
+response passes only when every version in its spans was attested to this engine.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from rolecall.errors import (
+    ChannelBrokenError,
+    ConflictError,
+    DeadlineError,
+    InvalidInputError,
+    PromptTooLongError,
+    RoleCallError,
+    StaleEpochError,
+    StaleVersionError,
+    TornWeightsError,
+    UnavailableError,
+)
+from rolecall.wire import Array
+from services.rollout.gate import Gate
+from services.rollout.sampling import PauseMode, Received, RolloutEngine, Sample, SampleRequest
+from services.rollout.state import HeldWeights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Response:
+    """A sample that may leave."""
+
+    sample: Sample
+    digests: dict[int, str]
+    """Weight digest of each version in the sample's spans."""
+    generation_s: float
+    """Seconds from submission to the last token."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One version that is about to arrive."""
+
+    epoch: int
+    policy_version: int
+    pause_mode: PauseMode
+    bucket_timeout_s: float
+    probe_token_ids: Sequence[int] | None
+    """Tokens to run on the loaded weights; None: no probe."""
+
+
+class BusyClock:
+    """Seconds during which the engine had work and was not paused."""
+
+    def __init__(self) -> None:
+        self._num_running = 0
+        self._paused = True
+        self._since: float | None = None
+        self._total_s = 0.0
+
+    def change(self, running: int = 0, paused: bool | None = None) -> None:
+        """Counts `running` requests more (or fewer), or notes a pause or its end."""
+        now = time.monotonic()
+        if self._since is not None:
+            self._total_s += now - self._since
+        self._num_running += running
+        self._paused = self._paused if paused is None else paused
+        self._since = now if self._num_running and not self._paused else None
+
+    @property
+    def total_s(self) -> float:
+        """Until now."""
+        self.change()
+        return self._total_s
+
+
+class Replica:
+    """Samples for whoever asks, and takes weights from the channel. Used from one event loop."""
+
+    def __init__(self, engine: RolloutEngine, *, pause_timeout_s: float, load_timeout_s: float, on_serving: Callable[[bool], Awaitable[None]]) -> None:
+        """`pause_timeout_s` bounds one pause (mode WAIT finishes what runs), `load_timeout_s` one load; `on_serving` is told whether the replica serves."""
+        self._engine = engine
+        self._pause_timeout_s = pause_timeout_s
+        self._load_timeout_s = load_timeout_s
+        self._epoch = -1
+        self._on_serving = on_serving
+        self._changing = asyncio.Lock()
+        self._busy = BusyClock()
+        self._load: asyncio.Task[tuple[Received, Array | None]] | None = None
+        self.info = engine.info
+        self.held = HeldWeights()
+        """Asked before anything is served."""
+        self.gate = Gate()
+        """Everything sampled passes it."""
+        self.draining = False
+        """Set once by drain(): nothing new is taken."""
+        self.num_sampled_tokens = 0
+        """Since start."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds the engine had work since start."""
+        return self._busy.total_s
+
+    # --- sampling -----------------------------------------------------------------------------------------------------------------------------------
+
+    def require_room(self, prompt_token_ids: Sequence[int], what: str) -> None:
+        """PromptTooLongError when `what` leaves no room for a single token, InvalidInputError when it is empty."""
+        if not prompt_token_ids:
+            raise InvalidInputError(f"{what} has no prompt tokens")
+        if len(prompt_token_ids) >= self.info.max_model_tokens:
+            raise PromptTooLongError(
+                f"{what} has {len(prompt_token_ids)} prompt tokens; the model takes {self.info.max_model_tokens} in all, response included"
+            )
+
+    def require_serving(self, policy_version: int | None = None) -> None:
+        """UnavailableError (NotAttestedError before the first attestation) unless new requests are taken now, at `policy_version` when one is given."""
+        self.held.require_attested(policy_version)
+        if self.draining or not self.gate.is_open:
+            raise UnavailableError("the replica is paused or draining; ask again or ask another")
+
+    @property
+    def cache_salt(self) -> str:
+        """Salt of the prefix cache for requests submitted now."""
+        return f"v{self.held.policy_version}"
+
+    async def sample(self, request: SampleRequest) -> Response:
+        """One response, once the gate lets it out. Cancelling it aborts the request. Errors as SamplingEngine.sample, and NotAttestedError when some token came
+        from weights that were never attested."""
+        started = time.monotonic()
+        self._busy.change(running=1)
+        try:
+            sample = await self._engine.sample(request)
+        finally:
+            self._busy.change(running=-1)
+        generation_s = time.monotonic() - started
+        self.num_sampled_tokens += len(sample.token_ids)
+        await self.gate.wait()
+        return Response(sample, self.held.digests(span.policy_version for span in sample.spans), generation_s)
+
+    async def sample_all(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, Response], None]:
+        """(index, response) of each request as it ends. Leaving early, or the first error, aborts the rest."""
+        tasks = {asyncio.create_task(self.sample(request)): index for index, request in enumerate(requests)}
+        pending = set(tasks)
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    yield tasks[task], task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- weights ------------------------------------------------------------------------------------------------------------------------------------
+
+    async def join(self, epoch: int, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        """Takes part in an epoch of the weight channel. Not in line with other changes: a new epoch is what frees a load that is stuck in an older one.
+        StaleEpochError, ChannelBrokenError, DeadlineError."""
+        if epoch <= self._epoch:
+            raise StaleEpochError(f"epoch {epoch} is not newer than {self._epoch}, which this replica has seen")
+        self._epoch = epoch
+        await self._engine.join(epoch, address, rank, world_size, timeout_s)
+
+    async def receive(self, transfer: Transfer) -> tuple[Received, Array | None]:
+        """Loads one version; the weights are LOADED after it and nothing is served. Also returns the probe's float32 [T] logprobs, if there is a probe.
+
+        A caller that leaves does not interrupt it: half a load would tear the weights for nothing.
+        StaleEpochError, StaleVersionError (nothing was touched); TornWeightsError when the load did not finish."""
+        self.held.check_newer(transfer.policy_version)
+        if transfer.epoch != self._epoch:
+            raise StaleEpochError(f"epoch {transfer.epoch} is not the one this replica joined last ({self._epoch}); open it first")
+        if transfer.probe_token_ids is not None:
+            self.require_room(transfer.probe_token_ids, "the probe")
+        if self._load is not None and not self._load.done():
+            raise ConflictError("another version is being received; wait for its answer")
+        self._load = asyncio.create_task(self._receive(transfer))
+        self._load.add_done_callback(_look_at)
+        return await asyncio.shield(self._load)
+
+    async def _receive(self, transfer: Transfer) -> tuple[Received, Array | None]:
+        async with self._changing:
+            await self._pause(transfer.pause_mode)
+            self.held.begin(transfer.policy_version)
+            try:
+                async with asyncio.timeout(self._load_timeout_s):
+                    received = await self._engine.receive(transfer.epoch, transfer.policy_version, transfer.bucket_timeout_s)
+            except (ChannelBrokenError, StaleEpochError, StaleVersionError):
+                self.held.untouched()
+                raise
+            except (RoleCallError, TimeoutError) as error:
+                self.held.torn()
+                await self._give_up()
+                raise TornWeightsError(f"the load of version {transfer.policy_version} did not finish: {error}") from error
+            self.held.loaded(received.digest)
+            logger.info("version %d loaded: %.1f MB in %.3f s", transfer.policy_version, received.num_bytes / 1e6, received.transfer_s)
+            return received, None if transfer.probe_token_ids is None else await self._probe(transfer.probe_token_ids)
+
+    async def _probe(self, token_ids: Sequence[int]) -> Array:
+        try:
+            async with asyncio.timeout(self._pause_timeout_s):
+                await self._engine.resume()
+                return await self._engine.probe(token_ids)
+        except TimeoutError as error:
+            raise DeadlineError(f"the probe took longer than {self._pause_timeout_s:.0f} s") from error
+        finally:
+            await self._engine.pause(PauseMode.KEEP)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Nothing leaves and nothing is sampled until resume. Idempotent."""
+        async with self._changing:
+            await self._pause(mode)
+
+    async def resume(self, policy_version: int, digest: str) -> None:
+        """Serves, if (policy_version, digest) is what the engine holds whole. Idempotent. TornWeightsError, WrongVersionError."""
+        self.held.check_whole()
+        async with self._changing:
+            self.held.attest(policy_version, digest)
+            await self._engine.resume()
+            self._busy.change(paused=False)
+            await self.gate.open()
+            await self._on_serving(not self.draining)
+
+    async def _pause(self, mode: PauseMode) -> None:
+        await self._on_serving(False)
+        await self.gate.shut()
+        try:
+            async with asyncio.timeout(self._pause_timeout_s):
+                await self._engine.pause(mode)
+        except TimeoutError as error:
+            raise DeadlineError(f"requests in flight did not come to rest within {self._pause_timeout_s:.0f} s; pause with KEEP or ABORT") from error
+        self._busy.change(paused=True)
+
+    async def _give_up(self) -> None:
+        await self._engine.pause(PauseMode.ABORT)
+        await self.gate.give_up()
+
+    # --- memory and the end -------------------------------------------------------------------------------------------------------------------------
+
+    async def sleep(self, level: int) -> None:
+        """Frees GPU memory; what is kept is given up with its KV cache. Level 2 leaves the weights TORN. ConflictError unless paused."""
+        if level not in (1, 2):
+            raise InvalidInputError(f"level {level} is not one: 1 keeps the weights in host memory, 2 drops them")
+        if self.gate.is_open:
+            raise ConflictError("the engine is serving; Pause it before Sleep")
+        async with self._changing:
+            await self._engine.sleep(level)
+            if level == 2:
+                self.held.torn()
+            await self.gate.give_up()
+
+    async def wake_up(self) -> None:
+        """Takes the memory back."""
+        async with self._changing:
+            await self._engine.wake_up()
+
+    async def stop_taking(self) -> None:
+        """Takes nothing new from now on; what runs goes on. Idempotent."""
+        self.draining = True
+        await self._on_serving(False)
+
+
+def _look_at(load: "asyncio.Task[tuple[Received, Array | None]]") -> None:
+    """The caller may have left; then the failure is said here."""
+    if not load.cancelled() and load.exception() is not None:
+        logger.warning("receiving weights failed: %s", load.exception())

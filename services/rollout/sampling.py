@@ -1,0 +1,134 @@
+"""The seams of a rollout: `SamplingEngine` samples, `EngineWeights` takes in new weights. Knows no gRPC server, no store and no torch.
+
+`engine.py` implements both over vLLM; `scripted.py` is the small in-process twin. One engine serves one replica; all calls come from one event loop.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from rolecall.v1 import trajectory_pb2, weights_pb2
+from rolecall.wire import Array
+
+
+class PauseMode(Enum):
+    """What a pause does with requests in flight."""
+
+    KEEP = "keep"
+    """Frozen; they go on after resume, on whatever weights are held then."""
+    WAIT = "wait"
+    """Finished first."""
+    ABORT = "abort"
+    """Ended at once; their sample() raises UnavailableError."""
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What is fixed while an engine lives."""
+
+    max_model_tokens: int
+    """Longest prompt + response."""
+    num_weight_ranks: int
+    """Ranks it takes in the weight channel."""
+    eos_token_ids: tuple[int, ...]
+    """Ids that end a response by the model's own configuration."""
+    can_sleep: bool
+    """Whether sleep and wake_up exist on this device."""
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One response to sample."""
+
+    request_id: str
+    """Unique among requests in flight."""
+    prompt_token_ids: Sequence[int]
+    sampling: trajectory_pb2.SamplingParams
+    seed: int
+    """63 bits; unused when temperature is 0."""
+    cache_salt: str
+    """Prefixes are shared only between requests of one salt."""
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Response tokens [start, end) were sampled by the weights of `policy_version`."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One finished response, stop token included."""
+
+    token_ids: tuple[int, ...]
+    """At least one."""
+    logprobs: Array
+    """float32 [n]: the sampler's, temperature applied; zeros when greedy."""
+    spans: tuple[VersionSpan, ...]
+    """Cover the response in order, without overlap."""
+    finish_reason: trajectory_pb2.FinishReason.ValueType
+    """STOP or LENGTH; an aborted response is an error instead."""
+
+
+@dataclass(frozen=True)
+class Received:
+    """What arrived in one transfer."""
+
+    fingerprints: tuple[weights_pb2.Fingerprint, ...]
+    """In the order sent."""
+    digest: str
+    """Hex, over names, dtypes, shapes and fingerprints."""
+    num_bytes: int
+    transfer_s: float
+    """From the first bucket to the last tensor loaded."""
+
+
+class SamplingEngine(Protocol):
+    """Samples tokens. Knows nothing of attestation: what it returns may not leave the process before the replica says so."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is fixed while the engine lives."""
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        """One response; waits while paused. Cancelling it aborts the request. UnavailableError when a pause aborted it; GenerationError when the
+        engine failed on it; WorkerLostError when the engine is gone for good."""
+
+    async def probe(self, token_ids: Sequence[int]) -> Array:
+        """float32 [T]: logprobs[t] of token t given those before it, at temperature 1; index 0 is 0. Ahead of all other requests; not while paused."""
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Returns when nothing is computed any more, with the prefix cache empty. New requests wait. Idempotent."""
+
+    async def resume(self) -> None:
+        """Goes on. Idempotent."""
+
+
+class EngineWeights(Protocol):
+    """Takes in new weights and gives memory back. Called while paused only, except for join and close."""
+
+    async def join(self, epoch: int, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        """All ranks of this engine take part in the weight channel's `epoch`, from rank `rank`. Aborts an older epoch, also one a receive is stuck in.
+        StaleEpochError, ChannelBrokenError, DeadlineError."""
+
+    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:
+        """Loads one version over the channel of `epoch`, which was joined, and checks that every parameter was covered.
+
+        StaleEpochError, StaleVersionError, ChannelBrokenError before anything was touched; after any other error the weights are torn."""
+
+    async def sleep(self, level: int) -> None:
+        """Level 1 keeps the weights in host memory, level 2 drops them. NotOnThisDeviceError on CPUs."""
+
+    async def wake_up(self) -> None:
+        """Takes the memory back. NotOnThisDeviceError on CPUs."""
+
+    async def close(self) -> None:
+        """Ends the engine and its processes within seconds."""
+
+
+class RolloutEngine(SamplingEngine, EngineWeights, Protocol):
+    """What a replica needs: both seams in one object."""

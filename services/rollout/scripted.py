@@ -1,0 +1,163 @@
+"""A small deterministic RolloutEngine in this process: the twin of vLLM for tests and for trying a pipeline without a model.
+
+A response's tokens follow from (prompt, seed, version) by a hash, so that two versions differ and a repetition does not. Token by token it yields to the
+event loop, so that requests can be paused, kept over a load and aborted as in the real engine. Weights are never received: each join or receive answers
+what the next entry of its script says.
+"""
+
+import asyncio
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rolecall.errors import NotOnThisDeviceError, RoleCallError, UnavailableError
+from rolecall.v1 import trajectory_pb2, weights_pb2
+from rolecall.wire import Array
+from services.rollout.sampling import EngineInfo, PauseMode, Received, Sample, SampleRequest, VersionSpan
+
+
+@dataclass
+class _Running:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    aborted: bool = False
+
+
+class ScriptedEngine:
+    """See the module."""
+
+    def __init__(self, *, vocab_size: int = 256, eos_token_id: int = 2, max_model_tokens: int = 64, token_s: float = 0.0, can_sleep: bool = False) -> None:
+        """Each token takes `token_s` seconds. About one token in eight is the end token."""
+        self._vocab_size = vocab_size
+        self._token_s = token_s
+        self._version = -1
+        self._running: dict[str, _Running] = {}
+        self._may_run = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._info = EngineInfo(max_model_tokens=max_model_tokens, num_weight_ranks=1, eos_token_ids=(eos_token_id,), can_sleep=can_sleep)
+        self.joined: list[int] = []
+        """Epochs joined, in order."""
+        self.failures: deque[RoleCallError] = deque()
+        """Errors that the next receives answer, one each; past them, receives succeed."""
+        self.sample_failures: dict[str, RoleCallError] = {}
+        """Errors by request id."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is fixed while the engine lives."""
+        return self._info
+
+    @property
+    def num_running(self) -> int:
+        """Requests in flight, kept ones included."""
+        return len(self._running)
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        """As SamplingEngine.sample."""
+        running = self._running[request.request_id] = _Running()
+        self._idle.clear()
+        try:
+            return await self._sample(request, running)
+        finally:
+            del self._running[request.request_id]
+            if not self._running:
+                self._idle.set()
+
+    async def _sample(self, request: SampleRequest, running: _Running) -> Sample:
+        room = self._info.max_model_tokens - len(request.prompt_token_ids)
+        stops = {*self._info.eos_token_ids, *request.sampling.stop_token_ids}
+        reason = trajectory_pb2.FINISH_REASON_LENGTH
+        while len(running.tokens) < min(room, request.sampling.max_tokens) and reason == trajectory_pb2.FINISH_REASON_LENGTH:
+            await asyncio.sleep(self._token_s)
+            await self._may_run.wait()
+            if running.aborted:
+                raise UnavailableError(f"request {request.request_id} was aborted by a pause; ask again")
+            if request.request_id in self.sample_failures:
+                raise self.sample_failures[request.request_id]
+            token, logprob = self._next(request, len(running.tokens))
+            running.tokens.append(token)
+            running.logprobs.append(logprob)
+            running.versions.append(self._version)
+            if token in stops:
+                reason = trajectory_pb2.FINISH_REASON_STOP
+        greedy = request.sampling.temperature == 0
+        logprobs = np.array(running.logprobs, dtype=np.float32) * (0.0 if greedy else 1.0)
+        return Sample(tuple(running.tokens), logprobs.astype(np.float32), tuple(_spans(running.versions)), reason)
+
+    def _next(self, request: SampleRequest, position: int) -> tuple[int, float]:
+        seed = 0 if request.sampling.temperature == 0 else request.seed
+        text = f"{list(request.prompt_token_ids)}/{seed}/{self._version}/{position}".encode()
+        draw = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
+        token = self._info.eos_token_ids[0] if draw % 8 == 0 else 3 + draw % (self._vocab_size - 3)
+        return token, -1.0 - (draw % 1000) / 1000
+
+    async def probe(self, token_ids: Sequence[int]) -> Array:
+        """As SamplingEngine.probe: -(version + 1) / 8 at every token but the first."""
+        await self._may_run.wait()
+        logprobs = np.full(len(token_ids), -(self._version + 1) / 8, dtype=np.float32)
+        logprobs[0] = 0.0
+        return logprobs
+
+    async def pause(self, mode: PauseMode) -> None:
+        """As SamplingEngine.pause."""
+        if mode is PauseMode.WAIT and self._may_run.is_set():
+            await self._idle.wait()
+        if mode is PauseMode.ABORT:
+            for running in self._running.values():
+                running.aborted = True
+            self._may_run.set()
+            await self._idle.wait()
+        self._may_run.clear()
+
+    async def resume(self) -> None:
+        """As SamplingEngine.resume."""
+        self._may_run.set()
+
+    async def join(self, epoch: int, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        """As EngineWeights.join."""
+        self.joined.append(epoch)
+
+    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:
+        """As EngineWeights.receive: takes the version on, or fails as the script says."""
+        await asyncio.sleep(self._token_s)
+        if self.failures:
+            raise self.failures.popleft()
+        self._version = policy_version
+        fingerprint = weights_pb2.Fingerprint(name="model.weight", value=policy_version)
+        return Received((fingerprint,), digest_of(policy_version), num_bytes=8, transfer_s=0.001)
+
+    async def sleep(self, level: int) -> None:
+        """As EngineWeights.sleep."""
+        self._require_gpu()
+        await self.pause(PauseMode.ABORT)
+
+    async def wake_up(self) -> None:
+        """As EngineWeights.wake_up."""
+        self._require_gpu()
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+    def _require_gpu(self) -> None:
+        if not self._info.can_sleep:
+            raise NotOnThisDeviceError("sleep and wake-up free GPU memory; this engine has none")
+
+
+def digest_of(policy_version: int) -> str:
+    """Digest of the scripted weights of a version."""
+    return hashlib.sha256(str(policy_version).encode()).hexdigest()
+
+
+def _spans(versions: Iterable[int]) -> list[VersionSpan]:
+    spans: list[VersionSpan] = []
+    for position, version in enumerate(versions):
+        if spans and spans[-1].policy_version == version:
+            spans[-1] = VersionSpan(version, spans[-1].start, position + 1)
+        else:
+            spans.append(VersionSpan(version, position, position + 1))
+    return spans

@@ -1,0 +1,89 @@
+"""From prompt groups to sample requests, and from responses to rows: pure functions between the contract's messages and the engine's types."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rolecall.errors import InvalidInputError
+from rolecall.tokenizer import ChatTokenizer
+from rolecall.trajectory import seed_of
+from rolecall.v1 import trajectory_pb2
+from rolecall.wire import Array, decode_array
+from services.rollout.replica import Response
+from services.rollout.sampling import SampleRequest
+
+MAX_RESPONSES = 1024
+"""Most responses to one prompt."""
+
+
+def prompt_token_ids(prompt: trajectory_pb2.Prompt) -> list[int]:
+    """The rendered prompt's ids."""
+    data = prompt.token_ids
+    ids: list[int] = decode_array(data, "<i4", (len(data) // 4,), "prompt.token_ids").tolist()
+    return ids
+
+
+def check_sampling(sampling: trajectory_pb2.SamplingParams, num_responses: int) -> None:
+    """InvalidInputError names the field that is out of range."""
+    if not 1 <= num_responses <= MAX_RESPONSES:
+        raise InvalidInputError(f"num_responses is {num_responses}; it must be 1 to {MAX_RESPONSES}")
+    if not sampling.temperature >= 0:
+        raise InvalidInputError(f"sampling.temperature is {sampling.temperature}; it must be 0 (greedy) or more")
+    if not 0 < sampling.top_p <= 1:
+        raise InvalidInputError(f"sampling.top_p is {sampling.top_p}; it must be in (0, 1]")
+    if sampling.max_tokens < 1:
+        raise InvalidInputError(f"sampling.max_tokens is {sampling.max_tokens}; it must be at least 1")
+
+
+def group_requests(group: trajectory_pb2.PromptGroup, attempt: str, cache_salt: str) -> list[SampleRequest]:
+    """G requests; seeds are those of (run seed, gid, i), whoever samples and however often. `attempt` keeps request ids of two attempts apart."""
+    ids = prompt_token_ids(group.prompt)
+    check_sampling(group.sampling, group.num_responses)
+    return [
+        SampleRequest(f"{group.gid}/{i}:{attempt}", ids, group.sampling, seed_of(group.run_seed, group.gid, i), cache_salt) for i in range(group.num_responses)
+    ]
+
+
+def columns(ids: Sequence[int], response: Response) -> dict[str, Array]:
+    """The sampled columns of one trajectory: token_ids int32, response_mask uint8, rollout_logprobs float32, policy_versions int32, all [T]."""
+    sample, start = response.sample, len(ids)
+    num_tokens = start + len(sample.token_ids)
+    token_ids = np.array([*ids, *sample.token_ids], dtype=np.int32)
+    mask = np.zeros(num_tokens, dtype=np.uint8)
+    mask[start:] = 1
+    logprobs = np.zeros(num_tokens, dtype=np.float32)
+    logprobs[start:] = sample.logprobs
+    versions = np.full(num_tokens, -1, dtype=np.int32)
+    for span in sample.spans:
+        versions[start + span.start : start + span.end] = span.policy_version
+    return {"token_ids": token_ids, "response_mask": mask, "rollout_logprobs": logprobs, "policy_versions": versions}
+
+
+def trajectory_meta(
+    id: str, prompt: trajectory_pb2.Prompt, sampling: trajectory_pb2.SamplingParams, response: Response, tokenizer: ChatTokenizer, consumer: str
+) -> trajectory_pb2.TrajectoryMeta:
+    """What is known of one trajectory beside its arrays; gid, index and traceparent are left to the caller."""
+    sample, num_prompt_tokens = response.sample, len(prompt.token_ids) // 4
+    described = trajectory_pb2.Prompt()
+    described.CopyFrom(prompt)
+    described.ClearField("token_ids")
+    return trajectory_pb2.TrajectoryMeta(
+        id=id,
+        prompt=described,
+        num_prompt_tokens=num_prompt_tokens,
+        response_text=tokenizer.decode(sample.token_ids),
+        sampling=sampling,
+        finish_reason=sample.finish_reason,
+        spans=[
+            trajectory_pb2.Span(
+                policy_version=span.policy_version,
+                weights_digest=response.digests[span.policy_version],
+                worker=consumer,
+                start=num_prompt_tokens + span.start,
+                end=num_prompt_tokens + span.end,
+            )
+            for span in sample.spans
+        ],
+        tokenizer_digest=tokenizer.digest,
+        generation_s=response.generation_s,
+    )
