@@ -101,6 +101,15 @@ def decode_column(name: str, data: bytes, num_tokens: int) -> Array:
     return decode_array(data, spec.dtype, (num_tokens,) if spec.per_token else spec.shape, f"column {name!r}")
 
 
+def row_bytes(num_tokens: int, num_references: int, *, critic: bool) -> int:
+    """Bytes of one stored trajectory of `num_tokens` tokens: its columns, and 2 KiB for keys, meta and the store's own overhead.
+
+    Per token: token_ids 4, response_mask 1, rollout_logprobs 4, policy_versions 4, loss_mask 1, advantages 4, returns 4, old_logprobs 4, token_rewards 4,
+    values 4 with a critic, 4 for each reference; and 4 for the response's text, once in meta."""
+    per_token = 34 + 4 * critic + 4 * num_references
+    return num_tokens * per_token + 2048
+
+
 def seed_of(run_seed: int, gid: int, index: int) -> int:
     """The sampling seed of response `index` of group `gid`: 63 bits, the same whoever samples it and however often."""
     text = f"{run_seed}/{gid}/{index}".encode()

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
-from services.controller.admission import AdmissionPolicy, row_bytes
+from rolecall.trajectory import row_bytes
+from services.controller.admission import AdmissionPolicy
 
 STORE_SHARE = 0.8
 """Part of store.max_bytes that rows may take; the rest is the ledger's, the server's buffers' and a rewrite of the append-only file's."""

@@ -12,9 +12,9 @@ from rolecall.errors import RoleCallError
 from rolecall.settings import RunSettings
 from rolecall.store.rows import Rows
 from rolecall.telemetry import Metrics
+from rolecall.trajectory import row_bytes
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.wire import Array
-from services.controller.admission import row_bytes
 from services.controller.assembly import ScoredGroup
 from services.controller.fleet import Fleet
 
