@@ -713,3 +713,15 @@ def parent_to_die_with() -> int | None:
     if not value.isdigit():
         raise ConfigError(f"ROLECALL_DIE_WITH_PARENT is {value!r}; it must be 1 or the pid of the parent")
     return int(value)
+
+
+def rank_of_process() -> tuple[int, int, int]:
+    """RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them; (0, 1, 0) outside it."""
+    rank, world_size, local_rank = (os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
+    return int(rank), int(world_size), int(local_rank)
+
+
+def visible_gpus() -> tuple[int, ...] | None:
+    """CUDA_VISIBLE_DEVICES as GPU indices of this machine, in the order torch numbers them; None when it is not set."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if value is None else tuple(int(index) for index in value.split(",") if index.strip().isdigit())

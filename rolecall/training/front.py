@@ -4,7 +4,6 @@ Torch-free: it knows an engine by the Protocols below, whose methods block and a
 servicers own the names of the methods.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -35,6 +34,12 @@ class ColumnEngine(Protocol):
 
     def compute(self, rows: Sequence[RowRef]) -> frozenset[str]:
         """Computes and writes the column of `rows`, each named once; returns the keys of those that held it before. RowMissingError."""
+
+    def keep_alive(self) -> None:
+        """Shows the other ranks that this one lives."""
+
+    def stop(self) -> None:
+        """Lets the other ranks go; the last call."""
 
 
 class TrainerEngine(ColumnEngine, Protocol):
@@ -71,7 +76,8 @@ class ColumnFront:
 
     def start(self) -> None:
         """Starts serving calls."""
-        self.lane.start()
+        if self._engine.world_size > 1:
+            self.lane.start_keep_alive(self._engine.keep_alive)
         self._batcher.start()
 
     async def compute(self, request: training_pb2.ComputeColumnRequest) -> training_pb2.ComputeColumnResponse:
@@ -79,10 +85,13 @@ class ColumnFront:
         self.fence.check(request.ctl)
         return await self._batcher.compute(request.rows)
 
-    async def close(self, last: Callable[[], None]) -> None:
-        """Stops serving; `last` is the lane's last work."""
+    async def drain(self) -> None:
+        """Lets what is under way finish; nothing, for a column."""
+
+    async def close(self) -> None:
+        """Stops serving and lets the other ranks go."""
         await self._batcher.close()
-        await self.lane.close(last)
+        await self.lane.close(self._engine.stop)
 
 
 class TrainerFront(ColumnFront):
@@ -147,8 +156,3 @@ class TrainerFront(ColumnFront):
     async def drain(self) -> None:
         """Lets the step under way finish, at most DRAIN_S."""
         await self._chain.finish(DRAIN_S)
-
-
-async def read_at_start(read_ctl: Callable[[], int]) -> Fence:
-    """The fence of a starting service: at the store's ctl."""
-    return Fence(await asyncio.to_thread(read_ctl))

@@ -1,7 +1,7 @@
 """The ranks of one trainer: rank 0 leads, the rest follow commands that arrive as serialized protobuf over a Gloo group of their own.
 
 Owns the command group and what crosses it: commands, agreement on errors, small sums and gathered bytes. Not the collectives of the model, which
-belong to the engine's group. A follower never waits without a deadline: while idle, rank 0 sends a keep-alive every KEEP_ALIVE_S.
+belong to the engine's group. A follower never waits without a deadline: while idle, rank 0 sends a keep-alive every lane.KEEP_ALIVE_S.
 
 Errors: work that touches no collective runs under `agree`. When it fails on any rank with a RoleCallError, every rank raises one and the group goes on.
 Any other error ends its process; torchrun then ends the others, and the role restarts from its checkpoint.
@@ -23,8 +23,6 @@ from rolecall.wire import Array
 
 T = TypeVar("T")
 
-KEEP_ALIVE_S = 5.0
-"""Seconds without a command after which rank 0 sends a keep-alive."""
 COMMAND_TIMEOUT_S = 120.0
 """Deadline of every wait on the command group: bounds how far ranks drift apart between two collectives of one step."""
 

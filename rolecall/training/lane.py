@@ -20,6 +20,10 @@ MAX_WAITING = 64
 """Pieces of work that may wait for the device; one more is refused."""
 
 
+KEEP_ALIVE_S = 5.0
+"""Seconds without work after which the other ranks are shown that this one lives."""
+
+
 class Pulse(Protocol):
     """Where the thread shows that it moves: the role's membership."""
 
@@ -33,11 +37,8 @@ class Pulse(Protocol):
 class Lane:
     """Runs one piece of work at a time, in the order of the calls."""
 
-    def __init__(self, keep_alive: Callable[[], None] | None = None, keep_alive_s: float = 5.0) -> None:
-        """`keep_alive` is called in the thread after each `keep_alive_s` seconds without work; None: never."""
+    def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="device")
-        self._keep_alive = keep_alive
-        self._keep_alive_s = keep_alive_s
         self._waiting = 0
         self._pulse: Pulse | None = None
         self._last_work = time.monotonic()
@@ -83,15 +84,14 @@ class Lane:
             log.error("the device thread failed: %s", error, exc_info=error)
             self.failed.set_exception(error)
 
-    def start(self) -> None:
-        """Starts the keep-alive, if there is one."""
-        if self._keep_alive is not None:
-            self._ticker = asyncio.create_task(self._tick(self._keep_alive))
+    def start_keep_alive(self, keep_alive: Callable[[], None]) -> None:
+        """Has `keep_alive` called in the thread after each KEEP_ALIVE_S seconds without work."""
+        self._ticker = asyncio.create_task(self._tick(keep_alive))
 
     async def _tick(self, keep_alive: Callable[[], None]) -> None:
         while not self.failed.done():
-            await asyncio.sleep(self._keep_alive_s)
-            if not self._waiting and time.monotonic() - self._last_work >= self._keep_alive_s:
+            await asyncio.sleep(KEEP_ALIVE_S)
+            if not self._waiting and time.monotonic() - self._last_work >= KEEP_ALIVE_S:
                 await self.run(keep_alive, "idle")
 
     async def close(self, last: Callable[[], None] | None = None, timeout_s: float = 30.0) -> None:

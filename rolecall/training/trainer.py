@@ -61,6 +61,14 @@ class ColumnRanks:
         self.group.announce(TrainerCommand(compute=command_pb2.ComputeColumnCommand(rows=rows)))
         return self._compute(rows)
 
+    def keep_alive(self) -> None:
+        """front.ColumnEngine.keep_alive."""
+        self.group.keep_alive()
+
+    def stop(self) -> None:
+        """front.ColumnEngine.stop."""
+        self.group.stop()
+
     def _compute(self, rows: Sequence[RowRef]) -> frozenset[str]:
         return compute_column(self.bench, rows, self._recipe.columns, self._recipe.encode)
 

@@ -165,16 +165,20 @@ class PublishCommand(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    PROBE_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version they are sent under."""
+    probe_token_ids: _builtins.bytes
+    """int32 little-endian ids to compute the probe's logprobs of; empty: no probe."""
     def __init__(
         self,
         *,
         policy_version: _builtins.int = ...,
+        probe_token_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "probe_token_ids", b"probe_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,69 @@
+"""Mini-batches and epochs over a share, with any objective: what actor and critic do alike inside a step.
+
+Owns the order of optimizer steps and their metrics (gradient norm, learning rate, skipped steps, tokens/s). Objectives are training/objectives.py's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rolecall.algorithms.aggregation import Counts
+from rolecall.telemetry import Metrics
+from rolecall.training.chain import Progress
+from rolecall.training.engine import Loss, Microbatch, TokenOutputs, ValueOutputs
+from rolecall.training.share import Bench, TrainShare
+from rolecall.v1.trajectory_pb2 import REDUCTION_SUM
+
+
+@dataclass
+class Counted:
+    """Counts microbatches of a step as they are done."""
+
+    progress: Progress
+    num_total: int
+    num_done: int = 0
+
+    def advance(self, num: int = 1) -> None:
+        """`num` more are done."""
+        self.num_done += num
+        self.progress.report(self.num_done, self.num_total)
+
+
+def optimize(bench: Bench, share: TrainShare, objective: Callable[[Counts], Loss], num_epochs: int, counted: Counted, role: str) -> tuple[Metrics, int]:
+    """Every mini-batch of every epoch: gradients, then one optimizer step. This rank's metrics and the number of skipped steps. A collective."""
+    metrics, skipped = Metrics(), 0
+    for _ in range(num_epochs):
+        for minibatch in share.minibatches:
+            loss = _counting(objective(minibatch.counts), counted)
+            metrics.merge(bench.engine.forward_backward(minibatch.microbatches, loss, entropy=True))
+            outcome = bench.engine.step()
+            skipped += not outcome.applied
+            if bench.group.leads and outcome.applied:
+                metrics.mean(f"{role}/grad_norm", outcome.grad_norm)
+                metrics.max(f"{role}/grad_norm_max", outcome.grad_norm)
+            if bench.group.leads:
+                metrics.mean(f"{role}/learning_rate", outcome.learning_rate)
+    if bench.group.leads:
+        metrics.sum(f"{role}/skipped_steps", skipped)
+    return metrics, skipped
+
+
+def per_update(metrics: Metrics, names: tuple[str, ...], num_updates: int) -> Metrics:
+    """`metrics` with the sums `names`, which added up over mini-batches, as shares of a mean over `num_updates` of them."""
+    shared = Metrics()
+    for metric in metrics.to_proto():
+        if metric.name in names and metric.reduction == REDUCTION_SUM:
+            shared.sum(metric.name, metric.value / num_updates)
+        else:
+            shared.merge(Metrics.from_proto([metric]))
+    return shared
+
+
+def _counting(loss: Loss, counted: Counted) -> Loss:
+    def wrapped(microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> tuple[torch.Tensor, Metrics]:
+        result = loss(microbatch, outputs)
+        counted.advance()
+        return result
+
+    return wrapped

@@ -1,0 +1,1 @@
+"""The actor: the policy, its optimizer and the root of the weight channel."""

@@ -1,0 +1,47 @@
+"""Starts the actor: `rolecall serve actor --config run.yaml`; with num_ranks > 1, under torchrun."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from rolecall import telemetry
+from rolecall.rpc.process import ServiceArgs, parse_args, run, stop_requested
+from rolecall.settings import rank_of_process
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the process."""
+    args = parse_args("actor", argv)
+    telemetry.configure(args.settings.telemetry, "actor", args.worker)
+    return run(lambda: _serve(args), "actor")
+
+
+async def _serve(args: ServiceArgs) -> None:
+    from rolecall.store.connection import connect
+    from rolecall.store.sealed import read_ctl, read_sealed
+    from rolecall.training.fence import Fence
+    from rolecall.training.front import TrainerFront
+    from rolecall.training.host import host, make_server
+    from rolecall.training.lane import Lane
+    from rolecall.v1 import actor_pb2_grpc, controller_pb2
+    from services.actor.engine import build
+    from services.actor.service import ActorServicer
+
+    settings, section = args.settings, args.settings.actor
+    connection = await asyncio.to_thread(connect, settings.store)
+    if rank_of_process()[0] > 0:
+        stop_requested()  # a follower leaves when rank 0 says so, not at a signal
+        await asyncio.to_thread(lambda: build(settings, connection).follow())
+        return
+    lane = Lane()
+    engine = await lane.run(lambda: build(settings, connection), "loading the model")
+    fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
+    consumer = f"{args.worker}.{args.incarnation}"
+    front = TrainerFront(engine, lambda step: read_sealed(connection, settings.run.name, step), lane, fence, section.token_budget, consumer)
+    server = make_server(settings, section)
+    server.add(actor_pb2_grpc.add_ActorServiceServicer_to_server, ActorServicer(engine, front), "rolecall.v1.ActorService")
+    await host(args, section, controller_pb2.ROLE_ACTOR, server, front, on_drain=lambda: asyncio.to_thread(engine.close))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The critic: a value model and its optimizer."""

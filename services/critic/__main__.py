@@ -1,0 +1,48 @@
+"""Starts the critic: `rolecall serve critic --config run.yaml`; with num_ranks > 1, under torchrun."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from rolecall import telemetry
+from rolecall.rpc.process import ServiceArgs, parse_args, run, stop_requested
+from rolecall.settings import rank_of_process
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the process."""
+    args = parse_args("critic", argv)
+    telemetry.configure(args.settings.telemetry, "critic", args.worker)
+    return run(lambda: _serve(args), "critic")
+
+
+async def _serve(args: ServiceArgs) -> None:
+    from rolecall.store.connection import connect
+    from rolecall.store.sealed import read_ctl, read_sealed
+    from rolecall.training.fence import Fence
+    from rolecall.training.front import TrainerFront
+    from rolecall.training.host import host, make_server
+    from rolecall.training.lane import Lane
+    from rolecall.v1 import controller_pb2, critic_pb2_grpc
+    from services.critic import config
+    from services.critic.engine import build
+    from services.critic.service import CriticServicer
+
+    settings, section = args.settings, config.section(args.settings)
+    connection = await asyncio.to_thread(connect, settings.store)
+    if rank_of_process()[0] > 0:
+        stop_requested()  # a follower leaves when rank 0 says so, not at a signal
+        await asyncio.to_thread(lambda: build(settings, connection).follow())
+        return
+    lane = Lane()
+    engine = await lane.run(lambda: build(settings, connection), "loading the model")
+    fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
+    consumer = f"{args.worker}.{args.incarnation}"
+    front = TrainerFront(engine, lambda step: read_sealed(connection, settings.run.name, step), lane, fence, section.token_budget, consumer)
+    server = make_server(settings, section)
+    server.add(critic_pb2_grpc.add_CriticServiceServicer_to_server, CriticServicer(front), "rolecall.v1.CriticService")
+    await host(args, section, controller_pb2.ROLE_CRITIC, server, front)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""The critic on its ranks: values of sampled tokens, and value-loss steps on sealed batches. Knows tensors and no gRPC."""
+
+import time
+
+import numpy as np
+
+from rolecall.settings import RunSettings
+from rolecall.store.connection import Connection
+from rolecall.telemetry import Metrics
+from rolecall.training.applied import Applied
+from rolecall.training.chain import Progress
+from rolecall.training.engine import EngineState, Microbatch, TokenOutputs, ValueOutputs
+from rolecall.training.objectives import VALUE_COLUMNS, ValueObjective
+from rolecall.training.packing import unpack
+from rolecall.training.ranks import start_bench
+from rolecall.training.share import Bench, read_share
+from rolecall.training.steps import Counted, optimize, per_update
+from rolecall.training.trainer import TrainerRanks
+from rolecall.trajectory import seed_of
+from rolecall.v1.trajectory_pb2 import TrainBatch
+from rolecall.wire import Array
+from services.critic import config
+
+_SUMS = ("critic/loss",)
+
+
+class ValueSteps:
+    """The critic's StepRecipe."""
+
+    columns: tuple[str, ...] = ("values", "bootstrap_value")
+
+    def __init__(self, settings: RunSettings) -> None:
+        self._clip_eps = config.section(settings).value_clip_eps
+        self._num_minibatches = config.num_minibatches(settings)
+        self._num_epochs = settings.algorithm.num_epochs
+        self._seed = settings.run.seed
+
+    def encode(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> list[dict[str, Array]]:
+        """ColumnRecipe.encode."""
+        assert isinstance(outputs, ValueOutputs)
+        last_S = outputs.bootstrap_values_S.detach().to("cpu").numpy().astype(np.float32)
+        values = unpack(outputs.values_N, microbatch.lengths)
+        return [{"values": values_T, "bootstrap_value": last[None]} for values_T, last in zip(values, last_S, strict=True)]
+
+    def apply(self, bench: Bench, batch: TrainBatch, applied: Applied, progress: Progress) -> tuple[Metrics, int]:
+        """StepRecipe.apply. The clip is around the values of the rows: those the critic gave before the batch was sealed."""
+        started = time.perf_counter()
+        share = read_share(bench, batch, VALUE_COLUMNS, self._num_minibatches, seed_of(self._seed, batch.step, 0))
+        read_s = time.perf_counter() - started
+        counted = Counted(progress, len(share.microbatches) * self._num_epochs)
+        metrics, skipped = optimize(bench, share, lambda counts: ValueObjective(self._clip_eps, counts), self._num_epochs, counted, "critic")
+        metrics = per_update(metrics, _SUMS, self._num_minibatches * self._num_epochs)
+        _add_explained_variance(bench, metrics, share.rows)
+        if bench.group.leads:
+            metrics.mean("critic/read_s", read_s)
+            metrics.mean("critic/tokens_per_s", share.num_tokens / (time.perf_counter() - started))
+            metrics.sum("critic/tokens", share.num_tokens)
+        return metrics, skipped
+
+
+def build(settings: RunSettings, connection: Connection) -> "CriticEngine":
+    """This rank's engine, its model loaded; a collective. ConfigError."""
+    section = config.section(settings)
+    engine, bench = start_bench(
+        settings,
+        section,
+        connection,
+        path=config.model_path(settings),
+        head="value",
+        optimizer=section.optimizer,
+        total_steps=config.num_optimizer_steps(settings),
+    )
+    return CriticEngine(settings, bench, engine, engine.num_parameters)
+
+
+class CriticEngine(TrainerRanks):
+    """front.TrainerEngine over the ranks of a group."""
+
+    def __init__(self, settings: RunSettings, bench: Bench, state: EngineState, num_parameters: int) -> None:
+        super().__init__(bench, ValueSteps(settings), state, num_parameters)
+
+
+def _add_explained_variance(bench: Bench, metrics: Metrics, rows: list[dict[str, Array]]) -> None:
+    """1 - var(returns - values) / var(returns) of the values the batch's advantages were made of; a collective."""
+    masks = [row["loss_mask"] != 0 for row in rows]
+    returns = np.concatenate([np.zeros(0), *(row["returns"][mask].astype(np.float64) for row, mask in zip(rows, masks, strict=True))])
+    errors = returns - np.concatenate([np.zeros(0), *(row["values"][mask].astype(np.float64) for row, mask in zip(rows, masks, strict=True))])
+    num, sum_r, sum_rr, sum_e, sum_ee = bench.group.sum(np.array([returns.size, returns.sum(), (returns**2).sum(), errors.sum(), (errors**2).sum()]))
+    variance = sum_rr / num - (sum_r / num) ** 2 if num else 0.0
+    if bench.group.leads and variance > 0:
+        metrics.mean("critic/explained_variance", 1 - (sum_ee / num - (sum_e / num) ** 2) / variance)

@@ -1,0 +1,1 @@
+"""A reference: a frozen policy under an instance name."""
