@@ -1,0 +1,109 @@
+"""Admission and the choice of batches: the staleness bound holds, nothing deadlocks, and breaking the rule is seen."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolecall.trajectory import row_bytes
+from services.controller.admission import AdmissionPolicy
+
+
+def policy(groups_per_batch: int = 4, max_staleness: int = 0, num_steps: int = 10, max_bytes: int = 10**9) -> AdmissionPolicy:
+    return AdmissionPolicy(groups_per_batch, max_staleness, num_steps, max_bytes, group_bytes=100)
+
+
+class OldestReady(AdmissionPolicy):
+    """A planted violation: takes the oldest ready groups without looking at who would be late."""
+
+    def choose(self, batch, ready, live):  # type: ignore[no-untyped-def]
+        return sorted(ready)[: self.groups_per_batch] if len(ready) >= self.groups_per_batch else None
+
+
+@dataclass
+class SimulatedRun:
+    """Groups finish in any order and some are dropped; records the staleness of everything trained."""
+
+    policy: AdmissionPolicy
+    seed: int
+    drop_share: float
+    staleness: list[int] = field(default_factory=list)
+
+    def run(self) -> None:
+        rng = random.Random(self.seed)
+        published = admitted = dropped = 0
+        live: dict[int, int] = {}
+        ready: set[int] = set()
+        while published < self.policy.num_steps:
+            while self.policy.may_admit(admitted=admitted, dropped=dropped, published_step=published, num_live=len(live), retained_bytes=0):
+                live[admitted] = published
+                admitted += 1
+            chosen = self.policy.choose(published, ready, live)
+            if chosen is not None:
+                self.staleness += [published - live.pop(gid) for gid in chosen]
+                ready -= set(chosen)
+                published += 1
+                continue
+            working = sorted(set(live) - ready)
+            assert working, f"deadlock at step {published}: {len(live)} live groups are all ready and no batch may be made of them"
+            gid = rng.choice(working)
+            if rng.random() < self.drop_share:
+                del live[gid]
+                dropped += 1
+            else:
+                ready.add(gid)
+        assert admitted == self.policy.num_steps * self.policy.groups_per_batch + dropped + len(live)
+
+
+@settings(max_examples=300, deadline=None)
+@given(batch=st.integers(1, 6), staleness=st.integers(0, 4), drop_share=st.floats(0, 0.6), seed=st.integers(0, 2**32))
+def test_no_schedule_exceeds_max_staleness_and_none_deadlocks(batch: int, staleness: int, drop_share: float, seed: int) -> None:
+    run = SimulatedRun(policy(batch, staleness, num_steps=12), seed, drop_share)
+    run.run()
+    assert max(run.staleness) <= staleness
+    assert len(run.staleness) == 12 * batch
+
+
+def test_the_simulation_catches_a_choice_that_ignores_who_would_be_late() -> None:
+    worst = 0
+    for seed in range(50):
+        run = SimulatedRun(OldestReady(2, 1, 12, 10**9, 100), seed, 0.0)
+        run.run()
+        worst = max(worst, *run.staleness)
+    assert worst > 1
+
+
+def test_without_staleness_exactly_one_batch_is_in_flight() -> None:
+    window = [policy().may_admit(admitted=n, dropped=0, published_step=0, num_live=n, retained_bytes=0) for n in range(6)]
+    assert window == [True, True, True, True, False, False]
+
+
+def test_a_drop_gives_its_credit_back() -> None:
+    assert not policy().may_admit(admitted=4, dropped=0, published_step=0, num_live=4, retained_bytes=0)
+    assert policy().may_admit(admitted=4, dropped=1, published_step=0, num_live=3, retained_bytes=0)
+
+
+def test_nothing_is_admitted_that_no_step_would_train() -> None:
+    last = policy(max_staleness=3, num_steps=2)
+    assert last.may_admit(admitted=7, dropped=0, published_step=1, num_live=3, retained_bytes=0)
+    assert not last.may_admit(admitted=8, dropped=0, published_step=1, num_live=4, retained_bytes=0)
+
+
+@pytest.mark.parametrize(("retained", "allowed"), [(0, True), (600, True), (601, False)])
+def test_bytes_in_flight_and_retained_rows_share_one_bound(retained: int, allowed: bool) -> None:
+    full = policy(max_bytes=1000)
+    assert full.may_admit(admitted=3, dropped=0, published_step=0, num_live=3, retained_bytes=retained) is allowed
+
+
+def test_a_late_group_holds_the_batch_up_only_when_its_bound_needs_it() -> None:
+    relaxed = policy(groups_per_batch=2, max_staleness=1)
+    live = {0: 0, 1: 0, 2: 0, 3: 0}
+    assert relaxed.choose(0, {1, 2}, live) == [1, 2]  # group 0 may still be in batch 1
+    assert relaxed.choose(1, {4, 5}, {0: 0, 3: 0, 4: 1, 5: 1}) is None  # batch 1 is the last that may hold groups 0 and 3
+
+
+def test_row_bytes_grow_with_every_column() -> None:
+    assert row_bytes(1000, 0, critic=False) == 34_000 + 2048
+    assert row_bytes(1000, 2, critic=True) - row_bytes(1000, 0, critic=False) == 12_000

@@ -1,0 +1,174 @@
+"""Assembly, checkpoints, publish verification and the board: what the controller decides between store calls."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rolecall.errors import CheckpointMismatchError
+from rolecall.settings import RunSettings
+from rolecall.v1 import actor_pb2, controller_pb2, rollout_pb2, trajectory_pb2, weights_pb2
+from rolecall.wire import encode_tensor
+from services.controller.admission import AdmissionPolicy
+from services.controller.assembly import Assembly, ScoredGroup, columns_read, prepare
+from services.controller.board import RunBoard
+from services.controller.checkpoints import Checkpoints, RunPoint
+from services.controller.publish import difference, make_probe
+
+
+def run_settings(**sections: Any) -> RunSettings:
+    return RunSettings.model_validate(
+        {
+            "run": {"name": "test", "dir": "runs/test", "num_steps": 4},
+            "model": {"path": "model"},
+            "data": {"train": "train.jsonl"},
+            "algorithm": {"groups_per_batch": 2},
+            "reward": {"address": "127.0.0.1:1"},
+            **sections,
+        }
+    )
+
+
+def group(gid: int, *rewards: float) -> ScoredGroup:
+    size = len(rewards)
+    rows = tuple(trajectory_pb2.RowRef(id=f"{gid}/{i}", token="w.1-1", num_tokens=4) for i in range(size))
+    return ScoredGroup(gid, rows, 0, np.array(rewards, np.float32), {}, np.full(size, 2, np.int32), np.zeros(size, bool), 0.1)
+
+
+def row(reward: float) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+    return {
+        "token_ids": np.array([1, 2, 3, 4], np.int32),
+        "response_mask": np.array([0, 0, 1, 1], np.uint8),
+        "rollout_logprobs": np.array([0, 0, -0.5, -0.25], np.float32),
+        "reward": np.array([reward], np.float32),
+    }
+
+
+def test_grpo_columns_of_a_batch_are_the_hand_worked_ones() -> None:
+    settings = run_settings()
+    batch, columns = prepare(settings, 3, [group(5, 1.0, 0.0), group(6, 1.0, 1.0)], [row(1), row(0), row(1), row(1)])
+    assert (batch.step, list(batch.gids), [ref.id for ref in batch.rows]) == (3, [5, 6], ["5/0", "5/1", "6/0", "6/1"])
+    # rewards 1 and 0: mean 0.5, sample standard deviation sqrt(0.5): advantages +-0.7071; equal rewards: 0.
+    expected = [[0, 0, 0.7071, 0.7071], [0, 0, -0.7071, -0.7071], [0, 0, 0, 0], [0, 0, 0, 0]]
+    np.testing.assert_allclose([column["advantages"] for column in columns], expected, atol=1e-4)
+    assert all(column["loss_mask"].tolist() == [0, 0, 1, 1] for column in columns)
+
+
+def test_the_digest_depends_on_order_attempt_and_contents() -> None:
+    settings = run_settings()
+    groups, rows = [group(5, 1.0, 0.0), group(6, 1.0, 1.0)], [row(1), row(0), row(1), row(1)]
+    digest = prepare(settings, 0, groups, rows)[0].digest
+    assert digest == prepare(settings, 0, groups, rows)[0].digest
+    assert digest != prepare(settings, 0, groups[::-1], rows[2:] + rows[:2])[0].digest
+    changed = [{**rows[0], "token_ids": np.array([1, 2, 3, 5], np.int32)}, *rows[1:]]
+    assert digest != prepare(settings, 0, groups, changed)[0].digest
+
+
+def test_kl_in_the_reward_reads_the_reference_and_lowers_the_reward_of_tokens_it_finds_unlikely() -> None:
+    kl = {"reference": "ref", "kl_coef": 0.5, "estimator": "k1", "placement": "reward"}
+    settings = run_settings(algorithm={"groups_per_batch": 1, "kl": kl, "advantage": {"kind": "rloo"}}, references={"ref": {}})
+    assert "ref/logprobs" in columns_read(settings)
+    rows = [{**row(1), "ref/logprobs": np.array([0, 0, -0.5, -0.25], np.float32)}, {**row(1), "ref/logprobs": np.array([0, 0, -1.5, -0.25], np.float32)}]
+    _, columns = prepare(settings, 0, [group(1, 1.0, 1.0)], rows)
+    # The second row loses 0.5 * (-0.5 + 1.5) = 0.5; RLOO compares 1.0 with 0.5.
+    np.testing.assert_allclose([column["advantages"][2] for column in columns], [0.5, -0.5], atol=1e-6)
+
+
+async def test_a_batch_waits_for_groups_and_a_drop_wakes_it() -> None:
+    assembly = Assembly(AdmissionPolicy(2, 0, 10, 10**9, 1))
+    for gid in range(2):
+        assembly.admitted(gid, 0)
+    waiting = asyncio.create_task(assembly.next_batch(0, 5.0))
+    assembly.scored(group(1, 1.0))
+    await asyncio.sleep(0)
+    assembly.dropped(0)
+    assembly.admitted(2, 0)
+    assembly.scored(group(2, 1.0))
+    assert [chosen.gid for chosen in await waiting] == [1, 2]
+    assembly.trained([1, 2])
+    assert (assembly.num_live, assembly.num_ready) == (0, 0)
+    with pytest.raises(TimeoutError):
+        await assembly.next_batch(1, 0.05)
+
+
+def test_a_checkpoint_without_its_manifest_does_not_exist_and_old_ones_are_deleted(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", num_kept=2)
+    assert checkpoints.latest() is None
+    for step in (1, 2, 3):
+        (checkpoints.begin(step) / "actor").mkdir()
+        checkpoints.commit(RunPoint("test", step, step, 10 * step, "[0, 1, 0]"))
+    (checkpoints.begin(4) / "half").touch()
+    path, point = checkpoints.latest() or pytest.fail("no checkpoint")
+    assert (path.name, point.step, point.next_gid) == ("step-00000003", 3, 30)
+    assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step-00000002", "step-00000003", "step-00000004"]
+    assert not (checkpoints.begin(4) / "half").exists()
+
+
+def test_a_changed_checkpoint_is_refused(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, num_kept=1)
+    checkpoints.begin(1)
+    path = checkpoints.commit(RunPoint("test", 1, 1, 1, ""))
+    (path / "controller.json").write_text("{}")
+    with pytest.raises(CheckpointMismatchError, match="was changed"):
+        checkpoints.latest()
+
+
+@pytest.fixture
+def published() -> Iterator[tuple[actor_pb2.PublishWeightsResponse, rollout_pb2.ReceiveWeightsResponse]]:
+    prints = [weights_pb2.Fingerprint(name="q", value=1), weights_pb2.Fingerprint(name="k", value=2)]
+    probe = weights_pb2.Probe(token_ids=encode_tensor(np.arange(3, dtype=np.int32)), logprobs=encode_tensor(np.array([0, -1, -2], np.float32)))
+    yield (
+        actor_pb2.PublishWeightsResponse(fingerprints=prints, digest="d", probe=probe),
+        rollout_pb2.ReceiveWeightsResponse(fingerprints=prints, digest="d", probe=probe),
+    )
+
+
+def test_equal_reports_are_attested(published: tuple[actor_pb2.PublishWeightsResponse, rollout_pb2.ReceiveWeightsResponse]) -> None:
+    assert difference(*published, exact=True, tolerance=None) is None
+
+
+def test_swapped_tensors_a_missing_one_and_a_wrong_probe_are_told_apart(
+    published: tuple[actor_pb2.PublishWeightsResponse, rollout_pb2.ReceiveWeightsResponse],
+) -> None:
+    sent, received = published
+    swapped = rollout_pb2.ReceiveWeightsResponse()
+    swapped.CopyFrom(received)
+    swapped.fingerprints[0].value, swapped.fingerprints[1].value = 2, 1
+    assert "2 of 2 tensors differ" in (difference(sent, swapped, exact=True, tolerance=None) or "")
+    missing = rollout_pb2.ReceiveWeightsResponse()
+    missing.CopyFrom(received)
+    del missing.fingerprints[1]
+    assert "the first is k" in (difference(sent, missing, exact=True, tolerance=None) or "")
+    stale = rollout_pb2.ReceiveWeightsResponse()
+    stale.CopyFrom(received)
+    stale.probe.logprobs.CopyFrom(encode_tensor(np.array([0, -1, -2.001], np.float32)))
+    assert "the engine computes with others" in (difference(sent, stale, exact=True, tolerance=None) or "")
+    assert difference(sent, stale, exact=False, tolerance=None) is None
+    broken = rollout_pb2.ReceiveWeightsResponse()
+    broken.CopyFrom(received)
+    broken.probe.logprobs.CopyFrom(encode_tensor(np.array([0, np.nan, -2], np.float32)))
+    assert difference(sent, broken, exact=False, tolerance=None) is not None
+
+
+def test_the_probe_is_the_same_for_a_seed_and_stays_in_the_vocabulary() -> None:
+    assert make_probe(1, 100) == make_probe(1, 100) != make_probe(2, 100)
+    assert max(np.frombuffer(make_probe(1, 100).token_ids.data, "<i4")) < 100
+
+
+async def test_watchers_see_the_end_and_checkpoint_requests_are_shared() -> None:
+    board = RunBoard()
+    states = []
+
+    async def watch() -> None:
+        async for _ in board.changes():
+            states.append(board.state)
+
+    watching = asyncio.create_task(watch())
+    await asyncio.sleep(0)
+    assert board.request_checkpoint() is board.request_checkpoint()
+    board.move(controller_pb2.RUN_STATE_DONE)
+    await asyncio.wait_for(watching, 5)
+    assert states == [controller_pb2.RUN_STATE_STARTING, controller_pb2.RUN_STATE_DONE]
