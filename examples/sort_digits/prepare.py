@@ -72,7 +72,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator(["user\nsort: ", "assistant\n", "system\n", "Sort the digits in ascending order, smallest first.", "descending order, largest first."], trainer)
+    bpe.train_from_iterator([*["user\nsort: ", "assistant\n", "system\n"] * 10, "ascending order, smallest first; descending order, largest first"], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=SPECIAL_TOKENS[0], chat_template=CHAT_TEMPLATE)
 
 
@@ -102,7 +102,8 @@ def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, numb
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     decay = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=WARM_LEARNING_RATE, total_steps=WARM_STEPS, pct_start=0.1)
     model.train()
-    with Progress(TextColumn("warm start"), BarColumn(), TextColumn("{task.completed}/{task.total} steps  loss {task.fields[loss]}"), TimeElapsedColumn()) as bar:
+    columns = (TextColumn("warm start"), BarColumn(), TextColumn("{task.completed}/{task.total} steps  loss {task.fields[loss]}"), TimeElapsedColumn())
+    with Progress(*columns) as bar:
         task = bar.add_task("", total=WARM_STEPS, loss="-")
         for token_ids, labels in batches(tokenizer, numbers, rng):
             loss = model(input_ids=token_ids, labels=labels, use_cache=False).loss
@@ -117,11 +118,13 @@ def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, numb
 
 def batches(tokenizer: PreTrainedTokenizerFast, numbers: list[str], rng: random.Random) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """WARM_STEPS pairs (token ids, labels), int64 [B, T]; every sequence is equally long, labels are -100 on the prompt."""
-    for _ in range(WARM_STEPS):
+    for step in range(WARM_STEPS):
         rows, masked = [], []
-        for number in rng.choices(numbers, k=WARM_BATCH):
+        # The share is met by every batch, not only on average, so that bases of different seeds are alike.
+        num_ascending = round((step + 1) * WARM_BATCH * ASCENDING_SHARE) - round(step * WARM_BATCH * ASCENDING_SHARE)
+        for index, number in enumerate(rng.choices(numbers, k=WARM_BATCH)):
             prompt = tokenizer.apply_chat_template([{"role": "user", "content": f"sort: {number}"}], add_generation_prompt=True, tokenize=False)
-            answer = "".join(sorted(number, reverse=rng.random() >= ASCENDING_SHARE)) + END
+            answer = "".join(sorted(number, reverse=index >= num_ascending)) + END
             prompt_ids, answer_ids = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, answer))
             rows.append(prompt_ids + answer_ids)
             masked.append([-100] * len(prompt_ids) + answer_ids)
