@@ -31,7 +31,7 @@ from rolecall.settings import TelemetrySection
 from rolecall.v1 import trajectory_pb2
 
 _PROPAGATOR = TraceContextTextMapPropagator()
-_EXPORT_TIMEOUT_S = 3
+_EXPORT_TIMEOUT_S = 2
 """Bound on one OTLP export, so that a collector that is away cannot hold up a stopping process."""
 _CHATTY_LOGGERS = ("grpc", "opentelemetry", "httpx", "httpcore", "urllib3", "filelock", "asyncio", "transformers", "huggingface_hub", "numexpr")
 _INSTRUMENTATION = "rolecall"

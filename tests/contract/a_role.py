@@ -70,9 +70,7 @@ def say(word: str) -> None:
     sys.stdout.flush()
 
 
-WAYS: dict[str, Callable[[process.ServiceArgs], Awaitable[None]]] = {
-    way.__name__: way for way in (serve, lose_a_rank, crash, load, hang, hang_in_drain, name)
-}
+WAYS: dict[str, Callable[[process.ServiceArgs], Awaitable[None]]] = {way.__name__: way for way in (serve, lose_a_rank, crash, load, hang, hang_in_drain, name)}
 
 
 if __name__ == "__main__":

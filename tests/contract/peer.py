@@ -97,7 +97,9 @@ class Peer(controller_pb2_grpc.ControllerServiceServicer):
 
 
 @asynccontextmanager
-async def serving(peer: Peer, rpc: RpcSection | None = None, bind: str = "127.0.0.1:0", *, client_certificates: bool = True) -> AsyncIterator[tuple[Server, str]]:
+async def serving(
+    peer: Peer, rpc: RpcSection | None = None, bind: str = "127.0.0.1:0", *, client_certificates: bool = True
+) -> AsyncIterator[tuple[Server, str]]:
     """A started server with `peer` behind it, and its address."""
     server = Server(rpc or RpcSection(), bind, client_certificates=client_certificates)
     server.add(controller_pb2_grpc.add_ControllerServiceServicer_to_server, peer, SERVICE)

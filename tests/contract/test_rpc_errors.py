@@ -54,9 +54,13 @@ def test_every_error_has_a_reason_of_its_own() -> None:
 async def test_a_stream_delivers_what_came_before_the_error_and_then_the_error(peer: Peer, stub: controller_pb2_grpc.ControllerServiceStub) -> None:
     peer.fails = errors.FencedError("a newer controller is in charge", ctl="9")
     steps = []
-    with pytest.raises(errors.FencedError, match="newer controller") as caught:
+
+    async def read() -> None:
         async for response in stub.WatchRun(WATCH):
             steps.append(response.status.step)
+
+    with pytest.raises(errors.FencedError, match="newer controller") as caught:
+        await read()
     assert steps == [0, 1]
     assert caught.value.details == {"ctl": "9"}
 
@@ -111,7 +115,9 @@ async def test_an_absent_peer_is_unavailable_and_named(unused_tcp_port: int) -> 
 
 async def test_a_method_the_peer_does_not_serve_is_a_version_mismatch(peer: Peer) -> None:
     async with serving(peer) as (_, address), open_channel(address, RpcSection()) as channel:
-        absent = channel.unary_unary("/rolecall.v1.ActorService/Train", controller_pb2.GetRunRequest.SerializeToString, controller_pb2.GetRunResponse.FromString)
+        absent = channel.unary_unary(
+            "/rolecall.v1.ActorService/Train", controller_pb2.GetRunRequest.SerializeToString, controller_pb2.GetRunResponse.FromString
+        )
         with pytest.raises(errors.VersionMismatchError, match="ActorService/Train"):
             await absent(GET)
 

@@ -190,4 +190,4 @@ def _alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     # A zombie that nobody has reaped yet is dead.
-    return not Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 
 from rolecall.errors import ConfigError, ExhaustedError, UnavailableError
 from rolecall.rpc.channel import open_channel
@@ -31,25 +32,26 @@ def socket_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("s")
 
 
-async def health_of(address: str, service: str) -> "health_pb2.HealthCheckResponse.ServingStatus.ValueType":
+async def health_of(address: str, service: str) -> str:
     async with open_channel(address, RpcSection()) as channel:
-        response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
-    return response.status
+        check = channel.unary_unary("/grpc.health.v1.Health/Check", _to_bytes, health_pb2.HealthCheckResponse.FromString)
+        response = await check(health_pb2.HealthCheckRequest(service=service))
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
 
 
 async def test_a_role_is_serving_only_after_it_said_so_while_it_lives_all_along(peer: Peer) -> None:
     async with serving(peer) as (server, address):
         for serves in (False, True, False):
             await server.set_serving(serves)
-            expected = health_pb2.HealthCheckResponse.SERVING if serves else health_pb2.HealthCheckResponse.NOT_SERVING
+            expected = "SERVING" if serves else "NOT_SERVING"
             assert await health_of(address, SERVICE) == expected
             assert await health_of(address, "") == expected
-            assert await health_of(address, LIVENESS) == health_pb2.HealthCheckResponse.SERVING
+            assert await health_of(address, LIVENESS) == "SERVING"
 
 
 async def test_a_new_server_is_not_serving(peer: Peer) -> None:
     async with serving(peer) as (_, address):
-        assert await health_of(address, SERVICE) == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await health_of(address, SERVICE) == "NOT_SERVING"
 
 
 async def test_reflection_lists_the_services(peer: Peer) -> None:
@@ -57,7 +59,9 @@ async def test_reflection_lists_the_services(peer: Peer) -> None:
         yield reflection_pb2.ServerReflectionRequest(list_services="")
 
     async with serving(peer) as (_, address), grpc.aio.insecure_channel(address) as channel:
-        async for answer in reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(ask(), timeout=5):
+        path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+        info = channel.stream_stream(path, _to_bytes, reflection_pb2.ServerReflectionResponse.FromString)
+        async for answer in info(ask(), timeout=5):
             names = {service.name for service in answer.list_services_response.service}
             break
     assert {SERVICE, "grpc.health.v1.Health"} <= names
@@ -142,6 +146,10 @@ async def test_a_reader_that_leaves_a_stream_frees_the_server(peer: Peer) -> Non
             break
         call.cancel()
         await asyncio.wait_for(peer.cancelled.wait(), 2.0)
+
+
+def _to_bytes(message: Message) -> bytes:
+    return message.SerializeToString()
 
 
 async def _get(stub: controller_pb2_grpc.ControllerServiceStub) -> controller_pb2.GetRunResponse:

@@ -1,0 +1,145 @@
+"""Metrics combine as they say, traces survive storage, and logs say who speaks."""
+
+import io
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry import trace
+
+from rolecall import telemetry
+from rolecall.errors import InvalidInputError
+from rolecall.settings import TelemetrySection
+from rolecall.telemetry import Metrics
+from rolecall.v1 import trajectory_pb2
+
+VALUES = st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0.5, 1e3)), min_size=1, max_size=20)
+
+
+def reduced(pairs: list[tuple[float, float]]) -> Metrics:
+    metrics = Metrics()
+    for value, weight in pairs:
+        metrics.mean("a/mean", value, weight)
+        metrics.sum("a/sum", value)
+        metrics.max("a/max", value)
+        metrics.min("a/min", value)
+    return metrics
+
+
+@given(VALUES, st.integers(0, 20))
+def test_parts_merge_to_what_the_whole_would_have_been(pairs: list[tuple[float, float]], cut: int) -> None:
+    parts = reduced(pairs[:cut])
+    parts.merge(Metrics.from_proto(reduced(pairs[cut:]).to_proto()))
+    values, weights = zip(*pairs, strict=True)
+    expected = {
+        "a/max": max(values),
+        "a/mean": sum(value * weight for value, weight in pairs) / sum(weights),
+        "a/min": min(values),
+        "a/sum": sum(values),
+    }
+    assert parts.values() == pytest.approx(expected, rel=1e-9, abs=1e-3)
+
+
+def test_a_mean_over_nothing_is_absent() -> None:
+    metrics = Metrics()
+    metrics.mean("accuracy", 0.0, weight=0)
+    assert metrics.values() == {}
+
+
+def test_a_name_has_one_reduction() -> None:
+    metrics = Metrics()
+    metrics.sum("tokens", 3)
+    with pytest.raises(InvalidInputError, match="'tokens' has two reductions"):
+        metrics.max("tokens", 4)
+
+
+def test_a_metric_without_a_reduction_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="names no reduction"):
+        Metrics.from_proto([trajectory_pb2.Metric(name="x", value=1.0)])
+
+
+def test_values_and_messages_are_sorted_by_name() -> None:
+    metrics = Metrics()
+    metrics.sum("b", 1)
+    metrics.sum("a", 2)
+    assert list(metrics.values()) == [metric.name for metric in metrics.to_proto()] == ["a", "b"]
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    root.handlers = handlers
+    logging.captureWarnings(False)
+
+
+def logged(section: TelemetrySection) -> str:
+    stream = io.StringIO()
+    with redirect_stderr(stream):
+        telemetry.configure(section, "rollout", "rollout-0")
+        telemetry.configure(section, "rollout", "rollout-0")
+        with telemetry.tracer().start_as_current_span("generate"):
+            logging.getLogger("services.rollout").info("claimed %d groups", 3)
+            logging.getLogger("grpc").info("chatter")
+        try:
+            raise ValueError("no")
+        except ValueError:
+            logging.getLogger("services.rollout").exception("lost")
+    return stream.getvalue()
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_lines_for_people_are_short_and_come_once() -> None:
+    first, second, *traceback = logged(TelemetrySection()).splitlines()
+    assert first.endswith(" rollout-0 claimed 3 groups")
+    assert second.endswith(" rollout-0 ERROR lost")
+    assert traceback[-1] == "ValueError: no"
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_lines_for_collectors_are_json_with_the_trace_id() -> None:
+    claimed, lost = (json.loads(line) for line in logged(TelemetrySection(log_format="json")).splitlines())
+    assert claimed["role"] == "rollout"
+    assert claimed["worker"] == "rollout-0"
+    assert claimed["message"] == "claimed 3 groups"
+    assert len(claimed["trace_id"]) == 32
+    assert "trace_id" not in lost
+    assert lost["exception"].endswith("ValueError: no")
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_a_trace_goes_on_after_it_was_stored() -> None:
+    telemetry.configure(TelemetrySection(), "controller", "controller")
+    assert telemetry.current_traceparent() == ""
+    with telemetry.tracer().start_as_current_span("admit") as admit:
+        stored = telemetry.current_traceparent()
+    with telemetry.attached(stored), telemetry.tracer().start_as_current_span("claim") as claim:
+        assert claim.get_span_context().trace_id == admit.get_span_context().trace_id
+    assert not trace.get_current_span().get_span_context().is_valid
+
+
+@pytest.mark.parametrize("traceparent", ["", "nonsense", "00-0-0-00"])
+def test_an_absent_or_broken_traceparent_begins_a_trace_of_its_own(traceparent: str) -> None:
+    with telemetry.attached(traceparent):
+        assert telemetry.current_traceparent() == ""
+
+
+def test_a_collector_that_is_away_does_not_hold_up_the_end(unused_tcp_port: int) -> None:
+    code = (
+        "from rolecall import telemetry; from rolecall.settings import TelemetrySection\n"
+        f"telemetry.configure(TelemetrySection(otlp_endpoint='http://127.0.0.1:{unused_tcp_port}'), 'actor', 'actor')\n"
+        "metrics = telemetry.Metrics(); metrics.sum('tokens', 5); telemetry.export(metrics)\n"
+        "with telemetry.tracer().start_as_current_span('train'): pass\n"
+    )
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30, capture_output=True)
+    assert time.monotonic() - start < 9.0
