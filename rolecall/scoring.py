@@ -137,15 +137,15 @@ def only(item: reward_pb2.ScoreItem, spec: reward_pb2.DescribeResponse) -> rewar
     return sent
 
 
-def cut(items: Sequence[reward_pb2.ScoreItem], max_items: int) -> list[list[reward_pb2.ScoreItem]]:
-    """`items` in order, in requests of at most `max_items` (0: any number) and MAX_REQUEST_BYTES."""
+def cut(items: Sequence[reward_pb2.ScoreItem], max_items: int, max_bytes: int = MAX_REQUEST_BYTES) -> list[list[reward_pb2.ScoreItem]]:
+    """`items` in order, in requests of at most `max_items` (0: any number) and `max_bytes`."""
     chunks: list[list[reward_pb2.ScoreItem]] = []
     room_bytes = 0
     for item in items:
         size = item.ByteSize()
         if not chunks or size > room_bytes or len(chunks[-1]) == max_items > 0:
             chunks.append([])
-            room_bytes = MAX_REQUEST_BYTES
+            room_bytes = max_bytes
         chunks[-1].append(item)
         room_bytes -= size
     return chunks

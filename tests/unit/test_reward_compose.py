@@ -1,0 +1,210 @@
+"""The weighted sum of components: its range, its fields, its errors, and what a caller may not believe."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolecall.errors import ScorerError
+from rolecall.scores import Failure, Item, Outcome, Score, component_spec, evaluate, problem_of, score_item, spec_problem
+from rolecall.scoring import believed, cut, only
+from rolecall.v1 import reward_pb2, trajectory_pb2
+from rolecall.wire import Array, decode_tensor, encode_tensor
+from services.reward.compose import compose, compose_spec
+
+TEXT, TRUTH, TOKENS = reward_pb2.SCORE_FIELD_RESPONSE_TEXT, reward_pb2.SCORE_FIELD_GROUND_TRUTH, reward_pb2.SCORE_FIELD_TOKEN_IDS
+ITEM = reward_pb2.ScoreItem(id="7/0", num_response_tokens=2)
+
+
+def spec(low: float | None = None, high: float | None = None, *, reads: tuple[int, ...] = (), token_rewards: bool = False) -> reward_pb2.DescribeResponse:
+    return reward_pb2.DescribeResponse(name="x", reads=reads, reward=component_spec("", low, high), token_rewards=token_rewards)  # type: ignore[arg-type]
+
+
+def test_the_reward_is_the_weighted_sum_and_its_parts_are_reported_unweighted() -> None:
+    result = compose(ITEM, {"a": Score(1.0), "b": Score(-0.5, {"inner": 3.0})}, {"a": 2.0, "b": 0.1})
+    assert result.reward.value == 2.0 * 1.0 + 0.1 * -0.5
+    assert dict(result.reward.components) == {"a": 1.0, "b": -0.5, "b/inner": 3.0}
+    assert not result.reward.HasField("token_rewards")
+
+
+def test_token_rewards_are_summed_with_the_weights() -> None:
+    a, b = np.array([1, 2], np.float32), np.array([10, 20], np.float32)
+    result = compose(ITEM, {"a": Score(0.0, {}, a), "b": Score(0.0, {}, b), "c": Score(5.0)}, {"a": 2.0, "b": 0.5, "c": 1.0})
+    tokens = decode_tensor(result.reward.token_rewards, "token_rewards")
+    assert tokens.dtype == np.float32
+    assert tokens.tolist() == [7.0, 14.0]
+
+
+def test_a_failed_component_fails_the_item_and_is_named() -> None:
+    result = compose(ITEM, {"a": Score(1.0), "b": Failure("TIMEOUT", "took too long")}, {"a": 1.0, "b": 0.0})
+    assert result.WhichOneof("outcome") == "error"
+    assert (result.error.code, result.error.retryable) == ("TIMEOUT", False)
+    assert "component 'b': took too long" in result.error.message
+
+
+def test_asking_again_is_advised_only_when_every_failure_may_pass() -> None:
+    passing, lasting = Failure("SCORER_UNAVAILABLE", "away", True), Failure("BAD_GROUND_TRUTH", "empty")
+    both = compose(ITEM, {"a": passing, "b": lasting}, {"a": 1.0, "b": 1.0})
+    assert (both.error.code, both.error.retryable) == ("BAD_GROUND_TRUTH", False)
+    assert "also failed: a" in both.error.message
+    assert compose(ITEM, {"a": passing, "b": Score(1.0)}, {"a": 1.0, "b": 1.0}).error.retryable
+
+
+def test_the_description_joins_fields_and_adds_up_ranges() -> None:
+    joined = compose_spec("reward", {"a": spec(0, 1, reads=(TEXT, TRUTH)), "b": spec(-1, 0, reads=(TEXT,))}, {"a": 1.0, "b": -2.0})
+    assert list(joined.reads) == [TEXT, TRUTH]
+    assert (joined.reward.min, joined.reward.max) == (0.0, 3.0)
+    assert [component.name for component in joined.components] == ["a", "b"]
+    assert (joined.components[1].min, joined.components[1].max) == (-1.0, 0.0)
+
+
+def test_an_unbounded_component_unbounds_the_sum_unless_its_weight_is_zero() -> None:
+    specs = {"a": spec(0, 1), "b": spec(0, None)}
+    counted = compose_spec("reward", specs, {"a": 1.0, "b": 1.0}).reward
+    assert counted.HasField("min")
+    assert not counted.HasField("max")
+    reported = compose_spec("reward", specs, {"a": 1.0, "b": 0.0}).reward
+    assert (reported.min, reported.max) == (0.0, 1.0)
+
+
+finite = st.floats(-1e6, 1e6)
+
+
+@given(st.lists(st.tuples(finite, finite, st.floats(0, 1), finite), min_size=1, max_size=6))
+def test_a_sum_of_scores_in_range_is_in_the_range_of_the_sum(parts: list[tuple[float, float, float, float]]) -> None:
+    specs, outcomes, weights = {}, dict[str, Outcome](), {}
+    for number, (first, second, where, weight) in enumerate(parts):
+        low, high = min(first, second), max(first, second)
+        name = f"c{number}"
+        specs[name], weights[name] = spec(low, high), weight
+        outcomes[name] = Score(min(high, max(low, low + where * (high - low))))
+    joined = compose_spec("reward", specs, weights)
+    assert problem_of(compose(ITEM, outcomes, weights).reward, joined, 2) is None
+
+
+def reward(value: float = 0.5, tokens: Array | None = None, **components: float) -> reward_pb2.Reward:
+    made = reward_pb2.Reward(value=value, components=components)
+    if tokens is not None:
+        made.token_rewards.CopyFrom(encode_tensor(tokens))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("given_reward", "problem"),
+    [
+        (reward(math.nan), "not finite"),
+        (reward(math.inf), "not finite"),
+        (reward(1.5), "outside its declared range"),
+        (reward(-0.1), "outside its declared range"),
+        (reward(0.5, part=1.0), "it declares"),
+        (reward(0.5, np.zeros(2, np.float32)), "does not declare"),
+    ],
+)
+def test_a_reward_that_breaks_the_description_is_not_believed(given_reward: reward_pb2.Reward, problem: str) -> None:
+    assert problem in (problem_of(given_reward, spec(0, 1), 2) or "")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "problem"),
+    [
+        (None, "returned none"),
+        (np.zeros(3, np.float32), "must be float32 [2]"),
+        (np.zeros(2, np.float64), "must be float32 [2]"),
+        (np.zeros((2, 1), np.float32), "must be float32 [2]"),
+        (np.array([0, math.nan], np.float32), "not all finite"),
+    ],
+)
+def test_token_rewards_must_be_one_finite_float32_per_response_token(tokens: Array | None, problem: str) -> None:
+    declared = spec(0, 1, token_rewards=True)
+    assert problem in (problem_of(reward(0.5, tokens), declared, 2) or "")
+    assert problem_of(reward(0.5, np.zeros(2, np.float32)), declared, 2) is None
+
+
+def test_token_rewards_whose_bytes_do_not_fit_their_shape_are_not_believed() -> None:
+    broken = reward(0.5, np.zeros(2, np.float32))
+    broken.token_rewards.shape[0] = 2**40
+    assert "unreadable" in (problem_of(broken, spec(0, 1, token_rewards=True), 2) or "")
+
+
+@pytest.mark.parametrize(
+    ("broken", "problem"),
+    [
+        (reward_pb2.DescribeResponse(reads=[99]), "does not know"),  # type: ignore[list-item]
+        (reward_pb2.DescribeResponse(components=[component_spec("a", 0, 1), component_spec("a", 0, 1)]), "unique"),
+        (reward_pb2.DescribeResponse(components=[component_spec("", 0, 1)]), "not empty"),
+        (spec(1, 0), "min must not exceed max"),
+        (spec(math.nan, 0), "min must not exceed max"),
+        (reward_pb2.DescribeResponse(max_items=-1), "max_items"),
+    ],
+)
+def test_a_description_that_contradicts_itself_is_refused(broken: reward_pb2.DescribeResponse, problem: str) -> None:
+    assert problem in (spec_problem(broken) or "")
+
+
+def test_only_the_fields_that_are_read_are_sent() -> None:
+    full = reward_pb2.ScoreItem(id="7/0", response_text="a", ground_truth="b", num_response_tokens=1)
+    full.prompt_token_ids = full.response_token_ids = b"\0\0\0\0"
+    full.messages.add(role="user", content="c")
+    full.metadata["k"] = "v"
+    full.finish_reason = trajectory_pb2.FINISH_REASON_LENGTH
+    sent = only(full, spec(reads=(TEXT,)))
+    assert sent == reward_pb2.ScoreItem(id="7/0", response_text="a", num_response_tokens=1, finish_reason=trajectory_pb2.FINISH_REASON_LENGTH)
+    everything = [field for field in reward_pb2.ScoreField.values() if field]
+    assert only(full, spec(reads=tuple(everything))) == full
+
+
+@given(st.lists(st.integers(0, 40), max_size=30), st.integers(0, 7))
+def test_requests_keep_order_and_stay_within_both_bounds(sizes: list[int], max_items: int) -> None:
+    items = [reward_pb2.ScoreItem(id=str(i), response_text="x" * size) for i, size in enumerate(sizes)]
+    chunks = cut(items, max_items, max_bytes=60)
+    assert [item.id for chunk in chunks for item in chunk] == [item.id for item in items]
+    for chunk in chunks:
+        assert chunk
+        assert max_items == 0 or len(chunk) <= max_items
+        assert len(chunk) == 1 or sum(item.ByteSize() for item in chunk) <= 60
+
+
+def test_an_answer_in_another_order_is_put_back_into_ours() -> None:
+    items = [reward_pb2.ScoreItem(id=str(i)) for i in range(3)]
+    results = [reward_pb2.ScoreResult(id=str(i), reward=reward_pb2.Reward(value=i)) for i in (2, 0, 1)]
+    assert believed(reward_pb2.ScoreResponse(results=results), items, spec(), "x") == [Score(0.0), Score(1.0), Score(2.0)]
+
+
+@pytest.mark.parametrize("ids", [["0"], ["0", "1", "1"], ["0", "0"], ["0", "2"], ["0", "1", "2"], []])
+def test_an_answer_that_is_not_one_result_per_item_is_refused_whole(ids: list[str]) -> None:
+    items = [reward_pb2.ScoreItem(id="0"), reward_pb2.ScoreItem(id="1")]
+    results = [reward_pb2.ScoreResult(id=i, reward=reward_pb2.Reward(value=0)) for i in ids]
+    with pytest.raises(ScorerError, match="exactly one result per item"):
+        believed(reward_pb2.ScoreResponse(results=results), items, spec(), "x")
+
+
+def test_a_result_with_neither_reward_nor_error_is_a_failure() -> None:
+    outcomes = believed(reward_pb2.ScoreResponse(results=[reward_pb2.ScoreResult(id="7/0")]), [ITEM], spec(), "x")
+    assert isinstance(outcomes[0], Failure)
+    assert "neither" in outcomes[0].message
+
+
+@pytest.mark.parametrize("answer", [None, "1.0", [1.0], math.nan, 2.0])
+def test_what_is_not_a_score_becomes_an_error(answer: object) -> None:
+    result = evaluate(lambda item: answer, ITEM, spec(0, 1))  # type: ignore[arg-type, return-value]
+    assert (result.WhichOneof("outcome"), result.error.code) == ("error", ScorerError.reason)
+
+
+@pytest.mark.parametrize("answer", [1, True, np.float32(0.5), Score(0.25)])
+def test_numbers_of_any_kind_and_scores_are_scores(answer: float) -> None:
+    assert evaluate(lambda item: answer, ITEM, spec(0, 1)).WhichOneof("outcome") == "reward"
+
+
+def test_an_item_is_made_of_a_trajectory_and_read_back_whole() -> None:
+    meta = trajectory_pb2.TrajectoryMeta(id="7/1", num_prompt_tokens=2, response_text="hi", finish_reason=trajectory_pb2.FINISH_REASON_LENGTH)
+    meta.prompt.ground_truth = "hello"
+    meta.prompt.messages.add(role="user", content="greet")
+    meta.prompt.metadata.update({"level": 3, "tags": ["a"], "nested": {"x": None}})
+    item = Item.from_proto(score_item(meta, np.array([5, 6, 7, 8, 9], np.int32)))
+    assert (item.id, item.response_text, item.ground_truth, item.finish_reason, item.num_response_tokens) == ("7/1", "hi", "hello", "length", 3)
+    assert item.prompt_token_ids.tolist() == [5, 6]
+    assert item.response_token_ids.tolist() == [7, 8, 9]
+    assert item.messages[0].content == "greet"
+    assert item.metadata == {"level": 3.0, "tags": ["a"], "nested": {"x": None}}

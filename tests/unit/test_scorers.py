@@ -1,0 +1,221 @@
+"""The built-in scorers against tables worked by hand, and against properties where a table would be too short."""
+
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from rolecall.errors import BadGroundTruthError, ConfigError
+from rolecall.scores import Item
+from rolecall.settings import FunctionScorer, ScorerSection
+from services.reward import catalog
+from services.reward.scorers.boxed import boxed_match, last_boxed
+from services.reward.scorers.exact_match import exact_match
+from services.reward.scorers.format import matches_format
+from services.reward.scorers.json_ import is_json
+from services.reward.scorers.length import length_cost
+from services.reward.scorers.math import math_equal
+from services.reward.scorers.overlong import overlong_penalty
+from services.reward.scorers.regex import regex_match
+
+SECTION: TypeAdapter[ScorerSection] = TypeAdapter(ScorerSection)
+LOCAL_KINDS: list[dict[str, object]] = [
+    {"kind": "exact_match"},
+    {"kind": "regex", "pattern": r"(\d+)"},
+    {"kind": "boxed"},
+    {"kind": "math"},
+    {"kind": "json"},
+    {"kind": "format", "pattern": ".*"},
+    {"kind": "length", "max_tokens": 10},
+    {"kind": "overlong", "max_tokens": 10, "buffer_tokens": 5},
+]
+COMPARING = [kind for kind in LOCAL_KINDS if kind["kind"] in ("exact_match", "regex", "boxed", "math")]
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "ignore_case", "expected"),
+    [
+        ("12348", "12348", False, 1.0),
+        ("  12348\n", "12348 ", False, 1.0),
+        ("1234", "12348", False, 0.0),
+        ("", "12348", False, 0.0),
+        ("Paris", "paris", False, 0.0),
+        ("Paris", "paris", True, 1.0),
+        ("STRASSE", "straße", True, 1.0),
+        ("a b", "a  b", False, 0.0),
+    ],
+)
+def test_exact_match_compares_stripped_texts(response: str, truth: str, ignore_case: bool, expected: float) -> None:
+    assert exact_match(response, truth, ignore_case=ignore_case) == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "response", "truth", "expected"),
+    [
+        (r"####\s*(-?\d+)", "so 3 + 4 = 7\n#### 7", "7", 1.0),
+        (r"####\s*(-?\d+)", "#### 7 no, #### 8", "7", 0.0),
+        (r"####\s*(-?\d+)", "7", "7", 0.0),
+        (r"\d+", "first 1, then 22", "22", 1.0),
+        (r"(\d+)|none", "none", "none", 0.0),
+        (r"<answer>(.*?)</answer>", "<answer> 42 </answer>", "42", 1.0),
+    ],
+)
+def test_regex_compares_the_last_match(pattern: str, response: str, truth: str, expected: float) -> None:
+    assert regex_match(response, truth, re.compile(pattern)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"\boxed{42}", "42"),
+        (r"\boxed{1} then \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{}", ""),
+        (r"\boxed{1} and \boxed{2", "1"),
+        (r"\boxed{a \boxed{b} c}", "b"),
+        ("42", None),
+        ("\\boxed{1\\", None),
+    ],
+)
+def test_the_last_complete_box_is_read_with_its_braces_balanced(text: str, expected: str | None) -> None:
+    assert last_boxed(text) == expected
+
+
+@given(st.text(alphabet="ab{}", max_size=20))
+def test_a_box_around_balanced_text_gives_the_text_back(text: str) -> None:
+    depth, balanced = 0, True
+    for character in text:
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        balanced = balanced and depth >= 0
+    if balanced and depth == 0:
+        assert last_boxed(f"x \\boxed{{{text}}} y") == text
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        (r"\boxed{1, 2}", "1,2", 1.0),
+        (r"\boxed{7}", r"\boxed{7}", 1.0),
+        (r"\boxed{0.5}", r"\frac{1}{2}", 0.0),
+        ("7", "7", 0.0),
+    ],
+)
+def test_boxed_compares_texts_without_white_space(response: str, truth: str, expected: float) -> None:
+    assert boxed_match(response, truth) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        (r"The answer is $\frac{1}{2}$", "0.5", 1.0),
+        (r"\boxed{x^2+2x+1}", "$(x+1)^2$", 1.0),
+        ("so it is 42.", "42", 1.0),
+        ("41", "42", 0.0),
+        ("", "42", 0.0),
+        ("I do not know", "42", 0.0),
+        (r"\boxed{\{1,2\}}", r"$\{2,1\}$", 1.0),
+        (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}", 1.0),
+    ],
+)
+def test_math_finds_equal_expressions(response: str, truth: str, expected: float) -> None:
+    assert math_equal(response, truth) == expected
+
+
+def test_math_refuses_a_ground_truth_without_an_expression() -> None:
+    with pytest.raises(BadGroundTruthError, match="finds no expression"):
+        math_equal("42", "$$")
+
+
+@pytest.mark.parametrize(
+    ("response", "keys", "expected"),
+    [
+        ('{"a": 1}', (), 1.0),
+        ('{"a": 1}', ("a",), 1.0),
+        ('{"a": 1}', ("a", "b"), 0.0),
+        ("[1, 2]", (), 1.0),
+        ("[1, 2]", ("a",), 0.0),
+        ("{a: 1}", (), 0.0),
+        ("NaN", (), 0.0),
+        ("", (), 0.0),
+        ("[" * 100_000, (), 0.0),
+    ],
+)
+def test_json_wants_standard_json_with_the_required_keys(response: str, keys: tuple[str, ...], expected: float) -> None:
+    assert is_json(response, keys) == expected
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10))
+def test_whatever_json_writes_is_json(value: object) -> None:
+    assert is_json(json.dumps(value)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("<think>a\nb</think>\n<answer>c</answer>", 1.0),
+        ("  <think></think><answer></answer>\n", 1.0),
+        ("<think>a</think><answer>c</answer> and more", 0.0),
+        ("<answer>c</answer>", 0.0),
+    ],
+)
+def test_format_matches_the_whole_response(response: str, expected: float) -> None:
+    assert matches_format(response, re.compile(r"<think>.*</think>\s*<answer>.*</answer>", re.DOTALL)) == expected
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(0, 0.0), (5, -0.5), (10, -1.0), (11, -1.0)])
+def test_length_costs_a_share_of_max_tokens(tokens: int, expected: float) -> None:
+    assert length_cost(tokens, 10) == expected
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(0, 0.0), (16384, 0.0), (16385, -1 / 4096), (18432, -0.5), (20480, -1.0), (99999, -1.0)])
+def test_overlong_is_the_papers_piecewise_line(tokens: int, expected: float) -> None:
+    assert overlong_penalty(tokens, 20480, 4096) == expected
+
+
+@given(tokens=st.integers(0, 10**6), max_tokens=st.integers(1, 10**5), share=st.floats(0, 1))
+def test_penalties_never_leave_their_range_and_never_fall_with_fewer_tokens(tokens: int, max_tokens: int, share: float) -> None:
+    buffer_tokens = max(1, round(share * max_tokens))
+    for penalty in (length_cost(tokens, max_tokens), overlong_penalty(tokens, max_tokens, buffer_tokens)):
+        assert -1.0 <= penalty <= 0.0
+    assert length_cost(tokens + 1, max_tokens) <= length_cost(tokens, max_tokens)
+    assert overlong_penalty(tokens + 1, max_tokens, buffer_tokens) <= overlong_penalty(tokens, max_tokens, buffer_tokens)
+
+
+@pytest.mark.parametrize("kind", LOCAL_KINDS, ids=lambda kind: str(kind["kind"]))
+@given(response=st.text(max_size=40), tokens=st.integers(0, 20))
+def test_every_built_in_stays_within_the_range_it_describes(kind: dict[str, object], response: str, tokens: int) -> None:
+    scorer = SECTION.validate_python(kind)
+    spec = catalog.describe("x", scorer)  # type: ignore[arg-type]
+    value = catalog.bind(scorer)(Item("i", response_text=response, ground_truth="7", num_response_tokens=tokens))  # type: ignore[arg-type]
+    assert isinstance(value, float)
+    assert spec.reward.min <= value <= spec.reward.max
+
+
+@pytest.mark.parametrize("kind", COMPARING, ids=lambda kind: str(kind["kind"]))
+def test_a_missing_ground_truth_is_an_error_not_a_zero(kind: dict[str, object]) -> None:
+    score = catalog.bind(SECTION.validate_python(kind))  # type: ignore[arg-type]
+    with pytest.raises(BadGroundTruthError, match="no ground truth"):
+        score(Item("7/0", response_text="42"))
+
+
+def test_a_function_that_is_not_there_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="has no function 'nothing'"):
+        catalog.bind(FunctionScorer(target="json:nothing"))
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"kind": "regex", "pattern": "("}, "not a Python regular expression"),
+        ({"kind": "overlong", "max_tokens": 4, "buffer_tokens": 5}, "exceeds max_tokens"),
+        ({"kind": "function", "target": "no_colon"}, "String should match pattern"),
+        ({"kind": "external", "address": "h:1", "bearer_token_file": "t"}, "need tls"),
+    ],
+)
+def test_a_scorer_that_cannot_work_is_refused_with_the_configuration(section: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        SECTION.validate_python(section)
