@@ -72,8 +72,8 @@ class PromptQueue:
         """Keeps the leases of `claims`. Returns those that are lost: stop working on them."""
         if not claims:
             return []
-        gone = {entry.decode() for entry in self._call("renew", self._consumer, *_pairs(claims)).values[0]}
-        return [claim for claim in claims if claim.entry_id in gone]
+        lost = self._call("renew", self._consumer, *_pairs(claims)).values[0]
+        return [claims[index] for index in lost]
 
     def commit(self, claim: Claim, group: CommittedGroup, spans: Collection[tuple[int, str]]) -> bool:
         """Makes the group exist, once. `spans`: every (policy version, weights digest) that sampled a token of it. Stage the rows before, persist them after.
