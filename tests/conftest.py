@@ -4,11 +4,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from rolecall.settings import RunSettings
 
 pytest_plugins = ["tests.fixtures_store"]
+
+# A deadline per example would fail on a busy machine; every test has a timeout of its own.
+hypothesis.settings.register_profile("rolecall", deadline=None)
+hypothesis.settings.load_profile("rolecall")
 
 MakeSettings = Callable[..., RunSettings]
 
