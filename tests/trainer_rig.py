@@ -1,0 +1,201 @@
+"""A trainer under test: its real servicer on a real server, over a tiny real model and batches sealed in a real store."""
+
+import asyncio
+import functools
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import torch
+from transformers import Qwen3ForCausalLM
+
+from rolecall.rpc.channel import open_channel
+from rolecall.rpc.server import Server
+from rolecall.settings import RunSettings
+from rolecall.store.sealed import read_ctl, read_sealed
+from rolecall.training.device import stop_rank
+from rolecall.training.fence import Fence
+from rolecall.training.front import TrainerFront
+from rolecall.training.lane import Lane
+from rolecall.v1 import actor_pb2_grpc, critic_pb2_grpc
+from rolecall.v1.training_pb2 import TrainRequest, TrainResponse, TrainResult
+from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, SamplingParams, TrainBatch, TrajectoryMeta
+from rolecall.wire import Array
+from services.actor import engine as actor_engine
+from services.actor.service import ActorServicer
+from services.critic import engine as critic_engine
+from services.critic.service import CriticServicer
+from tests.fixtures_store import DIGEST, StoreUnderTest
+
+NUM_PROMPT_TOKENS = 4
+
+
+def settings_tree(store: StoreUnderTest, model: Path, run_dir: Path, **sections: Any) -> dict[str, Any]:
+    """A run over `store` and `model`: four groups of two, one mini-batch."""
+    tree: dict[str, Any] = {
+        "run": {"name": store.run, "dir": str(run_dir), "num_steps": 10, "seed": 3},
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"train": str(run_dir / "train.jsonl")},
+        "sampling": {"num_responses": 2, "max_tokens": 16, "temperature": 0.8},
+        "algorithm": {"groups_per_batch": 4},
+        "actor": {"token_budget": 64, "num_threads": 1, "optimizer": {"learning_rate": 1e-3}},
+        "reward": {"components": {"correct": {"scorer": {"kind": "exact_match"}}}},
+        "store": {"url": store.section.url.get_secret_value() if store.section.url else None, "num_shards": 2},
+    }
+    return tree | sections
+
+
+def true_logprobs(model: Path, token_ids: Array, temperature: float) -> Array:
+    """float32 [T] by plain transformers: the oracle."""
+    network = _network(model)
+    with torch.no_grad():
+        logits = network(torch.from_numpy(token_ids.astype(np.int64))[None]).logits[0] / temperature
+    logprobs = torch.log_softmax(logits[:-1], -1).gather(1, torch.from_numpy(token_ids[1:].astype(np.int64))[:, None])[:, 0]
+    return np.concatenate([np.zeros(1, np.float32), logprobs.numpy()]).astype(np.float32)
+
+
+@functools.cache
+def _network(model: Path) -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+
+@dataclass
+class Batches:
+    """Makes sealed batches out of random trajectories with the true logprobs of `model`."""
+
+    store: StoreUnderTest
+    model: Path
+    temperature: float = 0.8
+    num_groups: int = 4
+    num_responses: int = 2
+    policy_version: int = 0
+
+    def sampled(self, num_groups: int | None = None) -> list[CommittedGroup]:
+        """Committed groups that nobody scored."""
+        num_groups = num_groups or self.num_groups
+        first = self.store.ledger.position().next_gid
+        for gid in range(first, first + num_groups):
+            self.store.admit(1)
+            assert self.store.ledger.position().next_gid == gid + 1
+        self.store.publish(self.policy_version, self.store.ledger.position().step, "r.0")
+        queue = self.store.worker("r.0")
+        groups = []
+        for claim in queue.claim(num_groups):
+            rng = np.random.default_rng(claim.group.gid)
+            rows = [self._row(rng) for _ in range(self.num_responses)]
+            refs = [self.store.rows.ref(f"{claim.group.gid}/{i}", claim.token, row["token_ids"].size) for i, row in enumerate(rows)]
+            metas = [TrajectoryMeta(id=ref.id, gid=claim.group.gid, sampling=SamplingParams(temperature=self.temperature, top_p=1.0)) for ref in refs]
+            self.store.rows.stage_many(refs, rows, metas, 60)
+            group = CommittedGroup(gid=claim.group.gid, rows=refs)
+            assert queue.commit(claim, group, {(self.policy_version, DIGEST)})
+            self.store.rows.persist(refs)
+            groups.append(group)
+        self.policy_version += 1
+        return groups
+
+    def sealed(self, step: int, digest: str = "", **columns: Any) -> TrainBatch:
+        """The batch of `step`, sealed, with advantages of both signs."""
+        groups = self.sampled()
+        refs = [ref for group in groups for ref in group.rows]
+        self.score(refs)
+        batch = self.store.batch(step, groups, digest or f"batch-{step}")
+        assert self.store.ledger.seal(batch)
+        return batch
+
+    def score(self, refs: Sequence[RowRef]) -> None:
+        """Writes loss_mask, advantages, values and returns as a controller and a critic would."""
+        scored = []
+        for index, (ref, row) in enumerate(zip(refs, self.store.rows.read(refs, ["response_mask"]), strict=True)):
+            mask = row["response_mask"]
+            noise = np.random.default_rng(index).normal(size=ref.num_tokens).astype(np.float32)
+            spread = np.float32(1 if index % 2 else -1) * mask.astype(np.float32)
+            scored.append({"loss_mask": mask, "advantages": spread, "values": 0.1 * noise * mask, "returns": (0.5 + 0.1 * noise).astype(np.float32) * mask})
+        self.store.rows.put(refs, [{name: array.astype(np.uint8 if name == "loss_mask" else np.float32) for name, array in row.items()} for row in scored])
+
+    def commit(self, result: TrainResult) -> None:
+        """Counts the step as trained."""
+        assert self.store.ledger.commit_step(result.step, [result])
+
+    def _row(self, rng: np.random.Generator) -> dict[str, Array]:
+        length = int(rng.integers(NUM_PROMPT_TOKENS + 2, NUM_PROMPT_TOKENS + 16))
+        token_ids = rng.integers(3, 250, length).astype(np.int32)
+        mask = (np.arange(length) >= NUM_PROMPT_TOKENS).astype(np.uint8)
+        return {
+            "token_ids": token_ids,
+            "response_mask": mask,
+            "rollout_logprobs": true_logprobs(self.model, token_ids, self.temperature) * mask,
+            "policy_versions": np.where(mask, self.policy_version, -1).astype(np.int32),
+        }
+
+
+@dataclass
+class Rig:
+    """One served trainer."""
+
+    channel: grpc.aio.Channel
+    engine: Any
+    front: TrainerFront
+    settings: RunSettings
+
+
+@asynccontextmanager
+async def served_actor(settings: RunSettings, store: StoreUnderTest) -> AsyncIterator[tuple[Rig, actor_pb2_grpc.ActorServiceStub]]:
+    """An actor at step 0."""
+    connection = store.connect()
+    lane = Lane()
+    engine = await lane.run(lambda: actor_engine.build(settings, connection), "loading")
+    front = _front(settings, engine, lane, store, settings.actor.token_budget)
+    server = Server(settings.rpc, "127.0.0.1:0")
+    server.add(actor_pb2_grpc.add_ActorServiceServicer_to_server, ActorServicer(engine, front), "rolecall.v1.ActorService")
+    async with _served(settings, server, engine, front) as rig:
+        yield rig, actor_pb2_grpc.ActorServiceStub(rig.channel)
+        await asyncio.to_thread(engine.close)
+
+
+@asynccontextmanager
+async def served_critic(settings: RunSettings, store: StoreUnderTest) -> AsyncIterator[tuple[Rig, critic_pb2_grpc.CriticServiceStub]]:
+    """A critic at step 0."""
+    assert settings.critic is not None
+    connection = store.connect()
+    lane = Lane()
+    engine = await lane.run(lambda: critic_engine.build(settings, connection), "loading")
+    front = _front(settings, engine, lane, store, settings.critic.token_budget)
+    server = Server(settings.rpc, "127.0.0.1:0")
+    server.add(critic_pb2_grpc.add_CriticServiceServicer_to_server, CriticServicer(front), "rolecall.v1.CriticService")
+    async with _served(settings, server, engine, front) as rig:
+        yield rig, critic_pb2_grpc.CriticServiceStub(rig.channel)
+
+
+def _front(settings: RunSettings, engine: Any, lane: Lane, store: StoreUnderTest, token_budget: int) -> TrainerFront:
+    connection, run = store.connect(), settings.run.name
+    return TrainerFront(engine, lambda step: read_sealed(connection, run, step), lane, Fence(read_ctl(connection, run)), token_budget, "trainer.1")
+
+
+@asynccontextmanager
+async def _served(settings: RunSettings, server: Server, engine: Any, front: TrainerFront) -> AsyncIterator[Rig]:
+    front.start()
+    address = await server.start()
+    try:
+        async with open_channel(address, settings.rpc) as channel:
+            yield Rig(channel, engine, front, settings)
+    finally:
+        await server.drain(1.0)
+        await front.close()
+        stop_rank()
+
+
+async def train(stub: Any, request: TrainRequest) -> TrainResult:
+    """The result of a Train call; checks that it is the last and only one."""
+    responses: list[TrainResponse] = [response async for response in stub.Train(request, timeout=60)]
+    assert [response.WhichOneof("event") for response in responses] == [*itertools.repeat("progress", len(responses) - 1), "result"]
+    return responses[-1].result
+
+
+def values_of(result: TrainResult) -> dict[str, float]:
+    """Metrics by name."""
+    return {metric.name: metric.value for metric in result.metrics}
