@@ -1,7 +1,7 @@
 """Channels: a communicator of their own beside any training world, over which rank 0 broadcasts buckets of bytes.
 
-Owns joining, waiting with deadlines, and aborting from another thread. `GlooChannel` runs on CPUs, `NcclChannel` on GPUs over a raw communicator, because torch's own NCCL group tears the
-process down when a peer dies. A channel knows nothing of parameters: what the bytes mean is the manifest's affair.
+Owns joining, waiting with deadlines, and aborting from another thread. `GlooChannel` runs on CPUs, `NcclChannel` on GPUs over a raw communicator, because
+torch's own NCCL group tears the process down when a peer dies. A channel knows nothing of parameters: what the bytes mean is the manifest's affair.
 """
 
 import threading
@@ -60,7 +60,7 @@ class GlooChannel:
 
     def __init__(self, rendezvous: Rendezvous, world_size: int, timeout_s: float) -> None:
         self.rendezvous, self.world_size, self.device = rendezvous, world_size, torch.device("cpu")
-        options = ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # its public Options is the base class's
         options._devices = [ProcessGroupGloo.create_device(hostname=local_address(rendezvous.host))]
         options._timeout = timedelta(seconds=timeout_s)
         rendezvous.check()
@@ -81,7 +81,7 @@ class GlooChannel:
         if group is None:
             self.rendezvous.check()
             raise ChannelBrokenError(f"epoch {self.rendezvous.epoch} of the weight channel is closed; open a new epoch")
-        return GlooTransfer(group.broadcast([bucket], options), self)
+        return GlooTransfer(group.broadcast([bucket], options), self)  # type: ignore[attr-defined]  # in the class, not in its stub
 
     def close(self) -> None:
         """As in Channel. The group's own threads may sit in a stuck transfer, so it is dropped on a thread that may wait for them."""

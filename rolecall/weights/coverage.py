@@ -1,8 +1,9 @@
 """Coverage: which elements of which engine parameter a load wrote, counted where the writes happen.
 
-Owns a dispatch mode that watches copies into the engine's parameters while weight loaders run. Layerwise reload first runs every loader against parameters without memory (meta), so the watch sees exactly
-the region each loader means to fill: fused q/k/v, gate/up and stacked experts each as their slice, padding as its fill. Regions are a set, so a tensor loaded twice does not make up for one that is missing.
-It is a count of elements, not a check of values: those are the fingerprints' and the probe's affair.
+Owns a dispatch mode that watches copies into the engine's parameters while weight loaders run. Layerwise reload first runs every loader against parameters
+without memory (meta), so the watch sees exactly the region each loader means to fill: fused q/k/v, gate/up and stacked experts each as their slice, padding
+as its fill. Regions are a set, so a tensor loaded twice does not make up for one that is missing. It is a count of elements, not a check of values: those are
+the fingerprints' and the probe's affair.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,12 +39,12 @@ class Coverage:
     def _record(self, target: torch.Tensor) -> None:
         regions = self._regions.get(_storage(target))
         if regions is not None and target.numel():
-            regions.add((target.storage_offset(), tuple(target.shape), tuple(target.stride())))
+            regions.add((int(target.storage_offset()), tuple(target.shape), tuple(target.stride())))
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, record: Callable[[torch.Tensor], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._record = record
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -53,7 +54,8 @@ class _Watch(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def _num_elements(regions: set[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> int:

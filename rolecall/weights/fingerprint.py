@@ -2,9 +2,10 @@
 
 Owns the hash and the digest over a whole model. It guards against mistakes (a swapped, skipped or stale tensor), not against an adversary.
 
-The hash. The bytes, as they lie in memory order, are little-endian 32-bit words x_i (the last one padded with zeros). Each word is mixed, y_i = m ^ (m >> 32) with
-m = x_i * MULTIPLIER, and words are summed in blocks of BLOCK with a multiplier of their own per position; block sums are mixed and summed the same way, and the length
-goes in last. All arithmetic is modulo 2^64, so every device and every chunking gives the same number. Two different tensors of one length agree with probability about 2^-33 or less.
+The hash. The bytes, as they lie in memory order, are little-endian 32-bit words x_i (the last one padded with zeros). Each word is mixed, y_i = m ^ (m >> 32)
+with m = x_i * MULTIPLIER, and words are summed in blocks of BLOCK with a multiplier of their own per position; block sums are mixed and summed the same way,
+and the length goes in last. All arithmetic is modulo 2^64, so every device and every chunking gives the same number. Two different tensors of one length
+agree with probability about 2^-33 or less.
 """
 
 import functools
@@ -38,7 +39,7 @@ def fingerprint_on_device(tensor: torch.Tensor) -> torch.Tensor:
         data = data.clone()
     words = data.view(torch.int32)
     at_once = BLOCK * _BLOCKS_AT_ONCE.get(words.device.type, 1)
-    sums = [_block_sums(chunk) for chunk in words.split(at_once)] if len(words) else []
+    sums = [_block_sums(words[start : start + at_once]) for start in range(0, len(words), at_once)]
     blocks = torch.cat(sums) if sums else torch.zeros(0, dtype=torch.int64, device=words.device)
     blocks = _mix(blocks ^ (blocks >> 29))
     total = (blocks * _position_multipliers(blocks.numel(), words.device, salt=1)).sum(dtype=torch.int64).reshape(1)

@@ -68,7 +68,7 @@ def build_manifest(weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: in
     for name, tensor in weights:
         if tensor.dtype not in _CODES:
             raise InvalidInputError(f"{name}: dtype {tensor.dtype} does not travel on the weight channel; publish in one of {sorted(map(str, _CODES))}")
-        manifest.parameters.add(name=name, dtype=_CODES[tensor.dtype], shape=tensor.shape)  # type: ignore[arg-type]
+        manifest.parameters.add(name=name, dtype=_CODES[tensor.dtype], shape=tensor.shape)
     validate_manifest(manifest)
     return manifest
 
@@ -80,7 +80,9 @@ def validate_manifest(manifest: weights_pb2.WeightManifest) -> None:
         if not spec.name or spec.name in seen:
             raise InvalidInputError(f"the weight manifest names {spec.name!r} twice or not at all; each tensor is sent once, tied ones too")
         if spec.dtype not in _DTYPES or min(spec.shape, default=0) < 0:
-            raise InvalidInputError(f"the weight manifest gives {spec.name} dtype {spec.dtype} and shape {list(spec.shape)}; both sides must run the same release")
+            raise InvalidInputError(
+                f"the weight manifest gives {spec.name} dtype {spec.dtype} and shape {list(spec.shape)}; both sides must run the same release"
+            )
         seen.add(spec.name)
     if not seen or manifest.bucket_bytes <= 0:
         raise InvalidInputError("the weight manifest is empty or has no bucket size")

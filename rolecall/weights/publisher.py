@@ -1,32 +1,36 @@
 """The publisher: the actor's end of the weight channel.
 
-Owns the rendezvous, the epoch that is open and the rule that epochs and versions only rise. It does not know the controller, gRPC or how tensors are gathered: it takes an iterator of
-(Hugging Face name, full tensor). Only rank 0 of an actor has one; see `publish` for what the other ranks do meanwhile.
+Owns the rendezvous, the epoch that is open and the rule that epochs and versions only rise. It does not know the controller, gRPC or how tensors are
+gathered: it takes an iterator of (Hugging Face name, full tensor). Only rank 0 of an actor has one; see `publish` for what the other ranks do meanwhile.
 
     host = Publisher(device)
-    address = host.open(epoch=3, world_size=1 + num_receivers, host="127.0.0.1", backend="gloo", timeout_s=60)      # tell it to the receivers, who join meanwhile
-    sent = host.publish(engine.named_weights(), manifest, epoch=3, policy_version=7, bucket_timeout_s=30)
+    address = host.open(epoch=3, world_size=1 + num_receivers, host="127.0.0.1", backend="gloo", timeout_s=60)      # tell it to the receivers, who join
+    meanwhile sent = host.publish(engine.named_weights(), manifest, epoch=3, policy_version=7, bucket_timeout_s=30)
 
-Life of an epoch: meeting -> open -> (transfer)* -> broken or closed. A transfer that fails breaks its epoch: nobody can tell who holds what, so a new one is opened.
+Life of an epoch: meeting -> open -> (transfer)* -> broken or closed. A transfer that fails breaks its epoch: nobody can tell who holds what, so a new one is
+opened.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Literal
 
 import torch
 
-from rolecall.errors import ChannelBrokenError, RoleCallError, StaleEpochError, StaleVersionError
+from rolecall.errors import RoleCallError, StaleEpochError, StaleVersionError
 from rolecall.v1 import weights_pb2
 from rolecall.weights.channel import Channel, join
-from rolecall.weights.manifest import validate_manifest
 from rolecall.weights.rendezvous import Rendezvous, RendezvousHost
-from rolecall.weights.transfer import Transferred, send
+from rolecall.weights.transfer import Transferred, offer_manifest, send
 
 log = logging.getLogger(__name__)
+_MEETING_POLL_S = 0.05
+"""Seconds between two looks at whether the epoch was aborted while its ranks meet."""
+_MEETING_GRACE_S = 1.0
+"""What the meeting thread may take beyond its own deadline."""
 
 
 class Publisher:
@@ -79,9 +83,10 @@ class Publisher:
     ) -> Transferred:
         """Sends `weights` to every receiver of the open epoch as `policy_version` and says what was sent; blocks until the last bucket.
 
-        `weights` is always run to its end, also when sending fails: producing them is a collective of the actor's ranks, and the others run theirs to the end too.
-        StaleEpochError for another epoch than the open one, StaleVersionError for a version not higher than all before, ChannelBrokenError when the ranks did not meet, a receiver was lost or a
-        bucket took longer than `bucket_timeout_s`, WeightsMismatchError when `weights` are not as in `manifest`; after the last two the epoch is broken.
+        `weights` is always run to its end, also when sending fails: producing them is a collective of the actor's ranks, and the others run theirs to the end
+        too. StaleEpochError for another epoch than the open one, StaleVersionError for a version not higher than all before, ChannelBrokenError when the
+        ranks did not meet, a receiver was lost or a bucket took longer than `bucket_timeout_s`, WeightsMismatchError when `weights` are not as in `manifest`;
+        after the last two the epoch is broken.
         """
         try:
             return self._publish(weights, manifest, epoch, policy_version, bucket_timeout_s)
@@ -97,12 +102,13 @@ class Publisher:
             if epoch != self._epoch or self._rendezvous is None:
                 raise StaleEpochError(f"epoch {epoch} of the weight channel is not the open one ({self._epoch})")
             if policy_version <= self._policy_version:
-                raise StaleVersionError(f"policy version {policy_version} is not higher than {self._policy_version}, which was published already; versions never go back")
+                raise StaleVersionError(
+                    f"policy version {policy_version} is not higher than {self._policy_version}, which was published already; versions never go back"
+                )
             self._policy_version = policy_version
             rendezvous, meeting, agreed = self._rendezvous, self._channel, self._manifest
         if agreed is None:
-            validate_manifest(manifest)
-            rendezvous.offer_manifest(manifest)
+            offer_manifest(rendezvous, manifest)
             self._manifest = manifest
         channel = self._met(rendezvous, meeting)
         try:
@@ -110,7 +116,8 @@ class Publisher:
         except RoleCallError as error:
             late = rendezvous.laggards(channel.world_size)
             rendezvous.abort(error.message)
-            raise type(error)(f"policy version {policy_version} did not reach every receiver (fewest buckets: ranks {late}): {error.message}", ranks=",".join(map(str, late))) from error
+            message = f"policy version {policy_version} did not reach every receiver (fewest buckets: ranks {late}): {error.message}"
+            raise type(error)(message, ranks=",".join(map(str, late))) from error
 
     def abort(self, reason: str) -> None:
         """Breaks the open epoch from any thread: whoever waits in a transfer of it, here or at a receiver, gets ChannelBrokenError soon. Idempotent."""
@@ -128,11 +135,11 @@ class Publisher:
             rendezvous.close()
 
     def _met(self, rendezvous: Rendezvous, meeting: "Future[Channel]") -> Channel:
-        try:
-            return meeting.result(timeout=max(0.0, self._meeting_deadline - time.monotonic()) + 1.0)
-        except TimeoutError as error:
-            rendezvous.abort("the ranks did not meet in time")
-            raise ChannelBrokenError(f"the ranks of weight-channel epoch {rendezvous.epoch} did not meet in time; open a new epoch") from error
+        while not wait([meeting], timeout=_MEETING_POLL_S).done:
+            if time.monotonic() > self._meeting_deadline + _MEETING_GRACE_S:
+                rendezvous.abort("the ranks did not meet in time")
+            rendezvous.check()
+        return meeting.result()
 
     def _meet(self, channel: "Future[Channel]", rendezvous: Rendezvous, world_size: int, backend: Literal["gloo", "nccl"], timeout_s: float) -> None:
         try:

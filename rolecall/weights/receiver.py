@@ -1,21 +1,28 @@
 """The receiver: the rollout's end of the weight channel, inside vLLM's worker process.
 
-Owns the registered `WeightTransferEngine` ("rolecall"), its coverage check, the repairs that vLLM's reload needs on CPUs, and the state of the weights. It never decides to serve: whoever drives it compares
-the report with the actor's and resumes. Only a process that runs vLLM imports this file.
+Owns the registered `WeightTransferEngine` ("rolecall"), its coverage check, the repairs that vLLM's reload needs on CPUs, and the state of the weights. It
+never decides to serve: whoever drives it compares the report with the actor's and resumes. Only a process that runs vLLM imports this file.
 
 Usage, by the rollout service (one `AsyncLLM`; every worker of it, i.e. every TP rank, takes a rank of its own):
 
-    AsyncEngineArgs(..., load_format="dummy", weight_transfer_config=WeightTransferConfig(backend="rolecall"), worker_extension_cls="rolecall.weights.receiver.WorkerExtension")
+    AsyncEngineArgs(
+        ..., load_format="dummy", weight_transfer_config=WeightTransferConfig(backend="rolecall"),
+        worker_extension_cls="rolecall.weights.receiver.WorkerExtension")
 
-    await open_channel(llm, epoch=3, address="127.0.0.1:41234", rank=1, world_size=2, timeout_s=60)     # all ranks have met when it returns; StaleEpochError, ChannelBrokenError, DeadlineError
-    await llm.pause_generation(mode="keep")                                                             # always: updating while requests run kills the engine
-    report = await receive_version(llm, epoch=3, policy_version=7, bucket_timeout_s=30)                 # with the actor's publish; TornWeightsError, StaleVersionError, StaleEpochError
-    ... compare, attest ...
+    # All ranks have met when it returns. StaleEpochError, ChannelBrokenError, DeadlineError.
+    await open_channel(llm, epoch=3, address="127.0.0.1:41234", rank=1, world_size=2, timeout_s=60, backend="gloo")
+    # Always pause: updating while requests run kills the engine.
+    await llm.pause_generation(mode="keep")
+    # Concurrently with the actor's publish. TornWeightsError, StaleVersionError, StaleEpochError, ChannelBrokenError.
+    report = await receive_version(llm, epoch=3, policy_version=7, bucket_timeout_s=30)
+    ... compare report.fingerprints and report.digest with the actor's, run the probe, attest ...
     await llm.resume_generation()
 
-`receive_version` makes vLLM's own calls in order: start_weight_update, update_weights, finish_weight_update(weight_version=str(policy_version)), reset_prefix_cache, and then asks every worker for its report
-(`collective_rpc("weights_report")`). The first weights (load_format="dummy") come the same way. After TornWeightsError serve nothing; the next successful receive_version, over a new epoch, heals it.
-A newer `open_channel` aborts the epoch before, wherever a worker may be stuck in it. Neither call blocks the event loop; `open_channel` does not block the engine either.
+`receive_version` makes vLLM's own calls in order: start_weight_update, update_weights, finish_weight_update; asks every worker for its report
+(`collective_rpc("weights_report")`); then update_weight_version(str(policy_version)), which names the spans of completions, and reset_prefix_cache. The first
+weights (load_format="dummy") come the same way. After TornWeightsError serve nothing; the next successful receive_version, over a new epoch, heals it. A
+newer `open_channel` aborts the epoch before, wherever a worker may be stuck in it. Neither call blocks the event loop; `open_channel` does not block the
+engine either.
 """
 
 import asyncio
@@ -26,9 +33,11 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from vllm.config import VllmConfig, WeightTransferConfig
@@ -40,7 +49,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateRequest,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -53,7 +62,7 @@ from rolecall.v1 import weights_pb2
 from rolecall.weights.channel import Channel, join
 from rolecall.weights.coverage import Coverage
 from rolecall.weights.rendezvous import Rendezvous
-from rolecall.weights.transfer import Reception, Transferred
+from rolecall.weights.transfer import Reception, Transferred, agreed_manifest
 
 log = logging.getLogger(__name__)
 BACKEND = "rolecall"
@@ -81,7 +90,7 @@ class Report:
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not type-checked
     """What a worker needs to join an epoch."""
 
     epoch: int
@@ -94,7 +103,7 @@ class InitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """What a worker needs to receive a version."""
 
     epoch: int
@@ -102,16 +111,18 @@ class UpdateInfo(WeightTransferUpdateInfo):
     bucket_timeout_s: float
 
 
-class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """One worker's end. A transfer happens wholly inside `receive_weights`, so that no caller can leave a load half open; errors are kept in the report, because
+class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+    """One worker's end. A transfer happens wholly inside `receive_weights`, so that no caller can leave a load half open; errors are kept in the report,
+    because
     an exception would lose its type on the way out of vLLM and leave the worker inside an update."""
 
-    init_info_cls: ClassVar[type[InitInfo]] = InitInfo  # type: ignore[misc]
-    update_info_cls: ClassVar[type[UpdateInfo]] = UpdateInfo  # type: ignore[misc]
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
     def __init__(self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
+        self._lock = threading.Lock()
         self._epoch = -1
         self._policy_version = -1
         self._state: State = "empty"
@@ -127,8 +138,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if init_info.epoch <= self._epoch:
             self._error = StaleEpochError(f"epoch {init_info.epoch} of the weight channel is not higher than {self._epoch}; an epoch is never joined twice")
             return
+        with self._lock:
+            self._epoch = init_info.epoch
         self.shutdown()
-        self._epoch = init_info.epoch
         self._joined, self._manifest = Future(), None
         threading.Thread(target=self._join, args=(init_info, self._joined), name=f"weights-join-{init_info.epoch}", daemon=True).start()
 
@@ -177,7 +189,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Leaves the epoch: frees whoever waits in it here. The other ranks are told."""
-        rendezvous, self._rendezvous = self._rendezvous, None
+        with self._lock:
+            rendezvous, self._rendezvous = self._rendezvous, None
         if rendezvous is not None:
             rendezvous.abort("a receiver left the epoch")
             rendezvous.close()
@@ -185,7 +198,10 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _join(self, info: InitInfo, joined: "Future[Channel]") -> None:
         try:
             rendezvous = Rendezvous(info.address, info.epoch, info.rank + self.parallel_config.rank, info.timeout_s)
-            self._rendezvous = rendezvous
+            with self._lock:
+                if info.epoch != self._epoch:
+                    raise StaleEpochError(f"epoch {info.epoch} of the weight channel was overtaken by {self._epoch}")
+                self._rendezvous = rendezvous
             joined.set_result(join(rendezvous, info.world_size, info.backend, self.device, info.timeout_s))
         except RoleCallError as error:
             joined.set_exception(error)
@@ -194,14 +210,16 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if info.epoch != self._epoch:
             raise StaleEpochError(f"epoch {info.epoch} of the weight channel is not the joined one ({self._epoch})")
         if info.policy_version <= self._policy_version:
-            raise StaleVersionError(f"policy version {info.policy_version} is not higher than {self._policy_version}, which this worker has held; versions never go back")
+            raise StaleVersionError(
+                f"policy version {info.policy_version} is not higher than {self._policy_version}, which this worker has held; versions never go back"
+            )
         if not self._joined.done():
             raise ChannelBrokenError(f"epoch {info.epoch} of the weight channel is not joined yet")
         return self._joined.result()
 
     def _load(self, channel: Channel, info: UpdateInfo) -> Transferred:
         if self._manifest is None:
-            self._manifest = channel.rendezvous.agreed_manifest(info.bucket_timeout_s)
+            self._manifest = agreed_manifest(channel.rendezvous, info.bucket_timeout_s)
         reception = Reception(channel, self._manifest, info.bucket_timeout_s)
         tied = _tied_groups(self.model)
         _rebuild_moe_kernels(self.model, self.device)
@@ -220,14 +238,17 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         finally:
             if not whole:
                 _forget_loads(self.model)
-            finalize_layerwise_reload(self.model, self.model_config)
+            with _without_false_alarms():
+                finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied_heads(self.model, tied)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return reception.result()
 
     def _load_bucket(self, named: list[tuple[str, torch.Tensor]], coverage: Coverage) -> Exception | None:
-        """Loads one bucket; what vLLM's loaders raise (any type) is returned, so that the remaining buckets are taken off the channel and no peer has to wait for this worker."""
+        """Loads one bucket; what vLLM's loaders raise (any type) is returned, so that the remaining buckets are taken off the channel and no peer has to wait
+        for this worker.
+        """
         try:
             with coverage.watch():
                 self.model.load_weights(named)
@@ -281,7 +302,9 @@ class Engine(Protocol):
         """Forgets what older weights computed."""
 
 
-async def open_channel(llm: Engine, *, epoch: int, address: str, rank: int, world_size: int, timeout_s: float, backend: Literal["gloo", "nccl"] = "gloo") -> int:
+async def open_channel(
+    llm: Engine, *, epoch: int, address: str, rank: int, world_size: int, timeout_s: float, backend: Literal["gloo", "nccl"] = "gloo"
+) -> int:
     """Joins epoch `epoch` with every worker, the first as `rank`, and returns how many ranks the replica took once all ranks of the epoch have met.
 
     Requests go on meanwhile. StaleEpochError, ChannelBrokenError, DeadlineError.
@@ -301,9 +324,11 @@ async def open_channel(llm: Engine, *, epoch: int, address: str, rank: int, worl
 
 
 async def receive_version(llm: Engine, *, epoch: int, policy_version: int, bucket_timeout_s: float) -> Report:
-    """Receives and loads one version over the joined epoch, concurrently with the actor's publish. Requests must be paused and stay paused until the report was compared.
+    """Receives and loads one version over the joined epoch, concurrently with the actor's publish. Requests must be paused and stay paused until the report
+    was compared.
 
-    StaleEpochError, StaleVersionError, ChannelBrokenError before anything was touched; TornWeightsError when a worker's load did not finish; WeightsMismatchError when the workers of the replica differ.
+    StaleEpochError, StaleVersionError, ChannelBrokenError before anything was touched; TornWeightsError when a worker's load did not finish;
+    WeightsMismatchError when the workers of the replica differ.
     """
     await llm.start_weight_update()
     info = UpdateInfo(epoch=epoch, policy_version=policy_version, bucket_timeout_s=bucket_timeout_s)
@@ -359,8 +384,27 @@ def _why(failure: Exception | None, missing: dict[str, tuple[int, int]]) -> str:
     return f"the transfer did not cover the engine: {'; '.join(parts)}{more}; the model and the actor's export disagree"
 
 
+@contextmanager
+def _without_false_alarms() -> Iterator[None]:
+    """Silences vLLM's warning of layers that nothing was loaded into: it means rotary tables and tied heads at every publish, and what is really missing was
+    found by coverage.
+    """
+
+    def other(record: logging.LogRecord) -> bool:
+        return "Failed to load weights" not in record.msg
+
+    reload_log = logging.getLogger(finalize_layerwise_reload.__module__)
+    reload_log.addFilter(other)
+    try:
+        yield
+    finally:
+        reload_log.removeFilter(other)
+
+
 def _forget_loads(model: torch.nn.Module) -> None:
-    """Makes the reload fall back to the tensors that incomplete layers had, instead of building them out of memory that nobody wrote: the engine lives, and the next full load heals it."""
+    """Makes the reload fall back to the tensors that incomplete layers had, instead of building them out of memory that nobody wrote: the engine lives, and
+    the next full load heals it.
+    """
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():
@@ -373,13 +417,14 @@ def _rebuild_moe_kernels(model: torch.nn.Module, device: torch.device) -> None:
     if device.type != "cpu":
         return
     for module in model.modules():
-        method = vars(module).get("quant_method")
-        if isinstance(method, FusedMoEMethodBase):
-            method.moe_kernel = None
+        if isinstance(module, RoutedExperts):
+            module.quant_method.moe_kernel = None
 
 
 def _repack_tied_heads(model: torch.nn.Module, tied: list[list[str]]) -> None:
-    """Repair 2, CPUs: a tied head shares the embedding's memory and yet computes with a packed copy of its own, which the reload of the embedding does not renew."""
+    """Repair 2, CPUs: a tied head shares the embedding's memory and yet computes with a packed copy of its own, which the reload of the embedding does not
+    renew.
+    """
     for name in (name for names in tied for name in names):
         module = model.get_submodule(name.rpartition(".")[0])
         if isinstance(module, ParallelLMHead) and isinstance(module.quant_method, UnquantizedEmbeddingMethod) and module.weight.device.type == "cpu":
@@ -387,7 +432,9 @@ def _repack_tied_heads(model: torch.nn.Module, tied: list[list[str]]) -> None:
 
 
 def _die_with_parent() -> None:
-    """Ends this process when the process that spawned it ends, however it ends. Only in a worker process of vLLM's: an engine inside the service is the service's affair."""
+    """Ends this process when the process that spawned it ends, however it ends. Only in a worker process of vLLM's: an engine inside the service is the
+    service's affair.
+    """
     parent = multiprocessing.parent_process()
     if parent is None:
         return

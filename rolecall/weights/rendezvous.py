@@ -1,9 +1,11 @@
 """Where the ranks of the weight channel meet and tell each other what bytes cannot: the manifest, progress, and that it is over.
 
-Owns one TCPStore, served by the actor for as long as its process lives, with a prefix per epoch. Each rank keeps two connections: one for the calls of its own threads and one
-for a watcher, which learns within WATCH_S that somebody aborted the epoch, or that the actor is gone, and frees whatever of this rank is stuck. It moves no weights.
+Owns one TCPStore, served by the actor for as long as its process lives, with a prefix per epoch. Each rank keeps two connections: one for the calls of its
+own threads and one for a watcher, which learns within WATCH_S that somebody aborted the epoch, or that the actor is gone, and frees whatever of this rank is
+stuck. It moves no weights.
 
-Keys of an epoch: `manifest` (serialized WeightManifest), `abort` (why), `progress/<rank>` (buckets received since the epoch began), and those that the communicator itself makes under `comm`.
+Keys of an epoch: `manifest` (serialized WeightManifest), `abort` (why), `progress/<rank>` (buckets received since the epoch began), and those that the
+communicator itself makes under `comm`.
 """
 
 import logging
@@ -13,15 +15,17 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported, though not in __all__
 
 from rolecall.errors import ChannelBrokenError, DeadlineError
-from rolecall.v1 import weights_pb2
 
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.1
 """Seconds between two looks at the abort key."""
+_TAKE_POLL_S = 0.005
+"""Seconds between two looks at a key that rank 0 has not offered yet; once or twice an epoch."""
 _STORE_TIMEOUT = timedelta(seconds=10)
 """Deadline of one call to the store: they are all answered at once, so only a dead or frozen actor reaches it."""
 
@@ -36,7 +40,7 @@ class RendezvousHost:
 
     @property
     def address(self) -> str:
-        """"host:port" for the other ranks."""
+        """ "host:port" for the other ranks."""
         return f"{self.host}:{self._port}"
 
     def enter(self, epoch: int) -> "Rendezvous":
@@ -98,24 +102,24 @@ class Rendezvous:
         except DistError as error:
             log.warning("epoch %d: could not tell the other ranks of the abort: %s", self.epoch, error)
 
-    def offer_manifest(self, manifest: weights_pb2.WeightManifest) -> None:
-        """Rank 0 says, once, what every transfer of this epoch carries."""
-        self._calls.set("manifest", manifest.SerializeToString(deterministic=True))
+    def offer(self, key: str, value: bytes) -> None:
+        """Rank 0 says, once, what every rank of this epoch must know."""
+        self._calls.set(key, value)  # type: ignore[arg-type]  # bytes are fine
 
-    def agreed_manifest(self, timeout_s: float) -> weights_pb2.WeightManifest:
-        """The manifest that rank 0 offered, waiting up to `timeout_s`. ChannelBrokenError, DeadlineError."""
+    def take(self, key: str, timeout_s: float) -> bytes:
+        """What rank 0 offered under `key`, waiting up to `timeout_s`. ChannelBrokenError, DeadlineError."""
         deadline = time.monotonic() + timeout_s
         while True:
             self.check()
             try:
-                if self._calls.check(["manifest"]):
-                    return weights_pb2.WeightManifest.FromString(self._calls.get("manifest"))
+                if self._calls.check([key]):
+                    return self._calls.get(key)
             except DistError as error:
                 self._break(f"the rendezvous does not answer: {error}")
                 continue
             if time.monotonic() > deadline:
-                raise DeadlineError(f"epoch {self.epoch}: the actor offered no weight manifest within {timeout_s:g} s", rank=str(self.rank))
-            time.sleep(0.005)
+                raise DeadlineError(f"epoch {self.epoch} of the weight channel: the actor did not offer {key!r} within {timeout_s:g} s", rank=str(self.rank))
+            time.sleep(_TAKE_POLL_S)
 
     def report_progress(self) -> None:
         """Says that this rank has received one more bucket."""
@@ -140,7 +144,8 @@ class Rendezvous:
         try:
             store = TCPStore(self._host, self._port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
         except DistError as error:
-            raise ChannelBrokenError(f"nobody answers at the rendezvous {self._host}:{self._port} of weight-channel epoch {self.epoch}: {error}", rank=str(self.rank)) from error
+            reason = f"nobody answers at the rendezvous {self._host}:{self._port} of weight-channel epoch {self.epoch}: {error}"
+            raise ChannelBrokenError(reason, rank=str(self.rank)) from error
         store.set_timeout(_STORE_TIMEOUT)
         return PrefixStore(f"epoch/{self.epoch}", store)
 
@@ -170,5 +175,3 @@ def local_address(host: str) -> str:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
-
-

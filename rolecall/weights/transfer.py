@@ -1,7 +1,7 @@
 """One transfer: buckets out of named weights at the root, named tensors out of buckets at a receiver, two in flight on both sides.
 
-Owns packing, unpacking and the fingerprints of what was sent and what arrived. Memory: a bucket is allocated per broadcast and never reused, because a receiver's engine may keep views of it
-until a layer is whole; the root holds at most IN_FLIGHT + 1 buckets and their source tensors.
+Owns packing, unpacking and the fingerprints of what was sent and what arrived. Memory: a bucket is allocated per broadcast and never reused, because a
+receiver's engine may keep views of it until a layer is whole; the root holds at most IN_FLIGHT + 1 buckets and their source tensors.
 """
 
 import time
@@ -15,10 +15,12 @@ from rolecall.errors import WeightsMismatchError
 from rolecall.v1 import weights_pb2
 from rolecall.weights.channel import Channel, Transfer
 from rolecall.weights.fingerprint import digest, fingerprint_on_device, unsigned
-from rolecall.weights.manifest import Bucket, plan_buckets
+from rolecall.weights.manifest import Bucket, plan_buckets, validate_manifest
+from rolecall.weights.rendezvous import Rendezvous
 
 IN_FLIGHT = 2
 """Most broadcasts under way at a time."""
+_MANIFEST_KEY = "manifest"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,19 @@ def send(channel: Channel, weights: Iterator[tuple[str, torch.Tensor]], manifest
         pending.popleft().wait(bucket_timeout_s)
     transfer_s = time.monotonic() - start
     return _transferred(manifest, prints, buckets, transfer_s)
+
+
+def offer_manifest(rendezvous: Rendezvous, manifest: weights_pb2.WeightManifest) -> None:
+    """The root says, once per epoch, what every transfer of it carries. InvalidInputError."""
+    validate_manifest(manifest)
+    rendezvous.offer(_MANIFEST_KEY, manifest.SerializeToString(deterministic=True))
+
+
+def agreed_manifest(rendezvous: Rendezvous, timeout_s: float) -> weights_pb2.WeightManifest:
+    """What the root offered, waiting up to `timeout_s`. ChannelBrokenError, DeadlineError, InvalidInputError."""
+    manifest = weights_pb2.WeightManifest.FromString(rendezvous.take(_MANIFEST_KEY, timeout_s))
+    validate_manifest(manifest)
+    return manifest
 
 
 class Reception:
