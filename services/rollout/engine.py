@@ -160,6 +160,8 @@ def _engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         scheduling_policy="priority",
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=True,
+        # Of a prompt cut in two vLLM draws a token too early and takes it back from the request's seeded generator, which CPU generators cannot do.
+        enable_chunked_prefill=None if config.devices else False,
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend="rolecall"),
         worker_extension_cls="rolecall.weights.receiver.WorkerExtension",
