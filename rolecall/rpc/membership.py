@@ -74,7 +74,7 @@ class Membership:
         return self._ctl
 
     def progress(self) -> None:
-        """Says that the main loop turned; call it from one thread."""
+        """Says that the main loop turned. Any thread may call; a count lost between two does no harm."""
         self._progress += 1
 
     def start(self) -> None:

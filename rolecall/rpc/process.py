@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _NUM_THREADS = 32
 """Bound on `asyncio.to_thread` calls at work in a process; further ones queue."""
-_THREADS_GRACE_S = 5.0
-"""Wait at the end for threads still at work; then the process exits without them."""
-_THREAD_NAME = "rolecall-worker"
+_END_GRACE_S = 5.0
+"""Wait at the end for tasks, and then for threads, that are still at work; the process exits without them."""
 _TRACEBACK_LINES = 12
 
 _USAGE = """usage: rolecall serve {role} --config FILE [--name INSTANCE] [--SECTION.KEY VALUE ...]
@@ -130,15 +129,16 @@ def stop_requested() -> asyncio.Event:
 def run(main: Callable[[], Awaitable[None]], role: str = "service") -> int:
     """Runs `main` on a new event loop and returns the exit code: 0 when it ended or was stopped, 1 when it failed (the reason is printed).
 
-    A signal sets `stop_requested()`, a second one cancels `main`. Ends with its launcher when ROLECALL_DIE_WITH_PARENT says so. Threads that are still
-    busy 5 s after the end (a hung collective) do not hold the process: it exits without them.
+    The last thing a process does: return what it returns from there. Five seconds later the process is over, whatever its threads do.
+
+    A signal sets `stop_requested()`, a second one cancels `main`. Ends with its launcher when ROLECALL_DIE_WITH_PARENT says so.
     """
     try:
         _tie_to_launcher()
     except (ConfigError, OSError) as error:
         return _failed(role, error)
     loop = asyncio.new_event_loop()
-    loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, _THREAD_NAME))
+    loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "worker"))
     asyncio.set_event_loop(loop)
     try:
         loop.run_until_complete(_until_stopped(main))
@@ -147,7 +147,7 @@ def run(main: Callable[[], Awaitable[None]], role: str = "service") -> int:
         code = _failed(role, error)
     finally:
         _close(loop)
-    _leave_stuck_threads(code)
+    _end_in_time(code)
     return code
 
 
@@ -219,28 +219,31 @@ def _failed(role: str, error: BaseException) -> int:
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> None:
-    """As asyncio.run does, except that it does not wait for threads."""
+    """As asyncio.run does, except that nothing is waited for without end, and threads not at all."""
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-    loop.run_until_complete(loop.shutdown_asyncgens())
+    if tasks:
+        _, ignoring = loop.run_until_complete(asyncio.wait(tasks, timeout=_END_GRACE_S))
+        for task in ignoring:
+            _LOG.warning("leaving a task that does not end when cancelled: %s", task.get_name())
+    with contextlib.suppress(TimeoutError):
+        loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), _END_GRACE_S))
     asyncio.set_event_loop(None)
     loop.close()
 
 
-def _leave_stuck_threads(code: int) -> None:
-    deadline = time.monotonic() + _THREADS_GRACE_S
-    busy = [thread for thread in threading.enumerate() if thread.name.startswith(_THREAD_NAME)]
-    for thread in busy:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    stuck = [thread.name for thread in busy if thread.is_alive()]
-    if not stuck:
-        return
-    _LOG.error("leaving %d threads behind that did not end within %.0f s", len(stuck), _THREADS_GRACE_S)
-    logging.shutdown()
-    os._exit(code)
+def _end_in_time(code: int) -> None:
+    """At its end the interpreter joins every thread; one that hangs in a collective would hold the process for ever."""
+
+    def watch() -> None:
+        time.sleep(_END_GRACE_S)
+        busy = [thread.name for thread in threading.enumerate() if thread.is_alive() and not thread.daemon and thread is not threading.main_thread()]
+        _LOG.error("leaving threads that did not end within %.0f s: %s", _END_GRACE_S, ", ".join(busy))
+        logging.shutdown()
+        os._exit(code)
+
+    threading.Thread(target=watch, name="end", daemon=True).start()
 
 
 def _say(line: str) -> None:

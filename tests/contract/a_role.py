@@ -4,6 +4,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from rolecall import telemetry
 from rolecall.errors import WorkerLostError
@@ -46,7 +47,7 @@ async def load(args: process.ServiceArgs) -> None:
 
 async def hang(args: process.ServiceArgs) -> None:
     """Has a thread that never ends."""
-    _stuck = asyncio.get_running_loop().run_in_executor(None, time.sleep, 60)
+    _stuck = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, "device"), time.sleep, 60)
     say("up")
     await process.stop_requested().wait()
 
