@@ -1,0 +1,139 @@
+"""What the reward tests share: items, a user's module of well and badly behaved scorers, and a RewardService that lies on request."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from rolecall.reward import SERVICE_NAME
+from rolecall.rpc.channel import open_channel
+from rolecall.rpc.server import Server
+from rolecall.scores import component_spec
+from rolecall.scoring import RewardClient
+from rolecall.settings import RpcSection
+from rolecall.v1 import reward_pb2, reward_pb2_grpc
+
+ALL_FIELDS = [field for field in reward_pb2.ScoreField.values() if field]
+
+USER_MODULE = '''
+import os, signal, subprocess, sys, time
+import numpy as np
+from rolecall.errors import ScorerUnavailableError
+from rolecall.scores import Item, Score
+
+def behave(item: Item) -> float:
+    """Does what the response says, so that one module serves every test."""
+    match item.response_text.split():
+        case ["hang"]:
+            while True:
+                pass
+        case ["sleep", seconds]:
+            time.sleep(float(seconds))
+        case ["exit"]:
+            os._exit(3)
+        case ["sys.exit"]:
+            sys.exit(4)
+        case ["segfault"]:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case ["raise"]:
+            raise ValueError("no such luck")
+        case ["print"]:
+            print("noise " * 1000, flush=True)
+            sys.stdout.write("more noise")
+            os.write(1, b"raw noise")
+        case ["read"]:
+            assert sys.stdin.read() == ""
+        case ["none"]:
+            return None
+        case ["big"]:
+            return 2.0
+        case ["unavailable_once", marker]:
+            if not os.path.exists(marker):
+                open(marker, "w").close()
+                raise ScorerUnavailableError("warming up")
+        case ["die_once", marker]:
+            if not os.path.exists(marker):
+                open(marker, "w").close()
+                os._exit(9)
+        case ["child", marker]:
+            child = subprocess.Popen(["sleep", "60"])
+            with open(marker, "w") as file:
+                file.write(str(child.pid))
+            time.sleep(60)
+    return 1.0
+
+def where(item: Item) -> float:
+    return float(os.path.samefile(os.getcwd(), os.path.dirname(__file__)))
+
+def detailed(item: Item) -> Score:
+    return Score(0.5, {"first": 1.0, "second": -1.0}, np.full(item.num_response_tokens, 0.25, np.float32))
+'''
+
+
+def items_of(*responses: str, truth: str = "") -> list[reward_pb2.ScoreItem]:
+    """One item per response, three response tokens each."""
+    return [reward_pb2.ScoreItem(id=f"7/{i}", response_text=text, ground_truth=truth, num_response_tokens=3) for i, text in enumerate(responses)]
+
+
+def write_user_module(folder: Path) -> Path:
+    """Writes `behaviour.py` into `folder`, which is returned."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "behaviour.py").write_text(USER_MODULE)
+    return folder
+
+
+class Liar(reward_pb2_grpc.RewardServiceServicer):
+    """A RewardService that answers honestly (reward 0.5) until `lie` says otherwise; it notes what it was sent."""
+
+    def __init__(self) -> None:
+        self.spec = reward_pb2.DescribeResponse(name="liar", reads=ALL_FIELDS, reward=component_spec("", 0, 1))
+        self.lie: Callable[[reward_pb2.ScoreResponse], None] = lambda response: None
+        self.fail: Callable[[], Any] | None = None
+        """Called first; may raise or return an awaitable."""
+        self.requests: list[reward_pb2.ScoreRequest] = []
+        self.num_described = 0
+        self.most_at_once = 0
+        self._at_once = 0
+
+    async def Describe(self, request: reward_pb2.DescribeRequest, context: Any) -> reward_pb2.DescribeResponse:
+        self.num_described += 1
+        return self.spec
+
+    async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
+        self.requests.append(request)
+        self._at_once += 1
+        self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            await asyncio.sleep(0)
+            if self.fail is not None:
+                awaitable = self.fail()
+                if awaitable is not None:
+                    await awaitable
+        finally:
+            self._at_once -= 1
+        response = reward_pb2.ScoreResponse()
+        for item in request.items:
+            response.results.add(id=item.id).reward.value = 0.5
+        self.lie(response)
+        return response
+
+
+@asynccontextmanager
+async def serving(servicer: reward_pb2_grpc.RewardServiceServicer, rpc: RpcSection | None = None, bind: str = "127.0.0.1:0") -> AsyncIterator[str]:
+    """A server of `servicer`; gives its address."""
+    server = Server(rpc or RpcSection(), bind, client_certificates=False)
+    server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer, SERVICE_NAME)
+    address = await server.start()
+    await server.set_serving(True)
+    try:
+        yield address
+    finally:
+        await server.drain(0.0)
+
+
+@asynccontextmanager
+async def client_of(address: str, *, timeout_s: float = 5.0, max_attempts: int = 1) -> AsyncIterator[RewardClient]:
+    """A client of the scorer at `address`."""
+    async with open_channel(address, RpcSection()) as channel:
+        yield RewardClient(channel, name="it", timeout_s=timeout_s, max_attempts=max_attempts)

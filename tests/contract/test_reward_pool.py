@@ -1,0 +1,204 @@
+"""Scorers in killable processes: one item's misfortune is its own."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rolecall.errors import ConfigError
+from rolecall.settings import ExactMatchScorer, FunctionScorer, RegexScorer
+from rolecall.v1 import reward_pb2
+from services.reward.catalog import LocalScorer
+from services.reward.frames import MAX_PAYLOAD_BYTES, FrameBuffer, frame
+from services.reward.pool import WorkerPool
+from tests.contract.reward_peers import items_of, write_user_module
+
+BEHAVE = FunctionScorer(target="behaviour:behave", min=0, max=1)
+StartPool = Callable[..., Awaitable[WorkerPool]]
+
+
+@pytest.fixture
+async def start_pool(tmp_path: Path) -> AsyncIterator[StartPool]:
+    """Starts a pool of the scorers given; all end with the test."""
+    folder = write_user_module(tmp_path / "conf")
+    async with AsyncExitStack() as stack:
+
+        async def start(num_workers: int = 2, timeout_s: float = 1.0, **scorers: LocalScorer) -> WorkerPool:
+            pool = WorkerPool(scorers, dict.fromkeys(scorers, timeout_s), num_workers, folder)
+            stack.push_async_callback(asyncio.to_thread, pool.close)
+            await pool.start()
+            return pool
+
+        yield start
+
+
+def codes(results: list[reward_pb2.ScoreResult]) -> list[str]:
+    """Per result, its error's code or "ok"."""
+    return [result.error.code if result.HasField("error") else "ok" for result in results]
+
+
+def workers() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "services.reward.worker" in child.cmdline()]
+
+
+async def test_results_come_in_the_order_of_the_items_whoever_scores_them(start_pool: StartPool) -> None:
+    pool = await start_pool(num_workers=2, correct=ExactMatchScorer())
+    items = [reward_pb2.ScoreItem(id=str(i), response_text=str(i % 3), ground_truth="0") for i in range(500)]
+    results = await pool.score("correct", items)
+    assert [result.id for result in results] == [str(i) for i in range(500)]
+    assert [result.reward.value for result in results] == [float(i % 3 == 0) for i in range(500)]
+
+
+async def test_a_hung_function_is_killed_at_its_deadline_and_the_others_are_scored(start_pool: StartPool) -> None:
+    pool = await start_pool(num_workers=1, f=BEHAVE)
+    started = time.monotonic()
+    results = await pool.score("f", items_of("fine", "hang", "fine", "fine"))
+    assert codes(results) == ["ok", "TIMEOUT", "ok", "ok"]
+    assert not results[1].error.retryable
+    assert "longer than 1 s" in results[1].error.message
+    assert 0.9 < time.monotonic() - started < 20
+
+
+async def test_a_catastrophic_regular_expression_is_killed_too(start_pool: StartPool) -> None:
+    pool = await start_pool(num_workers=1, r=RegexScorer(pattern=r"(a+)+$"))
+    results = await pool.score("r", items_of("a" * 64 + "b", "aa", truth="aa"))
+    assert codes(results) == ["TIMEOUT", "ok"]
+    assert results[1].reward.value == 1.0
+
+
+async def test_a_slow_item_has_a_deadline_of_its_own_not_one_for_the_batch(start_pool: StartPool) -> None:
+    pool = await start_pool(num_workers=1, timeout_s=1.0, f=BEHAVE)
+    assert codes(await pool.score("f", items_of("sleep 0.6", "sleep 0.6", "sleep 0.6"))) == ["ok", "ok", "ok"]
+
+
+@pytest.mark.parametrize("death", ["exit", "sys.exit", "segfault"])
+async def test_a_worker_that_dies_fails_only_the_item_it_was_on(start_pool: StartPool, death: str) -> None:
+    pool = await start_pool(num_workers=1, timeout_s=10.0, f=BEHAVE)
+    results = await pool.score("f", items_of("fine", death, "fine"))
+    assert codes(results) == ["ok", "WORKER_DIED", "ok"]
+    assert results[1].error.retryable
+    assert codes(await pool.score("f", items_of("fine"))) == ["ok"]
+
+
+async def test_killing_idle_workers_loses_nothing(start_pool: StartPool) -> None:
+    pool = await start_pool(num_workers=2, timeout_s=10.0, f=BEHAVE)
+    for worker in workers():
+        worker.kill()
+        worker.wait()
+    assert codes(await pool.score("f", items_of(*["fine"] * 8))) == ["ok"] * 8
+
+
+@pytest.mark.parametrize(("response", "code"), [("raise", "SCORER_EXCEPTION"), ("none", "SCORER_FAILED"), ("big", "SCORER_FAILED")])
+async def test_what_a_function_does_wrong_is_an_error_never_a_number(start_pool: StartPool, response: str, code: str) -> None:
+    pool = await start_pool(num_workers=1, f=BEHAVE)
+    assert codes(await pool.score("f", items_of(response, "fine"))) == [code, "ok"]
+
+
+async def test_a_function_may_print_and_read_without_touching_the_protocol(start_pool: StartPool) -> None:
+    pool = await start_pool(num_workers=1, f=BEHAVE)
+    assert codes(await pool.score("f", items_of("print", "read", "print", "fine"))) == ["ok"] * 4
+
+
+async def test_functions_run_in_the_folder_where_they_are_found(start_pool: StartPool) -> None:
+    pool = await start_pool(num_workers=1, w=FunctionScorer(target="behaviour:where"))
+    assert (await pool.score("w", items_of("")))[0].reward.value == 1.0
+
+
+async def test_items_larger_than_a_pipe_go_both_ways(start_pool: StartPool) -> None:
+    pool = await start_pool(num_workers=1, timeout_s=20.0, d=FunctionScorer(target="behaviour:detailed", components=("first", "second"), token_rewards=True))
+    items = items_of(*["x" * 300_000] * 12)
+    for item in items:
+        item.num_response_tokens = 100_000
+    results = await pool.score("d", items)
+    assert codes(results) == ["ok"] * 12
+    assert list(results[0].reward.token_rewards.shape) == [100_000]
+
+
+async def test_a_cancelled_call_gives_its_place_in_the_queue_to_others(start_pool: StartPool) -> None:
+    pool = await start_pool(num_workers=1, timeout_s=5.0, f=BEHAVE)
+    busy = asyncio.ensure_future(pool.score("f", items_of("sleep 0.5")))
+    await asyncio.sleep(0.1)
+    given_up = asyncio.ensure_future(pool.score("f", items_of(*["sleep 2"] * 20)))
+    await asyncio.sleep(0.1)
+    given_up.cancel()
+    started = time.monotonic()
+    assert codes(await pool.score("f", items_of("fine"))) == ["ok"]
+    assert time.monotonic() - started < 4
+    assert codes(await busy) == ["ok"]
+
+
+async def test_what_a_killed_function_had_started_ends_with_it(start_pool: StartPool, tmp_path: Path) -> None:
+    pool = await start_pool(num_workers=1, f=BEHAVE)
+    marker = tmp_path / "pid"
+    assert codes(await pool.score("f", items_of(f"child {marker}"))) == ["TIMEOUT"]
+    child = int(marker.read_text())
+    for _ in range(100):
+        if not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
+            break
+        await asyncio.sleep(0.05)
+    else:
+        pytest.fail("the child of a killed worker lives on")
+
+
+@pytest.mark.parametrize(("target", "message"), [("behaviour:absent", "has no function 'absent'"), ("no_such_module:f", "No module named 'no_such_module'")])
+async def test_a_function_that_cannot_be_imported_stops_the_start_and_is_named(start_pool: StartPool, target: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as failed:
+        await start_pool(mine=FunctionScorer(target=target))
+    assert "component 'mine'" in failed.value.message
+
+
+async def test_closing_answers_what_waits_and_leaves_no_process(start_pool: StartPool) -> None:
+    pool = await start_pool(num_workers=2, timeout_s=60.0, f=BEHAVE)
+    waiting = asyncio.ensure_future(pool.score("f", items_of(*["sleep 30"] * 6)))
+    await asyncio.sleep(0.2)
+    before = workers()
+    assert len(before) == 2
+    await asyncio.to_thread(pool.close)
+    results = await waiting
+    assert set(codes(results)) <= {"STOPPING", "WORKER_DIED"}
+    assert all(result.error.retryable for result in results)
+    assert not workers()
+    assert codes(await pool.score("f", items_of("fine"))) == ["STOPPING"]
+
+
+def test_workers_die_with_a_service_that_is_killed(tmp_path: Path) -> None:
+    folder = write_user_module(tmp_path)
+    program = f"""
+import asyncio, sys
+from pathlib import Path
+from rolecall.settings import FunctionScorer
+from services.reward.pool import WorkerPool
+from tests.contract.reward_peers import items_of
+async def main():
+    pool = WorkerPool({{"f": FunctionScorer(target="behaviour:behave")}}, {{"f": 60.0}}, 2, Path({str(folder)!r}))
+    await pool.start()
+    print("ready", flush=True)
+    await pool.score("f", items_of("hang", "hang", "hang"))
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as service:
+        assert service.stdout is not None
+        assert service.stdout.readline() == b"ready\n"
+        children = psutil.Process(service.pid).children(recursive=True)
+        assert len(children) == 2
+        os.kill(service.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+def test_frames_survive_any_cut_and_a_senseless_length_is_refused() -> None:
+    stream = frame(b"one") + frame(b"", 2) + frame(b"x" * 1000, 65535)
+    for size in (1, 3, 7, 4096):
+        buffer = FrameBuffer()
+        got = [found for start in range(0, len(stream), size) for found in buffer.feed(stream[start : start + size])]
+        assert got == [(0, b"one"), (2, b""), (65535, b"x" * 1000)]
+    with pytest.raises(ValueError, match="claims"):
+        list(FrameBuffer().feed((MAX_PAYLOAD_BYTES + 1).to_bytes(4, "little") + b"\0\0"))
