@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -64,4 +64,26 @@ def write_qwen3(
                 parameter.add_(0.05 * torch.arange(parameter.numel()).sin())
     model.save_pretrained(path)
     write_tokenizer(path)
+    return path
+
+
+def write_qwen3_moe(path: Path, *, seed: int = 0) -> Path:
+    """A random mixture of four experts, two active: parameters that transformers fuses and checkpoints do not. No tokenizer. Returns `path`."""
+    config = Qwen3MoeConfig(
+        vocab_size=150,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        initializer_range=0.2,
+        max_position_embeddings=256,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        Qwen3MoeForCausalLM(config).float().save_pretrained(path)
     return path

@@ -39,6 +39,14 @@ class ModelFiles:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """The whole tensor `name`, on the CPU, in the file's dtype. ConfigError when the directory has none."""
+        if name not in self._files:
+            raise ConfigError(f"{self.path} has no tensor {name!r}; it is not a checkpoint of the model that its config.json names")
+        with safe_open(self._files[name], framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
+
     def rows(self, name: str, start: int, end: int) -> torch.Tensor:
         """Rows start..end of the tensor `name` along its first dimension (the whole tensor when it has none), on the CPU, in the file's dtype."""
         with safe_open(self._files[name], framework="pt") as file:

@@ -29,6 +29,7 @@ from rolecall.errors import ConfigError
 from rolecall.settings import OptimizerSection
 from rolecall.telemetry import Metrics
 from rolecall.training.attention import plan_attention
+from rolecall.training.conversion import Conversion
 from rolecall.training.device import free_cached_memory, seed_rank
 from rolecall.training.engine import Loss, Microbatch, StepOutcome, TokenOutputs, ValueOutputs
 from rolecall.training.fsdp import checkpoint
@@ -75,6 +76,7 @@ class FsdpEngine:
         seed_rank(seed, self.rank)
         self._model = build_model(path, head, torch.float32 if optimizer else self._dtype)
         self.config: PretrainedConfig = self._model.hf.config
+        self._conversion = Conversion(self._model.hf)
         self._num_parameters = sum(p.numel() for p in self._model.parameters())
         if gradient_checkpointing:
             self._model.hf.gradient_checkpointing_enable({"use_reentrant": False})
@@ -139,7 +141,7 @@ class FsdpEngine:
         self.onload()
         for name, parameter in self._model.hf.named_parameters():
             with torch.no_grad():
-                yield name, parameter.detach().to(self._dtype).full_tensor()
+                yield from self._conversion.to_checkpoint(name, parameter.detach().to(self._dtype).full_tensor()).items()
 
     def save(self, path: Path, *, export_huggingface: bool) -> int:
         """EngineState.save; the model directory goes to `path`/huggingface."""

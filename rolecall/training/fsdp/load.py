@@ -1,4 +1,4 @@
-"""Filling a sharded model from a model directory: every rank reads only the rows it keeps."""
+"""Filling a sharded model from a model directory: every rank reads only the rows it keeps, except of parameters that transformers fuses, which are read whole."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rolecall.errors import ConfigError
+from rolecall.training.conversion import Conversion
 from rolecall.training.huggingface import ModelFiles
 from rolecall.training.model import VALUE_HEAD, PackedModel, fill_buffers
 
@@ -19,7 +20,7 @@ def load_model(model: PackedModel, path: Path, *, device: torch.device, seed: in
     model.to_empty(device=device)
     model.hf.tie_weights()
     fill_buffers(model)
-    files = ModelFiles(path)
+    files, conversion = ModelFiles(path), Conversion(model.hf)
     with torch.no_grad():
         for name, parameter in model.hf.named_parameters():
             assert isinstance(parameter, DTensor)
@@ -29,7 +30,7 @@ def load_model(model: PackedModel, path: Path, *, device: torch.device, seed: in
             elif name.startswith(VALUE_HEAD):
                 rows = _new_head(name, parameter.shape, seed)[start:end]
             else:
-                raise ConfigError(f"{path} has no tensor {name!r}; it is not a checkpoint of {type(model.hf).__name__}")
+                rows = conversion.from_checkpoint(name, parameter.shape, files.tensor)[start:end]
             local = parameter.to_local()
             if rows.shape != local.shape:
                 raise ConfigError(f"{path}: tensor {name!r} does not have the shape {tuple(parameter.shape)} that its config.json says")

@@ -1,0 +1,156 @@
+"""Losses, aggregation, KL and correction against numbers worked by hand, and their independence of how a mini-batch is cut."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolecall.algorithms.aggregation import Aggregation, Counts, token_weights
+from rolecall.algorithms.correction import mismatch, truncated_weights_N
+from rolecall.algorithms.kl import KlEstimator, kl_N
+from rolecall.algorithms.losses import entropy_bonus, policy_loss, supervised_loss, value_loss
+
+AGGREGATIONS: list[Aggregation] = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
+
+
+def one_token_loss(ratio: float, advantage: float, dual_clip: float | None = None) -> tuple[float, float]:
+    """(loss, gradient at the logprob) of one token."""
+    logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
+    zero, one = torch.zeros(1), torch.ones(1)
+    loss, _ = policy_loss(logprobs, zero, torch.tensor([advantage]), one, clip_eps_low=0.2, clip_eps_high=0.28, dual_clip=dual_clip)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert logprobs.grad is not None
+    return float(loss.detach()), float(logprobs.grad)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (1.1, 2.0, -2.2, -2.2),
+        (1.5, 1.0, -1.28, 0.0),  # rewarded and already far above: clipped high
+        (0.5, 1.0, -0.5, -0.5),  # rewarded and far below: free to come back
+        (0.5, -1.0, 0.8, 0.0),  # punished and already far below: clipped low
+        (1.5, -1.0, 1.5, 1.5),
+    ],
+)
+def test_the_clipped_objective_token_by_token(ratio: float, advantage: float, loss: float, gradient: float) -> None:
+    assert one_token_loss(ratio, advantage) == pytest.approx((loss, gradient), rel=1e-5)
+
+
+def test_dual_clip_bounds_the_loss_of_a_punished_token() -> None:
+    assert one_token_loss(5.0, -1.0) == pytest.approx((5.0, 5.0), rel=1e-5)
+    assert one_token_loss(5.0, -1.0, dual_clip=3.0) == pytest.approx((3.0, 0.0), rel=1e-5)
+    assert one_token_loss(5.0, 1.0, dual_clip=3.0) == pytest.approx((-1.28, 0.0), rel=1e-5)
+
+
+def test_the_clip_fractions_say_which_bound_held() -> None:
+    logprobs = torch.tensor([1.5, 0.5, 1.0]).log()
+    _, terms = policy_loss(logprobs, torch.zeros(3), torch.tensor([1.0, -1.0, 1.0]), torch.ones(3), clip_eps_low=0.2, clip_eps_high=0.28)
+    assert terms.clipped_high_N.tolist() == [True, False, False]
+    assert terms.clipped_low_N.tolist() == [False, True, False]
+
+
+def test_a_stray_token_cannot_make_the_loss_infinite() -> None:
+    loss, _ = policy_loss(torch.tensor([0.0]), torch.tensor([-1e9]), torch.tensor([-1.0]), torch.ones(1), clip_eps_low=0.2, clip_eps_high=0.2)
+    assert torch.isfinite(loss)
+
+
+def test_the_value_loss_takes_the_worse_of_free_and_clipped() -> None:
+    values = torch.tensor([1.0, 1.0], requires_grad=True)
+    loss, terms = value_loss(values, torch.tensor([2.0, 0.9]), torch.tensor([0.0, 0.9]), torch.full((2,), 0.5), clip_eps=0.2)
+    # token 0: free (1-2)^2 = 1, clipped (0.2-2)^2 = 3.24; token 1: 0.01 both ways
+    assert float(loss.detach()) == pytest.approx(0.5 * 0.5 * (3.24 + 0.01), rel=1e-5)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert values.grad is not None
+    np.testing.assert_allclose(values.grad, [0.0, 0.05], atol=1e-6)
+    assert terms.clipped_N.tolist() == [True, False]
+
+
+def test_without_a_clip_the_value_loss_is_half_the_square() -> None:
+    loss, _ = value_loss(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([0.0]), torch.ones(1), clip_eps=None)
+    assert float(loss) == pytest.approx(2.0)
+
+
+def test_entropy_and_supervised_terms_are_weighted_sums() -> None:
+    weights = torch.tensor([0.5, 0.25])
+    assert float(entropy_bonus(torch.tensor([1.0, 2.0]), weights)) == pytest.approx(1.0)
+    assert float(supervised_loss(torch.tensor([-1.0, -2.0]), weights)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("token_mean", [0, 0.2, 0.2, 0, 0.2]),
+        ("seq_mean_token_mean", [0, 0.125, 0.125, 0, 0.25]),
+        ("seq_mean_token_sum", [0, 0.25, 0.25, 0, 0.25]),
+    ],
+)
+def test_token_weights_by_hand(kind: Aggregation, expected: list[float]) -> None:
+    mask = torch.tensor([False, True, True, False, True])
+    weights = token_weights(mask, torch.tensor([0, 3, 5]), kind, Counts(num_tokens=5, num_sequences=4))
+    np.testing.assert_allclose(weights, expected)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(0, 2**32 - 1), st.sampled_from(AGGREGATIONS), st.data())
+def test_loss_and_gradient_do_not_depend_on_how_the_minibatch_is_cut(lengths: list[int], seed: int, kind: Aggregation, data: st.DataObject) -> None:
+    rng = np.random.default_rng(seed)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    leaf = torch.from_numpy(rng.normal(size=starts[-1]).astype(np.float32)).requires_grad_()
+    old, advantages = (torch.from_numpy(rng.normal(size=starts[-1]).astype(np.float32)) for _ in range(2))
+    mask = torch.from_numpy(rng.random(starts[-1]) < 0.6)
+    trained = [bool(mask[a:b].any()) for a, b in pairwise(starts)]
+    counts = Counts(int(mask.sum()), sum(trained))
+
+    def loss_of(sequences: list[int]) -> torch.Tensor:
+        index = torch.from_numpy(np.concatenate([np.arange(starts[s], starts[s + 1]) for s in sequences]))
+        cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum([lengths[s] for s in sequences])]))
+        weights = token_weights(mask[index], cu_seqlens, kind, counts)
+        return policy_loss(leaf[index], old[index], advantages[index], weights, clip_eps_low=0.2, clip_eps_high=0.28, dual_clip=3.0)[0]
+
+    whole = loss_of(list(range(len(lengths))))
+    (whole_gradient,) = torch.autograd.grad(whole, leaf)
+    order = data.draw(st.permutations(range(len(lengths))))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(lengths)))) | {0, len(lengths)})
+    parts = [loss_of(list(order[a:b])) for a, b in pairwise(cuts)]
+    total = torch.stack(parts).sum()
+    (gradient,) = torch.autograd.grad(total, leaf)
+    torch.testing.assert_close(total, whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient, whole_gradient, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("estimator", "value", "gradient"), [("k1", 0.5, 1.0), ("k2", 0.125, 0.5), ("k3", math.exp(-0.5) - 0.5, 1 - math.exp(-0.5))])
+def test_kl_estimators_and_their_gradients(estimator: KlEstimator, value: float, gradient: float) -> None:
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    kl = kl_N(logprobs, torch.tensor([-1.5]), estimator)
+    kl.sum().backward()  # type: ignore[no-untyped-call]
+    assert logprobs.grad is not None
+    assert (float(kl.detach()), float(logprobs.grad)) == pytest.approx((value, gradient), rel=1e-5)
+
+
+def test_importance_weights_are_truncated_and_carry_no_gradient() -> None:
+    old = torch.tensor([-1.0, -1.0, -3.0], requires_grad=True)
+    weights = truncated_weights_N(old, torch.tensor([-1.5, -4.0, -1.0]), cap=2.0)
+    np.testing.assert_allclose(weights, [math.exp(0.5), 2.0, math.exp(-2.0)], rtol=1e-5)
+    assert not weights.requires_grad
+
+
+def test_mismatch_reports_divergence_and_the_tail_of_the_gaps() -> None:
+    rollout = torch.zeros(2000)
+    old = torch.zeros(2000)
+    old[0], old[1], old[2], old[3] = 0.4, -0.2, 0.1, 99.0
+    mask = torch.ones(2000, dtype=torch.bool)
+    mask[3] = False
+    result = mismatch(rollout, old, mask)
+    assert result.num_tokens == 1999
+    assert result.max_abs == pytest.approx(0.4)
+    assert result.p999_abs == pytest.approx(0.2)
+    assert result.mean_abs == pytest.approx(0.7 / 1999)
+    assert result.kl == pytest.approx(sum(math.exp(g) - 1 - g for g in (0.4, -0.2, 0.1)) / 1999, rel=1e-5)
+
+
+def test_mismatch_of_no_tokens_is_zero() -> None:
+    assert mismatch(torch.ones(2), torch.zeros(2), torch.zeros(2, dtype=torch.bool)).max_abs == 0.0

@@ -1,0 +1,78 @@
+"""Packed attention against one sequence at a time."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from rolecall.errors import ConfigError
+from rolecall.training.attention import packed_attention, plan_attention
+
+MODULE = torch.nn.Identity()
+
+
+def random_qkv(num_tokens: int, heads: int = 4, kv_heads: int = 2, size: int = 8) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    return [torch.randn(1, h, num_tokens, size, generator=generator).requires_grad_() for h in (heads, kv_heads, kv_heads)]
+
+
+def oracle(qkv: list[torch.Tensor], starts: list[int], window: int | None = None) -> torch.Tensor:
+    outputs = []
+    for start, end in pairwise(starts):
+        q, k, v = (x[:, :, start:end] for x in qkv)
+        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None]
+        allowed = (distance >= 0) & (distance < (window or end))
+        outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True).transpose(1, 2))
+    return torch.cat(outputs, dim=1)
+
+
+def packed(qkv: list[torch.Tensor], lengths: list[int], **more: object) -> torch.Tensor:
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    return packed_attention(MODULE, *qkv, None, packed=plan_attention(lengths, cu_seqlens, torch.float32), **more)[0]  # type: ignore[arg-type]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.sampled_from([None, 1, 3, 16]))
+def test_packed_attention_agrees_with_one_sequence_at_a_time(lengths: list[int], window: int | None) -> None:
+    qkv = random_qkv(sum(lengths))
+    ours, theirs = packed(qkv, lengths, sliding_window=window), oracle(qkv, [0, *np.cumsum(lengths)], window)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    mixture = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1))
+    for mine, reference in zip(torch.autograd.grad((ours * mixture).sum(), qkv), torch.autograd.grad((theirs * mixture).sum(), qkv), strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-5)
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=60))
+def test_padding_stays_within_its_bound_whatever_the_lengths(lengths: list[int]) -> None:
+    plan = plan_attention(lengths, torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32), torch.float32)
+    assert sum(bucket.gather_bL.numel() for bucket in plan.buckets) <= 1.25 * sum(lengths)
+    assert sorted(torch.cat([bucket.scatter for bucket in plan.buckets]).tolist()) == list(range(sum(lengths)))
+
+
+def test_sequences_of_one_length_cost_one_call_and_no_padding() -> None:
+    plan = plan_attention([5] * 100, torch.arange(0, 505, 5, dtype=torch.int32), torch.float32)
+    assert len(plan.buckets) == 1
+    assert plan.buckets[0].kept is None
+
+
+@pytest.mark.parametrize("extra", [{"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.zeros(4)}])
+def test_what_packed_attention_does_not_have_is_refused(extra: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        packed(random_qkv(3), [3], **extra)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 7])
+def test_flash_attention_on_a_gpu_agrees_with_buckets(window: int | None) -> None:
+    lengths = [3, 40, 17]
+    qkv = [x.detach().cuda().bfloat16() for x in random_qkv(60, size=64)]
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cuda")
+    flash, buckets = (
+        packed_attention(MODULE, *qkv, None, packed=plan_attention(lengths, cu_seqlens, dtype), sliding_window=window)[0]
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    torch.testing.assert_close(flash, buckets, rtol=2e-2, atol=2e-2)
