@@ -80,7 +80,7 @@ def rename_one(response: reward_pb2.ScoreResponse) -> None:
 
 
 @pytest.mark.parametrize("lie", [drop_one, repeat_one, add_one, rename_one])
-async def test_an_answer_to_other_items_than_those_asked_is_refused_whole(client: RewardClient, liar: Liar, lie: Callable[[reward_pb2.ScoreResponse], None]) -> None:
+async def test_an_answer_to_other_items_is_refused_whole(client: RewardClient, liar: Liar, lie: Callable[[reward_pb2.ScoreResponse], None]) -> None:
     liar.lie = lie
     for failure in failures(await client.score(items_of("a", "b"))):
         assert (failure.code, failure.retryable) == (ScorerError.reason, False)
