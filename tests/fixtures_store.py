@@ -16,6 +16,7 @@ from rolecall.store.ledger import Ledger
 from rolecall.store.prompts import Claim, PromptQueue
 from rolecall.store.rows import Rows
 from rolecall.v1.trajectory_pb2 import CommittedGroup, Prompt, PromptGroup, RowRef, TrainBatch, TrajectoryMeta
+from rolecall.wire import Array
 
 DIGEST = "d1"
 """What every version of these tests' weights digests to."""
@@ -46,7 +47,7 @@ class StoreUnderTest:
         """Admits the next `count` groups; the cursor after group g is b"after g"."""
         first = self.ledger.position().next_gid
         for gid in range(first, first + count):
-            assert self.ledger.admit(sample_group(gid), f"after {gid}".encode())
+            self.ledger.admit(sample_group(gid), f"after {gid}".encode())
 
     def publish(self, version: int, step: int, *consumers: str) -> None:
         """Begins a publish and attests it to `consumers`."""
@@ -65,7 +66,9 @@ class StoreUnderTest:
     def stage(self, claim: Claim, expiry_s: int = 60) -> CommittedGroup:
         """Writes the rows of `claim`, each of four tokens, and names them."""
         refs = [self.rows.ref(f"{claim.group.gid}/{i}", claim.token, 4) for i in range(claim.group.num_responses)]
-        columns = [{"token_ids": np.arange(4, dtype=np.int32) + i, "response_mask": np.array([0, 0, 1, 1], np.uint8)} for i in range(len(refs))]
+        columns: list[dict[str, Array]] = [
+            {"token_ids": np.arange(4, dtype=np.int32) + i, "response_mask": np.array([0, 0, 1, 1], np.uint8)} for i in range(len(refs))
+        ]
         metas = [TrajectoryMeta(id=ref.id, gid=claim.group.gid, index=i) for i, ref in enumerate(refs)]
         self.rows.stage_many(refs, columns, metas, expiry_s)
         return CommittedGroup(gid=claim.group.gid, rows=refs)

@@ -43,7 +43,8 @@ class EmbeddedStore:
         self._dir = dir.resolve()
         self._run = run
         self._max_bytes = max_bytes
-        self._binary = _find_binary(binary)
+        self.binary = _find_binary(binary)
+        """Path of the server that is run."""
         self._password = secrets.token_hex(24)
         self._process: subprocess.Popen[bytes] | None = None
         self._socket = self._dir / "store.sock"
@@ -69,11 +70,11 @@ class EmbeddedStore:
         """Where the server logs."""
         return self._dir / "store.log"
 
-    def start(self) -> str:
+    def start(self, lock_timeout_s: float = LOCK_TIMEOUT_S) -> str:
         """Starts the server, also again after it died, and returns its URL once it answers.
 
-        Call it from the main thread: the server ends when the thread that started it does. RunLockedError when another server holds the directory,
-        StoreUnavailableError when it does not answer within START_TIMEOUT_S.
+        Call it from the main thread: the server ends when the thread that started it does. RunLockedError when another server holds the directory for longer
+        than `lock_timeout_s`, StoreUnavailableError when it does not answer within START_TIMEOUT_S.
         """
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("EmbeddedStore.start must be called from the main thread, with whose life the server's is tied")
@@ -84,9 +85,9 @@ class EmbeddedStore:
         if len(os.fsencode(self._socket)) > MAX_SOCKET_PATH:
             self._socket_dir = tempfile.mkdtemp(prefix="rolecall-")
             self._socket = Path(self._socket_dir) / "store.sock"
-        lock = self._lock()
+        lock = self._lock(lock_timeout_s)
         try:
-            command = [sys.executable, "-I", "-S", _SHIM, str(os.getpid()), self._binary, "-"]
+            command = [sys.executable, "-I", "-S", _SHIM, str(os.getpid()), self.binary, "-"]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[lock], start_new_session=True
             )
@@ -108,15 +109,16 @@ class EmbeddedStore:
                 _log.warning("the embedded store ignored SIGTERM for %.0f s; killing it", STOP_TIMEOUT_S)
                 self._process.kill()
                 self._process.wait()
-        self._socket.unlink(missing_ok=True)
+            self._process = None
+            self._socket.unlink(missing_ok=True)
         if self._socket_dir is not None:
             shutil.rmtree(self._socket_dir, ignore_errors=True)
             self._socket_dir, self._socket = None, self._dir / "store.sock"
 
-    def _lock(self) -> int:
+    def _lock(self, timeout_s: float) -> int:
         """A descriptor that holds the directory's lock. The server inherits it, so the lock lives exactly as long as the server."""
         lock = os.open(self._dir, os.O_RDONLY | os.O_DIRECTORY)
-        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -35,7 +35,11 @@ MAX_ERROR_CHARS = 4096
 
 
 class Ledger:
-    """The ledger of run `run`. Threads may share it after `lock`."""
+    """The ledger of run `run`. Threads may share it after `lock`.
+
+    Calls that return a bool say whether they had an effect or found it done before: by an earlier call, or by this very one when its first answer was
+    lost and it was sent again. So false is never an error.
+    """
 
     def __init__(self, connection: Connection, run: str) -> None:
         self._connection = connection

@@ -47,7 +47,7 @@ class PromptQueue:
         self._prefix = f"{{rl:{run}}}:"
         self._consumer = consumer
         self._claiming = threading.Lock()
-        self._delivered = "$"
+        self._delivered = "0"
 
     def claim(self, max_groups: int) -> list[Claim]:
         """At most `max_groups` groups, none when there is no work; does not block. NotAttestedError while this worker may not sample."""

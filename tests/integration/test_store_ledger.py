@@ -25,8 +25,8 @@ from rolecall.errors import (
 from rolecall.store.ledger import Ledger
 from rolecall.store.position import Garbage, GroupState, RunPosition
 from rolecall.store.sealed import read_ctl, read_sealed
-from rolecall.v1.trajectory_pb2 import TrainBatch
 from rolecall.v1.training_pb2 import TrainResult
+from rolecall.v1.trajectory_pb2 import TrainBatch
 from tests.fixtures_store import DIGEST, StoreUnderTest, sample_group
 
 CONTROLLER_CALLS: dict[str, Callable[[Ledger], object]] = {

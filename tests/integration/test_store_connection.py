@@ -1,0 +1,213 @@
+"""How the store is reached: every kind of URL, what is demanded of a server, what becomes of lost connections."""
+
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+from pydantic import SecretStr
+from redis.cluster import RedisCluster
+
+from rolecall.errors import ConfigError, StoreUnavailableError
+from rolecall.settings import StoreSection
+from rolecall.store.connection import Connection, connect
+from rolecall.store.embedded import EmbeddedStore
+from rolecall.store.ledger import Ledger
+from rolecall.store.prompts import PromptQueue
+from rolecall.store.rows import Rows
+from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, TrainBatch, TrajectoryMeta
+from tests.fixtures_store import DIGEST, StoreUnderTest, sample_group
+
+DURABLE = {"appendonly": "yes", "appendfsync": "always"}
+StartServer = Callable[..., int]
+
+
+class ForgetfulRedis(redis.Redis):
+    """A client that loses the answers of some commands after the server has acted on them."""
+
+    lose: int = 0
+    """Answers still to lose."""
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        answer = super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        if self.lose and args[0] in ("EVALSHA", "EVAL"):
+            self.lose -= 1
+            raise redis.ConnectionError("the answer was lost")
+        return answer
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def start_server(tmp_path: Path, store_server: EmbeddedStore) -> Iterator[StartServer]:
+    """Starts a plain server, as people run them, with the given options on a free port; returns the port."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*arguments: str, **options: str) -> int:
+        port = free_port()
+        folder = tmp_path / str(port)
+        folder.mkdir()
+        file = folder / "server.conf"
+        settings = {"port": str(port), "bind": "127.0.0.1", "dir": str(folder), "save": '""', "logfile": str(folder / "log"), **options}
+        file.write_text("".join(f"{name.replace('_', '-')} {value}\n" for name, value in settings.items()))
+        started.append(subprocess.Popen([store_server.binary, str(file), *arguments]))
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    return port
+            time.sleep(0.02)
+        raise TimeoutError(f"the server on port {port} did not start; see {folder / 'log'}")
+
+    yield start
+    for process in started:
+        process.terminate()
+        process.wait(10)
+
+
+def one_group_from_admission_to_training(connection: Connection, run: str) -> None:
+    ledger, rows, queue = Ledger(connection, run), Rows(connection, run, 4), PromptQueue(connection, run, "r.0")
+    ledger.lock(1.0)
+    for gid in range(4):
+        ledger.admit(sample_group(gid, 1), b"cursor")
+    ledger.begin_publish(0, 0)
+    ledger.attest(0, 0, DIGEST, ["r.0"])
+    assert queue.wait(1)
+    refs: list[RowRef] = []
+    for claim in queue.claim(4):
+        refs.append(rows.ref(f"{claim.group.gid}/0", claim.token, 1))
+        rows.stage(refs[-1], {"token_ids": np.zeros(1, np.int32)}, TrajectoryMeta(), 60)
+        queue.commit(claim, CommittedGroup(gid=claim.group.gid, rows=refs[-1:]), {(0, DIGEST)})
+    rows.persist(refs)
+    assert len(ledger.read_committed("0", 10, 1)) == 4
+    rows.put(refs, [{"reward": np.ones(1, np.float32)}] * 4)
+    assert [float(row["reward"][0]) for row in rows.read(refs, ["reward"])] == [1.0] * 4
+    ledger.seal(TrainBatch(step=0, digest="b", rows=refs, gids=range(4)))
+    ledger.commit_step(0, [])
+    assert ledger.sweep(rows, 1) == 4
+    assert ledger.counts().trained == 4
+
+
+def section(url: str, **options: Any) -> StoreSection:
+    return StoreSection(url=SecretStr(url), **options)
+
+
+def test_a_whole_life_of_a_group_works_on_a_plain_server_with_a_password(start_server: StartServer) -> None:
+    port = start_server(**DURABLE, requirepass="secret")
+    connection = connect(section(f"redis://:secret@127.0.0.1:{port}"))
+    one_group_from_admission_to_training(connection, "run")
+    connection.close()
+    with pytest.raises(ConfigError, match="refuses"):
+        connect(section(f"redis://:wrong@127.0.0.1:{port}"))
+
+
+def test_a_whole_life_of_a_group_works_on_a_cluster(start_server: StartServer) -> None:
+    port = start_server(**DURABLE, cluster_enabled="yes", cluster_port=str(free_port()))
+    admin = redis.Redis(port=port)
+    admin.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)  # type: ignore[no-untyped-call]
+    deadline = time.monotonic() + 10
+    while b"cluster_state:ok" not in admin.execute_command("CLUSTER", "INFO") and time.monotonic() < deadline:  # type: ignore[no-untyped-call]
+        time.sleep(0.05)
+    admin.close()
+    connection = connect(section(f"redis+cluster://127.0.0.1:{port}"))
+    assert isinstance(connection.ledger, RedisCluster)
+    one_group_from_admission_to_training(connection, "run")
+    connection.close()
+
+
+def test_a_whole_life_of_a_group_works_through_sentinels(start_server: StartServer) -> None:
+    port = start_server(**DURABLE)
+    sentinel = start_server("--sentinel", sentinel=f"monitor main 127.0.0.1 {port} 1", save='""')
+    connection = connect(section(f"redis+sentinel://127.0.0.1:{sentinel}/main"))
+    one_group_from_admission_to_training(connection, "run")
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"appendonly": "no"}, "appendfsync always"),
+        ({"appendonly": "yes", "appendfsync": "everysec"}, "appendfsync always"),
+        ({**DURABLE, "maxmemory-policy": "allkeys-lru"}, "noeviction"),
+    ],
+)
+def test_a_server_that_may_lose_writes_is_refused_with_the_remedy(start_server: StartServer, options: dict[str, str], message: str) -> None:
+    url = f"redis://127.0.0.1:{start_server(**options)}"
+    with pytest.raises(ConfigError, match=message):
+        connect(section(url))
+    if "maxmemory-policy" not in options:
+        connect(section(url, durability="relaxed")).close()
+
+
+@pytest.mark.parametrize("url", ["http://localhost", "redis+sentinel://localhost", "redis://localhost:port", "localhost:6379"])
+def test_a_url_that_cannot_be_used_is_a_configuration_error(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"store\.url"):
+        connect(section(url))
+
+
+def test_an_embedded_store_that_nobody_started_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match=r"store\.url is not set"):
+        connect(StoreSection())
+
+
+def test_a_server_that_is_gone_is_unavailable_after_the_retries() -> None:
+    client = redis.Redis(port=1, socket_connect_timeout=0.1)
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailableError):
+        Connection(client, retry_s=0.5).command("PING")
+    assert 0.3 < time.monotonic() - started < 5
+    client.close()
+
+
+def test_a_whole_life_of_a_group_survives_the_loss_of_every_answer(store_server: EmbeddedStore) -> None:
+    client = ForgetfulRedis.from_url(store_server.url, protocol=2)
+    assert isinstance(client, ForgetfulRedis)
+    connection = Connection(client)
+    run = "forgetful"
+    ledger, queue, rows = Ledger(connection, run), PromptQueue(connection, run, "r.0"), Rows(connection, run, 2)
+
+    def losing(call: Callable[[], Any]) -> Any:
+        client.lose = 1
+        answer = call()
+        assert client.lose == 0
+        return answer
+
+    assert losing(lambda: ledger.lock(0.1)) == 1
+    for gid in range(3):
+        losing(partial(ledger.admit, sample_group(gid, 1), b""))
+    losing(lambda: ledger.begin_publish(0, 0))
+    losing(lambda: ledger.attest(0, 0, DIGEST, ["r.0"]))
+    claims = losing(lambda: queue.claim(3))
+    assert [(claim.group.gid, claim.deliveries) for claim in claims] == [(0, 1), (1, 1), (2, 1)]
+    assert losing(lambda: queue.renew(claims)) == []
+    losing(lambda: queue.release(claims[2:]))
+    ref = rows.ref("0/0", claims[0].token, 1)
+    losing(lambda: rows.stage(ref, {"token_ids": np.zeros(1, np.int32)}, TrajectoryMeta(), 60))
+    assert not losing(lambda: queue.commit(claims[0], CommittedGroup(gid=0, rows=[ref]), {(0, DIGEST)}))
+    losing(lambda: rows.persist([ref]))
+    losing(lambda: rows.put([ref], [{"reward": np.ones(1, np.float32)}]))
+    losing(lambda: ledger.expel("r.0"))
+    losing(lambda: ledger.drop(1, "filtered"))
+    losing(lambda: ledger.seal(TrainBatch(step=0, digest="b", rows=[ref], gids=[0])))
+    losing(lambda: ledger.commit_step(0, []))
+    counts = ledger.counts()
+    assert (counts.admitted, counts.trained, dict(counts.dropped), counts.queued) == (3, 1, {"filtered": 1}, 1)
+    assert losing(lambda: ledger.sweep(rows, 1)) == 1
+    client.close()
+
+
+def test_a_blocking_read_ends_before_the_sockets_patience(store: StoreUnderTest) -> None:
+    started = time.monotonic()
+    assert not store.attested("r.0").wait(60)
+    assert store.ledger.read_committed("0", 1, 1.5) == []
+    assert time.monotonic() - started < 5
