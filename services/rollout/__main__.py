@@ -54,6 +54,7 @@ async def _main(args: ServiceArgs) -> None:
         engine,
         pause_timeout_s=settings.rollout.generation_timeout_s,
         load_timeout_s=settings.weights.publish_timeout_s,
+        keep_timeout_s=settings.weights.bucket_timeout_s,
         on_serving=server.set_serving,
     )
     pull = PullLoop(

@@ -85,11 +85,16 @@ class BusyClock:
 class Replica:
     """Samples for whoever asks, and takes weights from the channel. Used from one event loop."""
 
-    def __init__(self, engine: RolloutEngine, *, pause_timeout_s: float, load_timeout_s: float, on_serving: Callable[[bool], Awaitable[None]]) -> None:
-        """`pause_timeout_s` bounds one pause (mode WAIT finishes what runs), `load_timeout_s` one load; `on_serving` is told whether the replica serves."""
+    def __init__(
+        self, engine: RolloutEngine, *, pause_timeout_s: float, load_timeout_s: float, keep_timeout_s: float, on_serving: Callable[[bool], Awaitable[None]]
+    ) -> None:
+        """`pause_timeout_s` bounds one pause (mode WAIT finishes what runs), `load_timeout_s` one load; requests kept over a load are given up
+        when Resume does not come within `keep_timeout_s` of it; `on_serving` is told whether the replica serves."""
         self._engine = engine
         self._pause_timeout_s = pause_timeout_s
         self._load_timeout_s = load_timeout_s
+        self._keep_timeout_s = keep_timeout_s
+        self._keeping: asyncio.Task[None] | None = None
         self._epoch = -1
         self._on_serving = on_serving
         self._changing = asyncio.Lock()
@@ -188,6 +193,7 @@ class Replica:
 
     async def _receive(self, transfer: Transfer) -> tuple[Received, Array | None]:
         async with self._changing:
+            self._stop_keeping()
             await self._pause(transfer.pause_mode)
             self.held.begin(transfer.policy_version)
             try:
@@ -195,12 +201,14 @@ class Replica:
                     received = await self._engine.receive(transfer.epoch, transfer.policy_version, transfer.bucket_timeout_s)
             except (ChannelBrokenError, StaleEpochError, StaleVersionError):
                 self.held.untouched()
+                self._keeping = asyncio.create_task(self._keep())
                 raise
             except (RoleCallError, TimeoutError) as error:
                 self.held.torn()
                 await self._give_up()
                 raise TornWeightsError(f"the load of version {transfer.policy_version} did not finish: {error}") from error
             self.held.loaded(received.digest)
+            self._keeping = asyncio.create_task(self._keep())
             logger.info("version %d loaded: %.1f MB in %.3f s", transfer.policy_version, received.num_bytes / 1e6, received.transfer_s)
             return received, None if transfer.probe_token_ids is None else await self._probe(transfer.probe_token_ids)
 
@@ -224,6 +232,7 @@ class Replica:
         self.held.check_whole()
         async with self._changing:
             self.held.attest(policy_version, digest)
+            self._stop_keeping()
             await self._engine.resume()
             self._busy.change(paused=False)
             await self.gate.open()
@@ -238,6 +247,17 @@ class Replica:
         except TimeoutError as error:
             raise DeadlineError(f"requests in flight did not come to rest within {self._pause_timeout_s:.0f} s; pause with KEEP or ABORT") from error
         self._busy.change(paused=True)
+
+    async def _keep(self) -> None:
+        """Gives up what is kept when nobody resumes: held any longer, its groups would be missing in the batch that the next publish waits for."""
+        await asyncio.sleep(self._keep_timeout_s)
+        async with self._changing:
+            logger.warning("no version was attested within %.0f s of the load; kept requests are given up", self._keep_timeout_s)
+            await self._give_up()
+
+    def _stop_keeping(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
 
     async def _give_up(self) -> None:
         await self._engine.pause(PauseMode.ABORT)

@@ -1,0 +1,208 @@
+"""The surroundings of one real rollout process: a store with its ledger, a controller that only says yes, an actor's end of the weight channel."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import torch
+import yaml
+from pydantic import SecretStr
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rolecall.settings import StoreSection
+from rolecall.store.connection import Connection, connect
+from rolecall.store.embedded import EmbeddedStore
+from rolecall.store.ledger import Ledger
+from rolecall.store.rows import Rows
+from rolecall.v1 import controller_pb2, controller_pb2_grpc, rollout_pb2, rollout_pb2_grpc, trajectory_pb2, weights_pb2
+from rolecall.weights.manifest import build_manifest
+from rolecall.weights.publisher import Publisher
+from rolecall.weights.transfer import Transferred
+from rolecall.wire import encode_tensor
+
+RUN = "rollout-test"
+PROBE = [5, 60, 61, 62, 100, 7, 8, 9]
+BUCKET_TIMEOUT_S = 20.0
+
+
+class YesController(controller_pb2_grpc.ControllerServiceServicer):
+    """Takes everyone in and remembers who came."""
+
+    def __init__(self) -> None:
+        self.joined: list[controller_pb2.JoinRequest] = []
+        self.phases: list[str] = []
+        self.arrived = threading.Event()
+
+    def Join(self, request: controller_pb2.JoinRequest, context: Any) -> controller_pb2.JoinResponse:  # type: ignore[override]
+        self.joined.append(request)
+        self.arrived.set()
+        return controller_pb2.JoinResponse(ctl=1, heartbeat_s=0.2, lease_s=5)
+
+    def Heartbeat(self, request: controller_pb2.HeartbeatRequest, context: Any) -> controller_pb2.HeartbeatResponse:  # type: ignore[override]
+        self.phases.append(request.phase)
+        return controller_pb2.HeartbeatResponse(ctl=1)
+
+
+@dataclass
+class RolloutProcess:
+    """One replica with everything it talks to. Calls are synchronous."""
+
+    process: "subprocess.Popen[bytes]"
+    join: controller_pb2.JoinRequest
+    controller: YesController
+    stub: Any
+    ledger: Ledger
+    rows: Rows
+    connection: Connection
+    publisher: Publisher
+    model: PreTrainedModel
+    weights: list[tuple[str, torch.Tensor]]
+    epoch: int = 0
+    version: int = 0
+    digests: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def consumer(self) -> str:
+        return f"{self.join.worker}.{self.join.incarnation}"
+
+    def open_epoch(self) -> None:
+        self.epoch += 1
+        address = self.publisher.open(self.epoch, 2, "127.0.0.1", "gloo", 20.0)
+        self.stub.OpenWeightChannel(
+            weights_pb2.JoinWeightChannelRequest(ctl=1, epoch=self.epoch, address=address, rank=1, world_size=2, timeout_s=20.0), timeout=30
+        )
+
+    def transfer(self, *, pause_mode: int = rollout_pb2.PAUSE_MODE_KEEP) -> tuple[Transferred, rollout_pb2.ReceiveWeightsResponse]:
+        """Publishes the model as the next version and returns what both ends saw; nothing is attested."""
+        self.version += 1
+        request = rollout_pb2.ReceiveWeightsRequest(
+            ctl=1,
+            epoch=self.epoch,
+            policy_version=self.version,
+            pause_mode=pause_mode,  # type: ignore[arg-type]
+            bucket_timeout_s=BUCKET_TIMEOUT_S,
+            probe=weights_pb2.Probe(token_ids=encode_tensor(np.array(PROBE, dtype=np.int32))),
+        )
+        receiving = self.stub.ReceiveWeights.future(request, timeout=60)
+        sent = self.publisher.publish(
+            iter(self.weights), build_manifest(self.weights, 64 * 1024), epoch=self.epoch, policy_version=self.version, bucket_timeout_s=BUCKET_TIMEOUT_S
+        )
+        self.digests[self.version] = sent.digest
+        return sent, receiving.result()
+
+    def attest(self) -> None:
+        """Attests the version sent last in the store and resumes."""
+        self.ledger.attest(self.version, self.version, self.digests[self.version], [self.consumer])
+        self.stub.Resume(rollout_pb2.ResumeRequest(ctl=1, policy_version=self.version, digest=self.digests[self.version]), timeout=10)
+
+    def publish(self, *, pause_mode: int = rollout_pb2.PAUSE_MODE_KEEP) -> tuple[Transferred, rollout_pb2.ReceiveWeightsResponse]:
+        """One whole publish."""
+        self.ledger.begin_publish(self.version + 1, self.version + 1)
+        both = self.transfer(pause_mode=pause_mode)
+        self.attest()
+        return both
+
+    def perturb(self, seed: int) -> None:
+        """Other weights for the next publish."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for _, tensor in self.weights:
+                tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.02)
+
+    @torch.no_grad()
+    def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> np.ndarray:  # type: ignore[type-arg]
+        """float32 [T] of Hugging Face under the weights sent last; index 0 is 0."""
+        logits = self.model(torch.tensor([token_ids])).logits[0].float() / temperature
+        chosen = torch.log_softmax(logits, dim=-1)[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+        return np.concatenate([[0.0], chosen.numpy()]).astype(np.float32)
+
+
+def group(gid: int, prompt: list[int], num_responses: int, *, max_tokens: int = 24, temperature: float = 0.8) -> trajectory_pb2.PromptGroup:
+    """A group to admit."""
+    return trajectory_pb2.PromptGroup(
+        gid=gid,
+        prompt=trajectory_pb2.Prompt(uid=f"p{gid}", token_ids=np.array(prompt, dtype="<i4").tobytes(), ground_truth="x"),
+        num_responses=num_responses,
+        sampling=trajectory_pb2.SamplingParams(temperature=temperature, top_p=1.0, max_tokens=max_tokens),
+        run_seed=7,
+    )
+
+
+@contextlib.contextmanager
+def rollout_process(directory: Path, model_path: Path, **sections: dict[str, Any]) -> Iterator[RolloutProcess]:
+    """Starts all of it, waits until the replica has joined, and ends all of it."""
+    store = EmbeddedStore(directory / "store", RUN, 256 * 2**20, None)
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    controller = YesController()
+    controller_pb2_grpc.add_ControllerServiceServicer_to_server(controller, server)  # type: ignore[no-untyped-call,unused-ignore]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    url = store.start()
+    connection = connect(StoreSection(url=SecretStr(url)))
+    ledger = Ledger(connection, RUN)
+    ledger.lock(1.0)
+    tree = _tree(directory, model_path, url, port)
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    (directory / "run.yaml").write_text(yaml.safe_dump(tree))
+    log = (directory / "rollout.log").open("wb")
+    command = [sys.executable, "-m", "services.rollout", "--config", str(directory / "run.yaml"), "--name", "rollout-0"]
+    process = subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(__file__).parents[2], env={**os.environ, "ROLECALL_DIE_WITH_PARENT": "1"})
+    try:
+        deadline = time.monotonic() + 100
+        while not controller.arrived.wait(0.2):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError((directory / "rollout.log").read_text()[-4000:])
+        join = controller.joined[0]
+        channel = grpc.insecure_channel(join.address)
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+        weights = [(name, parameter.data) for name, parameter in model.named_parameters()]
+        yield RolloutProcess(
+            process,
+            join,
+            controller,
+            rollout_pb2_grpc.RolloutServiceStub(channel),
+            ledger,
+            Rows(connection, RUN, 1),
+            connection,
+            Publisher(torch.device("cpu")),
+            model,
+            weights,
+        )
+        channel.close()
+    finally:
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(5)
+        log.close()
+        server.stop(0)
+        connection.close()
+        store.stop()
+
+
+def _tree(directory: Path, model_path: Path, url: str, port: int) -> dict[str, Any]:
+    return {
+        "run": {"name": RUN, "dir": str(directory / "run"), "num_steps": 1},
+        "model": {"path": str(model_path), "dtype": "float32", "max_model_tokens": 512},
+        "data": {"train": str(directory / "train.jsonl")},
+        "sampling": {"num_responses": 4, "max_tokens": 24},
+        "algorithm": {"groups_per_batch": 2},
+        "reward": {"components": {"correct": {"scorer": {"kind": "exact_match"}}}},
+        "controller": {"address": f"127.0.0.1:{port}"},
+        "rollout": {"max_num_seqs": 32, "kv_cache_bytes": 64 * 2**20},
+        "store": {"url": url},
+        "weights": {"bucket_timeout_s": BUCKET_TIMEOUT_S},
+    }

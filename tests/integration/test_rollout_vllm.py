@@ -1,0 +1,156 @@
+"""A real rollout process with vLLM: weights over the channel, pulled groups and Generate, compared with Hugging Face token by token."""
+
+import time
+from collections.abc import Iterator
+
+import grpc
+import numpy as np
+import pytest
+
+from rolecall.trajectory import SAMPLED_COLUMNS
+from rolecall.v1 import rollout_pb2, trajectory_pb2
+from rolecall.wire import decode_tensor
+from tests.integration.rollout_process import PROBE, RolloutProcess, group, rollout_process
+from tests.tiny_models import EOS_TOKEN_ID, write_qwen3
+
+pytestmark = pytest.mark.slow
+
+PROMPT = [1, 60, 61, 62, 63, 2, 1, 70]
+
+
+@pytest.fixture(scope="module")
+def rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutProcess]:
+    """One process for the whole file; its tests run in order."""
+    directory = tmp_path_factory.mktemp("rollout")
+    with rollout_process(directory, write_qwen3(directory / "model", hidden=128)) as running:
+        yield running
+
+
+def generate(
+    rollout: RolloutProcess, *, num_responses: int = 4, temperature: float = 0.8, max_tokens: int = 24, prompt: list[int] | None = None
+) -> list[rollout_pb2.GenerateResponse]:
+    request = rollout_pb2.GenerateRequest(
+        id="eval/0/heldout/1",
+        prompt=trajectory_pb2.Prompt(uid="1", token_ids=np.array(prompt or PROMPT, dtype="<i4").tobytes()),
+        num_responses=num_responses,
+        sampling=trajectory_pb2.SamplingParams(temperature=temperature, top_p=1.0, max_tokens=max_tokens),
+        seed=3,
+    )
+    return list(rollout.stub.Generate(request, timeout=60))
+
+
+def test_nothing_is_served_before_the_first_weights(rollout: RolloutProcess) -> None:
+    info = rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=5)
+    assert info.weights_state == rollout_pb2.WEIGHTS_STATE_EMPTY and info.num_weight_ranks == 1 and info.policy_version == -1
+    with pytest.raises(grpc.RpcError) as refused:
+        generate(rollout)
+    assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def test_the_first_weights_arrive_over_the_channel_and_the_probe_agrees_with_hugging_face(rollout: RolloutProcess) -> None:
+    rollout.open_epoch()
+    rollout.ledger.begin_publish(1, 1)
+    sent, received = rollout.transfer()
+    assert received.digest == sent.digest
+    assert [item.value for item in received.fingerprints] == list(sent.fingerprints)
+    probe = decode_tensor(received.probe.logprobs, "probe")
+    assert np.abs(probe - rollout.logprobs(PROBE)).max() < 1e-4
+    info = rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=5)
+    assert info.weights_state == rollout_pb2.WEIGHTS_STATE_LOADED
+    with pytest.raises(grpc.RpcError):
+        generate(rollout)
+    rollout.attest()
+    assert rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=5).weights_state == rollout_pb2.WEIGHTS_STATE_ATTESTED
+
+
+def test_generate_returns_stopped_or_full_responses_with_the_samplers_own_logprobs(rollout: RolloutProcess) -> None:
+    responses = generate(rollout, num_responses=8)
+    assert sorted(response.meta.index for response in responses) == list(range(8))
+    for response in responses:
+        ids = np.frombuffer(response.response_token_ids, "<i4").tolist()
+        given = np.frombuffer(response.response_logprobs, "<f4")
+        expected = rollout.logprobs(PROMPT + ids, temperature=0.8)[len(PROMPT) :]
+        assert np.abs(given - expected).max() < 1e-4
+        stopped = response.meta.finish_reason == trajectory_pb2.FINISH_REASON_STOP
+        assert stopped == (ids[-1] == EOS_TOKEN_ID) and EOS_TOKEN_ID not in ids[:-1]
+        assert stopped or len(ids) == 24
+        assert [span.policy_version for span in response.meta.spans] == [1]
+    again = {response.meta.index: response.response_token_ids for response in generate(rollout, num_responses=8)}
+    assert again == {response.meta.index: response.response_token_ids for response in responses}
+
+
+def test_greedy_responses_have_no_logprobs_and_follow_the_model(rollout: RolloutProcess) -> None:
+    (response,) = generate(rollout, num_responses=1, temperature=0.0)
+    assert response.response_logprobs == b""
+    ids = np.frombuffer(response.response_token_ids, "<i4").tolist()
+    assert rollout.logprobs(PROMPT + ids)[len(PROMPT) :].max() < 0
+
+
+def test_pulled_groups_are_committed_with_rows_that_hugging_face_confirms(rollout: RolloutProcess) -> None:
+    for gid in range(6):
+        assert rollout.ledger.admit(group(gid, [*PROMPT, 80 + gid], 4), b"")
+    committed: list[trajectory_pb2.CommittedGroup] = []
+    position, deadline = "0", time.monotonic() + 60
+    while len(committed) < 6 and time.monotonic() < deadline:
+        for position, one in rollout.ledger.read_committed(position, 10, 0.5):
+            committed.append(one)
+    assert sorted(one.gid for one in committed) == list(range(6))
+    worst = 0.0
+    for one in committed:
+        refs = list(one.rows)
+        for row, meta in zip(rollout.rows.read(refs, SAMPLED_COLUMNS), rollout.rows.read_meta(refs), strict=True):
+            ids, mask = row["token_ids"].tolist(), row["response_mask"].astype(bool)
+            assert mask.tolist() == [False] * meta.num_prompt_tokens + [True] * (len(ids) - meta.num_prompt_tokens)
+            expected = rollout.logprobs(ids, temperature=0.8)
+            worst = max(worst, float(np.abs(row["rollout_logprobs"] - expected)[mask].max()))
+            assert (row["policy_versions"] == np.where(mask, 1, -1)).all()
+            assert meta.prompt.ground_truth == "x" and not meta.prompt.token_ids and meta.gid == one.gid
+    assert worst < 1e-4
+
+
+def test_groups_kept_over_a_publish_carry_the_version_of_every_token(rollout: RolloutProcess) -> None:
+    first = rollout.ledger.position().next_gid
+    for gid in range(first, first + 8):
+        assert rollout.ledger.admit(group(gid, [*PROMPT, gid], 4, max_tokens=480, temperature=1.5), b"")
+    while rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=5).num_groups == 0:
+        time.sleep(0.01)
+    rollout.perturb(1)
+    sent, received = rollout.publish()
+    assert np.abs(decode_tensor(received.probe.logprobs, "probe") - rollout.logprobs(PROBE)).max() < 1e-4
+    seen: set[int] = set()
+    found: dict[int, trajectory_pb2.CommittedGroup] = {}
+    deadline = time.monotonic() + 90
+    while len(found) < 8 and time.monotonic() < deadline:
+        found = {one.gid: one for _, one in rollout.ledger.read_committed("0", 100, 0.5) if one.gid >= first}
+    assert sorted(found) == list(range(first, first + 8))
+    mixed = 0
+    for one in found.values():
+        refs = list(one.rows)
+        for row, meta in zip(rollout.rows.read(refs, SAMPLED_COLUMNS), rollout.rows.read_meta(refs), strict=True):
+            versions = row["policy_versions"][row["response_mask"] == 1]
+            seen |= set(versions.tolist())
+            mixed += len(set(versions.tolist())) > 1
+            assert (np.diff(versions) >= 0).all()
+            new = row["policy_versions"] == 2
+            if new.any():
+                # Kept requests compute their keys and values again, so tokens sampled after the publish agree with the new weights alone.
+                gap = np.abs(row["rollout_logprobs"] - rollout.logprobs(row["token_ids"].tolist(), temperature=1.5))[new]
+                assert gap.max() < 1e-4
+            assert {span.weights_digest for span in meta.spans} <= {rollout.digests[1], sent.digest}
+    assert seen <= {1, 2} and 2 in seen
+    assert mixed > 0
+
+
+def test_over_long_prompts_are_refused(rollout: RolloutProcess) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        generate(rollout, prompt=[60] * 512)
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_sleep_is_not_for_cpus(rollout: RolloutProcess) -> None:
+    rollout.stub.Pause(rollout_pb2.PauseRequest(ctl=1, mode=rollout_pb2.PAUSE_MODE_KEEP), timeout=10)
+    with pytest.raises(grpc.RpcError) as refused:
+        rollout.stub.Sleep(rollout_pb2.SleepRequest(ctl=1, level=1), timeout=10)
+    assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    rollout.stub.Resume(rollout_pb2.ResumeRequest(ctl=1, policy_version=rollout.version, digest=rollout.digests[rollout.version]), timeout=10)
+    assert generate(rollout, num_responses=1)
