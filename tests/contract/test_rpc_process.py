@@ -98,7 +98,7 @@ def test_a_thread_that_hangs_does_not_keep_the_process(launcher: Launcher) -> No
     start = time.monotonic()
     _, err = role.communicate(timeout=20)
     assert role.returncode == 0, err
-    assert time.monotonic() - start < 9.0
+    assert time.monotonic() - start < 15.0
     assert "leaving threads that did not end within 5 s: device" in err
 
 

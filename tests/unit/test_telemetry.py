@@ -142,4 +142,4 @@ def test_a_collector_that_is_away_does_not_hold_up_the_end(unused_tcp_port: int)
     )
     start = time.monotonic()
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30, capture_output=True)
-    assert time.monotonic() - start < 9.0
+    assert time.monotonic() - start < 15.0
