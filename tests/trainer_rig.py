@@ -20,9 +20,9 @@ from rolecall.settings import RunSettings
 from rolecall.store.sealed import read_ctl, read_sealed
 from rolecall.training.device import stop_rank
 from rolecall.training.fence import Fence
-from rolecall.training.front import TrainerFront
+from rolecall.training.front import ColumnFront, TrainerFront
 from rolecall.training.lane import Lane
-from rolecall.v1 import actor_pb2_grpc, critic_pb2_grpc
+from rolecall.v1 import actor_pb2_grpc, critic_pb2_grpc, reference_pb2_grpc
 from rolecall.v1.training_pb2 import TrainRequest, TrainResponse, TrainResult
 from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, SamplingParams, TrainBatch, TrajectoryMeta
 from rolecall.wire import Array
@@ -30,6 +30,8 @@ from services.actor import engine as actor_engine
 from services.actor.service import ActorServicer
 from services.critic import engine as critic_engine
 from services.critic.service import CriticServicer
+from services.reference import engine as reference_engine
+from services.reference.service import ReferenceServicer
 from tests.fixtures_store import DIGEST, StoreUnderTest
 
 NUM_PROMPT_TOKENS = 4
@@ -139,7 +141,7 @@ class Rig:
 
     channel: grpc.aio.Channel
     engine: Any
-    front: TrainerFront
+    front: ColumnFront
     settings: RunSettings
 
 
@@ -171,13 +173,27 @@ async def served_critic(settings: RunSettings, store: StoreUnderTest) -> AsyncIt
         yield rig, critic_pb2_grpc.CriticServiceStub(rig.channel)
 
 
+@asynccontextmanager
+async def served_reference(settings: RunSettings, instance: str, store: StoreUnderTest) -> AsyncIterator[reference_pb2_grpc.ReferenceServiceStub]:
+    """The reference `instance`."""
+    connection = store.connect()
+    lane = Lane()
+    engine = await lane.run(lambda: reference_engine.build(settings, instance, connection), "loading")
+    front = ColumnFront(engine, lane, Fence(read_ctl(connection, settings.run.name)), settings.references[instance].token_budget)
+    server = Server(settings.rpc, "127.0.0.1:0")
+    servicer = ReferenceServicer(engine, front, instance, "ref.1")
+    server.add(reference_pb2_grpc.add_ReferenceServiceServicer_to_server, servicer, "rolecall.v1.ReferenceService")
+    async with _served(settings, server, engine, front) as rig:
+        yield reference_pb2_grpc.ReferenceServiceStub(rig.channel)
+
+
 def _front(settings: RunSettings, engine: Any, lane: Lane, store: StoreUnderTest, token_budget: int) -> TrainerFront:
     connection, run = store.connect(), settings.run.name
     return TrainerFront(engine, lambda step: read_sealed(connection, run, step), lane, Fence(read_ctl(connection, run)), token_budget, "trainer.1")
 
 
 @asynccontextmanager
-async def _served(settings: RunSettings, server: Server, engine: Any, front: TrainerFront) -> AsyncIterator[Rig]:
+async def _served(settings: RunSettings, server: Server, engine: Any, front: ColumnFront) -> AsyncIterator[Rig]:
     front.start()
     address = await server.start()
     try:

@@ -98,7 +98,9 @@ class Lane:
         """Runs `last` after what is under way, waits at most `timeout_s` for it, and takes no more work."""
         if self._ticker is not None:
             self._ticker.cancel()
-        if last is not None and not self.failed.done():
+        if self.failed.done():
+            self.failed.exception()  # whoever closes knows
+        elif last is not None:
             async with asyncio.timeout(timeout_s):
                 await self.run(last, "stopping")
         self._executor.shutdown(wait=False, cancel_futures=True)

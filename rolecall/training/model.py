@@ -82,7 +82,7 @@ class ValueModel(PackedModel):
         hidden_NH = self.hidden_NH(token_ids_N, position_ids_N, packed)
         outputs_N = linear(hidden_NH.float(), head.weight.float(), head.bias.float()).squeeze(1)
         before_N = torch.cat([outputs_N[:1], outputs_N[:-1]])
-        return before_N * score_mask_N, outputs_N
+        return before_N * score_mask_N, outputs_N.clone()  # not a view: FSDP's hook would be lost on one
 
 
 def build_model(path: Path, head: Head, dtype: torch.dtype) -> PackedModel:

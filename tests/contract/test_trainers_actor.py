@@ -1,19 +1,47 @@
 """What ActorService promises, over a real connection, a real store and a tiny real model."""
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import Qwen3ForCausalLM
 
-from rolecall.errors import BatchMismatchError, FencedError, OutOfOrderError
+from rolecall.errors import (
+    BatchMismatchError,
+    CheckpointMissingError,
+    FencedError,
+    NotFoundError,
+    OutOfOrderError,
+    RowMissingError,
+    StaleEpochError,
+    StaleVersionError,
+)
 from rolecall.settings import RunSettings
-from rolecall.v1.training_pb2 import GetTrainerInfoRequest, TrainRequest
+from rolecall.v1 import actor_pb2, weights_pb2
+from rolecall.v1.training_pb2 import (
+    ComputeColumnRequest,
+    GetTrainerInfoRequest,
+    LoadTrainerCheckpointRequest,
+    OffloadRequest,
+    SaveTrainerCheckpointRequest,
+    TrainRequest,
+)
+from rolecall.v1.trajectory_pb2 import RowRef
+from rolecall.weights.channel import join
+from rolecall.weights.rendezvous import Rendezvous
+from rolecall.weights.transfer import Reception, agreed_manifest
+from rolecall.wire import decode_tensor, encode_tensor
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_qwen3
-from tests.trainer_rig import Batches, served_actor, settings_tree, train, values_of
+from tests.trainer_rig import Batches, served_actor, settings_tree, train, true_logprobs, values_of
 
 MakeRun = Callable[..., RunSettings]
+MANY_UPDATES = {"groups_per_batch": 4, "num_minibatches": 2, "num_epochs": 20}
+PROBE = np.arange(5, 37, dtype=np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +62,19 @@ def batches(store: StoreUnderTest, model: Path) -> Batches:
     return Batches(store, model)
 
 
+def publish_request(ctl: int, step: int, version: int, epoch: int = 1) -> actor_pb2.PublishWeightsRequest:
+    probe = weights_pb2.Probe(token_ids=encode_tensor(PROBE))
+    return actor_pb2.PublishWeightsRequest(ctl=ctl, epoch=epoch, step=step, policy_version=version, bucket_timeout_s=10.0, probe=probe)
+
+
+def receive(address: str, epoch: int) -> tuple[dict[str, torch.Tensor], str]:
+    """One transfer of a channel of two ranks, as a rollout would take it."""
+    rendezvous = Rendezvous(address, epoch, 1, 10.0)
+    reception = Reception(join(rendezvous, 2, "gloo", torch.device("cpu"), 10.0), agreed_manifest(rendezvous, 10.0), 10.0)
+    received = {name: tensor for bucket in reception for name, tensor in bucket}
+    return received, reception.result().digest
+
+
 async def test_a_sealed_step_is_applied_and_its_metrics_are_told(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
     batch = batches.sealed(0)
     async with served_actor(make_run(), store) as (_, actor):
@@ -45,3 +86,154 @@ async def test_a_sealed_step_is_applied_and_its_metrics_are_told(store: StoreUnd
     assert metrics["actor/ratio"] == pytest.approx(1.0)
     assert metrics["actor/entropy"] > 0
     assert metrics["actor/grad_norm"] > 0
+    assert metrics["actor/tokens"] == sum(row.num_tokens for row in batch.rows)
+
+
+async def test_a_repeated_step_answers_with_its_record_and_changes_nothing(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+    request = TrainRequest(ctl=store.ledger.ctl, step=0, digest=batches.sealed(0).digest)
+    async with served_actor(make_run(), store) as (rig, actor):
+        first = await train(actor, request)
+        again = await train(actor, request)
+        assert again == first
+        assert rig.engine.bench.engine.num_updates == 1
+        with pytest.raises(BatchMismatchError):
+            await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest="another"))
+
+
+async def test_a_later_an_unsealed_and_a_differing_step_are_refused(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+    async with served_actor(make_run(), store) as (rig, actor):
+        with pytest.raises(NotFoundError):
+            await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest="batch-0"))
+        batches.sealed(0)
+        with pytest.raises(BatchMismatchError):
+            await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest="another"))
+        with pytest.raises(OutOfOrderError):
+            await train(actor, TrainRequest(ctl=store.ledger.ctl, step=1, digest="batch-1"))
+        assert rig.engine.applied.step == 0
+
+
+async def test_a_replaced_controller_is_refused(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+    digest = batches.sealed(0).digest
+    async with served_actor(make_run(), store) as (_, actor):
+        with pytest.raises(FencedError):
+            await train(actor, TrainRequest(ctl=store.ledger.ctl - 1, step=0, digest=digest))
+        await actor.Offload(OffloadRequest(ctl=store.ledger.ctl + 1), timeout=5)
+        with pytest.raises(FencedError):
+            await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest=digest))
+
+
+async def test_a_step_goes_on_when_its_caller_leaves_and_a_retry_attaches(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+    request = TrainRequest(ctl=store.ledger.ctl, step=0, digest=batches.sealed(0).digest)
+    async with served_actor(make_run(algorithm=MANY_UPDATES), store) as (rig, actor):
+        leaving = actor.Train(request, timeout=30)
+        first = await anext(aiter(leaving))
+        assert first.WhichOneof("event") == "progress"
+        leaving.cancel()
+        one, other = await asyncio.gather(train(actor, request), train(actor, request))
+        assert one == other
+        assert rig.engine.bench.engine.num_updates == 40
+        assert rig.engine.applied.step == 1
+    assert values_of(one)["actor/clip_fraction_high"] >= 0
+
+
+async def test_a_missing_row_refuses_the_step_and_leaves_the_policy_as_it_was(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+    batch = batches.sealed(0)
+    request = TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest)
+    async with served_actor(make_run(), store) as (rig, actor):
+        store.rows.delete(batch.rows[:1])
+        with pytest.raises(RowMissingError):
+            await train(actor, request)
+        assert (rig.engine.applied.step, rig.engine.bench.engine.num_updates) == (0, 0)
+
+
+async def test_concurrent_calls_for_logprobs_agree_with_transformers(store: StoreUnderTest, make_run: MakeRun, batches: Batches, model: Path) -> None:
+    rows = [row for group in batches.sampled(6) for row in group.rows]
+    async with served_actor(make_run(), store) as (_, actor):
+        calls = [ComputeColumnRequest(ctl=store.ledger.ctl, rows=rows[start : start + 2]) for start in range(0, len(rows), 2)]
+        answers = await asyncio.gather(*(actor.ComputeLogprobs(call, timeout=30) for call in calls))
+        again = await actor.ComputeLogprobs(ComputeColumnRequest(ctl=store.ledger.ctl, rows=rows), timeout=30)
+    assert [answer.num_tokens for answer in answers] == [sum(row.num_tokens for row in call.rows) for call in calls]
+    assert sum(answer.num_already_written for answer in answers) == 0
+    assert again.num_already_written == len(rows)
+    for read in store.rows.read(rows, ["token_ids", "response_mask", "old_logprobs"]):
+        expected = true_logprobs(model, read["token_ids"], batches.temperature) * read["response_mask"]
+        np.testing.assert_allclose(read["old_logprobs"], expected, atol=1e-4)
+
+
+async def test_a_missing_row_fails_only_the_call_that_named_it(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+    rows = [row for group in batches.sampled(2) for row in group.rows]
+    gone = RowRef(id="99/0", token="r.0-1", num_tokens=9)
+    async with served_actor(make_run(), store) as (_, actor):
+        good, bad = await asyncio.gather(
+            actor.ComputeLogprobs(ComputeColumnRequest(ctl=store.ledger.ctl, rows=rows), timeout=30),
+            actor.ComputeLogprobs(ComputeColumnRequest(ctl=store.ledger.ctl, rows=[gone]), timeout=30),
+            return_exceptions=True,
+        )
+    assert isinstance(bad, RowMissingError)
+    assert not isinstance(good, BaseException)
+    assert good.num_tokens == sum(row.num_tokens for row in rows)
+
+
+async def test_published_weights_are_those_of_the_step_with_their_probe(store: StoreUnderTest, make_run: MakeRun, model: Path) -> None:
+    ctl = store.ledger.ctl
+    async with served_actor(make_run(), store) as (_, actor):
+        opened = await actor.OpenWeightChannel(weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=2, timeout_s=10), timeout=10)
+        published, (received, digest) = await asyncio.gather(
+            actor.PublishWeights(publish_request(ctl, step=0, version=5), timeout=30), asyncio.to_thread(receive, opened.address, 1)
+        )
+        info = await actor.GetInfo(GetTrainerInfoRequest(), timeout=5)
+        with pytest.raises(StaleVersionError):
+            await actor.PublishWeights(publish_request(ctl, step=0, version=5), timeout=30)
+        with pytest.raises(OutOfOrderError):
+            await actor.PublishWeights(publish_request(ctl, step=1, version=6), timeout=30)
+        with pytest.raises(StaleEpochError):
+            await actor.OpenWeightChannel(weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=2, timeout_s=10), timeout=10)
+    expected = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    assert set(received) == set(expected)
+    assert all(torch.equal(received[name], expected[name]) for name in expected)
+    assert (published.digest, info.policy_version) == (digest, 5)
+    np.testing.assert_allclose(decode_tensor(published.probe.logprobs, "probe"), true_logprobs(model, PROBE, 1.0), atol=1e-4)
+
+
+async def test_mismatch_is_told_apart_for_trajectories_of_the_trained_weights(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+    ctl = store.ledger.ctl
+    batch = batches.sealed(0)
+    async with served_actor(make_run(), store) as (_, actor):
+        await actor.OpenWeightChannel(weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=1, timeout_s=10), timeout=10)
+        await actor.PublishWeights(publish_request(ctl, step=0, version=0), timeout=30)
+        first = await train(actor, TrainRequest(ctl=ctl, step=0, digest=batch.digest))
+        batches.commit(first)
+        second = await train(actor, TrainRequest(ctl=ctl, step=1, digest=batches.sealed(1).digest))
+    sampled = sum(int(row["response_mask"].sum()) for row in store.rows.read(batch.rows, ["response_mask"]))
+    assert values_of(first)["actor/mismatch_tokens"] == sampled
+    assert values_of(first)["actor/mismatch_p999"] <= values_of(first)["actor/mismatch_max"] < 1e-4
+    assert values_of(second)["actor/mismatch_tokens"] == 0
+    assert "actor/mismatch_max" not in values_of(second)
+    assert values_of(second)["actor/mismatch_all_max"] > 1e-4
+
+
+async def test_a_restored_actor_goes_on_as_if_it_had_never_stopped(store: StoreUnderTest, make_run: MakeRun, batches: Batches, tmp_path: Path) -> None:
+    ctl, path = store.ledger.ctl, str(tmp_path / "checkpoints" / "actor")
+    zero = TrainRequest(ctl=ctl, step=0, digest=batches.sealed(0).digest)
+    save = SaveTrainerCheckpointRequest(ctl=ctl, path=path, step=1, export_huggingface=True)
+    async with served_actor(make_run(), store) as (_, actor):
+        first = await train(actor, zero)
+        batches.commit(first)
+        with pytest.raises(OutOfOrderError):
+            await actor.SaveCheckpoint(SaveTrainerCheckpointRequest(ctl=ctl, path=path, step=0), timeout=30)
+        saved = await actor.SaveCheckpoint(save, timeout=30)
+        assert await actor.SaveCheckpoint(save, timeout=30) == saved
+        one = TrainRequest(ctl=ctl, step=1, digest=batches.sealed(1).digest)
+        expected = await train(actor, one)
+    async with served_actor(make_run(), store) as (_, actor):
+        with pytest.raises(CheckpointMissingError):
+            await actor.LoadCheckpoint(LoadTrainerCheckpointRequest(ctl=ctl, path=str(tmp_path / "none")), timeout=30)
+        loaded = await actor.LoadCheckpoint(LoadTrainerCheckpointRequest(ctl=ctl, path=path), timeout=30)
+        assert loaded.step == 1
+        assert await train(actor, zero) == first
+        again = await train(actor, one)
+    for name in ("actor/loss", "actor/grad_norm", "actor/entropy", "actor/learning_rate"):
+        assert values_of(again)[name] == pytest.approx(values_of(expected)[name], rel=1e-5)
+    exported = Qwen3ForCausalLM.from_pretrained(Path(path) / "huggingface", dtype=torch.float32)
+    assert sum(parameter.numel() for parameter in exported.parameters()) > 0
+    assert not list(Path(path).parent.glob("*.partial"))

@@ -1,0 +1,75 @@
+"""What CriticService promises, over a real connection, a real store and a tiny real model."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rolecall.errors import OutOfOrderError
+from rolecall.settings import RunSettings
+from rolecall.v1.training_pb2 import ComputeColumnRequest, TrainRequest
+from tests.fixtures_store import StoreUnderTest
+from tests.tiny_models import write_qwen3
+from tests.trainer_rig import Batches, served_critic, settings_tree, train, values_of
+
+MakeRun = Callable[..., RunSettings]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3(tmp_path_factory.mktemp("model") / "policy")
+
+
+@pytest.fixture
+def make_run(store: StoreUnderTest, model: Path, tmp_path: Path) -> MakeRun:
+    def make(**critic: Any) -> RunSettings:
+        algorithm = {"groups_per_batch": 4, "advantage": {"kind": "gae"}, "num_minibatches": 2}
+        section = {"token_budget": 64, "num_threads": 1, "optimizer": {"learning_rate": 1e-3}} | critic
+        return RunSettings.model_validate(settings_tree(store, model, tmp_path, algorithm=algorithm, critic=section))
+
+    return make
+
+
+@pytest.fixture
+def batches(store: StoreUnderTest, model: Path) -> Batches:
+    return Batches(store, model)
+
+
+async def test_values_cover_sampled_tokens_and_are_written_once(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+    rows = [row for group in batches.sampled(2) for row in group.rows]
+    request = ComputeColumnRequest(ctl=store.ledger.ctl, rows=rows)
+    async with served_critic(make_run(), store) as (_, critic):
+        first = await critic.ComputeValues(request, timeout=30)
+        before = store.rows.read(rows, ["values", "bootstrap_value"])
+        again = await critic.ComputeValues(request, timeout=30)
+    assert (first.num_already_written, again.num_already_written) == (0, len(rows))
+    for row, read in zip(rows, store.rows.read(rows, ["values", "bootstrap_value", "response_mask"]), strict=True):
+        assert read["values"].shape == (row.num_tokens,)
+        assert read["bootstrap_value"].shape == (1,)
+        assert not read["values"][read["response_mask"] == 0].any()
+    np.testing.assert_array_equal(before[0]["values"], store.rows.read(rows, ["values"])[0]["values"])
+
+
+async def test_the_value_loss_falls_over_steps(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+    losses = []
+    async with served_critic(make_run(value_clip_eps=None), store) as (rig, critic):
+        for step in range(4):
+            request = TrainRequest(ctl=store.ledger.ctl, step=step, digest=batches.sealed(step).digest)
+            result = await train(critic, request)
+            assert await train(critic, request) == result
+            batches.commit(result)
+            losses.append(values_of(result)["critic/loss"])
+        assert rig.engine.bench.engine.num_updates == 8
+        with pytest.raises(OutOfOrderError):
+            await train(critic, TrainRequest(ctl=store.ledger.ctl, step=9, digest="batch-9"))
+    assert losses[-1] < losses[0]
+    assert values_of(result)["critic/explained_variance"] <= 1.0
+    assert values_of(result)["critic/grad_norm"] > 0
+
+
+async def test_its_own_number_of_minibatches_comes_before_the_actors(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+    async with served_critic(make_run(num_minibatches=4), store) as (rig, critic):
+        await train(critic, TrainRequest(ctl=store.ledger.ctl, step=0, digest=batches.sealed(0).digest))
+        assert rig.engine.bench.engine.num_updates == 4
