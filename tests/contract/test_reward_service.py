@@ -1,0 +1,297 @@
+"""RewardService, one suite over every server we ship: the reward service, `rolecall.reward.serve` and `serve_batches`; then what only ours does."""
+
+import asyncio
+import importlib.util
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from rolecall.errors import ConfigError, InvalidInputError, ScorerUnavailableError, UnauthenticatedError
+from rolecall.reward import Field, Item, Score, Scorer, all_at_once, description, new_server, one_by_one, rpc_section
+from rolecall.rpc.channel import open_channel
+from rolecall.scores import Failure, Outcome
+from rolecall.scoring import RewardClient, open_client
+from rolecall.settings import RewardComponent, RewardSection, RpcSection
+from rolecall.v1 import reward_pb2, reward_pb2_grpc
+from services.reward.config import RewardSettings
+from services.reward.engine import RewardEngine
+from services.reward.service import RewardServicer
+from tests.contract.peer import Authority
+from tests.contract.reward_peers import Liar, client_of, items_of, serving, write_user_module
+
+COMPONENT: TypeAdapter[RewardComponent] = TypeAdapter(RewardComponent)
+READS: tuple[Field, ...] = ("response_text",)
+StartService = Callable[..., Awaitable[str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_user_module(tmp_path / "conf")
+
+
+@pytest.fixture
+async def start_service(folder: Path) -> AsyncIterator[StartService]:
+    """Starts the reward service with the components given (as in the file) in this process; gives its address."""
+    async with AsyncExitStack() as stack:
+
+        async def start(start_timeout_s: float = 10.0, **components: dict[str, Any]) -> str:
+            parts = {name: COMPONENT.validate_python(component, context={"base": folder}) for name, component in components.items()}
+            settings = RewardSettings("127.0.0.1:0", parts, num_workers=2, search_path=folder, start_timeout_s=start_timeout_s)
+            engine = RewardEngine(settings, RpcSection())
+            stack.push_async_callback(engine.close)
+            await engine.start()
+            return await stack.enter_async_context(serving(RewardServicer(engine, on_score=lambda: None)))
+
+        yield start
+
+
+def function(target: str, **keys: object) -> dict[str, Any]:
+    """A component that is a user's function of the test's module."""
+    return {"scorer": {"kind": "function", "target": f"behaviour:{target}", **keys}}
+
+
+def load_behaviour(folder: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("behaviour", folder / "behaviour.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(params=["reward service", "serve", "serve_batches"])
+async def client(request: pytest.FixtureRequest, folder: Path, start_service: StartService) -> AsyncIterator[RewardClient]:
+    """A client of the same function behind each server."""
+    async with AsyncExitStack() as stack:
+        if request.param == "reward service":
+            address = await start_service(behave={**function("behave", min=0, max=1), "max_attempts": 1})
+        else:
+            behave: Callable[[Item], float] = vars(load_behaviour(folder))["behave"]
+            spec = description("behave", (0, 1), READS, {}, token_rewards=False, max_items=50)
+
+            def behave_all(items: Sequence[Item]) -> list[float]:
+                return [behave(item) for item in items]
+
+            score = one_by_one(behave, spec) if request.param == "serve" else all_at_once(behave_all, spec)
+            server = new_server(Scorer(spec, score), "127.0.0.1:0", RpcSection())
+            address = await server.start()
+            stack.push_async_callback(server.drain, 0.0)
+        yield await stack.enter_async_context(client_of(address))
+
+
+def codes(outcomes: list[Outcome]) -> list[str]:
+    """Per outcome, its failure's code or "ok"."""
+    return [outcome.code if isinstance(outcome, Failure) else "ok" for outcome in outcomes]
+
+
+async def test_it_describes_what_it_reads_and_where_rewards_lie(client: RewardClient) -> None:
+    spec = await client.describe()
+    assert (spec.reward.min, spec.reward.max) == (0.0, 1.0)
+    assert reward_pb2.SCORE_FIELD_RESPONSE_TEXT in spec.reads
+    assert spec.name
+
+
+async def test_it_scores_every_item_in_its_place(client: RewardClient) -> None:
+    outcomes = await client.score(items_of(*["fine"] * 300))
+    assert all(isinstance(outcome, Score) and outcome.value == 1.0 for outcome in outcomes)
+    assert len(outcomes) == 300
+
+
+async def test_concurrent_calls_do_not_mix(client: RewardClient) -> None:
+    scored = await asyncio.gather(*(client.score(items_of(*["fine"] * number)) for number in range(1, 20)))
+    assert [codes(outcomes) for outcomes in scored] == [["ok"] * number for number in range(1, 20)]
+
+
+@pytest.mark.parametrize(("response", "code"), [("none", "SCORER_FAILED"), ("big", "SCORER_FAILED")])
+async def test_an_answer_that_is_no_score_is_an_error_of_its_item(client: RewardClient, response: str, code: str) -> None:
+    assert codes(await client.score(items_of("fine", response, "fine"))) == ["ok", code, "ok"]
+
+
+async def test_an_exception_is_an_error_never_a_number(client: RewardClient) -> None:
+    (failure,) = await client.score(items_of("raise"))
+    assert isinstance(failure, Failure)
+    assert (failure.code, failure.retryable) == ("SCORER_EXCEPTION", False)
+    assert "ValueError: no such luck" in failure.message
+
+
+async def test_a_function_says_that_asking_again_may_help(client: RewardClient, tmp_path: Path) -> None:
+    marker = tmp_path / "warm"
+    (failure,) = await client.score(items_of(f"unavailable_once {marker}"))
+    assert isinstance(failure, Failure)
+    assert (failure.code, failure.retryable) == ("SCORER_UNAVAILABLE", True)
+    assert codes(await client.score(items_of(f"unavailable_once {marker}"))) == ["ok"]
+
+
+async def test_an_empty_request_is_refused(start_service: StartService) -> None:
+    address = await start_service(behave=function("behave"))
+    async with open_channel(address, RpcSection()) as channel:
+        stub = reward_pb2_grpc.RewardServiceStub(channel)
+        with pytest.raises(InvalidInputError, match="at least one"):
+            await stub.Score(reward_pb2.ScoreRequest())
+        with pytest.raises(InvalidInputError, match="an id of its own"):
+            await stub.Score(reward_pb2.ScoreRequest(items=[*items_of("a"), *items_of("b")]))
+
+
+# ---- only the reward service
+
+
+async def test_components_are_summed_and_reported(start_service: StartService) -> None:
+    address = await start_service(
+        correct={"scorer": {"kind": "exact_match"}},
+        shape={"scorer": {"kind": "format", "pattern": "[0-9]+"}, "weight": 0.2},
+        length={"scorer": {"kind": "length", "max_tokens": 30}, "weight": 0.5},
+        seen={"scorer": {"kind": "json"}, "weight": 0.0},
+    )
+    async with client_of(address) as client:
+        right, wrong = await client.score(items_of("42", "no", truth="42"))
+        spec = await client.describe()
+    assert right == Score(1.0 + 0.2 - 0.05, {"correct": 1.0, "shape": 1.0, "length": -0.1, "seen": 1.0})
+    assert wrong == Score(-0.05, {"correct": 0.0, "shape": 0.0, "length": -0.1, "seen": 0.0})
+    assert (spec.reward.min, spec.reward.max) == (-0.5, 1.2)
+    assert list(spec.reads) == [reward_pb2.SCORE_FIELD_RESPONSE_TEXT, reward_pb2.SCORE_FIELD_GROUND_TRUTH]
+
+
+async def test_a_missing_ground_truth_is_bad_data_not_a_zero(start_service: StartService) -> None:
+    address = await start_service(correct={"scorer": {"kind": "exact_match"}})
+    async with client_of(address) as client:
+        (failure,) = await client.score(items_of("42"))
+    assert isinstance(failure, Failure)
+    assert (failure.code, failure.retryable) == ("BAD_GROUND_TRUTH", False)
+    assert "component 'correct'" in failure.message
+
+
+async def test_a_hung_component_fails_its_item_by_name_and_in_time(start_service: StartService) -> None:
+    address = await start_service(good={"scorer": {"kind": "json"}}, mine={**function("behave"), "timeout_s": 0.5})
+    async with client_of(address, timeout_s=20.0) as client:
+        started = time.monotonic()
+        outcomes = await client.score(items_of("fine", "hang", "fine"))
+        assert time.monotonic() - started < 10
+    assert codes(outcomes) == ["ok", "TIMEOUT", "ok"]
+    assert isinstance(outcomes[1], Failure)
+    assert "component 'mine'" in outcomes[1].message
+
+
+async def test_a_killed_worker_loses_no_score(start_service: StartService, tmp_path: Path) -> None:
+    address = await start_service(mine={**function("behave"), "max_attempts": 2})
+    async with client_of(address, timeout_s=20.0) as client:
+        assert codes(await client.score(items_of("fine", f"die_once {tmp_path / 'dead'}", "fine"))) == ["ok"] * 3
+
+
+async def test_a_function_with_details_has_them_declared_and_checked(start_service: StartService) -> None:
+    declared = function("detailed", components=["first", "second"], token_rewards=True)
+    address = await start_service(mine={**declared, "weight": 2.0}, plain=function("detailed"))
+    async with client_of(address) as client:
+        (failure,) = await client.score(items_of("a"))
+    assert isinstance(failure, Failure)
+    assert "component 'plain'" in failure.message
+    assert "it declares []" in failure.message
+    async with client_of(await start_service(mine={**declared, "weight": 2.0})) as client:
+        (score,) = await client.score(items_of("a"))
+    assert isinstance(score, Score)
+    assert (score.value, score.components) == (1.0, {"mine": 0.5, "mine/first": 1.0, "mine/second": -1.0})
+    assert score.token_rewards is not None
+    np.testing.assert_array_equal(score.token_rewards, np.full(3, 0.5, np.float32))
+
+
+async def test_an_external_scorer_is_a_component_over_tls_with_a_token(start_service: StartService, folder: Path) -> None:
+    tls = Authority(folder / "tls").issue("scorer")
+    (folder / "token").write_text("s3cret\n")
+    spec = description("half", (0, 1), READS, {}, token_rewards=False, max_items=0)
+    rpc = rpc_section(tls.certificate_file, tls.key_file, behind_mesh=False)
+    server = new_server(Scorer(spec, one_by_one(lambda item: 0.5, spec), bearer_token="s3cret"), "localhost:0", rpc)
+    scorer = {"kind": "external", "address": await server.start(), "tls": True, "ca_file": str(tls.ca_file), "bearer_token_file": "token"}
+    try:
+        address = await start_service(half={"scorer": scorer, "weight": 3.0}, correct={"scorer": {"kind": "exact_match"}})
+        async with client_of(address) as client:
+            assert await client.score(items_of("1", truth="1")) == [Score(2.5, {"half": 0.5, "correct": 1.0})]
+        (folder / "token").write_text("wrong")
+        with pytest.raises(UnauthenticatedError, match="bearer_token_file"):
+            await start_service(half={"scorer": scorer})
+    finally:
+        await server.drain(0.0)
+
+
+async def test_an_external_scorer_that_is_away_fails_items_until_it_is_back(start_service: StartService) -> None:
+    liar = Liar()
+    async with serving(liar) as external:
+        address = await start_service(
+            there={"scorer": {"kind": "external", "address": external}, "timeout_s": 2.0, "max_attempts": 1}, json={"scorer": {"kind": "json"}, "weight": 0.0}
+        )
+        async with client_of(address, timeout_s=20.0) as client:
+            assert codes(await client.score(items_of("1"))) == ["ok"]
+    async with client_of(address, timeout_s=20.0) as client:
+        async with serving(liar, bind=external):
+            await client.describe()
+        (failure,) = await client.score(items_of("1"))
+        assert isinstance(failure, Failure)
+        assert failure.retryable
+        assert "component 'there'" in failure.message
+        async with serving(liar, bind=external):
+            assert codes(await client.score(items_of("1"))) == ["ok"]
+
+
+async def test_an_external_scorer_that_lies_is_not_believed(start_service: StartService) -> None:
+    liar = Liar()
+
+    def exceed(response: reward_pb2.ScoreResponse) -> None:
+        response.results[0].reward.value = 1000.0
+
+    liar.lie = exceed
+    async with serving(liar) as external:
+        address = await start_service(there={"scorer": {"kind": "external", "address": external}})
+        async with client_of(address) as client:
+            (failure,) = await client.score(items_of("1"))
+    assert isinstance(failure, Failure)
+    assert (failure.code, failure.retryable) == ("SCORER_FAILED", False)
+
+
+async def test_an_external_scorer_that_never_answers_stops_the_start_and_is_named(start_service: StartService) -> None:
+    async with serving(Liar()) as external:
+        pass
+    with pytest.raises(ScorerUnavailableError, match="component 'there'"):
+        await start_service(start_timeout_s=1.0, there={"scorer": {"kind": "external", "address": external}})
+
+
+async def test_the_controllers_client_is_made_from_the_configuration(start_service: StartService) -> None:
+    address = await start_service(correct={"scorer": {"kind": "exact_match"}})
+    client, channel = open_client(RewardSection(address=address), address, RpcSection())
+    assert codes(await client.score(items_of("1", truth="1"))) == ["ok"]
+    await channel.close()
+
+
+def test_a_token_file_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent", tmp_path / "empty"):
+        (tmp_path / "empty").write_text(" \n")
+        with pytest.raises(ConfigError, match="bearer_token_file"):
+            open_client(RewardSection(address="h:1", tls=True, bearer_token_file=path), "h:1", RpcSection())
+
+
+def test_half_a_certificate_and_unknown_fields_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="belong together"):
+        rpc_section(tmp_path / "cert.pem", None, behind_mesh=False)
+    with pytest.raises(ConfigError, match="the fields are"):
+        description("x", (0, 1), ["answer"], {}, token_rewards=False, max_items=0)  # type: ignore[list-item]
+
+
+async def test_a_batch_of_tiny_items_is_scored_in_milliseconds(start_service: StartService) -> None:
+    address = await start_service(correct={"scorer": {"kind": "exact_match"}})
+    items = items_of(*["12345"] * 256, truth="12345")
+    async with client_of(address) as client:
+        await client.score(items)
+        fastest = min([await _seconds(client, items) for _ in range(10)])
+    assert fastest < 0.1, f"256 items took {fastest * 1000:.1f} ms"
+    sys.stdout.write(f"256 items: {fastest * 1000:.1f} ms\n")
+
+
+async def _seconds(client: RewardClient, items: list[reward_pb2.ScoreItem]) -> float:
+    started = time.perf_counter()
+    await client.score(items)
+    return time.perf_counter() - started
