@@ -112,7 +112,7 @@ class GlooTransfer:
             except RuntimeError as error:
                 rendezvous.check()
                 if done:
-                    rendezvous.abort(f"a transfer failed: {error}")
+                    rendezvous.blame(f"a transfer failed: {error}")
                 elif time.monotonic() > deadline:
                     rendezvous.abort(f"a bucket took more than {timeout_s:g} s")
                 rendezvous.check()

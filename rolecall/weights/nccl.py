@@ -150,7 +150,7 @@ class NcclChannel:
                 except ChannelBrokenError as error:
                     failure = error
         if failure is not None:  # outside the lock: aborting closes this channel
-            self.rendezvous.abort(failure.message)
+            self.rendezvous.blame(failure.message)
         self.rendezvous.check()
         return True
 

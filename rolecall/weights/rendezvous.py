@@ -95,12 +95,20 @@ class Rendezvous:
 
     def abort(self, reason: str) -> None:
         """Ends the epoch for every rank: this one now, the others when their watchers look. Idempotent, never waits for a peer."""
-        if not self._break(reason):
-            return
+        if self.rank == 0 and self._broken is None:
+            self._tell(reason)  # before the communicator closes, so that nobody takes the actor for dead; the store is its own and cannot hang
+            self._break(reason)
+        elif self._break(reason):
+            self._tell(reason)
+
+    def blame(self, reason: str) -> None:
+        """As abort, for a rank that only saw a transfer fail: when somebody has already said why the epoch ended, that is the reason."""
         try:
-            self._calls.set("abort", f"rank {self.rank}: {reason}")
+            if self._broken is None and self._calls.check(["abort"]):
+                self._break(self._calls.get("abort").decode())
         except DistError as error:
-            log.warning("epoch %d: could not tell the other ranks of the abort: %s", self.epoch, error)
+            self._break(f"the actor's rendezvous is gone: {error}")
+        self.abort(reason)
 
     def offer(self, key: str, value: bytes) -> None:
         """Rank 0 says, once, what every rank of this epoch must know."""
@@ -139,6 +147,12 @@ class Rendezvous:
         """Stops watching. The epoch is over for this rank; nobody else is told."""
         self._closed.set()
         self._break("closed")
+
+    def _tell(self, reason: str) -> None:
+        try:
+            self._calls.set("abort", f"rank {self.rank}: {reason}")
+        except DistError as error:
+            log.warning("epoch %d: could not tell the other ranks of the abort: %s", self.epoch, error)
 
     def _connect(self, timeout_s: float) -> PrefixStore:
         try:

@@ -1,0 +1,68 @@
+"""Coverage counts the elements that loaders fill, region by region, on parameters without memory."""
+
+import torch
+
+from rolecall.weights.coverage import Coverage
+
+
+def _fused() -> tuple[torch.Tensor, Coverage]:
+    parameter = torch.nn.Parameter(torch.empty(12, 4, device="meta"), requires_grad=False)
+    return parameter, Coverage([("qkv", parameter, 48)])
+
+
+def test_a_fused_parameter_is_whole_when_all_its_parts_were_loaded() -> None:
+    parameter, coverage = _fused()
+    with coverage.watch():
+        for start in (0, 4, 8):
+            parameter.data.narrow(0, start, 4).copy_(torch.zeros(4, 4))
+    assert coverage.missing() == {}
+
+
+def test_loading_one_part_twice_does_not_make_up_for_another() -> None:
+    parameter, coverage = _fused()
+    with coverage.watch():
+        for start in (0, 4, 4):
+            parameter.data.narrow(0, start, 4).copy_(torch.zeros(4, 4))
+    assert coverage.missing() == {"qkv": (32, 48)}
+
+
+def test_overlapping_parts_are_counted_once() -> None:
+    parameter, coverage = _fused()
+    with coverage.watch():
+        parameter.data[:8].copy_(torch.zeros(8, 4))
+        parameter.data[4:10].copy_(torch.zeros(6, 4))
+    assert coverage.missing() == {"qkv": (40, 48)}
+
+
+def test_padding_that_a_loader_fills_counts() -> None:
+    parameter, coverage = _fused()
+    with coverage.watch():
+        parameter.data[:10].copy_(torch.zeros(10, 4))
+        parameter.data[10:].fill_(0)
+    assert coverage.missing() == {}
+
+
+def test_a_missing_expert_shows_as_its_share_of_the_stack() -> None:
+    stack = torch.nn.Parameter(torch.empty(4, 6, 5, device="meta"), requires_grad=False)
+    coverage = Coverage([("experts.w13_weight", stack, stack.numel())])
+    with coverage.watch():
+        for expert in (0, 1, 3):
+            stack.data[expert].narrow(0, 0, 3).copy_(torch.zeros(3, 5))
+            stack.data[expert].narrow(0, 3, 3).copy_(torch.zeros(3, 5))
+    assert coverage.missing() == {"experts.w13_weight": (90, 120)}
+
+
+def test_columns_of_a_matrix_count_though_they_leave_gaps() -> None:
+    parameter, coverage = _fused()
+    with coverage.watch():
+        parameter.data[:, :2].copy_(torch.zeros(12, 2))
+        parameter.data[:, 2:].copy_(torch.zeros(12, 2))
+    assert coverage.missing() == {}
+
+
+def test_writes_outside_the_watch_and_into_other_tensors_do_not_count() -> None:
+    parameter, coverage = _fused()
+    parameter.data.copy_(torch.zeros(12, 4))
+    with coverage.watch():
+        torch.empty(12, 4, device="meta").copy_(torch.zeros(12, 4))
+    assert coverage.missing() == {"qkv": (0, 48)}
