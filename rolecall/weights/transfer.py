@@ -46,12 +46,12 @@ def send(channel: Channel, weights: Iterator[tuple[str, torch.Tensor]], manifest
     for bucket in buckets:
         memory = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=channel.device)
         sources = _pack(bucket, memory, weights)
+        if bucket is buckets[-1]:
+            _refuse_more(weights)
         if len(pending) == IN_FLIGHT:
             pending.popleft().wait(bucket_timeout_s)
         pending.append(channel.broadcast(memory, bucket_timeout_s))
         prints += [fingerprint_on_device(source) for source in sources]  # while the bytes travel
-    for name, _ in weights:
-        raise WeightsMismatchError(f"the model yields {name}, which the manifest does not have; build the manifest from the same named_weights")
     while pending:
         pending.popleft().wait(bucket_timeout_s)
     transfer_s = time.monotonic() - start
@@ -111,6 +111,11 @@ def _pack(bucket: Bucket, memory: torch.Tensor, weights: Iterator[tuple[str, tor
         slot.view(memory).copy_(tensor.detach(), non_blocking=True)
         sources.append(tensor)
     return sources
+
+
+def _refuse_more(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    for name, _ in weights:
+        raise WeightsMismatchError(f"the model yields {name}, which the manifest does not have; build the manifest from the same named_weights")
 
 
 def _transferred(manifest: weights_pb2.WeightManifest, prints: list[torch.Tensor], buckets: list[Bucket], transfer_s: float) -> Transferred:

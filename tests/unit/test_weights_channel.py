@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -163,7 +164,7 @@ def test_a_receiver_that_takes_no_bucket_costs_the_deadline_and_is_named() -> No
         with pytest.raises(ChannelBrokenError, match=r"ranks \[2\]") as failure:
             root.publish(iter(big), build_manifest(big, 2**23), epoch=1, policy_version=1, bucket_timeout_s=3)
         assert failure.value.details["ranks"] == "2"
-        with pytest.raises(ChannelBrokenError, match="more than 3 s|failed"):
+        with pytest.raises(ChannelBrokenError, match=r"more than 3 s|failed"):
             other.result()
         release.set()
         hung.result()
@@ -185,7 +186,8 @@ def test_an_abort_frees_the_root_and_every_receiver_long_before_the_deadline() -
         assert stuck.wait(MEET_S)
         start = time.monotonic()
         root.abort("the test says so")
-        for end in (*receivers, root_end):
+        ends: list[Future[Any]] = [*receivers, root_end]
+        for end in ends:
             with pytest.raises(ChannelBrokenError, match="the test says so"):
                 end.result(timeout=MEET_S)
         assert time.monotonic() - start < 20
