@@ -33,7 +33,10 @@ class Conversion:
         return {piece: pieces[piece] for piece in sorted(pieces, key=dot_natural_key)}
 
     def from_checkpoint(self, name: str, shape: torch.Size, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Parameter `name` of the given full shape, put together from the tensors that `read` returns by checkpoint name. ConfigError when the rules do not fit."""
+        """Parameter `name` of the given full shape, put together from the tensors that `read` returns by checkpoint name.
+
+        ConfigError when the rules do not fit.
+        """
         sources = list(self.to_checkpoint(name, torch.empty(shape, device="meta")))
         converter: WeightConverter | None = None
         for source in sources:

@@ -1,4 +1,7 @@
-"""Filling a sharded model from a model directory: every rank reads only the rows it keeps, except of parameters that transformers fuses, which are read whole."""
+"""Filling a sharded model from a model directory: every rank reads only the rows it keeps.
+
+Except of parameters that transformers fuses (conversion.py): those are read whole, one at a time.
+"""
 
 from pathlib import Path
 

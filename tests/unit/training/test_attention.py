@@ -35,7 +35,7 @@ def packed(qkv: list[torch.Tensor], lengths: list[int], **more: object) -> torch
     return packed_attention(MODULE, *qkv, None, packed=plan_attention(lengths, cu_seqlens, torch.float32), **more)[0]  # type: ignore[arg-type]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.sampled_from([None, 1, 3, 16]))
 def test_packed_attention_agrees_with_one_sequence_at_a_time(lengths: list[int], window: int | None) -> None:
     qkv = random_qkv(sum(lengths))

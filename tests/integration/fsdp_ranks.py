@@ -1,0 +1,89 @@
+"""One rank of an FSDP group, as a process of its own: `python -m tests.integration.fsdp_ranks JOB.json RANK`. What test_fsdp_engine.py runs on two ranks.
+
+The job trains on the synthetic batch of `make_rows` and writes, from rank 0, the weights after every step, the outcomes, and the rows' logprobs.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from rolecall.settings import OptimizerSection
+from rolecall.training.device import RankSpec, start_rank, stop_rank
+from rolecall.training.engine import TokenOutputs
+from rolecall.training.fsdp.engine import FsdpEngine
+from rolecall.training.objectives import SupervisedObjective
+from rolecall.training.packing import Row, cost_model, global_counts, pack, plan_batch
+
+VOCAB = 150
+
+
+def make_rows(num_rows: int, seed: int = 0) -> list[Row]:
+    """Random rows of 2 to 30 tokens whose first third is the prompt."""
+    rng = np.random.default_rng(seed)
+    rows: list[Row] = []
+    for _ in range(num_rows):
+        length = int(rng.integers(2, 31))
+        mask = (np.arange(length) >= length // 3).astype(np.uint8)
+        ids = rng.integers(0, VOCAB, length, dtype=np.int32)
+        noise = {name: rng.normal(size=length).astype(np.float32) * 0.3 for name in ("advantages", "values", "returns")}
+        logprobs = {name: (-5 + rng.normal(size=length) * 0.3).astype(np.float32) for name in ("rollout_logprobs", "old_logprobs")}
+        rows.append({"token_ids": ids, "response_mask": mask, "loss_mask": mask, **noise, **logprobs})
+    return rows
+
+
+def train_step(engine: FsdpEngine, rows: list[Row], *, token_budget: int, seed: int) -> dict[str, float]:
+    """One optimizer step of the supervised loss over all rows."""
+    lengths = [len(row["token_ids"]) for row in rows]
+    cost = cost_model(engine.config)
+    plan = plan_batch(lengths, num_minibatches=1, token_budget=token_budget, world_size=engine.world_size, cost=cost, seed=seed)[engine.rank]
+    counts = global_counts([rows[i] for i in plan.rows], None)
+    microbatches = [pack([rows[i] for i in indices], ["loss_mask"], temperature=0.7, device=engine.device) for indices in plan.microbatches]
+    metrics = engine.forward_backward(microbatches, SupervisedObjective(counts))
+    outcome = engine.step()
+    loss = torch.tensor(metrics.values().get("supervised/loss", 0.0))
+    torch.distributed.all_reduce(loss)
+    return {"loss": float(loss), "grad_norm": outcome.grad_norm, "learning_rate": outcome.learning_rate}
+
+
+def weights_of(engine: FsdpEngine) -> dict[str, torch.Tensor]:
+    """All published weights, copied."""
+    return {name: tensor.clone() for name, tensor in engine.named_weights()}
+
+
+def main(job: dict[str, Any], rank: int) -> None:
+    device = start_rank(RankSpec(rank, job["world_size"], rank, (), f"file://{job['rendezvous']}", 1, 60.0))
+    section = OptimizerSection(**job["optimizer"])
+    engine = FsdpEngine(
+        Path(job["model"]),
+        head="policy",
+        dtype=job["dtype"],
+        device=device,
+        optimizer=section,
+        total_steps=job["total_steps"],
+        gradient_checkpointing=job["gradient_checkpointing"],
+    )
+    rows = make_rows(job["num_rows"])
+    outcomes = []
+    for step in range(job["num_steps"]):
+        # a pass without gradients in between must leave training untouched
+        lengths = [len(row["token_ids"]) for row in rows]
+        plan = plan_batch(lengths, num_minibatches=1, token_budget=64, world_size=engine.world_size, cost=cost_model(engine.config), seed=0)[rank]
+        outputs = engine.forward([pack([rows[i] for i in indices], [], temperature=0.7, device=device) for indices in plan.microbatches])
+        assert all(isinstance(output, TokenOutputs) for output in outputs)
+        outcomes.append(train_step(engine, rows, token_budget=job["token_budget"], seed=step))
+        if step + 1 == job["save_after"]:
+            engine.save(Path(job["out"]) / "checkpoint", export_huggingface=True)
+    weights = weights_of(engine)
+    if rank == 0:
+        save_file(weights, Path(job["out"]) / "weights.safetensors")
+        (Path(job["out"]) / "outcomes.json").write_text(json.dumps(outcomes))
+    stop_rank()
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))

@@ -1,0 +1,385 @@
+"""FsdpEngine against plain Hugging Face with AdamW, on one rank in this process and on two ranks in processes of their own."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from rolecall.algorithms.aggregation import Aggregation
+from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, ConfigError
+from rolecall.settings import AlgorithmSection, CorrectionSection, KlSection, OptimizerSection, PolicyLossSection
+from rolecall.training.device import RankSpec, start_rank
+from rolecall.training.engine import TokenOutputs, ValueOutputs
+from rolecall.training.fsdp.engine import FsdpEngine
+from rolecall.training.model import Head
+from rolecall.training.objectives import PolicyObjective, SupervisedObjective, ValueObjective, explained_variance, policy_columns
+from rolecall.training.packing import Row, global_counts, pack, unpack
+from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
+from tests.tiny_models import write_qwen3, write_qwen3_moe
+
+CPU = torch.device("cpu")
+SECTION = OptimizerSection(learning_rate=1e-3, weight_decay=0.1, schedule="linear", warmup_steps=1)
+MODELS = ["dense", "tied", "moe"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    """A default process group of one, unless an earlier test made one."""
+    mine = not dist.is_initialized()
+    if mine:
+        start_rank(RankSpec(0, 1, 0, (), None, None, 60.0))
+    yield
+    if mine:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "dense": write_qwen3(root / "dense", vocab=288),
+        "tied": write_qwen3(root / "tied", tied=True, vocab=288),
+        "moe": write_qwen3_moe(root / "moe"),
+    }
+
+
+def make_engine(path: Path, *, head: Head = "policy", optimizer: OptimizerSection | None = SECTION, **more: Any) -> FsdpEngine:
+    return FsdpEngine(path, head=head, **{"dtype": "float32", "device": CPU, "optimizer": optimizer, "total_steps": 8} | more)
+
+
+def oracle_model(path: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def oracle_outputs(model: PreTrainedModel, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logprobs_T, entropy_T) of one row by itself, 0 outside the response mask."""
+    ids = torch.from_numpy(row["token_ids"].astype(np.int64))
+    log_p = (model(ids[None], use_cache=False).logits[0].float() / temperature).log_softmax(-1)[:-1]
+    mask = torch.from_numpy(row["response_mask"][1:] != 0)
+    logprobs, entropy = torch.zeros(len(ids)), torch.zeros(len(ids))
+    logprobs[1:] = log_p.gather(1, ids[1:, None])[:, 0] * mask
+    entropy[1:] = -(log_p.exp() * log_p).sum(-1) * mask
+    return logprobs, entropy
+
+
+def oracle_training(path: Path, rows: list[Row], num_steps: int) -> tuple[list[float], list[float], PreTrainedModel]:
+    """Losses, gradient norms and the model after plain AdamW with the same schedule, whole sequences one by one."""
+    model = oracle_model(path)
+    matrices, vectors = [p for p in model.parameters() if p.ndim >= 2], [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": SECTION.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=SECTION.learning_rate, betas=SECTION.betas, eps=SECTION.eps)
+    scale = [0.5, 1.0, 6 / 7, 5 / 7, 4 / 7]
+    num_tokens = sum(int(np.count_nonzero(row["loss_mask"][1:])) for row in rows)
+    losses, norms = [], []
+    for step in range(num_steps):
+        for group in adamw.param_groups:
+            group["lr"] = SECTION.learning_rate * scale[step]
+        loss = -torch.stack([oracle_outputs(model, row, 0.7)[0].sum() for row in rows]).sum() / num_tokens
+        adamw.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), SECTION.max_grad_norm)))
+        adamw.step()
+        losses.append(float(loss.detach()))
+    return losses, norms, model
+
+
+def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], atol: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_packed_logprobs_and_entropy_agree_with_hugging_face_one_sequence_at_a_time(models: dict[str, Path], kind: str) -> None:
+    rows = make_rows(9)
+    packed = pack(rows, [], temperature=0.7, device=CPU)
+    (outputs,) = make_engine(models[kind], optimizer=None).forward([packed], entropy=True)
+    assert isinstance(outputs, TokenOutputs)
+    model = oracle_model(models[kind])
+    ours = zip(unpack(outputs.logprobs_N, packed.lengths), unpack(outputs.entropy_N, packed.lengths), strict=True)
+    with torch.no_grad():
+        for (logprobs, entropy), row in zip(ours, rows, strict=True):
+            expected_logprobs, expected_entropy = oracle_outputs(model, row, 0.7)
+            np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-5)
+            np.testing.assert_allclose(entropy, expected_entropy, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_weights_come_back_under_the_checkpoints_own_names_bit_for_bit(models: dict[str, Path], kind: str) -> None:
+    published = weights_of(make_engine(models[kind]))
+    saved = load_file(models[kind] / "model.safetensors")
+    assert_same_weights(published, saved, atol=0)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_one_rank_trains_like_hugging_face_with_adamw(models: dict[str, Path], kind: str, tmp_path: Path) -> None:
+    rows = make_rows(10)
+    engine = make_engine(models[kind])
+    outcomes = [train_step(engine, rows, token_budget=64, seed=step) for step in range(4)]
+    losses, norms, model = oracle_training(models[kind], rows, 4)
+    np.testing.assert_allclose([o["loss"] for o in outcomes], losses, rtol=1e-5)
+    np.testing.assert_allclose([o["grad_norm"] for o in outcomes], norms, rtol=1e-4)
+    model.save_pretrained(tmp_path)
+    # AdamW divides by the root of tiny second moments: last bits of a gradient may move a weight by a few per cent of the rate
+    assert_same_weights(weights_of(engine), load_file(tmp_path / "model.safetensors"), atol=2e-4)
+
+
+def run_ranks(world_size: int, model: Path, out: Path, **more: Any) -> list[dict[str, float]]:
+    """Trains with fsdp_ranks.py in processes of their own; returns the outcomes of the steps."""
+    out.mkdir()
+    job = {
+        "model": str(model),
+        "out": str(out),
+        "world_size": world_size,
+        "rendezvous": str(out / "rendezvous"),
+        "optimizer": SECTION.model_dump(),
+        "total_steps": 8,
+        "dtype": "float32",
+        "gradient_checkpointing": False,
+        "num_rows": 10,
+        "num_steps": 4,
+        "save_after": 2,
+        "token_budget": 40,
+    } | more
+    (out / "job.json").write_text(json.dumps(job))
+    command = [sys.executable, "-m", "tests.integration.fsdp_ranks", str(out / "job.json")]
+    with ExitStack() as stack:
+        logs = [stack.enter_context((out / f"rank-{rank}.log").open("w")) for rank in range(world_size)]
+        ranks = [stack.enter_context(subprocess.Popen([*command, str(rank)], stderr=log)) for rank, log in enumerate(logs)]
+        try:
+            codes = [rank.wait(timeout=100) for rank in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+    assert codes == [0] * world_size, "".join((out / f"rank-{rank}.log").read_text()[-2000:] for rank in range(world_size))
+    outcomes: list[dict[str, float]] = json.loads((out / "outcomes.json").read_text())
+    return outcomes
+
+
+@pytest.mark.parametrize("kind", ["tied", "moe"])
+def test_two_ranks_train_like_hugging_face_and_their_checkpoint_goes_on_at_one(models: dict[str, Path], kind: str, tmp_path: Path) -> None:
+    rows = make_rows(10)
+    outcomes = run_ranks(2, models[kind], tmp_path / "two", gradient_checkpointing=kind == "tied")
+    losses, norms, model = oracle_training(models[kind], rows, 4)
+    np.testing.assert_allclose([o["loss"] for o in outcomes], losses, rtol=1e-5)
+    np.testing.assert_allclose([o["grad_norm"] for o in outcomes], norms, rtol=1e-4)
+    model.save_pretrained(tmp_path / "oracle")
+    two = load_file(tmp_path / "two" / "weights.safetensors")
+    assert_same_weights(two, load_file(tmp_path / "oracle" / "model.safetensors"), atol=2e-4)
+
+    engine = make_engine(models[kind])
+    engine.load(tmp_path / "two" / "checkpoint")
+    assert_same_weights(weights_of(engine), load_file(tmp_path / "two" / "checkpoint" / "huggingface" / "model.safetensors"), atol=0)
+    later = [train_step(engine, rows, token_budget=40, seed=step) for step in (2, 3)]
+    np.testing.assert_allclose([o["loss"] for o in later], losses[2:], rtol=1e-5)
+    assert [o["learning_rate"] for o in later] == [o["learning_rate"] for o in outcomes[2:]]
+    assert_same_weights(weights_of(engine), two, atol=2e-4)
+
+
+def test_a_rank_without_rows_keeps_the_others_company(models: dict[str, Path], tmp_path: Path) -> None:
+    rows = make_rows(1)
+    outcomes = run_ranks(2, models["dense"], tmp_path / "two", num_rows=1, num_steps=2)
+    losses, norms, _ = oracle_training(models["dense"], rows, 2)
+    np.testing.assert_allclose([o["loss"] for o in outcomes], losses, rtol=1e-5)
+    np.testing.assert_allclose([o["grad_norm"] for o in outcomes], norms, rtol=1e-4)
+
+
+def test_resuming_on_one_rank_is_bit_equal(models: dict[str, Path], tmp_path: Path) -> None:
+    rows = make_rows(10)
+    straight = make_engine(models["tied"])
+    for step in range(2):
+        train_step(straight, rows, token_budget=64, seed=step)
+    assert straight.save(tmp_path, export_huggingface=False) > 0
+    resumed = make_engine(models["tied"])
+    resumed.load(tmp_path)
+    for step in (2, 3):
+        assert train_step(straight, rows, token_budget=64, seed=step) == train_step(resumed, rows, token_budget=64, seed=step)
+    assert_same_weights(weights_of(straight), weights_of(resumed), atol=0)
+    assert resumed.num_updates == 4
+
+
+def test_an_exported_directory_is_a_plain_hugging_face_model(models: dict[str, Path], tmp_path: Path) -> None:
+    engine = make_engine(models["tied"])
+    train_step(engine, make_rows(4), token_budget=64, seed=0)
+    engine.save(tmp_path, export_huggingface=True)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
+    exported.save_pretrained(tmp_path / "again")
+    assert_same_weights(weights_of(engine), load_file(tmp_path / "again" / "model.safetensors"), atol=0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "huggingface")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<|im_start|>user\nhi<|im_end|>\n"
+
+
+def test_no_file_of_a_checkpoint_is_a_pickle(models: dict[str, Path], tmp_path: Path) -> None:
+    make_engine(models["dense"]).save(tmp_path, export_huggingface=True)
+    suffixes = {file.suffix for file in tmp_path.rglob("*") if file.is_file()}
+    assert suffixes <= {".json", ".safetensors", ".jinja", ".txt"}
+
+
+def test_a_half_written_checkpoint_is_missing_and_another_models_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    make_engine(models["dense"]).save(tmp_path, export_huggingface=False)
+    with pytest.raises(CheckpointMismatchError, match="lm_head"):
+        make_engine(models["tied"]).load(tmp_path)
+    (tmp_path / "index.json").unlink()
+    with pytest.raises(CheckpointMissingError):
+        make_engine(models["dense"]).load(tmp_path)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
+@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_step_does_not_depend_on_microbatches_packing_or_order(split_engine: FsdpEngine, aggregation: Aggregation, data: st.DataObject) -> None:
+    rows = make_rows(8)
+    algorithm = AlgorithmSection(
+        groups_per_batch=1,
+        policy_loss=PolicyLossSection(aggregation=aggregation, entropy_coef=0.01, dual_clip=3.0),
+        kl=KlSection(reference="ref", kl_coef=0.1),
+        correction=CorrectionSection(),
+    )
+    rows = [{**row, "ref/logprobs": row["rollout_logprobs"] * 0.9} for row in rows]
+    objective = PolicyObjective(algorithm, global_counts(rows, None))
+
+    def step(parts: list[list[int]]) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
+        split_engine.load(split_engine_start(split_engine))
+        packed = [pack([rows[i] for i in part], policy_columns(algorithm), temperature=1.0, device=CPU) for part in parts]
+        metrics = split_engine.forward_backward(packed, objective, entropy=True)
+        return split_engine.step().grad_norm, metrics.values(), weights_of(split_engine)
+
+    order = list(data.draw(st.permutations(range(8))))
+    cuts = sorted(data.draw(st.sets(st.integers(1, 7))) | {0, 8})
+    whole = step([list(range(8))])
+    split = step([order[a:b] for a, b in pairwise(cuts)])
+    assert split[0] == pytest.approx(whole[0], rel=1e-5)
+    assert split[1] == pytest.approx(whole[1], rel=1e-4, abs=1e-5)
+    assert_same_weights(split[2], whole[2], atol=1e-5)
+
+
+START: dict[int, Path] = {}
+
+
+def split_engine_start(engine: FsdpEngine) -> Path:
+    return START[id(engine)]
+
+
+@pytest.fixture(scope="module")
+def split_engine(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> FsdpEngine:
+    """Its first step moves a weight by g / (|g| + 1): weights after one step show gradients."""
+    section = OptimizerSection(learning_rate=1.0, eps=1.0, max_grad_norm=1e9)
+    engine = make_engine(models["dense"], optimizer=section)
+    START[id(engine)] = tmp_path_factory.mktemp("start")
+    engine.save(START[id(engine)], export_huggingface=False)
+    return engine
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(models: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine(models["dense"])
+    rows = make_rows(4)
+    train_step(engine, rows, token_budget=64, seed=0)
+    before = weights_of(engine)
+    poisoned = [{**row, "advantages": row["advantages"] * np.float32("nan")} for row in rows]
+    algorithm = AlgorithmSection(groups_per_batch=1)
+    packed = pack(poisoned, policy_columns(algorithm), temperature=1.0, device=CPU)
+    engine.forward_backward([packed], PolicyObjective(algorithm, global_counts(rows, None)))
+    outcome = engine.step()
+    assert not outcome.applied
+    assert not np.isfinite(outcome.grad_norm)
+    assert_same_weights(weights_of(engine), before, atol=0)
+    assert (engine.num_updates, engine.num_skipped) == (1, 1)
+    assert "skipped" in caplog.text
+    assert train_step(engine, rows, token_budget=64, seed=1)["learning_rate"] == pytest.approx(1e-3)
+
+
+def test_a_critic_regresses_to_its_returns_and_keeps_its_head_on_disk(models: dict[str, Path], tmp_path: Path) -> None:
+    section = OptimizerSection(learning_rate=3e-3)
+    engine = make_engine(models["tied"], head="value", optimizer=section)
+    rows = [{**row, "returns": np.where(row["token_ids"] > 75, 1.0, -1.0).astype(np.float32), "values": np.zeros_like(row["values"])} for row in make_rows(8)]
+    packed = pack(rows, ["loss_mask", "values", "returns"], temperature=1.0, device=CPU)
+    objective = ValueObjective(None, global_counts(rows, None))
+    losses, metrics = [], {}
+    for _ in range(30):
+        metrics = engine.forward_backward([packed], objective).values()
+        losses.append(metrics["critic/loss"])
+        engine.step()
+    assert losses[-1] < 0.2 * losses[0]
+    assert 0.6 < explained_variance(metrics) <= 1.0
+    engine.save(tmp_path, export_huggingface=True)
+    again = make_engine(tmp_path / "huggingface", head="value", optimizer=None)
+    (first,), (second,) = engine.forward([packed]), again.forward([packed])
+    assert isinstance(first, ValueOutputs)
+    assert isinstance(second, ValueOutputs)
+    torch.testing.assert_close(first.values_N, second.values_N)
+    torch.testing.assert_close(first.bootstrap_values_S, second.bootstrap_values_S)
+    assert {"value_head.weight", "value_head.bias"} <= weights_of(engine).keys()
+    assert "lm_head.weight" not in weights_of(engine)
+
+
+def test_values_stand_one_token_before_and_the_bootstrap_after_the_last(models: dict[str, Path]) -> None:
+    engine = make_engine(models["dense"], head="value", optimizer=None)
+    (row,) = make_rows(1, seed=3)
+    full = {**row, "response_mask": np.ones_like(row["response_mask"])}
+    shorter = {name: column[:-1] for name, column in full.items()}
+    whole, cut = engine.forward([pack([full], [], temperature=1.0, device=CPU), pack([shorter], [], temperature=1.0, device=CPU)])
+    assert isinstance(whole, ValueOutputs)
+    assert isinstance(cut, ValueOutputs)
+    assert float(whole.values_N[0]) == 0.0
+    torch.testing.assert_close(whole.values_N[-1], cut.bootstrap_values_S[0])
+
+
+def test_bfloat16_computes_and_publishes_halves_but_keeps_float32_masters(models: dict[str, Path], tmp_path: Path) -> None:
+    rows = make_rows(8)
+    engine = make_engine(models["dense"], dtype="bfloat16")
+    losses = [train_step(engine, rows, token_budget=64, seed=step)["loss"] for step in range(4)]
+    expected, _, _ = oracle_training(models["dense"], rows, 4)
+    np.testing.assert_allclose(losses, expected, rtol=2e-2)
+    assert {tensor.dtype for tensor in weights_of(engine).values()} == {torch.bfloat16}
+    engine.save(tmp_path, export_huggingface=False)
+    kept = load_file(tmp_path / "rank-00000.safetensors")
+    assert {tensor.dtype for name, tensor in kept.items() if not name.startswith("rng/")} == {torch.float32}
+
+
+def test_gradient_checkpointing_changes_no_number(models: dict[str, Path]) -> None:
+    rows = make_rows(6)
+    plain, checkpointed = (make_engine(models["dense"], gradient_checkpointing=flag) for flag in (False, True))
+    for step in range(2):
+        assert train_step(plain, rows, token_budget=64, seed=step) == pytest.approx(train_step(checkpointed, rows, token_budget=64, seed=step), rel=1e-6)
+
+
+def test_a_frozen_engine_holds_no_gradients_and_refuses_to_step(models: dict[str, Path]) -> None:
+    engine = make_engine(models["dense"], optimizer=None)
+    with pytest.raises(ConfigError, match="frozen"):
+        engine.step()
+    engine.offload()
+    engine.onload()
+    assert engine.num_parameters == sum(tensor.numel() for tensor in weights_of(engine).values())
+
+
+def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path: Path, models: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        make_engine(tmp_path)
+    (tmp_path / "config.json").write_text((models["dense"] / "config.json").read_text())
+    with pytest.raises(ConfigError, match="safetensors"):
+        make_engine(tmp_path)
+
+
+def test_a_supervised_warm_start_learns_its_rows(models: dict[str, Path]) -> None:
+    engine = make_engine(models["dense"], optimizer=OptimizerSection(learning_rate=5e-3))
+    rows = make_rows(4)
+    packed = pack(rows, ["loss_mask"], temperature=1.0, device=CPU)
+    counts = global_counts(rows, None)
+    losses = []
+    for _ in range(25):
+        losses.append(engine.forward_backward([packed], SupervisedObjective(counts)).values()["supervised/loss"])
+        engine.step()
+    assert losses[-1] < 0.3 * losses[0]
