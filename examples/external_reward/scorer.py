@@ -11,4 +11,5 @@ def score(item: Item) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(score, sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50070", name="words", range=(0, 1), reads=("response_text", "ground_truth")))
+    address = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50070"
+    sys.exit(serve(score, address, name="words", range=(0, 1), reads=("response_text", "ground_truth")))

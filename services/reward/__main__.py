@@ -31,15 +31,15 @@ async def serve_reward(args: ServiceArgs) -> None:
     telemetry.configure(settings.telemetry, "reward", args.worker)
     reward = reward_settings(settings, args.config_path)
     engine = RewardEngine(reward, settings.rpc)
+    server = Server(settings.rpc, reward.bind)
     membership: Membership | None = None
 
     def on_score() -> None:
         if membership is not None:
             membership.progress()
 
+    server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, RewardServicer(engine, on_score), SERVICE_NAME)
     try:
-        server = Server(settings.rpc, reward.bind)
-        server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, RewardServicer(engine, on_score), SERVICE_NAME)
         address = await server.start()
         await engine.start()
         failed: asyncio.Future[None] | None = None
@@ -54,6 +54,7 @@ async def serve_reward(args: ServiceArgs) -> None:
     finally:
         if membership is not None:
             membership.stop()
+        await server.drain(0.0)  # nothing is left to drain after `serve`; a failed start has not been there
         await engine.close()
 
 

@@ -29,6 +29,8 @@ MAX_QUEUED_ITEMS = 65536
 MAX_BATCH_ITEMS = 64
 START_TIMEOUT_S = 120.0
 """Longest start of a worker, its imports included."""
+MAX_FAILED_STARTS = 3
+"""Starts in a row that may fail before a lane answers WORKER_FAILED instead of trying again by itself."""
 STOP_POLL_S = 0.05
 """Between two kills while a lane ends: it may have been starting a worker."""
 
@@ -89,11 +91,9 @@ class WorkerPool:
 
     async def start(self) -> None:
         """Starts the workers and waits until all have imported their scorers. ConfigError says which component cannot start."""
-        for lane in self._lanes:
-            lane.start()
-        loop = asyncio.get_running_loop()
-        for lane in self._lanes:
-            await loop.run_in_executor(None, lane.wait_ready)
+        first, *others = self._lanes
+        await self._start(first)  # alone, so that a scorer that cannot be imported is said once
+        await asyncio.gather(*(self._start(lane) for lane in others))
 
     async def score(self, component: str, items: Sequence[reward_pb2.ScoreItem]) -> list[reward_pb2.ScoreResult]:
         """One result per item, in the items' order. Waits for the slowest; safe to cancel and to repeat."""
@@ -115,6 +115,10 @@ class WorkerPool:
             self._queue.condition.notify_all()
         for lane in self._lanes:
             lane.stop()
+
+    async def _start(self, lane: "Lane") -> None:
+        lane.start()
+        await asyncio.to_thread(lane.wait_ready)
 
     def _submit(self, tasks: list[Task]) -> None:
         with self._queue.condition:
@@ -162,15 +166,23 @@ class Lane:
         worker, error = self._start_worker(None)
         self._start_error = error
         self._ready.set()
-        while tasks := self._take():
-            if error is not None or worker is None or not worker.alive():
+        num_failed_starts = 0
+        while True:
+            # A lost worker is replaced before the lane takes more: meanwhile the other lanes do its work.
+            if worker is None or error is not None or not worker.alive():
                 worker, error = self._start_worker(worker)
-            if error is not None or worker is None:
+                num_failed_starts = 0 if error is None else num_failed_starts + 1
+                if 0 < num_failed_starts < MAX_FAILED_STARTS:
+                    continue
+            tasks = self._take()
+            if not tasks:
+                break
+            if worker is None or error is not None:
                 self._fail(tasks, "WORKER_FAILED", f"a scorer's worker process cannot start: {error}", retryable=True)
-                continue
-            self._score(worker, tasks)
-            if not worker.alive():  # replaced now, while other lanes do its work, not when the next item waits for it
-                worker, error = self._start_worker(worker)
+            elif not worker.alive():  # lost while it had nothing to do: no item is to blame
+                self._give_back(tasks)
+            else:
+                self._score(worker, tasks)
         if worker is not None:
             worker.kill()
 

@@ -1,0 +1,200 @@
+"""Reward over real connections between processes: the example scorer, and the reward service in front of it, started as people start them."""
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from grpc_health.v1 import health_pb2
+
+from rolecall.reward import SERVICE_NAME
+from rolecall.rpc.channel import open_channel
+from rolecall.scores import Failure, Score
+from rolecall.settings import RpcSection
+from rolecall.v1 import controller_pb2
+from tests.contract import peer
+from tests.contract.reward_peers import client_of, items_of
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "external_reward"
+
+
+class Process:
+    """A process whose log is read until it says where it serves."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        self.lines: list[str] = []
+        self._up = threading.Event()
+        self._address = ""
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    async def address(self) -> str:
+        """Where it serves, once it does."""
+        await asyncio.to_thread(self._up.wait, 60)
+        assert self._address, "".join(self.lines)
+        return self._address
+
+    def end(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.terminate()
+        code = self.process.wait(timeout=20)
+        self._reader.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return code
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            found = re.search(r"serves .*on (\S+:\d+)$", line.strip())
+            if found:
+                self._address = found.group(1)
+                self._up.set()
+        self._up.set()
+
+
+StartProcess = Callable[..., Process]
+
+
+@pytest.fixture
+def start() -> Iterator[StartProcess]:
+    started: list[Process] = []
+
+    def start_one(*arguments: str) -> Process:
+        started.append(Process(*arguments))
+        return started[-1]
+
+    yield start_one
+    for process in started:
+        process.end()
+
+
+def write_run(folder: Path, reward: dict[str, Any], **sections: Any) -> Path:
+    """A configuration of a run with this reward section."""
+    tree: dict[str, Any] = {
+        "run": {"name": "test", "dir": "run", "num_steps": 1},
+        "model": {"path": "model"},
+        "data": {"train": "train.jsonl"},
+        "algorithm": {"groups_per_batch": 1},
+        "reward": {"bind": "127.0.0.1:0", **reward},
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(tree | sections))
+    return path
+
+
+async def health_of(address: str) -> int:
+    """Health of the RewardService at `address`, waiting for somebody to listen there."""
+    encode, decode = health_pb2.HealthCheckRequest.SerializeToString, health_pb2.HealthCheckResponse.FromString
+    async with open_channel(address, RpcSection()) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check", encode, decode)
+        response = await check(health_pb2.HealthCheckRequest(service=SERVICE_NAME), timeout=30, wait_for_ready=True)
+    return int(response.status)
+
+
+async def test_the_example_scores_over_a_real_connection(start: StartProcess) -> None:
+    example = start(str(EXAMPLE / "scorer.py"), "127.0.0.1:0")
+    address = await example.address()
+    assert await health_of(address) == health_pb2.HealthCheckResponse.SERVING
+    async with client_of(address) as client:
+        spec = await client.describe()
+        outcomes = await client.score(items_of("to be or", "be", "", truth="to be"))
+        (broken,) = await client.score(items_of("to be"))
+    assert (spec.name, spec.reward.min, spec.reward.max) == ("words", 0.0, 1.0)
+    assert outcomes == [Score(1.0), Score(0.5), Score(0.0)]
+    assert isinstance(broken, Failure)
+    assert "ZeroDivisionError" in broken.message
+
+
+async def test_the_reward_service_puts_the_example_beside_its_own(start: StartProcess, tmp_path: Path) -> None:
+    example = start(str(EXAMPLE / "scorer.py"), "127.0.0.1:0")
+    reward = yaml.safe_load((EXAMPLE / "run.yaml").read_text())["reward"]
+    reward["components"]["words"]["scorer"]["address"] = await example.address()
+    service = start("-m", "services.reward", "--config", str(write_run(tmp_path, reward)))
+    address = await service.address()
+    assert await health_of(address) == health_pb2.HealthCheckResponse.SERVING
+    async with client_of(address) as client:
+        outcomes = await client.score(items_of("to be", "be", truth="to be"))
+    assert outcomes == [Score(1.0, {"words": 1.0, "correct": 1.0}), Score(0.25, {"words": 0.5, "correct": 0.0})]
+
+
+async def test_the_service_joins_its_run_and_leaves_no_process(start: StartProcess, tmp_path: Path) -> None:
+    controller = peer.Peer()
+    async with peer.serving(controller) as (_, controller_address):
+        path = write_run(tmp_path, {"components": {"correct": {"scorer": {"kind": "exact_match"}}}}, controller={"address": controller_address})
+        service = start("-m", "services.reward", "--config", str(path))
+        address = await service.address()
+        async with asyncio.timeout(20):
+            while len(controller.beats) < 3:
+                await asyncio.sleep(0.05)
+        workers = psutil.Process(service.process.pid).children()
+        code = await asyncio.to_thread(service.end)
+    (join,) = controller.joins
+    assert (join.role, join.worker, join.address) == (controller_pb2.ROLE_REWARD, "reward", address)
+    assert len(workers) == 2
+    assert code == 0
+    assert not psutil.wait_procs(workers, timeout=5)[1]
+
+
+async def test_scores_go_on_when_workers_are_killed_at_any_instant(start: StartProcess, tmp_path: Path) -> None:
+    path = write_run(tmp_path, {"components": {"correct": {"scorer": {"kind": "exact_match"}, "max_attempts": 5}}})
+    service = start("-m", "services.reward", "--config", str(path))
+    address = await service.address()
+    stopping = asyncio.Event()
+
+    async def kill_now_and_then() -> None:
+        while not stopping.is_set():
+            for worker in psutil.Process(service.process.pid).children():
+                worker.send_signal(signal.SIGKILL)
+                await asyncio.sleep(1.0)
+
+    killer = asyncio.ensure_future(kill_now_and_then())
+    try:
+        async with client_of(address, timeout_s=60.0) as client:
+            for _ in range(5):
+                outcomes = await client.score(items_of(*["42"] * 200, truth="42"))
+                assert [outcome for outcome in outcomes if not isinstance(outcome, Score)] == []
+                await asyncio.sleep(0.2)
+    finally:
+        stopping.set()
+        await killer
+
+
+def test_a_component_that_cannot_start_is_said_in_one_line(start: StartProcess, tmp_path: Path) -> None:
+    path = write_run(tmp_path, {"components": {"mine": {"scorer": {"kind": "function", "target": "absent:f"}}}})
+    service = start("-m", "services.reward", "--config", str(path))
+    assert service.process.wait(timeout=60) == 1
+    service.end()
+    assert "component 'mine' cannot start: ModuleNotFoundError: No module named 'absent'" in service.lines[-1]
+    assert sum("Traceback" in line for line in service.lines) == 1
+
+
+def test_the_light_parts_stay_light() -> None:
+    imports = "import services.reward.engine, services.reward.service, services.reward.worker, rolecall.reward, sys"
+    program = f"{imports}; print({{'torch', 'transformers', 'sympy', 'vllm'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+async def test_the_service_is_not_serving_before_its_scorers_are(start: StartProcess, tmp_path: Path) -> None:
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(3)\ndef score(item): return 1.0\n")
+    scorer = {"kind": "function", "target": "slow_to_import:score"}
+    path = write_run(tmp_path, {"bind": f"unix:{tmp_path / 's'}", "components": {"mine": {"scorer": scorer}}})
+    start("-m", "services.reward", "--config", str(path))
+    seen: list[int] = []
+    async with asyncio.timeout(60):
+        while not seen or seen[-1] != health_pb2.HealthCheckResponse.SERVING:
+            seen.append(await health_of(f"unix:{tmp_path / 's'}"))
+            await asyncio.sleep(0.05)
+    assert seen[0] == health_pb2.HealthCheckResponse.NOT_SERVING
