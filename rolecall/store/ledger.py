@@ -84,14 +84,20 @@ class Ledger:
 
     def read_committed(self, position: str, count: int, block_s: float) -> list[tuple[str, CommittedGroup]]:
         """Committed groups after `position` ("0": all that are committed or sealed), at most `count`, as (position, group). Blocks up to `block_s` for one."""
-        deadline = time.monotonic() + block_s
+        stream, deadline = f"{self._prefix}trajectories", time.monotonic() + block_s
         while True:
-            block_ms = max(1, int(min(deadline - time.monotonic(), MAX_BLOCK_S) * 1000))
-            reply = self._connection.command("XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS", f"{self._prefix}trajectories", position)
+            left_ms = int(min(deadline - time.monotonic(), MAX_BLOCK_S) * 1000)
+            block = ("BLOCK", left_ms) if left_ms > 0 else ()
+            reply = self._connection.command("XREAD", "COUNT", count, *block, "STREAMS", stream, position)
             if reply:
                 return [(entry.decode(), CommittedGroup.FromString(fields[b"group"])) for entry, fields in _entries(reply)]
-            if time.monotonic() >= deadline:
+            if not block:
                 return []
+
+    def queued(self) -> list[PromptGroup]:
+        """Groups that are admitted and not committed, in order of admission; admission bounds them."""
+        entries = self._connection.command("XRANGE", f"{self._prefix}prompts", "-", "+")
+        return [PromptGroup.FromString(fields[b"group"]) for _, fields in entries]
 
     def drop(self, gid: int, reason: str, error: str = "") -> bool:
         """Makes group `gid` terminal untrained, counted under `reason`; an `error` text makes it a dead letter. False when it was terminal before.

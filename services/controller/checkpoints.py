@@ -24,11 +24,21 @@ class RunPoint:
     """The controller's share: what the ledger held when all roles had applied `step` steps."""
 
     run: str
+    lineage: int
     step: int
     policy_version: int
+    """Highest version announced by then."""
+    epoch: int
+    """Last epoch of the weight channel."""
     next_gid: int
+    trained: int
+    """Groups trained."""
+    dropped: dict[str, int]
+    """Groups dropped, by reason."""
     cursor: str
     """The data cursor, encoded."""
+    untrained: list[str]
+    """Prompts in flight, base64 of serialized Prompts: admitted again where the store's own memory of them is lost."""
 
 
 class Checkpoints:

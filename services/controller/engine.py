@@ -27,8 +27,9 @@ from services.controller.config import ControllerConfig
 from services.controller.evaluation import Evaluation, load_sets
 from services.controller.fleet import Fleet
 from services.controller.loop import Loop, Parts
-from services.controller.prompts import Cursor, PromptRenderer, PromptSequence, load_prompts
+from services.controller.prompts import PromptRenderer, PromptSequence, load_prompts
 from services.controller.publish import PolicyPublisher
+from services.controller.recovery import Recovery
 from services.controller.scoring import GroupScorer
 from services.controller.threads import StoreThreads
 from services.controller.trackers import Trackers
@@ -63,13 +64,14 @@ class ControllerEngine:
         }
         actor = ActorServiceStub(self._open("actor", settings.actor.address, "rolecall.v1.ActorService/ComputeLogprobs"))
         rows = Rows(self._connection, settings.run.name, settings.store.num_shards)
-        cursor = Cursor.decode(self._ledger.position().cursor)
         raw_prompts = load_prompts(settings.data.train, settings.data)
         critic = None
         if settings.critic is not None:
             stub = CriticServiceStub(self._open("critic", settings.critic.address, "rolecall.v1.CriticService/ComputeValues"))
             critic = Trainer("critic", stub, settings.critic)
         self._reward = reward
+        trainers = [Trainer("actor", actor, settings.actor), *([critic] if critic else [])]
+        checkpoints = Checkpoints(config.run_dir / "checkpoints", settings.run.keep_checkpoints)
         self._parts = Parts(
             settings=settings,
             ledger=self._ledger,
@@ -77,14 +79,15 @@ class ControllerEngine:
             threads=self._threads,
             fleet=self._fleet,
             publisher=PolicyPublisher(settings, self._ledger, self._threads, self._fleet, actor, tokenizer.vocab_size),
-            actor=Trainer("actor", actor, settings.actor),
+            actor=trainers[0],
             critic=critic,
             scorer=GroupScorer(settings, rows, self._threads, reward, self._references),
             evaluation=Evaluation(settings, self._fleet, reward, load_sets(settings, renderer)),
-            prompts=PromptSequence(raw_prompts, renderer, seed=settings.run.seed, shuffle=settings.data.shuffle, cursor=cursor),
+            prompts=PromptSequence(raw_prompts, renderer, seed=settings.run.seed, shuffle=settings.data.shuffle),
             policy=config.policy,
             trackers=Trackers(settings),
-            checkpoints=Checkpoints(config.run_dir / "checkpoints", settings.run.keep_checkpoints),
+            checkpoints=checkpoints,
+            recovery=Recovery(self._ledger, rows, self._threads, trainers, checkpoints, self._board.wait_for),
             board=self._board,
         )
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rolecall.algorithms.advantages import needs
-from rolecall.errors import BudgetSpentError, DeadlineError, ScorerError
+from rolecall.errors import BudgetSpentError, DeadlineError, RowMissingError, ScorerError
 from rolecall.settings import RunSettings
 from rolecall.store.ledger import Ledger
 from rolecall.store.rows import Rows
@@ -25,8 +25,9 @@ from services.controller.board import RunBoard
 from services.controller.checkpoints import Checkpoints, RunPoint
 from services.controller.evaluation import Evaluation
 from services.controller.fleet import Fleet
-from services.controller.prompts import PromptSequence
+from services.controller.prompts import Cursor, PromptSequence
 from services.controller.publish import PolicyPublisher
+from services.controller.recovery import Recovery
 from services.controller.scoring import GroupScorer
 from services.controller.tasks import first_error
 from services.controller.threads import StoreThreads
@@ -63,6 +64,7 @@ class Parts:
     policy: AdmissionPolicy
     trackers: Trackers
     checkpoints: Checkpoints
+    recovery: Recovery
     board: RunBoard
 
     @property
@@ -87,6 +89,7 @@ class Loop:
         self._retained_bytes = 0
         self._room = asyncio.Event()
         self._step_metrics = Metrics()
+        self._backlog: list[trajectory_pb2.Prompt] = []
 
     async def run(self) -> None:
         """Returns when the last step is done or a stop was asked for. Raises the error that ended the run."""
@@ -109,32 +112,16 @@ class Loop:
     # --- where the last controller left off ---------------------------------------------------------------------------------------------------------
 
     async def _recover(self) -> None:
-        """Takes the ledger's position and brings the trainers to it: checkpoint first, then the sealed batches they missed, in order."""
-        parts = self._parts
-        snapshot = await parts.threads.call(parts.ledger.snapshot)
-        position = snapshot.position
-        self._step = position.step
+        """Takes the ledger's position, and the trainers to it."""
+        recovered = await self._parts.recovery.run(self._ctl)
+        position = recovered.position
+        self._step = self._parts.board.step = position.step
         self._admitted, self._dropped, self._next_gid = position.admitted, position.num_dropped, position.next_gid
-        for group in snapshot.groups:
-            self._assembly.admitted(group.gid, group.admit_published_step)
-        infos = [await trainer.info() for trainer in parts.trainers]
-        parts.publisher.policy_version = max(position.begun_version, infos[0].policy_version)
-        latest = await parts.threads.call(parts.checkpoints.latest)
-        for trainer, info in zip(parts.trainers, infos, strict=True):
-            applied = info.step
-            if latest is not None and applied < latest[1].step <= position.step:
-                loaded = await trainer.load(self._ctl, latest[0] / trainer.name)
-                applied = loaded.step
-                parts.publisher.policy_version = max(parts.publisher.policy_version, loaded.policy_version)
-            for step in range(applied, position.step):
-                parts.board.wait_for(f"{trainer.name} to apply step {step} again")
-                batch = await parts.threads.call(parts.ledger.sealed, step)
-                if batch is None:
-                    raise DeadlineError(
-                        f"{trainer.name} stands at step {applied}, the run at {position.step}, and batch {step} is gone; resume from a checkpoint"
-                    )
-                await trainer.train(self._ctl, step, batch.digest, parts.board.wait_for)
-        parts.board.step = self._step
+        self._backlog = list(recovered.backlog)
+        self._parts.prompts.move_to(Cursor.decode(position.cursor))
+        self._parts.publisher.policy_version = recovered.policy_version
+        for gid, published_step in recovered.live.items():
+            self._assembly.admitted(gid, published_step)
 
     # --- admission ----------------------------------------------------------------------------------------------------------------------------------
 
@@ -144,7 +131,7 @@ class Loop:
         while True:
             self._room.clear()
             while self._may_admit():
-                await self._admit_one(parts.prompts.next())
+                await self._admit_one(self._backlog.pop(0) if self._backlog else parts.prompts.next())
             try:
                 async with asyncio.timeout(ADMISSION_POLL_S):
                     await self._room.wait()
@@ -194,6 +181,10 @@ class Loop:
             except ScorerError as error:
                 await self._drop(group.gid, group.rows, "scorer_error", str(error))
                 self._parts.scorer.count_failure(error)
+                return
+            except RowMissingError as error:
+                logger.error("group %d was committed and its rows are gone; it is dropped and another prompt takes its place: %s", group.gid, error)
+                await self._drop(group.gid, group.rows, "row_missing", str(error))
                 return
             if self._settings.algorithm.drop_groups_without_signal and not scored.has_signal:
                 await self._filter(scored)
@@ -339,11 +330,26 @@ class Loop:
         request, parts.board.checkpoint_request = parts.board.checkpoint_request, None
         path = await parts.threads.call(parts.checkpoints.begin, self._step)
         await asyncio.gather(*(trainer.save(self._ctl, path / trainer.name, self._step, export_huggingface=final) for trainer in parts.trainers))
-        point = RunPoint(self._settings.run.name, self._step, parts.publisher.policy_version, self._next_gid, parts.prompts.cursor.encode().decode())
-        await parts.threads.call(parts.checkpoints.commit, point)
+        await parts.threads.call(parts.checkpoints.commit, await self._point())
         await parts.threads.call(parts.ledger.sweep, parts.rows, self._step)
         self._retained_bytes = 0
         self._room.set()
         logger.info("checkpoint of step %d saved to %s in %.1f s", self._step, path, time.monotonic() - started)
         if request is not None and not request.saved.done():
             request.saved.set_result((str(path), self._step))
+
+    async def _point(self) -> RunPoint:
+        """The controller's share of a checkpoint: the ledger at one instant, and the prompts that were in flight then."""
+        position = await self._parts.threads.call(self._parts.ledger.position)
+        return RunPoint(
+            run=self._settings.run.name,
+            lineage=position.lineage,
+            step=self._step,
+            policy_version=self._parts.publisher.policy_version,
+            epoch=position.epoch,
+            next_gid=position.next_gid,
+            trained=position.trained,
+            dropped=dict(position.dropped),
+            cursor=position.cursor.decode(),
+            untrained=await self._parts.recovery.untrained_prompts(position.next_gid),
+        )

@@ -145,11 +145,15 @@ class Cursor:
 class PromptSequence:
     """The training prompts, epoch after epoch, each epoch in an order of its own drawn from (seed, epoch)."""
 
-    def __init__(self, prompts: list[RawPrompt], renderer: PromptRenderer, *, seed: int, shuffle: bool, cursor: Cursor) -> None:
+    def __init__(self, prompts: list[RawPrompt], renderer: PromptRenderer, *, seed: int, shuffle: bool) -> None:
         self._prompts = prompts
         self._renderer = renderer
         self._seed = seed
         self._shuffle = shuffle
+        self.move_to(Cursor())
+
+    def move_to(self, cursor: Cursor) -> None:
+        """Goes on from `cursor`."""
         self.cursor = cursor
         self._order = self._order_of(cursor.epoch)
 

@@ -1,16 +1,18 @@
 """Scores each group as it lands: the reward and every reference at the same time, no barrier between generation and scoring.
 
-Owns what a failure means (design, section 2): a scorer's failure is never a number. Items are retried by the client; a group that still has a failed item is
-dropped and counted, and a spent budget stops the run with a message that names the scorer.
+Owns what a failure means (design, section 2): a scorer's failure is never a number. Items are retried by the client. After that, bad data drops the group and
+counts against reward.max_failed_groups; infrastructure that is away is waited for, up to controller.stall_timeout_s. Both budgets, spent, stop the run with a
+message that names the scorer.
 """
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rolecall.errors import BudgetSpentError, ScorerError
+from rolecall.errors import BudgetSpentError, DeadlineError, ScorerError, ScorerUnavailableError, UnavailableError
 from rolecall.scores import Failure, Score, score_item
 from rolecall.scoring import RewardClient
 from rolecall.settings import RunSettings
@@ -24,6 +26,9 @@ from services.controller.tasks import first_error
 from services.controller.threads import StoreThreads
 
 logger = logging.getLogger(__name__)
+
+RETRY_PAUSE_S = 2.0
+"""Pause before a group is scored again whose scorer or reference was away."""
 
 
 class GroupScorer:
@@ -41,7 +46,20 @@ class GroupScorer:
         """Set once the run is locked."""
 
     async def score(self, group: trajectory_pb2.CommittedGroup) -> ScoredGroup:
-        """Reward columns and reference columns are in the group's rows when this returns. ScorerError when an item could not be scored."""
+        """Reward columns and reference columns are in the group's rows when this returns.
+
+        ScorerError when an item cannot be scored, RowMissingError when a row is gone, UnavailableError or DeadlineError when a role stayed away."""
+        deadline = time.monotonic() + self._settings.controller.stall_timeout_s
+        while True:
+            try:
+                return await self._attempt(group)
+            except (UnavailableError, DeadlineError) as error:
+                if time.monotonic() > deadline:
+                    raise
+                logger.warning("group %d cannot be scored at present, trying again: %s", group.gid, error)
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def _attempt(self, group: trajectory_pb2.CommittedGroup) -> ScoredGroup:
         async with self._room:
             refs = list(group.rows)
             await self._threads.call(self._rows.persist, refs)
@@ -72,7 +90,8 @@ class GroupScorer:
         scores = []
         for meta, outcome in zip(metas, outcomes, strict=True):
             if isinstance(outcome, Failure):
-                raise ScorerError(f"{outcome.code}: {outcome.message} (trajectory {meta.id}, prompt {meta.prompt.uid})")
+                kind = ScorerUnavailableError if outcome.retryable else ScorerError
+                raise kind(f"{outcome.code}: {outcome.message} (trajectory {meta.id}, prompt {meta.prompt.uid})")
             scores.append(outcome)
         return scores
 

@@ -1,7 +1,6 @@
 """Assembly, checkpoints, publish verification and the board: what the controller decides between store calls."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from rolecall.errors import CheckpointMismatchError
 from rolecall.settings import RunSettings
 from rolecall.v1 import actor_pb2, controller_pb2, rollout_pb2, trajectory_pb2, weights_pb2
-from rolecall.wire import encode_tensor
+from rolecall.wire import Array, encode_tensor
 from services.controller.admission import AdmissionPolicy
 from services.controller.assembly import Assembly, ScoredGroup, columns_read, prepare
 from services.controller.board import RunBoard
@@ -38,7 +37,7 @@ def group(gid: int, *rewards: float) -> ScoredGroup:
     return ScoredGroup(gid, rows, 0, np.array(rewards, np.float32), {}, np.full(size, 2, np.int32), np.zeros(size, bool), 0.1)
 
 
-def row(reward: float) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+def row(reward: float) -> dict[str, Array]:
     return {
         "token_ids": np.array([1, 2, 3, 4], np.int32),
         "response_mask": np.array([0, 0, 1, 1], np.uint8),
@@ -47,13 +46,17 @@ def row(reward: float) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
     }
 
 
+def point_of(step: int) -> RunPoint:
+    return RunPoint("test", 0, step, step, 1, 10 * step, 8 * step, {"scorer_error": step}, "[0, 1, 0]", [])
+
+
 def test_grpo_columns_of_a_batch_are_the_hand_worked_ones() -> None:
     settings = run_settings()
     batch, columns = prepare(settings, 3, [group(5, 1.0, 0.0), group(6, 1.0, 1.0)], [row(1), row(0), row(1), row(1)])
     assert (batch.step, list(batch.gids), [ref.id for ref in batch.rows]) == (3, [5, 6], ["5/0", "5/1", "6/0", "6/1"])
     # rewards 1 and 0: mean 0.5, sample standard deviation sqrt(0.5): advantages +-0.7071; equal rewards: 0.
     expected = [[0, 0, 0.7071, 0.7071], [0, 0, -0.7071, -0.7071], [0, 0, 0, 0], [0, 0, 0, 0]]
-    np.testing.assert_allclose([column["advantages"] for column in columns], expected, atol=1e-4)
+    np.testing.assert_allclose(np.stack([column["advantages"] for column in columns]), np.array(expected), atol=1e-4)
     assert all(column["loss_mask"].tolist() == [0, 0, 1, 1] for column in columns)
 
 
@@ -99,9 +102,9 @@ def test_a_checkpoint_without_its_manifest_does_not_exist_and_old_ones_are_delet
     assert checkpoints.latest() is None
     for step in (1, 2, 3):
         (checkpoints.begin(step) / "actor").mkdir()
-        checkpoints.commit(RunPoint("test", step, step, 10 * step, "[0, 1, 0]"))
+        checkpoints.commit(point_of(step))
     (checkpoints.begin(4) / "half").touch()
-    path, point = checkpoints.latest() or pytest.fail("no checkpoint")
+    path, point = checkpoints.latest() or (tmp_path, point_of(0))
     assert (path.name, point.step, point.next_gid) == ("step-00000003", 3, 30)
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step-00000002", "step-00000003", "step-00000004"]
     assert not (checkpoints.begin(4) / "half").exists()
@@ -110,17 +113,17 @@ def test_a_checkpoint_without_its_manifest_does_not_exist_and_old_ones_are_delet
 def test_a_changed_checkpoint_is_refused(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, num_kept=1)
     checkpoints.begin(1)
-    path = checkpoints.commit(RunPoint("test", 1, 1, 1, ""))
+    path = checkpoints.commit(point_of(1))
     (path / "controller.json").write_text("{}")
     with pytest.raises(CheckpointMismatchError, match="was changed"):
         checkpoints.latest()
 
 
 @pytest.fixture
-def published() -> Iterator[tuple[actor_pb2.PublishWeightsResponse, rollout_pb2.ReceiveWeightsResponse]]:
+def published() -> tuple[actor_pb2.PublishWeightsResponse, rollout_pb2.ReceiveWeightsResponse]:
     prints = [weights_pb2.Fingerprint(name="q", value=1), weights_pb2.Fingerprint(name="k", value=2)]
     probe = weights_pb2.Probe(token_ids=encode_tensor(np.arange(3, dtype=np.int32)), logprobs=encode_tensor(np.array([0, -1, -2], np.float32)))
-    yield (
+    return (
         actor_pb2.PublishWeightsResponse(fingerprints=prints, digest="d", probe=probe),
         rollout_pb2.ReceiveWeightsResponse(fingerprints=prints, digest="d", probe=probe),
     )

@@ -38,7 +38,7 @@ def write(path: Path, *rows: object) -> Path:
 )
 def test_a_bad_row_is_named_by_line_and_field(tmp_path: Path, row: object, complaint: str) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "good", "uid": "a"}, row)
-    with pytest.raises(ConfigError, match="p.jsonl") as caught:
+    with pytest.raises(ConfigError, match=r"p\.jsonl") as caught:
         load_prompts(path, data_section(path))
     assert complaint in str(caught.value)
 
@@ -68,7 +68,9 @@ def renderer(tmp_path: Path) -> PromptRenderer:
 
 def sequence(renderer: PromptRenderer, texts: list[str], cursor: Cursor = Cursor(), shuffle: bool = True) -> PromptSequence:
     prompts = [RawPrompt(str(i), (("user", text),), "", {}) for i, text in enumerate(texts)]
-    return PromptSequence(prompts, renderer, seed=3, shuffle=shuffle, cursor=cursor)
+    result = PromptSequence(prompts, renderer, seed=3, shuffle=shuffle)
+    result.move_to(cursor)
+    return result
 
 
 def test_a_restored_cursor_continues_the_same_sequence_across_epochs(renderer: PromptRenderer) -> None:

@@ -155,15 +155,16 @@ def test_only_the_fields_that_are_read_are_sent() -> None:
     assert only(full, spec(reads=tuple(everything))) == full
 
 
-@given(st.lists(st.integers(0, 40), max_size=30), st.integers(0, 7))
-def test_requests_keep_order_and_stay_within_both_bounds(sizes: list[int], max_items: int) -> None:
-    items = [reward_pb2.ScoreItem(id=str(i), response_text="x" * size) for i, size in enumerate(sizes)]
-    chunks = cut(items, max_items, max_bytes=60)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=30), st.integers(0, 7), st.booleans())
+def test_requests_keep_order_and_stay_within_every_bound(sizes: list[tuple[int, int]], max_items: int, token_rewards: bool) -> None:
+    items = [reward_pb2.ScoreItem(id=str(i), response_text="x" * text, num_response_tokens=tokens) for i, (text, tokens) in enumerate(sizes)]
+    chunks = cut(items, reward_pb2.DescribeResponse(max_items=max_items, token_rewards=token_rewards), max_bytes=60)
     assert [item.id for chunk in chunks for item in chunk] == [item.id for item in items]
     for chunk in chunks:
         assert chunk
         assert max_items == 0 or len(chunk) <= max_items
         assert len(chunk) == 1 or sum(item.ByteSize() for item in chunk) <= 60
+        assert len(chunk) == 1 or not token_rewards or sum(4 * item.num_response_tokens for item in chunk) <= 60
 
 
 def test_an_answer_in_another_order_is_put_back_into_ours() -> None:

@@ -1,0 +1,134 @@
+"""Where a controller goes on: the ledger's position, and trainers that are brought to it.
+
+A trainer that stands behind the ledger loads the newest checkpoint and applies the sealed batches since (their rows are kept until a checkpoint covers
+them), so that nothing is generated again. When the store is not the future of the checkpoint (it was lost, or its batches are gone), the run goes back to
+the checkpoint in a new lineage: empty keys, and the prompts that were in flight at the checkpoint are admitted again.
+"""
+
+import base64
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rolecall.errors import StoreRolledBackError
+from rolecall.store.ledger import Ledger
+from rolecall.store.position import RunPosition, Snapshot
+from rolecall.store.rows import Rows
+from rolecall.v1 import training_pb2, trajectory_pb2
+from services.controller.checkpoints import Checkpoints, RunPoint
+from services.controller.threads import StoreThreads
+from services.controller.trainers import Trainer
+
+logger = logging.getLogger(__name__)
+
+READ_COUNT = 256
+"""Committed groups per read."""
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """The start of a loop."""
+
+    position: RunPosition
+    live: Mapping[int, int]
+    """Live groups: gid to the published step at their admission."""
+    backlog: tuple[trajectory_pb2.Prompt, ...]
+    """Prompts to admit before the data's next: those in flight at the checkpoint that this lineage began with."""
+    policy_version: int
+    """Highest version that anyone may have seen."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Brings store and trainers together."""
+
+    ledger: Ledger
+    rows: Rows
+    threads: StoreThreads
+    trainers: Sequence[Trainer]
+    checkpoints: Checkpoints
+    waiting: Callable[[str], None]
+    """Told what is awaited."""
+
+    async def run(self, ctl: int) -> Recovered:
+        """StoreRolledBackError when the trainers are ahead of the store and no checkpoint says how to go on."""
+        snapshot = await self.threads.call(self.ledger.snapshot)
+        latest = await self.threads.call(self.checkpoints.latest)
+        infos = [await trainer.info() for trainer in self.trainers]
+        versions = [snapshot.position.begun_version, snapshot.position.policy_version, *(info.policy_version for info in infos)]
+        if latest is not None and not await self._continues(snapshot.position, latest[1], infos):
+            snapshot = await self._begin_lineage(snapshot.position, latest[1])
+            loaded = [await trainer.load(ctl, latest[0] / trainer.name) for trainer in self.trainers]
+            versions += [answer.policy_version for answer in loaded]
+        else:
+            for trainer, info in zip(self.trainers, infos, strict=True):
+                versions.append(await self._bring_up(ctl, trainer, info, latest, snapshot.position.step))
+        return Recovered(
+            position=snapshot.position,
+            live={group.gid: group.admit_published_step for group in snapshot.groups},
+            backlog=_backlog(snapshot.position, latest[1] if latest else None),
+            policy_version=max(versions),
+        )
+
+    async def _continues(self, position: RunPosition, point: RunPoint, infos: Sequence[training_pb2.GetTrainerInfoResponse]) -> bool:
+        """Whether every trainer can reach the ledger's step from where it stands or from the checkpoint."""
+        if position.step < point.step or position.lineage < point.lineage:
+            return False
+        first = min(max(info.step, point.step) for info in infos)
+        return position.step <= first or await self.threads.call(self.ledger.sealed, first) is not None
+
+    async def _begin_lineage(self, position: RunPosition, point: RunPoint) -> Snapshot:
+        logger.warning("the store stands at step %d and cannot be continued from; going back to the checkpoint of step %d", position.step, point.step)
+        target = RunPosition(
+            lineage=position.lineage + 1,
+            step=point.step,
+            next_gid=point.next_gid,
+            policy_version=point.policy_version,
+            epoch=point.epoch,
+            cursor=point.cursor.encode(),
+            trained=point.trained,
+            dropped=point.dropped,
+        )
+        await self.threads.call(self.ledger.start_lineage, target)
+        return await self.threads.call(self.ledger.snapshot)
+
+    async def _bring_up(self, ctl: int, trainer: Trainer, info: training_pb2.GetTrainerInfoResponse, latest: tuple[Path, RunPoint] | None, step: int) -> int:
+        """Loads and replays until `trainer` has applied `step` steps; the highest version it knows."""
+        applied, version = info.step, info.policy_version
+        if applied > step + 1:
+            raise StoreRolledBackError(f"{trainer.name} has applied {applied} steps, the store knows {step}: restore the store, or restart {trainer.name}")
+        if latest is not None and applied < latest[1].step <= step:
+            self.waiting(f"{trainer.name} to load the checkpoint of step {latest[1].step}")
+            loaded = await trainer.load(ctl, latest[0] / trainer.name)
+            applied, version = loaded.step, max(version, loaded.policy_version)
+        for missed in range(applied, step):
+            self.waiting(f"{trainer.name} to apply step {missed} again")
+            batch = await self.threads.call(self.ledger.sealed, missed)
+            if batch is None:
+                raise StoreRolledBackError(f"{trainer.name} stands at step {applied}, the run at {step}, and batch {missed} is gone; resume from a checkpoint")
+            await trainer.train(ctl, missed, batch.digest, self.waiting)
+        return version
+
+    async def untrained_prompts(self, next_gid: int) -> list[str]:
+        """The prompts of all live groups below `next_gid`, encoded for a checkpoint."""
+        return await self.threads.call(self._untrained_prompts, next_gid)
+
+    def _untrained_prompts(self, next_gid: int) -> list[str]:
+        prompts = {group.gid: group.prompt for group in self.ledger.queued()}
+        position = "0"
+        while entries := self.ledger.read_committed(position, READ_COUNT, 0.0):
+            position = entries[-1][0]
+            rows = [group.rows[0] for _, group in entries]
+            for meta, row in zip(self.rows.read_meta(rows), self.rows.read(rows, ["token_ids"]), strict=True):
+                meta.prompt.token_ids = row["token_ids"][: meta.num_prompt_tokens].tobytes()
+                prompts[meta.gid] = meta.prompt
+        return [base64.b64encode(prompts[gid].SerializeToString()).decode() for gid in sorted(prompts) if gid < next_gid]
+
+
+def _backlog(position: RunPosition, point: RunPoint | None) -> tuple[trajectory_pb2.Prompt, ...]:
+    """What of the checkpoint's untrained prompts this lineage has not admitted again yet. None once the lineage has a checkpoint of its own."""
+    if point is None or position.lineage == point.lineage:
+        return ()
+    again = position.next_gid - position.lineage_gid
+    return tuple(trajectory_pb2.Prompt.FromString(base64.b64decode(text)) for text in point.untrained[again:])
