@@ -58,7 +58,7 @@ def true_logprobs(model: Path, token_ids: Array, temperature: float) -> Array:
     with torch.no_grad():
         logits = network(torch.from_numpy(token_ids.astype(np.int64))[None]).logits[0] / temperature
     logprobs = torch.log_softmax(logits[:-1], -1).gather(1, torch.from_numpy(token_ids[1:].astype(np.int64))[:, None])[:, 0]
-    return np.concatenate([np.zeros(1, np.float32), logprobs.numpy()]).astype(np.float32)
+    return np.concatenate([np.zeros(1, np.float32), np.asarray(logprobs.numpy(), np.float32)])
 
 
 @functools.cache

@@ -57,15 +57,18 @@ class Rows:
     def read(self, refs: Sequence[RowRef], columns: Sequence[str], optional: Sequence[str] = ()) -> list[dict[str, Array]]:
         """Per row, its `columns` and those of `optional` that were written, as read-only arrays. RowMissingError when a row or column is not there."""
         names = [*columns, *optional]
-        found: list[dict[str, Array]] = []
-        for ref, values in zip(refs, self._fields(refs, names), strict=True):
-            row = {name: decode_column(name, data, ref.num_tokens) for name, data in zip(names, values, strict=True) if data is not None}
-            missing = [name for name in columns if name not in row]
-            if missing:
-                absent = ", ".join(missing)
-                raise RowMissingError(f"row {ref.id} of attempt {ref.token} has no {absent}; it expired, was deleted or was never scored", id=ref.id)
-            found.append(row)
-        return found
+        return [_decoded(ref, columns, names, values) for ref, values in zip(refs, self._fields(refs, names), strict=True)]
+
+    def read_with_meta(
+        self, refs: Sequence[RowRef], columns: Sequence[str], optional: Sequence[str] = ()
+    ) -> tuple[list[dict[str, Array]], list[TrajectoryMeta]]:
+        """What `read` and `read_meta` answer, in the round trips of one."""
+        names = [*columns, *optional]
+        rows, metas = [], []
+        for ref, (meta, *values) in zip(refs, self._fields(refs, [META, *names]), strict=True):
+            rows.append(_decoded(ref, columns, names, values))
+            metas.append(TrajectoryMeta.FromString(meta or b""))
+        return rows, metas
 
     def read_meta(self, refs: Sequence[RowRef]) -> list[TrajectoryMeta]:
         """Per row, what is known of the trajectory beside its arrays. RowMissingError when a row is not there."""
@@ -116,6 +119,16 @@ class Rows:
     def _fields(self, refs: Sequence[RowRef], names: Sequence[str]) -> Iterator[list[bytes | None]]:
         for chunk in _cut(refs, [ref.num_tokens * _BYTES_PER_TOKEN for ref in refs]):
             yield from self._connection.pipeline([("HMGET", self._key(ref), *names) for ref in chunk])
+
+
+def _decoded(ref: RowRef, columns: Sequence[str], names: Sequence[str], values: Sequence[bytes | None]) -> dict[str, Array]:
+    """The columns `names` that were written; RowMissingError when one of `columns` was not."""
+    row = {name: decode_column(name, data, ref.num_tokens) for name, data in zip(names, values, strict=True) if data is not None}
+    missing = [name for name in columns if name not in row]
+    if missing:
+        absent = ", ".join(missing)
+        raise RowMissingError(f"row {ref.id} of attempt {ref.token} has no {absent}; it expired, was deleted or was never scored", id=ref.id)
+    return row
 
 
 def _encoded(ref: RowRef, columns: Mapping[str, Array]) -> dict[str, bytes]:

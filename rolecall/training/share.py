@@ -51,6 +51,16 @@ class Minibatch:
     counts: Counts
     """Of the whole mini-batch, all ranks."""
 
+    def has(self, name: str) -> bool:
+        """Whether its microbatches hold the column `name`."""
+        return all(name in each.columns for each in self.microbatches)
+
+    def add_column(self, name: str, columns_N: Sequence[torch.Tensor]) -> None:
+        """Gives its microbatches one more column; `columns_N` are of those that are not empty, in order."""
+        source = iter(columns_N)
+        empty = torch.zeros(0)
+        self.microbatches = [replace(each, columns={**each.columns, name: next(source) if each.lengths else empty}) for each in self.microbatches]
+
 
 @dataclass
 class TrainShare:
@@ -67,11 +77,6 @@ class TrainShare:
         """All of them, mini-batch after mini-batch."""
         return [microbatch for minibatch in self.minibatches for microbatch in minibatch.microbatches]
 
-    def add_column(self, name: str, columns_N: Sequence[torch.Tensor]) -> None:
-        """Gives every microbatch one more column, in the order of `microbatches`."""
-        source = iter(columns_N)
-        for minibatch in self.minibatches:
-            minibatch.microbatches = [replace(each, columns={**each.columns, name: next(source)}) for each in minibatch.microbatches]
 
 
 class Derive(Protocol):
@@ -81,16 +86,22 @@ class Derive(Protocol):
         """The new per-token columns of `row`."""
 
 
-def read_share(bench: Bench, batch: TrainBatch, columns: Sequence[str], num_minibatches: int, seed: int, derive: Derive | None = None) -> TrainShare:
-    """This rank's share of `batch` with `columns` (beside token_ids and response_mask) packed. RowMissingError on every rank when a row or column is gone."""
+def read_share(
+    bench: Bench, batch: TrainBatch, columns: Sequence[str], num_minibatches: int, seed: int, *, optional: str | None = None, derive: Derive | None = None
+) -> TrainShare:
+    """This rank's share of `batch` with `columns` (beside token_ids and response_mask) packed, and what `derive` adds to them.
+
+    The column `optional` is packed, on all ranks, when every row of the batch holds it. RowMissingError on every rank when a row or column is gone.
+    """
     plan = bench.plan(batch.rows, num_minibatches, seed)
     refs = [batch.rows[index] for index in plan.rows]
     wanted = list(dict.fromkeys(["token_ids", "response_mask", *columns]))
-    read, temperatures = bench.group.agree(lambda: (bench.rows.read(refs, wanted), _temperatures(bench.rows, refs)))
+    read, temperatures = _read(bench, refs, wanted, [optional] if optional else [])
+    num_held = bench.group.sum(np.array([sum(optional in row for row in read)]))[0]
     derived = [derive(row) for row in read] if derive is not None else []
     for row, more in zip(read, derived, strict=False):
         row.update(more)
-    packed_columns = [*columns, *(derived[0] if derived else ())]
+    packed_columns = [*columns, *(derived[0] if derived else ()), *([optional] if optional and num_held == len(batch.rows) else [])]
     by_index = dict(zip(plan.rows, zip(read, temperatures, strict=True), strict=True))
     own = [local_counts([by_index[i][0] for indices in microbatches for i in indices]) for microbatches in plan.minibatches]
     totals = bench.group.sum(np.array([[counts.num_tokens, counts.num_sequences] for counts in own]))
@@ -110,7 +121,7 @@ def compute_column(
     """
     plan = bench.plan(refs, 1, 0)
     mine = [refs[index] for index in plan.rows]
-    read, temperatures = bench.group.agree(lambda: (bench.rows.read(mine, ["token_ids", "response_mask"], names), _temperatures(bench.rows, mine)))
+    read, temperatures = _read(bench, mine, ["token_ids", "response_mask"], names)
     by_index = dict(zip(plan.rows, zip(read, temperatures, strict=True), strict=True))
     missing = {index for index, (row, _) in by_index.items() if not all(name in row for name in names)}
     todo = [tuple(index for index in indices if index in missing) for indices in plan.microbatches]
@@ -127,5 +138,6 @@ def _pack(bench: Bench, rows: Sequence[tuple[Row, float]], columns: Sequence[str
     return pack([row for row, _ in rows], columns, temperature=[temperature for _, temperature in rows], device=bench.device)
 
 
-def _temperatures(rows: Rows, refs: Sequence[RowRef]) -> list[float]:
-    return [meta.sampling.temperature for meta in rows.read_meta(refs)]
+def _read(bench: Bench, refs: Sequence[RowRef], columns: Sequence[str], optional: Sequence[str]) -> tuple[list[dict[str, Array]], list[float]]:
+    rows, metas = bench.group.agree(lambda: bench.rows.read_with_meta(refs, columns, optional))
+    return rows, [meta.sampling.temperature for meta in metas]

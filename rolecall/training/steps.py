@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from rolecall.algorithms.aggregation import Counts
 from rolecall.telemetry import Metrics
 from rolecall.training.chain import Progress
 from rolecall.training.engine import Loss, Microbatch, TokenOutputs, ValueOutputs
-from rolecall.training.share import Bench, TrainShare
+from rolecall.training.share import Bench, Minibatch, TrainShare
 from rolecall.v1.trajectory_pb2 import REDUCTION_SUM
 
 
@@ -30,12 +29,12 @@ class Counted:
         self.progress.report(self.num_done, self.num_total)
 
 
-def optimize(bench: Bench, share: TrainShare, objective: Callable[[Counts], Loss], num_epochs: int, counted: Counted, role: str) -> tuple[Metrics, int]:
+def optimize(bench: Bench, share: TrainShare, objective: Callable[[Minibatch], Loss], num_epochs: int, counted: Counted, role: str) -> tuple[Metrics, int]:
     """Every mini-batch of every epoch: gradients, then one optimizer step. This rank's metrics and the number of skipped steps. A collective."""
     metrics, skipped = Metrics(), 0
     for _ in range(num_epochs):
         for minibatch in share.minibatches:
-            loss = _counting(objective(minibatch.counts), counted)
+            loss = _counting(objective(minibatch), counted)
             metrics.merge(bench.engine.forward_backward(minibatch.microbatches, loss, entropy=True))
             outcome = bench.engine.step()
             skipped += not outcome.applied

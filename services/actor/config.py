@@ -10,11 +10,6 @@ def num_optimizer_steps(settings: RunSettings) -> int:
     return settings.run.num_steps * settings.algorithm.num_minibatches * settings.algorithm.num_epochs
 
 
-def needs_old_logprobs(settings: RunSettings) -> bool:
-    """Whether a step updates the policy more than once, so that the logprobs before the first update must be computed first."""
-    return settings.algorithm.num_minibatches * settings.algorithm.num_epochs > 1
-
-
 def channel_backend(settings: RunSettings) -> Literal["gloo", "nccl"]:
     """Collectives of the weight channel: as configured, else nccl when both ends have GPUs."""
     return settings.weights.backend or ("nccl" if settings.actor.devices and settings.rollout.devices else "gloo")

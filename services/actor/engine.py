@@ -1,7 +1,7 @@
 """The actor on its ranks: PPO steps on sealed batches, old_logprobs, and the root of the weight channel. Knows tensors and no gRPC.
 
-A step: read this rank's rows; compute old_logprobs when the policy is updated more than once (otherwise the training pass's own logprobs are the old
-ones); then mini-batches and epochs of the configured objective. How far the sampler's logprobs are from the actor's is measured on the way.
+A step: read this rank's rows; compute old_logprobs of every mini-batch but the first, whose own training pass gives them (none when the rows hold them
+already); then mini-batches and epochs of the configured objective. How far the sampler's logprobs are from the actor's is measured on the way.
 """
 
 import time
@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from rolecall.algorithms.aggregation import Counts
 from rolecall.algorithms.correction import mismatch
 from rolecall.errors import OutOfOrderError, StaleVersionError
 from rolecall.settings import RunSettings
@@ -22,7 +21,7 @@ from rolecall.training.engine import EngineState, Loss, Microbatch, TokenOutputs
 from rolecall.training.objectives import PolicyObjective, policy_columns
 from rolecall.training.packing import pack, unpack
 from rolecall.training.ranks import start_bench
-from rolecall.training.share import Bench, read_share
+from rolecall.training.share import Bench, Minibatch, read_share
 from rolecall.training.steps import Counted, optimize, per_update
 from rolecall.training.trainer import TrainerRanks
 from rolecall.trajectory import seed_of
@@ -36,49 +35,60 @@ from services.actor import config
 
 ON_POLICY = "on_policy"
 """Derived column: 1 on the sampled tokens of a trajectory that was sampled wholly with the weights it is trained from."""
+OLD = "old_logprobs"
 _SUMS = ("actor/loss", "actor/policy_loss")
 
 
 class PolicySteps:
     """The actor's StepRecipe."""
 
-    columns: tuple[str, ...] = ("old_logprobs",)
+    columns: tuple[str, ...] = (OLD,)
 
     def __init__(self, settings: RunSettings) -> None:
         self._algorithm = settings.algorithm
         self._seed = settings.run.seed
-        self._recomputes = config.needs_old_logprobs(settings)
 
     def encode(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> list[dict[str, Array]]:
         """ColumnRecipe.encode."""
         assert isinstance(outputs, TokenOutputs)
-        return [{"old_logprobs": logprobs_T} for logprobs_T in unpack(outputs.logprobs_N, microbatch.lengths)]
+        return [{OLD: logprobs_T} for logprobs_T in unpack(outputs.logprobs_N, microbatch.lengths)]
 
     def apply(self, bench: Bench, batch: TrainBatch, applied: Applied, progress: Progress) -> tuple[Metrics, int]:
         """StepRecipe.apply."""
         started = time.perf_counter()
         section = self._algorithm
-        columns = [name for name in policy_columns(section) if name != "old_logprobs"]
         versions = frozenset(version for version, step in applied.published.items() if step == batch.step)
         share = read_share(
-            bench, batch, [*columns, "policy_versions"], section.num_minibatches, seed_of(self._seed, batch.step, 0), lambda row: _on_policy(row, versions)
+            bench,
+            batch,
+            [*(name for name in policy_columns(section) if name != OLD), "policy_versions"],
+            section.num_minibatches,
+            seed_of(self._seed, batch.step, 0),
+            optional=OLD,
+            derive=lambda row: _on_policy(row, versions),
         )
         read_s = time.perf_counter() - started
-        microbatches = share.microbatches
-        counted = Counted(progress, len(microbatches) * (section.num_epochs + self._recomputes))
-        old_logprobs: list[torch.Tensor] = []
-        if self._recomputes:
-            old_logprobs = _logprobs(bench.engine.forward(microbatches))
-            share.add_column("old_logprobs", old_logprobs)
-            counted.advance(len(microbatches))
+        first, *later = share.minibatches
+        ahead = [microbatch for minibatch in later if not minibatch.has(OLD) for microbatch in minibatch.microbatches]
+        counted = Counted(progress, len(share.microbatches) * section.num_epochs + len(ahead))
+        _add_old_logprobs(bench, later, ahead)
+        counted.advance(len(ahead))
+        kept: list[torch.Tensor] = []
 
-        def objective(counts: Counts) -> Loss:
-            policy = PolicyObjective(section, counts)
-            return policy if self._recomputes else _keeping(policy, old_logprobs)
+        def objective(minibatch: Minibatch) -> Loss:
+            policy = PolicyObjective(section, minibatch.counts)
+            if minibatch is not first or first.has(OLD):
+                return policy
+            if kept:
+                first.add_column(OLD, kept)
+                return policy
+            return _keeping(policy, kept)
 
         metrics, skipped = optimize(bench, share, objective, section.num_epochs, counted, "actor")
+        if not first.has(OLD):
+            first.add_column(OLD, kept)
         metrics = per_update(metrics, _SUMS, section.num_minibatches * section.num_epochs)
-        _add_mismatch(metrics, [microbatch for microbatch in microbatches if microbatch.lengths or self._recomputes], old_logprobs)
+        _add_mismatch(metrics, [microbatch for microbatch in share.microbatches if microbatch.lengths])
         if bench.group.leads:
             metrics.mean("actor/read_s", read_s)
             metrics.mean("actor/tokens_per_s", share.num_tokens / (time.perf_counter() - started))
@@ -177,25 +187,30 @@ def _on_policy(row: Mapping[str, Array], versions: frozenset[int]) -> dict[str, 
     return {ON_POLICY: row["response_mask"] if pure else np.zeros_like(row["response_mask"])}
 
 
-def _logprobs(outputs: Sequence[TokenOutputs | ValueOutputs]) -> list[torch.Tensor]:
-    return [each.logprobs_N for each in outputs if isinstance(each, TokenOutputs)]
+def _add_old_logprobs(bench: Bench, minibatches: Sequence[Minibatch], ahead: Sequence[Microbatch]) -> None:
+    """Computes old_logprobs of the microbatches `ahead`, all those of `minibatches` or none, before the first update; a collective."""
+    outputs = iter(bench.engine.forward(ahead))
+    for minibatch in minibatches if ahead else ():
+        computed = [next(outputs) for _ in minibatch.microbatches]
+        minibatch.add_column(OLD, [each.logprobs_N for each in computed if isinstance(each, TokenOutputs) and each.logprobs_N.numel()])
 
 
 def _keeping(policy: Loss, kept: list[torch.Tensor]) -> Loss:
     """`policy`, which also leaves the logprobs it saw in `kept`, in order."""
 
     def loss(microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> tuple[torch.Tensor, Metrics]:
-        kept.extend(each.detach() for each in _logprobs([outputs]))
+        assert isinstance(outputs, TokenOutputs)
+        kept.append(outputs.logprobs_N.detach())
         return policy(microbatch, outputs)
 
     return loss
 
 
-def _add_mismatch(metrics: Metrics, microbatches: Sequence[Microbatch], old_logprobs: Sequence[torch.Tensor]) -> None:
+def _add_mismatch(metrics: Metrics, microbatches: Sequence[Microbatch]) -> None:
     """How far sampler and actor are apart: over trajectories sampled with these very weights, and (`mismatch_all`, `mismatch_kl`) over all."""
     if not microbatches:
         return
-    old_N = torch.cat(list(old_logprobs))
+    old_N = torch.cat([each.columns[OLD] for each in microbatches])
     sampled_N = torch.cat([each.columns["rollout_logprobs"] for each in microbatches])
     all_N = torch.cat([each.score_mask_N for each in microbatches])
     pure_N = torch.cat([each.columns[ON_POLICY] for each in microbatches]) & all_N

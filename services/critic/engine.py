@@ -48,7 +48,7 @@ class ValueSteps:
         share = read_share(bench, batch, VALUE_COLUMNS, self._num_minibatches, seed_of(self._seed, batch.step, 0))
         read_s = time.perf_counter() - started
         counted = Counted(progress, len(share.microbatches) * self._num_epochs)
-        metrics, skipped = optimize(bench, share, lambda counts: ValueObjective(self._clip_eps, counts), self._num_epochs, counted, "critic")
+        metrics, skipped = optimize(bench, share, lambda part: ValueObjective(self._clip_eps, part.counts), self._num_epochs, counted, "critic")
         metrics = per_update(metrics, _SUMS, self._num_minibatches * self._num_epochs)
         _add_explained_variance(bench, metrics, share.rows)
         if bench.group.leads:

@@ -160,6 +160,20 @@ async def test_concurrent_calls_for_logprobs_agree_with_transformers(store: Stor
         np.testing.assert_allclose(read["old_logprobs"], expected, atol=1e-4)
 
 
+async def test_a_step_is_the_same_whether_old_logprobs_were_written_before_or_not(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+    batch = batches.sealed(0)
+    request = TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest)
+    run = make_run(algorithm={"groups_per_batch": 4, "num_minibatches": 3, "num_epochs": 2})
+    async with served_actor(run, store) as (_, actor):
+        without = values_of(await train(actor, request))
+    async with served_actor(run, store) as (_, actor):
+        await actor.ComputeLogprobs(ComputeColumnRequest(ctl=store.ledger.ctl, rows=batch.rows), timeout=30)
+        written = values_of(await train(actor, request))
+    assert written.keys() == without.keys()
+    for name in without.keys() - {"actor/read_s", "actor/tokens_per_s"}:
+        assert written[name] == pytest.approx(without[name], rel=1e-3, abs=1e-6), name
+
+
 async def test_a_missing_row_fails_only_the_call_that_named_it(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
     rows = [row for group in batches.sampled(2) for row in group.rows]
     gone = RowRef(id="99/0", token="r.0-1", num_tokens=9)
