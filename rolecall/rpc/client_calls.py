@@ -35,9 +35,12 @@ class UnaryCalls(_Calls, grpc.aio.UnaryUnaryClientInterceptor):
     async def intercept_unary_unary(self, continuation: Callable[[ClientCallDetails, Any], Any], client_call_details: ClientCallDetails, request: Any) -> Any:
         call = await continuation(self._with_deadline(client_call_details), request)
         try:
-            return await call
+            response = await call
         except AioRpcError as error:
             raise self._to_error(error, client_call_details) from error
+        if response is None:  # what gRPC returns, with status OK, for bytes that it cannot parse
+            raise RoleCallError(f"{self._target} answered {_name(client_call_details)} with bytes that are not its message", target=self._target)
+        return response
 
 
 class StreamCalls(_Calls, grpc.aio.UnaryStreamClientInterceptor):
