@@ -6,7 +6,7 @@
         return float(item.ground_truth in item.response_text)
 
     if __name__ == "__main__":
-        serve(score, "127.0.0.1:50070", name="contains", range=(0, 1), reads=("response_text", "ground_truth"))
+        sys.exit(serve(score, "127.0.0.1:50070", name="contains", range=(0, 1), reads=("response_text", "ground_truth")))
 
 Owns the server: the contract's Describe and Score, health, reflection, TLS and bearer token. What the function returns is checked before it is
 sent. A function that hangs is not killed here (the caller stops waiting); our reward service runs functions in killable processes instead.

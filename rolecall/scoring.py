@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 
 from rolecall.errors import ConfigError, RoleCallError, ScorerError
-from rolecall.rpc import tls
+from rolecall.rpc import deadlines, tls
 from rolecall.rpc.channel import open_channel
 from rolecall.scores import Failure, Outcome, decode_reward, problem_of, spec_problem
 from rolecall.settings import ExternalScorer, RewardSection, RpcSection
@@ -40,30 +40,42 @@ class RewardClient:
         self._timeout_s = timeout_s
         self._max_attempts = max_attempts
         self._spec: reward_pb2.DescribeResponse | None = None
-        self._asking = asyncio.Lock()
+        self._asking: asyncio.Task[reward_pb2.DescribeResponse] | None = None
         self._calls = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
     async def describe(self) -> reward_pb2.DescribeResponse:
         """What the scorer says it is; asked again after a call that failed. ScorerError when the description is unusable, else what the call raises."""
-        async with self._asking:
-            if self._spec is None:
-                spec = await self._stub.Describe(reward_pb2.DescribeRequest(), timeout=self._timeout_s, wait_for_ready=True)
-                problem = spec_problem(spec)
-                if problem:
-                    raise ScorerError(f"scorer {self._name!r} {problem}")
-                self._spec = spec
+        if self._spec is not None:
             return self._spec
+        if self._asking is None:
+            # One question for everyone who waits, bound to no single caller's deadline: an absent scorer costs its timeout once, not once per call.
+            with deadlines.without_deadline():
+                self._asking = asyncio.create_task(self._ask())
+            self._asking.add_done_callback(self._asked)
+        return await asyncio.shield(self._asking)
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
         """One outcome per item, in the items' order; ids must be unique. Failures of the scorer or of the connection are outcomes, not exceptions."""
         return await with_retries(self._attempt, items, self._max_attempts)
+
+    async def _ask(self) -> reward_pb2.DescribeResponse:
+        spec = await self._stub.Describe(reward_pb2.DescribeRequest(), timeout=self._timeout_s, wait_for_ready=True)
+        problem = spec_problem(spec)
+        if problem:
+            raise ScorerError(f"scorer {self._name!r} {problem}")
+        return spec
+
+    def _asked(self, task: "asyncio.Task[reward_pb2.DescribeResponse]") -> None:
+        self._asking = None
+        if not task.cancelled() and task.exception() is None:
+            self._spec = task.result()
 
     async def _attempt(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
         try:
             spec = await self.describe()
         except RoleCallError as error:
             return [self._failure(error)] * len(items)
-        chunks = cut([only(item, spec) for item in items], spec.max_items)
+        chunks = cut([only(item, spec) for item in items], spec)
         scored = await asyncio.gather(*(self._call(chunk, spec) for chunk in chunks))
         return [outcome for chunk in scored for outcome in chunk]
 
@@ -137,13 +149,13 @@ def only(item: reward_pb2.ScoreItem, spec: reward_pb2.DescribeResponse) -> rewar
     return sent
 
 
-def cut(items: Sequence[reward_pb2.ScoreItem], max_items: int, max_bytes: int = MAX_REQUEST_BYTES) -> list[list[reward_pb2.ScoreItem]]:
-    """`items` in order, in requests of at most `max_items` (0: any number) and `max_bytes`."""
+def cut(items: Sequence[reward_pb2.ScoreItem], spec: reward_pb2.DescribeResponse, max_bytes: int = MAX_REQUEST_BYTES) -> list[list[reward_pb2.ScoreItem]]:
+    """`items` in order, in requests of at most spec.max_items and `max_bytes`, the token rewards of the answer counted in."""
     chunks: list[list[reward_pb2.ScoreItem]] = []
     room_bytes = 0
     for item in items:
-        size = item.ByteSize()
-        if not chunks or size > room_bytes or len(chunks[-1]) == max_items > 0:
+        size = item.ByteSize() + (4 * item.num_response_tokens if spec.token_rewards else 0)
+        if not chunks or size > room_bytes or len(chunks[-1]) == spec.max_items > 0:
             chunks.append([])
             room_bytes = max_bytes
         chunks[-1].append(item)

@@ -3,12 +3,14 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
 from rolecall.errors import InvalidInputError, ScorerError, UnavailableError
+from rolecall.reward import SERVICE_NAME
 from rolecall.scores import Failure, Outcome, Score, component_spec
 from rolecall.scoring import MAX_CONCURRENT_CALLS, RewardClient
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
@@ -218,6 +220,23 @@ async def test_nobody_there_is_a_retryable_failure_not_an_exception() -> None:
     assert failure.retryable
 
 
+async def test_many_calls_to_nobody_wait_together_not_one_after_the_other() -> None:
+    async with serving(Liar()) as address:
+        pass
+    async with client_of(address, timeout_s=0.5) as client, asyncio.timeout(5):
+        scored = await asyncio.gather(*(client.score(items_of("a")) for _ in range(32)))
+    assert all(failures(outcomes)[0].retryable for outcomes in scored)
+
+
+async def test_a_caller_that_gives_up_takes_no_answer_from_the_others(liar: Liar) -> None:
+    async with serving(liar) as address, client_of(address) as client:
+        first = asyncio.ensure_future(client.score(items_of("a")))
+        second = asyncio.ensure_future(client.score(items_of("b")))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert await second == [Score(0.5)]
+
+
 async def test_a_description_that_contradicts_itself_fails_every_item(client: RewardClient, liar: Liar) -> None:
     liar.spec.reward.CopyFrom(component_spec("", 2, 1))
     (failure,) = failures(await client.score(items_of("a")))
@@ -261,3 +280,23 @@ async def test_a_bare_grpc_server_with_default_limits_is_a_scorer() -> None:
             assert await client.score(items_of(*["x" * 1_000_000] * 8)) == [Score(1e6)] * 8
     finally:
         await server.stop(None)
+
+
+async def test_bytes_that_are_no_message_are_a_failure() -> None:
+    async def describe(request: bytes, context: object) -> bytes:
+        return reward_pb2.DescribeResponse(name="noise").SerializeToString()
+
+    async def score(request: bytes, context: object) -> bytes:
+        return b"\xff" * 100
+
+    handlers: dict[str, Any] = {"Describe": grpc.unary_unary_rpc_method_handler(describe), "Score": grpc.unary_unary_rpc_method_handler(score)}
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with client_of(f"127.0.0.1:{port}", max_attempts=3) as client:
+            (failure,) = failures(await client.score(items_of("a")))
+    finally:
+        await server.stop(None)
+    assert not failure.retryable
