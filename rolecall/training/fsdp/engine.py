@@ -184,7 +184,9 @@ class FsdpEngine:
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         modules = [fully_shard(module, mesh=mesh, mp_policy=policy) for module in (*layers(self._model), self._model)]
         for module in modules:
-            module.set_gradient_divide_factor(1.0)  # losses hold global counts: gradients add up, they are not averaged
+            # Losses hold global counts: gradients add up, they are not averaged; and Gloo knows only the plain sum.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
         return modules
 
     def _state(self) -> checkpoint.State:
