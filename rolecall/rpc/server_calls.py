@@ -1,8 +1,9 @@
 """What happens around every method of a server: errors become statuses, the caller's deadline is noted for child calls.
 
-One interceptor, one of the three places where any exception is caught (style.md 19). Response streams must be async generators.
+One interceptor, one of the three places where any exception is caught (style.md 19).
 """
 
+import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeAlias
@@ -35,11 +36,16 @@ class ServerCalls(grpc.aio.ServerInterceptor):
             case False, False:
                 return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method), *wires)
             case False, True:
-                return grpc.unary_stream_rpc_method_handler(_streamed(handler.unary_stream, method), *wires)
+                return grpc.unary_stream_rpc_method_handler(_streaming(handler.unary_stream, method), *wires)
             case True, False:
                 return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, method), *wires)
             case _:
-                return grpc.stream_stream_rpc_method_handler(_streamed(handler.stream_stream, method), *wires)
+                return grpc.stream_stream_rpc_method_handler(_streaming(handler.stream_stream, method), *wires)
+
+
+def _streaming(behaviour: Any, method: str) -> Any:
+    """grpc.aio knows two kinds of streaming methods: generators, and coroutines that call context.write (health's Watch)."""
+    return _unary(behaviour, method) if inspect.iscoroutinefunction(behaviour) else _streamed(behaviour, method)
 
 
 def _unary(behaviour: Callable[[Any, _Context], Awaitable[Any]], method: str) -> Any:

@@ -18,6 +18,9 @@ from rolecall.v1 import trajectory_pb2, weights_pb2
 from rolecall.wire import Array
 from services.rollout.sampling import EngineInfo, PauseMode, Received, Sample, SampleRequest, VersionSpan
 
+POLL_S = 0.002
+"""Seconds between two looks at whether a held response may grow."""
+
 
 @dataclass
 class _Running:
@@ -44,6 +47,9 @@ class ScriptedEngine:
         """Epochs joined, in order."""
         self.failures: deque[RoleCallError] = deque()
         """Errors that the next receives answer, one each; past them, receives succeed."""
+        self.hold = False
+        """While true, responses grow only by step()."""
+        self._steps = 0
         self.sample_failures: dict[str, RoleCallError] = {}
         """Errors by request id."""
 
@@ -74,7 +80,7 @@ class ScriptedEngine:
         reason = trajectory_pb2.FINISH_REASON_LENGTH
         while len(running.tokens) < min(room, request.sampling.max_tokens) and reason == trajectory_pb2.FINISH_REASON_LENGTH:
             await asyncio.sleep(self._token_s)
-            await self._may_run.wait()
+            await self._turn(running)
             if running.aborted:
                 raise UnavailableError(f"request {request.request_id} was aborted by a pause; ask again")
             if request.request_id in self.sample_failures:
@@ -88,6 +94,16 @@ class ScriptedEngine:
         greedy = request.sampling.temperature == 0
         logprobs = np.array(running.logprobs, dtype=np.float32) * (0.0 if greedy else 1.0)
         return Sample(tuple(running.tokens), logprobs.astype(np.float32), tuple(_spans(running.versions)), reason)
+
+    async def _turn(self, running: _Running) -> None:
+        """Returns when the next token may be sampled."""
+        await self._may_run.wait()
+        while not running.aborted and ((self.hold and len(running.tokens) >= self._steps) or not self._may_run.is_set()):
+            await asyncio.sleep(POLL_S)
+
+    def step(self, num_tokens: int) -> None:
+        """Lets held responses grow to `num_tokens`."""
+        self._steps = num_tokens
 
     def _next(self, request: SampleRequest, position: int) -> tuple[int, float]:
         seed = 0 if request.sampling.temperature == 0 else request.seed

@@ -39,6 +39,8 @@ def group_requests(group: trajectory_pb2.PromptGroup, attempt: str, cache_salt: 
     """G requests; seeds are those of (run seed, gid, i), whoever samples and however often. `attempt` keeps request ids of two attempts apart."""
     ids = prompt_token_ids(group.prompt)
     check_sampling(group.sampling, group.num_responses)
+    if group.sampling.top_p != 1:
+        raise InvalidInputError(f"group {group.gid} has top_p {group.sampling.top_p}; training needs the sampler's distribution untouched (top_p = 1)")
     return [
         SampleRequest(f"{group.gid}/{i}:{attempt}", ids, group.sampling, seed_of(group.run_seed, group.gid, i), cache_salt) for i in range(group.num_responses)
     ]

@@ -159,7 +159,7 @@ def rollout_process(directory: Path, model_path: Path, **sections: dict[str, Any
     command = [sys.executable, "-m", "services.rollout", "--config", str(directory / "run.yaml"), "--name", "rollout-0"]
     process = subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(__file__).parents[2], env={**os.environ, "ROLECALL_DIE_WITH_PARENT": "1"})
     try:
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 240
         while not controller.arrived.wait(0.2):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError((directory / "rollout.log").read_text()[-4000:])

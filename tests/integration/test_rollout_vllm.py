@@ -41,7 +41,7 @@ def generate(
 
 def test_nothing_is_served_before_the_first_weights(rollout: RolloutProcess) -> None:
     info = rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=5)
-    assert info.weights_state == rollout_pb2.WEIGHTS_STATE_EMPTY and info.num_weight_ranks == 1 and info.policy_version == -1
+    assert (info.weights_state, info.num_weight_ranks, info.policy_version) == (rollout_pb2.WEIGHTS_STATE_EMPTY, 1, -1)
     with pytest.raises(grpc.RpcError) as refused:
         generate(rollout)
     assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
@@ -72,7 +72,8 @@ def test_generate_returns_stopped_or_full_responses_with_the_samplers_own_logpro
         expected = rollout.logprobs(PROMPT + ids, temperature=0.8)[len(PROMPT) :]
         assert np.abs(given - expected).max() < 1e-4
         stopped = response.meta.finish_reason == trajectory_pb2.FINISH_REASON_STOP
-        assert stopped == (ids[-1] == EOS_TOKEN_ID) and EOS_TOKEN_ID not in ids[:-1]
+        assert stopped == (ids[-1] == EOS_TOKEN_ID)
+        assert EOS_TOKEN_ID not in ids[:-1]
         assert stopped or len(ids) == 24
         assert [span.policy_version for span in response.meta.spans] == [1]
     again = {response.meta.index: response.response_token_ids for response in generate(rollout, num_responses=8)}
@@ -90,10 +91,9 @@ def test_pulled_groups_are_committed_with_rows_that_hugging_face_confirms(rollou
     for gid in range(6):
         assert rollout.ledger.admit(group(gid, [*PROMPT, 80 + gid], 4), b"")
     committed: list[trajectory_pb2.CommittedGroup] = []
-    position, deadline = "0", time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while len(committed) < 6 and time.monotonic() < deadline:
-        for position, one in rollout.ledger.read_committed(position, 10, 0.5):
-            committed.append(one)
+        committed = [one for _, one in rollout.ledger.read_committed("0", 10, 0.5)]
     assert sorted(one.gid for one in committed) == list(range(6))
     worst = 0.0
     for one in committed:
@@ -104,7 +104,7 @@ def test_pulled_groups_are_committed_with_rows_that_hugging_face_confirms(rollou
             expected = rollout.logprobs(ids, temperature=0.8)
             worst = max(worst, float(np.abs(row["rollout_logprobs"] - expected)[mask].max()))
             assert (row["policy_versions"] == np.where(mask, 1, -1)).all()
-            assert meta.prompt.ground_truth == "x" and not meta.prompt.token_ids and meta.gid == one.gid
+            assert (meta.prompt.ground_truth, meta.prompt.token_ids, meta.gid) == ("x", b"", one.gid)
     assert worst < 1e-4
 
 
@@ -137,7 +137,8 @@ def test_groups_kept_over_a_publish_carry_the_version_of_every_token(rollout: Ro
                 gap = np.abs(row["rollout_logprobs"] - rollout.logprobs(row["token_ids"].tolist(), temperature=1.5))[new]
                 assert gap.max() < 1e-4
             assert {span.weights_digest for span in meta.spans} <= {rollout.digests[1], sent.digest}
-    assert seen <= {1, 2} and 2 in seen
+    assert seen <= {1, 2}
+    assert 2 in seen
     assert mixed > 0
 
 

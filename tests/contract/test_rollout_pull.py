@@ -1,0 +1,251 @@
+"""The pull loop against a real store: every group in hand ends committed, released or abandoned, and never twice."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rolecall.errors import GenerationError, WeightsMismatchError, WorkerLostError
+from rolecall.trajectory import SAMPLED_COLUMNS, seed_of
+from rolecall.v1 import rollout_pb2, trajectory_pb2
+from services.rollout.scripted import ScriptedEngine, digest_of
+from tests.contract.rollout_replica import CONSUMER, MAX_GROUPS, PROMPT, ReplicaUnderTest, replica_under_test
+from tests.fixtures_store import StoreUnderTest
+from tests.tiny_models import write_tokenizer
+
+
+@pytest.fixture
+async def rollout(store: StoreUnderTest, tmp_path: Path) -> AsyncIterator[ReplicaUnderTest]:
+    write_tokenizer(tmp_path)
+    async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.002), lease_s=0.9) as running:
+        yield running
+
+
+async def until_running(rollout: ReplicaUnderTest, count: int) -> None:
+    async with asyncio.timeout(10):
+        while rollout.engine.num_running != count:
+            await asyncio.sleep(0.005)
+
+
+async def test_every_admitted_group_is_committed_with_its_rows(rollout: ReplicaUnderTest) -> None:
+    rollout.admit(10)
+    await rollout.publish(1)
+    for committed in await rollout.committed(10):
+        refs = list(committed.rows)
+        assert (committed.min_policy_version, committed.max_policy_version, len(refs)) == (1, 1, 4)
+        rows = rollout.store.rows.read(refs, SAMPLED_COLUMNS)
+        for index, (ref, row, meta) in enumerate(zip(refs, rows, rollout.store.rows.read_meta(refs), strict=True)):
+            prompt, total = len(PROMPT), ref.num_tokens
+            assert row["token_ids"][:prompt].tolist() == list(PROMPT)
+            assert row["response_mask"].tolist() == [0] * prompt + [1] * (total - prompt)
+            assert (row["rollout_logprobs"] < 0).tolist() == row["response_mask"].astype(bool).tolist()
+            assert row["policy_versions"].tolist() == [-1] * prompt + [1] * (total - prompt)
+            assert (meta.id, meta.gid, meta.index) == (f"{committed.gid}/{index}", committed.gid, index)
+            assert (meta.num_prompt_tokens, meta.prompt.ground_truth, meta.prompt.token_ids) == (prompt, "42", b"")
+            assert [(span.policy_version, span.weights_digest, span.worker) for span in meta.spans] == [(1, digest_of(1), CONSUMER)]
+            assert (meta.spans[0].start, meta.spans[-1].end) == (prompt, total)
+    assert rollout.store.balance() == (10, 0, 0, 10)
+
+
+async def test_a_groups_responses_follow_from_the_runs_seed_its_gid_and_the_index(rollout: ReplicaUnderTest) -> None:
+    assert len({seed_of(11, gid, i) for gid in range(10) for i in range(10)}) == 100
+    rollout.admit(1)
+    await rollout.publish(1)
+    (committed,) = await rollout.committed(1)
+    rows = rollout.store.rows.read(list(committed.rows), ["token_ids"])
+    assert len({tuple(row["token_ids"].tolist()) for row in rows}) > 1
+
+
+async def test_no_more_groups_are_claimed_than_the_engine_has_room_for(rollout: ReplicaUnderTest) -> None:
+    rollout.engine.hold = True
+    rollout.admit(9)
+    await rollout.publish(1)
+    await until_running(rollout, MAX_GROUPS * 4)
+    await asyncio.sleep(0.1)
+    counts = rollout.store.ledger.counts()
+    assert (counts.generating, counts.queued) == (MAX_GROUPS, 5)
+    assert (await rollout.info()).num_groups == MAX_GROUPS
+    rollout.engine.hold = False
+    assert len(await rollout.committed(9)) == 9
+
+
+async def test_nothing_is_claimed_until_the_weights_are_attested(rollout: ReplicaUnderTest) -> None:
+    rollout.admit(2)
+    await rollout.receive(1)
+    await asyncio.sleep(0.3)
+    assert rollout.store.ledger.counts().queued == 2
+    await rollout.publish(2)
+    assert {committed.min_policy_version for committed in await rollout.committed(2)} == {2}
+
+
+async def test_a_group_kept_over_a_publish_is_committed_with_both_versions(rollout: ReplicaUnderTest) -> None:
+    rollout.engine.hold = True
+    rollout.admit(1, num_responses=8, max_tokens=40)
+    await rollout.publish(1)
+    await until_running(rollout, 8)
+    rollout.engine.step(1)
+    await asyncio.sleep(0.1)
+    await rollout.publish(2)
+    rollout.engine.hold = False
+    (committed,) = await rollout.committed(1)
+    assert (committed.min_policy_version, committed.max_policy_version) == (1, 2)
+
+
+async def test_work_of_an_engine_that_tears_goes_back_and_is_sampled_anew(rollout: ReplicaUnderTest) -> None:
+    rollout.engine.hold = True
+    rollout.admit(2)
+    await rollout.publish(1)
+    await until_running(rollout, 8)
+    rollout.engine.failures.append(WeightsMismatchError("a bucket was skipped"))
+    rollout.store.ledger.begin_publish(2, 2)
+    with pytest.raises(Exception, match="skipped"):
+        await rollout.receive(2)
+    async with asyncio.timeout(5):
+        while rollout.store.ledger.counts().queued != 2:
+            await asyncio.sleep(0.01)
+    rollout.engine.hold = False
+    await rollout.publish(3)
+    assert {committed.min_policy_version for committed in await rollout.committed(2)} == {3}
+
+
+async def test_a_pause_that_aborts_gives_groups_back_without_counting_the_delivery(rollout: ReplicaUnderTest) -> None:
+    rollout.engine.hold = True
+    rollout.admit(2)
+    await rollout.publish(1)
+    await until_running(rollout, 8)
+    await rollout.publish(2, mode=rollout_pb2.PAUSE_MODE_ABORT)
+    await until_running(rollout, 8)  # both at once: an excused delivery is no suspicion
+    rollout.engine.hold = False
+    assert {committed.min_policy_version for committed in await rollout.committed(2)} == {2}
+
+
+async def test_a_redelivered_group_runs_alone(rollout: ReplicaUnderTest) -> None:
+    rollout.admit(1)
+    await asyncio.to_thread(rollout.store.publish, 1, 1, "rollout-9.dead")
+    assert len(rollout.store.worker("rollout-9.dead").claim(1)) == 1
+    rollout.store.ledger.expel("rollout-9.dead")
+    rollout.engine.hold = True
+    rollout.admit(3)
+    await rollout.publish(2)
+    await until_running(rollout, 4)
+    await asyncio.sleep(0.3)
+    assert rollout.engine.num_running == 4
+    rollout.engine.hold = False
+    assert len(await rollout.committed(4)) == 4
+
+
+async def test_a_group_whose_generation_fails_is_left_to_its_lease_and_never_committed(rollout: ReplicaUnderTest) -> None:
+    rollout.engine.sample_failures[f"0/2:{CONSUMER}-1"] = GenerationError("the engine choked")
+    rollout.admit(3)
+    await rollout.publish(1)
+    assert sorted(committed.gid for committed in await rollout.committed(2)) == [1, 2]
+    async with asyncio.timeout(5):
+        while (await rollout.info()).num_groups:
+            await asyncio.sleep(0.01)
+    (entry,) = rollout.store.ledger.pending()
+    rollout.store.ledger.reap(CONSUMER, entry.entry_id)
+    assert sorted(committed.gid for committed in await rollout.committed(3)) == [0, 1, 2]
+
+
+async def test_a_prompt_without_room_for_a_token_is_never_sampled(rollout: ReplicaUnderTest) -> None:
+    rollout.admit(1, prompt=tuple(range(64)))
+    rollout.admit(1)
+    await rollout.publish(1)
+    assert [committed.gid for committed in await rollout.committed(1)] == [1]
+
+
+async def test_leases_are_renewed_while_a_group_is_worked_on(rollout: ReplicaUnderTest) -> None:
+    rollout.engine.hold = True
+    rollout.admit(1)
+    await rollout.publish(1)
+    await until_running(rollout, 4)
+    await asyncio.sleep(1.5)
+    (entry,) = rollout.store.ledger.pending()
+    assert entry.idle_s < 0.9
+    rollout.engine.hold = False
+    await rollout.committed(1)
+
+
+async def test_a_lost_lease_stops_the_work(rollout: ReplicaUnderTest) -> None:
+    rollout.engine.hold = True
+    rollout.admit(1)
+    await rollout.publish(1)
+    await until_running(rollout, 4)
+    rollout.store.ledger.drop(0, "test")
+    await until_running(rollout, 0)
+    assert rollout.store.balance() == (1, 0, 1, 0)
+
+
+async def test_draining_finishes_what_it_can_and_hands_back_the_rest(rollout: ReplicaUnderTest) -> None:
+    rollout.engine.hold = True
+    rollout.admit(2)
+    await rollout.publish(1)
+    await until_running(rollout, 8)
+    drained = await rollout.stub.Drain(rollout_pb2.DrainRequest(ctl=1, finish_s=0.1))
+    assert (drained.num_finished, drained.num_released) == (0, 2)
+    assert rollout.store.ledger.counts().queued == 2
+    again = await rollout.stub.Drain(rollout_pb2.DrainRequest(ctl=1, finish_s=0.1))
+    assert (again.num_finished, again.num_released) == (0, 0)
+    async with asyncio.timeout(3):
+        await rollout.pulling
+
+
+async def test_draining_waits_for_groups_that_end_in_time(rollout: ReplicaUnderTest) -> None:
+    rollout.engine.hold = True
+    rollout.admit(2)
+    await rollout.publish(1)
+    await until_running(rollout, 8)
+    call = asyncio.ensure_future(rollout.stub.Drain(rollout_pb2.DrainRequest(ctl=1, finish_s=5)))
+    await asyncio.sleep(0.05)
+    rollout.engine.hold = False
+    drained = await call
+    assert (drained.num_finished, drained.num_released) == (2, 0)
+    assert rollout.store.ledger.counts().committed == 2
+
+
+async def test_a_group_that_takes_too_long_is_abandoned(store: StoreUnderTest, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.002), generation_timeout_s=0.3, lease_s=0.9) as rollout:
+        rollout.engine.hold = True
+        rollout.admit(1)
+        await rollout.publish(1)
+        await until_running(rollout, 4)
+        await until_running(rollout, 0)
+        (entry,) = rollout.store.ledger.pending()
+        assert entry.consumer == CONSUMER
+
+
+async def test_a_dead_engine_ends_the_loop(rollout: ReplicaUnderTest) -> None:
+    rollout.engine.sample_failures[f"0/1:{CONSUMER}-1"] = WorkerLostError("the engine died")
+    rollout.admit(1)
+    await rollout.publish(1)
+    with pytest.raises(WorkerLostError):
+        async with asyncio.timeout(5):
+            await rollout.pulling
+
+
+async def test_the_worker_says_what_it_is_doing(rollout: ReplicaUnderTest) -> None:
+    rollout.engine.hold = True
+    await rollout.publish(1)
+    rollout.admit(1)
+    await until_running(rollout, 4)
+    async with asyncio.timeout(5):
+        while "generating 1 groups" not in rollout.phases:
+            await asyncio.sleep(0.01)
+    assert "weights empty" in rollout.phases
+    assert "idle" in rollout.phases
+
+
+async def test_admission_with_a_sampling_that_training_does_not_know_is_not_sampled(rollout: ReplicaUnderTest) -> None:
+    group = trajectory_pb2.PromptGroup(
+        gid=0,
+        prompt=trajectory_pb2.Prompt(uid="u", token_ids=np.array(PROMPT, dtype="<i4").tobytes()),
+        num_responses=2,
+        sampling=trajectory_pb2.SamplingParams(temperature=1.0, top_p=0.9, max_tokens=4),
+    )
+    assert rollout.store.ledger.admit(group, b"")
+    rollout.admit(1)
+    await rollout.publish(1)
+    assert [committed.gid for committed in await rollout.committed(1)] == [1]

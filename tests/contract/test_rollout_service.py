@@ -1,0 +1,350 @@
+"""RolloutService over a real server: what Generate, the weights and the gate promise their callers."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rolecall.errors import (
+    ChannelBrokenError,
+    ConflictError,
+    FencedError,
+    GenerationError,
+    InvalidInputError,
+    NotAttestedError,
+    NotOnThisDeviceError,
+    PromptTooLongError,
+    StaleEpochError,
+    StaleVersionError,
+    TornWeightsError,
+    UnavailableError,
+    WeightsMismatchError,
+    WrongVersionError,
+)
+from rolecall.v1 import rollout_pb2, trajectory_pb2
+from rolecall.wire import decode_tensor
+from services.rollout.scripted import ScriptedEngine, digest_of
+from services.rollout.service import SERVICE_NAME
+from tests.contract.rollout_replica import PROMPT, ReplicaUnderTest, generate_request, replica_under_test
+from tests.fixtures_store import StoreUnderTest
+from tests.tiny_models import write_tokenizer
+
+
+@pytest.fixture
+async def rollout(store: StoreUnderTest, tmp_path: Path) -> AsyncIterator[ReplicaUnderTest]:
+    write_tokenizer(tmp_path)
+    async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.002, can_sleep=True)) as running:
+        yield running
+
+
+async def serving(rollout: ReplicaUnderTest) -> bool:
+    check = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
+    answer: health_pb2.HealthCheckResponse = await health_pb2_grpc.HealthStub(rollout.channel).Check(check)
+    return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_nothing_is_served_before_the_first_version_is_attested(rollout: ReplicaUnderTest) -> None:
+    assert not await serving(rollout)
+    with pytest.raises(NotAttestedError):
+        await rollout.generate()
+    await rollout.receive(1)
+    assert not await serving(rollout)
+    with pytest.raises(NotAttestedError):
+        await rollout.generate()
+    await rollout.resume(1)
+    assert await serving(rollout)
+    assert len(await rollout.generate()) == 4
+
+
+async def test_generate_streams_each_response_with_its_tokens_logprobs_and_spans(rollout: ReplicaUnderTest) -> None:
+    await rollout.publish(1)
+    responses = await rollout.generate(8)
+    assert sorted(response.meta.index for response in responses) == list(range(8))
+    for response in responses:
+        ids = np.frombuffer(response.response_token_ids, "<i4")
+        assert len(np.frombuffer(response.response_logprobs, "<f4")) == len(ids) > 0
+        (span,) = response.meta.spans
+        assert (span.policy_version, span.weights_digest, span.start, span.end) == (1, digest_of(1), len(PROMPT), len(PROMPT) + len(ids))
+        assert response.meta.id == f"eval/0/heldout/{1}/{response.meta.index}"
+        assert response.meta.finish_reason in (trajectory_pb2.FINISH_REASON_STOP, trajectory_pb2.FINISH_REASON_LENGTH)
+        assert (response.meta.finish_reason == trajectory_pb2.FINISH_REASON_STOP) == (ids[-1] == 2)
+        assert not response.meta.prompt.token_ids
+        assert response.meta.tokenizer_digest
+        assert "<|" not in response.meta.response_text
+
+
+async def test_the_same_seed_gives_the_same_responses(rollout: ReplicaUnderTest) -> None:
+    await rollout.publish(1)
+    first, second, other = [{response.meta.index: response.response_token_ids for response in await rollout.generate(seed=seed)} for seed in (5, 5, 6)]
+    assert first == second != other
+
+
+async def test_greedy_responses_carry_no_logprobs(rollout: ReplicaUnderTest) -> None:
+    await rollout.publish(1)
+    request = generate_request(1)
+    request.sampling.temperature = 0
+    responses = [response async for response in rollout.stub.Generate(request)]
+    assert responses[0].response_logprobs == b""
+
+
+async def test_bad_requests_name_the_field(rollout: ReplicaUnderTest) -> None:
+    await rollout.publish(1)
+    with pytest.raises(PromptTooLongError):
+        await rollout.generate(prompt=trajectory_pb2.Prompt(token_ids=np.full(64, 5, "<i4").tobytes()))
+    for change, field in [("temperature", -1.0), ("top_p", 1.5), ("max_tokens", 0)]:
+        request = generate_request()
+        setattr(request.sampling, change, field)
+        with pytest.raises(InvalidInputError, match=change):
+            [response async for response in rollout.stub.Generate(request)]
+    request = generate_request()
+    request.num_responses = 0
+    with pytest.raises(InvalidInputError, match="num_responses"):
+        [response async for response in rollout.stub.Generate(request)]
+    request = generate_request()
+    request.prompt.token_ids = b""
+    with pytest.raises(InvalidInputError, match="no prompt tokens"):
+        [response async for response in rollout.stub.Generate(request)]
+
+
+async def test_a_failed_generation_is_an_error_and_never_an_empty_response(rollout: ReplicaUnderTest) -> None:
+    await rollout.publish(1)
+    rollout.engine.sample_failures["eval/0/heldout/1/2:call-1"] = GenerationError("the engine choked")
+    with pytest.raises(GenerationError, match="choked"):
+        await rollout.generate()
+    assert rollout.engine.num_running == 0
+
+
+async def test_a_caller_that_leaves_aborts_its_requests(rollout: ReplicaUnderTest) -> None:
+    await rollout.publish(1)
+    rollout.engine.hold = True
+    call = rollout.stub.Generate(generate_request())
+    async with asyncio.timeout(5):
+        while rollout.engine.num_running < 4:
+            await asyncio.sleep(0.005)
+        call.cancel()
+        while rollout.engine.num_running:
+            await asyncio.sleep(0.005)
+
+
+async def test_a_pinned_version_is_that_version_or_an_error(rollout: ReplicaUnderTest) -> None:
+    await rollout.publish(1)
+    with pytest.raises(WrongVersionError):
+        await rollout.generate(policy_version=2)
+    assert len(await rollout.generate(policy_version=1)) == 4
+
+
+async def test_the_probe_runs_on_the_loaded_weights(rollout: ReplicaUnderTest) -> None:
+    for version in (1, 2):
+        received = await rollout.receive(version)
+        assert decode_tensor(received.probe.logprobs, "probe").tolist() == [0.0] + [-(version + 1) / 8] * 3
+        assert received.digest == digest_of(version)
+        assert [item.value for item in received.fingerprints] == [version]
+
+
+async def test_a_response_kept_over_a_publish_leaves_only_after_resume_and_names_both_versions(rollout: ReplicaUnderTest) -> None:
+    await rollout.publish(1)
+    rollout.engine.hold = True
+    call = asyncio.create_task(rollout.generate(3))
+    async with asyncio.timeout(5):
+        while rollout.engine.num_running < 3:
+            await asyncio.sleep(0.005)
+    rollout.engine.step(2)
+    await asyncio.sleep(0.05)
+    await rollout.receive(2)
+    rollout.engine.hold = False
+    await asyncio.sleep(0.1)
+    assert not call.done()
+    await rollout.resume(2)
+    for response in await call:
+        versions = [span.policy_version for span in response.meta.spans]
+        assert versions in ([1], [1, 2])
+        assert [span.weights_digest for span in response.meta.spans] == [digest_of(version) for version in versions]
+
+
+async def test_what_an_unattested_version_sampled_never_leaves(rollout: ReplicaUnderTest) -> None:
+    await rollout.publish(1)
+    rollout.engine.hold = True
+    call = asyncio.create_task(rollout.generate(1, prompt=trajectory_pb2.Prompt(token_ids=np.array([9, 9], "<i4").tobytes())))
+    async with asyncio.timeout(5):
+        while not rollout.engine.num_running:
+            await asyncio.sleep(0.005)
+    await rollout.receive(2)
+    rollout.engine.hold = False
+    await rollout.engine.resume()  # the scheduler runs, as it does for a probe
+    await asyncio.sleep(0.2)
+    assert not call.done()
+    await rollout.receive(3)
+    await rollout.resume(3)
+    with pytest.raises(NotAttestedError):
+        await call
+
+
+async def test_a_torn_engine_serves_nothing_until_a_full_load(rollout: ReplicaUnderTest) -> None:
+    await rollout.publish(1)
+    rollout.engine.failures.append(WeightsMismatchError("expert 3 never came"))
+    with pytest.raises(TornWeightsError, match="expert 3"):
+        await rollout.receive(2)
+    assert (await rollout.info()).weights_state == rollout_pb2.WEIGHTS_STATE_TORN
+    for version in (1, 2):
+        with pytest.raises(TornWeightsError):
+            await rollout.resume(version)
+    with pytest.raises(NotAttestedError):
+        await rollout.generate()
+    assert not await serving(rollout)
+    with pytest.raises(StaleVersionError):
+        await rollout.receive(2)
+    await rollout.publish(3)
+    assert len(await rollout.generate()) == 4
+
+
+async def test_kept_work_of_an_engine_that_tears_is_given_up(rollout: ReplicaUnderTest) -> None:
+    await rollout.publish(1)
+    rollout.engine.hold = True
+    call = asyncio.create_task(rollout.generate())
+    async with asyncio.timeout(5):
+        while rollout.engine.num_running < 4:
+            await asyncio.sleep(0.005)
+    rollout.engine.failures.append(WeightsMismatchError("a bucket was skipped"))
+    with pytest.raises(TornWeightsError):
+        await rollout.receive(2)
+    with pytest.raises(UnavailableError):
+        await call
+
+
+async def test_a_channel_that_breaks_before_the_first_bucket_leaves_the_weights_whole(rollout: ReplicaUnderTest) -> None:
+    await rollout.publish(1)
+    rollout.engine.failures.append(ChannelBrokenError("the actor went away"))
+    with pytest.raises(ChannelBrokenError):
+        await rollout.receive(2)
+    assert not await serving(rollout)
+    await rollout.resume(1)
+    assert len(await rollout.generate(policy_version=1)) == 4
+
+
+async def test_kept_work_is_given_up_when_nobody_resumes(store: StoreUnderTest, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.002), keep_timeout_s=0.3) as rollout:
+        await rollout.publish(1)
+        rollout.engine.hold = True
+        call = asyncio.create_task(rollout.generate())
+        async with asyncio.timeout(5):
+            while rollout.engine.num_running < 4:
+                await asyncio.sleep(0.005)
+        await rollout.receive(2)
+        with pytest.raises(UnavailableError):
+            await call
+        await rollout.resume(2)
+        rollout.engine.hold = False
+        assert len(await rollout.generate()) == 4
+
+
+async def test_pausing_finishes_keeps_or_aborts_as_asked(rollout: ReplicaUnderTest) -> None:
+    await rollout.publish(1)
+    for mode in (rollout_pb2.PAUSE_MODE_KEEP, rollout_pb2.PAUSE_MODE_WAIT, rollout_pb2.PAUSE_MODE_ABORT):
+        call = asyncio.create_task(rollout.generate(8))
+        async with asyncio.timeout(5):
+            while rollout.engine.num_running < 8:
+                await asyncio.sleep(0.001)
+        await rollout.stub.Pause(rollout_pb2.PauseRequest(ctl=1, mode=mode))
+        assert (rollout.engine.num_running == 0) == (mode != rollout_pb2.PAUSE_MODE_KEEP)
+        await asyncio.sleep(0.05)
+        with pytest.raises(UnavailableError):
+            await rollout.generate()
+        await rollout.resume(1)
+        if mode == rollout_pb2.PAUSE_MODE_ABORT:
+            with pytest.raises(UnavailableError):
+                await call
+        else:
+            assert len(await call) == 8
+
+
+async def test_an_epoch_is_joined_once_and_only_the_last_one_receives(rollout: ReplicaUnderTest) -> None:
+    await rollout.open_epoch(3)
+    for epoch in (2, 3):
+        with pytest.raises(StaleEpochError):
+            await rollout.open_epoch(epoch)
+    rollout.epoch = 2
+    with pytest.raises(StaleEpochError):
+        await rollout.receive(1)
+    rollout.epoch = 3
+    await rollout.receive(1)
+    assert rollout.engine.joined == [3]
+
+
+async def test_a_replaced_controller_is_refused(rollout: ReplicaUnderTest) -> None:
+    await rollout.open_epoch(1)
+    await rollout.receive(1, ctl=2)
+    for call in (
+        rollout.stub.Resume(rollout_pb2.ResumeRequest(ctl=1, policy_version=1, digest=digest_of(1))),
+        rollout.stub.Pause(rollout_pb2.PauseRequest(ctl=1, mode=rollout_pb2.PAUSE_MODE_KEEP)),
+        rollout.stub.Drain(rollout_pb2.DrainRequest(ctl=1, finish_s=1)),
+        rollout.stub.Sleep(rollout_pb2.SleepRequest(ctl=1, level=1)),
+        rollout.stub.WakeUp(rollout_pb2.WakeUpRequest(ctl=1)),
+    ):
+        with pytest.raises(FencedError):
+            await call
+
+
+async def test_sleep_needs_a_pause_and_level_two_needs_a_full_load(rollout: ReplicaUnderTest) -> None:
+    await rollout.publish(1)
+    with pytest.raises(ConflictError):
+        await rollout.stub.Sleep(rollout_pb2.SleepRequest(ctl=1, level=1))
+    await rollout.stub.Pause(rollout_pb2.PauseRequest(ctl=1, mode=rollout_pb2.PAUSE_MODE_KEEP))
+    await rollout.stub.Sleep(rollout_pb2.SleepRequest(ctl=1, level=1))
+    await rollout.stub.WakeUp(rollout_pb2.WakeUpRequest(ctl=1))
+    await rollout.resume(1)
+    assert await rollout.generate()
+    await rollout.stub.Pause(rollout_pb2.PauseRequest(ctl=1, mode=rollout_pb2.PAUSE_MODE_KEEP))
+    await rollout.stub.Sleep(rollout_pb2.SleepRequest(ctl=1, level=2))
+    await rollout.stub.WakeUp(rollout_pb2.WakeUpRequest(ctl=1))
+    with pytest.raises(TornWeightsError):
+        await rollout.resume(1)
+    await rollout.publish(2)
+    assert await rollout.generate()
+
+
+async def test_sleep_is_not_for_cpus(store: StoreUnderTest, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    async with replica_under_test(store, tmp_path, ScriptedEngine()) as rollout:
+        with pytest.raises(NotOnThisDeviceError):
+            await rollout.stub.Sleep(rollout_pb2.SleepRequest(ctl=1, level=1))
+        with pytest.raises(NotOnThisDeviceError):
+            await rollout.stub.WakeUp(rollout_pb2.WakeUpRequest(ctl=1))
+
+
+async def test_unspecified_pause_modes_are_refused(rollout: ReplicaUnderTest) -> None:
+    with pytest.raises(InvalidInputError):
+        await rollout.stub.Pause(rollout_pb2.PauseRequest(ctl=1))
+
+
+async def test_info_says_what_is_held_and_done(rollout: ReplicaUnderTest) -> None:
+    await rollout.publish(4)
+    before = await rollout.info()
+    responses = await rollout.generate(8)
+    info = await rollout.info()
+    assert (info.weights_state, info.policy_version, info.digest) == (rollout_pb2.WEIGHTS_STATE_ATTESTED, 4, digest_of(4))
+    assert info.num_sampled_tokens - before.num_sampled_tokens == sum(len(response.response_token_ids) // 4 for response in responses)
+    assert info.busy_s > before.busy_s
+    assert (info.max_model_tokens, info.num_weight_ranks, info.consumer) == (64, 1, "rollout-0.abc")
+
+
+async def test_health_watchers_see_every_change(rollout: ReplicaUnderTest) -> None:
+    watch = health_pb2_grpc.HealthStub(rollout.channel).Watch(health_pb2.HealthCheckRequest(service=""), timeout=10)
+    states = []
+
+    async def follow() -> None:
+        async for answer in watch:
+            states.append(answer.status)
+
+    following = asyncio.create_task(follow())
+    await rollout.publish(1)
+    await asyncio.sleep(0.1)
+    await rollout.receive(2)
+    await asyncio.sleep(0.1)
+    watch.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    up, down = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    assert states == [down, up, down]

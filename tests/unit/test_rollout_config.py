@@ -1,0 +1,86 @@
+"""What a replica derives from the run's settings: cores, GPUs, EOS ids, the environment of its processes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.errors import ConfigError
+from rolecall.settings import RunSettings
+from services.rollout.config import configure, start_environment
+
+
+def settings(tmp_path: Path, *, model: dict[str, Any] | None = None, generation: dict[str, Any] | None = None, **rollout: Any) -> RunSettings:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 128, "eos_token_id": 7} if model is None else model))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    return RunSettings.model_validate(
+        {
+            "run": {"name": "t", "dir": str(tmp_path / "run"), "num_steps": 1},
+            "model": {"path": str(tmp_path)},
+            "data": {"train": str(tmp_path / "train.jsonl")},
+            "algorithm": {"groups_per_batch": 2},
+            "reward": {"components": {"c": {"scorer": {"kind": "exact_match"}}}},
+            "rollout": rollout,
+        }
+    )
+
+
+def test_replicas_on_one_machine_share_no_core(tmp_path: Path) -> None:
+    run = settings(tmp_path, num_replicas=3)
+    taken = [configure(run, f"rollout-{i}", range(8)).cores for i in range(3)]
+    assert taken == [((0, 1),), ((2, 3),), ((4, 5),)]
+    assert start_environment(configure(run, "rollout-1", range(8)))["VLLM_CPU_OMP_THREADS_BIND"] == "2,3"
+
+
+def test_ranks_of_a_replica_split_its_cores(tmp_path: Path) -> None:
+    run = settings(tmp_path, num_replicas=2, tensor_parallel_size=2, num_threads=4)
+    config = configure(run, "rollout-1", range(8))
+    assert config.cores == ((4, 5), (6, 7))
+    environment = start_environment(config)
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "4,5|6,7"
+    assert environment["OMP_NUM_THREADS"] == "2"
+
+
+def test_replicas_overlap_only_when_cores_run_out(tmp_path: Path) -> None:
+    run = settings(tmp_path, num_replicas=3)
+    assert [configure(run, f"rollout-{i}", (4, 9)).cores for i in range(3)] == [((4,),), ((9,),), ((4,),)]
+
+
+def test_a_replica_without_a_number_is_the_first_of_its_machine(tmp_path: Path) -> None:
+    assert configure(settings(tmp_path, num_replicas=2), "rollout-1f3a9c2e", range(4)).cores == ((0, 1),)
+
+
+def test_gpus_go_by_the_index_and_must_match_the_tensor_parallel_size(tmp_path: Path) -> None:
+    run = settings(tmp_path, num_replicas=2, devices=[[0, 1], [2, 3]], tensor_parallel_size=2)
+    config = configure(run, "rollout-1", range(4))
+    assert start_environment(config)["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert config.enforce_eager is False
+    assert config.kv_cache_bytes is None
+    with pytest.raises(ConfigError, match="no entry for replica 2"):
+        configure(run, "rollout-2", range(4))
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        configure(settings(tmp_path, num_replicas=1, devices=[[0]], tensor_parallel_size=2), "rollout-0", range(4))
+
+
+def test_eos_ids_are_those_of_both_configuration_files(tmp_path: Path) -> None:
+    assert configure(settings(tmp_path, generation={"eos_token_id": [9, 7]}), "rollout-0", range(2)).eos_token_ids == (7, 9)
+
+
+def test_a_model_that_could_never_stop_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        configure(settings(tmp_path, model={"max_position_embeddings": 128}), "rollout-0", range(2))
+
+
+def test_a_model_directory_that_is_none_is_named(tmp_path: Path) -> None:
+    run = settings(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        configure(run, "rollout-0", range(2))
+
+
+def test_groups_in_hand_follow_from_the_engines_room(tmp_path: Path) -> None:
+    assert configure(settings(tmp_path, max_num_seqs=64), "rollout-0", range(2)).max_groups == 8
+    assert configure(settings(tmp_path, max_num_seqs=4), "rollout-0", range(2)).max_groups == 1
+    assert configure(settings(tmp_path, max_groups=5), "rollout-0", range(2)).max_groups == 5
