@@ -1,0 +1,87 @@
+"""Trainers as processes: one rank and two ranks of the same actor agree, and stop when asked to."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from rolecall.rpc.channel import open_channel
+from rolecall.settings import RpcSection, child_environment
+from rolecall.v1 import actor_pb2_grpc
+from rolecall.v1.training_pb2 import ComputeColumnRequest, SaveTrainerCheckpointRequest, TrainRequest
+from tests.contract.peer import Peer, serving
+from tests.fixtures_store import StoreUnderTest
+from tests.tiny_models import write_qwen3
+from tests.trainer_rig import Batches, settings_tree, train, values_of
+
+START_TIMEOUT_S = 90.0
+
+
+@asynccontextmanager
+async def actor_process(config: Path, num_ranks: int, peer: Peer) -> AsyncIterator[str]:
+    """The address of an actor of `num_ranks` ranks; ends it with SIGTERM and checks that it exits cleanly."""
+    torchrun = ["torch.distributed.run", "--nnodes=1", f"--nproc-per-node={num_ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    launcher = [*torchrun, "--local-addr=127.0.0.1", "-m"] if num_ranks > 1 else []
+    num_joins = len(peer.joins)
+    arguments = ["services.actor", "--config", str(config), "--actor.num_ranks", str(num_ranks)]
+    environment = child_environment({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", *launcher, *arguments, env=environment)
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while len(peer.joins) == num_joins:
+                assert process.returncode is None, "the actor ended while it started"
+                await asyncio.sleep(0.05)
+        yield peer.joins[-1].address
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(30):
+            await process.wait()
+    finally:
+        if process.returncode is None:
+            os.kill(process.pid, signal.SIGKILL)
+            await process.wait()
+
+
+async def one_step(address: str, batch: Any, rows: Any, ctl: int, path: Path) -> dict[str, float]:
+    """Trains step 0, computes logprobs of `rows` after it and saves; the step's metrics."""
+    async with open_channel(address, RpcSection()) as channel:
+        actor = actor_pb2_grpc.ActorServiceStub(channel)
+        metrics = values_of(await train(actor, TrainRequest(ctl=ctl, step=0, digest=batch.digest)))
+        await actor.ComputeLogprobs(ComputeColumnRequest(ctl=ctl, rows=rows), timeout=60)
+        await actor.SaveCheckpoint(SaveTrainerCheckpointRequest(ctl=ctl, path=str(path), step=1, export_huggingface=True), timeout=60)
+    return metrics
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_two_ranks_train_what_one_rank_trains(store: StoreUnderTest, tmp_path: Path) -> None:
+    model = write_qwen3(tmp_path / "policy")
+    batches = Batches(store, model)
+    batch = batches.sealed(0)
+    rows = [[row for group in batches.sampled(3) for row in group.rows] for _ in range(2)]
+    peer = Peer()
+    async with serving(peer) as (_, controller):
+        algorithm = {"groups_per_batch": 4, "num_minibatches": 3}
+        tree = settings_tree(store, model, tmp_path, algorithm=algorithm, controller={"address": controller})
+        config = tmp_path / "run.yaml"
+        config.write_text(yaml.safe_dump(tree))
+        told = []
+        for num_ranks in (1, 2):
+            async with actor_process(config, num_ranks, peer) as address:
+                told.append(await one_step(address, batch, rows[num_ranks - 1], store.ledger.ctl, tmp_path / f"actor-{num_ranks}"))
+    one, two = told
+    for name in one.keys() - {"actor/read_s", "actor/tokens_per_s"}:
+        assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+    weights = [load_file(next((tmp_path / f"actor-{num_ranks}" / "huggingface").glob("*.safetensors"))) for num_ranks in (1, 2)]
+    for name, tensor in weights[0].items():
+        np.testing.assert_allclose(weights[1][name].float(), tensor.float(), atol=2e-4, err_msg=name)
+    written = store.rows.read(rows[1], ["old_logprobs", "response_mask"])
+    assert all(np.count_nonzero(read["old_logprobs"]) == read["response_mask"].sum() for read in written)

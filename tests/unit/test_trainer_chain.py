@@ -1,0 +1,176 @@
+"""What the lane, the chain of steps and its account promise, with an engine that only counts."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rolecall.errors import (
+    BatchMismatchError,
+    CheckpointMismatchError,
+    CheckpointMissingError,
+    ExhaustedError,
+    FencedError,
+    OutOfOrderError,
+    RoleCallError,
+    RowMissingError,
+)
+from rolecall.training import lane as lanes
+from rolecall.training.applied import FILE, KEPT, Applied
+from rolecall.training.chain import Progress, TrainChain
+from rolecall.training.fence import Fence
+from rolecall.training.lane import Lane
+from rolecall.v1.training_pb2 import TrainRequest, TrainResult
+from rolecall.v1.trajectory_pb2 import REDUCTION_MAX, Metric, TrainBatch
+
+
+class CountingTrainer:
+    """Applies a step whenever `may_finish` is set; `fails` is raised instead, once."""
+
+    def __init__(self) -> None:
+        self.applied = Applied()
+        self.may_finish = threading.Event()
+        self.may_finish.set()
+        self.fails: Exception | None = None
+        self.num_trained = 0
+
+    def train(self, batch: TrainBatch, progress: Progress) -> TrainResult:
+        progress.report(1, 2)
+        assert self.may_finish.wait(10)
+        if self.fails is not None:
+            error, self.fails = self.fails, None
+            raise error
+        self.num_trained += 1
+        result = TrainResult(step=batch.step, digest=batch.digest)
+        self.applied = self.applied.after_step(result, 0)
+        return result
+
+
+def read_sealed(step: int) -> TrainBatch:
+    return TrainBatch(step=step, digest=f"b{step}")
+
+
+@asynccontextmanager
+async def chained(trainer: CountingTrainer) -> AsyncIterator[tuple[TrainChain, Lane]]:
+    lane = Lane()
+    try:
+        yield TrainChain(trainer, read_sealed, lane), lane
+    finally:
+        trainer.may_finish.set()
+        await lane.close()
+
+
+async def trained(chain: TrainChain, step: int, digest: str | None = None) -> TrainResult:
+    *_, last = [response async for response in chain.train(TrainRequest(step=step, digest=f"b{step}" if digest is None else digest))]
+    return last.result
+
+
+async def test_steps_apply_in_order_and_a_repeated_one_answers_with_its_record() -> None:
+    trainer = CountingTrainer()
+    async with chained(trainer) as (chain, _):
+        first = await trained(chain, 0)
+        await trained(chain, 1)
+        assert await trained(chain, 0) == first
+        with pytest.raises(OutOfOrderError):
+            await trained(chain, 3)
+        with pytest.raises(BatchMismatchError):
+            await trained(chain, 0, "other")
+        with pytest.raises(BatchMismatchError):
+            await trained(chain, 2, "other")
+    assert trainer.num_trained == 2
+
+
+async def test_callers_of_a_step_under_way_attach_to_it_and_may_leave() -> None:
+    trainer = CountingTrainer()
+    trainer.may_finish.clear()
+    async with chained(trainer) as (chain, _):
+        leaving = aiter(chain.train(TrainRequest(step=0, digest="b0")))
+        assert (await anext(leaving)).progress.num_total == 2
+        await leaving.aclose()  # type: ignore[attr-defined]
+        waiting = [asyncio.create_task(trained(chain, 0)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        with pytest.raises(BatchMismatchError):
+            await trained(chain, 0, "other")
+        assert not await chain.finish(0.01)
+        trainer.may_finish.set()
+        await asyncio.gather(*waiting)
+        assert await chain.finish(1.0)
+    assert trainer.num_trained == 1
+
+
+async def test_a_step_that_could_not_be_read_is_tried_again_by_the_next_call() -> None:
+    trainer = CountingTrainer()
+    trainer.fails = RowMissingError("a row is gone")
+    async with chained(trainer) as (chain, lane):
+        with pytest.raises(RowMissingError):
+            await trained(chain, 0)
+        assert (await trained(chain, 0)).step == 0
+        assert not lane.failed.done()
+
+
+async def test_an_unexpected_failure_of_the_device_ends_the_role() -> None:
+    trainer = CountingTrainer()
+    trainer.fails = RuntimeError("CUDA error")
+    async with chained(trainer) as (chain, lane):
+        with pytest.raises(RuntimeError):
+            await trained(chain, 0)
+        assert isinstance(lane.failed.exception(), RuntimeError)
+        with pytest.raises(RoleCallError, match="failed before"):
+            await trained(chain, 0)
+
+
+async def test_the_lane_refuses_more_than_its_bound() -> None:
+    lane, gate = Lane(), threading.Event()
+    waiting = [asyncio.create_task(lane.run(lambda: gate.wait(10), "waiting")) for _ in range(lanes.MAX_WAITING)]
+    await asyncio.sleep(0)
+    with pytest.raises(ExhaustedError):
+        await lane.run(gate.is_set, "waiting")
+    gate.set()
+    assert all(await asyncio.gather(*waiting))
+    await lane.close()
+
+
+async def test_the_lane_shows_phases_and_progress() -> None:
+    class Shown:
+        phase = "starting"
+        count = 0
+
+        def progress(self) -> None:
+            self.count += 1
+
+    lane, shown = Lane(), Shown()
+    lane.show_to(shown)
+    assert await lane.run(lambda: shown.phase, "training") == "training"
+    assert (shown.phase, shown.count) == ("idle", 1)
+    await lane.close()
+
+
+def test_a_fence_lets_only_the_newest_controller_through() -> None:
+    fence = Fence(3)
+    fence.check(3)
+    fence.check(5)
+    with pytest.raises(FencedError):
+        fence.check(4)
+
+
+def test_the_account_survives_its_file(tmp_path: Path) -> None:
+    account = Applied()
+    for step in range(KEPT + 3):
+        result = TrainResult(step=step, digest=f"b{step}", train_s=0.5, metrics=[Metric(name="actor/x", value=1e-9, reduction=REDUCTION_MAX, weight=1)])
+        account = account.after_publish(step + 10).after_step(result, step % 2)
+    account.write(tmp_path)
+    read = Applied.read(tmp_path)
+    assert read == account
+    assert (read.step, read.policy_version, len(read.records), min(read.records)) == (KEPT + 3, KEPT + 12, KEPT, 3)
+    assert read.last_result() == account.records[KEPT + 2]
+
+
+def test_a_missing_and_a_torn_account_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointMissingError):
+        Applied.read(tmp_path)
+    (tmp_path / FILE).write_text("{")
+    with pytest.raises(CheckpointMismatchError):
+        Applied.read(tmp_path)
