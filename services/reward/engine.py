@@ -7,6 +7,7 @@ servers and no requests.
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import grpc
@@ -19,7 +20,7 @@ from rolecall.v1 import reward_pb2
 from services.reward import catalog
 from services.reward.compose import compose, compose_spec
 from services.reward.config import RewardSettings
-from services.reward.pool import WorkerPool
+from services.reward.pool import WORKER_DIED, WorkerPool
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +53,9 @@ class LocalComponent:
         return self._spec
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
-        """One outcome per item, in order; retryable failures were tried max_attempts times."""
-        return await with_retries(self._attempt, items, self._max_attempts)
+        """One outcome per item, in order; retryable failures were tried max_attempts times. An item that kills its worker each time is bad data by then."""
+        outcomes = await with_retries(self._attempt, items, self._max_attempts)
+        return [replace(outcome, retryable=False) if isinstance(outcome, Failure) and outcome.code == WORKER_DIED else outcome for outcome in outcomes]
 
     async def _attempt(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
         return [_outcome(result) for result in await self._pool.score(self._name, items)]

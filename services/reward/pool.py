@@ -25,6 +25,8 @@ from services.reward.process import WorkerProcess
 
 log = logging.getLogger(__name__)
 
+WORKER_DIED = "WORKER_DIED"
+"""Code of an item whose worker ended while it was on it: killed from outside (worth another try), or by the item itself."""
 MAX_QUEUED_ITEMS = 65536
 MAX_BATCH_ITEMS = 64
 START_TIMEOUT_S = 120.0
@@ -221,7 +223,7 @@ class Lane:
             task = tasks.popleft()
             self._fail([task], "TIMEOUT", f"the scorer took longer than {task.timeout_s:g} s and was stopped", retryable=False)
         except WorkerLostError as error:
-            self._fail([tasks.popleft()], "WORKER_DIED", f"the scorer's process ended while it scored the item ({error.message})", retryable=True)
+            self._fail([tasks.popleft()], WORKER_DIED, f"the scorer's process ended while it scored the item ({error.message})", retryable=True)
         if tasks:
             self._give_back(tasks)
 

@@ -75,8 +75,8 @@ async def test_a_catastrophic_regular_expression_is_killed_too(start_pool: Start
 
 
 async def test_a_slow_item_has_a_deadline_of_its_own_not_one_for_the_batch(start_pool: StartPool) -> None:
-    pool = await start_pool(num_workers=1, timeout_s=1.0, f=BEHAVE)
-    assert codes(await pool.score("f", items_of("sleep 0.6", "sleep 0.6", "sleep 0.6"))) == ["ok", "ok", "ok"]
+    pool = await start_pool(num_workers=1, timeout_s=2.0, f=BEHAVE)
+    assert codes(await pool.score("f", items_of("sleep 1", "sleep 1", "sleep 1"))) == ["ok", "ok", "ok"]
 
 
 @pytest.mark.parametrize("death", ["exit", "sys.exit", "segfault"])
