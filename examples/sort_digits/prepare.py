@@ -50,10 +50,10 @@ def prepare(folder: Path, seed: int) -> None:
 
 
 def distinct_numbers(rng: random.Random, count: int) -> list[str]:
-    """`count` different strings of NUM_DIGITS digits, none of them sorted either way already."""
+    """`count` different strings of NUM_DIGITS different digits, none of them sorted either way already."""
     drawn: dict[str, None] = {}
     while len(drawn) < count:
-        number = "".join(rng.choices("0123456789", k=NUM_DIGITS))
+        number = "".join(rng.sample("0123456789", k=NUM_DIGITS))
         if list(number) not in (sorted(number), sorted(number, reverse=True)):
             drawn[number] = None
     return list(drawn)
@@ -100,7 +100,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
 def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, numbers: list[str], rng: random.Random) -> Qwen3ForCausalLM:
     """Supervised steps on answers that are mostly descending; the loss is over the answer's tokens."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
-    decay = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=WARM_LEARNING_RATE, total_steps=WARM_STEPS, pct_start=0.1)
+    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10) * (1 - step / WARM_STEPS))
     model.train()
     columns = (TextColumn("warm start"), BarColumn(), TextColumn("{task.completed}/{task.total} steps  loss {task.fields[loss]}"), TimeElapsedColumn())
     with Progress(*columns) as bar:

@@ -1,0 +1,142 @@
+"""`rolecall train` from the outside, over real processes: how it ends, what it leaves, what it says."""
+
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from rolecall.launch import Fleet, Worker
+from rolecall.settings import load_settings
+from tests.light_run import start_train, wait_until_gone, wait_until_up, write_light_config
+
+STOP_LIMIT_S = 10.0
+
+
+def sockets_below(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_socket()]
+
+
+def test_ctrl_c_ends_every_process_within_ten_seconds(tmp_path: Path) -> None:
+    train = start_train(write_light_config(tmp_path))
+    processes = wait_until_up(train)
+    assert len(processes) >= 3
+    assert sockets_below(tmp_path)
+    started = time.monotonic()
+    train.send_signal(signal.SIGINT)
+    output, _ = train.communicate(timeout=30)
+    assert time.monotonic() - started < STOP_LIMIT_S, output
+    assert train.returncode == 130, output
+    assert wait_until_gone(processes, 1) == []
+    assert sockets_below(tmp_path) == []
+
+
+def test_sigkill_leaves_no_process_no_socket_and_no_lock(tmp_path: Path) -> None:
+    config = write_light_config(tmp_path)
+    train = start_train(config)
+    processes = wait_until_up(train)
+    train.kill()
+    train.communicate(timeout=30)
+    assert wait_until_gone(processes, STOP_LIMIT_S) == []
+    assert sockets_below(tmp_path) == []
+    again = start_train(config, "--resume")
+    processes = wait_until_up(again)
+    again.send_signal(signal.SIGTERM)
+    again.communicate(timeout=30)
+    assert wait_until_gone(processes, STOP_LIMIT_S) == []
+
+
+def test_an_existing_run_directory_is_refused_without_resume(tmp_path: Path) -> None:
+    config = write_light_config(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("")
+    train = start_train(config)
+    output, _ = train.communicate(timeout=60)
+    assert train.returncode == 1
+    assert "--resume" in output
+
+
+def test_a_second_launcher_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+    config = write_light_config(tmp_path)
+    first = start_train(config)
+    wait_until_up(first)
+    second = start_train(config, "--resume")
+    output, _ = second.communicate(timeout=60)
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=30)
+    assert second.returncode == 1
+    assert "another `rolecall train`" in output
+
+
+def test_the_first_failure_is_shown_with_its_role_its_last_lines_and_its_log(tmp_path: Path) -> None:
+    train = start_train(write_light_config(tmp_path, target="no_such_module:score"))
+    output, _ = train.communicate(timeout=90)
+    assert train.returncode == 1
+    assert "reward ended with exit code 1" in output
+    assert "no_such_module" in output
+    assert str(tmp_path / "run" / "logs" / "reward.log") in output
+
+
+def test_the_resolved_configuration_is_private_and_holds_no_password(tmp_path: Path) -> None:
+    train = start_train(write_light_config(tmp_path))
+    wait_until_up(train)
+    written = tmp_path / "run" / "config.yaml"
+    try:
+        assert stat.S_IMODE(written.stat().st_mode) == 0o600
+        assert "url" not in yaml.safe_load(written.read_text())["store"]
+        assert load_settings(written).controller.address is not None
+    finally:
+        train.send_signal(signal.SIGINT)
+        train.communicate(timeout=30)
+
+
+def test_a_run_under_way_can_be_asked_paused_and_resumed(tmp_path: Path) -> None:
+    train = start_train(write_light_config(tmp_path))
+    wait_until_up(train)
+    said = {}
+    for command in ("status", "pause", "resume"):
+        call = subprocess.run([sys.executable, "-m", "rolecall.cli", command, str(tmp_path / "run")], capture_output=True, text=True, timeout=60, check=False)
+        said[command] = (call.returncode, call.stdout + call.stderr)
+    train.send_signal(signal.SIGINT)
+    train.communicate(timeout=30)
+    assert all(code == 0 for code, _ in said.values()), said
+    assert "admitted 0 = trained 0 + dropped 0 + live 0" in said["status"][1].replace("\n", " ")
+
+
+def test_what_a_role_started_ends_with_it(tmp_path: Path) -> None:
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {stubborn!r}]); time.sleep(600)"
+    fleet = Fleet()
+    worker = Worker("reward", "reward", (sys.executable, "-c", parent), {}, tmp_path / "reward.log")
+    fleet.start(worker)
+    deadline = time.monotonic() + 30
+    while "up" not in worker.log.read_text().splitlines() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    processes = psutil.Process().children(recursive=True)
+    fleet.stop()
+    assert len(processes) == 2
+    assert wait_until_gone(processes, 5) == []
+
+
+def test_exits_are_told_in_order_with_a_controller_after_those_it_may_fail_of(tmp_path: Path) -> None:
+    fleet = Fleet()
+    for name, role in (("controller", "controller"), ("actor", "actor")):
+        fleet.start(Worker(role, name, (sys.executable, "-c", "raise SystemExit(3)"), {}, tmp_path / f"{name}.log"))
+    for _, process in fleet.processes.values():
+        process.wait(timeout=30)
+    assert [(worker.name, code) for worker, code in fleet.poll()] == [("actor", 3), ("controller", 3)]
+    fleet.stop()
+
+
+@pytest.mark.parametrize("word", ["--run.num_steps=zero", "--run.no_such_key=1"])
+def test_a_bad_value_exits_with_2_and_starts_nothing(tmp_path: Path, word: str) -> None:
+    train = start_train(write_light_config(tmp_path), word)
+    output, _ = train.communicate(timeout=60)
+    assert train.returncode == 2
+    assert word[2:].split("=")[0] in output
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,59 @@
+"""A run that starts fast: a real controller, reward service and store; the actor is said to be elsewhere and there are no rollouts."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import yaml
+
+from tests.tiny_models import write_tokenizer
+
+START_TIMEOUT_S = 60.0
+
+
+def write_light_config(folder: Path, target: str | None = None) -> Path:
+    """A configuration in `folder` with the files that it names. `target`: a `module:function` scorer instead of exact match."""
+    (folder / "model").mkdir(parents=True)
+    write_tokenizer(folder / "model")
+    (folder / "train.jsonl").write_text('{"prompt": "2 + 2", "ground_truth": "4"}\n')
+    scorer = {"kind": "function", "target": target} if target else {"kind": "exact_match"}
+    tree = {
+        "run": {"name": "light", "dir": "run", "num_steps": 1},
+        "model": {"path": "model"},
+        "data": {"train": "train.jsonl"},
+        "algorithm": {"groups_per_batch": 2},
+        "sampling": {"num_responses": 2, "max_tokens": 8},
+        "actor": {"address": "127.0.0.1:9"},
+        "rollout": {"num_replicas": 0},
+        "reward": {"components": {"correct": {"scorer": scorer}}},
+    }
+    path = folder / "light.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def start_train(config: Path, *arguments: str) -> "subprocess.Popen[str]":
+    """`rolecall train` on `config`, its output in pipes."""
+    command = [sys.executable, "-m", "rolecall.cli", "train", str(config), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_until_up(train: "subprocess.Popen[str]") -> list[psutil.Process]:
+    """Returns all processes below `train` once the controller says that it waits for the actor."""
+    assert train.stdout is not None
+    deadline = time.monotonic() + START_TIMEOUT_S
+    said = []
+    for line in train.stdout:
+        said.append(line)
+        if "waiting for actor" in line:
+            return psutil.Process(train.pid).children(recursive=True)
+        assert time.monotonic() < deadline, "".join(said)
+    raise AssertionError("rolecall train ended: " + "".join(said))
+
+
+def wait_until_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those that are still alive after `timeout_s`."""
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,62 @@
+"""The command line: what is parsed, what is refused, and what is not imported for it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rolecall.cli import main
+from rolecall.errors import ConfigError
+from rolecall.settings import overrides_from
+from rolecall.steer import find
+
+
+def test_help_imports_nothing_heavy() -> None:
+    heavy = {"grpc", "pydantic", "torch", "rich"}
+    code = f"import sys; from rolecall import cli\ntry: cli.main(['--help'])\nexcept SystemExit: print(sorted({heavy} & set(sys.modules)))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stdout.splitlines()[-1] == "[]"
+    assert "train" in answer.stdout
+
+
+def test_a_bad_configuration_is_answered_before_grpc_or_torch_is_imported(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("run: {name: x}\n")
+    code = f"import sys; from rolecall import cli; code = cli.main(['train', {str(file)!r}]); print(code, sorted({{'grpc', 'torch'}} & set(sys.modules)))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stdout.splitlines()[-1] == "2 []"
+    assert "run.num_steps" in answer.stderr
+
+
+@pytest.mark.parametrize("words", [[], ["fly"], ["serve", "cook"], ["train"]])
+def test_bad_usage_exits_with_2(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+
+
+def test_a_missing_file_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml" in capsys.readouterr().err
+
+
+def test_overrides_come_with_a_space_or_an_equals_sign() -> None:
+    assert overrides_from(["--run.seed", "3", "--data.system_prompt=a=b"]) == ["run.seed=3", "data.system_prompt=a=b"]
+
+
+@pytest.mark.parametrize("words", [["--run.seed"], ["seed", "3"], ["--seed", "3"], ["--run.seed", "3", "more"]])
+def test_what_is_no_override_is_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        overrides_from(words)
+
+
+def test_a_run_is_found_by_its_address() -> None:
+    address, rpc = find("127.0.0.1:4000")
+    assert address == "127.0.0.1:4000"
+    assert rpc.tls is None
+
+
+def test_what_names_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither a run directory"):
+        find(str(tmp_path))

@@ -1,0 +1,90 @@
+"""Which processes the launcher starts, where they listen and what they find in their environment."""
+
+from pathlib import Path
+
+import pytest
+
+from rolecall.launch import plan_workers, resolve, write_config
+from rolecall.settings import load_settings
+from rolecall.supervise import last_words
+from tests.conftest import MakeSettings
+
+PPO = {"algorithm": {"groups_per_batch": 2, "advantage": {"kind": "gae"}}}
+
+
+def test_every_local_role_gets_an_address_of_its_own(make_settings: MakeSettings, tmp_path: Path) -> None:
+    configured = make_settings(**PPO, critic={})
+    resolved = resolve(configured, tmp_path / "run.yaml")
+    assert resolved.critic is not None
+    addresses = [section.address for section in (resolved.controller, resolved.actor, resolved.critic, resolved.reward)]
+    assert None not in addresses
+    assert len(set(addresses)) == 4
+
+
+def test_roles_with_an_address_are_not_started(make_settings: MakeSettings, tmp_path: Path) -> None:
+    reward = {"address": "scorer:50051", "components": {}}
+    configured = make_settings(reward=reward, actor={"address": "elsewhere:1"}, rollout={"num_replicas": 2})
+    resolved = resolve(configured, tmp_path / "run.yaml")
+    assert [worker.name for worker in plan_workers(configured, resolved, "unix:///store")] == ["controller", "rollout-0", "rollout-1"]
+    assert resolved.reward.address == "scorer:50051"
+
+
+def test_references_are_started_by_the_name_of_the_instance(make_settings: MakeSettings, tmp_path: Path) -> None:
+    algorithm = {"groups_per_batch": 2, "kl": {"reference": "ref", "kl_coef": 0.1}}
+    configured = make_settings(algorithm=algorithm, references={"ref": {}})
+    workers = plan_workers(configured, resolve(configured, tmp_path / "run.yaml"), "unix:///store")
+    reference = next(worker for worker in workers if worker.role == "reference")
+    assert reference.name == "ref"
+    assert reference.command[-2:] == ("--name", "ref")
+
+
+def test_a_trainer_of_several_ranks_goes_through_torchrun(make_settings: MakeSettings, tmp_path: Path) -> None:
+    configured = make_settings(actor={"num_ranks": 2})
+    workers = plan_workers(configured, resolve(configured, tmp_path / "run.yaml"), "unix:///store")
+    actor = next(worker for worker in workers if worker.name == "actor")
+    assert "torch.distributed.run" in actor.command
+    assert "--nproc-per-node=2" in actor.command
+
+
+def test_each_role_sees_its_own_gpus_and_no_other(make_settings: MakeSettings, tmp_path: Path) -> None:
+    configured = make_settings(actor={"devices": [2, 3], "num_ranks": 2}, rollout={"devices": [[0]]})
+    workers = {worker.name: worker for worker in plan_workers(configured, resolve(configured, tmp_path / "run.yaml"), "unix:///store")}
+    assert workers["actor"].environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert workers["controller"].environment["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_the_store_s_url_travels_in_the_environment_only(make_settings: MakeSettings, tmp_path: Path) -> None:
+    configured = make_settings(store={"url": "redis://user:secret@store:6379"})
+    resolved = resolve(configured, tmp_path / "run.yaml")
+    workers = plan_workers(configured, resolved, "redis://user:secret@store:6379")
+    assert all("secret" not in " ".join(worker.command) for worker in workers)
+    assert all(worker.environment["ROLECALL_STORE_URL"].endswith("store:6379") for worker in workers)
+    resolved.run.dir.mkdir()
+    assert "secret" not in write_config(resolved).read_text()
+
+
+def test_the_written_configuration_reads_back_the_same(make_settings: MakeSettings, tmp_path: Path) -> None:
+    resolved = resolve(make_settings(**PPO, critic={"value_clip_eps": None}), tmp_path / "run.yaml")
+    resolved.run.dir.mkdir()
+    assert load_settings(write_config(resolved)) == resolved
+
+
+def test_scorers_are_found_beside_the_file_the_user_wrote(make_settings: MakeSettings, tmp_path: Path) -> None:
+    assert resolve(make_settings(), tmp_path / "run.yaml").reward.search_path == tmp_path
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0:7000", "127.0.0.1:7000"])
+def test_a_bind_decides_the_port_and_is_reached_on_this_machine(make_settings: MakeSettings, tmp_path: Path, bind: str) -> None:
+    resolved = resolve(make_settings(controller={"bind": bind}), tmp_path / "run.yaml")
+    assert resolved.controller.bind == bind
+    assert resolved.controller.address == "127.0.0.1:7000"
+
+
+def test_the_first_rank_that_failed_is_quoted_not_its_consequences() -> None:
+    log = ["=== started actor", "Traceback (most recent call last):", "  x", "actor failed: out of memory", "actor failed: peer closed", "torchrun: so it did"]
+    assert last_words(log)[-1] == "actor failed: out of memory"
+
+
+def test_only_the_last_start_is_quoted_from_a_log_of_several() -> None:
+    log = ["=== started actor", "actor failed: long ago", "=== started actor", "Traceback (most recent call last):", "KeyError: 'now'"]
+    assert list(last_words(log)) == ["Traceback (most recent call last):", "KeyError: 'now'"]

@@ -1,0 +1,59 @@
+"""What the terminal shows of a run."""
+
+import io
+
+from rich.console import Console
+
+from rolecall.progress import PlainView, ledger_line, render
+from rolecall.v1 import controller_pb2, trajectory_pb2
+
+
+def status(step: int, **metrics: float) -> controller_pb2.RunStatus:
+    names = {name.replace("__", "/"): value for name, value in metrics.items()}
+    return controller_pb2.RunStatus(
+        run="demo",
+        state=controller_pb2.RUN_STATE_RUNNING,
+        step=step,
+        total_steps=20,
+        ledger=controller_pb2.LedgerCounts(admitted=10, trained=6, dropped={"without_signal": 1}, live=3, queued=1, generating=1, committed=1),
+        metrics=[trajectory_pb2.Metric(name=name, value=value) for name, value in names.items()],
+        workers=[controller_pb2.WorkerStatus(worker="rollout-0", phase="generating", policy_version=4)],
+    )
+
+
+def test_plain_lines_come_once_per_step() -> None:
+    out = io.StringIO()
+    view = PlainView(out)
+    for shown in (status(1, reward__mean=0.25), status(1, reward__mean=0.25), status(2, reward__mean=0.5, staleness__max=1.0)):
+        view.show(shown)
+    assert out.getvalue().splitlines() == ["running  step 1/20  reward 0.250", "running  step 2/20  reward 0.500  staleness 1"]
+
+
+def test_an_evaluation_between_steps_has_a_line_of_its_own() -> None:
+    out = io.StringIO()
+    view = PlainView(out)
+    view.show(status(1))
+    view.show(status(1, eval__heldout__accuracy=0.9))
+    assert out.getvalue().splitlines()[-1].endswith("eval heldout 0.900")
+
+
+def test_a_start_says_what_it_waits_for() -> None:
+    out = io.StringIO()
+    PlainView(out).show(controller_pb2.RunStatus(state=controller_pb2.RUN_STATE_STARTING, total_steps=5, waiting_for="actor"))
+    assert out.getvalue() == "starting step 0/5  waiting for actor\n"
+
+
+def test_the_ledger_balances_in_words() -> None:
+    line = ledger_line(status(1).ledger)
+    assert line == "groups: admitted 10 = trained 6 + dropped 1 (without_signal 1) + live 3 (queued 1, generating 1, committed 1)"
+
+
+def test_the_table_names_the_fleet_and_its_versions() -> None:
+    out = io.StringIO()
+    Console(file=out, width=120).print(render(status(3, reward__accuracy=0.75), elapsed_s=61))
+    text = out.getvalue()
+    assert "step 3/20" in text
+    assert "1:01" in text
+    assert "accuracy 0.750" in text
+    assert "rollout-0" in text
+    assert "v4" in text
