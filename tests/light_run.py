@@ -48,7 +48,8 @@ def wait_until_up(train: "subprocess.Popen[str]") -> list[psutil.Process]:
     for line in train.stdout:
         said.append(line)
         if "waiting for actor" in line:
-            return psutil.Process(train.pid).children(recursive=True)
+            processes: list[psutil.Process] = psutil.Process(train.pid).children(recursive=True)
+            return processes
         assert time.monotonic() < deadline, "".join(said)
     raise AssertionError("rolecall train ended: " + "".join(said))
 

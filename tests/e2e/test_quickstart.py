@@ -1,0 +1,46 @@
+"""The quickstart as people run it: the whole system, from nothing on disk to a trained model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rolecall.check import read_model
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sort_digits"
+
+
+def quickstart(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(EXAMPLE / "quickstart.py"), "--folder", str(folder), *arguments]
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=840, check=False)
+
+
+def last_evaluation(folder: Path) -> float:
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return float([row["eval/heldout/accuracy"] for row in rows if "eval/heldout/accuracy" in row][-1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_grpo_selects_the_ascending_order_through_the_whole_system(tmp_path: Path) -> None:
+    done = quickstart(tmp_path / "work", "--seed", "0")
+    assert done.returncode == 0, done.stdout
+    assert last_evaluation(tmp_path / "work") >= 0.95, done.stdout
+    assert "Held-out greedy accuracy" in done.stdout
+    assert (tmp_path / "work" / "run" / "curves.png").stat().st_size > 10_000
+    models = list((tmp_path / "work" / "run" / "checkpoints").glob("*/actor/**/huggingface"))
+    assert [read_model(model).num_parameters for model in models] == [1_033_600]
+    assert not [path for path in tmp_path.rglob("*") if path.is_socket()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ppo_trains_a_critic_beside_the_actor(tmp_path: Path) -> None:
+    done = quickstart(tmp_path / "work", "--seed", "0", "--config", str(EXAMPLE / "ppo.yaml"), "--run.num_steps=3")
+    assert done.returncode == 0, done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "work" / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "reward/mean" in row]
+    assert len(steps) == 3
+    assert any(name.startswith("critic/") for name in steps[-1])
