@@ -4,9 +4,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import redis
 from pydantic import SecretStr
 
 from rolecall.settings import StoreSection
@@ -25,6 +27,20 @@ DIGEST = "d1"
 def sample_group(gid: int, num_responses: int = 2) -> PromptGroup:
     """The smallest group to admit."""
     return PromptGroup(gid=gid, prompt=Prompt(uid=f"prompt-{gid}", token_ids=np.arange(3, dtype="<i4").tobytes()), num_responses=num_responses)
+
+
+class ForgetfulRedis(redis.Redis):
+    """A client that loses the answers of some commands after the server has acted on them."""
+
+    lose: int = 0
+    """Answers still to lose."""
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        answer = super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        if self.lose and args[0] in ("EVALSHA", "EVAL"):
+            self.lose -= 1
+            raise redis.ConnectionError("the answer was lost")
+        return answer
 
 
 @dataclass

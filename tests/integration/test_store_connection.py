@@ -22,24 +22,10 @@ from rolecall.store.ledger import Ledger
 from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
 from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, TrainBatch, TrajectoryMeta
-from tests.fixtures_store import DIGEST, StoreUnderTest, sample_group
+from tests.fixtures_store import DIGEST, ForgetfulRedis, StoreUnderTest, sample_group
 
 DURABLE = {"appendonly": "yes", "appendfsync": "always"}
 StartServer = Callable[..., int]
-
-
-class ForgetfulRedis(redis.Redis):
-    """A client that loses the answers of some commands after the server has acted on them."""
-
-    lose: int = 0
-    """Answers still to lose."""
-
-    def execute_command(self, *args: Any, **options: Any) -> Any:
-        answer = super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
-        if self.lose and args[0] in ("EVALSHA", "EVAL"):
-            self.lose -= 1
-            raise redis.ConnectionError("the answer was lost")
-        return answer
 
 
 def free_port() -> int:
