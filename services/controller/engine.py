@@ -4,12 +4,13 @@ Owns the order of the start: store, lock, roles, loop; and what an end means: DO
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator
 
 import grpc.aio
 
-from rolecall.errors import DeadlineError, RoleCallError, UnavailableError
+from rolecall.errors import DeadlineError, FencedError, RoleCallError, StoreUnavailableError, UnavailableError
 from rolecall.rpc.channel import open_channel
 from rolecall.scoring import open_client
 from rolecall.settings import RunSettings
@@ -31,6 +32,7 @@ from services.controller.prompts import PromptRenderer, PromptSequence, load_pro
 from services.controller.publish import PolicyPublisher
 from services.controller.recovery import Recovery
 from services.controller.scoring import GroupScorer
+from services.controller.tasks import first_error
 from services.controller.threads import StoreThreads
 from services.controller.trackers import Trackers
 from services.controller.trainers import Trainer
@@ -100,28 +102,29 @@ class ControllerEngine:
 
     async def run(self) -> None:
         """Locks the run, waits for the roles, runs the loop to its end. The error that ended the run is on the board, and raised."""
-        helpers: list[asyncio.Task[None]] = []
         try:
             ctl = await self._threads.call(self._ledger.lock, self._settings.controller.lease_s)
             self._parts.publisher.ctl = self._parts.scorer.ctl = ctl
-            helpers = [asyncio.create_task(self._beat()), asyncio.create_task(self._fleet.watch())]
-            loop = asyncio.create_task(self._guarded(ctl))
-            await asyncio.wait([loop, *helpers], return_when=asyncio.FIRST_COMPLETED)
-            for task in [loop, *helpers]:
-                if task.done():
-                    task.result()
-            await self._threads.call(self._ledger.unlock)
+            try:
+                await self._run_locked(ctl)
+            finally:
+                with contextlib.suppress(FencedError, StoreUnavailableError):  # nobody's run to give back, or nobody to give it to
+                    await self._threads.call(self._ledger.unlock)
             self._board.move(controller_pb2.RUN_STATE_DONE)
         except Exception as error:
             self._board.fail(error.message if isinstance(error, RoleCallError) else f"{type(error).__name__}: {error}")
             raise
-        finally:
-            for task in helpers:
-                task.cancel()
 
-    async def _guarded(self, ctl: int) -> None:
-        await self._wait_for_roles()
-        await Loop(self._parts, ctl).run()
+    async def _run_locked(self, ctl: int) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                helpers = [tasks.create_task(self._beat()), tasks.create_task(self._fleet.watch())]
+                await self._wait_for_roles()
+                await Loop(self._parts, ctl).run()
+                for helper in helpers:
+                    helper.cancel()
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
 
     async def _wait_for_roles(self) -> None:
         """Returns when every role answers. DeadlineError names those that did not within controller.start_timeout_s."""

@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 4
 """Publishes of one step before the run fails."""
 
-NUM_PROBE_TOKENS = 64
-"""Long enough to pass through every position of a small attention block, short enough to cost one small prefill."""
+MAX_PROBE_TOKENS = 64
+"""Long enough for attention to matter, short enough to cost one small prefill. Fewer where the run's longest trajectory is shorter."""
 
 _PAUSE_MODES = {"keep": rollout_pb2.PAUSE_MODE_KEEP, "wait": rollout_pb2.PAUSE_MODE_WAIT, "abort": rollout_pb2.PAUSE_MODE_ABORT}
 
@@ -69,7 +69,7 @@ class PolicyPublisher:
         self._fleet = fleet
         self._actor = actor
         self._epoch: Epoch | None = None
-        self._probe = make_probe(settings.run.seed, vocab_size)
+        self._probe = make_probe(settings, vocab_size)
         self.ctl = 0
         """Set once the run is locked."""
         self.policy_version = -1
@@ -210,9 +210,10 @@ async def _each(members: Sequence[Rollout], calls: Sequence[Awaitable[T]]) -> li
     return answers
 
 
-def make_probe(seed: int, vocab_size: int) -> weights_pb2.Probe:
-    """NUM_PROBE_TOKENS token ids drawn uniformly from the vocabulary: no text, so that no part of the embedding is favoured."""
-    ids = np.random.default_rng(seed).integers(0, vocab_size, NUM_PROBE_TOKENS, dtype=np.int32)
+def make_probe(settings: RunSettings, vocab_size: int) -> weights_pb2.Probe:
+    """Token ids drawn uniformly from the vocabulary: no text, so that no part of the embedding is favoured."""
+    num_tokens = min(MAX_PROBE_TOKENS, settings.data.max_prompt_tokens + settings.sampling.max_tokens - 1)
+    ids = np.random.default_rng(settings.run.seed).integers(0, vocab_size, num_tokens, dtype=np.int32)
     return weights_pb2.Probe(token_ids=encode_tensor(ids))
 
 

@@ -56,7 +56,7 @@ class Recovery:
         snapshot = await self.threads.call(self.ledger.snapshot)
         latest = await self.threads.call(self.checkpoints.latest)
         infos = [await trainer.info() for trainer in self.trainers]
-        versions = [snapshot.position.begun_version, snapshot.position.policy_version, *(info.policy_version for info in infos)]
+        versions = [info.policy_version for info in infos]
         if latest is not None and not await self._continues(snapshot.position, latest[1], infos):
             snapshot = await self._begin_lineage(snapshot.position, latest[1])
             loaded = [await trainer.load(ctl, latest[0] / trainer.name) for trainer in self.trainers]
@@ -68,7 +68,7 @@ class Recovery:
             position=snapshot.position,
             live={group.gid: group.admit_published_step for group in snapshot.groups},
             backlog=_backlog(snapshot.position, latest[1] if latest else None),
-            policy_version=max(versions),
+            policy_version=max(snapshot.position.begun_version, snapshot.position.policy_version, *versions),
         )
 
     async def _continues(self, position: RunPosition, point: RunPoint, infos: Sequence[training_pb2.GetTrainerInfoResponse]) -> bool:

@@ -157,8 +157,14 @@ def test_swapped_tensors_a_missing_one_and_a_wrong_probe_are_told_apart(
 
 
 def test_the_probe_is_the_same_for_a_seed_and_stays_in_the_vocabulary() -> None:
-    assert make_probe(1, 100) == make_probe(1, 100) != make_probe(2, 100)
-    assert max(np.frombuffer(make_probe(1, 100).token_ids.data, "<i4")) < 100
+    one, two = run_settings(), run_settings(run={"name": "test", "dir": "runs/test", "num_steps": 4, "seed": 2})
+    assert make_probe(one, 100) == make_probe(one, 100) != make_probe(two, 100)
+    assert max(np.frombuffer(make_probe(one, 100).token_ids.data, "<i4")) < 100
+
+
+def test_the_probe_fits_where_the_longest_trajectory_fits() -> None:
+    short = run_settings(data={"train": "t", "max_prompt_tokens": 20}, sampling={"max_tokens": 5})
+    assert list(make_probe(short, 100).token_ids.shape) == [24]
 
 
 async def test_watchers_see_the_end_and_checkpoint_requests_are_shared() -> None:

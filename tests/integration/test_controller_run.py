@@ -1,0 +1,204 @@
+"""Whole runs with light roles: nothing lost, nothing trained twice, staleness bounded, restarts and resumes go on, failures say what failed."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rolecall.errors import BudgetSpentError, InvalidInputError, RoleCallError, UnknownWorkerError, VersionMismatchError, WorkerLostError
+from rolecall.scores import Item
+from rolecall.settings import RunSettings
+from rolecall.store.ledger import Ledger
+from rolecall.v1 import controller_pb2 as pb
+from tests.fixtures_store import StoreUnderTest
+from tests.light_roles import LightRun, LightTrainer, light_run, parity
+
+MakeSettings = Callable[..., RunSettings]
+RUN_S = 60.0
+"""Deadline of one light run, which takes a second or two on a quiet machine."""
+
+
+def balance(run: LightRun) -> tuple[int, int, int, int]:
+    """admitted, trained, dropped, live, read by nobody in particular; they balance."""
+    counts = Ledger(run.store.connection, run.store.run).counts()
+    dropped = sum(counts.dropped.values())
+    assert counts.admitted == counts.trained + dropped + counts.live
+    return counts.admitted, counts.trained, dropped, counts.live
+
+
+def check_trained_once(trainer: LightTrainer, num_rows: int) -> None:
+    assert max(Counter(trainer.trained).values()) == 1
+    assert len(trainer.trained) == num_rows
+
+
+async def test_a_run_trains_every_group_once_and_ends_with_a_checkpoint(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    async with light_run(store, tmp_path, make_settings) as run, run.controller() as (stub, running), run.rollout("rollout-0"):
+        states = [update.status async for update in stub.WatchRun(pb.WatchRunRequest(), timeout=RUN_S)]
+        await asyncio.wait_for(running, RUN_S)
+    assert (states[0].state, states[-1].state, states[-1].step) == (pb.RUN_STATE_STARTING, pb.RUN_STATE_DONE, 3)
+    assert balance(run) == (12, 12, 0, 0)
+    check_trained_once(run.actor.trainer, 24)
+    assert run.actor.publishes == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert [line["staleness/max"] for line in run.metrics()] == [0, 0, 0]
+    assert sorted(path.name for path in (run.settings.run.dir / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
+    assert store.connection.command("HLEN", f"{{rl:{store.run}}}:garbage") == 0
+
+
+async def test_ppo_asks_the_critic_for_values_and_trains_it_on_the_same_batches(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    gae = {"groups_per_batch": 4, "advantage": {"kind": "gae"}}
+    async with light_run(store, tmp_path, make_settings, algorithm=gae) as run, run.controller() as (_, running), run.rollout("rollout-0"):
+        await asyncio.wait_for(running, RUN_S)
+    assert run.critic.trainer.trained == run.actor.trainer.trained
+    assert [record.digest for record in run.critic.trainer.records] == [record.digest for record in run.actor.trainer.records]
+
+
+async def test_two_rollouts_one_late_keep_the_staleness_bound(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    algorithm = {"groups_per_batch": 4, "max_staleness": 1}
+    async with light_run(store, tmp_path, make_settings, algorithm=algorithm, run={"num_steps": 8}) as run:
+        async with run.controller() as (stub, running), run.rollout("rollout-0", token_s=0.01):
+            while (await stub.GetRun(pb.GetRunRequest())).status.step < 2:
+                await asyncio.sleep(0.05)
+            async with run.rollout("rollout-1", token_s=0.01) as late:
+                await asyncio.wait_for(running, RUN_S)
+    assert late.joined, "the late rollout was never taken into an epoch"
+    assert balance(run)[1] == 32
+    check_trained_once(run.actor.trainer, 64)
+    assert max(line["staleness/max"] for line in run.metrics()) == 1
+
+
+async def test_a_controller_that_starts_again_goes_on_where_the_last_one_stopped(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    async with light_run(store, tmp_path, make_settings, run={"num_steps": 6}) as run, run.rollout("rollout-0", token_s=0.005):
+        for stop_at in (1, 2, 4):
+            async with run.controller() as (stub, running):
+                while (await stub.GetRun(pb.GetRunRequest())).status.step < stop_at:
+                    assert not running.done(), running.exception()
+                    await asyncio.sleep(0.01)
+        async with run.controller() as (_, running):
+            await asyncio.wait_for(running, RUN_S)
+    assert balance(run) == (24, 24, 0, 0)
+    check_trained_once(run.actor.trainer, 48)
+    versions = [version for _, version in run.actor.publishes]
+    assert versions == sorted(set(versions))
+
+
+async def test_a_trainer_that_lost_its_steps_loads_the_checkpoint_and_applies_the_same_batches_again(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    async with light_run(store, tmp_path, make_settings, run={"num_steps": 5}) as run, run.rollout("rollout-0"):
+        async with run.controller() as (stub, _):
+            while (await stub.GetRun(pb.GetRunRequest())).status.step < 3:
+                await asyncio.sleep(0.01)
+        before = list(run.actor.trainer.trained)
+        run.actor.trainer = LightTrainer(store)
+        async with run.controller() as (_, running):
+            await asyncio.wait_for(running, RUN_S)
+    assert run.actor.trainer.trained[: len(before)] == before
+    check_trained_once(run.actor.trainer, 40)
+    assert balance(run) == (20, 20, 0, 0)
+
+
+async def test_a_lost_store_takes_the_run_back_to_its_checkpoint_in_a_new_lineage(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    async with light_run(store, tmp_path, make_settings, run={"num_steps": 4}) as run:
+        async with run.rollout("rollout-0"), run.controller() as (stub, _):
+            while (await stub.GetRun(pb.GetRunRequest())).status.step < 3:
+                await asyncio.sleep(0.01)
+        for key in store.connection.ledger.scan_iter(f"{{rl:{store.run}*"):
+            store.connection.ledger.delete(key)
+        run.actor.trainer = LightTrainer(store)
+        async with run.rollout("rollout-0"), run.controller() as (_, running):
+            await asyncio.wait_for(running, RUN_S)
+    assert Ledger(store.connection, store.run).position().lineage == 1
+    assert balance(run) == (16, 16, 0, 0)
+    assert len(run.actor.trainer.trained) == 32
+
+
+async def test_groups_that_cannot_be_scored_are_dropped_and_replaced(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    def picky(item: Item) -> float:
+        if item.ground_truth in ("3", "7"):
+            raise ValueError("cannot score this")
+        return parity(item)
+
+    async with light_run(store, tmp_path, make_settings, score=picky, run={"num_steps": 7}) as run:
+        async with run.controller() as (_, running), run.rollout("rollout-0"):
+            await asyncio.wait_for(running, RUN_S)
+    counts = Ledger(store.connection, store.run).counts()
+    assert dict(counts.dropped) == {"scorer_error": 2}
+    assert balance(run) == (30, 28, 2, 0)
+
+
+async def test_a_spent_scoring_budget_fails_the_run_and_names_the_scorer(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    def broken(item: Item) -> float:
+        raise ValueError("no score today")
+
+    async with light_run(store, tmp_path, make_settings, score=broken, reward={"max_failed_groups": 2}) as run:
+        async with run.controller() as (stub, running), run.rollout("rollout-0"):
+            with pytest.raises(BudgetSpentError, match="no score today"):
+                await asyncio.wait_for(running, RUN_S)
+            status = (await stub.GetRun(pb.GetRunRequest())).status
+    assert status.state == pb.RUN_STATE_FAILED
+    assert "reward.max_failed_groups" in status.error
+
+
+async def test_groups_without_signal_are_replaced_up_to_their_budget(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    algorithm = {"groups_per_batch": 4, "drop_groups_without_signal": True, "max_dropped_groups_per_step": 5}
+    async with light_run(store, tmp_path, make_settings, score=lambda item: 1.0, algorithm=algorithm) as run:
+        async with run.controller() as (_, running), run.rollout("rollout-0"):
+            with pytest.raises(BudgetSpentError, match="groups without signal"):
+                await asyncio.wait_for(running, RUN_S)
+
+
+async def test_a_torn_receiver_gets_the_weights_again_under_a_new_version(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    async with light_run(store, tmp_path, make_settings) as run, run.controller() as (_, running), run.rollout("rollout-0") as engine:
+        engine.failures.append(RoleCallError("the load broke"))
+        await asyncio.wait_for(running, RUN_S)
+    assert run.actor.publishes[:3] == [(0, 0), (0, 1), (1, 2)]
+    assert balance(run) == (12, 12, 0, 0)
+
+
+async def test_weights_that_differ_from_what_was_sent_are_never_attested(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    async with light_run(store, tmp_path, make_settings) as run, run.controller() as (_, running), run.rollout("rollout-0"):
+        run.actor.lie = True
+        with pytest.raises(WorkerLostError, match="did not load what was sent"):
+            await asyncio.wait_for(running, RUN_S)
+    assert Ledger(store.connection, store.run).position().policy_version == -1
+    assert balance(run)[1] == 0
+
+
+async def test_people_pause_resume_checkpoint_and_stop_a_run(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    async with light_run(store, tmp_path, make_settings, run={"num_steps": 1000, "checkpoint_every_steps": 1000}) as run:
+        async with run.controller() as (stub, running), run.rollout("rollout-0"):
+            saved = await stub.SaveCheckpoint(pb.SaveCheckpointRequest(), timeout=RUN_S)
+            assert (Path(saved.path) / "COMMITTED").exists()
+            assert saved.step > 0
+            await stub.PauseRun(pb.PauseRunRequest())
+            await asyncio.sleep(1.0)
+            paused = (await stub.GetRun(pb.GetRunRequest())).status
+            await asyncio.sleep(0.5)
+            assert paused.state == pb.RUN_STATE_PAUSED
+            assert (await stub.GetRun(pb.GetRunRequest())).status.step == paused.step
+            await stub.ResumeRun(pb.ResumeRunRequest())
+            while (await stub.GetRun(pb.GetRunRequest())).status.step <= paused.step:
+                await asyncio.sleep(0.02)
+            await stub.StopRun(pb.StopRunRequest(checkpoint=True))
+            await asyncio.wait_for(running, RUN_S)
+            stopped = (await stub.GetRun(pb.GetRunRequest())).status
+    assert stopped.state == pb.RUN_STATE_DONE
+    assert (run.settings.run.dir / "checkpoints" / f"step-{stopped.step:08d}" / "COMMITTED").exists()
+    assert balance(run)[1] == 4 * stopped.step
+
+
+async def test_strangers_are_refused_and_a_silent_worker_must_join_again(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    async with light_run(store, tmp_path, make_settings) as run, run.controller() as (stub, _):
+        join = pb.JoinRequest(run=run.settings.run.name, role=pb.ROLE_REFERENCE, worker="r", incarnation="1", address="127.0.0.1:1", version="0.1.0")
+        with pytest.raises(VersionMismatchError, match="install one release"):
+            await stub.Join(pb.JoinRequest(run=join.run, worker="r", incarnation="1", version="9"))
+        with pytest.raises(InvalidInputError, match=r"controller\.address"):
+            await stub.Join(pb.JoinRequest(run="other", worker="r", incarnation="1", version="0.1.0"))
+        await stub.Join(join)
+        beat = pb.HeartbeatRequest(worker="r", incarnation="1")
+        await stub.Heartbeat(beat)
+        await asyncio.sleep(run.settings.controller.lease_s + 0.5)
+        with pytest.raises(UnknownWorkerError):
+            await stub.Heartbeat(beat)
