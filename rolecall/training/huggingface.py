@@ -3,6 +3,7 @@
 Owns names and files of weights. Nothing here knows FSDP: the engine says which rows of a tensor it wants.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -10,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from rolecall.errors import ConfigError
+from rolecall.errors import ConfigError, DiskFullError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -56,28 +57,44 @@ class ModelFiles:
 
 
 def write_model(path: Path, source: Path, weights: Iterator[tuple[str, torch.Tensor]], *, writer: bool) -> int:
-    """Writes `weights` and the configuration and tokenizer files of `source` as a model directory; returns the bytes of weights.
+    """Writes `weights` and the configuration and tokenizer files of `source` as a model directory; returns the bytes of weights written by this rank.
 
     Every rank iterates (the tensors are gathered on the way), the `writer` alone keeps and writes. At most FILE_BYTES plus one tensor are held.
+    DiskFullError on the writer, after the last tensor: ranks that gather must not be left waiting.
     """
+    try:
+        total = _write_files(path, source, weights) if writer else 0
+    except (OSError, SafetensorError) as error:
+        if not is_disk_full(error):
+            raise
+        raise DiskFullError(f"no space to export the model to {path}: {error}; free some, or keep fewer checkpoints") from error
+    finally:
+        for _ in weights:
+            pass
+    return total
+
+
+def is_disk_full(error: Exception) -> bool:
+    """Whether an error of writing a file, by Python or by safetensors (which keeps the number in its text only), means no space, quota or allowed size."""
+    codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return (isinstance(error, OSError) and error.errno in codes) or any(f"os error {code})" in str(error) for code in codes)
+
+
+def _write_files(path: Path, source: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> int:
     held: dict[str, torch.Tensor] = {}
     files: list[dict[str, torch.Size]] = []
     total = held_bytes = 0
-    if writer:
-        path.mkdir(parents=True, exist_ok=True)
-        _copy_companions(source, path)
+    path.mkdir(parents=True, exist_ok=True)
+    _copy_companions(source, path)
     for name, tensor in weights:
-        if not writer:
-            continue
         if held and held_bytes + tensor.nbytes > FILE_BYTES:
             files.append(_flush(path, len(files), held))
             held, held_bytes = {}, 0
         held[name] = tensor.detach().to("cpu", copy=True).contiguous()
         held_bytes += tensor.nbytes
         total += tensor.nbytes
-    if writer:
-        files.append(_flush(path, len(files), held))
-        _name_files(path, files, total)
+    files.append(_flush(path, len(files), held))
+    _name_files(path, files, total)
     return total
 
 

@@ -9,7 +9,6 @@ Owns metric names and reductions (prefixes actor/ and critic/). Metrics are gath
 Shapes: N tokens of one microbatch.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,6 @@ from rolecall.algorithms.aggregation import Aggregation, Counts, token_weights
 from rolecall.algorithms.correction import truncated_weights_N
 from rolecall.algorithms.kl import kl_N
 from rolecall.algorithms.losses import entropy_bonus, policy_loss, supervised_loss, value_loss
-from rolecall.errors import InvalidInputError
 from rolecall.settings import AlgorithmSection
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
@@ -95,7 +93,7 @@ class ValueObjective:
     """Of the global mini-batch."""
 
     def __call__(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> tuple[torch.Tensor, Metrics]:
-        """A Loss. The sums value_sum, return_sum, square sums and num_tokens give explained variance over a batch: see explained_variance."""
+        """A Loss. Metrics are means over the trained tokens."""
         assert isinstance(outputs, ValueOutputs)
         columns = microbatch.columns
         mask_N = columns["loss_mask"] & microbatch.score_mask_N
@@ -103,13 +101,10 @@ class ValueObjective:
         loss, terms = value_loss(outputs.values_N, columns["returns"], columns["values"], weights_N, clip_eps=self.clip_eps)
         metrics = Metrics()
         metrics.sum("critic/loss", float(loss.detach()))
-        returns_N = columns["returns"]
         shown = {
             "critic/value": outputs.values_N.detach(),
-            "critic/return": returns_N,
-            "critic/return_square": returns_N.square(),
+            "critic/return": columns["returns"],
             "critic/error": terms.error_N,
-            "critic/error_square": terms.error_N.square(),
             "critic/clip_fraction": terms.clipped_N,
         }
         _add_means(metrics, shown, mask_N)
@@ -131,17 +126,6 @@ class SupervisedObjective:
         metrics = Metrics()
         metrics.sum("supervised/loss", float(loss.detach()))
         return loss, metrics
-
-
-def explained_variance(metrics: Mapping[str, float]) -> float:
-    """1 - var(values - returns) / var(returns) from ValueObjective's merged means; 0 when the returns do not vary. InvalidInputError without those means."""
-    names = ("critic/return", "critic/return_square", "critic/error", "critic/error_square")
-    missing = [name for name in names if name not in metrics]
-    if missing:
-        raise InvalidInputError(f"explained variance needs {missing}")
-    mean_return, square_return, mean_error, square_error = (metrics[name] for name in names)
-    variance = square_return - mean_return**2
-    return 1.0 - (square_error - mean_error**2) / variance if variance > 1e-12 else 0.0
 
 
 def _add_means(metrics: Metrics, shown: dict[str, torch.Tensor], mask_N: torch.Tensor) -> None:

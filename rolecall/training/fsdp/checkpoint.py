@@ -7,7 +7,6 @@ Loading works at any world size: a rank reads the rows it keeps from whichever f
 torch.distributed.checkpoint is not used because its index (.metadata) is a pickle.
 """
 
-import errno
 import json
 import os
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, DiskFullError
 from rolecall.training.device import rng_state, set_rng_state
 from rolecall.training.fsdp.load import rows_of
+from rolecall.training.huggingface import is_disk_full
 
 INDEX = "index.json"
 FORMAT = 1
@@ -49,7 +49,7 @@ def save(path: Path, state: State, device: torch.device, group: dist.ProcessGrou
             tensors[key], rows[key] = tensor.to_local().detach().contiguous(), (start, end)
     tensors.update({f"rng/{kind}": value for kind, value in rng_state(device).items()})
     shortage = _write(path, f"rank-{rank:05d}.safetensors", tensors, {"rows": json.dumps(rows)})
-    _raise_together(shortage, device, group)
+    raise_together(shortage, device, group)
     if rank == 0:
         shapes = {key: list(tensor.shape) for key, tensor in _sharded(state).items()}
         index = {"format": FORMAT, "world_size": dist.get_world_size(group), "counters": state.counters, "shapes": shapes}
@@ -123,9 +123,9 @@ def _write(path: Path, name: str, tensors: dict[str, torch.Tensor], metadata: di
         save_file({key: tensor.to("cpu") for key, tensor in tensors.items()}, path / name, metadata)
         _sync(path / name)
     except (OSError, SafetensorError) as error:
-        if (isinstance(error, OSError) and error.errno == errno.ENOSPC) or f"os error {errno.ENOSPC}" in str(error):
-            return f"no space for {path / name}: {error}"
-        raise
+        if not is_disk_full(error):
+            raise
+        return f"no space for {path / name}: {error}; free some, or keep fewer checkpoints"
     return None
 
 
@@ -145,7 +145,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _raise_together(shortage: str | None, device: torch.device, group: dist.ProcessGroup) -> None:
+def raise_together(shortage: str | None, device: torch.device, group: dist.ProcessGroup) -> None:
     """All ranks fail when one does: nobody waits at a barrier for a rank that gave up."""
     failed = torch.tensor([int(shortage is not None)], device=device)
     dist.all_reduce(failed, group=group)

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from rolecall.errors import ConfigError
+from rolecall.errors import ConfigError, DiskFullError
 from rolecall.settings import OptimizerSection
 from rolecall.telemetry import Metrics
 from rolecall.training.attention import plan_attention
@@ -145,11 +145,9 @@ class FsdpEngine:
 
     def save(self, path: Path, *, export_huggingface: bool) -> int:
         """EngineState.save; the model directory goes to `path`/huggingface."""
+        self.onload()
         num_bytes = checkpoint.save(path, self._state(), self.device, self._group)
-        if export_huggingface:
-            num_bytes += write_model(path / "huggingface", self._path, self.named_weights(), writer=self.rank == 0)
-        dist.barrier(self._group)
-        return num_bytes
+        return num_bytes + (self._export(path / "huggingface") if export_huggingface else 0)
 
     def load(self, path: Path) -> None:
         """EngineState.load."""
@@ -188,6 +186,15 @@ class FsdpEngine:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         return modules
+
+    def _export(self, path: Path) -> int:
+        num_bytes, shortage = 0, None
+        try:
+            num_bytes = write_model(path, self._path, self.named_weights(), writer=self.rank == 0)
+        except DiskFullError as error:
+            shortage = error.message
+        checkpoint.raise_together(shortage, self.device, self._group)
+        return num_bytes
 
     def _state(self) -> checkpoint.State:
         parameters = dict(self._model.hf.named_parameters())

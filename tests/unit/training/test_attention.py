@@ -1,6 +1,7 @@
 """Packed attention against one sequence at a time."""
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,9 +31,10 @@ def oracle(qkv: list[torch.Tensor], starts: list[int], window: int | None = None
     return torch.cat(outputs, dim=1)
 
 
-def packed(qkv: list[torch.Tensor], lengths: list[int], **more: object) -> torch.Tensor:
+def packed(qkv: list[torch.Tensor], lengths: list[int], **more: Any) -> torch.Tensor:
     cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    return packed_attention(MODULE, *qkv, None, packed=plan_attention(lengths, cu_seqlens, torch.float32), **more)[0]  # type: ignore[arg-type]
+    query, key, value = qkv
+    return packed_attention(MODULE, query, key, value, None, packed=plan_attention(lengths, cu_seqlens, torch.float32), **more)[0]
 
 
 @settings(deadline=None, max_examples=40)
@@ -60,7 +62,7 @@ def test_sequences_of_one_length_cost_one_call_and_no_padding() -> None:
 
 
 @pytest.mark.parametrize("extra", [{"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.zeros(4)}])
-def test_what_packed_attention_does_not_have_is_refused(extra: dict[str, object]) -> None:
+def test_what_packed_attention_does_not_have_is_refused(extra: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         packed(random_qkv(3), [3], **extra)
 
@@ -69,10 +71,10 @@ def test_what_packed_attention_does_not_have_is_refused(extra: dict[str, object]
 @pytest.mark.parametrize("window", [None, 7])
 def test_flash_attention_on_a_gpu_agrees_with_buckets(window: int | None) -> None:
     lengths = [3, 40, 17]
-    qkv = [x.detach().cuda().bfloat16() for x in random_qkv(60, size=64)]
+    query, key, value = (x.detach().cuda().bfloat16() for x in random_qkv(60, size=64))
     cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cuda")
     flash, buckets = (
-        packed_attention(MODULE, *qkv, None, packed=plan_attention(lengths, cu_seqlens, dtype), sliding_window=window)[0]
+        packed_attention(MODULE, query, key, value, None, packed=plan_attention(lengths, cu_seqlens, dtype), sliding_window=window)[0]
         for dtype in (torch.bfloat16, torch.float32)
     )
     torch.testing.assert_close(flash, buckets, rtol=2e-2, atol=2e-2)
