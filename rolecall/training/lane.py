@@ -101,6 +101,7 @@ class Lane:
         if self.failed.done():
             self.failed.exception()  # whoever closes knows
         elif last is not None:
-            async with asyncio.timeout(timeout_s):
-                await self.run(last, "stopping")
+            _, unfinished = await asyncio.wait({asyncio.ensure_future(self.run(last, "stopping"))}, timeout=timeout_s)
+            if unfinished:
+                log.warning("the device thread is still at work after %.0f s; leaving it", timeout_s)
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -78,7 +78,6 @@ class TrainShare:
         return [microbatch for minibatch in self.minibatches for microbatch in minibatch.microbatches]
 
 
-
 class Derive(Protocol):
     """Adds columns of the role's own to a row before it is packed."""
 

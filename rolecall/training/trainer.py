@@ -7,6 +7,7 @@ All methods block and are called by one thread. A method called on rank 0 announ
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -143,6 +144,7 @@ class TrainerRanks(ColumnRanks):
         merged = Metrics.from_proto(metric for result in everyone for metric in result.metrics)
         result = training_pb2.TrainResult(step=batch.step, digest=batch.digest, metrics=merged.to_proto(), train_s=train_s)
         self.applied = self.applied.after_step(result, skipped)
+        log.info("step %d applied in %.2f s", batch.step, train_s)
         return result
 
     def _save(self, path: Path, export_huggingface: bool) -> int:
@@ -158,7 +160,8 @@ class TrainerRanks(ColumnRanks):
     def _load(self, path: Path) -> None:
         applied = self.group.agree(lambda: Applied.read(path))
         self._state.load(path)
-        self.applied = applied
+        # Versions never go back, also when a running actor is set back.
+        self.applied = replace(applied, policy_version=max(applied.policy_version, self.applied.policy_version))
 
     def _move(self, to_host: bool) -> None:
         if to_host:
@@ -169,5 +172,3 @@ class TrainerRanks(ColumnRanks):
 
 def _nobody() -> None:
     """Followers' progress is watched by nobody."""
-
-

@@ -10,25 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import yaml
 from safetensors.torch import load_file
 
+from rolecall.errors import RowMissingError
 from rolecall.rpc.channel import open_channel
 from rolecall.settings import RpcSection, child_environment
 from rolecall.v1 import actor_pb2_grpc
 from rolecall.v1.training_pb2 import ComputeColumnRequest, SaveTrainerCheckpointRequest, TrainRequest
+from rolecall.v1.trajectory_pb2 import RowRef
 from tests.contract.peer import Peer, serving
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_qwen3
 from tests.trainer_rig import Batches, settings_tree, train, values_of
 
 START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 30.0
+GONE = RowRef(id="99/0", token="r.0-1", num_tokens=9)
 
 
 @asynccontextmanager
-async def actor_process(config: Path, num_ranks: int, peer: Peer) -> AsyncIterator[str]:
-    """The address of an actor of `num_ranks` ranks; ends it with SIGTERM and checks that it exits cleanly."""
+async def actor_process(config: Path, num_ranks: int, peer: Peer) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
+    """The address of an actor of `num_ranks` ranks and its (outermost) process; ends it with SIGTERM and checks that it goes."""
     torchrun = ["torch.distributed.run", "--nnodes=1", f"--nproc-per-node={num_ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
     launcher = [*torchrun, "--local-addr=127.0.0.1", "-m"] if num_ranks > 1 else []
     num_joins = len(peer.joins)
@@ -40,9 +45,10 @@ async def actor_process(config: Path, num_ranks: int, peer: Peer) -> AsyncIterat
             while len(peer.joins) == num_joins:
                 assert process.returncode is None, "the actor ended while it started"
                 await asyncio.sleep(0.05)
-        yield peer.joins[-1].address
-        process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(30):
+        yield peer.joins[-1].address, process
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(STOP_TIMEOUT_S):
             await process.wait()
     finally:
         if process.returncode is None:
@@ -50,10 +56,20 @@ async def actor_process(config: Path, num_ranks: int, peer: Peer) -> AsyncIterat
             await process.wait()
 
 
+def write_config(store: StoreUnderTest, model: Path, folder: Path, controller: str) -> Path:
+    """The run's file."""
+    tree = settings_tree(store, model, folder, algorithm={"groups_per_batch": 4, "num_minibatches": 3}, controller={"address": controller})
+    config = folder / "run.yaml"
+    config.write_text(yaml.safe_dump(tree))
+    return config
+
+
 async def one_step(address: str, batch: Any, rows: Any, ctl: int, path: Path) -> dict[str, float]:
     """Trains step 0, computes logprobs of `rows` after it and saves; the step's metrics."""
     async with open_channel(address, RpcSection()) as channel:
         actor = actor_pb2_grpc.ActorServiceStub(channel)
+        with pytest.raises(RowMissingError):  # one rank's failure is every rank's answer, and they go on together
+            await actor.ComputeLogprobs(ComputeColumnRequest(ctl=ctl, rows=[GONE]), timeout=60)
         metrics = values_of(await train(actor, TrainRequest(ctl=ctl, step=0, digest=batch.digest)))
         await actor.ComputeLogprobs(ComputeColumnRequest(ctl=ctl, rows=rows), timeout=60)
         await actor.SaveCheckpoint(SaveTrainerCheckpointRequest(ctl=ctl, path=str(path), step=1, export_huggingface=True), timeout=60)
@@ -69,13 +85,10 @@ async def test_two_ranks_train_what_one_rank_trains(store: StoreUnderTest, tmp_p
     rows = [[row for group in batches.sampled(3) for row in group.rows] for _ in range(2)]
     peer = Peer()
     async with serving(peer) as (_, controller):
-        algorithm = {"groups_per_batch": 4, "num_minibatches": 3}
-        tree = settings_tree(store, model, tmp_path, algorithm=algorithm, controller={"address": controller})
-        config = tmp_path / "run.yaml"
-        config.write_text(yaml.safe_dump(tree))
+        config = write_config(store, model, tmp_path, controller)
         told = []
         for num_ranks in (1, 2):
-            async with actor_process(config, num_ranks, peer) as address:
+            async with actor_process(config, num_ranks, peer) as (address, _):
                 told.append(await one_step(address, batch, rows[num_ranks - 1], store.ledger.ctl, tmp_path / f"actor-{num_ranks}"))
     one, two = told
     for name in one.keys() - {"actor/read_s", "actor/tokens_per_s"}:
@@ -85,3 +98,18 @@ async def test_two_ranks_train_what_one_rank_trains(store: StoreUnderTest, tmp_p
         np.testing.assert_allclose(weights[1][name].float(), tensor.float(), atol=2e-4, err_msg=name)
     written = store.rows.read(rows[1], ["old_logprobs", "response_mask"])
     assert all(np.count_nonzero(read["old_logprobs"]) == read["response_mask"].sum() for read in written)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_lost_rank_ends_the_whole_role(store: StoreUnderTest, tmp_path: Path) -> None:
+    peer = Peer()
+    async with serving(peer) as (_, controller):
+        config = write_config(store, write_qwen3(tmp_path / "policy"), tmp_path, controller)
+        async with actor_process(config, 2, peer) as (_, process):
+            ranks = [child for child in psutil.Process(process.pid).children() if "services.actor" in child.cmdline()]
+            follower = next(rank for rank in ranks if rank.environ()["RANK"] == "1")
+            follower.kill()
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                assert await process.wait() != 0
+            assert not psutil.wait_procs(ranks, timeout=5)[1]
