@@ -1,0 +1,118 @@
+"""Publishes into a real vLLM engine on a CPU, judged by Hugging Face: good ones are exact, and every planted fault is caught by the check that is there for it.
+
+The engine runs in a process of its own per kind of model and plays all scenarios of weights_engine_process.py; each test reads one outcome.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MAX_GAP = 2e-5
+"""Largest float32 logprob difference between two correct implementations, with room; planted faults make 1 and more."""
+PROBE_BOUND = 1e-4
+"""What the probe allows in float32."""
+Outcomes = dict[str, dict[str, Any]]
+
+pytestmark = pytest.mark.timeout(300)  # importing vLLM and starting the engine on a busy machine
+
+
+def _play(kind: str, directory: Path) -> Outcomes:
+    command = [sys.executable, "-m", "tests.integration.weights_engine_process", kind, str(directory)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    lines = [line for line in process.stdout.splitlines() if line.startswith("OUTCOMES ")]
+    assert process.returncode == 0, process.stderr[-4000:]
+    assert lines, process.stderr[-4000:]
+    outcomes: Outcomes = json.loads(lines[0].removeprefix("OUTCOMES "))
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """Outcomes of a dense model."""
+    return _play("dense", tmp_path_factory.mktemp("dense"))
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """Outcomes of a model whose head is its embedding."""
+    return _play("tied", tmp_path_factory.mktemp("tied"))
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """Outcomes of a mixture of experts in buckets smaller than a layer."""
+    return _play("moe", tmp_path_factory.mktemp("moe"))
+
+
+def is_exact(outcome: dict[str, Any]) -> bool:
+    """Every fingerprint, every greedy token and every logprob as it should be."""
+    return bool(outcome["agreed"] and not outcome["different"] and outcome["greedy"] and outcome["gap"] < MAX_GAP and outcome["state"] == "loaded")
+
+
+def test_a_dense_engine_started_on_dummy_weights_is_exact_after_the_first_and_the_second_publish(dense: Outcomes) -> None:
+    assert is_exact(dense["first"]), dense["first"]
+    assert is_exact(dense["second"]), dense["second"]
+
+
+def test_a_tied_engine_is_exact_after_every_publish(tied: Outcomes) -> None:
+    assert is_exact(tied["first"]), tied["first"]
+    assert is_exact(tied["second"]), tied["second"]
+    assert is_exact(tied["third"]), tied["third"]
+
+
+def test_a_mixture_of_experts_in_buckets_smaller_than_a_layer_is_exact_after_every_publish(moe: Outcomes) -> None:
+    assert is_exact(moe["first"]), moe["first"]
+    assert is_exact(moe["second"]), moe["second"]
+
+
+def test_swapped_queries_and_keys_show_in_exactly_their_fingerprints_and_in_the_probe(dense: Outcomes) -> None:
+    outcome = dense["swapped on the way"]
+    assert outcome["different"] == ["model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.q_proj.weight"]
+    assert outcome["gap"] > PROBE_BOUND  # catches them also when the actor's own export swapped them, and both sides agree on the fingerprints
+    assert outcome["agreed"]
+
+
+def test_a_stale_tied_head_is_caught_by_the_probe_alone(tied: Outcomes) -> None:
+    outcome = tied["stale head"]
+    assert outcome["agreed"]
+    assert outcome["state"] == "loaded"
+    assert outcome["gap"] > PROBE_BOUND
+
+
+def test_a_missing_expert_is_caught_by_coverage_and_counted(moe: Outcomes) -> None:
+    outcome = moe["missing expert"]
+    assert outcome["error"][0] == "TornWeightsError"
+    assert "model.layers.1.mlp.experts" in outcome["error"][1]
+    assert "w13_weight got 28672 of 32768 elements" in outcome["error"][1]
+    assert outcome["state"] == "torn"
+
+
+def test_parameters_that_the_actor_does_not_export_are_caught_by_coverage_and_named(dense: Outcomes) -> None:
+    outcome = dense["not exported"]
+    assert outcome["error"][0] == "TornWeightsError"
+    assert "model.layers.0.self_attn.qkv_proj.weight got 16384 of 24576 elements" in outcome["error"][1]
+    assert "model.norm.weight got 0 of 64 elements" in outcome["error"][1]
+    assert outcome["state"] == "torn"
+
+
+def test_a_tensor_that_the_engine_cannot_take_tears_the_weights_and_leaves_the_engine_alive(dense: Outcomes) -> None:
+    outcome = dense["wrong shape"]
+    assert outcome["error"][0] == "TornWeightsError"
+    assert "could not load" in outcome["error"][1]
+    assert outcome["state"] == "torn"
+
+
+def test_torn_weights_are_healed_by_the_next_full_load(dense: Outcomes, moe: Outcomes) -> None:
+    assert is_exact(dense["healed"]), dense["healed"]
+    assert is_exact(dense["healed again"]), dense["healed again"]
+    assert is_exact(moe["healed"]), moe["healed"]
+
+
+def test_a_version_that_goes_back_is_refused_before_anything_is_touched(dense: Outcomes) -> None:
+    outcome = dense["stale version"]
+    assert outcome["error"][0] == "StaleVersionError"
+    assert outcome["state"] == "loaded"
