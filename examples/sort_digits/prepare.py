@@ -7,6 +7,7 @@ Everything derives from the seed. Owns its output folder; knows nothing of RoleC
 
 import argparse
 import json
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,7 +101,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
 def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, numbers: list[str], rng: random.Random) -> Qwen3ForCausalLM:
     """Supervised steps on answers that are mostly descending; the loss is over the answer's tokens."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
-    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10) * (1 - step / WARM_STEPS))
+    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / WARM_STEPS)) / 2)
     model.train()
     columns = (TextColumn("warm start"), BarColumn(), TextColumn("{task.completed}/{task.total} steps  loss {task.fields[loss]}"), TimeElapsedColumn())
     with Progress(*columns) as bar:
