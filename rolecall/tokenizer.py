@@ -46,7 +46,8 @@ class ChatTokenizer:
     @property
     def eos_token_id(self) -> int | None:
         """The tokenizer's own end-of-sequence id."""
-        return self._tokenizer.eos_token_id
+        token_id = self._tokenizer.eos_token_id
+        return None if token_id is None else int(token_id)
 
     @property
     def vocab_size(self) -> int:
