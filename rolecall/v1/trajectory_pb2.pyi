@@ -418,7 +418,7 @@ Global___CommittedGroup: _TypeAlias = CommittedGroup  # noqa: Y015
 
 @_typing.final
 class TrainBatch(_message.Message):
-    """A sealed train batch: fixed before Train, read by every trainer rank from batch:<step>."""
+    """A sealed train batch: fixed before Train, read by every trainer from batch:<step>."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -174,6 +174,23 @@ async def test_a_step_is_the_same_whether_old_logprobs_were_written_before_or_no
         assert written[name] == pytest.approx(without[name], rel=1e-3, abs=1e-6), name
 
 
+async def test_kl_and_sampler_correction_are_terms_of_the_loss(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+    batch = batches.sealed(0)
+    request = TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest)
+    algorithm = {"groups_per_batch": 4, "kl": {"reference": "ref", "kl_coef": 0.5}, "correction": {"tis_cap": 1.5}, "policy_loss": {"entropy_coef": 0.01}}
+    async with served_actor(make_run(algorithm=algorithm, references={"ref": {}}), store) as (rig, actor):
+        with pytest.raises(RowMissingError, match="ref/logprobs"):
+            await train(actor, request)
+        masks = store.rows.read(batch.rows, ["response_mask"])
+        store.rows.put(batch.rows, [{"ref/logprobs": np.where(read["response_mask"], np.float32(-3), np.float32(0))} for read in masks])
+        metrics = values_of(await train(actor, request))
+        assert rig.engine.bench.engine.num_updates == 1
+    assert metrics["actor/reference_kl"] > 0
+    assert metrics["actor/correction_weight"] == pytest.approx(1.0, abs=1e-3)
+    expected = metrics["actor/policy_loss"] + 0.5 * metrics["actor/reference_kl"] - 0.01 * metrics["actor/entropy"]
+    assert metrics["actor/loss"] == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
 async def test_a_missing_row_fails_only_the_call_that_named_it(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
     rows = [row for group in batches.sampled(2) for row in group.rows]
     gone = RowRef(id="99/0", token="r.0-1", num_tokens=9)
