@@ -153,6 +153,7 @@ def _engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         max_model_len=config.max_model_tokens,
         max_num_seqs=config.max_num_seqs,
         tensor_parallel_size=config.tensor_parallel_size,
+        distributed_executor_backend="uni" if config.in_one_process else "mp",
         kv_cache_memory_bytes=config.kv_cache_bytes,
         gpu_memory_utilization=config.gpu_memory_utilization,
         enforce_eager=config.enforce_eager,

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ async def rollout(store: StoreUnderTest, tmp_path: Path) -> AsyncIterator[Replic
 
 async def serving(rollout: ReplicaUnderTest) -> bool:
     check = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
-    answer: health_pb2.HealthCheckResponse = await health_pb2_grpc.HealthStub(rollout.channel).Check(check)
+    answer: health_pb2.HealthCheckResponse = await cast(Any, health_pb2_grpc.HealthStub)(rollout.channel).Check(check)
     return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -332,7 +333,7 @@ async def test_info_says_what_is_held_and_done(rollout: ReplicaUnderTest) -> Non
 
 
 async def test_health_watchers_see_every_change(rollout: ReplicaUnderTest) -> None:
-    watch = health_pb2_grpc.HealthStub(rollout.channel).Watch(health_pb2.HealthCheckRequest(service=""), timeout=10)
+    watch = cast(Any, health_pb2_grpc.HealthStub)(rollout.channel).Watch(health_pb2.HealthCheckRequest(service=""), timeout=10)
     states = []
 
     async def follow() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -24,33 +24,44 @@ from rolecall.store.connection import Connection, connect
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import Ledger
 from rolecall.store.rows import Rows
-from rolecall.v1 import controller_pb2, controller_pb2_grpc, rollout_pb2, rollout_pb2_grpc, trajectory_pb2, weights_pb2
+from rolecall.v1 import controller_pb2, rollout_pb2, rollout_pb2_grpc, trajectory_pb2, weights_pb2
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
 from rolecall.weights.transfer import Transferred
-from rolecall.wire import encode_tensor
+from rolecall.wire import Array, encode_tensor
 
 RUN = "rollout-test"
 PROBE = [5, 60, 61, 62, 100, 7, 8, 9]
 BUCKET_TIMEOUT_S = 20.0
 
 
-class YesController(controller_pb2_grpc.ControllerServiceServicer):
-    """Takes everyone in and remembers who came."""
+class YesController:
+    """Takes everyone in and remembers who came. Only what a membership calls."""
 
     def __init__(self) -> None:
         self.joined: list[controller_pb2.JoinRequest] = []
         self.phases: list[str] = []
         self.arrived = threading.Event()
 
-    def Join(self, request: controller_pb2.JoinRequest, context: Any) -> controller_pb2.JoinResponse:  # type: ignore[override]
+    def join(self, request: controller_pb2.JoinRequest, context: Any) -> controller_pb2.JoinResponse:
         self.joined.append(request)
         self.arrived.set()
         return controller_pb2.JoinResponse(ctl=1, heartbeat_s=0.2, lease_s=5)
 
-    def Heartbeat(self, request: controller_pb2.HeartbeatRequest, context: Any) -> controller_pb2.HeartbeatResponse:  # type: ignore[override]
+    def heartbeat(self, request: controller_pb2.HeartbeatRequest, context: Any) -> controller_pb2.HeartbeatResponse:
         self.phases.append(request.phase)
         return controller_pb2.HeartbeatResponse(ctl=1)
+
+    def handler(self) -> Any:
+        methods: dict[str, tuple[Any, Any, Any]] = {
+            "Join": (self.join, controller_pb2.JoinRequest, controller_pb2.JoinResponse),
+            "Heartbeat": (self.heartbeat, controller_pb2.HeartbeatRequest, controller_pb2.HeartbeatResponse),
+        }
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(method, request_deserializer=ask.FromString, response_serializer=answer.SerializeToString)
+            for name, (method, ask, answer) in methods.items()
+        }
+        return grpc.method_handlers_generic_handler("rolecall.v1.ControllerService", handlers)
 
 
 @dataclass
@@ -120,7 +131,7 @@ class RolloutProcess:
                 tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.02)
 
     @torch.no_grad()
-    def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> np.ndarray:  # type: ignore[type-arg]
+    def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> Array:
         """float32 [T] of Hugging Face under the weights sent last; index 0 is 0."""
         logits = self.model(torch.tensor([token_ids])).logits[0].float() / temperature
         chosen = torch.log_softmax(logits, dim=-1)[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
@@ -144,7 +155,7 @@ def rollout_process(directory: Path, model_path: Path, **sections: dict[str, Any
     store = EmbeddedStore(directory / "store", RUN, 256 * 2**20, None)
     server = grpc.server(futures.ThreadPoolExecutor(4))
     controller = YesController()
-    controller_pb2_grpc.add_ControllerServiceServicer_to_server(controller, server)  # type: ignore[no-untyped-call,unused-ignore]
+    server.add_generic_rpc_handlers((controller.handler(),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     url = store.start()
@@ -155,30 +166,31 @@ def rollout_process(directory: Path, model_path: Path, **sections: dict[str, Any
     for name, section in sections.items():
         tree[name] = {**tree.get(name, {}), **section}
     (directory / "run.yaml").write_text(yaml.safe_dump(tree))
-    log = (directory / "rollout.log").open("wb")
     command = [sys.executable, "-m", "services.rollout", "--config", str(directory / "run.yaml"), "--name", "rollout-0"]
-    process = subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(__file__).parents[2], env={**os.environ, "ROLECALL_DIE_WITH_PARENT": "1"})
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], env={**os.environ, "ROLECALL_DIE_WITH_PARENT": "1"})
     try:
         deadline = time.monotonic() + 240
         while not controller.arrived.wait(0.2):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError((directory / "rollout.log").read_text()[-4000:])
+                raise AssertionError("the replica did not join; its output says why")
         join = controller.joined[0]
         channel = grpc.insecure_channel(join.address)
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
         weights = [(name, parameter.data) for name, parameter in model.named_parameters()]
+        publisher = Publisher(torch.device("cpu"))
         yield RolloutProcess(
             process,
             join,
             controller,
-            rollout_pb2_grpc.RolloutServiceStub(channel),
+            cast(Any, rollout_pb2_grpc.RolloutServiceStub)(channel),
             ledger,
             Rows(connection, RUN, 1),
             connection,
-            Publisher(torch.device("cpu")),
+            publisher,
             model,
             weights,
         )
+        publisher.close()
         channel.close()
     finally:
         process.terminate()
@@ -187,7 +199,6 @@ def rollout_process(directory: Path, model_path: Path, **sections: dict[str, Any
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(5)
-        log.close()
         server.stop(0)
         connection.close()
         store.stop()

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 
 from rolecall.trajectory import SAMPLED_COLUMNS
@@ -13,7 +14,7 @@ from rolecall.wire import decode_tensor
 from tests.integration.rollout_process import PROBE, RolloutProcess, group, rollout_process
 from tests.tiny_models import EOS_TOKEN_ID, write_qwen3
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PROMPT = [1, 60, 61, 62, 63, 2, 1, 70]
 
@@ -155,3 +156,15 @@ def test_sleep_is_not_for_cpus(rollout: RolloutProcess) -> None:
     assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
     rollout.stub.Resume(rollout_pb2.ResumeRequest(ctl=1, policy_version=rollout.version, digest=rollout.digests[rollout.version]), timeout=10)
     assert generate(rollout, num_responses=1)
+
+
+def processes_of(parent: int) -> list[psutil.Process]:
+    return [psutil.Process(parent), *psutil.Process(parent).children(recursive=True)]
+
+
+def test_a_killed_replica_leaves_no_process_behind(rollout: RolloutProcess) -> None:
+    alive = processes_of(rollout.process.pid)
+    assert len(alive) > 1
+    rollout.process.kill()
+    _, left = psutil.wait_procs(alive, timeout=10)
+    assert not left

@@ -41,6 +41,12 @@ def test_ranks_of_a_replica_split_its_cores(tmp_path: Path) -> None:
     environment = start_environment(config)
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "4,5|6,7"
     assert environment["OMP_NUM_THREADS"] == "2"
+    assert "OMP_PLACES" not in environment
+
+
+def test_a_lone_worker_is_bound_through_openmp_itself(tmp_path: Path) -> None:
+    environment = start_environment(configure(settings(tmp_path, num_replicas=2), "rollout-1", range(4)))
+    assert (environment["OMP_PLACES"], environment["OMP_PROC_BIND"]) == ("{2,3}", "true")
 
 
 def test_replicas_overlap_only_when_cores_run_out(tmp_path: Path) -> None:
