@@ -38,6 +38,7 @@ _LOST = (
     exceptions.BusyLoadingError,
     exceptions.TryAgainError,
     exceptions.ClusterDownError,
+    exceptions.SlotNotCoveredError,
     exceptions.MasterDownError,
     exceptions.ReadOnlyError,
 )

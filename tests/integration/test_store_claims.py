@@ -155,7 +155,7 @@ def test_an_expelled_worker_is_a_zombie_to_every_script(store: StoreUnderTest) -
     with pytest.raises(LeaseLostError):
         zombie.commit(claims[0], store.stage(claims[0]), {(0, DIGEST)})
     again = store.worker("r.1").claim(2)
-    assert [(claim.group.gid, claim.deliveries) for claim in again] == [(0, 2), (1, 2)]
+    assert [(claim.group.gid, claim.deliveries) for claim in again] == [(0, 2)]
     assert zombie.renew(claims) == claims, "a renewal must not steal the entry back"
     assert zombie.release(claims) == 0
     assert store.worker("r.1").commit(again[0], store.stage(again[0]), {(0, DIGEST)})
@@ -199,6 +199,25 @@ def test_a_group_that_kills_its_workers_is_held_back_to_be_dropped(store: StoreU
     assert store.balance() == (2, 0, 1, 1)
 
 
+def test_a_group_delivered_before_is_handed_out_alone(store: StoreUnderTest) -> None:
+    store.admit(4)
+    store.publish(0, 0, "r.0", "r.1", "r.2")
+    store.worker("r.0").claim(2)
+    store.ledger.expel("r.0")
+    busy = store.worker("r.1")
+    suspect = busy.claim(5)
+    assert [(claim.group.gid, claim.deliveries) for claim in suspect] == [(0, 2)]
+    assert busy.claim(5) == [], "nothing else may be at risk beside it"
+    store.commit(busy, suspect[0])
+    other = store.worker("r.2")
+    new = store.worker("r.2").claim(1)
+    assert [claim.group.gid for claim in new] == [1], "an idle worker takes the suspect first"
+    assert [claim.group.gid for claim in busy.claim(5)] == [2, 3]
+    other.release(new)
+    assert busy.claim(5) == [], "a worker that holds others must not take it"
+    assert [claim.group.gid for claim in other.claim(5)] == [1]
+
+
 def test_deliveries_that_ended_in_a_failed_publish_do_not_make_poison(store: StoreUnderTest) -> None:
     store.admit(1)
     for version in range(4):
@@ -220,6 +239,7 @@ def test_an_unrenewed_entry_is_reaped_from_a_living_worker(store: StoreUnderTest
     store.ledger.reap("r.0", forgotten.entry_id)
     store.ledger.reap("r.1", kept.entry_id)
     assert queue.renew([forgotten, kept]) == [forgotten]
+    store.commit(queue, kept)
     assert [(claim.group.gid, claim.deliveries) for claim in queue.claim(1)] == [(0, 2)]
 
 

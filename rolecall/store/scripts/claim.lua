@@ -1,6 +1,8 @@
 #!lua flags=allow-oom
 -- Claims up to n groups: released entries first, then new ones. ARGV: consumer, n, nonce. DENIED unless the consumer is attested at the current
 -- policy version and no publish is under way. Repeated with the nonce of the consumer's last claim: the same entries, as far as it still holds them.
+-- An entry delivered before may be poison: it is handed out alone, to a worker that holds nothing, and until it is done that worker gets nothing else.
+-- (Otherwise one poison prompt takes the deliveries of every group beside it.) Waiting for an idle worker ends, because admission does.
 -- OK, last entry id delivered to anyone, then per entry {entry, delivery count, excused, group, traceparent}.
 local consumer, worker = ARGV[1], worker_key(ARGV[1])
 local version, current = redis.call('HGET', worker, 'version'), redis.call('HGET', run, 'policy_version')
@@ -15,9 +17,18 @@ if redis.call('HGET', worker, 'nonce') == ARGV[3] then
     if owner(entry) == consumer then entries[#entries + 1] = entry end
   end
 else
-  local limit = tonumber(ARGV[2])
-  for _, pending in ipairs(redis.call('XPENDING', prompts, 'rollout', '-', '+', limit, FREE)) do
-    if #redis.call('XCLAIM', prompts, 'rollout', consumer, 0, pending[1]) > 0 then entries[#entries + 1] = pending[1] end
+  local function deliveries(pending)
+    return pending[4] - number(group_key(entry_fields(prompts, pending[1]).gid), 'excused', 0)
+  end
+  local limit, mine = tonumber(ARGV[2]), redis.call('XPENDING', prompts, 'rollout', '-', '+', 2, consumer)
+  if #mine == 1 and deliveries(mine[1]) > 1 then limit = 0 end
+  for _, pending in ipairs(limit > 0 and redis.call('XPENDING', prompts, 'rollout', '-', '+', 1000, FREE) or {}) do
+    local alone = deliveries(pending) > 0
+    if #entries < limit and not (alone and #entries + #mine > 0) then
+      redis.call('XCLAIM', prompts, 'rollout', consumer, 0, pending[1])
+      entries[#entries + 1] = pending[1]
+      if alone then limit = 1 end
+    end
   end
   if #entries < limit then
     local fresh = redis.call('XREADGROUP', 'GROUP', 'rollout', consumer, 'COUNT', limit - #entries, 'STREAMS', prompts, '>')
