@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rolecall.errors import RoleCallError
 from rolecall.telemetry import Metrics
 from rolecall.training.chain import Progress
 from rolecall.training.engine import Loss, Microbatch, TokenOutputs, ValueOutputs
@@ -30,7 +31,17 @@ class Counted:
 
 
 def optimize(bench: Bench, share: TrainShare, objective: Callable[[Minibatch], Loss], num_epochs: int, counted: Counted, role: str) -> tuple[Metrics, int]:
-    """Every mini-batch of every epoch: gradients, then one optimizer step. This rank's metrics and the number of skipped steps. A collective."""
+    """Every mini-batch of every epoch: gradients, then one optimizer step. This rank's metrics and the number of skipped steps. A collective.
+
+    Whatever fails here leaves a step that is partly applied: it is a RuntimeError, which ends the role, and never an answer (lane.py).
+    """
+    try:
+        return _updates(bench, share, objective, num_epochs, counted, role)
+    except RoleCallError as error:
+        raise RuntimeError(f"a step failed when it may have been partly applied: {error.message}") from error
+
+
+def _updates(bench: Bench, share: TrainShare, objective: Callable[[Minibatch], Loss], num_epochs: int, counted: Counted, role: str) -> tuple[Metrics, int]:
     metrics, skipped = Metrics(), 0
     for _ in range(num_epochs):
         for minibatch in share.minibatches:

@@ -1,0 +1,81 @@
+"""What a step promises whatever its objective: order, counted microbatches, and no answer for one that was partly applied."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from rolecall.algorithms.aggregation import Counts
+from rolecall.errors import InvalidInputError
+from rolecall.telemetry import Metrics
+from rolecall.training.chain import Progress
+from rolecall.training.engine import Loss, Microbatch, StepOutcome, TokenOutputs, ValueOutputs
+from rolecall.training.group import CommandGroup
+from rolecall.training.packing import CostModel, pack
+from rolecall.training.share import Bench, Minibatch, TrainShare
+from rolecall.training.steps import Counted, optimize, per_update
+
+
+class ScriptedEngine:
+    """Answers each optimizer step with the next outcome, or raises it."""
+
+    def __init__(self, *outcomes: StepOutcome | Exception) -> None:
+        self.outcomes = list(outcomes)
+        self.seen: list[int] = []
+
+    def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False) -> list[TokenOutputs | ValueOutputs]:
+        return []
+
+    def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss, *, entropy: bool = False) -> Metrics:
+        metrics = Metrics()
+        for microbatch in microbatches:
+            self.seen.append(int(microbatch.token_ids_N[0]))
+            metrics.merge(loss(microbatch, TokenOutputs(torch.zeros(1), torch.zeros(1)))[1])
+        return metrics
+
+    def step(self) -> StepOutcome:
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(())
+
+
+def share_of(*minibatches: Sequence[int]) -> TrainShare:
+    """One-token microbatches whose only token says which they are."""
+    cpu = torch.device("cpu")
+    made = []
+    for numbers in minibatches:
+        rows = [{"token_ids": torch.tensor([n]).int().numpy(), "response_mask": torch.ones(1).byte().numpy()} for n in numbers]
+        made.append(Minibatch([pack([row], (), temperature=1.0, device=cpu) for row in rows], Counts(1, 1)))
+    return TrainShare([], made, 0)
+
+
+def bench_of(engine: Any) -> Bench:
+    unused: Any = None
+    return Bench(engine, CommandGroup(0, 1, None), unused, CostModel(1.0, 0.0), torch.device("cpu"), 64)
+
+
+def unit_loss(microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> tuple[torch.Tensor, Metrics]:
+    metrics = Metrics()
+    metrics.sum("actor/loss", 1.0)
+    return torch.zeros(()), metrics
+
+
+def test_every_minibatch_of_every_epoch_is_one_update_and_skipped_ones_are_counted() -> None:
+    done, nan = StepOutcome(0.5, 1e-3, True), StepOutcome(float("nan"), 1e-3, False)
+    engine, progress = ScriptedEngine(done, nan, done, done), Progress(lambda: None)
+    metrics, skipped = optimize(bench_of(engine), share_of([1, 2], [3]), lambda _: unit_loss, 2, Counted(progress, 6), "actor")
+    assert engine.seen == [1, 2, 3, 1, 2, 3]
+    assert (progress.num_done, progress.num_total, skipped) == (6, 6, 1)
+    assert metrics.values() == {"actor/grad_norm": 0.5, "actor/grad_norm_max": 0.5, "actor/learning_rate": 1e-3, "actor/loss": 6.0, "actor/skipped_steps": 1.0}
+    assert per_update(metrics, ("actor/loss",), 4).values()["actor/loss"] == 1.5
+
+
+def test_a_failure_between_updates_is_never_an_answer() -> None:
+    engine = ScriptedEngine(StepOutcome(0.5, 1e-3, True), InvalidInputError("two reductions"))
+    with pytest.raises(RuntimeError, match="partly applied: two reductions"):
+        optimize(bench_of(engine), share_of([1], [2]), lambda _: unit_loss, 1, Counted(Progress(lambda: None), 2), "actor")
