@@ -13,6 +13,7 @@ Bounds: max_groups claims in hand; one task each; calls to the store run in the 
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -84,6 +85,7 @@ class PullLoop:
         self._on_turn = on_turn
         self._work: dict[str, _Work] = {}
         self._draining = asyncio.Event()
+        self._drained = asyncio.Event()
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -100,7 +102,8 @@ class PullLoop:
                 await self._turn()
                 if self._fatal.done():
                     self._fatal.result()
-            await self._until(asyncio.gather(*self._tasks(), return_exceptions=True))
+            while not self._drained.is_set():
+                await self._until(asyncio.ensure_future(self._drained.wait()), cancel=True)
         finally:
             renewal.cancel()
             for task in self._tasks():
@@ -121,6 +124,7 @@ class PullLoop:
         await asyncio.gather(*tasks, return_exceptions=True)
         released = await asyncio.to_thread(self._queue.release, held) if held else 0
         self._work.clear()
+        self._drained.set()
         return finished, released
 
     # --- the loop -----------------------------------------------------------------------------------------------------------------------------------
@@ -141,6 +145,9 @@ class PullLoop:
         except (NotAttestedError, StoreUnavailableError) as error:
             logger.debug("nothing claimed: %s", error.message)
             await asyncio.sleep(DENIED_S)
+            return
+        if self._draining.is_set():
+            await asyncio.to_thread(self._queue.release, claims)
             return
         for claim in claims:
             self._work[claim.entry_id] = _Work(claim)
@@ -253,8 +260,9 @@ class PullLoop:
         requests = group_requests(group, claim.token, self._replica.cache_salt)
         self._replica.require_room(requests[0].prompt_token_ids, f"group {group.gid}")
         responses: list[Response | None] = [None] * len(requests)
-        async for index, response in self._replica.sample_all(requests):
-            responses[index] = response
+        async with aclosing(self._replica.sample_all(requests)) as sampled:
+            async for index, response in sampled:
+                responses[index] = response
         whole = [response for response in responses if response is not None]
         refs = await self._stage(claim, whole)
         spans = {(version, digest) for response in whole for version, digest in response.digests.items()}

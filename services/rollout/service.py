@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any, TypeAlias
 
 import grpc
@@ -50,8 +51,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         requests = self._requests(request)
         self._replica.require_room(requests[0].prompt_token_ids, f"prompt {request.id!r}")
         try:
-            async with asyncio.timeout(self._generation_timeout_s):
-                async for index, response in self._replica.sample_all(requests):
+            async with asyncio.timeout(self._generation_timeout_s), aclosing(self._replica.sample_all(requests)) as sampled:
+                async for index, response in sampled:
                     if pinned is not None and response.digests.keys() != {pinned}:
                         raise WrongVersionError(f"{request.id}/{index} was sampled by versions {sorted(response.digests)}, not by {pinned} alone")
                     yield self._response(request, index, response)

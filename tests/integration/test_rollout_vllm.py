@@ -143,6 +143,26 @@ def test_groups_kept_over_a_publish_carry_the_version_of_every_token(rollout: Ro
     assert mixed > 0
 
 
+@pytest.mark.parametrize("mode", [rollout_pb2.PAUSE_MODE_WAIT, rollout_pb2.PAUSE_MODE_ABORT])
+def test_groups_that_a_publish_finishes_or_aborts_hold_one_version_each(rollout: RolloutProcess, mode: rollout_pb2.PauseMode.ValueType) -> None:
+    first = rollout.ledger.position().next_gid
+    for gid in range(first, first + 4):
+        assert rollout.ledger.admit(group(gid, [*PROMPT, gid], 4, max_tokens=300, temperature=1.5), b"")
+    while rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=5).num_groups == 0:
+        time.sleep(0.01)
+    rollout.publish(pause_mode=mode)
+    found: dict[int, trajectory_pb2.CommittedGroup] = {}
+    deadline = time.monotonic() + 60
+    while len(found) < 4 and time.monotonic() < deadline:
+        found = {one.gid: one for _, one in rollout.ledger.read_committed("0", 100, 0.5) if one.gid >= first}
+    assert len(found) == 4
+    for one in found.values():
+        for row in rollout.rows.read(list(one.rows), SAMPLED_COLUMNS):
+            assert len(set(row["policy_versions"][row["response_mask"] == 1].tolist())) == 1
+    if mode == rollout_pb2.PAUSE_MODE_ABORT:
+        assert {one.max_policy_version for one in found.values()} == {rollout.version}
+
+
 def test_over_long_prompts_are_refused(rollout: RolloutProcess) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         generate(rollout, prompt=[60] * 512)
