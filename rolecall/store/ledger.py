@@ -176,6 +176,8 @@ class Ledger:
                 os.fsync(file.fileno())
             self._call("forget", stream, *(entry for entry, _ in entries))
             total += len(entries)
+            if len(entries) < DRAIN_COUNT:
+                return total
 
     def next_epoch(self) -> int:
         """A new epoch of the weight channel, higher than any before."""

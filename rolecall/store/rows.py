@@ -67,17 +67,12 @@ class Rows:
         rows, metas = [], []
         for ref, (meta, *values) in zip(refs, self._fields(refs, [META, *names]), strict=True):
             rows.append(_decoded(ref, columns, names, values))
-            metas.append(TrajectoryMeta.FromString(meta or b""))
+            metas.append(_meta(ref, meta))
         return rows, metas
 
     def read_meta(self, refs: Sequence[RowRef]) -> list[TrajectoryMeta]:
         """Per row, what is known of the trajectory beside its arrays. RowMissingError when a row is not there."""
-        metas = []
-        for ref, (data,) in zip(refs, self._fields(refs, [META]), strict=True):
-            if data is None:
-                raise RowMissingError(f"row {ref.id} of attempt {ref.token} is gone; it expired or was deleted", id=ref.id)
-            metas.append(TrajectoryMeta.FromString(data))
-        return metas
+        return [_meta(ref, data) for ref, (data,) in zip(refs, self._fields(refs, [META]), strict=True)]
 
     def put(self, refs: Sequence[RowRef], columns: Sequence[Mapping[str, Array]]) -> int:
         """Writes columns into existing rows, once: a column that is there stays as it was. Returns how many rows had all of theirs before.
@@ -133,6 +128,12 @@ def _decoded(ref: RowRef, columns: Sequence[str], names: Sequence[str], values: 
 
 def _encoded(ref: RowRef, columns: Mapping[str, Array]) -> dict[str, bytes]:
     return {name: encode_column(name, array, ref.num_tokens) for name, array in columns.items()}
+
+
+def _meta(ref: RowRef, data: bytes | None) -> TrajectoryMeta:
+    if data is None:
+        raise RowMissingError(f"row {ref.id} of attempt {ref.token} is gone; it expired or was deleted", id=ref.id)
+    return TrajectoryMeta.FromString(data)
 
 
 def _cut(items: Sequence[T], sizes: Iterable[int]) -> Iterator[list[T]]:

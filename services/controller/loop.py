@@ -214,6 +214,7 @@ class Loop:
         while self._step < settings.run.num_steps and not board.stop_requested:
             with tracer().start_as_current_span("step", attributes={"step": self._step}):
                 await self._one_step()
+            await self._drain()
             if (settings.evaluation.every_steps and self._step % settings.evaluation.every_steps == 0) or self._step == settings.run.num_steps:
                 await self._evaluate()
             if self._wants_checkpoint():
@@ -242,6 +243,12 @@ class Loop:
         await self._publish()
         clock.lap("publish")
         await self._report(groups, results, clock)
+
+    async def _drain(self) -> None:
+        """Moves the ledger's history and dead letters to files, which bounds them in the store."""
+        parts, folder = self._parts, self._settings.run.dir
+        await parts.threads.call(parts.ledger.drain, "history", folder / "history.jsonl")
+        await parts.threads.call(parts.ledger.drain, "dead", folder / "dead.jsonl")
 
     async def _next_groups(self) -> list[ScoredGroup]:
         """The groups of this step's batch: those sealed by an earlier controller, or the ones admission.py chooses."""
