@@ -5,6 +5,7 @@ A plain client of the `rolecall` command: what it prints comes from the run's me
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -25,7 +26,9 @@ def main() -> int:
     arguments, overrides = parser.parse_known_args()
     folder = (arguments.folder or Path("runs") / f"sort_digits-{arguments.config.stem}-seed{arguments.seed}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     started = time.monotonic()
-    subprocess.run([sys.executable, str(HERE / "prepare.py"), str(folder), "--seed", str(arguments.seed)], check=True)
+    # Idle threads that sleep instead of spinning cost nothing alone and are several times faster on a machine that others use too.
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    subprocess.run([sys.executable, str(HERE / "prepare.py"), str(folder), "--seed", str(arguments.seed)], check=True, env=environment)
     prepared = time.monotonic()
     code = subprocess.run([*train_command(arguments.config, folder, arguments.seed), *overrides], check=False).returncode
     ended = time.monotonic()
