@@ -37,9 +37,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+from vllm import envs
 from vllm.config import VllmConfig, WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -69,6 +71,8 @@ BACKEND = "rolecall"
 """Name of the engine in vLLM's registry."""
 _JOIN_POLL_S = 0.02
 """Seconds between two looks at whether the workers have met."""
+_PARENT_WATCH_S = 1.0
+"""Seconds between two looks at whether the service still lives."""
 
 State = Literal["empty", "loading", "loaded", "torn"]
 """What a worker holds: nothing yet, a load in progress, one whole version, or parts of several."""
@@ -131,6 +135,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         self._joined: Future[Channel] = Future()
         self._manifest: weights_pb2.WeightManifest | None = None
         self._arrived: Transferred | None = None
+        if self.parallel_config.world_size > 1 and envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+            threading.Thread(target=_end_orphaned_engine, name="engine-parent-watch", daemon=True).start()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Leaves the epoch before and begins to join the new one on a thread: requests go on meanwhile. `joined` tells the outcome."""
@@ -442,6 +448,21 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent.pid:  # it ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _end_orphaned_engine() -> None:
+    """With several workers the engine's core is a process between the service and the workers that imports nothing of ours: a worker ends it once the service
+    is gone,
+    and `_die_with_parent` ends the workers with it."""
+    core = os.getppid()
+    service = _parent_of(core)
+    while _parent_of(core) == service:
+        time.sleep(_PARENT_WATCH_S)
+    os.kill(core, signal.SIGKILL)
+
+
+def _parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 _die_with_parent()

@@ -1,0 +1,38 @@
+"""The weight channel into a real AsyncLLM whose engine runs in processes of its own: each worker is a rank, and none outlives the service."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # an engine with two workers takes a minute to start
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two workers need a core each")
+def test_two_tensor_parallel_workers_receive_exact_weights_and_end_when_the_service_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.integration.weights_async_engine_process", str(tmp_path), "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as service:
+        assert service.stdout is not None
+        try:
+            lines = (line for line in service.stdout if line.startswith("DONE "))
+            done = json.loads(next(lines, "DONE {}").removeprefix("DONE "))
+        finally:
+            service.kill()
+    assert done, "the service ended before it was done"
+    assert done["num_ranks"] == 2
+    assert max(done["gaps"]) < 2e-5
+    deadline = time.monotonic() + 15
+    while any(_is_alive(pid) for pid in done["children"]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [pid for pid in done["children"] if _is_alive(pid)] == []
