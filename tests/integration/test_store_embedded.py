@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -208,10 +207,3 @@ def test_a_full_store_refuses_new_work_and_still_trains_what_it_holds(make_embed
     store.rows.delete(filler)
     store.admit(1)
     assert store.balance() == (admitted + 1, 3, 1, admitted - 3)
-
-
-def test_no_port_is_opened_for_it(make_embedded_store: MakeEmbeddedStore) -> None:
-    make_embedded_store().start()
-    with socket.socket() as probe:
-        probe.settimeout(1)
-        assert probe.connect_ex(("127.0.0.1", 6379)) != 0
