@@ -36,6 +36,10 @@ class ScoredGroup:
     """bool [G]."""
     generation_s: float
     """Seconds from claim to the group's last token."""
+    landed_at_s: float
+    """Monotonic clock of this process when the group was seen committed."""
+    scored_at_s: float
+    """Same clock, when its scores were in its rows."""
 
     @property
     def has_signal(self) -> bool:

@@ -89,6 +89,7 @@ class Loop:
         self._retained_bytes = 0
         self._room = asyncio.Event()
         self._step_metrics = Metrics()
+        self._clock = measures.Stopwatch()
         self._backlog: list[trajectory_pb2.Prompt] = []
 
     async def run(self) -> None:
@@ -211,20 +212,24 @@ class Loop:
 
     async def _train(self) -> None:
         settings, board = self._settings, self._parts.board
+        self._clock = measures.Stopwatch()
         while self._step < settings.run.num_steps and not board.stop_requested:
             with tracer().start_as_current_span("step", attributes={"step": self._step}):
                 await self._one_step()
             await self._drain()
+            self._clock.lap("report")
             if (settings.evaluation.every_steps and self._step % settings.evaluation.every_steps == 0) or self._step == settings.run.num_steps:
                 await self._evaluate()
             if self._wants_checkpoint():
                 await self._checkpoint(final=False)
+            self._clock.leave_out()
 
     async def _one_step(self) -> None:
         self._step_metrics = Metrics()
-        clock = measures.Stopwatch()
+        clock = self._clock
         groups = await self._next_groups()
         clock.lap("wait")
+        self._step_metrics.merge(clock.waited(groups))
         rows = [ref for group in groups for ref in group.rows]
         if needs(self._settings.algorithm.advantage) and self._parts.critic:
             self._parts.board.wait_for("the critic's values")
@@ -242,6 +247,7 @@ class Loop:
         self._step += 1
         await self._publish()
         clock.lap("publish")
+        self._clock = measures.Stopwatch()
         await self._report(groups, results, clock)
 
     async def _drain(self) -> None:

@@ -25,7 +25,9 @@ INFO_TIMEOUT_S = 5.0
 
 
 class Stopwatch:
-    """Splits a step's wall time into named laps."""
+    """Splits a step's wall time into named laps.
+
+    A step lasts from the end of one publish to the end of the next: while the step before is still reported, the fleet samples for this one already."""
 
     def __init__(self) -> None:
         self._started = self._last = time.monotonic()
@@ -36,6 +38,22 @@ class Stopwatch:
         now = time.monotonic()
         self._laps[name] = self._laps.get(name, 0.0) + now - self._last
         self._last = now
+
+    def leave_out(self) -> None:
+        """The time since the last lap belongs to no step."""
+        now = time.monotonic()
+        self._started += now - self._last
+        self._last = now
+
+    def waited(self, groups: Sequence[ScoredGroup]) -> Metrics:
+        """Of the time so far, which ended with the batch `groups` complete: until its last group landed, and from there until its last score was in.
+
+        What is left of the report and wait laps is the controller's own. Groups that landed before the step count nothing: nobody waited for them."""
+        metrics = Metrics()
+        landed = max(self._started, *(group.landed_at_s for group in groups))
+        metrics.sum("time/generation_s", landed - self._started)
+        metrics.sum("time/scoring_s", max(landed, *(group.scored_at_s for group in groups)) - landed)
+        return metrics
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> Metrics:
         """Seconds per lap, of the whole step, and sampled tokens of the batch per second of it."""
@@ -80,7 +98,7 @@ def of_batch(
 
 
 async def of_fleet(fleet: Fleet) -> Metrics:
-    """Sampling speed of the fleet since each replica's start, over the time its engine had work. A replica that does not answer is left out."""
+    """Tokens sampled since each replica's start, the seconds its engine had work, and their ratio, summed. A replica that does not answer is left out."""
     rollouts = fleet.rollouts()
     metrics = Metrics()
     request = rollout_pb2.GetRolloutInfoRequest()
@@ -92,6 +110,8 @@ async def of_fleet(fleet: Fleet) -> Metrics:
             raise answer
         elif answer.busy_s > 0:
             metrics.sum("rollout/tokens_per_s", answer.num_sampled_tokens / answer.busy_s)
+            metrics.sum("rollout/busy_s", answer.busy_s)
+            metrics.sum("rollout/sampled_tokens", answer.num_sampled_tokens)
     metrics.sum("rollout/replicas", len(rollouts))
     return metrics
 

@@ -49,22 +49,22 @@ class GroupScorer:
         """Reward columns and reference columns are in the group's rows when this returns.
 
         ScorerError when an item cannot be scored, RowMissingError when a row is gone, UnavailableError or DeadlineError when a role stayed away."""
-        deadline = time.monotonic() + self._settings.controller.stall_timeout_s
+        landed_at_s = time.monotonic()
+        deadline = landed_at_s + self._settings.controller.stall_timeout_s
         while True:
             try:
-                return await self._attempt(group)
+                return await self._attempt(group, landed_at_s)
             except (UnavailableError, DeadlineError) as error:
                 if time.monotonic() > deadline:
                     raise
                 logger.warning("group %d cannot be scored at present, trying again: %s", group.gid, error)
                 await asyncio.sleep(RETRY_PAUSE_S)
 
-    async def _attempt(self, group: trajectory_pb2.CommittedGroup) -> ScoredGroup:
+    async def _attempt(self, group: trajectory_pb2.CommittedGroup, landed_at_s: float) -> ScoredGroup:
         async with self._room:
             refs = list(group.rows)
             await self._threads.call(self._rows.persist, refs)
-            metas = await self._threads.call(self._rows.read_meta, refs)
-            rows = await self._threads.call(self._rows.read, refs, ["token_ids", "response_mask"])
+            rows, metas = await self._threads.call(self._rows.read_with_meta, refs, ["token_ids", "response_mask"])
             try:
                 async with asyncio.TaskGroup() as tasks:
                     scoring = tasks.create_task(self._reward_of(metas, rows))
@@ -83,6 +83,8 @@ class GroupScorer:
             num_response_tokens_G=np.array([int(row["response_mask"].sum()) for row in rows], np.int32),
             truncated_G=np.array([is_truncated(meta) for meta in metas]),
             generation_s=max(meta.generation_s for meta in metas),
+            landed_at_s=landed_at_s,
+            scored_at_s=time.monotonic(),
         )
 
     async def _reward_of(self, metas: Sequence[trajectory_pb2.TrajectoryMeta], rows: Sequence[Mapping[str, Array]]) -> list[Score]:
