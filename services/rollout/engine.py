@@ -7,6 +7,7 @@ token and changes the distribution. Stop tokens are token ids, kept as the respo
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ class VllmEngine:
 
     def __init__(self, config: RolloutConfig) -> None:
         """Starts the engine's processes; takes tens of seconds. Call it inside the event loop that will use it."""
-        self._llm = AsyncLLM.from_engine_args(_engine_args(config))
+        self._llm = AsyncLLM.from_engine_args(engine_args(config))
         self._num_probes = 0
         self._backend = config.weights_backend
         self._info = EngineInfo(
@@ -60,7 +61,7 @@ class VllmEngine:
 
     async def sample(self, request: SampleRequest) -> Sample:
         """As SamplingEngine.sample."""
-        params = _sampling_params(request, self._info.eos_token_ids)
+        params = sampling_params(request, self._info.eos_token_ids)
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt)
         output = await self._final(prompt, params, request.request_id, _PRIORITY)
         return _sample(output.outputs[0], request)
@@ -129,7 +130,8 @@ class VllmEngine:
         raise WorkerLostError("the vLLM engine died; this replica ends and is started anew")
 
     async def close(self) -> None:
-        """As EngineWeights.close."""
+        """As EngineWeights.close. vLLM reports the end of its own process as an error; there is none left to report."""
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)
         await asyncio.to_thread(self._llm.shutdown, CLOSE_TIMEOUT_S)
 
     def _require_gpu(self) -> None:
@@ -143,7 +145,8 @@ class VllmEngine:
             raise WorkerLostError("the vLLM engine died; this replica ends and is started anew") from error
 
 
-def _engine_args(config: RolloutConfig) -> AsyncEngineArgs:
+def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
+    """What vLLM is started with."""
     return AsyncEngineArgs(
         model=str(config.model_path),
         skip_tokenizer_init=True,
@@ -169,7 +172,8 @@ def _engine_args(config: RolloutConfig) -> AsyncEngineArgs:
     )
 
 
-def _sampling_params(request: SampleRequest, eos_token_ids: Sequence[int]) -> SamplingParams:
+def sampling_params(request: SampleRequest, eos_token_ids: Sequence[int]) -> SamplingParams:
+    """How vLLM samples one response."""
     sampling = request.sampling
     greedy = sampling.temperature == 0
     return SamplingParams(
