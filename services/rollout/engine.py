@@ -147,7 +147,6 @@ class VllmEngine:
 
 def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
     """What vLLM is started with."""
-    """What vLLM is started with."""
     return AsyncEngineArgs(
         model=str(config.model_path),
         skip_tokenizer_init=True,
@@ -174,7 +173,6 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
 
 
 def sampling_params(request: SampleRequest, eos_token_ids: Sequence[int]) -> SamplingParams:
-    """How vLLM samples one response."""
     """How vLLM samples one response."""
     sampling = request.sampling
     greedy = sampling.temperature == 0
