@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rolecall.algorithms.aggregation import Aggregation
 from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, ConfigError, DiskFullError
-from rolecall.settings import AlgorithmSection, CorrectionSection, KlSection, OptimizerSection, PolicyLossSection
+from rolecall.settings import AlgorithmSection, CorrectionSection, KlSection, OptimizerSection, PolicyLossSection, child_environment
 from rolecall.training.device import RankSpec, start_rank
 from rolecall.training.engine import TokenOutputs, ValueOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
@@ -42,7 +42,7 @@ def one_rank() -> Iterator[None]:
     """A default process group of one, unless an earlier test made one."""
     mine = not dist.is_initialized()
     if mine:
-        start_rank(RankSpec(0, 1, 0, (), None, None, 60.0))
+        start_rank(RankSpec(0, 1, 0, (), None, 1, 60.0))
     yield
     if mine:
         dist.destroy_process_group()
@@ -159,9 +159,10 @@ def run_ranks(world_size: int, model: Path, out: Path, **more: Any) -> list[dict
     } | more
     (out / "job.json").write_text(json.dumps(job))
     command = [sys.executable, "-m", "tests.integration.fsdp_ranks", str(out / "job.json")]
+    environment = child_environment({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
     with ExitStack() as stack:
         logs = [stack.enter_context((out / f"rank-{rank}.log").open("w")) for rank in range(world_size)]
-        ranks = [stack.enter_context(subprocess.Popen([*command, str(rank)], stderr=log)) for rank, log in enumerate(logs)]
+        ranks = [stack.enter_context(subprocess.Popen([*command, str(rank)], stderr=log, env=environment)) for rank, log in enumerate(logs)]
         try:
             codes = [rank.wait(timeout=100) for rank in ranks]
         finally:

@@ -1,0 +1,80 @@
+"""The configured objective against its pieces, and the metrics it brings."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rolecall.algorithms.aggregation import Counts
+from rolecall.settings import AlgorithmSection, CorrectionSection, KlSection, PolicyLossSection
+from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
+from rolecall.training.objectives import PolicyObjective, ValueObjective, policy_columns
+from rolecall.training.packing import pack
+
+CPU = torch.device("cpu")
+
+
+def microbatch(**columns: list[float]) -> Microbatch:
+    """One sequence: a prompt token and two sampled ones, the second of them not trained on unless said."""
+    row = {
+        "token_ids": np.array([5, 6, 7], np.int32),
+        "response_mask": np.array([0, 1, 1], np.uint8),
+        "loss_mask": np.array([0, 1, 1], np.uint8),
+    } | {name: np.array(values, np.float32) for name, values in columns.items()}
+    return pack([row], ["loss_mask", *columns], temperature=1.0, device=CPU)
+
+
+def outputs(*logprobs: float) -> TokenOutputs:
+    return TokenOutputs(torch.tensor(logprobs), torch.tensor([0.0, 2.0, 4.0]))
+
+
+def test_the_objective_adds_correction_entropy_and_reference_kl() -> None:
+    algorithm = AlgorithmSection(
+        groups_per_batch=1,
+        policy_loss=PolicyLossSection(entropy_coef=0.1),
+        kl=KlSection(reference="ref", kl_coef=0.5, estimator="k1"),
+        correction=CorrectionSection(tis_cap=2.0),
+    )
+    columns = {"advantages": [0, 1, -1], "old_logprobs": [0, -1, -2], "rollout_logprobs": [0, -1, -9], "ref/logprobs": [0, -1.5, -2.5]}
+    loss, metrics = PolicyObjective(algorithm, Counts(2, 1))(microbatch(**columns), outputs(0, -1, -2))
+    # ratio 1 on both: token losses -1 * 1 and +1 * 2 (capped weight), then entropy 0.1 * 3 and KL 0.5 * 0.5
+    assert float(loss) == pytest.approx((-1 + 2) / 2 - 0.3 + 0.25)
+    values = metrics.values()
+    assert values["actor/policy_loss"] == pytest.approx(0.5)
+    assert values["actor/entropy"] == pytest.approx(3.0)
+    assert values["actor/reference_kl"] == pytest.approx(0.5)
+    assert values["actor/correction_weight"] == pytest.approx(1.5)
+    assert "ref/logprobs" in policy_columns(algorithm)
+
+
+def test_without_old_logprobs_the_policy_is_compared_with_itself() -> None:
+    logprobs = torch.tensor([0.0, -1.0, -2.0], requires_grad=True)
+    objective = PolicyObjective(AlgorithmSection(groups_per_batch=1), Counts(2, 1))
+    loss, metrics = objective(microbatch(advantages=[0, 1, 3], rollout_logprobs=[0, -1.5, -2]), TokenOutputs(logprobs, torch.zeros(3)))
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [0.0, -0.5, -1.5]
+    assert metrics.values()["actor/ratio"] == 1.0
+    assert metrics.values()["actor/sampler_kl"] == pytest.approx((math.exp(0.5) - 1 - 0.5) / 2, rel=1e-5)
+
+
+def test_a_kl_that_shapes_rewards_asks_the_trainer_for_nothing() -> None:
+    algorithm = AlgorithmSection(groups_per_batch=1, kl=KlSection(reference="ref", kl_coef=0.5, placement="reward"))
+    assert policy_columns(algorithm) == ("loss_mask", "advantages", "rollout_logprobs", "old_logprobs")
+
+
+def test_the_value_objective_averages_over_the_global_tokens() -> None:
+    columns = microbatch(values=[0, 0, 0], returns=[0, 1, 3])
+    loss, metrics = ValueObjective(None, Counts(4, 2))(columns, ValueOutputs(torch.tensor([0.0, 2.0, 2.0]), torch.zeros(1)))
+    assert float(loss) == pytest.approx(0.5 * (1 + 1) / 4)
+    assert metrics.values()["critic/error"] == pytest.approx(0.0)
+    assert metrics.values()["critic/return"] == pytest.approx(2.0)
+
+
+def test_a_microbatch_without_trained_tokens_adds_nothing() -> None:
+    empty = microbatch(advantages=[0, 0, 0], rollout_logprobs=[0, -1, -1])
+    untrained = Microbatch(**{**vars(empty), "columns": {**empty.columns, "loss_mask": torch.zeros(3, dtype=torch.bool)}})
+    loss, metrics = PolicyObjective(AlgorithmSection(groups_per_batch=1), Counts(2, 1))(untrained, outputs(0, -1, -2))
+    assert float(loss) == 0.0
+    assert "actor/ratio" not in metrics.values()
