@@ -11,17 +11,19 @@ from rolecall.settings import AlgorithmSection, CorrectionSection, KlSection, Po
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.objectives import PolicyObjective, ValueObjective, policy_columns
 from rolecall.training.packing import pack
+from rolecall.wire import Array
 
 CPU = torch.device("cpu")
 
 
 def microbatch(**columns: list[float]) -> Microbatch:
     """One sequence: a prompt token and two sampled ones, the second of them not trained on unless said."""
-    row = {
+    row: dict[str, Array] = {
         "token_ids": np.array([5, 6, 7], np.int32),
         "response_mask": np.array([0, 1, 1], np.uint8),
         "loss_mask": np.array([0, 1, 1], np.uint8),
-    } | {name: np.array(values, np.float32) for name, values in columns.items()}
+    }
+    row |= {name: np.array(values, np.float32) for name, values in columns.items()}
     return pack([row], ["loss_mask", *columns], temperature=1.0, device=CPU)
 
 
@@ -36,7 +38,7 @@ def test_the_objective_adds_correction_entropy_and_reference_kl() -> None:
         kl=KlSection(reference="ref", kl_coef=0.5, estimator="k1"),
         correction=CorrectionSection(tis_cap=2.0),
     )
-    columns = {"advantages": [0, 1, -1], "old_logprobs": [0, -1, -2], "rollout_logprobs": [0, -1, -9], "ref/logprobs": [0, -1.5, -2.5]}
+    columns: dict[str, list[float]] = {"advantages": [0, 1, -1], "old_logprobs": [0, -1, -2], "rollout_logprobs": [0, -1, -9], "ref/logprobs": [0, -1.5, -2.5]}
     loss, metrics = PolicyObjective(algorithm, Counts(2, 1))(microbatch(**columns), outputs(0, -1, -2))
     # ratio 1 on both: token losses -1 * 1 and +1 * 2 (capped weight), then entropy 0.1 * 3 and KL 0.5 * 0.5
     assert float(loss) == pytest.approx((-1 + 2) / 2 - 0.3 + 0.25)
