@@ -513,6 +513,8 @@ class ControllerSection(ServiceSection):
     """Seconds between a worker's heartbeats."""
     lease_s: PositiveFloat = 5.0
     """Silence after which a worker is taken for dead, and a controller for gone."""
+    max_deliveries: PositiveInt = 3
+    """Times a group is given to a rollout before it is dropped as one that kills or fails its worker."""
     start_timeout_s: PositiveFloat = 300.0
     """Deadline for every role to become healthy at the start."""
     stall_timeout_s: PositiveFloat = 600.0

@@ -199,10 +199,10 @@ class LightRun:
             await engine.close()
 
     @asynccontextmanager
-    async def rollout(self, worker: str, token_s: float = 0.0) -> AsyncIterator[ScriptedEngine]:
+    async def rollout(self, worker: str, token_s: float = 0.0, engine: ScriptedEngine | None = None) -> AsyncIterator[ScriptedEngine]:
         """A rollout replica that joins, pulls and serves until the context ends; then it is silent, as a killed process is."""
         consumer = f"{worker}.{id(object()):x}"
-        engine = ScriptedEngine(token_s=token_s, vocab_size=200)
+        engine = engine or ScriptedEngine(token_s=token_s, vocab_size=200)
         server = Server(RpcSection(), "127.0.0.1:0")
         replica = Replica(engine, pause_timeout_s=5.0, load_timeout_s=5.0, keep_timeout_s=5.0, on_serving=server.set_serving)
         chat = ChatTokenizer(self.settings.model.path)

@@ -132,7 +132,7 @@ class Fleet:
 
     async def _bury(self, worker: Worker) -> None:
         if isinstance(worker, Rollout):
-            await self._threads.call(self._ledger.expel, worker.consumer)
+            await self._threads.call(self._ledger.expel, worker.consumer, self._settings.controller.max_deliveries)
             await worker.channel.close()
 
     async def close(self) -> None:

@@ -25,6 +25,7 @@ from services.controller.board import RunBoard
 from services.controller.checkpoints import Checkpoints, RunPoint
 from services.controller.evaluation import Evaluation
 from services.controller.fleet import Fleet
+from services.controller.leases import Leases
 from services.controller.prompts import Cursor, PromptSequence
 from services.controller.publish import PolicyPublisher
 from services.controller.recovery import Recovery
@@ -101,7 +102,7 @@ class Loop:
         self._parts.board.move(controller_pb2.RUN_STATE_RUNNING)
         try:
             async with asyncio.TaskGroup() as tasks:
-                background = [tasks.create_task(self._admit()), tasks.create_task(self._collect(tasks))]
+                background = [tasks.create_task(self._admit()), tasks.create_task(self._collect(tasks)), tasks.create_task(self._reap())]
                 await self._train()
                 for task in background:
                     task.cancel()
@@ -165,6 +166,21 @@ class Loop:
         self._next_gid += 1
         self._admitted += 1
 
+    # --- groups that their worker gave up ---------------------------------------------------------------------------------------------------------
+
+    async def _reap(self) -> None:
+        """Gives unrenewed groups to others, and drops those that were delivered too often. Runs until cancelled."""
+        parts, controller = self._parts, self._settings.controller
+        leases = Leases(controller.lease_s)
+        while True:
+            for entry in leases.expired(await parts.threads.call(parts.ledger.pending)):
+                logger.warning("%s no longer renews entry %s; another rollout gets its group", entry.consumer, entry.entry_id)
+                await parts.threads.call(parts.ledger.reap, entry.consumer, entry.entry_id, controller.max_deliveries)
+            for gid in await parts.threads.call(parts.ledger.overdelivered):
+                logger.error("group %d failed %d times and is dropped; see the rollouts' logs", gid, controller.max_deliveries)
+                await self._drop(gid, (), "over_delivered", f"given to a rollout {controller.max_deliveries} times and never committed")
+            await asyncio.sleep(controller.lease_s / 4)
+
     # --- scoring as groups land ---------------------------------------------------------------------------------------------------------------------
 
     async def _collect(self, tasks: asyncio.TaskGroup) -> None:
@@ -199,7 +215,7 @@ class Loop:
                 f"{self._filtered_in_step} groups without signal in step {self._step}, more than algorithm.max_dropped_groups_per_step; "
                 "the prompts are all solved or all hopeless for this policy"
             )
-        await self._drop(group.gid, group.rows, "without_signal", "all rewards of the group are equal")
+        await self._drop(group.gid, group.rows, "without_signal", "")
 
     async def _drop(self, gid: int, rows: Sequence[trajectory_pb2.RowRef], reason: str, error: str) -> None:
         await self._parts.threads.call(self._parts.ledger.drop, gid, reason, error)

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.errors import BudgetSpentError, InvalidInputError, RoleCallError, UnknownWorkerError, VersionMismatchError, WorkerLostError
+from rolecall.errors import BudgetSpentError, GenerationError, InvalidInputError, RoleCallError, UnknownWorkerError, VersionMismatchError, WorkerLostError
 from rolecall.scores import Item
 from rolecall.settings import RunSettings
 from rolecall.store.ledger import Ledger
+from rolecall.trajectory import seed_of
 from rolecall.v1 import controller_pb2 as pb
+from services.rollout.sampling import Sample, SampleRequest
+from services.rollout.scripted import ScriptedEngine
 from tests.fixtures_store import StoreUnderTest
 from tests.light_roles import LightRun, LightTrainer, light_run, parity
 
@@ -126,6 +129,26 @@ async def test_groups_that_cannot_be_scored_are_dropped_and_replaced(store: Stor
     counts = Ledger(store.connection, store.run).counts()
     assert dict(counts.dropped) == {"scorer_error": 2}
     assert balance(run) == (30, 28, 2, 0)
+
+
+class PoisonedEngine(ScriptedEngine):
+    """Fails on every response of group 5, whoever asks and however often."""
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        if request.seed in (seed_of(0, 5, 0), seed_of(0, 5, 1)):
+            raise GenerationError("this prompt is poison")
+        return await super().sample(request)
+
+
+async def test_a_group_that_fails_wherever_it_is_sampled_is_dropped_after_its_deliveries(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    async with light_run(store, tmp_path, make_settings) as run:
+        async with run.controller() as (_, running), run.rollout("rollout-0", engine=PoisonedEngine(vocab_size=200)):
+            await asyncio.wait_for(running, RUN_S)
+    assert dict(Ledger(store.connection, store.run).counts().dropped) == {"over_delivered": 1}
+    assert balance(run) == (13, 12, 1, 0)
+    check_trained_once(run.actor.trainer, 24)
 
 
 async def test_a_spent_scoring_budget_fails_the_run_and_names_the_scorer(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
