@@ -95,6 +95,8 @@ def plot(metrics: list[dict[str, Any]], path: Path) -> Path:
     accuracy.legend()
     clock.plot([row["step"] for row in steps], [row["time/step_s"] for row in steps], marker=".")
     clock.set(title="step time (s)", xlabel="step", ylim=(0, None))
+    for axes in (reward, accuracy, clock):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path, dpi=120)
     return path
 
