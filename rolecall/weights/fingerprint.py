@@ -2,10 +2,10 @@
 
 Owns the hash and the digest over a whole model. It guards against mistakes (a swapped, skipped or stale tensor), not against an adversary.
 
-The hash. The bytes, as they lie in memory order, are little-endian 32-bit words x_i (the last one padded with zeros). Each word is mixed, y_i = m ^ (m >> 32)
-with m = x_i * MULTIPLIER, and words are summed in blocks of BLOCK with a multiplier of their own per position; block sums are mixed and summed the same way,
-and the length goes in last. All arithmetic is modulo 2^64, so every device and every chunking gives the same number. Two different tensors of one length
-agree with probability about 2^-33 or less.
+The hash. The bytes, as they lie in memory order, are little-endian signed 32-bit words x_i (the last one padded with zeros). Each word is mixed,
+y_i = m ^ (m >> 32) with m = x_i * MULTIPLIER, and words are summed in blocks of BLOCK with a multiplier of their own per position; block sums are mixed and
+summed the same way, and the length goes in last. All arithmetic is modulo 2^64, so every device and every chunking gives the same number. Two different
+tensors of one length agree with probability about 2^-33 or less.
 """
 
 import functools
@@ -41,9 +41,9 @@ def fingerprint_on_device(tensor: torch.Tensor) -> torch.Tensor:
     at_once = BLOCK * _BLOCKS_AT_ONCE.get(words.device.type, 1)
     sums = [_block_sums(words[start : start + at_once]) for start in range(0, len(words), at_once)]
     blocks = torch.cat(sums) if sums else torch.zeros(0, dtype=torch.int64, device=words.device)
-    blocks = _mix(blocks ^ (blocks >> 29))
+    blocks = _mix_(blocks ^ (blocks >> 29))
     total = (blocks * _position_multipliers(blocks.numel(), words.device, salt=1)).sum(dtype=torch.int64).reshape(1)
-    return _mix(total + num_bytes)
+    return _mix_(total + num_bytes)
 
 
 def unsigned(fingerprints: torch.Tensor) -> list[int]:
@@ -61,18 +61,21 @@ def digest(manifest: weights_pb2.WeightManifest, fingerprints: Sequence[int]) ->
 
 
 def _block_sums(words: torch.Tensor) -> torch.Tensor:
-    mixed = _mix(words.to(torch.int64) & 0xFFFFFFFF)
+    """int64 [blocks]: the sum of each block, the last one perhaps short. In place on one copy of the words: memory traffic is all it costs."""
+    mixed = _mix_(words.to(torch.int64))
     table = _position_multipliers(BLOCK, words.device, salt=0)
     whole = len(mixed) // BLOCK * BLOCK
-    sums = [(mixed[:whole].view(-1, BLOCK) * table).sum(dim=1)] if whole else []
+    sums = [mixed[:whole].view(-1, BLOCK).mul_(table).sum(dim=1)] if whole else []
     if whole < len(mixed):
-        sums.append((mixed[whole:] * table[: len(mixed) - whole]).sum().reshape(1))
+        rest = mixed[whole:]
+        sums.append(rest.mul_(table[: len(rest)]).sum().reshape(1))
     return torch.cat(sums)
 
 
-def _mix(values: torch.Tensor) -> torch.Tensor:
-    mixed = values * _MULTIPLIER
-    return mixed.bitwise_xor_(mixed >> 32)
+def _mix_(values: torch.Tensor) -> torch.Tensor:
+    values *= _MULTIPLIER
+    values ^= values >> 32
+    return values
 
 
 @functools.lru_cache(maxsize=32)

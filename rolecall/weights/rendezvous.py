@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 WATCH_S = 0.1
 """Seconds between two looks at the abort key."""
+_CLOSE_S = 2.0
+"""Longest that close waits for the watcher; it leaves within WATCH_S unless the actor is frozen."""
 _TAKE_POLL_S = 0.005
 """Seconds between two looks at a key that rank 0 has not offered yet; once or twice an epoch."""
 _STORE_TIMEOUT = timedelta(seconds=10)
@@ -147,6 +149,8 @@ class Rendezvous:
         """Stops watching. The epoch is over for this rank; nobody else is told."""
         self._closed.set()
         self._break("closed")
+        if threading.current_thread() is not self._watcher:
+            self._watcher.join(_CLOSE_S)  # a thread that is inside the store when the interpreter ends takes the process down with an abort
 
     def _tell(self, reason: str) -> None:
         try:

@@ -19,9 +19,11 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two workers need a core each")
-def test_two_tensor_parallel_workers_receive_exact_weights_and_end_when_the_service_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.integration.weights_async_engine_process", str(tmp_path), "2"]
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_tensor_parallel_workers_receive_exact_weights_and_end_when_the_service_is_killed(tmp_path: Path, num_workers: int) -> None:
+    if num_workers > len(os.sched_getaffinity(0)):
+        pytest.skip("each worker needs a core of its own")
+    command = [sys.executable, "-m", "tests.integration.weights_async_engine_process", str(tmp_path), str(num_workers)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as service:
         assert service.stdout is not None
         try:
@@ -30,7 +32,7 @@ def test_two_tensor_parallel_workers_receive_exact_weights_and_end_when_the_serv
         finally:
             service.kill()
     assert done, "the service ended before it was done"
-    assert done["num_ranks"] == 2
+    assert done["num_ranks"] == num_workers
     assert max(done["gaps"]) < 2e-5
     deadline = time.monotonic() + 15
     while any(_is_alive(pid) for pid in done["children"]) and time.monotonic() < deadline:

@@ -1,10 +1,11 @@
 """A receiver of its own process, without vLLM: joins an epoch, takes one transfer and prints what came of it as one JSON line.
 
-    python -m tests.integration.weights_receiver_process ADDRESS EPOCH RANK WORLD_SIZE BUCKET_TIMEOUT_S [STOP_AFTER]
+    python -m tests.integration.weights_receiver_process ADDRESS EPOCH RANK WORLD_SIZE BUCKET_TIMEOUT_S [--stop-after N] [--device DEVICE]
 
-With STOP_AFTER it prints "stopped" after as many buckets and does nothing more, until somebody ends it.
+With --stop-after it prints "stopped" after as many buckets and does nothing more, until somebody ends it. A CUDA device receives over NCCL.
 """
 
+import argparse
 import json
 import sys
 import time
@@ -20,16 +21,24 @@ MEET_S = 60.0
 """Deadline of the meeting."""
 
 
-def main(address: str, epoch: int, rank: int, world_size: int, bucket_timeout_s: float, stop_after: int | None) -> None:
+def main() -> None:
     """Joins, receives, reports."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("address")
+    for name in ("epoch", "rank", "world_size"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("bucket_timeout_s", type=float)
+    parser.add_argument("--stop-after", type=int)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rendezvous = Rendezvous(address, epoch, rank, MEET_S)
-    channel = join(rendezvous, world_size, "gloo", torch.device("cpu"), MEET_S)
-    reception = Reception(channel, agreed_manifest(rendezvous, MEET_S), bucket_timeout_s)
+    rendezvous = Rendezvous(arguments.address, arguments.epoch, arguments.rank, MEET_S)
+    channel = join(rendezvous, arguments.world_size, "nccl" if arguments.device.type == "cuda" else "gloo", arguments.device, MEET_S)
     start = time.monotonic()
     try:
+        reception = Reception(channel, agreed_manifest(rendezvous, MEET_S), arguments.bucket_timeout_s)
         for count, _ in enumerate(reception, start=1):
-            if count == stop_after:
+            if count == arguments.stop_after:
                 say({"stopped": count})
                 time.sleep(600)
         result = reception.result()
@@ -48,4 +57,4 @@ def say(line: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]), int(sys.argv[6]) if len(sys.argv) > 6 else None)
+    main()

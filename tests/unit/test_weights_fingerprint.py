@@ -31,7 +31,7 @@ def _multiplier(position: int, salt: int) -> int:
 def _oracle(data: bytes) -> int:
     """The fingerprint by its definition, one word after another."""
     padded = data + bytes(-len(data) % 4)
-    words = [int.from_bytes(padded[i : i + 4], "little") for i in range(0, len(padded), 4)]
+    words = [int.from_bytes(padded[i : i + 4], "little", signed=True) for i in range(0, len(padded), 4)]
     blocks = [words[i : i + BLOCK] for i in range(0, len(words), BLOCK)]
     sums = [sum(_mix(word) * _multiplier(i, 0) for i, word in enumerate(block)) & _MASK for block in blocks]
     mixed = [_mix(value ^ (_signed(value) >> 29) & _MASK) for value in sums]

@@ -1,0 +1,86 @@
+"""The NCCL channel: one GPU shows that its calls and its abort work, two show a transfer between processes. Skipped without a CUDA device."""
+
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from rolecall.errors import ChannelBrokenError
+from rolecall.weights.channel import join
+from rolecall.weights.manifest import build_manifest
+from rolecall.weights.publisher import Publisher
+from rolecall.weights.rendezvous import RendezvousHost
+from tests.integration.test_weights_processes import line
+
+pytestmark = pytest.mark.gpu
+MEET_S = 60.0
+needs_one_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and a CUDA build of torch")
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL refuses two ranks on one")
+
+
+@needs_one_gpu
+def test_a_lone_rank_broadcasts_over_nccl_and_closes() -> None:
+    device = torch.device("cuda", 0)
+    rendezvous = RendezvousHost("127.0.0.1").enter(1)
+    channel = join(rendezvous, 1, "nccl", device, MEET_S)
+    bucket = torch.arange(1000, dtype=torch.uint8, device=device)
+    expected = bucket.clone()
+    channel.broadcast(bucket, MEET_S).wait(MEET_S)
+    assert torch.equal(bucket, expected)
+    channel.close()
+    channel.close()
+    rendezvous.close()
+
+
+@needs_one_gpu
+def test_a_rank_that_waits_for_a_peer_is_freed_by_its_deadline_and_by_an_abort() -> None:
+    device = torch.device("cuda", 0)
+    host = RendezvousHost("127.0.0.1")
+    late = host.enter(1)
+    with pytest.raises(ChannelBrokenError, match="did not meet"):
+        join(late, 2, "nccl", device, 2.0)
+    late.close()
+    aborted = host.enter(2)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(join, aborted, 2, "nccl", device, MEET_S)
+        time.sleep(1)
+        start = time.monotonic()
+        aborted.abort("the test says so")
+        with pytest.raises(ChannelBrokenError, match="the test says so"):
+            joining.result(timeout=MEET_S)
+        assert time.monotonic() - start < MEET_S / 2
+    aborted.close()
+
+
+def _start(address: str, epoch: int, *more: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "tests.integration.weights_receiver_process", address, str(epoch), "1", "2", "30", "--device", "cuda:1", *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@needs_two_gpus
+def test_two_gpus_agree_on_what_was_sent_and_a_killed_receiver_breaks_its_epoch_alone() -> None:
+    device = torch.device("cuda", 0)
+    named = [(f"w{i}", torch.randn(1000, 1000, device=device).to(torch.bfloat16)) for i in range(64)]
+    manifest = build_manifest(named, 16 * 2**20)
+    root = Publisher(device)
+    for epoch, stop_after in ((1, None), (2, "2"), (3, None)):
+        address = root.open(epoch, 2, "127.0.0.1", "nccl", MEET_S)
+        receiver = _start(address, epoch, *([] if stop_after is None else ["--stop-after", stop_after]))
+        try:
+            if stop_after is None:
+                sent = root.publish(iter(named), manifest, epoch=epoch, policy_version=epoch, bucket_timeout_s=30)
+                assert line(receiver)["digest"] == sent.digest
+                continue
+            with ThreadPoolExecutor(1) as pool:
+                publishing = pool.submit(root.publish, iter(named), manifest, epoch=epoch, policy_version=epoch, bucket_timeout_s=10)
+                assert line(receiver) == {"stopped": 2}
+                receiver.kill()
+                with pytest.raises(ChannelBrokenError):
+                    publishing.result(timeout=MEET_S)
+        finally:
+            receiver.kill()
+            receiver.wait(10)
+    root.close()
