@@ -60,6 +60,8 @@ class GlooChannel:
 
     def __init__(self, rendezvous: Rendezvous, world_size: int, timeout_s: float) -> None:
         self.rendezvous, self.world_size, self.device = rendezvous, world_size, torch.device("cpu")
+        self._lock = threading.Lock()
+        self._under_way: list[Work] = []
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # its public Options is the base class's
         options._devices = [ProcessGroupGloo.create_device(hostname=local_address(rendezvous.host))]
         options._timeout = timedelta(seconds=timeout_s)
@@ -81,11 +83,27 @@ class GlooChannel:
         if group is None:
             self.rendezvous.check()
             raise ChannelBrokenError(f"epoch {self.rendezvous.epoch} of the weight channel is closed; open a new epoch")
-        return GlooTransfer(group.broadcast([bucket], options), self)  # type: ignore[attr-defined]  # in the class, not in its stub
+        try:
+            work: Work = group.broadcast([bucket], options)  # type: ignore[attr-defined]  # in the class, not in its stub
+        except RuntimeError as error:  # it was closed, or failed, just now
+            self.rendezvous.blame(f"a transfer failed: {error}")
+            self.rendezvous.check()
+            raise
+        self._under_way = [other for other in self._under_way if not _has_succeeded(other)] + [work]
+        return GlooTransfer(work, self)
+
+    def has_failed_transfer(self) -> bool:
+        """Whether any transfer has failed.
+
+        When a peer dies, Gloo fails the transfers that wait for it, but not one whose bytes it is just writing: that one would end at its deadline only.
+        """
+        return any(work.is_completed() and not work.is_success() for work in self._under_way)
 
     def close(self) -> None:
         """As in Channel. The group's own threads may sit in a stuck transfer, so it is dropped on a thread that may wait for them."""
-        group, self._group = self._group, None
+        with self._lock:
+            group, self._group = self._group, None
+            self._under_way = []  # they hold the group's threads and the buckets
         if group is not None:
             holder = [group]
             del group
@@ -111,11 +129,15 @@ class GlooTransfer:
                 return
             except RuntimeError as error:
                 rendezvous.check()
-                if done:
-                    rendezvous.blame(f"a transfer failed: {error}")
+                if done or self._channel.has_failed_transfer():
+                    rendezvous.blame(f"a transfer failed: {error}" if done else "a later transfer failed: a peer is gone")
                 elif time.monotonic() > deadline:
                     rendezvous.abort(f"a bucket took more than {timeout_s:g} s")
                 rendezvous.check()
+
+
+def _has_succeeded(work: Work) -> bool:
+    return work.is_completed() and work.is_success()
 
 
 def _drop(groups: list[ProcessGroupGloo]) -> None:
