@@ -1,7 +1,9 @@
 """A rollout replica as a process: settings, environment, engine, serve, drain."""
 
 import asyncio
+import atexit
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -134,8 +136,19 @@ def _ending_at_once() -> Iterator[None]:
 def main(argv: list[str] | None = None) -> int:
     """Runs the role; the exit code."""
     args = parse_args("rollout", argv)
+    outcome: list[int] = []
+    atexit.register(_leave, outcome)  # first come, last served: the telemetry that follows is flushed before it
     configure_telemetry(args.settings.telemetry, "rollout", args.worker)
-    return run(lambda: _main(args), "rollout")
+    outcome.append(run(lambda: _main(args), "rollout"))
+    return outcome[0]
+
+
+def _leave(outcome: list[int]) -> None:
+    """Ends the process without the interpreter's last search for garbage: with torch and vLLM loaded it takes seconds, to free what the kernel frees."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(outcome[0] if outcome else 1)
 
 
 if __name__ == "__main__":

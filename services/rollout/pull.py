@@ -68,6 +68,8 @@ class PullSettings:
 class _Work:
     claim: Claim
     task: "asyncio.Task[bool] | None" = None
+    committing: bool = False
+    """From here on the lease may end because the commit did its work; the commit itself says if it is lost."""
 
 
 class PullLoop:
@@ -223,7 +225,7 @@ class PullLoop:
 
     def _lose(self, claim: Claim) -> None:
         work = self._work.get(claim.entry_id)
-        if work is None:
+        if work is None or work.committing:
             return
         logger.warning("group %d is no longer ours", claim.group.gid)
         if work.task is None:
@@ -271,6 +273,7 @@ class PullLoop:
             gid=group.gid, rows=refs, min_policy_version=versions[0], max_policy_version=versions[-1], traceparent=claim.traceparent
         )
         async with self._replica.gate.leaving():
+            self._work[claim.entry_id].committing = True
             await asyncio.to_thread(self._queue.commit, claim, committed, spans)
         await asyncio.to_thread(self._rows.persist, refs)
 
