@@ -97,7 +97,7 @@ class GlooChannel:
 
         When a peer dies, Gloo fails the transfers that wait for it, but not one whose bytes it is just writing: that one would end at its deadline only.
         """
-        return any(work.is_completed() and not work.is_success() for work in self._under_way)
+        return any(_has_failed(work) for work in self._under_way)
 
     def close(self) -> None:
         """As in Channel. The group's own threads may sit in a stuck transfer, so it is dropped on a thread that may wait for them."""
@@ -137,7 +137,17 @@ class GlooTransfer:
 
 
 def _has_succeeded(work: Work) -> bool:
-    return work.is_completed() and work.is_success()
+    return work.is_completed() and not _has_failed(work)
+
+
+def _has_failed(work: Work) -> bool:
+    if not work.is_completed():
+        return False
+    try:
+        work.wait(_POLL)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _drop(groups: list[ProcessGroupGloo]) -> None:
