@@ -98,6 +98,17 @@ class Connection:
         assert isinstance(reply, list)
         return reply
 
+    def script_many(self, name: str, keys: Sequence[str], calls: Sequence[Sequence[str | bytes | int]]) -> list[list[Any]]:
+        """Raw answers of script `name` to each of `calls`, run in their order, in two round trips (and two fsyncs) instead of one for each."""
+        if not calls:
+            return []
+        first = self.script(name, keys, calls[0])  # from here on the server knows the script
+        digest = hashlib.sha1(scripts.source(name).encode(), usedforsecurity=False).hexdigest()
+        try:
+            return [first, *self.pipeline([("EVALSHA", digest, len(keys), *keys, *args) for args in calls[1:]])]
+        except exceptions.NoScriptError:  # it has started anew since
+            return [self.script(name, keys, args) for args in calls]
+
     def pipeline(self, commands: Sequence[tuple[str | bytes | int, ...]]) -> list[Any]:
         """Answers of `commands`, sent in one round trip per server; not a transaction, each must be safe to repeat."""
 

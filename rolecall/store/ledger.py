@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +33,15 @@ DRAIN_COUNT = 1000
 """Stream entries moved to a file at a time."""
 MAX_ERROR_CHARS = 4096
 """Of a drop's error text."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What `Ledger.admit` takes."""
+
+    group: PromptGroup
+    cursor: bytes
+    traceparent: str = ""
 
 
 class Ledger:
@@ -81,6 +91,12 @@ class Ledger:
         OutOfOrderError for a later gid. StoreFullError is back-pressure: admit again later.
         """
         return self._call("admit", group.gid, group.SerializeToString(), cursor, traceparent).fresh
+
+    def admit_all(self, admissions: Sequence[Admission]) -> None:
+        """As `admit`, of each in order, in two round trips. When one is refused, those before it stay admitted; the same call may be made again."""
+        calls = [(self._ctl, item.group.gid, item.group.SerializeToString(), item.cursor, item.traceparent) for item in admissions]
+        for reply in self._connection.script_many("admit", [self._prefix], calls):
+            scripts.check(reply, self._run)
 
     def read_committed(self, position: str, count: int, block_s: float) -> list[tuple[str, CommittedGroup]]:
         """Committed groups after `position` ("0": all that are committed or sealed), at most `count`, as (position, group). Blocks up to `block_s` for one."""
