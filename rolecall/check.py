@@ -14,8 +14,8 @@ from typing import Any, TextIO
 
 from rolecall.errors import ConfigError, RoleCallError
 from rolecall.settings import GaeAdvantage, RunSettings
+from rolecall.store.budget import StoreBudget
 from rolecall.tokenizer import ChatTokenizer
-from rolecall.trajectory import row_bytes
 
 OPTIMIZER_BYTES_PER_PARAMETER = 16
 """float32 master weight, gradient and two moments."""
@@ -133,15 +133,10 @@ def _memory(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
 
 
 def _store(settings: RunSettings) -> Iterator[str]:
-    algorithm = settings.algorithm
-    tokens = settings.data.max_prompt_tokens + settings.sampling.max_tokens
-    group = settings.sampling.num_responses * row_bytes(tokens, len(settings.references), critic=settings.critic is not None)
-    batch = algorithm.groups_per_batch * group
-    needed = (algorithm.max_staleness + 2) * batch
+    budget = StoreBudget.of(settings)
     where = "external" if settings.store.url else "embedded"
-    yield f"store ({where}): a batch at its longest {_size(batch)}; {algorithm.max_staleness + 2} batches {_size(needed)} of {_size(settings.store.max_bytes)}"
-    if needed > settings.store.max_bytes:
-        raise ConfigError(f"store.max_bytes {settings.store.max_bytes} is less than the {needed} bytes in flight; raise it")
+    batches = f"{budget.num_batches} batches {_size(budget.num_batches * budget.batch_bytes)} of {_size(budget.max_bytes)} for rows"
+    yield f"store ({where}): a batch at its longest {_size(budget.batch_bytes)}; {batches}"
 
 
 def _placement(settings: RunSettings) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """What happens around every method of a server: errors become statuses, the caller's deadline is noted for child calls.
 
-One interceptor, one of the three places where any exception is caught (style.md 19).
+One interceptor, one of the three places where any exception is caught.
 """
 
 import inspect

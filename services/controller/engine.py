@@ -24,7 +24,7 @@ from rolecall.v1.critic_pb2_grpc import CriticServiceStub
 from rolecall.v1.reference_pb2_grpc import ReferenceServiceStub
 from services.controller.board import RunBoard
 from services.controller.checkpoints import Checkpoints
-from services.controller.config import ControllerConfig
+from services.controller.config import admission_policy
 from services.controller.evaluation import Evaluation, load_sets
 from services.controller.fleet import Fleet
 from services.controller.loop import Loop, Parts
@@ -49,7 +49,7 @@ class ControllerEngine:
     def __init__(self, settings: RunSettings) -> None:
         """Reads the data and connects to the store; ConfigError and StoreUnavailableError come from here."""
         self._settings = settings
-        config = ControllerConfig.of(settings)
+        policy = admission_policy(settings)
         self._threads = StoreThreads()
         self._connection = connect(settings.store)
         self._ledger = Ledger(self._connection, settings.run.name)
@@ -73,7 +73,7 @@ class ControllerEngine:
             critic = Trainer("critic", stub, settings.critic)
         self._reward = reward
         trainers = [Trainer("actor", actor, settings.actor), *([critic] if critic else [])]
-        checkpoints = Checkpoints(config.run_dir / "checkpoints", settings.run.keep_checkpoints)
+        checkpoints = Checkpoints(settings.run.dir / "checkpoints", settings.run.keep_checkpoints)
         self._parts = Parts(
             settings=settings,
             ledger=self._ledger,
@@ -86,7 +86,7 @@ class ControllerEngine:
             scorer=GroupScorer(settings, rows, self._threads, reward, self._references),
             evaluation=Evaluation(settings, self._fleet, reward, load_sets(settings, renderer)),
             prompts=PromptSequence(raw_prompts, renderer, seed=settings.run.seed, shuffle=settings.data.shuffle),
-            policy=config.policy,
+            policy=policy,
             trackers=Trackers(settings),
             checkpoints=checkpoints,
             recovery=Recovery(self._ledger, rows, self._threads, trainers, checkpoints, self._board.wait_for),

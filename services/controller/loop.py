@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rolecall.algorithms.advantages import needs
-from rolecall.errors import BudgetSpentError, DeadlineError, RowMissingError, ScorerError
+from rolecall.errors import BudgetSpentError, DeadlineError, RowMissingError, ScorerError, StoreFullError
 from rolecall.settings import RunSettings
 from rolecall.store.ledger import Ledger
 from rolecall.store.rows import Rows
@@ -129,11 +129,13 @@ class Loop:
 
     async def _admit(self) -> None:
         """Keeps the prompts stream as full as the policy allows. Runs until cancelled."""
-        parts = self._parts
         while True:
             self._room.clear()
-            while self._may_admit():
-                await self._admit_one(self._backlog.pop(0) if self._backlog else parts.prompts.next())
+            try:
+                while self._may_admit():
+                    await self._admit_next()
+            except StoreFullError as error:
+                logger.warning("admission waits for the store: %s", error)
             try:
                 async with asyncio.timeout(ADMISSION_POLL_S):
                     await self._room.wait()
@@ -149,8 +151,11 @@ class Loop:
             retained_bytes=self._retained_bytes,
         )
 
-    async def _admit_one(self, prompt: trajectory_pb2.Prompt) -> None:
-        sampling = self._settings.sampling
+    async def _admit_next(self) -> None:
+        """Admits one group. A prompt that a full store refused stays first in line."""
+        if not self._backlog:
+            self._backlog.append(self._parts.prompts.next())
+        prompt, sampling = self._backlog[0], self._settings.sampling
         group = trajectory_pb2.PromptGroup(
             gid=self._next_gid,
             prompt=prompt,
@@ -160,9 +165,15 @@ class Loop:
             ),
             run_seed=self._settings.run.seed,
         )
-        with tracer().start_as_current_span("group", attributes={"gid": group.gid}):
-            self._assembly.admitted(group.gid, self._parts.publisher.published_step)
-            await self._parts.threads.call(self._parts.ledger.admit, group, self._parts.prompts.cursor.encode(), current_traceparent())
+        # Known here before the store knows it: it may land, scored, before the answer.
+        self._assembly.admitted(group.gid, self._parts.publisher.published_step)
+        try:
+            with tracer().start_as_current_span("group", attributes={"gid": group.gid}):
+                await self._parts.threads.call(self._parts.ledger.admit, group, self._parts.prompts.cursor.encode(), current_traceparent())
+        except StoreFullError:
+            self._assembly.dropped(group.gid)
+            raise
+        self._backlog.pop(0)
         self._next_gid += 1
         self._admitted += 1
 
@@ -277,15 +288,23 @@ class Loop:
         stall_timeout_s = self._settings.controller.stall_timeout_s
         sealed = await self._parts.threads.call(self._parts.ledger.sealed, self._step)
         self._parts.board.wait_for(f"groups of step {self._step}")
+        if sealed is not None:
+            waiting = asyncio.create_task(self._assembly.groups(sealed.gids, stall_timeout_s))
+        else:
+            waiting = asyncio.create_task(self._assembly.next_batch(self._step, stall_timeout_s))
         try:
-            if sealed is not None:
-                return await self._assembly.groups(sealed.gids, stall_timeout_s)
-            return await self._assembly.next_batch(self._step, stall_timeout_s)
+            while not (await asyncio.wait([waiting], timeout=self._settings.controller.lease_s))[0]:
+                if self._parts.publisher.nobody_serves():
+                    # All that held the weights are gone and others wait for theirs: no step boundary would come.
+                    await self._publish()
+            return waiting.result()
         except TimeoutError as error:
             raise DeadlineError(
                 f"step {self._step}: no group was finished for controller.stall_timeout_s = {stall_timeout_s:.0f} s; {self._assembly.num_live} are live, "
                 f"{self._assembly.num_ready} ready, rollouts: {[rollout.consumer + ' ' + rollout.phase for rollout in self._parts.fleet.rollouts()]}"
             ) from error
+        finally:
+            waiting.cancel()
 
     async def _seal(self, groups: Sequence[ScoredGroup], rows: list[trajectory_pb2.RowRef]) -> trajectory_pb2.TrainBatch:
         """Fixes the batch, then writes its columns: in this order, so that whoever crashes in between writes the same columns again."""

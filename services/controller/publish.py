@@ -79,6 +79,11 @@ class PolicyPublisher:
         self.step_of_version: dict[int, int] = {}
         """Steps applied in the weights of each published version."""
 
+    def nobody_serves(self) -> bool:
+        """Whether rollouts live and none of them holds the current version, attested."""
+        rollouts = self._fleet.rollouts()
+        return bool(rollouts) and all(rollout.policy_version != self.policy_version for rollout in rollouts)
+
     async def publish(self, step: int) -> Metrics:
         """Brings the weights after `step` steps to every living rollout, attests them and lets the rollouts serve.
 

@@ -81,7 +81,7 @@ class Recovery:
     async def _begin_lineage(self, position: RunPosition, point: RunPoint) -> Snapshot:
         logger.warning("the store stands at step %d and cannot be continued from; going back to the checkpoint of step %d", position.step, point.step)
         target = RunPosition(
-            lineage=position.lineage + 1,
+            lineage=max(position.lineage, point.lineage) + 1,
             step=point.step,
             next_gid=point.next_gid,
             policy_version=point.policy_version,

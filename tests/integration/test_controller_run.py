@@ -71,6 +71,20 @@ async def test_two_rollouts_one_late_keep_the_staleness_bound(store: StoreUnderT
     assert max(line["staleness/max"] for line in run.metrics()) == 1
 
 
+async def test_a_rollout_that_replaces_the_only_one_inside_a_step_gets_the_weights_and_the_groups(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    async with light_run(store, tmp_path, make_settings, run={"num_steps": 4}) as run, run.controller() as (stub, running):
+        async with run.rollout("rollout-0", token_s=0.1):
+            while (await stub.GetRun(pb.GetRunRequest())).status.ledger.generating == 0:
+                await asyncio.sleep(0.02)
+        async with run.rollout("rollout-1"):
+            await asyncio.wait_for(running, RUN_S)
+    assert balance(run) == (16, 16, 0, 0)
+    check_trained_once(run.actor.trainer, 32)
+    assert run.actor.publishes[:2] == [(0, 0), (0, 1)]
+
+
 async def test_a_controller_that_starts_again_goes_on_where_the_last_one_stopped(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
     async with light_run(store, tmp_path, make_settings, run={"num_steps": 6}) as run, run.rollout("rollout-0", token_s=0.005):
         for stop_at in (1, 2, 4):

@@ -6,15 +6,5 @@ if refusal then return refusal end
 local upto = tonumber(ARGV[2])
 if upto > number(run, 'step', 0) then return {'ORDER', 'steps below ' .. upto .. ' are not all trained; ' .. number(run, 'step', 0) .. ' is next'} end
 for step = number(run, 'freed_step', 0), upto - 1 do free_batch(step) end
-if upto > number(run, 'step', 0) then return {'ORDER', 'steps below ' .. upto .. ' are not all trained; ' .. number(run, 'step', 0) .. ' is next'} end
-for step = number(run, 'freed_step', 0), upto - 1 do
-  local key = batch_key(step)
-  local message = redis.call('HGET', key, 'group')
-  if message then
-    redis.call('HSET', garbage, 'batch:' .. step, message)
-    for gid in string.gmatch(redis.call('HGET', key, 'gids'), '%S+') do redis.call('DEL', group_key(gid)) end
-    redis.call('DEL', key)
-  end
-end
 if upto > number(run, 'freed_step', 0) then redis.call('HSET', run, 'freed_step', upto) end
 return {'OK', redis.call('HGETALL', garbage)}

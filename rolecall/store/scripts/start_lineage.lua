@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
 -- Sets the run back to a checkpoint that is not the store's own past: the ledger's keys are emptied, the rows they named become garbage, numbers that are
 -- never reused stay. ARGV: ctl, number of the new lineage, step, next gid, highest policy version, epoch, cursor, trained, then dropped:<reason> and
--- count pairs. The lineage must be the next; repeated: DONE.
+-- count pairs. The lineage must be newer than the store's (which may have lost some); repeated: DONE.
 local refusal = fenced(ARGV[1])
 if refusal then return refusal end
 local lineage = number(run, 'lineage', 0)
 if tonumber(ARGV[2]) == lineage then return {'DONE', number(run, 'lineage_gid', 0)} end
-if tonumber(ARGV[2]) ~= lineage + 1 then return {'ORDER', 'lineage ' .. lineage + 1 .. ' is next, not ' .. ARGV[2]} end
+if tonumber(ARGV[2]) < lineage then return {'ORDER', 'lineage ' .. lineage .. ' has begun; ' .. ARGV[2] .. ' is older'} end
 
 for _, gid in ipairs(redis.call('ZRANGE', live, 0, -1)) do
   local group = redis.call('HMGET', group_key(gid), 'state', 'trajectory')

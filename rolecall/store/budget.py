@@ -1,0 +1,39 @@
+"""What of the store a run's rows may take and what its longest groups would: one arithmetic for admission and for `rolecall check`."""
+
+from dataclasses import dataclass
+
+from rolecall.errors import ConfigError
+from rolecall.settings import RunSettings
+from rolecall.trajectory import row_bytes
+
+STORE_SHARE = 0.8
+"""Part of store.max_bytes that rows may take; the rest is the ledger's, the server's buffers' and a rewrite of the append-only file's."""
+
+
+@dataclass(frozen=True)
+class StoreBudget:
+    """Bytes."""
+
+    max_bytes: int
+    """Rows may take so many."""
+    group_bytes: int
+    """A group at its longest takes so many."""
+    num_batches: int
+    """Batches that exist at the same time: those that max_staleness lets in flight, and one trained but not yet covered by a checkpoint."""
+    batch_bytes: int
+    """A batch at its longest takes so many."""
+
+    @classmethod
+    def of(cls, settings: RunSettings) -> "StoreBudget":
+        """ConfigError when the store cannot hold the batches that must exist at the same time."""
+        algorithm = settings.algorithm
+        tokens = settings.data.max_prompt_tokens + settings.sampling.max_tokens
+        group_bytes = settings.sampling.num_responses * row_bytes(tokens, len(settings.references), critic=settings.critic is not None)
+        budget = cls(int(settings.store.max_bytes * STORE_SHARE), group_bytes, algorithm.max_staleness + 2, algorithm.groups_per_batch * group_bytes)
+        needed = budget.num_batches * budget.batch_bytes
+        if needed > budget.max_bytes:
+            raise ConfigError(
+                f"store.max_bytes {settings.store.max_bytes} cannot hold {budget.num_batches} batches of {algorithm.groups_per_batch} groups at their longest "
+                f"({needed} bytes; rows may take {STORE_SHARE:.0%} of the store); raise it or lower sampling.max_tokens or algorithm.groups_per_batch"
+            )
+        return budget
