@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rolecall.algorithms.advantages import needs
 from rolecall.errors import BudgetSpentError, DeadlineError, RowMissingError, ScorerError, StoreFullError
 from rolecall.settings import RunSettings
-from rolecall.store.ledger import Ledger
+from rolecall.store.ledger import Admission, Ledger
 from rolecall.store.rows import Rows
 from rolecall.telemetry import Metrics, attached, current_traceparent, export, tracer
 from rolecall.v1 import controller_pb2, training_pb2, trajectory_pb2
@@ -42,6 +42,9 @@ READ_BLOCK_S = 1.0
 
 READ_COUNT = 256
 """Most committed groups taken in one read."""
+
+ADMIT_COUNT = 64
+"""Most groups admitted in one call."""
 
 ADMISSION_POLL_S = 1.0
 """Longest sleep of admission: memory that a checkpoint freed is noticed without a signal."""
@@ -92,6 +95,7 @@ class Loop:
         self._step_metrics = Metrics()
         self._clock = measures.Stopwatch()
         self._backlog: list[trajectory_pb2.Prompt] = []
+        self._admissions: list[Admission] = []
 
     async def run(self) -> None:
         """Returns when the last step is done or a stop was asked for. Raises the error that ended the run."""
@@ -132,8 +136,9 @@ class Loop:
         while True:
             self._room.clear()
             try:
-                while self._may_admit():
-                    await self._admit_next()
+                while self._next_admissions():
+                    await self._parts.threads.call(self._parts.ledger.admit_all, self._admissions)
+                    self._admissions = []
             except StoreFullError as error:
                 logger.warning("admission waits for the store: %s", error)
             try:
@@ -151,11 +156,14 @@ class Loop:
             retained_bytes=self._retained_bytes,
         )
 
-    async def _admit_next(self) -> None:
-        """Admits one group. A prompt that a full store refused stays first in line."""
-        if not self._backlog:
-            self._backlog.append(self._parts.prompts.next())
-        prompt, sampling = self._backlog[0], self._settings.sampling
+    def _next_admissions(self) -> list[Admission]:
+        """Those that a full store refused, and as many more as may be. They count as admitted from here on, and stay first in line until they are."""
+        while len(self._admissions) < ADMIT_COUNT and self._may_admit():
+            self._admissions.append(self._admission(self._backlog.pop(0) if self._backlog else self._parts.prompts.next()))
+        return self._admissions
+
+    def _admission(self, prompt: trajectory_pb2.Prompt) -> Admission:
+        sampling = self._settings.sampling
         group = trajectory_pb2.PromptGroup(
             gid=self._next_gid,
             prompt=prompt,
@@ -165,17 +173,12 @@ class Loop:
             ),
             run_seed=self._settings.run.seed,
         )
-        # Known here before the store knows it: it may land, scored, before the answer.
+        # Known here before the store knows it: it may land, scored, before the store's answer.
         self._assembly.admitted(group.gid, self._parts.publisher.published_step)
-        try:
-            with tracer().start_as_current_span("group", attributes={"gid": group.gid}):
-                await self._parts.threads.call(self._parts.ledger.admit, group, self._parts.prompts.cursor.encode(), current_traceparent())
-        except StoreFullError:
-            self._assembly.dropped(group.gid)
-            raise
-        self._backlog.pop(0)
         self._next_gid += 1
         self._admitted += 1
+        with tracer().start_as_current_span("group", attributes={"gid": group.gid}):
+            return Admission(group, self._parts.prompts.cursor.encode(), current_traceparent())
 
     # --- groups that their worker gave up ---------------------------------------------------------------------------------------------------------
 

@@ -119,6 +119,10 @@ class PolicyPublisher:
         await self._threads.call(self._ledger.begin_publish, version, step)
         for rollout in self._fleet.rollouts():
             rollout.policy_version = -1
+        if self._settings.rollout.pause_mode == "wait":
+            # Finishing what runs may take longer than a bucket's deadline, which runs once the transfer has begun.
+            pause = rollout_pb2.PauseRequest(ctl=self.ctl, mode=rollout_pb2.PAUSE_MODE_WAIT)
+            await _each(members, [rollout.stub.Pause(pause, timeout=self._settings.weights.publish_timeout_s) for rollout in members])
         epoch = await self._open_epoch(members)
         sent, received = await self._transfer(epoch, members, step, version)
         self._verify(sent, received)

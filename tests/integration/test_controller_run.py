@@ -194,6 +194,18 @@ async def test_a_torn_receiver_gets_the_weights_again_under_a_new_version(store:
     assert balance(run) == (12, 12, 0, 0)
 
 
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+async def test_requests_in_flight_at_a_publish_are_finished_or_sampled_again(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings, mode: str
+) -> None:
+    algorithm = {"groups_per_batch": 4, "max_staleness": 1}
+    async with light_run(store, tmp_path, make_settings, algorithm=algorithm, rollout={"pause_mode": mode}, run={"num_steps": 4}) as run:
+        async with run.controller() as (_, running), run.rollout("rollout-0", token_s=0.02):
+            await asyncio.wait_for(running, RUN_S)
+    assert balance(run)[1:3] == (16, 0)
+    check_trained_once(run.actor.trainer, 32)
+
+
 async def test_weights_that_differ_from_what_was_sent_are_never_attested(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
     async with light_run(store, tmp_path, make_settings) as run, run.controller() as (_, running), run.rollout("rollout-0"):
         run.actor.lie = True
