@@ -67,7 +67,7 @@ class GlooChannel:
         options._timeout = timedelta(seconds=timeout_s)
         rendezvous.check()
         try:
-            self._group: ProcessGroupGloo | None = ProcessGroupGloo(rendezvous.communicator_store, rendezvous.rank, world_size, options)
+            self._group: ProcessGroupGloo | None = ProcessGroupGloo(rendezvous.communicator_store(timeout_s), rendezvous.rank, world_size, options)
         except RuntimeError as error:
             rendezvous.abort(f"the ranks did not meet within {timeout_s:g} s: {error}")
             rendezvous.check()

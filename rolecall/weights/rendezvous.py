@@ -1,8 +1,8 @@
 """Where the ranks of the weight channel meet and tell each other what bytes cannot: the manifest, progress, and that it is over.
 
-Owns one TCPStore, served by the actor for as long as its process lives, with a prefix per epoch. Each rank keeps two connections: one for the calls of its
-own threads and one for a watcher, which learns within WATCH_S that somebody aborted the epoch, or that the actor is gone, and frees whatever of this rank is
-stuck. It moves no weights.
+Owns one TCPStore, served by the actor for as long as its process lives, with a prefix per epoch. Each rank keeps a connection for the calls of
+its own threads, one for its communicator, and one for a watcher, which learns within WATCH_S that somebody aborted the epoch, or that the actor is gone, and
+frees whatever of this rank is stuck. It moves no weights.
 
 Keys of an epoch: `manifest` (serialized WeightManifest), `abort` (why), `progress/<rank>` (buckets received since the epoch began), and those that the
 communicator itself makes under `comm`.
@@ -67,10 +67,12 @@ class Rendezvous:
         self._watcher = threading.Thread(target=self._watch, args=(self._connect(timeout_s),), name=f"weights-watch-{epoch}", daemon=True)
         self._watcher.start()
 
-    @property
-    def communicator_store(self) -> Store:
-        """The store under which a communicator may make its own keys."""
-        return PrefixStore("comm", self._calls)
+    def communicator_store(self, timeout_s: float) -> Store:
+        """The store under which a communicator may make its own keys, over a connection of its own.
+
+        The communicator waits there for its peers, and a connection serves one call at a time: an abort must not queue behind it.
+        """
+        return PrefixStore("comm", self._connect(timeout_s))
 
     @property
     def host(self) -> str:

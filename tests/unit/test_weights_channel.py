@@ -209,6 +209,17 @@ def test_one_receiver_that_gives_up_frees_the_root_and_the_other() -> None:
         given_up.result()
 
 
+def test_an_abort_while_the_ranks_still_meet_waits_for_nobody() -> None:
+    with publisher() as root:
+        root.open(1, 2, "127.0.0.1", "gloo", 60.0)  # the other never comes
+        time.sleep(1)  # the communicator waits in the store by now
+        start = time.monotonic()
+        root.abort("enough")
+        root.open(2, 1, "127.0.0.1", "gloo", MEET_S)
+        root.publish(iter(weights()), build_manifest(weights(), 1024), epoch=2, policy_version=1, bucket_timeout_s=MEET_S)
+        assert time.monotonic() - start < 20
+
+
 def test_after_a_broken_epoch_a_new_one_works() -> None:
     manifest = build_manifest(weights(), 1024)
     with publisher() as root, ThreadPoolExecutor(1) as pool:
