@@ -22,7 +22,7 @@ from rolecall.errors import (
     StoreRolledBackError,
     WeightsMismatchError,
 )
-from rolecall.store.ledger import Ledger
+from rolecall.store.ledger import Admission, Ledger
 from rolecall.store.position import Garbage, GroupState, RunPosition
 from rolecall.store.sealed import read_ctl, read_sealed
 from rolecall.v1.training_pb2 import TrainResult
@@ -33,6 +33,7 @@ CONTROLLER_CALLS: dict[str, Callable[[Ledger], object]] = {
     "beat": lambda ledger: ledger.beat(),
     "unlock": lambda ledger: ledger.unlock(),
     "admit": lambda ledger: ledger.admit(sample_group(0), b""),
+    "admit_all": lambda ledger: ledger.admit_all([Admission(sample_group(0), b"")]),
     "drop": lambda ledger: ledger.drop(0, "late"),
     "seal": lambda ledger: ledger.seal(TrainBatch(step=0, digest="b")),
     "commit_step": lambda ledger: ledger.commit_step(0, []),
@@ -132,6 +133,18 @@ def test_admission_is_in_order_of_gids_and_repeating_it_adds_nothing(store: Stor
     assert (position.next_gid, position.cursor, position.admitted) == (1, b"after 0", 1)
     counts = store.ledger.counts()
     assert (counts.live, counts.queued) == (1, 1)
+
+
+def test_many_are_admitted_in_order_and_however_often_once_also_by_a_server_that_lost_its_scripts(store: StoreUnderTest) -> None:
+    admissions = [Admission(sample_group(gid), f"after {gid}".encode()) for gid in range(5)]
+    store.ledger.admit_all(admissions[:3])
+    store.connection.command("SCRIPT", "FLUSH")
+    store.ledger.admit_all(admissions)
+    store.ledger.admit_all([])
+    with pytest.raises(OutOfOrderError):
+        store.ledger.admit_all([Admission(sample_group(5), b"after 5"), Admission(sample_group(7), b"after 7")])
+    position = store.ledger.position()
+    assert (position.next_gid, position.cursor, position.admitted) == (6, b"after 5", 6)
 
 
 def test_committed_groups_are_read_in_order_from_any_position(store: StoreUnderTest) -> None:
