@@ -7,6 +7,7 @@ import asyncio
 import re
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,8 @@ RECONNECT_S = 0.5
 """Seconds before the controller is asked again while it does not answer."""
 WATCH_TIMEOUT_S = 3600.0
 """Deadline of one WatchRun stream; it is opened again."""
+CAUSE_GRACE_S = 3.0
+"""For a role that failed to end after the controller has ended of it."""
 END_GRACE_S = 10.0
 """For the controller to end by itself after the run has ended."""
 LOG_TAIL_LINES = 20
@@ -74,6 +77,13 @@ async def _supervise(settings: RunSettings, resolved: RunSettings, fleet: Fleet,
         await asyncio.to_thread(fleet.stop)
 
 
+async def _wait_for_the_cause(fleet: Fleet) -> None:
+    """A controller often fails of a role that is still on its way out: gives that role CAUSE_GRACE_S to end, so that it is shown and not the consequence."""
+    deadline = time.monotonic() + CAUSE_GRACE_S
+    while time.monotonic() < deadline and all(worker.role == "controller" for worker, code in fleet.poll() if code != 0):
+        await asyncio.sleep(POLL_S)
+
+
 def _start_store(resolved: RunSettings, fleet: Fleet) -> str:
     fleet.store = EmbeddedStore(resolved.run.dir / "store", resolved.run.name, resolved.store.max_bytes, resolved.store.binary)
     return fleet.store.start()
@@ -104,7 +114,7 @@ async def _first_exit(fleet: Fleet) -> None:
 async def _end(resolved: RunSettings, fleet: Fleet, view: View, watching: "asyncio.Task[controller_pb2.RunStatus]") -> int:
     """The run has ended or a process has: waits for the controller's last word, says what failed, and returns the exit code."""
     if any(code != 0 for _, code in fleet.poll()):
-        await asyncio.sleep(2 * POLL_S)
+        await _wait_for_the_cause(fleet)
     else:
         with suppress(TimeoutError):
             async with asyncio.timeout(END_GRACE_S):
@@ -112,7 +122,7 @@ async def _end(resolved: RunSettings, fleet: Fleet, view: View, watching: "async
                 while not any(worker.role == "controller" for worker, _ in fleet.poll()):
                     await asyncio.sleep(POLL_S)
     status = watching.result() if watching.done() and not watching.cancelled() and watching.exception() is None else None
-    failed = [(worker, code) for worker, code in fleet.poll() if code != 0]
+    failed = sorted(((worker, code) for worker, code in fleet.poll() if code != 0), key=lambda item: item[0].role == "controller")
     if status is not None and status.state == controller_pb2.RUN_STATE_DONE and not failed:
         return 0
     if failed:

@@ -167,7 +167,7 @@ class Ledger:
     def start_lineage(self, point: RunPosition) -> int:
         """Sets the run back to `point`, a checkpoint that is not the store's own past: empty keys, counters as of then. Returns the first gid to admit.
 
-        `point.lineage` is the new lineage's number, one above the store's; repeated: nothing happens. Gids, versions and epochs do not go back. The
+        `point.lineage` is the new lineage's number, above the store's; repeated: nothing happens. Gids, versions and epochs do not go back. The
         caller admits the checkpoint's untrained prompts again; after a crash, `position().next_gid - lineage_gid` of them were.
         """
         dropped = [text for reason, count in point.dropped.items() for text in (f"dropped:{reason}", str(count))]

@@ -31,6 +31,7 @@ from services.rollout.sampling import EngineInfo, PauseMode, Received, Sample, S
 _FINISH_REASONS = {"stop": trajectory_pb2.FINISH_REASON_STOP, "length": trajectory_pb2.FINISH_REASON_LENGTH}
 _PROBE_PRIORITY, _PRIORITY = -1, 0
 """Lower goes first: the probe does not queue behind kept requests."""
+ENGINE_DIED = "the vLLM engine died of the error that it wrote to this replica's log; the replica ends"
 WATCH_S = 1.0
 """Seconds between two looks at whether the engine lives."""
 CLOSE_TIMEOUT_S = 1.0
@@ -82,7 +83,7 @@ class VllmEngine:
             async for output in self._llm.generate(prompt, params, request_id, priority=priority):
                 final = output
         except EngineDeadError as error:
-            raise WorkerLostError("the vLLM engine died; this replica ends and is started anew") from error
+            raise WorkerLostError(ENGINE_DIED) from error
         except (EngineGenerateError, VLLMClientError, ValueError) as error:
             raise GenerationError(f"vLLM failed on request {request_id}: {error}") from error
         if final is None:
@@ -127,7 +128,7 @@ class VllmEngine:
         """Runs while the engine lives. WorkerLostError when it died, also when nobody asks anything of it."""
         while not self._llm.errored:
             await asyncio.sleep(WATCH_S)
-        raise WorkerLostError("the vLLM engine died; this replica ends and is started anew")
+        raise WorkerLostError(ENGINE_DIED)
 
     async def close(self) -> None:
         """As EngineWeights.close. vLLM reports the end of its own process as an error; there is none left to report."""
@@ -142,7 +143,7 @@ class VllmEngine:
         try:
             return await call
         except EngineDeadError as error:
-            raise WorkerLostError("the vLLM engine died; this replica ends and is started anew") from error
+            raise WorkerLostError(ENGINE_DIED) from error
 
 
 def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
