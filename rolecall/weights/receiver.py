@@ -135,7 +135,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         self._joined: Future[Channel] = Future()
         self._manifest: weights_pb2.WeightManifest | None = None
         self._arrived: Transferred | None = None
-        if self.parallel_config.world_size > 1 and envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+        if self.parallel_config.distributed_executor_backend == "mp" and envs.VLLM_ENABLE_V1_MULTIPROCESSING:
             threading.Thread(target=_end_orphaned_engine, name="engine-parent-watch", daemon=True).start()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -451,9 +451,10 @@ def _die_with_parent() -> None:
 
 
 def _end_orphaned_engine() -> None:
-    """With several workers the engine's core is a process between the service and the workers that imports nothing of ours: a worker ends it once the service
-    is gone,
-    and `_die_with_parent` ends the workers with it."""
+    """Ends the engine's core once the service is gone; `_die_with_parent` then ends the workers with it.
+
+    Where workers are processes of their own (always on CPUs, and with several GPUs) the core stands between the service and them and imports nothing of ours.
+    """
     core = os.getppid()
     service = _parent_of(core)
     while _parent_of(core) == service:
