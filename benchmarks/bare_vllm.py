@@ -1,10 +1,11 @@
-"""Bare vLLM on a run's own prompts: one LLM in this process, started with the rollout's arguments, asked for batches as the run asks for them.
+"""Bare vLLM on a run's own prompts: an LLM or AsyncLLM in this process, started with the rollout's arguments, asked for batches as the run asks for them.
 
 What is not there: weights over the channel (it loads the model's files), the store, gRPC, the pull loop, rows. Prints one line of JSON: tokens and seconds of
 each batch after the first `--warmup`, and the number of threads. The prompts, their order, G, the sampling parameters and the base seeds are the run's.
 """
 
 import argparse
+import asyncio
 import dataclasses
 import json
 import os
@@ -22,28 +23,56 @@ from services.controller.prompts import PromptRenderer, PromptSequence, load_pro
 from services.rollout.config import RolloutConfig, configure, machine_cores, start_environment
 
 
-def measure(settings: RunSettings, config: RolloutConfig, num_batches: int, num_warmup: int) -> dict[str, Any]:
-    """Samples `num_batches` batches, one after the other."""
+def offline(settings: RunSettings, config: RolloutConfig, num_batches: int) -> Iterator[tuple[int, float]]:
+    """(tokens, seconds) of each batch of an LLM, vLLM's own way to sample many prompts."""
     from vllm import LLM, EngineArgs  # after the environment is set
 
+    arguments = bare_arguments(config)
+    llm = LLM(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(EngineArgs)})
+    prompts = training_prompts(settings)
+    for batch in range(num_batches):
+        requests = batch_requests(settings, config, prompts, batch)
+        started = time.perf_counter()
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in requests], [params for _, params in requests], use_tqdm=False)
+        seconds = time.perf_counter() - started
+        yield sum(len(response.token_ids) for output in outputs for response in output.outputs), seconds
+
+
+async def serving(settings: RunSettings, config: RolloutConfig, num_batches: int) -> list[tuple[int, float]]:
+    """As offline, of an AsyncLLM, what servers are built on and the rollout is."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    llm = AsyncLLM.from_engine_args(bare_arguments(config))
+
+    async def sample(request_id: str, prompt: list[int], params: Any) -> int:
+        (final,) = [output async for output in llm.generate({"prompt_token_ids": prompt}, params, request_id)]
+        return sum(len(response.token_ids) for response in final.outputs)
+
+    prompts = training_prompts(settings)
+    measured = []
+    try:
+        for batch in range(num_batches):
+            requests = batch_requests(settings, config, prompts, batch)
+            started = time.perf_counter()
+            tokens = await asyncio.gather(*(sample(f"{batch}/{index}", *request) for index, request in enumerate(requests)))
+            measured.append((sum(tokens), time.perf_counter() - started))
+    finally:
+        llm.shutdown()
+    return measured
+
+
+def bare_arguments(config: RolloutConfig) -> Any:
+    """The rollout's arguments, with weights from disk and no way to change them."""
     from services.rollout.engine import engine_args
 
-    ours = engine_args(config)
-    arguments = {field.name: getattr(ours, field.name) for field in dataclasses.fields(EngineArgs)}
-    llm = LLM(**{**arguments, "load_format": "auto", "weight_transfer_config": None, "worker_extension_cls": ""})
-    prompts = training_prompts(settings)
-    tokens, seconds = [], []
-    for batch in range(num_batches):
-        requests, params = [], []
-        for offset, prompt in enumerate(islice(prompts, settings.algorithm.groups_per_batch)):
-            gid = batch * settings.algorithm.groups_per_batch + offset
-            requests.append({"prompt_token_ids": prompt})
-            params.append(group_params(settings, config, gid, prompt))
-        started = time.perf_counter()
-        outputs = llm.generate(requests, params, use_tqdm=False)
-        seconds.append(time.perf_counter() - started)
-        tokens.append(sum(len(response.token_ids) for output in outputs for response in output.outputs))
-    return {"tokens": tokens[num_warmup:], "seconds": seconds[num_warmup:]}
+    return dataclasses.replace(engine_args(config), load_format="auto", weight_transfer_config=None, worker_extension_cls="")
+
+
+def batch_requests(settings: RunSettings, config: RolloutConfig, prompts: Iterator[list[int]], batch: int) -> list[tuple[list[int], Any]]:
+    """(token ids, sampling parameters) of each prompt of batch number `batch`."""
+    first = batch * settings.algorithm.groups_per_batch
+    taken = islice(prompts, settings.algorithm.groups_per_batch)
+    return [(prompt, group_params(settings, config, gid, prompt)) for gid, prompt in enumerate(taken, first)]
 
 
 def training_prompts(settings: RunSettings) -> Iterator[list[int]]:
@@ -71,14 +100,19 @@ def main() -> None:
     """Command line; what is left over are overrides of the configuration."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path)
+    parser.add_argument("--engine", choices=["LLM", "AsyncLLM"], default="LLM")
     parser.add_argument("--batches", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=2)
     arguments, overrides = parser.parse_known_args()
     settings = load_settings(arguments.config, [override.removeprefix("--") for override in overrides])
     config = configure(settings, "rollout-0", machine_cores())
     os.environ.update(start_environment(config))
-    result = measure(settings, config, arguments.batches, arguments.warmup)
-    print(json.dumps({**result, "threads": len(config.cores[0]) if config.cores else None}), flush=True)
+    if arguments.engine == "LLM":
+        measured = list(offline(settings, config, arguments.batches))
+    else:
+        measured = asyncio.run(serving(settings, config, arguments.batches))
+    tokens, seconds = zip(*measured[arguments.warmup :], strict=True)
+    print(json.dumps({"tokens": tokens, "seconds": seconds, "threads": len(config.cores[0]) if config.cores else None}), flush=True)
 
 
 if __name__ == "__main__":

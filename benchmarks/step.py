@@ -11,7 +11,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -64,10 +64,10 @@ def run_steps(job: Job, folder: Path, num_steps: int, num_warmup: int) -> list[S
     return read_steps(folder / "metrics.jsonl", num_warmup)
 
 
-def bare_vllm(job: Job, folder: Path, num_steps: int, num_warmup: int) -> dict[str, Any]:
+def bare_vllm(job: Job, folder: Path, engine: str, num_steps: int, num_warmup: int) -> dict[str, Any]:
     """What bare_vllm.py prints."""
     script = [sys.executable, str(HERE / "bare_vllm.py"), *job.arguments(f"run.dir={folder}", "run.num_steps=1")]
-    return last_json(call([*script, "--batches", str(num_warmup + num_steps), "--warmup", str(num_warmup)]))
+    return last_json(call([*script, "--engine", engine, "--batches", str(num_warmup + num_steps), "--warmup", str(num_warmup)]))
 
 
 def raw_channel(settings: RunSettings, num_bytes: int, num_transfers: int) -> float:
@@ -94,16 +94,17 @@ def last_json(output: str) -> dict[str, Any]:
     return found
 
 
-def generation_table(steps: Sequence[Step], bare: dict[str, Any]) -> list[str]:
-    """Lines: our tokens per second of a batch, and of the engine alone, beside those of bare vLLM."""
-    theirs = median(tokens / seconds for tokens, seconds in zip(bare["tokens"], bare["seconds"], strict=True))
+def generation_table(steps: Sequence[Step], bare: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Lines: our tokens per second of a batch, and of the engine alone, beside those of each bare engine."""
+    theirs = {name: median(tokens / seconds for tokens, seconds in zip(result["tokens"], result["seconds"], strict=True)) for name, result in bare.items()}
     ours = {
-        "generation, from publish to last group": typical(steps, lambda step: step.num_tokens / step.generation_s),
-        "the engine while it had work": typical(steps, lambda step: step.num_engine_tokens / step.busy_s),
+        "from publish to last group": typical(steps, lambda step: step.num_tokens / step.generation_s),
+        "while the engine had work": typical(steps, lambda step: step.num_engine_tokens / step.busy_s),
     }
-    lines = [f"{'generation, tokens/s':<44}{'ours':>10}{'bare vLLM':>14}{'ratio':>8}"]
-    lines += [f"{name:<44}{rate:>10.0f}{theirs:>14.0f}{rate / theirs:>8.2f}" for name, rate in ours.items()]
-    return [*lines, f"(tokens a batch: ours {typical(steps, lambda step: step.num_tokens):.0f}, bare vLLM {median(bare['tokens']):.0f})"]
+    lines = [f"{'generation, tokens/s':<44}{'ours':>10}" + "".join(f"{name:>14}{'ratio':>8}" for name in theirs)]
+    lines += [f"{name:<44}{rate:>10.0f}" + "".join(f"{their:>14.0f}{rate / their:>8.2f}" for their in theirs.values()) for name, rate in ours.items()]
+    counted = ", ".join(f"{name} {median(result['tokens']):.0f}" for name, result in bare.items())
+    return [*lines, f"(tokens a batch: ours {typical(steps, lambda step: step.num_tokens):.0f}, {counted})"]
 
 
 def publish_rows(steps: Sequence[Step], raw: float) -> list[str]:
@@ -159,7 +160,7 @@ def report(job: Job, scratch: Path, num_steps: int, num_warmup: int, num_large: 
     settings = job.settings(f"run.dir={scratch / 'run'}", "run.num_steps=1")
     load = os.getloadavg()[0]
     steps = run_steps(job, scratch / "run", num_steps, num_warmup)
-    bare = bare_vllm(job, scratch / "run", num_steps, num_warmup)
+    bare = {f"bare {engine}": bare_vllm(job, scratch / "run", engine, num_steps, num_warmup) for engine in ("LLM", "AsyncLLM")}
     publishes = publish_rows(steps, raw_channel(settings, int(steps[-1].num_bytes), num_steps))
     if num_large:
         model = scratch / "large"
@@ -167,7 +168,7 @@ def report(job: Job, scratch: Path, num_steps: int, num_warmup: int, num_large: 
         large = run_steps(Job(job.config, (*job.overrides, f"model.path={model}", *SMALL_STEPS)), scratch / "large-run", num_large, num_warmup)
         publishes += publish_rows(large, raw_channel(settings, int(large[-1].num_bytes), num_large))
     return [
-        *machine(settings, bare["threads"]),
+        *machine(settings, bare["bare LLM"]["threads"]),
         f"load before: {load:.1f} (what others ran in the minute before; measure on an idle machine)",
         f"job: {job.config.name}, {settings.algorithm.groups_per_batch} prompts x {settings.sampling.num_responses} responses a step, "
         f"max_staleness {settings.algorithm.max_staleness}; medians over {len(steps)} steps after {num_warmup} of warm-up",

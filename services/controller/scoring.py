@@ -63,8 +63,7 @@ class GroupScorer:
     async def _attempt(self, group: trajectory_pb2.CommittedGroup, landed_at_s: float) -> ScoredGroup:
         async with self._room:
             refs = list(group.rows)
-            await self._threads.call(self._rows.persist, refs)
-            rows, metas = await self._threads.call(self._rows.read_with_meta, refs, ["token_ids", "response_mask"])
+            rows, metas = await self._threads.call(self._keep_and_read, refs)
             try:
                 async with asyncio.TaskGroup() as tasks:
                     scoring = tasks.create_task(self._reward_of(metas, rows))
@@ -86,6 +85,10 @@ class GroupScorer:
             landed_at_s=landed_at_s,
             scored_at_s=time.monotonic(),
         )
+
+    def _keep_and_read(self, refs: Sequence[trajectory_pb2.RowRef]) -> tuple[list[dict[str, Array]], list[trajectory_pb2.TrajectoryMeta]]:
+        self._rows.persist(refs)  # the rollout may have died between its commit and its own persist
+        return self._rows.read_with_meta(refs, ["token_ids", "response_mask"])
 
     async def _reward_of(self, metas: Sequence[trajectory_pb2.TrajectoryMeta], rows: Sequence[Mapping[str, Array]]) -> list[Score]:
         outcomes = await self._reward.score([score_item(meta, row["token_ids"]) for meta, row in zip(metas, rows, strict=True)])
