@@ -1,5 +1,6 @@
 """One scorer's worker process seen from the service: start, send, time, kill. Blocking; used by one thread."""
 
+import contextlib
 import os
 import select
 import signal
@@ -64,7 +65,8 @@ class WorkerProcess:
     def interrupt(self) -> None:
         """Sends SIGKILL to the process and what it started; the thread that uses this object then sees it end. The one call for other threads."""
         if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it ended, and the other thread saw it first
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
         """Kills the process and what it started, reaps it and closes the pipes. Safe to repeat."""

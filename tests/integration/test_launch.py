@@ -117,7 +117,8 @@ def test_what_a_role_started_ends_with_it(tmp_path: Path) -> None:
     deadline = time.monotonic() + 30
     while "up" not in worker.log.read_text().splitlines() and time.monotonic() < deadline:
         time.sleep(0.05)
-    processes = psutil.Process().children(recursive=True)
+    role = psutil.Process(fleet.processes["reward"][1].pid)
+    processes = [role, *role.children(recursive=True)]
     fleet.stop()
     assert len(processes) == 2
     assert wait_until_gone(processes, 5) == []
