@@ -311,8 +311,9 @@ def test_a_new_lineage_starts_empty_and_reuses_no_number(store: StoreUnderTest) 
         queue.commit(claimed, store.stage(claimed), {(0, DIGEST)})
     with pytest.raises(NotAttestedError):
         queue.claim(1)
+    store.ledger.start_lineage(RunPosition(lineage=3))  # a store that lost a lineage may skip one
     with pytest.raises(OutOfOrderError):
-        store.ledger.start_lineage(RunPosition(lineage=3))
+        store.ledger.start_lineage(RunPosition(lineage=2))
     assert store.ledger.sweep(store.rows, 0) == len(trained.rows) + len(group.rows)
 
     store.admit(1)
