@@ -293,6 +293,13 @@ def test_epochs_grow(store: StoreUnderTest) -> None:
     assert store.ledger.position().epoch == 3
 
 
+def test_a_store_that_lost_lineages_may_skip_some_and_never_goes_back(store: StoreUnderTest) -> None:
+    store.ledger.start_lineage(RunPosition(lineage=3))
+    assert store.ledger.position().lineage == 3
+    with pytest.raises(OutOfOrderError):
+        store.ledger.start_lineage(RunPosition(lineage=2))
+
+
 def test_a_new_lineage_starts_empty_and_reuses_no_number(store: StoreUnderTest) -> None:
     trained = store.trained(2)
     store.admit(3)
@@ -311,9 +318,6 @@ def test_a_new_lineage_starts_empty_and_reuses_no_number(store: StoreUnderTest) 
         queue.commit(claimed, store.stage(claimed), {(0, DIGEST)})
     with pytest.raises(NotAttestedError):
         queue.claim(1)
-    store.ledger.start_lineage(RunPosition(lineage=3))  # a store that lost a lineage may skip one
-    with pytest.raises(OutOfOrderError):
-        store.ledger.start_lineage(RunPosition(lineage=2))
     assert store.ledger.sweep(store.rows, 0) == len(trained.rows) + len(group.rows)
 
     store.admit(1)
