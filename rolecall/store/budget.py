@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 from rolecall.trajectory import row_bytes
+from rolecall.v1.trajectory_pb2 import TrainBatch
 
 STORE_SHARE = 0.8
 """Part of store.max_bytes that rows may take; the rest is the ledger's, the server's buffers' and a rewrite of the append-only file's."""
@@ -37,3 +38,8 @@ class StoreBudget:
                 f"({needed} bytes; rows may take {STORE_SHARE:.0%} of the store); raise it or lower sampling.max_tokens or algorithm.groups_per_batch"
             )
         return budget
+
+
+def batch_bytes(settings: RunSettings, batch: TrainBatch) -> int:
+    """Bytes that the rows of a trained batch hold until a checkpoint covers it."""
+    return sum(row_bytes(ref.num_tokens, len(settings.references), critic=settings.critic is not None) for ref in batch.rows)

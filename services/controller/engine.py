@@ -89,7 +89,7 @@ class ControllerEngine:
             policy=policy,
             trackers=Trackers(settings),
             checkpoints=checkpoints,
-            recovery=Recovery(self._ledger, rows, self._threads, trainers, checkpoints, self._board.wait_for),
+            recovery=Recovery(settings, self._ledger, rows, self._threads, trainers, checkpoints, self._board.wait_for),
             board=self._board,
         )
 

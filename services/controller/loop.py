@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rolecall.algorithms.advantages import needs
-from rolecall.errors import BudgetSpentError, DeadlineError, RowMissingError, ScorerError, StoreFullError
+from rolecall.errors import BudgetSpentError, DeadlineError, RowMissingError, ScorerError
 from rolecall.settings import RunSettings
-from rolecall.store.ledger import Admission, Ledger
+from rolecall.store.budget import batch_bytes
+from rolecall.store.ledger import Ledger
 from rolecall.store.rows import Rows
-from rolecall.telemetry import Metrics, attached, current_traceparent, export, tracer
+from rolecall.telemetry import Metrics, attached, export, tracer
 from rolecall.v1 import controller_pb2, training_pb2, trajectory_pb2
 from services.controller import assembly, measures
 from services.controller.admission import AdmissionPolicy
@@ -25,8 +26,9 @@ from services.controller.board import RunBoard
 from services.controller.checkpoints import Checkpoints, RunPoint
 from services.controller.evaluation import Evaluation
 from services.controller.fleet import Fleet
+from services.controller.intake import Intake
 from services.controller.leases import Leases
-from services.controller.prompts import Cursor, PromptSequence
+from services.controller.prompts import PromptSequence
 from services.controller.publish import PolicyPublisher
 from services.controller.recovery import Recovery
 from services.controller.scoring import GroupScorer
@@ -42,12 +44,6 @@ READ_BLOCK_S = 1.0
 
 READ_COUNT = 256
 """Most committed groups taken in one read."""
-
-ADMIT_COUNT = 64
-"""Most groups admitted in one call."""
-
-ADMISSION_POLL_S = 1.0
-"""Longest sleep of admission: memory that a checkpoint freed is noticed without a signal."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +81,11 @@ class Loop:
         self._settings = parts.settings
         self._ctl = ctl
         self._assembly = Assembly(parts.policy)
+        self._intake = Intake(parts.settings, parts.ledger, parts.threads, parts.prompts, parts.policy, parts.publisher, parts.board, self._assembly)
         self._step = 0
-        self._admitted = 0
-        self._dropped = 0
-        self._next_gid = 0
         self._filtered_in_step = 0
-        self._retained_bytes = 0
-        self._room = asyncio.Event()
         self._step_metrics = Metrics()
         self._clock = measures.Stopwatch()
-        self._backlog: list[trajectory_pb2.Prompt] = []
-        self._admissions: list[Admission] = []
 
     async def run(self) -> None:
         """Returns when the last step is done or a stop was asked for. Raises the error that ended the run."""
@@ -106,7 +96,7 @@ class Loop:
         self._parts.board.move(controller_pb2.RUN_STATE_RUNNING)
         try:
             async with asyncio.TaskGroup() as tasks:
-                background = [tasks.create_task(self._admit()), tasks.create_task(self._collect(tasks)), tasks.create_task(self._reap())]
+                background = [tasks.create_task(self._intake.run()), tasks.create_task(self._collect(tasks)), tasks.create_task(self._reap())]
                 await self._train()
                 for task in background:
                     task.cancel()
@@ -120,65 +110,9 @@ class Loop:
     async def _recover(self) -> None:
         """Takes the ledger's position, and the trainers to it."""
         recovered = await self._parts.recovery.run(self._ctl)
-        position = recovered.position
-        self._step = self._parts.board.step = position.step
-        self._admitted, self._dropped, self._next_gid = position.admitted, position.num_dropped, position.next_gid
-        self._backlog = list(recovered.backlog)
-        self._parts.prompts.move_to(Cursor.decode(position.cursor))
+        self._step = self._parts.board.step = recovered.position.step
         self._parts.publisher.policy_version = recovered.policy_version
-        for gid, published_step in recovered.live.items():
-            self._assembly.admitted(gid, published_step)
-
-    # --- admission ----------------------------------------------------------------------------------------------------------------------------------
-
-    async def _admit(self) -> None:
-        """Keeps the prompts stream as full as the policy allows. Runs until cancelled."""
-        while True:
-            self._room.clear()
-            try:
-                while self._next_admissions():
-                    await self._parts.threads.call(self._parts.ledger.admit_all, self._admissions)
-                    self._admissions = []
-            except StoreFullError as error:
-                logger.warning("admission waits for the store: %s", error)
-            try:
-                async with asyncio.timeout(ADMISSION_POLL_S):
-                    await self._room.wait()
-            except TimeoutError:
-                continue
-
-    def _may_admit(self) -> bool:
-        return not (self._parts.board.paused or self._parts.board.stop_requested) and self._parts.policy.may_admit(
-            admitted=self._admitted,
-            dropped=self._dropped,
-            published_step=self._parts.publisher.published_step,
-            num_live=self._assembly.num_live,
-            retained_bytes=self._retained_bytes,
-        )
-
-    def _next_admissions(self) -> list[Admission]:
-        """Those that a full store refused, and as many more as may be. They count as admitted from here on, and stay first in line until they are."""
-        while len(self._admissions) < ADMIT_COUNT and self._may_admit():
-            self._admissions.append(self._admission(self._backlog.pop(0) if self._backlog else self._parts.prompts.next()))
-        return self._admissions
-
-    def _admission(self, prompt: trajectory_pb2.Prompt) -> Admission:
-        sampling = self._settings.sampling
-        group = trajectory_pb2.PromptGroup(
-            gid=self._next_gid,
-            prompt=prompt,
-            num_responses=sampling.num_responses,
-            sampling=trajectory_pb2.SamplingParams(
-                temperature=sampling.temperature, top_p=1.0, max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids
-            ),
-            run_seed=self._settings.run.seed,
-        )
-        # Known here before the store knows it: it may land, scored, before the store's answer.
-        self._assembly.admitted(group.gid, self._parts.publisher.published_step)
-        self._next_gid += 1
-        self._admitted += 1
-        with tracer().start_as_current_span("group", attributes={"gid": group.gid}):
-            return Admission(group, self._parts.prompts.cursor.encode(), current_traceparent())
+        self._intake.start_from(recovered)
 
     # --- groups that their worker gave up ---------------------------------------------------------------------------------------------------------
 
@@ -234,9 +168,9 @@ class Loop:
     async def _drop(self, gid: int, rows: Sequence[trajectory_pb2.RowRef], reason: str, error: str) -> None:
         await self._parts.threads.call(self._parts.ledger.drop, gid, reason, error)
         await self._parts.threads.call(self._parts.rows.delete, list(rows))
-        self._dropped += 1
+        self._intake.num_dropped += 1
         self._assembly.dropped(gid)
-        self._room.set()
+        self._intake.wake()
 
     # --- the steps ----------------------------------------------------------------------------------------------------------------------------------
 
@@ -271,7 +205,7 @@ class Loop:
         clock.lap("train")
         await self._parts.threads.call(self._parts.ledger.commit_step, self._step, results)
         self._assembly.trained(batch.gids)
-        self._retained_bytes += measures.batch_bytes(self._settings, batch)
+        self._intake.retained_bytes += batch_bytes(self._settings, batch)
         self._filtered_in_step = 0
         clock.lap("commit")
         self._step += 1
@@ -333,7 +267,7 @@ class Loop:
     async def _publish(self) -> None:
         self._parts.board.wait_for(f"the fleet to take the weights of step {self._step}")
         self._step_metrics.merge(await self._parts.publisher.publish(self._step))
-        self._room.set()
+        self._intake.wake()
 
     async def _report(self, groups: Sequence[ScoredGroup], results: Sequence[training_pb2.TrainResult], clock: measures.Stopwatch) -> None:
         parts, metrics = self._parts, self._step_metrics
@@ -343,7 +277,7 @@ class Loop:
         metrics.merge(await measures.of_fleet(parts.fleet))
         metrics.max("data/epoch", parts.prompts.cursor.epoch)
         metrics.max("data/prompts_too_long", parts.prompts.cursor.num_too_long)
-        metrics.max("groups/dropped", self._dropped)
+        metrics.max("groups/dropped", self._intake.num_dropped)
         samples = await parts.threads.call(measures.samples, parts.rows, self._step, groups, self._settings.controller.num_samples_kept)
         await parts.threads.call(parts.trackers.log, self._step, metrics.values())
         await parts.threads.call(parts.trackers.keep_samples, samples)
@@ -370,7 +304,7 @@ class Loop:
 
     def _wants_checkpoint(self) -> bool:
         due = self._step % self._settings.run.checkpoint_every_steps == 0
-        crowded = self._retained_bytes > self._parts.policy.max_bytes // 2
+        crowded = self._intake.retained_bytes > self._parts.policy.max_bytes // 2
         return self._step < self._settings.run.num_steps and (due or crowded or self._parts.board.checkpoint_request is not None)
 
     async def _checkpoint(self, *, final: bool) -> None:
@@ -383,8 +317,8 @@ class Loop:
         await asyncio.gather(*(trainer.save(self._ctl, path / trainer.name, self._step, export_huggingface=final) for trainer in parts.trainers))
         await parts.threads.call(parts.checkpoints.commit, await self._point())
         await parts.threads.call(parts.ledger.sweep, parts.rows, self._step)
-        self._retained_bytes = 0
-        self._room.set()
+        self._intake.retained_bytes = 0
+        self._intake.wake()
         logger.info("checkpoint of step %d saved to %s in %.1f s", self._step, path, time.monotonic() - started)
         if request is not None and not request.saved.done():
             request.saved.set_result((str(path), self._step))

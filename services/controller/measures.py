@@ -12,8 +12,7 @@ from rolecall.errors import RoleCallError
 from rolecall.settings import RunSettings
 from rolecall.store.rows import Rows
 from rolecall.telemetry import Metrics
-from rolecall.trajectory import row_bytes
-from rolecall.v1 import rollout_pb2, trajectory_pb2
+from rolecall.v1 import rollout_pb2
 from rolecall.wire import Array
 from services.controller.assembly import ScoredGroup
 from services.controller.fleet import Fleet
@@ -114,11 +113,6 @@ async def of_fleet(fleet: Fleet) -> Metrics:
             metrics.sum("rollout/sampled_tokens", answer.num_sampled_tokens)
     metrics.sum("rollout/replicas", len(rollouts))
     return metrics
-
-
-def batch_bytes(settings: RunSettings, batch: trajectory_pb2.TrainBatch) -> int:
-    """Bytes that the rows of a trained batch hold until a checkpoint covers it."""
-    return sum(row_bytes(ref.num_tokens, len(settings.references), critic=settings.critic is not None) for ref in batch.rows)
 
 
 def samples(rows: Rows, step: int, groups: Sequence[ScoredGroup], number: int) -> list[dict[str, Any]]:

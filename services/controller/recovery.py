@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rolecall.errors import StoreRolledBackError
+from rolecall.settings import RunSettings
+from rolecall.store.budget import batch_bytes
 from rolecall.store.ledger import Ledger
 from rolecall.store.position import RunPosition, Snapshot
 from rolecall.store.rows import Rows
@@ -37,12 +39,15 @@ class Recovered:
     """Prompts to admit before the data's next: those in flight at the checkpoint that this lineage began with."""
     policy_version: int
     """Highest version that anyone may have seen."""
+    retained_bytes: int
+    """Bytes of the rows of trained batches that no checkpoint covers yet."""
 
 
 @dataclass(frozen=True)
 class Recovery:
     """Brings store and trainers together."""
 
+    settings: RunSettings
     ledger: Ledger
     rows: Rows
     threads: StoreThreads
@@ -68,6 +73,7 @@ class Recovery:
             position=snapshot.position,
             live={group.gid: group.admit_published_step for group in snapshot.groups},
             backlog=_backlog(snapshot.position, latest[1] if latest else None),
+            retained_bytes=await self.threads.call(self._retained_bytes, snapshot.position),
             policy_version=max(snapshot.position.begun_version, snapshot.position.policy_version, *versions),
         )
 
@@ -109,6 +115,10 @@ class Recovery:
                 raise StoreRolledBackError(f"{trainer.name} stands at step {applied}, the run at {step}, and batch {missed} is gone; resume from a checkpoint")
             await trainer.train(ctl, missed, batch.digest, self.waiting)
         return version
+
+    def _retained_bytes(self, position: RunPosition) -> int:
+        batches = [self.ledger.sealed(step) for step in range(position.freed_step, position.step)]
+        return sum(batch_bytes(self.settings, batch) for batch in batches if batch is not None)
 
     async def untrained_prompts(self, next_gid: int) -> list[str]:
         """The prompts of all live groups below `next_gid`, encoded for a checkpoint."""
