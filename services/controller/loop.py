@@ -1,8 +1,8 @@
 """The run, as the algorithm reads: admit, score as groups land, assemble, advantages, seal, train actor and critic, commit, publish, evaluate, checkpoint.
 
-Synchronous training is max_staleness = 0 of this loop. Three activities share one event loop: admission (bounded by admission.py), collection (each
-committed group is scored as it lands) and the steps themselves. Every decision is in the store before it is acted on, so a controller that starts again
-goes on from there.
+Synchronous training is max_staleness = 0 of this loop. Four activities share one event loop: admission (intake.py), collection (each committed group is
+scored as it lands), the return of abandoned groups (leases.py) and the steps themselves. Every decision is in the store before it is acted on, so a
+controller that starts again goes on from there.
 """
 
 import asyncio
