@@ -6,12 +6,13 @@ the checkpoint in a new lineage: empty keys, and the prompts that were in flight
 """
 
 import base64
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rolecall.errors import StoreRolledBackError
+from rolecall.errors import RowMissingError, StoreRolledBackError
 from rolecall.settings import RunSettings
 from rolecall.store.budget import batch_bytes
 from rolecall.store.ledger import Ledger
@@ -129,11 +130,16 @@ class Recovery:
         position = "0"
         while entries := self.ledger.read_committed(position, READ_COUNT, 0.0):
             position = entries[-1][0]
-            rows = [group.rows[0] for _, group in entries]
-            for meta, row in zip(self.rows.read_meta(rows), self.rows.read(rows, ["token_ids"]), strict=True):
-                meta.prompt.token_ids = row["token_ids"][: meta.num_prompt_tokens].tobytes()
-                prompts[meta.gid] = meta.prompt
+            for _, group in entries:
+                with contextlib.suppress(RowMissingError):  # scored and dropped since it was read: no longer in flight
+                    prompts[group.gid] = self._prompt_of(group.rows[0])
         return [base64.b64encode(prompts[gid].SerializeToString()).decode() for gid in sorted(prompts) if gid < next_gid]
+
+    def _prompt_of(self, ref: trajectory_pb2.RowRef) -> trajectory_pb2.Prompt:
+        """The prompt of a committed row: meta leaves its token ids out, they are the head of the row's own."""
+        meta, row = self.rows.read_meta([ref])[0], self.rows.read([ref], ["token_ids"])[0]
+        meta.prompt.token_ids = row["token_ids"][: meta.num_prompt_tokens].tobytes()
+        return meta.prompt
 
 
 def _backlog(position: RunPosition, point: RunPoint | None) -> tuple[trajectory_pb2.Prompt, ...]:

@@ -11,6 +11,7 @@ Bounds: max_groups claims in hand; one task each; calls to the store run in the 
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from contextlib import aclosing
@@ -23,6 +24,7 @@ from rolecall.errors import (
     LeaseLostError,
     NotAttestedError,
     RoleCallError,
+    RowMissingError,
     StoreFullError,
     StoreUnavailableError,
     UnavailableError,
@@ -275,7 +277,8 @@ class PullLoop:
         async with self._replica.gate.leaving():
             self._work[claim.entry_id].committing = True
             await asyncio.to_thread(self._queue.commit, claim, committed, spans)
-        await asyncio.to_thread(self._rows.persist, refs)
+        with contextlib.suppress(RowMissingError):  # the controller has scored and dropped the group already
+            await asyncio.to_thread(self._rows.persist, refs)
 
     async def _stage(self, claim: Claim, responses: list[Response]) -> list[trajectory_pb2.RowRef]:
         group = claim.group
