@@ -35,7 +35,7 @@ from services.controller.scoring import GroupScorer
 from services.controller.tasks import first_error
 from services.controller.threads import StoreThreads
 from services.controller.trackers import Trackers
-from services.controller.trainers import Trainer
+from services.controller.trainers import CriticTrainer, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class ControllerEngine:
         critic = None
         if settings.critic is not None:
             stub = CriticServiceStub(self._open("critic", settings.critic.address, "rolecall.v1.CriticService/ComputeValues"))
-            critic = Trainer("critic", stub, settings.critic)
+            critic = CriticTrainer("critic", stub, settings.critic)
         self._reward = reward
         trainers = [Trainer("actor", actor, settings.actor), *([critic] if critic else [])]
         checkpoints = Checkpoints(settings.run.dir / "checkpoints", settings.run.keep_checkpoints)

@@ -35,7 +35,7 @@ from services.controller.scoring import GroupScorer
 from services.controller.tasks import first_error
 from services.controller.threads import StoreThreads
 from services.controller.trackers import Trackers
-from services.controller.trainers import Trainer
+from services.controller.trainers import CriticTrainer, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Parts:
     fleet: Fleet
     publisher: PolicyPublisher
     actor: Trainer
-    critic: Trainer | None
+    critic: CriticTrainer | None
     scorer: GroupScorer
     evaluation: Evaluation
     prompts: PromptSequence
@@ -197,7 +197,7 @@ class Loop:
         rows = [ref for group in groups for ref in group.rows]
         if needs(self._settings.algorithm.advantage) and self._parts.critic:
             self._parts.board.wait_for("the critic's values")
-            await self._parts.critic.compute(self._ctl, rows)
+            await self._parts.critic.compute_values(self._ctl, rows)
             clock.lap("values")
         batch = await self._seal(groups, rows)
         clock.lap("prepare")

@@ -69,8 +69,13 @@ class Trainer:
         """Restores it from `path`."""
         return await self.stub.LoadCheckpoint(training_pb2.LoadTrainerCheckpointRequest(ctl=ctl, path=str(path)), timeout=self.section.train_timeout_s)
 
-    async def compute(self, ctl: int, rows: list[trajectory_pb2.RowRef]) -> None:
-        """Has the actor write old_logprobs, or the critic values, to `rows`."""
-        request = training_pb2.ComputeColumnRequest(ctl=ctl, rows=rows)
-        call = self.stub.ComputeLogprobs if isinstance(self.stub, ActorServiceStub) else self.stub.ComputeValues
-        await call(request, timeout=self.section.compute_timeout_s)
+
+@dataclass(frozen=True)
+class CriticTrainer(Trainer):
+    """The critic, which is also asked for values."""
+
+    stub: CriticServiceStub
+
+    async def compute_values(self, ctl: int, rows: list[trajectory_pb2.RowRef]) -> None:
+        """Has it write values and bootstrap_value to `rows`."""
+        await self.stub.ComputeValues(training_pb2.ComputeColumnRequest(ctl=ctl, rows=rows), timeout=self.section.compute_timeout_s)
