@@ -3,9 +3,10 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 LOCK ?= cpu
 SEED ?= 0
+KILLS ?= 100
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test check proto clean
+.PHONY: help setup quickstart test chaos check proto clean
 
 help: ## This list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -17,7 +18,10 @@ quickstart: setup ## Train the sort-digits example through the whole system (SEE
 	@$(BIN)/python examples/sort_digits/quickstart.py --seed $(SEED)
 
 test: setup ## Pass every test that this machine can run
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
+
+chaos: setup ## Kill, stop and cut a running system (SEED=0, KILLS=100; REAL=1 with torch and vLLM) and check that nothing is lost
+	@$(BIN)/python -m tests.chaos --seed $(SEED) --kills $(KILLS) $(if $(REAL),--real)
 
 check: setup ## Stale stubs, lint, types, import rules
 	@tools/proto.sh --check && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -15,11 +15,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rolecall.dataset import load_prompts
 from rolecall.settings import RunSettings, load_settings
 from rolecall.tokenizer import ChatTokenizer
 from rolecall.trajectory import seed_of
 from rolecall.v1 import trajectory_pb2
-from services.controller.prompts import PromptRenderer, PromptSequence, load_prompts
+from services.controller.prompts import PromptRenderer, PromptSequence
 from services.rollout.config import RolloutConfig, configure, machine_cores, start_environment
 
 
@@ -78,7 +79,8 @@ def batch_requests(settings: RunSettings, config: RolloutConfig, prompts: Iterat
 def training_prompts(settings: RunSettings) -> Iterator[list[int]]:
     """Token ids of the run's prompts in order of admission, without end."""
     renderer = PromptRenderer(ChatTokenizer(settings.model.path), settings.data.max_prompt_tokens)
-    sequence = PromptSequence(load_prompts(settings.data.train, settings.data), renderer, seed=settings.run.seed, shuffle=settings.data.shuffle)
+    rows = load_prompts(settings.data.train, settings.data, settings.reward)
+    sequence = PromptSequence(rows, renderer, seed=settings.run.seed, shuffle=settings.data.shuffle)
     while True:
         data = sequence.next().token_ids
         yield [int.from_bytes(data[start : start + 4], "little") for start in range(0, len(data), 4)]

@@ -1,58 +1,87 @@
 """`rolecall check`: what a configuration means on this machine, a line per derived value, without starting anything.
 
-Reads the model's JSON and safetensors headers, the tokenizer and the first prompt; imports no torch and no service. What is wrong is collected, so
-that one run of the command shows everything; estimates say that they are.
+Reads the model's JSON and safetensors headers, the tokenizer, the datasets and the ports; imports no torch and no service. What is wrong is collected, so
+that one run of the command shows everything; `rolecall train` refuses to start anything while there is something. Estimates say that they are.
 """
 
-import json
+import io
 import math
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from rolecall.dataset import RawPrompt, load_prompts
 from rolecall.errors import ConfigError, RoleCallError
-from rolecall.settings import GaeAdvantage, RunSettings
+from rolecall.model_files import (
+    ModelFacts,
+    check_cpu_adapters,
+    check_cpu_attention,
+    check_parallel,
+    check_tokenizer,
+    check_trainable,
+    eos_token_ids,
+    max_model_tokens,
+    num_adapter_parameters,
+    read_model,
+    vocab_size,
+)
+from rolecall.rpc.address import is_unix
+from rolecall.rpc.listening import why_not
+from rolecall.settings import CriticSection, GaeAdvantage, OptimizerSection, ReferenceSection, RunSettings, ServiceSection, TrainerSection
+from rolecall.storage import DiskStorage, open_storage
 from rolecall.store.budget import StoreBudget
 from rolecall.tokenizer import ChatTokenizer
 
 OPTIMIZER_BYTES_PER_PARAMETER = 16
 """float32 master weight, gradient and two moments."""
+MOMENT_BYTES_PER_PARAMETER = 8
+"""Two float32 moments; muon has one of a matrix."""
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+"""float32 master weight and two moments."""
 CPU_KV_CACHE_BYTES = 2**30
-MAX_HEADER_BYTES = 100 * 2**20
-"""Bound of a safetensors header, as the format has it."""
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the model's files say."""
-
-    architecture: str
-    num_parameters: int
-    max_tokens: int
-    eos_token_ids: tuple[int, ...]
-    vocab_size: int
+MAX_MEASURED_PROMPTS = 2000
+"""Prompts of a file that are rendered and counted; the controller looks at every one when its turn comes."""
 
 
 def check(settings: RunSettings, out: TextIO) -> int:
     """Writes a line per finding to `out`; 0 when everything fits, 2 when something does not."""
-    problems: list[str] = []
-    facts: ModelFacts | None = None
-    try:
-        facts = read_model(settings.model.path)
-    except RoleCallError as error:
-        problems.append(error.message)
-    for section in (_run, _data, _batches):
-        _collect(section(settings), out, problems)
-    if facts is not None:
-        for with_model in (_model, _memory):
-            _collect(with_model(settings, facts), out, problems)
-    _collect(_placement(settings), out, problems)
+    problems = find_problems(settings, out)
     for problem in problems:
         out.write(f"PROBLEM  {problem}\n")
     out.write("ok: nothing was started\n" if not problems else f"{len(problems)} problem{'s' if len(problems) > 1 else ''}; nothing was started\n")
     return 2 if problems else 0
+
+
+def require(settings: RunSettings) -> None:
+    """What `rolecall train` asks before it starts anything. ConfigError lists everything that is wrong."""
+    problems = find_problems(settings, io.StringIO())
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        raise ConfigError("\n  ".join([f"{len(problems)} problems; nothing was started:", *problems]))
+
+
+def find_problems(settings: RunSettings, out: TextIO) -> list[str]:
+    """Everything that is wrong, a sentence each; what is well is written to `out`."""
+    problems: list[str] = []
+    found: dict[str, Any] = {}
+    for name, read in (("facts", read_model), ("tokenizer", ChatTokenizer)):
+        try:
+            found[name] = read(settings.model.path)
+        except RoleCallError as error:
+            problems.append(error.message)
+    facts: ModelFacts | None = found.get("facts")
+    tokenizer: ChatTokenizer | None = found.get("tokenizer")
+    sections = [_run(settings), *_data(settings, tokenizer), _batches(settings)]
+    if facts is not None:
+        sections += [_model(settings, facts), _memory(settings, facts)]
+        sections += [_fit(settings, tokenizer)] if tokenizer is not None else []
+    for section in [*sections, _placement(settings), *_ports(settings)]:
+        _collect(section, out, problems)
+    return list(dict.fromkeys(problems))
 
 
 def _collect(lines: Iterator[str], out: TextIO, problems: list[str]) -> None:
@@ -68,38 +97,84 @@ def _run(settings: RunSettings) -> Iterator[str]:
     state = "exists: train needs --resume or another run.dir" if directory.is_dir() and any(directory.iterdir()) else "is new"
     yield f"run {settings.run.name}: {settings.run.num_steps} steps, seed {settings.run.seed}, directory {directory} ({state})"
     parent = next(folder for folder in [directory, *directory.parents] if folder.exists())
-    if not os.access(parent, os.W_OK):
-        raise ConfigError(f"run.dir {directory} cannot be made: {parent} is not writable")
+    try:
+        with tempfile.TemporaryFile(dir=parent) as probe:
+            probe.write(bytes(4096))
+    except OSError as error:
+        raise ConfigError(f"run.dir {directory} cannot be written: {error.strerror} in {parent}; make room or it writable, or name another run.dir") from error
 
 
-def _data(settings: RunSettings) -> Iterator[str]:
-    tokenizer = ChatTokenizer(settings.model.path)
-    prompt = first_prompt(settings.data.train, settings)
-    rendered = tokenizer.render(prompt)
-    tokens = len(tokenizer.encode(rendered))
-    yield f"data: {settings.data.train}; its first prompt is {tokens} tokens as rendered: {rendered!r}"
-    if tokens > settings.data.max_prompt_tokens:
-        raise ConfigError(f"the first prompt has {tokens} tokens, more than data.max_prompt_tokens {settings.data.max_prompt_tokens}: it would be refused")
+def _data(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Iterator[Iterator[str]]:
+    yield _prompts(settings, tokenizer, "data.train", settings.data.train, "")
     for name, section in settings.evaluation.sets.items():
-        first_prompt(section.path, settings)
-        yield f"evaluation {name}: {section.path}, {section.num_responses} response(s) at temperature {section.temperature}, at step 0, " + (
-            f"every {settings.evaluation.every_steps} steps and at the end" if settings.evaluation.every_steps else "and at the end"
+        when = f"every {settings.evaluation.every_steps} steps and at the end" if settings.evaluation.every_steps else "and at the end"
+        about = f", {section.num_responses} response(s) at temperature {section.temperature}, at step 0, {when}"
+        yield _prompts(settings, tokenizer, f"evaluation.sets.{name}.path", section.path, about)
+
+
+def _prompts(settings: RunSettings, tokenizer: ChatTokenizer | None, setting: str, path: Path, about: str) -> Iterator[str]:
+    """Every row is read; the first ones are measured, and more only while none fits."""
+    prompts = load_prompts(path, settings.data, settings.reward)
+    yield f"{setting}: {path}, {len(prompts)} prompts{about}"
+    if tokenizer is None:
+        return
+    bound, lengths = settings.data.max_prompt_tokens, list[int]()
+    for prompt in prompts:
+        if len(lengths) >= MAX_MEASURED_PROMPTS and min(lengths) <= bound:
+            break
+        lengths.append(_num_tokens(prompt, tokenizer))
+    too_long = sum(length > bound for length in lengths)
+    yield f"  the first is {lengths[0]} tokens as rendered: {tokenizer.render(prompts[0].chat)!r}"
+    yield f"  of the first {len(lengths)}, the longest has {max(lengths)} tokens; {too_long} exceed data.max_prompt_tokens {bound} and will be left out"
+    if too_long == len(lengths):
+        raise ConfigError(
+            f"{setting}: all {too_long} prompts of {path} have more tokens than data.max_prompt_tokens {bound}, the shortest {min(lengths)}; "
+            "raise it or shorten the prompts"
         )
+
+
+def _num_tokens(prompt: RawPrompt, tokenizer: ChatTokenizer) -> int:
+    try:
+        return len(tokenizer.encode(tokenizer.render(prompt.chat)))
+    except RoleCallError as error:
+        raise ConfigError(f"{prompt.where}: {error.message}") from error
 
 
 def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     path = settings.model.path
     yield f"model: {path}, {facts.architecture}, {facts.num_parameters / 1e6:,.2f}M parameters, {settings.model.dtype}"
     also = settings.sampling.stop_token_ids
-    yield f"EOS ids: {', '.join(map(str, facts.eos_token_ids))}" + (f"; also stops at {', '.join(map(str, also))}" if also else "")
+    check_trainable(path)
+    check_parallel(path, settings.actor.parallel)
+    yield f"EOS ids: {', '.join(map(str, eos_token_ids(path)))}" + (f"; also stops at {', '.join(map(str, also))}" if also else "")
     longest = settings.data.max_prompt_tokens + settings.sampling.max_tokens
-    bound = min(facts.max_tokens, settings.model.max_model_tokens or facts.max_tokens)
+    bound = settings.model.max_model_tokens or max_model_tokens(path)
     yield f"max model length: {bound} tokens; prompt up to {settings.data.max_prompt_tokens} + response up to {settings.sampling.max_tokens} = {longest}"
     if longest > bound:
         raise ConfigError(f"data.max_prompt_tokens + sampling.max_tokens = {longest} exceed the model's {bound}; lower one of them")
-    known = ChatTokenizer(path).vocab_size
-    if known > facts.vocab_size:
-        raise ConfigError(f"model.path {path}: the tokenizer has {known} ids, the model's vocabulary {facts.vocab_size}")
+    if settings.rollout.num_replicas and not settings.rollout.devices:
+        check_cpu_attention(path)
+        if settings.actor.lora is not None:
+            check_cpu_adapters(path)
+
+
+def _fit(settings: RunSettings, tokenizer: ChatTokenizer) -> Iterator[str]:
+    """The tokenizer fits every model that reads its ids."""
+    sections: dict[str, ReferenceSection | CriticSection] = {f"references.{name}.path": section for name, section in settings.references.items()}
+    if settings.critic is not None:
+        sections["critic.path"] = settings.critic
+    check_tokenizer(settings.model.path, tokenizer.num_ids)
+    for setting, section in sections.items():
+        check_parallel(section.path or settings.model.path, section.parallel, setting)
+        if section.path is not None:
+            read_model(section.path, setting)
+            check_trainable(section.path, setting)
+            check_tokenizer(section.path, tokenizer.num_ids, setting)
+    known = vocab_size(settings.model.path)
+    yield f"tokenizer: ids up to {tokenizer.num_ids - 1}, the model knows {known}"
+    unknown = [token for token in settings.sampling.stop_token_ids if token < 0 or token >= known > 0]
+    if unknown:
+        raise ConfigError(f"sampling.stop_token_ids {unknown} are not ids of the model, which knows 0 to {known - 1}; correct them")
 
 
 def _batches(settings: RunSettings) -> Iterator[str]:
@@ -120,16 +195,51 @@ def _memory(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     size = 4 if settings.model.dtype == "float32" else 2
     weights = facts.num_parameters * size
     trained = facts.num_parameters * (OPTIMIZER_BYTES_PER_PARAMETER + size)
-    yield f"memory (estimates without activations): actor {_size(trained / settings.actor.num_ranks)} per rank x {settings.actor.num_ranks}"
+    adapters = _num_adapter_parameters(settings)
+    acting = trained if adapters is None else weights + adapters * (OPTIMIZER_BYTES_PER_PARAMETER + size)
+    yield f"memory (estimates without activations): actor {_size(acting / settings.actor.num_shards)} per rank x {settings.actor.num_ranks}"
+    yield from _moments(settings.actor, settings.actor.optimizer, facts.num_parameters if adapters is None else adapters)
+    if adapters is not None:
+        yield f"  adapters: {adapters / 1e6:,.2f}M parameters are trained, published and kept; the base stays as it is"
     if settings.critic is not None:
-        yield f"  critic {_size(trained / settings.critic.num_ranks)} per rank x {settings.critic.num_ranks}"
+        yield f"  critic {_size(trained / settings.critic.num_shards)} per rank x {settings.critic.num_ranks}"
+        yield from _moments(settings.critic, settings.critic.optimizer, facts.num_parameters)
     for name, section in settings.references.items():
-        yield f"  reference {name} {_size(weights / section.num_ranks)} per rank x {section.num_ranks}"
+        yield f"  reference {name} {_size(weights / section.num_shards)} per rank x {section.num_ranks}"
     rollout = settings.rollout
     cache = rollout.kv_cache_bytes or (None if rollout.devices else CPU_KV_CACHE_BYTES)
     kept = _size(cache) if cache else f"vLLM's own: {rollout.gpu_memory_utilization:.0%} of each GPU, weights included"
     yield f"  rollout {_size(weights / rollout.tensor_parallel_size)} weights + KV cache {kept}, x {rollout.num_replicas} replicas"
+    yield from _disk(settings, facts)
     yield from _store(settings)
+
+
+def _moments(section: TrainerSection, optimizer: OptimizerSection, num_parameters: int) -> Iterator[str]:
+    if optimizer.offload:
+        yield f"    of which at most {_size(num_parameters * MOMENT_BYTES_PER_PARAMETER / section.num_shards)}, moments, are in host memory but for the step"
+
+
+def _num_adapter_parameters(settings: RunSettings) -> int | None:
+    """None: the model itself is trained."""
+    lora = settings.actor.lora
+    return None if lora is None else num_adapter_parameters(settings.model.path, lora.rank, lora.target_modules)
+
+
+def _disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
+    storage = open_storage(settings.run.checkpoints)
+    adapters = _num_adapter_parameters(settings)
+    kept_parameters = (facts.num_parameters if adapters is None else adapters) + (facts.num_parameters if settings.critic else 0)
+    needed = kept_parameters * CHECKPOINT_BYTES_PER_PARAMETER
+    if not isinstance(storage, DiskStorage):
+        yield f"checkpoints (estimate): {_size(needed)} each in {storage.url}"
+        return
+    folder = Path(storage.url)
+    parent = next(folder for folder in [folder, *folder.parents] if folder.exists())
+    free = shutil.disk_usage(parent).free
+    kept = settings.run.keep_checkpoints
+    yield f"disk (estimate): a checkpoint {_size(needed)}, {kept} kept and one being written {_size((kept + 1) * needed)}; {_size(free)} free"
+    if needed > free:
+        raise ConfigError(f"{folder}: a checkpoint takes about {_size(needed)} and {parent} has {_size(free)} free; make room")
 
 
 def _store(settings: RunSettings) -> Iterator[str]:
@@ -156,92 +266,27 @@ def _placement(settings: RunSettings) -> Iterator[str]:
             raise ConfigError(f"{name} names GPU {max(devices)}; this machine has {present}")
 
 
-def first_prompt(path: Path, settings: RunSettings) -> list[dict[str, str]]:
-    """The messages of the dataset's first row. ConfigError names the file and what is wrong with it."""
-    if not path.is_file():
-        raise ConfigError(f"the dataset {path} does not exist")
-    row = _first_parquet_row(path) if path.suffix == ".parquet" else _first_json_row(path)
-    field = settings.data.prompt_field
-    if field not in row:
-        raise ConfigError(f"{path}: the first row has no field {field!r} (it has {sorted(row)}); set data.prompt_field")
-    prompt = row[field]
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(messages, list) or not messages or not all(isinstance(turn, dict) and {"role", "content"} <= set(turn) for turn in messages):
-        raise ConfigError(f"{path}: field {field!r} of the first row is neither text nor a list of {{role, content}}")
-    truth = row.get(settings.data.ground_truth_field)
-    if truth is not None and not isinstance(truth, str):
-        raise ConfigError(f"{path}: field {settings.data.ground_truth_field!r} of the first row is a {type(truth).__name__}, not text")
-    if settings.data.system_prompt is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": settings.data.system_prompt}, *messages]
-    return [{"role": str(turn["role"]), "content": str(turn["content"])} for turn in messages]
+def _ports(settings: RunSettings) -> Iterator[Iterator[str]]:
+    """The addresses that local roles are told to listen on; those that `rolecall train` chooses are free."""
+    local: dict[str, ServiceSection | None] = {"controller": settings.controller, "actor": settings.actor, "critic": settings.critic, "reward": settings.reward}
+    local |= {f"references.{name}": section for name, section in settings.references.items()}
+    binds = {f"{name}.bind": section.bind for name, section in local.items() if section is not None and section.bind and section.address is None}
+    binds |= {"rollout.bind": settings.rollout.bind} if settings.rollout.num_replicas else {}
+    taken: dict[str, str] = {}
+    for setting, bind in binds.items():
+        yield _port(setting, bind, taken, settings.rollout.num_replicas if setting == "rollout.bind" else 1)
 
 
-def _first_json_row(path: Path) -> dict[str, Any]:
-    with path.open(encoding="utf-8") as lines:
-        line = next((line for line in lines if line.strip()), None)
-    if line is None:
-        raise ConfigError(f"the dataset {path} is empty")
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: the first line is not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ConfigError(f"{path}: the first line is a {type(row).__name__}, not an object with fields")
-    return row
-
-
-def _first_parquet_row(path: Path) -> dict[str, Any]:
-    from pyarrow import ArrowInvalid, parquet
-
-    try:
-        batch = next(parquet.ParquetFile(path).iter_batches(batch_size=1), None)
-    except ArrowInvalid as error:
-        raise ConfigError(f"{path} is not parquet: {error}") from error
-    if batch is None or batch.num_rows == 0:
-        raise ConfigError(f"the dataset {path} is empty")
-    return dict(batch.to_pylist()[0])
-
-
-def read_model(path: Path) -> ModelFacts:
-    """Facts of a Hugging Face model directory. ConfigError names what it lacks."""
-    config = _json(path / "config.json")
-    text = config.get("text_config") or config
-    generation = _json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
-    found = [value for tree in (generation, config, text) for value in _as_list(tree.get("eos_token_id"))]
-    if not found:
-        raise ConfigError(f"model.path {path} names no eos_token_id in generation_config.json or config.json; without one no response would stop")
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"model.path {path} has no *.safetensors; convert the weights with save_pretrained")
-    return ModelFacts(
-        architecture=", ".join(config.get("architectures") or ["an unnamed architecture"]),
-        num_parameters=sum(_num_elements(file) for file in files),
-        max_tokens=int(text.get("max_position_embeddings", 0)) or 2**31,
-        eos_token_ids=tuple(sorted(set(found))),
-        vocab_size=int(text.get("vocab_size", 0)),
-    )
-
-
-def _as_list(value: Any) -> list[int]:
-    return [] if value is None else [value] if isinstance(value, int) else list(value)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; model.path must be a Hugging Face model directory") from error
-    return dict(tree)
-
-
-def _num_elements(path: Path) -> int:
-    """Elements in a safetensors file, from its header: 8 bytes of little-endian length, then JSON."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(MAX_HEADER_BYTES, path.stat().st_size):
-            raise ConfigError(f"{path} is not a safetensors file")
-        header = json.loads(file.read(length))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+def _port(setting: str, bind: str, taken: dict[str, str], num_replicas: int) -> Iterator[str]:
+    if not is_unix(bind) and bind.endswith(":0"):
+        return
+    if bind in taken or num_replicas > 1:
+        raise ConfigError(f"{setting} {bind} is {taken.get(bind, 'the address of every replica')}'s, too; give each its own port, or 0 for a free one")
+    taken[bind] = setting
+    problem = why_not(bind)
+    if problem:
+        raise ConfigError(f"{setting} {bind} {problem}")
+    yield f"{setting}: {bind} is free"
 
 
 def _size(num_bytes: float) -> str:

@@ -1,4 +1,4 @@
-"""The `rolecall` command: train, check and serve from a configuration; status, watch, pause, resume and stop a run.
+"""The `rolecall` command: train, check and serve from a configuration; status, watch, pause, resume and stop a run; audit its ledger; export a checkpoint.
 
 Parses arguments and the configuration first and imports heavy things after, so that --help and mistakes are answered at once.
 Exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted.
@@ -20,7 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (None: sys.argv) and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["serve"] and len(words) > 1 and words[1] in ROLES:
-        return _serve(words[1], words[2:])
+        return _become(f"services.{words[1]}", words[2:])
+    if words[:1] == ["export"]:
+        return _become("rolecall.training.export_command", words[1:])
     arguments, rest = _parser().parse_known_args(words)
     from rolecall.errors import ConfigError, RoleCallError
 
@@ -58,6 +60,11 @@ def _parser() -> argparse.ArgumentParser:
         ("stop", "end the run after the step in progress"),
     ]:
         command(name, help).add_argument("run", metavar="RUN", help=_RUN_HELP)
+    command("export", "write a checkpoint as a plain Hugging Face model directory: rolecall export CHECKPOINT DIR; see rolecall export --help")
+    ledger = command("ledger", "print and check what became of every group of a run, live or after a crash; exit code 1 when it does not balance")
+    ledger.add_argument("run", metavar="RUN", help="a run directory or a configuration file")
+    ledger.add_argument("--id", metavar="ID", help="tell the history of one group (12) or trajectory (12/3) instead")
+    ledger.add_argument("--json", action="store_true", help="for programs")
     commands.choices["stop"].add_argument("--checkpoint", action="store_true", help="save a checkpoint before ending")
     return parser
 
@@ -71,22 +78,28 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
             from rolecall.check import check
 
             return check(settings, sys.stdout)
+        from rolecall.check import require
         from rolecall.supervise import train
 
+        require(settings)
         return train(settings, arguments.config, resume=arguments.resume)
     if rest:
         from rolecall.errors import ConfigError
 
         raise ConfigError(f"unexpected argument {rest[0]!r}; see rolecall {arguments.command} --help")
+    if arguments.command == "ledger":
+        from rolecall.ledger_command import ledger
+
+        return ledger(arguments.run, arguments.id, arguments.json, sys.stdout)
     from rolecall.steer import steer
 
     return steer(arguments.command, arguments.run, checkpoint=arguments.command == "stop" and arguments.checkpoint)
 
 
-def _serve(role: str, rest: list[str]) -> int:
-    """Becomes the role's process. -P: a `services` folder where the user stands must not shadow ours."""
+def _become(module: str, rest: list[str]) -> int:
+    """Becomes another process. -P: a `services` folder where the user stands must not shadow ours."""
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-P", "-m", f"services.{role}", *rest])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *rest])
 
 
 def print_error(message: str) -> None:

@@ -29,11 +29,13 @@ Each leaf has a canonical status, a stable `reason` (google.rpc.ErrorInfo, AIP-1
     │   ├── NotAttestedError      the rollout holds no attested weights
     │   ├── ChannelBrokenError    the weight channel failed; open a new epoch
     │   ├── StoreUnavailableError the store does not answer
+    │   ├── StorageUnavailableError the place of checkpoints does not answer
     │   └── ScorerUnavailableError a scorer does not answer
     ├── DeadlineError             a wait ended without its event           DEADLINE_EXCEEDED    retry
     ├── ExhaustedError            a bound or budget is spent               RESOURCE_EXHAUSTED   never retry
     │   ├── StoreFullError        back-pressure of the store               (retry)
     │   ├── DiskFullError
+    │   ├── OutOfMemoryError      device or host lack memory: the role ends too
     │   └── BudgetSpentError      a failure budget is spent: the run stops
     ├── TornWeightsError          a load did not finish                    DATA_LOSS            never retry
     ├── WeightsMismatchError      fingerprints, coverage or probe differ   DATA_LOSS            never retry
@@ -165,6 +167,10 @@ class StoreUnavailableError(UnavailableError):
     reason = "STORE_UNAVAILABLE"
 
 
+class StorageUnavailableError(UnavailableError):
+    reason = "STORAGE_UNAVAILABLE"
+
+
 class ScorerUnavailableError(UnavailableError):
     reason = "SCORER_UNAVAILABLE"
 
@@ -187,6 +193,10 @@ class StoreFullError(ExhaustedError):
 
 class DiskFullError(ExhaustedError):
     reason = "DISK_FULL"
+
+
+class OutOfMemoryError(ExhaustedError):
+    reason = "OUT_OF_MEMORY"
 
 
 class BudgetSpentError(ExhaustedError):

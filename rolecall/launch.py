@@ -1,48 +1,31 @@
-"""The local launcher: which processes a run needs here, their environment, and their life from start to the last one's end.
+"""What `rolecall train` needs on this machine: the run directory, an address for every role, and the processes to start with their environment.
 
-Owns the run directory's layout (config.yaml, logs/, store/), the ports and the environment of local roles, and the rule that nothing outlives the
-launcher: every process is tied to it by the kernel, leads a session of its own that is killed whole at the end, and the store ends last.
-It knows services by name only (`python -m services.<role>`); what they do is theirs. `rolecall/supervise.py` watches over what is started here.
+Owns the run directory's layout (config.yaml, logs/, store/), the ports and the environment of local roles. It knows services by name only
+(`python -m services.<role>`); what they do is theirs. `rolecall/processes.py` starts what is planned here, `rolecall/supervise.py` watches over it.
 """
 
 import fcntl
 import os
-import signal
+import random
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from rolecall import lifeline
+from rolecall.disk import writing
 from rolecall.errors import NotFoundError, RunExistsError, RunLockedError
-from rolecall.settings import RunSettings, ServiceSection, TrainerSection, child_environment
-from rolecall.store.embedded import EmbeddedStore
+from rolecall.processes import Worker
+from rolecall.settings import RunSettings, ServiceSection, TrainerSection
 
-STOP_TIMEOUT_S = 6.0
-"""From SIGTERM to SIGKILL; with the store's end it keeps a Ctrl-C under 10 s."""
-
-STARTED = "=== started"
-"""Begins a log's line where a process started; a resumed run goes on in the same file."""
+_PORTS = range(20_000, 32_768)
+"""Where free ports are looked for: below those that the kernel lends to outgoing connections, so that none takes the port of a role that is being
+restarted (and a client that calls it meanwhile does not, as TCP allows, connect to itself)."""
 
 _Service = TypeVar("_Service", bound=ServiceSection)
-
-
-@dataclass(frozen=True)
-class Worker:
-    """One local process to start."""
-
-    role: str
-    name: str
-    command: tuple[str, ...]
-    environment: Mapping[str, str]
-    log: Path
 
 
 def prepare_run_dir(settings: RunSettings, *, resume: bool) -> int:
@@ -50,18 +33,23 @@ def prepare_run_dir(settings: RunSettings, *, resume: bool) -> int:
 
     RunExistsError when it holds a run and `resume` is false, NotFoundError when it does not and it is true, RunLockedError when a launcher works in it."""
     directory = settings.run.dir
-    exists = directory.is_dir() and any(directory.iterdir())
-    if exists and not resume:
-        raise RunExistsError(f"run.dir {directory} exists; resume that run with --resume, or name another with --run.dir")
     if resume and not (directory / "config.yaml").is_file():
         raise NotFoundError(f"run.dir {directory} holds no run to resume; start it without --resume")
-    (directory / "logs").mkdir(parents=True, exist_ok=True)
+    if directory.is_dir() and any(directory.iterdir()) and not resume:
+        os.close(_lock(directory))  # a run that is under way is not one to resume
+        raise RunExistsError(f"run.dir {directory} exists; resume that run with --resume, or name another with --run.dir")
+    with writing("make", directory):
+        (directory / "logs").mkdir(parents=True, exist_ok=True)
+    return _lock(directory)
+
+
+def _lock(directory: Path) -> int:
     lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(lock)
-        raise RunLockedError(f"another `rolecall train` works in {directory}; stop it first") from error
+        raise RunLockedError(f"another `rolecall train` works in {directory}; stop it first, or name another with --run.dir") from error
     return lock
 
 
@@ -83,25 +71,26 @@ def write_config(settings: RunSettings) -> Path:
     """Writes the resolved configuration, without the store's URL, to <run dir>/config.yaml, readable by the owner alone."""
     path = settings.run.dir / "config.yaml"
     text = yaml.safe_dump(settings.model_dump(mode="json", exclude={"store": {"url"}}), sort_keys=False)
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
+    with writing("write", path):
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
     return path
 
 
-def plan_workers(configured: RunSettings, resolved: RunSettings, store_url: str) -> list[Worker]:
-    """The processes of the roles that `configured` gives no address, controller first."""
+def plan_workers(configured: RunSettings, resolved: RunSettings, store_url: str, package: str = "services") -> list[Worker]:
+    """The processes of the roles that `configured` gives no address, controller first: each is `python -m <package>.<role>`."""
     roles: list[tuple[str, str, ServiceSection]] = [("controller", "controller", configured.controller), ("actor", "actor", configured.actor)]
     roles += [("critic", "critic", configured.critic)] if configured.critic else []
     roles += [("reference", name, section) for name, section in configured.references.items()]
     roles += [("reward", "reward", configured.reward)]
-    workers = [_worker(role, name, resolved, store_url, section) for role, name, section in roles if section.address is None]
+    workers = [_worker(f"{package}.{role}", name, resolved, store_url, section) for role, name, section in roles if section.address is None]
     replicas = configured.rollout.num_replicas
-    return workers + [_worker("rollout", f"rollout-{i}", resolved, store_url, None) for i in range(replicas)]
+    return workers + [_worker(f"{package}.rollout", f"rollout-{i}", resolved, store_url, None) for i in range(replicas)]
 
 
-def _worker(role: str, name: str, resolved: RunSettings, store_url: str, section: ServiceSection | None) -> Worker:
-    arguments = [f"services.{role}", "--config", str(resolved.run.dir / "config.yaml"), "--name", name]
+def _worker(module: str, name: str, resolved: RunSettings, store_url: str, section: ServiceSection | None) -> Worker:
+    arguments = [module, "--config", str(resolved.run.dir / "config.yaml"), "--name", name]
     command = [sys.executable, "-P", "-m", *arguments]
     num_ranks = section.num_ranks if isinstance(section, TrainerSection) else 1
     if num_ranks > 1:
@@ -109,7 +98,7 @@ def _worker(role: str, name: str, resolved: RunSettings, store_url: str, section
         command = [sys.executable, "-P", "-m", *torchrun, "--local-addr=127.0.0.1", "-m", *arguments]
     # "1", not our pid: the role's own children (ranks under torchrun, engine processes) read it too and are tied to their own parent.
     environment = {**role_environment(section), "ROLECALL_STORE_URL": store_url, "ROLECALL_DIE_WITH_PARENT": "1"}
-    return Worker(role, name, tuple(command), environment, resolved.run.dir / "logs" / f"{name}.log")
+    return Worker(module.rpartition(".")[2], name, tuple(command), environment, resolved.run.dir / "logs" / f"{name}.log", through_torchrun=num_ranks > 1)
 
 
 def role_environment(section: ServiceSection | None) -> dict[str, str]:
@@ -136,59 +125,13 @@ def _placed(section: _Service, ports: Iterator[int]) -> _Service:
 
 def _free_ports(count: int) -> Iterator[int]:
     """`count` different ports of loopback that were free a moment ago."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for opened in sockets:
-            opened.bind(("127.0.0.1", 0))
-        return iter([int(opened.getsockname()[1]) for opened in sockets])
-    finally:
-        for opened in sockets:
-            opened.close()
+    with ExitStack() as opened:
+        return iter([_bind(opened.enter_context(socket.socket())) for _ in range(count)])
 
 
-@dataclass
-class Fleet:
-    """The local processes. Start and stop it from the main thread: the kernel ties children to the thread that started them."""
-
-    store: EmbeddedStore | None = None
-    processes: dict[str, tuple[Worker, subprocess.Popen[bytes]]] = field(default_factory=dict)
-    exited: list[tuple[Worker, int]] = field(default_factory=list)
-    """Workers that ended, in the order it was seen, with their exit codes (negative: the signal)."""
-
-    def start(self, worker: Worker) -> None:
-        """Starts `worker`, its output going to its log."""
-        command = [sys.executable, "-I", "-S", str(Path(lifeline.__file__)), str(os.getpid()), *worker.command]
-        with worker.log.open("ab") as log:
-            log.write(f"{STARTED} {worker.name} at {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
-            log.flush()
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=child_environment(worker.environment), start_new_session=True
-            )
-        self.processes[worker.name] = (worker, process)
-
-    def poll(self) -> list[tuple[Worker, int]]:
-        """`exited`, brought up to date; in one look a controller comes last, for it fails of what others did."""
-        seen = {worker.name for worker, _ in self.exited}
-        ended = [(worker, code) for worker, process in self.processes.values() if worker.name not in seen and (code := process.poll()) is not None]
-        self.exited += sorted(ended, key=lambda item: item[0].role == "controller")
-        return self.exited
-
-    def stop(self) -> None:
-        """Ends every process: SIGTERM, after STOP_TIMEOUT_S SIGKILL, with all they started; then the store. Idempotent."""
-        processes = [process for _, process in self.processes.values()]
-        for process in processes:
-            process.terminate()
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        while time.monotonic() < deadline and any(process.poll() is None for process in processes):
-            time.sleep(0.02)
-        self.kill()
-
-    def kill(self) -> None:
-        """Ends every process at once, with all they started; then the store. Idempotent."""
-        for _, process in self.processes.values():
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for _, process in self.processes.values():
-            process.wait()
-        if self.store is not None:
-            self.store.stop()
+def _bind(opened: socket.socket) -> int:
+    for port in [*random.sample(_PORTS, 100), 0]:
+        with suppress(OSError):
+            opened.bind(("127.0.0.1", port))
+            break
+    return int(opened.getsockname()[1])

@@ -1,7 +1,7 @@
-"""Ties a process to its parent: when the parent dies, by SIGKILL too, the kernel kills this one. Linux; elsewhere it does nothing.
+"""Ties a process to its parent: when the parent dies, by SIGKILL too, the kernel ends this one. Linux; elsewhere it does nothing.
 
-Also a program: `python lifeline.py PARENT_PID PROGRAM ARGS...` becomes PROGRAM, tied to the parent. That spares subprocess's preexec_fn, which may
-deadlock in a parent with threads, and covers programs that are not ours.
+Also a program: `python lifeline.py PARENT_PID SIGNAL PROGRAM ARGS...` (`tied`) becomes PROGRAM, tied to the parent. That spares subprocess's preexec_fn, which
+may deadlock in a parent with threads, and covers programs that are not ours.
 
 The kernel watches the *thread* that started the process: start children from a thread that lives as long as they should.
 """
@@ -10,21 +10,36 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Asks the kernel for SIGKILL at the parent's death; exits at once when the parent `parent_pid` is already gone."""
+def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
+    """Asks the kernel for the signal `number` at the parent's death; exits at once when the parent `parent_pid` is already gone."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    if libc.prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         os._exit(1)
 
 
+def tied(command: Sequence[str], number: int = signal.SIGKILL) -> list[str]:
+    """`command` as one that ends by the signal `number` when this process does."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(number)), *command]
+
+
+def parent_of(pid: int) -> int:
+    """The process that started `pid` on this machine; 0 when there is none of that number."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
 if __name__ == "__main__":
-    die_with_parent(int(sys.argv[1]))
-    os.execv(sys.argv[2], sys.argv[2:])
+    die_with_parent(int(sys.argv[1]), int(sys.argv[2]))
+    os.execv(sys.argv[3], sys.argv[3:])

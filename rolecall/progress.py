@@ -26,14 +26,22 @@ def _whole(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def _percent(value: float) -> str:
+    return f"{value:.0%}"
+
+
 SHOWN: Mapping[str, tuple[str, _Format]] = {
     "reward/mean": ("reward", _decimals),
     "reward/accuracy": ("accuracy", _decimals),
     "rollout/tokens_per_s": ("tokens/s", _whole),
+    "actor/mfu": ("MFU", _percent),
     "staleness/max": ("staleness", _whole),
     "time/step_s": ("step s", _decimals),
 }
 """Metric -> (label, format), in the order shown; evaluation accuracies follow."""
+
+LONG_WAIT_S = 15.0
+"""A wait of a running run that lasts this long is worth a line, and longer than twice the longest one before, for large models take their time."""
 
 STATES = {
     controller_pb2.RUN_STATE_STARTING: "starting",
@@ -72,14 +80,39 @@ def shown_metrics(status: controller_pb2.RunStatus) -> list[tuple[str, str]]:
 
 
 class PlainView:
-    """A line per step, per change of state and per thing awaited before the first step."""
+    """A line per step, per change of state, per recovery, per thing awaited before the run moves, and per thing awaited for long while it should."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
+        self._clock = clock
         self._said: tuple[object, ...] = ()
+        self._num_recoveries = 0
+        self._awaited: tuple[int, str] = (0, "")
+        """Step and what is awaited in it."""
+        self._awaited_since = 0.0
+        self._wait_said = True
+        self._longest_wait_s = 0.0
 
     def show(self, status: controller_pb2.RunStatus) -> None:
         """Writes a line when there is something to say."""
+        if status.num_recoveries > self._num_recoveries:
+            self.note(recovery_line(status))
+        self._num_recoveries = status.num_recoveries
+        self._show_state(status)
+        self._show_wait(status)
+
+    def _show_wait(self, status: controller_pb2.RunStatus) -> None:
+        awaited = (status.step, "" if status.state == controller_pb2.RUN_STATE_STARTING else status.waiting_for)
+        if awaited != self._awaited:
+            if self._awaited[1]:
+                self._longest_wait_s = max(self._longest_wait_s, self._clock() - self._awaited_since)
+            self._awaited, self._awaited_since, self._wait_said = awaited, self._clock(), not awaited[1]
+        waited_s = self._clock() - self._awaited_since
+        if not self._wait_said and waited_s >= max(LONG_WAIT_S, 2 * self._longest_wait_s):
+            self._wait_said = True
+            self.note(f"waiting  step {status.step}/{status.total_steps}  for {status.waiting_for}, for {waited_s:.0f} s now")
+
+    def _show_state(self, status: controller_pb2.RunStatus) -> None:
         starting = status.state == controller_pb2.RUN_STATE_STARTING
         metrics = shown_metrics(status)
         key = (status.state, status.step, status.waiting_for if starting else "", [text for label, text in metrics if label.startswith("eval ")])
@@ -134,11 +167,18 @@ def render(status: controller_pb2.RunStatus, elapsed_s: float | None = None) -> 
     if metrics:
         lines.append(Text("   ".join(f"{label} {text}" for label, text in metrics)))
     lines.append(Text(ledger_line(status.ledger)))
+    if status.num_recoveries:
+        lines.append(Text(recovery_line(status), style="dim"))
     if status.workers:
         lines.append(_fleet(status))
     if status.error:
         lines.append(Text(status.error, style="red"))
     return Group(*lines)
+
+
+def recovery_line(status: controller_pb2.RunStatus) -> str:
+    """How often the run started over from the store, and what the last failure was."""
+    return f"recovery {status.num_recoveries}: {status.last_failure}"
 
 
 def ledger_line(ledger: controller_pb2.LedgerCounts) -> str:
@@ -154,5 +194,5 @@ def _fleet(status: controller_pb2.RunStatus) -> Table:
     for worker in sorted(status.workers, key=lambda worker: (worker.role, worker.worker)):
         version = f"v{worker.policy_version}" if worker.policy_version >= 0 else ""
         silence = f"silent {worker.silence_s:.0f} s" if worker.silence_s > 3 else ""
-        table.add_row(worker.worker, worker.phase, version, silence, style="dim")
+        table.add_row(worker.worker, f"lost: {worker.lost}" if worker.lost else worker.phase, version, silence, style="red" if worker.lost else "dim")
     return table

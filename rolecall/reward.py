@@ -151,7 +151,7 @@ def all_at_once(function: BatchFunction, spec: reward_pb2.DescribeResponse) -> S
     async def score(items: Sequence[reward_pb2.ScoreItem]) -> Results:
         if len(items) > spec.max_items:
             raise InvalidInputError(f"items: {len(items)} are more than max_items {spec.max_items}; send fewer at a time")
-        async with turn:
+        async with turn:  # bounded: one call of the scorer at a time, each under its caller's deadline
             return await asyncio.to_thread(answers_of, items)
 
     return score
@@ -197,7 +197,7 @@ def rpc_section(certificate_file: Path | None, key_file: Path | None, behind_mes
 
 def new_server(scorer: Scorer, address: str, rpc: RpcSection) -> Server:
     """A server of `scorer`, not started: for a process that serves it beside other things."""
-    server = Server(rpc, address, client_certificates=False)
+    server = Server(rpc, address, setting="address", client_certificates=False)
     server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, scorer, SERVICE_NAME)
     return server
 

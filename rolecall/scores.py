@@ -27,6 +27,8 @@ FINISH_REASONS = {
     trajectory_pb2.FINISH_REASON_ABORT: "abort",
 }
 ALL_FIELDS = tuple(value for value in reward_pb2.ScoreField.values() if value != reward_pb2.SCORE_FIELD_UNSPECIFIED)
+_GREATEST = float(np.finfo(np.float32).max)
+"""Rewards are kept as float32."""
 MAX_MESSAGE_CHARS = 1000
 """An error's message is cut here, so that no traceback crowds out the other results."""
 
@@ -191,10 +193,21 @@ def spec_problem(spec: reward_pb2.DescribeResponse) -> str | None:
     if len(set(names)) != len(names) or "" in names:
         return f"declares the components {names}; names must be unique and not empty"
     for component in [spec.reward, *spec.components]:
-        bounds = [component.min if component.HasField("min") else -math.inf, component.max if component.HasField("max") else math.inf]
-        if not bounds[0] <= bounds[1]:
-            return f"declares the range {bounds} for {component.name or 'reward'!r}; min must not exceed max"
+        low, high = _bounds(component)
+        if not low <= high:
+            return f"declares the range [{low}, {high}] for {component.name or 'reward'!r}; min must not exceed max"
     return None if spec.max_items >= 0 else f"declares max_items {spec.max_items}; it must not be negative"
+
+
+def change_of(old: reward_pb2.DescribeResponse, new: reward_pb2.DescribeResponse) -> str | None:
+    """What the two descriptions disagree on, of that which gives a number its meaning; None when they agree."""
+    if old.token_rewards != new.token_rewards:
+        return f"token_rewards from {old.token_rewards} to {new.token_rewards}"
+    before, after = ({"reward": spec.reward} | {f"component {part.name!r}": part for part in spec.components} for spec in (old, new))
+    if before.keys() != after.keys():
+        return f"its components from {sorted(part.name for part in old.components)} to {sorted(part.name for part in new.components)}"
+    changed = next((what for what in before if _bounds(before[what]) != _bounds(after[what])), None)
+    return changed and f"the range of its {changed} from {_bounds(before[changed])} to {_bounds(after[changed])}"
 
 
 def decode_reward(reward: reward_pb2.Reward) -> Score:
@@ -203,11 +216,15 @@ def decode_reward(reward: reward_pb2.Reward) -> Score:
     return Score(reward.value, dict(reward.components), tokens)
 
 
+def _bounds(spec: reward_pb2.ComponentSpec) -> tuple[float, float]:
+    return spec.min if spec.HasField("min") else -math.inf, spec.max if spec.HasField("max") else math.inf
+
+
 def _outside(what: str, value: float, spec: reward_pb2.ComponentSpec) -> str | None:
-    if not math.isfinite(value):
-        return f"returned the {what} {value}, which is not finite"
-    if (spec.HasField("min") and value < spec.min) or (spec.HasField("max") and value > spec.max):
-        low, high = (spec.min if spec.HasField("min") else "-inf"), (spec.max if spec.HasField("max") else "inf")
+    if not abs(value) <= _GREATEST:
+        return f"returned the {what} {value}, which is not {'finite' if not math.isfinite(value) else 'a float32: it would be trained on as infinity'}"
+    low, high = _bounds(spec)
+    if not low <= value <= high:
         return f"returned the {what} {value}, outside its declared range [{low}, {high}]"
     return None
 

@@ -1,7 +1,7 @@
 """Calling a RewardService and not believing it blindly. The controller uses it towards the reward service, and that towards external ones.
 
-Owns: Describe once per connection, sending only the fields it names, cutting requests to what the scorer takes, the checks of an answer, and
-retries. Every item ends as a Score or a Failure, never as a made-up number. Knows nothing of how a reward is used.
+Owns: Describe once per connection and that its answer stays the same, sending only the fields it names, cutting requests to what the scorer takes, the
+checks of an answer, and retries. Every item ends as a Score or a Failure, never as a made-up number. Knows nothing of how a reward is used.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import grpc
 from rolecall.errors import ConfigError, RoleCallError, ScorerError
 from rolecall.rpc import deadlines, tls
 from rolecall.rpc.channel import open_channel
-from rolecall.scores import Failure, Outcome, decode_reward, problem_of, spec_problem
+from rolecall.scores import Failure, Outcome, change_of, decode_reward, problem_of, spec_problem
 from rolecall.settings import ExternalScorer, RewardSection, RpcSection
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 
@@ -29,6 +29,9 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 """Pauses between attempts double from the first to the longest, each shortened at random by up to half."""
 
+_IDEMPOTENT = ("rolecall.v1.RewardService/Score", "rolecall.v1.RewardService/Describe")
+"""Repeated on another replica when one dies in a call."""
+
 
 class RewardClient:
     """One scorer behind one channel. Safe for concurrent use; closing the channel is the caller's affair."""
@@ -40,11 +43,14 @@ class RewardClient:
         self._timeout_s = timeout_s
         self._max_attempts = max_attempts
         self._spec: reward_pb2.DescribeResponse | None = None
+        self._first: reward_pb2.DescribeResponse | None = None
+        """What it said first; what gives its numbers their meaning must not change after that."""
         self._asking: asyncio.Task[reward_pb2.DescribeResponse] | None = None
         self._calls = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
     async def describe(self) -> reward_pb2.DescribeResponse:
-        """What the scorer says it is; asked again after a call that failed. ScorerError when the description is unusable, else what the call raises."""
+        """What the scorer says it is; asked again after a call or an answer that failed. ScorerError when the description is unusable or another than
+        before, else what the call raises."""
         if self._spec is not None:
             return self._spec
         if self._asking is None:
@@ -52,7 +58,7 @@ class RewardClient:
             with deadlines.without_deadline():
                 self._asking = asyncio.create_task(self._ask())
             self._asking.add_done_callback(self._asked)
-        return await asyncio.shield(self._asking)
+        return await asyncio.shield(self._asking)  # bounded: by the deadline of the Describe call in it
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
         """One outcome per item, in the items' order; ids must be unique. Failures of the scorer or of the connection are outcomes, not exceptions."""
@@ -63,6 +69,10 @@ class RewardClient:
         problem = spec_problem(spec)
         if problem:
             raise ScorerError(f"scorer {self._name!r} {problem}")
+        self._first = self._first or spec
+        change = change_of(self._first, spec)
+        if change:
+            raise ScorerError(f"scorer {self._name!r} changed {change} within the run; put it back, or stop the run and resume it with the new one")
         return spec
 
     def _asked(self, task: "asyncio.Task[reward_pb2.DescribeResponse]") -> None:
@@ -81,9 +91,12 @@ class RewardClient:
 
     async def _call(self, items: list[reward_pb2.ScoreItem], spec: reward_pb2.DescribeResponse) -> list[Outcome]:
         try:
-            async with self._calls:
+            async with self._calls:  # bounded: every call inside has timeout_s, and admission bounds how many wait
                 response = await self._stub.Score(reward_pb2.ScoreRequest(items=items), timeout=self._timeout_s)
-            return believed(response, items, spec, self._name)
+            outcomes = believed(response, items, spec, self._name)
+            if any(isinstance(outcome, Failure) and outcome.code == ScorerError.reason for outcome in outcomes):
+                self._spec = None  # perhaps it describes itself otherwise now
+            return outcomes
         except RoleCallError as error:
             self._spec = None  # perhaps another process answers there now
             return [self._failure(error)] * len(items)
@@ -95,14 +108,14 @@ class RewardClient:
 def open_client(section: RewardSection, address: str, rpc: RpcSection) -> tuple[RewardClient, grpc.aio.Channel]:
     """The controller's client of the run's reward service at `address`, and the channel to close after it. ConfigError for an unreadable token."""
     token = read_token(section.bearer_token_file)
-    channel = open_channel(address, rpc, tls=True if section.tls else None, bearer_token=token)
+    channel = open_channel(address, rpc, idempotent=_IDEMPOTENT, tls=True if section.tls else None, bearer_token=token, ours=False)
     return RewardClient(channel, name="reward", timeout_s=section.timeout_s, max_attempts=section.max_attempts), channel
 
 
 def open_external(name: str, scorer: ExternalScorer, rpc: RpcSection, *, timeout_s: float, max_attempts: int) -> tuple[RewardClient, grpc.aio.Channel]:
     """A client of the external scorer that is the component `name`, and the channel to close after it."""
     token = read_token(scorer.bearer_token_file)
-    channel = open_channel(scorer.address, rpc, tls=scorer.tls, bearer_token=token, ca_file=scorer.ca_file)
+    channel = open_channel(scorer.address, rpc, idempotent=_IDEMPOTENT, tls=scorer.tls, bearer_token=token, ca_file=scorer.ca_file, ours=False)
     return RewardClient(channel, name=name, timeout_s=timeout_s, max_attempts=max_attempts), channel
 
 
@@ -163,9 +176,7 @@ def cut(items: Sequence[reward_pb2.ScoreItem], spec: reward_pb2.DescribeResponse
     return chunks
 
 
-def believed(
-    response: reward_pb2.ScoreResponse, items: Sequence[reward_pb2.ScoreItem], spec: reward_pb2.DescribeResponse, name: str
-) -> list[Outcome]:
+def believed(response: reward_pb2.ScoreResponse, items: Sequence[reward_pb2.ScoreItem], spec: reward_pb2.DescribeResponse, name: str) -> list[Outcome]:
     """The outcomes in `response`, in the items' order. ScorerError when it does not answer exactly the items asked; one bad score fails its item only."""
     results = {result.id: result for result in response.results}
     if len(response.results) != len(items) or results.keys() != {item.id for item in items}:

@@ -116,6 +116,11 @@ class Metrics:
         for name, entry in other._entries.items():
             self._add(name, entry.reduction, entry.value, entry.weight)
 
+    def extremes(self) -> "Metrics":
+        """Those that keep the largest or smallest: what a process may tell whose numbers others count already."""
+        kept = (trajectory_pb2.REDUCTION_MAX, trajectory_pb2.REDUCTION_MIN)
+        return Metrics.from_proto(metric for metric in self.to_proto() if metric.reduction in kept)
+
     def values(self) -> dict[str, float]:
         """Reduced value by name, sorted by name."""
         return {name: self._entries[name].value for name in sorted(self._entries)}

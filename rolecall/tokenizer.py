@@ -4,14 +4,16 @@ Owns which files make a tokenizer and its digest. Needs a `tokenizer.json`: slow
 """
 
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers.tokenization_utils_tokenizers import TokenizersBackend
+from jinja2 import TemplateError
 
 from rolecall.errors import ConfigError, InvalidInputError
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_JSON_FILES = ("tokenizer.json", "tokenizer_config.json")
+_FILES = (*_JSON_FILES, "chat_template.jinja")
 
 
 class ChatTokenizer:
@@ -21,6 +23,10 @@ class ChatTokenizer:
         """Loads from the model directory `path`. ConfigError names what it lacks."""
         if not (path / "tokenizer.json").is_file():
             raise ConfigError(f"model.path {path} has no tokenizer.json; save the tokenizer with save_pretrained, as a fast tokenizer")
+        for name in _JSON_FILES:
+            _check_json(path / name)
+        from transformers.tokenization_utils_tokenizers import TokenizersBackend  # a second of imports, for those alone who load one
+
         self._tokenizer = TokenizersBackend.from_pretrained(str(path), local_files_only=True)
         if not self._tokenizer.chat_template:
             raise ConfigError(f"model.path {path}: the tokenizer has no chat template; set tokenizer.chat_template and save it")
@@ -29,8 +35,12 @@ class ChatTokenizer:
         """Hex digest of the tokenizer and its template."""
 
     def render(self, messages: Sequence[dict[str, str]]) -> str:
-        """The conversation as the text that is tokenized, generation prompt included."""
-        return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        """The conversation as the text that is tokenized, generation prompt included. InvalidInputError when the template refuses it."""
+        try:
+            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise InvalidInputError(f"the chat template cannot render the turns {roles} ({error}); mend the conversation or the template") from error
 
     def encode(self, text: str) -> list[int]:
         """Token ids of rendered text; the template has put in every special token, so none is added."""
@@ -53,3 +63,18 @@ class ChatTokenizer:
     def vocab_size(self) -> int:
         """Ids the tokenizer knows, added tokens included."""
         return len(self._tokenizer)
+
+    @property
+    def num_ids(self) -> int:
+        """One more than the greatest id it can make; with gaps among the ids more than `vocab_size`."""
+        return max(self._tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def _check_json(path: Path) -> None:
+    """The library's own complaint about a broken file names neither file nor place."""
+    if not path.is_file():
+        return
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: cannot read {path}: {error}; save the tokenizer again with save_pretrained") from error

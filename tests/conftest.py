@@ -9,7 +9,7 @@ import pytest
 
 from rolecall.settings import RunSettings
 
-pytest_plugins = ["tests.fixtures_store"]
+pytest_plugins = ["tests.fixtures_rank", "tests.fixtures_store"]
 
 # A deadline per example would fail on a busy machine; every test has a timeout of its own.
 hypothesis.settings.register_profile("rolecall", deadline=None)

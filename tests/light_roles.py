@@ -6,6 +6,7 @@ the scripted engine, whose weights of version v have a known digest and probe; t
 
 import asyncio
 import json
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from rolecall.errors import OutOfOrderError
+from rolecall.checkpoints import store as store_file
+from rolecall.errors import DiskFullError, OutOfOrderError, RoleCallError
 from rolecall.reward import SERVICE_NAME as REWARD_SERVICE
 from rolecall.reward import Scorer, description, one_by_one
 from rolecall.rpc.channel import open_channel
@@ -22,6 +24,7 @@ from rolecall.rpc.membership import Membership
 from rolecall.rpc.server import Server
 from rolecall.scores import Item, ScoreFunction
 from rolecall.settings import RpcSection, RunSettings
+from rolecall.storage import open_storage
 from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
 from rolecall.store.sealed import read_sealed
@@ -43,6 +46,13 @@ from tests.tiny_models import write_tokenizer
 MAX_GROUPS = 4
 
 
+def set_event() -> asyncio.Event:
+    """An event that has happened."""
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclass
 class LightTrainer:
     """What actor and critic have in common. A record of every applied step stays, as in a checkpoint."""
@@ -53,8 +63,15 @@ class LightTrainer:
     trained: list[str] = field(default_factory=list)
     """Row ids in the order trained."""
     policy_version: int = -1
+    failures: deque[RoleCallError] = field(default_factory=deque)
+    """Errors that the next calls of train answer, one each."""
+    disk_is_full: bool = False
+    may_write: asyncio.Event = field(default_factory=set_event)
+    """Clear, it holds up every checkpoint between its snapshot and its files."""
 
     async def train(self, request: pb.TrainRequest) -> AsyncIterator[pb.TrainResponse]:
+        if self.failures:
+            raise self.failures.popleft()
         if request.step > self.step:
             raise OutOfOrderError(f"step {self.step} is next, not {request.step}")
         if request.step == self.step:
@@ -67,14 +84,18 @@ class LightTrainer:
             self.step += 1
         yield pb.TrainResponse(result=self.records[request.step])
 
-    def save(self, request: pb.SaveTrainerCheckpointRequest) -> pb.SaveTrainerCheckpointResponse:
-        Path(request.path).mkdir(parents=True, exist_ok=True)
+    async def save(self, request: pb.SaveTrainerCheckpointRequest) -> AsyncIterator[pb.SaveTrainerCheckpointResponse]:
+        if self.disk_is_full:
+            raise DiskFullError("no space for a checkpoint")
         state = {"step": self.step, "trained": self.trained, "version": self.policy_version, "digests": [record.digest for record in self.records]}
-        (Path(request.path) / "state.json").write_text(json.dumps(state))
-        return pb.SaveTrainerCheckpointResponse(num_bytes=1)
+        yield pb.SaveTrainerCheckpointResponse(snapshot=pb.CheckpointSnapshot())
+        await self.may_write.wait()
+        file = store_file(open_storage(request.path), "state.json", lambda file: file.write(json.dumps(state).encode()))
+        written = pb.CheckpointFile(name=file.name, num_bytes=file.num_bytes, checksum=file.checksum)
+        yield pb.SaveTrainerCheckpointResponse(saved=pb.CheckpointFiles(files=[written]))
 
     def load(self, request: pb.LoadTrainerCheckpointRequest) -> pb.LoadTrainerCheckpointResponse:
-        state = json.loads((Path(request.path) / "state.json").read_text())
+        state = json.loads(open_storage(request.path).read("state.json"))
         self.step, self.trained, self.policy_version = state["step"], state["trained"], state["version"]
         self.records = [pb.TrainResult(step=step, digest=digest) for step, digest in enumerate(state["digests"])]
         return pb.LoadTrainerCheckpointResponse(step=self.step, policy_version=self.policy_version)
@@ -115,8 +136,9 @@ class LightActor(actor_pb2_grpc.ActorServiceServicer):
             transfer_s=0.001,
         )
 
-    async def SaveCheckpoint(self, request: pb.SaveTrainerCheckpointRequest, context: Any) -> pb.SaveTrainerCheckpointResponse:
-        return self.trainer.save(request)
+    async def SaveCheckpoint(self, request: pb.SaveTrainerCheckpointRequest, context: Any) -> AsyncIterator[pb.SaveTrainerCheckpointResponse]:
+        async for event in self.trainer.save(request):
+            yield event
 
     async def LoadCheckpoint(self, request: pb.LoadTrainerCheckpointRequest, context: Any) -> pb.LoadTrainerCheckpointResponse:
         return self.trainer.load(request)
@@ -138,6 +160,8 @@ class LightCritic(critic_pb2_grpc.CriticServiceServicer):
         self.trainer = trainer
 
     async def ComputeValues(self, request: pb.ComputeColumnRequest, context: Any) -> pb.ComputeColumnResponse:
+        if request.step != self.trainer.step:
+            raise OutOfOrderError(f"values of step {request.step} were asked for at step {self.trainer.step}")
         refs = list(request.rows)
         rows = await asyncio.to_thread(self.trainer.store.rows.read, refs, ["response_mask"])
         columns: list[dict[str, Array]] = [
@@ -149,8 +173,9 @@ class LightCritic(critic_pb2_grpc.CriticServiceServicer):
         async for event in self.trainer.train(request):
             yield event
 
-    async def SaveCheckpoint(self, request: pb.SaveTrainerCheckpointRequest, context: Any) -> pb.SaveTrainerCheckpointResponse:
-        return self.trainer.save(request)
+    async def SaveCheckpoint(self, request: pb.SaveTrainerCheckpointRequest, context: Any) -> AsyncIterator[pb.SaveTrainerCheckpointResponse]:
+        async for event in self.trainer.save(request):
+            yield event
 
     async def LoadCheckpoint(self, request: pb.LoadTrainerCheckpointRequest, context: Any) -> pb.LoadTrainerCheckpointResponse:
         return self.trainer.load(request)
@@ -209,7 +234,7 @@ class LightRun:
         connection = self.store.connect()
         rows = Rows(connection, self.store.run, self.settings.store.num_shards)
         pull = PullLoop(
-            PullSettings(consumer, MAX_GROUPS, self.settings.controller.lease_s, 30.0, 60),
+            PullSettings(consumer, MAX_GROUPS, self.settings.controller.lease_s, 30.0, 60, self.settings.controller.max_deliveries),
             replica,
             PromptQueue(connection, self.store.run, consumer),
             rows,

@@ -1,22 +1,26 @@
 """A run that starts fast: a real controller, reward service and store; the actor is said to be elsewhere and there are no rollouts."""
 
+import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import yaml
+from safetensors.numpy import save_file
 
-from tests.tiny_models import write_tokenizer
+from tests.tiny_tokenizer import EOS_TOKEN_ID, write_tokenizer
 
 START_TIMEOUT_S = 60.0
+VOCAB_SIZE = 259
+"""Of `write_tokenizer`'s tokenizer."""
 
 
 def write_light_config(folder: Path, target: str | None = None) -> Path:
     """A configuration in `folder` with the files that it names. `target`: a `module:function` scorer instead of exact match."""
-    (folder / "model").mkdir(parents=True)
-    write_tokenizer(folder / "model")
+    write_model(folder / "model")
     (folder / "train.jsonl").write_text('{"prompt": "2 + 2", "ground_truth": "4"}\n')
     scorer = {"kind": "function", "target": target} if target else {"kind": "exact_match"}
     tree = {
@@ -31,6 +35,15 @@ def write_light_config(folder: Path, target: str | None = None) -> Path:
     }
     path = folder / "light.yaml"
     path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def write_model(path: Path) -> Path:
+    """A model directory that passes every check and that nobody loads: a tokenizer, a configuration and an embedding."""
+    write_tokenizer(path)
+    model = {"architectures": ["Qwen3ForCausalLM"], "eos_token_id": EOS_TOKEN_ID, "max_position_embeddings": 2048, "vocab_size": VOCAB_SIZE, "head_dim": 32}
+    (path / "config.json").write_text(json.dumps(model))
+    save_file({"model.embed_tokens.weight": np.zeros((VOCAB_SIZE, 32), np.float32)}, path / "model.safetensors")
     return path
 
 

@@ -3,28 +3,10 @@
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-SPECIAL_TOKENS = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
-EOS_TOKEN_ID = SPECIAL_TOKENS.index("<|im_end|>")
-
-
-def write_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer without merges (259 tokens), ChatML template, saved into `path`."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>", additional_special_tokens=["<|im_start|>"])
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(path)
-    return fast
+from tests.tiny_tokenizer import EOS_TOKEN_ID
+from tests.tiny_tokenizer import write_tokenizer as write_tokenizer
 
 
 def write_qwen3(

@@ -22,8 +22,9 @@ from rolecall.training.device import stop_rank
 from rolecall.training.fence import Fence
 from rolecall.training.front import ColumnFront, TrainerFront
 from rolecall.training.lane import Lane
+from rolecall.training.vitals import Vitals
 from rolecall.v1 import actor_pb2_grpc, critic_pb2_grpc, reference_pb2_grpc
-from rolecall.v1.training_pb2 import TrainRequest, TrainResponse, TrainResult
+from rolecall.v1.training_pb2 import CheckpointFile, SaveTrainerCheckpointRequest, SaveTrainerCheckpointResponse, TrainRequest, TrainResponse, TrainResult
 from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, SamplingParams, TrainBatch, TrajectoryMeta
 from rolecall.wire import Array
 from services.actor import engine as actor_engine
@@ -42,7 +43,7 @@ def settings_tree(store: StoreUnderTest, model: Path, run_dir: Path, **sections:
     tree: dict[str, Any] = {
         "run": {"name": store.run, "dir": str(run_dir), "num_steps": 10, "seed": 3},
         "model": {"path": str(model), "dtype": "float32"},
-        "data": {"train": str(run_dir / "train.jsonl")},
+        "data": {"train": str(run_dir / "train.jsonl"), "max_prompt_tokens": 48},
         "sampling": {"num_responses": 2, "max_tokens": 16, "temperature": 0.8},
         "algorithm": {"groups_per_batch": 4},
         "actor": {"token_budget": 64, "num_threads": 1, "optimizer": {"learning_rate": 1e-3}},
@@ -150,7 +151,7 @@ async def served_actor(settings: RunSettings, store: StoreUnderTest) -> AsyncIte
     """An actor at step 0."""
     connection = store.connect()
     lane = Lane()
-    engine = await lane.run(lambda: actor_engine.build(settings, connection), "loading")
+    engine = await lane.run(lambda: actor_engine.build(settings, connection, Vitals("actor", lane.progressed)), "loading")
     front = _front(settings, engine, lane, store, settings.actor.token_budget)
     server = Server(settings.rpc, "127.0.0.1:0")
     server.add(actor_pb2_grpc.add_ActorServiceServicer_to_server, ActorServicer(engine, front), "rolecall.v1.ActorService")
@@ -165,7 +166,7 @@ async def served_critic(settings: RunSettings, store: StoreUnderTest) -> AsyncIt
     assert settings.critic is not None
     connection = store.connect()
     lane = Lane()
-    engine = await lane.run(lambda: critic_engine.build(settings, connection), "loading")
+    engine = await lane.run(lambda: critic_engine.build(settings, connection, Vitals("critic", lane.progressed)), "loading")
     front = _front(settings, engine, lane, store, settings.critic.token_budget)
     server = Server(settings.rpc, "127.0.0.1:0")
     server.add(critic_pb2_grpc.add_CriticServiceServicer_to_server, CriticServicer(front), "rolecall.v1.CriticService")
@@ -215,3 +216,10 @@ async def train(stub: Any, request: TrainRequest) -> TrainResult:
 def values_of(result: TrainResult) -> dict[str, float]:
     """Metrics by name."""
     return {metric.name: metric.value for metric in result.metrics}
+
+
+async def saved(stub: Any, request: SaveTrainerCheckpointRequest) -> list[CheckpointFile]:
+    """What a SaveCheckpoint call wrote; checks that it said first that the state was taken."""
+    responses: list[SaveTrainerCheckpointResponse] = [response async for response in stub.SaveCheckpoint(request, timeout=60)]
+    assert [response.WhichOneof("event") for response in responses] == ["snapshot", "saved"]
+    return list(responses[-1].saved.files)

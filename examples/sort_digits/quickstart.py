@@ -55,7 +55,8 @@ def report(folder: Path, *, prepare_s: float, train_s: float) -> None:
     print(f"  {'prompt':<14}{'wanted':<10}{'before':<10}after")
     for prompt in [prompt for prompt in before if prompt in after][:NUM_SAMPLES]:
         print(f"  {prompt:<14}{before[prompt]['ground_truth']:<10}{before[prompt]['response']:<10}{after[prompt]['response']}")
-    model = sorted(run.glob("checkpoints/*/actor/**/huggingface"))[-1]
+    model = folder / "trained"
+    subprocess.run([sys.executable, "-m", "rolecall.cli", "export", str(run), str(model)], check=True, stdout=subprocess.DEVNULL)
     steps_s = sum(row.get("time/step_s", 0.0) for row in metrics)
     evaluation_s = sum(row.get("eval/heldout/time_s", 0.0) for row in metrics)
     startup_s = first["time_s"] - first.get("eval/heldout/time_s", 0.0)

@@ -78,8 +78,10 @@ def value_loss(
     squares_N = error_N.square()
     clipped_N = torch.zeros_like(squares_N, dtype=torch.bool)
     if clip_eps is not None:
-        bounded_N = (old_values_N + (values_N - old_values_N).clamp(-clip_eps, clip_eps) - returns_N).square()
-        clipped_N = bounded_N > squares_N
+        change_N = values_N - old_values_N
+        bounded_N = (old_values_N + change_N.clamp(-clip_eps, clip_eps) - returns_N).square()
+        # Within the bounds both squares are the same but for rounding, which is no clip.
+        clipped_N = (bounded_N > squares_N) & (change_N.abs() > clip_eps)
         squares_N = torch.maximum(squares_N, bounded_N)
     return 0.5 * (squares_N * weights_N).sum(), ValueTerms(error_N.detach(), clipped_N)
 

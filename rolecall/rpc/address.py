@@ -1,4 +1,4 @@
-"""Addresses: `host:port` or `unix:/path`, and which of them stay on this machine."""
+"""Addresses: `host:port`, `unix:/path` or a gRPC target, which may name several replicas, and which of them stay on this machine."""
 
 import ipaddress
 from urllib.parse import urlsplit
@@ -21,11 +21,20 @@ def unix_path(address: str) -> str:
     return "/" + path.lstrip("/") if path.startswith("//") else path
 
 
-def host_of(address: str) -> str:
-    """Host of a `host:port` address or gRPC target. ConfigError when it has no port."""
+def endpoints_of(address: str) -> list[str]:
+    """The `host:port` parts of an address without its scheme: several for `ipv4:10.0.0.1:9000,10.0.0.2:9000`."""
     bare = address
     for scheme in _SCHEMES:
         bare = bare.removeprefix(scheme)
+    return bare.split(",")
+
+
+def host_of(address: str) -> str:
+    """Host of a `host:port` address or gRPC target, of its first endpoint when it names several. ConfigError when it has no port."""
+    return _host(endpoints_of(address)[0], address)
+
+
+def _host(bare: str, address: str) -> str:
     try:
         parts = urlsplit(f"//{bare}")
         host, port = parts.hostname, parts.port
@@ -40,7 +49,10 @@ def is_loopback(address: str) -> bool:
     """True when only processes of this machine can be at, or reach, the address. Names other than `localhost` are not looked up and count as remote."""
     if is_unix(address):
         return True
-    host = host_of(address)
+    return all(_is_loopback(_host(endpoint, address)) for endpoint in endpoints_of(address))
+
+
+def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     try:

@@ -9,7 +9,7 @@ from opentelemetry.instrumentation.grpc import aio_client_interceptors
 from rolecall.errors import ConfigError
 from rolecall.rpc import tls as tls_files
 from rolecall.rpc.address import is_loopback
-from rolecall.rpc.client_calls import StreamCalls, UnaryCalls
+from rolecall.rpc.client_calls import AbandonedCalls, StreamCalls, UnaryCalls
 from rolecall.rpc.options import channel_options
 from rolecall.settings import RpcSection
 
@@ -22,20 +22,27 @@ def open_channel(
     tls: bool | None = None,
     bearer_token: str | None = None,
     ca_file: Path | None = None,
+    ours: bool = True,
 ) -> grpc.aio.Channel:
     """A channel to `target` (`host:port`, `unix:/path` or a gRPC target); connects at the first call. Close it when done.
+
+    A target that stands for several replicas (`dns:///name:port`, `ipv4:10.0.0.1:9000,10.0.0.2:9000`) is called in turn, those that cannot be reached left out
+    until they can.
 
     Every call has a deadline: its own `timeout` or rpc.default_timeout_s, and never more than the RPC on whose behalf it is made has left.
     Calls raise the RoleCallError the server raised; statuses that are not ours become UnavailableError, DeadlineError and so on.
 
-    idempotent: full names of methods that may be repeated by themselves while the peer is UNAVAILABLE (at most 4 attempts).
+    idempotent: full names of methods that may be repeated by themselves, on another replica if there is one, while a peer is UNAVAILABLE: gone, or hung for
+        20 s (at most 4 attempts, within the call's deadline).
     tls: None, as the roles among themselves (mutual TLS when rpc.tls is set, else plaintext); True, TLS checked against `ca_file` or the system's
         roots, without a certificate of ours; False, plaintext.
+    ours: False towards a server that may be anybody's, which is pinged less.
     bearer_token: sent with each call; ConfigError on plaintext. Plaintext beyond loopback is a ConfigError too, unless rpc.behind_mesh.
     """
     credentials = channel_credentials(target, rpc, tls=tls, ca_file=ca_file)
-    interceptors = [UnaryCalls(target, rpc.default_timeout_s), StreamCalls(target, rpc.default_timeout_s), *aio_client_interceptors()]  # type: ignore[no-untyped-call]
-    options = channel_options(idempotent, loopback=is_loopback(target))
+    tracing = aio_client_interceptors()  # type: ignore[no-untyped-call]
+    interceptors = [UnaryCalls(target, rpc.default_timeout_s), StreamCalls(target, rpc.default_timeout_s), *tracing, AbandonedCalls()]
+    options = channel_options(idempotent, loopback=is_loopback(target), ours=ours)
     if credentials is None:
         if bearer_token is not None:
             raise ConfigError(f"a bearer token for {target} needs TLS; it is never sent in the clear")

@@ -3,6 +3,7 @@
 Only the two kinds of methods that rolecall.v1 has are known: unary, and server streaming.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -33,14 +34,28 @@ class UnaryCalls(_Calls, grpc.aio.UnaryUnaryClientInterceptor):
     """For unary methods."""
 
     async def intercept_unary_unary(self, continuation: Callable[[ClientCallDetails, Any], Any], client_call_details: ClientCallDetails, request: Any) -> Any:
-        call = await continuation(self._with_deadline(client_call_details), request)
+        call = await continuation(self._with_deadline(client_call_details), request)  # bounded: by the deadline that it is given here
         try:
-            response = await call
+            response = await call  # bounded: by the deadline that it was given above
         except AioRpcError as error:
             raise self._to_error(error, client_call_details) from error
         if response is None:  # what gRPC returns, with status OK, for bytes that it cannot parse
             raise RoleCallError(f"{self._target} answered {_name(client_call_details)} with bytes that are not its message", target=self._target)
         return response
+
+
+class AbandonedCalls(grpc.aio.UnaryUnaryClientInterceptor):
+    """For unary methods, innermost: a call whose caller is cancelled ends at the server, too. Interceptors that wait for a call's status (those of tracing)
+    would otherwise leave it running."""
+
+    async def intercept_unary_unary(self, continuation: Callable[[ClientCallDetails, Any], Any], client_call_details: ClientCallDetails, request: Any) -> Any:
+        call = await continuation(client_call_details, request)  # bounded: by the deadline that UnaryCalls gave it
+        try:
+            await call.code()  # bounded: by the deadline that UnaryCalls gave it
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        return call
 
 
 class StreamCalls(_Calls, grpc.aio.UnaryStreamClientInterceptor):
@@ -49,12 +64,12 @@ class StreamCalls(_Calls, grpc.aio.UnaryStreamClientInterceptor):
     async def intercept_unary_stream(
         self, continuation: Callable[[ClientCallDetails, Any], Any], client_call_details: ClientCallDetails, request: Any
     ) -> AsyncIterator[Any]:
-        call = await continuation(self._with_deadline(client_call_details), request)
+        call = await continuation(self._with_deadline(client_call_details), request)  # bounded: by the deadline that it is given here
         return self._responses(call, client_call_details)
 
     async def _responses(self, call: Any, details: ClientCallDetails) -> AsyncIterator[Any]:
         try:
-            async for response in call:
+            async for response in call:  # bounded: by the deadline that the call was given
                 yield response
         except AioRpcError as error:
             raise self._to_error(error, details) from error

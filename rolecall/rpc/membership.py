@@ -1,7 +1,8 @@
 """How a worker belongs to a run: it joins the controller and says that it lives, from an OS thread with a connection of its own.
 
 The thread keeps the heartbeat apart from the event loop, so that a long import or a busy loop is not death; the progress counter it carries says whether
-the worker moves, so that a heartbeat alone is not life (protocol rule 4). It decides nothing: what silence means is the controller's affair.
+the worker moves, so that a heartbeat alone is not life (protocol rule 4): while there is work (`busy`), or while the event loop stands still, the controller
+expects it to grow. What silence and stillness mean is the controller's affair. Its verdict that this process hangs is final, and carried out here.
 """
 
 import asyncio
@@ -13,12 +14,22 @@ from typing import Any, TypeVar
 
 import grpc
 
-from rolecall import __version__
-from rolecall.errors import ConfigError, InvalidInputError, RoleCallError, UnauthenticatedError, UnavailableError, UnknownWorkerError, VersionMismatchError
+from rolecall.contract import contract_version
+from rolecall.errors import (
+    ConfigError,
+    InvalidInputError,
+    RoleCallError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnknownWorkerError,
+    VersionMismatchError,
+    WorkerLostError,
+)
 from rolecall.rpc import status
 from rolecall.rpc.address import is_loopback
 from rolecall.rpc.channel import channel_credentials
 from rolecall.rpc.options import channel_options
+from rolecall.rpc.process import way_out
 from rolecall.settings import RunSettings
 from rolecall.v1 import controller_pb2
 
@@ -26,8 +37,10 @@ _LOG = logging.getLogger(__name__)
 _SERVICE = "/rolecall.v1.ControllerService/"
 _RETRY_S = 0.25
 _MAX_RETRY_S = 2.0
-_REFUSALS = (VersionMismatchError, InvalidInputError, ConfigError, UnauthenticatedError)
+_REFUSALS = (VersionMismatchError, InvalidInputError, ConfigError, UnauthenticatedError, WorkerLostError)
 """Answers to Join that no waiting will change. A fenced or failing controller is waited for: another may take its place."""
+_MAX_CALL_S = 2.0
+"""Longest wait for an answer to one heartbeat: a lost one must leave time for the next within the lease."""
 _T = TypeVar("_T")
 
 
@@ -35,7 +48,8 @@ class Membership:
     """One per worker process, made and started inside its event loop. `start` returns at once; `joined` waits, `failed` is for `process.serve`.
 
     Joining is retried while the controller is away, up to controller.start_timeout_s; a refusal (another run, another release) fails at once. Once
-    joined, an absent controller is waited for without end, and a restarted one is joined again: it may be replaced at any instant.
+    joined, an absent controller is waited for without end, and a restarted one is joined again: it may be replaced at any instant. When the controller has
+    given this incarnation up, `failed` is set and, in a role's own process, the process ends within a second whatever its other threads do.
     """
 
     def __init__(
@@ -53,11 +67,14 @@ class Membership:
             incarnation=incarnation,
             address=address,
             num_weight_ranks=num_weight_ranks,
-            version=__version__,
+            version=contract_version(),
         )
         self.phase = "starting"
-        """What the worker is doing, for people; set it freely."""
+        """What the worker is doing, for people; set it freely, from any thread."""
+        self.busy = False
+        """Whether it has work in hand, so that `progress` must be called now and then; set it freely, from any thread."""
         self._progress = 0
+        self._loop_turned = True
         self._ctl = 0
         self._heard = False
         self._stopping = threading.Event()
@@ -65,8 +82,9 @@ class Membership:
         self._thread = threading.Thread(target=self._live, name="membership", daemon=True)
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
-        """Gets the exception when the controller refuses this worker or cannot be found in time; never a result."""
+        """Gets the exception when the controller refuses this worker, gave it up or cannot be found in time; never a result."""
         self._joined = asyncio.Event()
+        self._leave = way_out(worker)
 
     @property
     def ctl(self) -> int:
@@ -74,7 +92,7 @@ class Membership:
         return self._ctl
 
     def progress(self) -> None:
-        """Says that the main loop turned. Any thread may call; a count lost between two does no harm."""
+        """Says that work moved on. Any thread may call; a count lost between two does no harm."""
         self._progress += 1
 
     def start(self) -> None:
@@ -86,6 +104,7 @@ class Membership:
         waiting = asyncio.ensure_future(self._joined.wait())
         ends: list[asyncio.Future[Any]] = [waiting, self.failed]
         try:
+            # bounded: by nothing, on purpose: a worker waits for its controller until it is stopped
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             waiting.cancel()
@@ -109,14 +128,16 @@ class Membership:
         except Exception as error:  # entry point of the thread: whatever ends it must end the role
             if not self._stopping.is_set():
                 self._tell(self._fail, error)
+                if isinstance(error, WorkerLostError):
+                    self._leave(error)
 
     def _connect(self) -> grpc.Channel:
         # A subchannel pool of its own: otherwise gRPC would share one connection with the role's other channels to the controller.
         options = [*channel_options((), loopback=is_loopback(self._target)), ("grpc.use_local_subchannel_pool", 1)]
         credentials = channel_credentials(self._target, self._settings.rpc)
         if credentials is None:
-            return grpc.insecure_channel(self._target, options)
-        return grpc.secure_channel(self._target, credentials, options)
+            return grpc.insecure_channel(self._target, options)  # bounded: every call of the heartbeat names its timeout
+        return grpc.secure_channel(self._target, credentials, options)  # bounded: every call of the heartbeat names its timeout
 
     def _join(self, channel: grpc.Channel, within_s: float | None) -> float:
         """Joins and returns the seconds between heartbeats; retries what may pass, for `within_s` or without end."""
@@ -143,12 +164,22 @@ class Membership:
 
     def _beat(self, channel: grpc.Channel, period_s: float) -> float:
         beat = channel.unary_unary(_SERVICE + "Heartbeat", controller_pb2.HeartbeatRequest.SerializeToString, controller_pb2.HeartbeatResponse.FromString)
-        request = controller_pb2.HeartbeatRequest(worker=self._request.worker, incarnation=self._request.incarnation, progress=self._progress, phase=self.phase)
+        request = controller_pb2.HeartbeatRequest(
+            worker=self._request.worker,
+            incarnation=self._request.incarnation,
+            progress=self._progress,
+            phase=self.phase,
+            busy=self.busy or not self._loop_turned,
+        )
+        self._loop_turned = False
+        self._tell(self._turned)
         try:
             self._ctl = self._call(beat, request, "Heartbeat").ctl
         except UnknownWorkerError:
             _LOG.info("joining again: the controller at %s does not know this worker", self._target)
             return self._join(channel, None)
+        except WorkerLostError:
+            raise
         except RoleCallError as error:
             if self._heard:
                 _LOG.warning("heartbeats are not heard; waiting for the controller: %s", error.message)
@@ -160,7 +191,7 @@ class Membership:
         return period_s
 
     def _call(self, method: Callable[..., _T], request: Any, name: str) -> _T:
-        timeout_s = self._settings.controller.lease_s
+        timeout_s = min(_MAX_CALL_S, self._settings.controller.lease_s)
         try:
             return method(request, timeout=timeout_s)
         except grpc.RpcError as error:
@@ -171,6 +202,9 @@ class Membership:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:  # the loop has closed: nobody is left to tell
             _LOG.debug("membership ended after its event loop")
+
+    def _turned(self) -> None:
+        self._loop_turned = True
 
     def _fail(self, error: Exception) -> None:
         if not self.failed.done():

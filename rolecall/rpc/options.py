@@ -7,38 +7,56 @@ from typing import Any
 MAX_MESSAGE_BYTES = 16 * 2**20
 """Largest message either way, stated on both sides; bulk data goes through the store or the weight channel."""
 
-_COMMON: tuple[tuple[str, Any], ...] = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # Pings more often than every 30 s are answered with GOAWAY by servers that keep gRPC's defaults.
-    ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
+KEEPALIVE_S = 10.0
+"""A connection with calls under way on which nothing moved for this long is pinged..."""
+KEEPALIVE_TIMEOUT_S = 10.0
+"""...and given up when the ping is not answered for this long: a peer that hangs or lost its network fails its calls within 20 s, whatever their deadline."""
+_SIZES: tuple[tuple[str, Any], ...] = (("grpc.max_send_message_length", MAX_MESSAGE_BYTES), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
+
+_KEEPALIVE: tuple[tuple[str, Any], ...] = (
+    ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
+    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
+    ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),  # of pings that were sent for other reasons; 60 s otherwise
 )
 
 
 def server_options() -> list[tuple[str, Any]]:
     """Without SO_REUSEPORT a second server on a port fails instead of silently taking every other connection."""
-    return [*_COMMON, ("grpc.so_reuseport", 0), ("grpc.http2.min_recv_ping_interval_without_data_ms", 20_000), ("grpc.keepalive_permit_without_calls", 1)]
+    return [
+        *_SIZES,
+        *_KEEPALIVE,
+        ("grpc.so_reuseport", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", int(KEEPALIVE_S * 500)),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
 
 
-def channel_options(idempotent: Sequence[str], *, loopback: bool) -> list[tuple[str, Any]]:
-    """`idempotent`: full names of the methods that gRPC may repeat by itself, e.g. `rolecall.v1.RewardService/Score`."""
+def channel_options(idempotent: Sequence[str], *, loopback: bool, ours: bool = True) -> list[tuple[str, Any]]:
+    """`idempotent`: full names of the methods that gRPC may repeat by itself, e.g. `rolecall.v1.RewardService/Score`.
+
+    ours: whether the servers take our pings; those that keep gRPC's defaults would answer the third of a long call with GOAWAY, and get only two.
+    Where the target stands for several addresses, calls take turns over those that can be reached, and a repeated call goes to the next.
+    """
     options = [
-        *_COMMON,
+        *_SIZES,
+        *_KEEPALIVE,
         ("grpc.enable_retries", 1),
+        # A request larger than this buffer would not be repeated.
+        ("grpc.per_rpc_retry_buffer_size", MAX_MESSAGE_BYTES),
+        ("grpc.service_config", _service_config(idempotent)),
         ("grpc.service_config_disable_resolution", 1),
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.min_reconnect_backoff_ms", 1_000),
         ("grpc.max_reconnect_backoff_ms", 5_000),
     ]
+    if ours:
+        options.append(("grpc.http2.max_pings_without_data", 0))  # without a bound
     if loopback:
         options.append(("grpc.enable_http_proxy", 0))
-    if idempotent:
-        options.append(("grpc.service_config", _retry_config(idempotent)))
     return options
 
 
-def _retry_config(idempotent: Sequence[str]) -> str:
+def _service_config(idempotent: Sequence[str]) -> str:
     names = []
     for method in idempotent:
         service, separator, name = method.strip("/").partition("/")
@@ -46,4 +64,5 @@ def _retry_config(idempotent: Sequence[str]) -> str:
             raise ValueError(f"{method!r} is not a full method name such as rolecall.v1.RewardService/Score")
         names.append({"service": service, "method": name})
     retry = {"maxAttempts": 4, "initialBackoff": "0.1s", "maxBackoff": "2s", "backoffMultiplier": 2, "retryableStatusCodes": ["UNAVAILABLE"]}
-    return json.dumps({"methodConfig": [{"name": names, "retryPolicy": retry}]})
+    methods = [{"name": names, "retryPolicy": retry}] if names else []
+    return json.dumps({"loadBalancingConfig": [{"round_robin": {}}], "methodConfig": methods})

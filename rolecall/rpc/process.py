@@ -1,6 +1,9 @@
 """The life of a role's process: arguments, signals, serving until asked to stop, exit code, and one clear line when it failed.
 
 Imports nothing heavy, so that `--help` and configuration errors are instant; `services/<role>/__main__.py` imports engines after `parse_args`.
+
+Exit codes, by which whoever supervises the process decides: 0 done or asked to stop, FINAL when starting it again cannot help, USAGE for a bad command line
+or configuration, RESTART for what may pass. A process killed by a signal is one to start again.
 """
 
 import asyncio
@@ -20,14 +23,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rolecall.errors import ConfigError, RoleCallError
+from rolecall.errors import ConfigError, RoleCallError, WorkerLostError
 from rolecall.lifeline import die_with_parent
-from rolecall.settings import RunSettings, load_settings, overrides_from, parent_to_die_with
+from rolecall.settings import RunSettings, incarnation_given, load_settings, overrides_from, parent_to_die_with, with_running_store
 
 if TYPE_CHECKING:
     from rolecall.rpc.server import Server
 
 _LOG = logging.getLogger(__name__)
+FINAL = 1
+"""An error that is not retryable: a bad setting, a refusal."""
+USAGE = 2
+RESTART = 75
+"""EX_TEMPFAIL of sysexits.h: a retryable error, an unforeseen one, or a process that was given up as hung."""
+LEAVE_S = 0.5
+"""From the verdict that this process hangs to its end, for its last lines to be written."""
 _NUM_THREADS = 32
 """Bound on `asyncio.to_thread` calls at work in a process; further ones queue."""
 _END_GRACE_S = 5.0
@@ -52,7 +62,7 @@ class ServiceArgs:
     worker: str
     """Name of the instance, e.g. "actor", "rollout-0", "ref"."""
     incarnation: str
-    """New at each start: 8 hex digits."""
+    """New at each start: 8 hex digits, chosen by the launcher where there is one."""
     config_path: Path
     """The file the settings were read from."""
 
@@ -63,7 +73,7 @@ def parse_args(role: str, argv: Sequence[str] | None = None) -> ServiceArgs:
         return _parse(role, list(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
         _say(f"{role} failed: {error.message}")
-        raise SystemExit(2) from None
+        raise SystemExit(USAGE) from None
 
 
 def _parse(role: str, words: list[str]) -> ServiceArgs:
@@ -87,8 +97,8 @@ def _parse(role: str, words: list[str]) -> ServiceArgs:
     if "--config" not in own:
         raise ConfigError(f"--config FILE is missing; see rolecall serve {role} --help")
     path = Path(own["--config"])
-    settings = load_settings(path, overrides)
-    incarnation = uuid.uuid4().hex[:8]
+    settings = with_running_store(load_settings(path, overrides))
+    incarnation = incarnation_given() or uuid.uuid4().hex[:8]
     return ServiceArgs(settings, own.get("--name") or _default_name(role, settings, incarnation), incarnation, path)
 
 
@@ -108,6 +118,8 @@ class _Life:
     def __init__(self) -> None:
         self.stop = asyncio.Event()
         self.heeded = False
+        self.owns_process = False
+        """Whether the process is there for this life alone, so that it may end with it."""
 
 
 _LIFE: ContextVar[_Life] = ContextVar("rolecall_life")
@@ -126,8 +138,27 @@ def stop_requested() -> asyncio.Event:
     return life.stop
 
 
+def way_out(role: str) -> Callable[[WorkerLostError], None]:
+    """What ends this process with RESTART after LEAVE_S whatever its event loop and its device threads do; any thread may call it.
+
+    For a worker that was given up as hung: another takes its place, and nothing it still holds is wanted. Ask for it in `main`'s context. Outside `run`
+    (in tests) it does nothing.
+    """
+    life = _LIFE.get(None)
+    owns_process = life is not None and life.owns_process
+
+    def leave(error: WorkerLostError) -> None:
+        if not owns_process:
+            return
+        _say(f"{role} failed: {error.message}")
+        time.sleep(LEAVE_S)
+        os._exit(RESTART)
+
+    return leave
+
+
 def run(main: Callable[[], Awaitable[None]], role: str = "service") -> int:
-    """Runs `main` on a new event loop and returns the exit code: 0 when it ended or was stopped, 1 when it failed (the reason is printed).
+    """Runs `main` on a new event loop; returns 0 when it ended or was stopped, else ends the process with FINAL or RESTART (the reason is printed).
 
     The last thing a process does: return what it returns from there. Five seconds later the process is over, whatever its threads do.
 
@@ -145,14 +176,22 @@ def run(main: Callable[[], Awaitable[None]], role: str = "service") -> int:
         code = 0
     except (Exception, asyncio.CancelledError) as error:  # entry point: whatever ended the role is said once, here
         code = _failed(role, error)
+        if isinstance(error, WorkerLostError):
+            logging.shutdown()
+            os._exit(code)
     finally:
         _close(loop)
-    _end_in_time(code)
+    if code:
+        # Not by the interpreter's own end: it waits for what the failure left open, and a gRPC server that still serves can hold it for ever.
+        logging.shutdown()
+        os._exit(code)
+    _end_in_time()
     return code
 
 
 async def _until_stopped(main: Callable[[], Awaitable[None]]) -> None:
     life = _Life()
+    life.owns_process = True
     _LIFE.set(life)
     task = asyncio.ensure_future(main())
 
@@ -166,7 +205,7 @@ async def _until_stopped(main: Callable[[], Awaitable[None]]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number.name)
     try:
-        await task
+        await task  # bounded: by nothing, on purpose: the role's whole life, until a signal
     except asyncio.CancelledError:
         if not life.stop.is_set():
             raise
@@ -178,18 +217,20 @@ async def serve(
     """Waits until this process is asked to stop or `failed` is done, then drains a started server.
 
     drain: the role's own part (give work back, end streams), run while calls are still answered, for at most `grace_s`. Calls under way then get `grace_s`.
-    failed: raising it ends the role with its exception; a result ends it cleanly.
+    failed: raising it ends the role with its exception; a result ends it cleanly. A WorkerLostError ends it without drain or grace: others do its work.
     """
     stopping = asyncio.ensure_future(stop_requested().wait())
     ends: list[asyncio.Future[Any]] = [stopping] if failed is None else [stopping, failed]
     try:
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)  # bounded: by nothing, on purpose: serves until it is stopped or fails
     finally:
         stopping.cancel()
-        await server.set_serving(False)
-        if drain is not None:
-            await _drain_role(drain, grace_s)
-        await server.drain(grace_s)
+        lost = failed is not None and failed.done() and not failed.cancelled() and isinstance(failed.exception(), WorkerLostError)
+        if not lost:
+            await server.set_serving(False)
+            if drain is not None:
+                await _drain_role(drain, grace_s)
+        await server.drain(0.0 if lost else grace_s)
     if failed is not None and failed.done() and not failed.cancelled():
         failed.result()
 
@@ -215,7 +256,7 @@ def _failed(role: str, error: BaseException) -> int:
         _LOG.error("%s failed; the end of its traceback:\n%s", role, "\n".join(lines[-_TRACEBACK_LINES:]))
     message = error.message if isinstance(error, RoleCallError) else f"{type(error).__name__}: {error}"
     _say(f"{role} failed: {message}")
-    return 1
+    return FINAL if isinstance(error, RoleCallError) and not error.retryable else RESTART
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> None:
@@ -233,7 +274,7 @@ def _close(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-def _end_in_time(code: int) -> None:
+def _end_in_time() -> None:
     """At its end the interpreter joins every thread; one that hangs in a collective would hold the process for ever."""
 
     def watch() -> None:
@@ -241,12 +282,13 @@ def _end_in_time(code: int) -> None:
         busy = [thread.name for thread in threading.enumerate() if thread.is_alive() and not thread.daemon and thread is not threading.main_thread()]
         _LOG.error("leaving threads that did not end within %.0f s: %s", _END_GRACE_S, ", ".join(busy))
         logging.shutdown()
-        os._exit(code)
+        os._exit(0)
 
     threading.Thread(target=watch, name="end", daemon=True).start()
 
 
 def _say(line: str) -> None:
-    """To people, whatever the log's level and format."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    """To people, whatever the log's level and format. On a full disk nobody hears it, and the exit code still says what happened."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()

@@ -2,10 +2,8 @@
 
 import asyncio
 import logging
-import socket
-import stat
+import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 import grpc
@@ -15,7 +13,8 @@ from opentelemetry.instrumentation.grpc import aio_server_interceptor, filters
 
 from rolecall.errors import ConfigError
 from rolecall.rpc import tls as tls_files
-from rolecall.rpc.address import host_of, is_loopback, is_unix, unix_path
+from rolecall.rpc.address import host_of, is_loopback, is_unix
+from rolecall.rpc.listening import why_not
 from rolecall.rpc.options import server_options
 from rolecall.rpc.server_calls import ServerCalls
 from rolecall.settings import RpcSection
@@ -27,6 +26,9 @@ LIVENESS = "liveness"
 """Health name that is SERVING as long as the process answers; the others say whether the role can do its job."""
 MAX_CALLS = 1024
 """Bound on calls under way; more are answered RESOURCE_EXHAUSTED by gRPC."""
+_PORT_PATIENCE_S = 2.0
+"""A port that was just given up may be held for a moment: by the process that ends, or by a client that reached itself while nobody listened."""
+_PORT_PAUSE_S = 0.1
 _LAME_DUCK_S = 2.0
 """Time between NOT_SERVING and closing, for load balancers to look away. Not spent on loopback, where there are none."""
 
@@ -37,18 +39,21 @@ class Server:
     Health: every added service and "" are NOT_SERVING until `set_serving(True)`; `liveness` is SERVING from the start.
     """
 
-    def __init__(self, rpc: RpcSection, bind: str, *, client_certificates: bool = True) -> None:
+    def __init__(self, rpc: RpcSection, bind: str, *, setting: str = "", client_certificates: bool = True) -> None:
         """Prepares a server for `bind` (`host:port`, port 0 takes a free one, or `unix:/path`).
 
+        setting: where the address was given, e.g. "actor.bind", for complaints.
         client_certificates: with rpc.tls, whether callers must present one signed by rpc.tls.ca_file; a public service may do without.
         ConfigError when bind is beyond loopback without TLS, unless rpc.behind_mesh.
         """
         if rpc.tls is None and not rpc.behind_mesh and not is_loopback(bind):
+            named = f" ({setting})" if setting else ""
             raise ConfigError(
-                f"refusing to listen on {bind} without TLS; set rpc.tls, bind to 127.0.0.1, or set rpc.behind_mesh when a service mesh encrypts it"
+                f"refusing to listen on {bind}{named} without TLS; set rpc.tls, bind to 127.0.0.1, or set rpc.behind_mesh when a service mesh encrypts it"
             )
         self._rpc = rpc
         self._bind = bind
+        self._setting = setting
         self._client_certificates = client_certificates
         self._names: list[str] = []
         tracing = aio_server_interceptor(filter_=filters.negate(filters.health_check()))  # type: ignore[no-untyped-call]
@@ -67,7 +72,7 @@ class Server:
         """Listens and answers; returns the address with the port that was taken. ConfigError when the address is in use or cannot be bound."""
         reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         await self.set_serving(False)
-        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)  # bounded: a table in this process
         address = await self._listen()
         await self._server.start()
         _LOG.debug("listening on %s", address)
@@ -77,40 +82,34 @@ class Server:
         """Health of all added services and of "": whether the role can do its job now."""
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ["", *self._names]:
-            await self._health.set(name, status)
+            await self._health.set(name, status)  # bounded: a table in this process
 
     async def drain(self, grace_s: float) -> None:
         """NOT_SERVING, a moment for load balancers, then no new calls; those under way get `grace_s` to finish and are cancelled after it."""
-        await self._health.enter_graceful_shutdown()
+        await self._health.enter_graceful_shutdown()  # bounded: a table in this process
         if not is_loopback(self._bind):
             await asyncio.sleep(min(_LAME_DUCK_S, grace_s / 2))
         await self._server.stop(grace_s)
 
     async def _listen(self) -> str:
-        if is_unix(self._bind):
-            await asyncio.to_thread(_refuse_live_socket, self._bind)
-        try:
-            if self._rpc.tls is not None:
-                port = self._server.add_secure_port(self._bind, tls_files.server_credentials(self._rpc.tls, self._client_certificates))
-            else:
-                port = self._server.add_insecure_port(self._bind)
-        except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {self._bind}: the port is in use or the address is not this machine's; choose another") from error
+        deadline = time.monotonic() + _PORT_PATIENCE_S
+        while (port := await asyncio.to_thread(self._bound)) is None:
+            if time.monotonic() > deadline:
+                named = f" ({self._setting})" if self._setting else ""
+                raise ConfigError(f"cannot listen on {self._bind}{named}: it {why_not(self._bind) or 'cannot be bound; choose another'}")
+            await asyncio.sleep(_PORT_PAUSE_S)
         if is_unix(self._bind):
             return self._bind
         host = host_of(self._bind)
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-
-def _refuse_live_socket(address: str) -> None:
-    """gRPC would unlink and replace a socket file that somebody listens on."""
-    path = Path(unix_path(address))
-    if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
+    def _bound(self) -> int | None:
+        """The port that was taken, None when the address cannot be had at present."""
+        if is_unix(self._bind) and why_not(self._bind):  # gRPC would replace a socket file that somebody listens on
+            return None
         try:
-            probe.connect(str(path))
-        except OSError:
-            return
-    raise ConfigError(f"cannot listen on {address}: another process listens there; stop it or choose another path")
+            if self._rpc.tls is None:
+                return self._server.add_insecure_port(self._bind)
+            return self._server.add_secure_port(self._bind, tls_files.server_credentials(self._rpc.tls, self._client_certificates))
+        except RuntimeError:
+            return None

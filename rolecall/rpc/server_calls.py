@@ -27,7 +27,7 @@ class ServerCalls(grpc.aio.ServerInterceptor):
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable["_Method | None"]], handler_call_details: grpc.HandlerCallDetails
     ) -> "_Method | None":
         # Any: the published types of a method's functions are those of the synchronous server.
-        handler: Any = await continuation(handler_call_details)
+        handler: Any = await continuation(handler_call_details)  # bounded: a look-up in this process
         if handler is None:  # no such method; gRPC answers UNIMPLEMENTED by itself
             return None
         method = str(handler_call_details.method)
@@ -52,7 +52,7 @@ def _unary(behaviour: Callable[[Any, _Context], Awaitable[Any]], method: str) ->
     async def call(request: Any, context: _Context) -> Any:
         deadlines.inherit(context.time_remaining())
         try:
-            return await behaviour(request, context)
+            return await behaviour(request, context)  # bounded: by the caller's deadline, at which gRPC cancels it
         except grpc.aio.AbortError:
             raise
         except Exception as error:
@@ -65,7 +65,7 @@ def _streamed(behaviour: Callable[[Any, _Context], AsyncIterator[Any]], method: 
     async def call(request: Any, context: _Context) -> AsyncIterator[Any]:
         deadlines.inherit(context.time_remaining())
         try:
-            async for response in behaviour(request, context):
+            async for response in behaviour(request, context):  # bounded: by the caller's deadline, at which gRPC cancels it
                 yield response
         except grpc.aio.AbortError:
             raise

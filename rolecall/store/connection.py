@@ -4,10 +4,10 @@ Calls are synchronous (redis-py with hiredis); async services make them in threa
 and commands by their nature, so a lost connection is retried, for at most RETRY_S. Then StoreUnavailableError; StoreFullError when the server is
 out of memory. Not here: what is called (rows, ledger, prompts).
 
-Bounds: MAX_CONNECTIONS sockets a process; a call waits at most SOCKET_TIMEOUT_S for its answer, a blocking read at most MAX_BLOCK_S.
+Bounds: MAX_CONNECTIONS sockets a process; an attempt waits at most SOCKET_TIMEOUT_S each for a free socket, its connection and its answer, so a call ends
+within CALL_DEADLINE_S; a blocking read waits at most MAX_BLOCK_S for something to read.
 """
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 RETRY_S = 10.0
 SOCKET_TIMEOUT_S = 5.0
+CALL_DEADLINE_S = RETRY_S + 3 * SOCKET_TIMEOUT_S
+"""The last attempt begins within RETRY_S."""
 MAX_BLOCK_S = 1.0
 MAX_CONNECTIONS = 64
 
@@ -85,14 +87,13 @@ class Connection:
 
     def script(self, name: str, keys: Sequence[str], args: Sequence[str | bytes | int]) -> list[Any]:
         """Raw answer of script `name`: an array whose first element is its verdict."""
-        text = scripts.source(name)
-        digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+        digest = scripts.digest(name)
 
         def call() -> Any:
             try:
                 return self._send("EVALSHA", digest, len(keys), *keys, *args)
             except exceptions.NoScriptError:
-                return self._send("EVAL", text, len(keys), *keys, *args)
+                return self._send("EVAL", scripts.source(name), len(keys), *keys, *args)
 
         reply = self.attempt(call)
         assert isinstance(reply, list)
@@ -103,7 +104,7 @@ class Connection:
         if not calls:
             return []
         first = self.script(name, keys, calls[0])  # from here on the server knows the script
-        digest = hashlib.sha1(scripts.source(name).encode(), usedforsecurity=False).hexdigest()
+        digest = scripts.digest(name)
         try:
             return [first, *self.pipeline([("EVALSHA", digest, len(keys), *keys, *args) for args in calls[1:]])]
         except exceptions.NoScriptError:  # it has started anew since

@@ -2,7 +2,8 @@
 
 Owns the process, its directory and its password. The server listens on a unix socket in a directory of mode 700 and on no port, knows one user,
 who may touch RoleCall's keys of one run only, writes every acknowledged change to disk (appendfsync always), refuses writes when full (noeviction)
-and dies with its parent. Its state survives in `dir`: starting again on the same directory goes on where it stopped.
+and dies with its parent. Its state survives in `dir`: starting again on the same directory goes on where it stopped. While it runs, `dir`/url (mode 600)
+holds its URL, for commands and roles that a person starts beside it.
 
 Not here: connecting to it (`connection`), and any other server (`store.url`).
 """
@@ -12,27 +13,33 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import redis
 from redis import exceptions
 
 from rolecall.errors import ConfigError, RunLockedError, StoreUnavailableError
+from rolecall.lifeline import tied
 
 START_TIMEOUT_S = 120.0
 """Reading a large append-only file takes its time."""
+_TAIL_LINES = 20
+"""Of the server's log, searched for its last complaints."""
+_READY = "Ready to accept connections"
+"""In the server's log, once a start; what it complains of before is the kernel's settings."""
+PING_TIMEOUT_S = 1.0
 STOP_TIMEOUT_S = 10.0
 LOCK_TIMEOUT_S = 10.0
 """A server whose parent was killed needs a moment to end."""
 MAX_SOCKET_PATH = 107
 """Bytes in sockaddr_un.sun_path, less its final zero."""
 
-_SHIM = str(Path(__file__).with_name("_die_with_parent.py"))
 _log = logging.getLogger(__name__)
 
 
@@ -49,6 +56,9 @@ class EmbeddedStore:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket = self._dir / "store.sock"
         self._socket_dir: str | None = None
+        self._url_file = self._dir / "url"
+        self.num_starts = 0
+        """Times the server was started."""
 
     @property
     def url(self) -> str:
@@ -71,15 +81,25 @@ class EmbeddedStore:
         return self._dir / "store.log"
 
     def start(self, lock_timeout_s: float = LOCK_TIMEOUT_S) -> str:
-        """Starts the server, also again after it died, and returns its URL once it answers.
+        """Starts the server, also again after it died, and returns its URL once it answers: `spawn`, then `wait_until_ready`."""
+        self.spawn(lock_timeout_s)
+        try:
+            self.wait_until_ready()
+        except StoreUnavailableError:
+            self.stop()
+            raise
+        return self.url
+
+    def spawn(self, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
+        """Starts the server unless it runs, and does not wait for it to answer.
 
         Call it from the main thread: the server ends when the thread that started it does. RunLockedError when another server holds the directory for longer
-        than `lock_timeout_s`, StoreUnavailableError when it does not answer within START_TIMEOUT_S.
+        than `lock_timeout_s`.
         """
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("EmbeddedStore.start must be called from the main thread, with whose life the server's is tied")
+            raise RuntimeError("EmbeddedStore.spawn must be called from the main thread, with whose life the server's is tied")
         if self.alive:
-            return self.url
+            return
         self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._dir.chmod(0o700)
         if len(os.fsencode(self._socket)) > MAX_SOCKET_PATH:
@@ -87,17 +107,36 @@ class EmbeddedStore:
             self._socket = Path(self._socket_dir) / "store.sock"
         lock = self._lock(lock_timeout_s)
         try:
-            command = [sys.executable, "-I", "-S", _SHIM, str(os.getpid()), self.binary, "-"]
+            self._write_url()
+            command = tied([self.binary, "-"], signal.SIGTERM)  # so that it writes down what it has
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[lock], start_new_session=True
             )
             assert self._process.stdin is not None
             self._process.stdin.write(self._config().encode())
             self._process.stdin.close()
+            self.num_starts += 1
         finally:
             os.close(lock)
-        self._wait_until_ready()
-        return self.url
+
+    def kill(self) -> None:
+        """Ends the server at once, with the children that rewrite its file: they hold the directory's lock, too. `start` goes on from what is on disk."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()  # bounded: SIGKILL has been sent to it
+
+    def ping(self) -> None:
+        """Returns when the server answers within PING_TIMEOUT_S, be it only that it is loading; StoreUnavailableError when it does not."""
+        client = redis.Redis.from_url(self.url, socket_timeout=PING_TIMEOUT_S)
+        try:
+            client.ping()
+        except exceptions.BusyLoadingError:
+            return
+        except (exceptions.ConnectionError, exceptions.TimeoutError) as error:
+            raise StoreUnavailableError(f"the embedded store does not answer: {error}; see {self.log_file}") from error
+        finally:
+            client.close()
 
     def stop(self) -> None:
         """Ends the server: SIGTERM, and SIGKILL after STOP_TIMEOUT_S. Idempotent. What was acknowledged is on disk either way."""
@@ -108,9 +147,10 @@ class EmbeddedStore:
             except subprocess.TimeoutExpired:
                 _log.warning("the embedded store ignored SIGTERM for %.0f s; killing it", STOP_TIMEOUT_S)
                 self._process.kill()
-                self._process.wait()
+                self._process.wait()  # bounded: SIGKILL has been sent to it
             self._process = None
             self._socket.unlink(missing_ok=True)
+            self._url_file.unlink(missing_ok=True)
         if self._socket_dir is not None:
             shutil.rmtree(self._socket_dir, ignore_errors=True)
             self._socket_dir, self._socket = None, self._dir / "store.sock"
@@ -147,8 +187,18 @@ class EmbeddedStore:
         }
         return "".join(f"{name} {value}\n" for name, value in lines.items())
 
-    def _wait_until_ready(self) -> None:
-        client = redis.Redis.from_url(self.url, socket_timeout=1.0)
+    def _write_url(self) -> None:
+        if self._url_file.is_file() and self._url_file.read_text() == self.url:
+            return  # a restart, perhaps on a disk that is full
+        beside = self._url_file.with_suffix(".new")
+        beside.unlink(missing_ok=True)
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(self.url)
+        beside.replace(self._url_file)
+
+    def wait_until_ready(self) -> None:
+        """Returns once the server answers and has loaded its file; any thread may call it. StoreUnavailableError when that takes more than START_TIMEOUT_S."""
+        client = redis.Redis.from_url(self.url, socket_timeout=PING_TIMEOUT_S)
         deadline = time.monotonic() + START_TIMEOUT_S
         try:
             while self.alive:
@@ -157,13 +207,17 @@ class EmbeddedStore:
                     return
                 except (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.BusyLoadingError) as error:
                     if time.monotonic() > deadline:
-                        self.stop()
                         raise StoreUnavailableError(f"the embedded store did not answer for {START_TIMEOUT_S:.0f} s; see {self.log_file}") from error
                 time.sleep(0.02)
         finally:
             client.close()
-        tail = self.log_file.read_text(errors="replace").splitlines()[-5:] if self.log_file.exists() else []
-        raise StoreUnavailableError(f"the embedded store ended at once; the end of {self.log_file}: " + " | ".join(tail))
+        raise StoreUnavailableError(f"the embedded store ended at once ({self.last_words() or 'it logged no complaint'}); see {self.log_file}")
+
+    def last_words(self) -> str:
+        """The end of what the server complained about in its log since it was ready, e.g. a full disk; by that it can be told why it ended. Else empty."""
+        lines = self.log_file.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if self.log_file.exists() else []
+        ready = max((index for index, line in enumerate(lines) if _READY in line), default=-1)
+        return " ".join([line.partition(" # ")[2] for line in lines[ready + 1 :] if " # " in line][-2:])
 
 
 def _find_binary(configured: str | None) -> str:

@@ -8,8 +8,6 @@ for a whole lease on the monotonic clock. The server's clock decides nothing, so
 is that taking over from a controller that died costs one lease of waiting (none after `unlock`).
 """
 
-import json
-import os
 import secrets
 import time
 from collections.abc import Sequence
@@ -17,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rolecall.disk import append_lines
 from rolecall.errors import RunLockedError
-from rolecall.store import scripts
+from rolecall.store import history, scripts
 from rolecall.store.connection import MAX_BLOCK_S, Connection
-from rolecall.store.position import Garbage, GroupState, LiveGroup, PendingEntry, RunPosition, Snapshot, decode_position, rows_of_garbage
+from rolecall.store.position import Garbage, GroupState, LiveGroup, Overdelivered, PendingEntry, RunPosition, Snapshot, decode_position, rows_of_garbage
+from rolecall.store.prompts import MAX_ERROR_CHARS
 from rolecall.store.rows import Rows
 from rolecall.v1.controller_pb2 import LedgerCounts
 from rolecall.v1.training_pb2 import TrainResult
@@ -31,8 +31,6 @@ MAX_PENDING = 10_000
 """Pending entries one call lists; admission keeps far fewer in flight."""
 DRAIN_COUNT = 1000
 """Stream entries moved to a file at a time."""
-MAX_ERROR_CHARS = 4096
-"""Of a drop's error text."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,11 @@ class Admission:
     group: PromptGroup
     cursor: bytes
     traceparent: str = ""
+
+    @property
+    def arguments(self) -> tuple[str | bytes | int, ...]:
+        """Of the script, after ctl."""
+        return self.group.gid, self.group.SerializeToString(), self.cursor, self.traceparent, self.group.prompt.uid
 
 
 class Ledger:
@@ -81,6 +84,10 @@ class Ledger:
         """Gives the run back at a clean end. The fencing number stays ours until someone locks."""
         self._call("unlock")
 
+    def pause(self, paused: bool) -> None:
+        """Remembers whether nothing is to be admitted, for the controller that comes next."""
+        self._call("pause", int(paused))
+
     def beat(self) -> None:
         """Our heartbeat; at least every lease_s / 3."""
         self._call("beat")
@@ -90,11 +97,11 @@ class Ledger:
 
         OutOfOrderError for a later gid. StoreFullError is back-pressure: admit again later.
         """
-        return self._call("admit", group.gid, group.SerializeToString(), cursor, traceparent).fresh
+        return self._call("admit", *Admission(group, cursor, traceparent).arguments).fresh
 
     def admit_all(self, admissions: Sequence[Admission]) -> None:
         """As `admit`, of each in order, in two round trips. When one is refused, those before it stay admitted; the same call may be made again."""
-        calls = [(self._ctl, item.group.gid, item.group.SerializeToString(), item.cursor, item.traceparent) for item in admissions]
+        calls = [(self._ctl, *item.arguments) for item in admissions]
         for reply in self._connection.script_many("admit", [self._prefix], calls):
             scripts.check(reply, self._run)
 
@@ -116,7 +123,8 @@ class Ledger:
         return [PromptGroup.FromString(fields[b"group"]) for _, fields in entries]
 
     def drop(self, gid: int, reason: str, error: str = "") -> bool:
-        """Makes group `gid` terminal untrained, counted under `reason`; an `error` text makes it a dead letter. False when it was terminal before.
+        """Makes group `gid` terminal untrained, counted under `reason`; an `error` text makes it a dead letter, which also says what its last worker
+        reported. False when it was terminal before.
 
         ConflictError for a sealed group, NotFoundError for one never admitted.
         """
@@ -135,8 +143,11 @@ class Ledger:
         return None if data is None else TrainBatch.FromString(data)
 
     def commit_step(self, step: int, results: Sequence[TrainResult]) -> bool:
-        """Counts the sealed batch of `step` as trained: step + 1. `results` go into its record. False when it was committed before."""
-        return self._call("commit_step", step, *(result.SerializeToString() for result in results)).fresh
+        """Counts the sealed batch of `step` as trained: step + 1. `results` go into its record. False when it was committed before.
+
+        BatchMismatchError when a trainer's result is of another batch than the sealed one.
+        """
+        return self._call("commit_step", step, *(part for result in results for part in (result.digest, result.SerializeToString()))).fresh
 
     def results(self, step: int) -> list[TrainResult]:
         """What commit_step recorded for `step`, in its order; empty when it is not trained or was freed."""
@@ -178,18 +189,15 @@ class Ledger:
     def drain(self, stream: Literal["history", "dead"], path: Path) -> int:
         """Moves a stream to the JSONL file `path`, then deletes what was moved; returns how many lines. The file is synced before anything is deleted.
 
-        A line holds the entry's `id`, `time_s` (Unix, from the server's clock at millisecond precision) and its fields; `group` is left out. A crash
-        in between writes lines again: their `id` tells.
+        `rolecall/store/history.py` says what a line holds. A crash in between writes lines again: their `id` tells.
+        DiskFullError leaves the file and the stream as they were.
         """
         total = 0
         while True:
             entries = self._connection.command("XRANGE", f"{self._prefix}{stream}", "-", "+", "COUNT", DRAIN_COUNT)
             if not entries:
                 return total
-            with path.open("a", encoding="utf-8") as file:
-                file.writelines(_line(entry.decode(), fields) for entry, fields in entries)
-                file.flush()
-                os.fsync(file.fileno())
+            append_lines(path, [history.to_line(entry.decode(), fields) for entry, fields in entries], sync=True)
             self._call("forget", stream, *(entry for entry, _ in entries))
             total += len(entries)
             if len(entries) < DRAIN_COUNT:
@@ -210,24 +218,35 @@ class Ledger:
         """The digests were equal: the consumers `workers` hold the version last begun and may claim. More may follow later under the same version."""
         self._call("attest", policy_version, step, digest, *workers)
 
-    def expel(self, consumer: str, max_deliveries: int = 0, excused: bool = False) -> list[int]:
-        """A worker is dead or left behind: revokes its attestation and hands its entries back. Returns gids delivered too often, to be dropped.
+    def expel(self, consumer: str, max_deliveries: int = 0, excused: bool = False, error: str = "") -> list[Overdelivered]:
+        """A worker is dead or left behind: revokes its attestation and hands its entries back. Returns the groups delivered too often, to be dropped.
 
         Entries delivered `max_deliveries` times (0: no limit) are held back from everyone. `excused`: these deliveries do not count (a failed publish).
+        `error`: what happened; it stays with the groups as their last error.
         """
-        return self._gids(self._call("expel", consumer, max_deliveries, int(excused)).values[1])
+        return _overdelivered(self._call("expel", consumer, max_deliveries, int(excused), error[:MAX_ERROR_CHARS]).values[1])
 
-    def reap(self, consumer: str, entry: str, max_deliveries: int = 0, excused: bool = False) -> list[int]:
-        """Takes an unrenewed entry from a worker that lives. Nothing happens when that worker no longer holds it. Returns as `expel` does."""
-        return self._gids(self._call("reap", consumer, entry, max_deliveries, int(excused)).values[1])
+    def reap(self, consumer: str, entry: str, max_deliveries: int = 0, excused: bool = False, error: str = "") -> list[Overdelivered]:
+        """Takes an unrenewed entry from a worker that lives. Nothing happens when that worker no longer holds it. Otherwise as `expel`."""
+        return _overdelivered(self._call("reap", consumer, entry, max_deliveries, int(excused), error[:MAX_ERROR_CHARS]).values[1])
+
+    def note(self, gids: Sequence[int], event: str, **fields: str | int | float) -> None:
+        """Adds `event` with its `fields` to the history of groups. For what happens to them outside the ledger: "scored". A lost answer may note it twice."""
+        if gids:
+            self._call("note", " ".join(map(str, gids)), event, *(text for name, value in fields.items() for text in (name, str(value))))
+
+    def step_of_version(self) -> dict[int, int]:
+        """Steps applied in the weights of each attested version."""
+        fields = self._connection.command("HGETALL", f"{self._prefix}versions")
+        return {int(version): int(text.split(b" ")[0]) for version, text in fields.items()}
 
     def pending(self) -> list[PendingEntry]:
         """Entries in workers' hands, oldest first."""
         found = self._call("pending", MAX_PENDING).values[0]
         return [PendingEntry(entry.decode(), consumer.decode(), idle / 1000, count) for entry, consumer, idle, count in found if consumer not in (FREE, OVER)]
 
-    def overdelivered(self) -> list[int]:
-        """Gids that were delivered too often and wait to be dropped: after a restart, those that the last controller did not get to."""
+    def overdelivered(self) -> list[Overdelivered]:
+        """Groups that were delivered too often and wait to be dropped: after a restart, also those that the last controller did not get to."""
         return self.reap("", "0-0")
 
     def position(self) -> RunPosition:
@@ -269,14 +288,10 @@ class Ledger:
     def _call(self, script: str, *args: str | bytes | int) -> scripts.Answer:
         return scripts.check(self._connection.script(script, [self._prefix], [self._ctl, *args]), self._run)
 
-    def _gids(self, found: Sequence[bytes]) -> list[int]:
-        return [int(gid) for gid in found]
+
+def _overdelivered(found: Sequence[tuple[bytes, bytes]]) -> list[Overdelivered]:
+    return [Overdelivered(int(gid), error.decode(errors="replace")) for gid, error in found]
 
 
 def _entries(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
     return [entry for _, entries in reply for entry in entries]
-
-
-def _line(entry: str, fields: dict[bytes, bytes]) -> str:
-    text = {name.decode(): value.decode(errors="replace") for name, value in fields.items() if name != b"group"}
-    return json.dumps({"id": entry, "time_s": int(entry.partition("-")[0]) / 1000, **text}) + "\n"

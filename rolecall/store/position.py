@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from rolecall.v1.controller_pb2 import LedgerCounts
 from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, TrainBatch
@@ -42,6 +43,14 @@ class PendingEntry:
     """Delivery count, the second half of its token."""
 
 
+class Overdelivered(NamedTuple):
+    """A group that was delivered too often: it waits to be dropped."""
+
+    gid: int
+    error: str
+    """What its last worker reported, or what was reported of it: "<consumer>: <error>". Empty when nobody said."""
+
+
 @dataclass(frozen=True)
 class RunPosition:
     """Where the run is, as the store holds it."""
@@ -76,6 +85,8 @@ class RunPosition:
     """Groups dropped, by reason."""
     freed_step: int = 0
     """Batches below it are freed."""
+    paused: int = 0
+    """1 while people want nothing admitted."""
 
     @property
     def num_dropped(self) -> int:

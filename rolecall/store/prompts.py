@@ -1,20 +1,23 @@
 """The rollouts' side of the ledger: pull prompt groups, keep the lease, commit what was sampled.
 
 A claim is a lease with a fence: renew, release and commit name the token under which the group was claimed, and the store refuses a token that is no
-longer the entry's. The rules are in the scripts claim, renew, release and commit.
+longer the entry's. The rules are in the scripts claim, renew, release (which also abandons) and commit.
 
 Bounds: a worker claims what its engine has room for; `wait` blocks at most MAX_BLOCK_S.
 """
 
-import secrets
 import threading
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from rolecall.errors import InvalidInputError, NotAttestedError
+from rolecall.errors import InvalidInputError, NotAttestedError, StoreUnavailableError
 from rolecall.store import scripts
-from rolecall.store.connection import MAX_BLOCK_S, Connection
+from rolecall.store.connection import CALL_DEADLINE_S, MAX_BLOCK_S, Connection
 from rolecall.v1.trajectory_pb2 import CommittedGroup, PromptGroup
+
+MAX_ERROR_CHARS = 4096
+"""Of an error text that is kept with a group."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,17 @@ class PromptQueue:
         """At most `max_groups` groups, none when there is no work; does not block. NotAttestedError while this worker may not sample."""
         if max_groups < 1:
             return []
-        with self._claiming:  # one at a time: the store remembers the last claim of a consumer, for when its answer is lost
-            try:
-                last, entries = self._call("claim", self._consumer, max_groups, secrets.token_hex(8)).values
-            except NotAttestedError:
-                self._delivered = "$"
-                raise
+        # One at a time: the store remembers a consumer's last claim, by the time of it, for when its answer is lost.
+        if not self._claiming.acquire(timeout=CALL_DEADLINE_S):
+            raise StoreUnavailableError(f"another claim of {self._consumer} has not ended for {CALL_DEADLINE_S:.0f} s")
+        try:
+            last, entries = self._call("claim", self._consumer, max_groups, time.monotonic_ns() // 1000).values
             self._delivered = last.decode()
+        except NotAttestedError:
+            self._delivered = "$"
+            raise
+        finally:
+            self._claiming.release()
         return [self._claim(*entry) for entry in entries]
 
     def wait(self, timeout_s: float) -> bool:
@@ -86,9 +93,16 @@ class PromptQueue:
         versions = [text for version, digest in sorted(spans) for text in (str(version), digest)]
         return self._call("commit", claim.entry_id, self._consumer, claim.delivery, group.gid, group.SerializeToString(), *versions).fresh
 
-    def release(self, claims: Sequence[Claim]) -> int:
+    def release(self, claims: Sequence[Claim], why: str = "") -> int:
         """Gives `claims` back (drain, pause, publish failure); the delivery does not count. Returns how many were still held."""
-        return int(self._call("release", self._consumer, *_pairs(claims)).values[0]) if claims else 0
+        return int(self._call("release", self._consumer, "released", 1, 0, why, *_pairs(claims)).values[0]) if claims else 0
+
+    def abandon(self, claim: Claim, error: str, max_deliveries: int = 0) -> bool:
+        """Gives `claim` back because its generation failed here with `error`: the delivery counts. False when it was no longer held.
+
+        At `max_deliveries` deliveries (0: no limit) it is held back from everyone, and the controller drops it with its last error.
+        """
+        return bool(self._call("release", self._consumer, "abandoned", 0, max_deliveries, error[:MAX_ERROR_CHARS], *_pairs([claim])).values[0])
 
     def _call(self, script: str, *args: str | bytes | int) -> scripts.Answer:
         return scripts.check(self._connection.script(script, [self._prefix], args), self._run)

@@ -3,6 +3,7 @@
 Owns nothing of the protocol: keys, rules and bounds stand in `scripts/common.lua` and in the scripts themselves.
 """
 
+import hashlib
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -36,6 +37,12 @@ def source(name: str) -> str:
     shebang, body = (folder / f"{name}.lua").read_text().split("\n", 1)
     shared = "" if name in _ROW_SCRIPTS else (folder / "common.lua").read_text()
     return f"{shebang}\n{shared}{body}"
+
+
+@cache
+def digest(name: str) -> str:
+    """What the server knows script `name` by, once it has run it."""
+    return hashlib.sha1(source(name).encode(), usedforsecurity=False).hexdigest()
 
 
 @dataclass(frozen=True)

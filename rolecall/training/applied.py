@@ -4,15 +4,14 @@ The state is a frozen value: the device thread replaces it after a step, the eve
 """
 
 import json
-import os
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Self, TypeVar
 
 from google.protobuf import json_format
 
 from rolecall.errors import CheckpointMismatchError, CheckpointMissingError
+from rolecall.storage import Storage
 from rolecall.v1.training_pb2 import TrainResult
 
 V = TypeVar("V")
@@ -50,8 +49,8 @@ class Applied:
         """Result of the last applied step; None before the first."""
         return self.records.get(self.step - 1)
 
-    def write(self, directory: Path) -> None:
-        """Writes FILE, synced, in `directory`."""
+    def to_json(self) -> bytes:
+        """Contents of FILE."""
         tree = {
             "step": self.step,
             "policy_version": self.policy_version,
@@ -59,20 +58,17 @@ class Applied:
             "records": [json_format.MessageToDict(record) for record in self.records.values()],
             "published": sorted(self.published.items()),
         }
-        with (directory / FILE).open("w") as file:
-            json.dump(tree, file)
-            file.flush()
-            os.fsync(file.fileno())
+        return json.dumps(tree).encode()
 
     @classmethod
-    def read(cls, directory: Path) -> Self:
-        """What `write` wrote. CheckpointMissingError, CheckpointMismatchError."""
+    def read(cls, storage: Storage) -> Self:
+        """What FILE in a trainer's share of a checkpoint says. CheckpointMissingError, CheckpointMismatchError."""
         try:
-            tree = json.loads((directory / FILE).read_text())
+            tree = json.loads(storage.read(FILE))
         except FileNotFoundError:
-            raise CheckpointMissingError(f"{directory} holds no {FILE}; give a directory that SaveCheckpoint wrote") from None
+            raise CheckpointMissingError(f"{storage.url} holds no {FILE}; give a folder that SaveCheckpoint wrote") from None
         except ValueError as error:
-            raise CheckpointMismatchError(f"{directory / FILE} is not a trainer's record ({error}); restore another checkpoint") from error
+            raise CheckpointMismatchError(f"{storage.url}/{FILE} is not a trainer's record ({error}); restore another checkpoint") from error
         records = [json_format.ParseDict(record, TrainResult()) for record in tree["records"]]
         return cls(
             step=tree["step"],

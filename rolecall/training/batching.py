@@ -59,13 +59,13 @@ class ColumnBatcher:
             self._queue.put_nowait(call)
         except asyncio.QueueFull:
             raise ExhaustedError(f"{MAX_CALLS} calls wait for this column already; send fewer at a time") from None
-        return await call.answer
+        return await call.answer  # bounded: by the caller's deadline; the work itself by the lane
 
     async def close(self) -> None:
         """Ends the serving; what waits is cancelled."""
         if self._worker is not None:
             self._worker.cancel()
-            await asyncio.wait({self._worker})
+            await asyncio.wait({self._worker})  # bounded: it is cancelled, and its waits end with that
 
     async def _serve(self) -> None:
         while True:
@@ -84,7 +84,7 @@ class ColumnBatcher:
 
     async def _gather(self) -> list[_Call]:
         """At least one call; the one that would burst the budget is held for the next batch."""
-        calls = [self._held or await self._queue.get()]
+        calls = [self._held or await self._queue.get()]  # bounded: by nothing, on purpose: waits for work until it is closed
         self._held = None
         num_tokens = calls[0].num_tokens
         deadline = asyncio.get_running_loop().time() + LINGER_S

@@ -107,7 +107,7 @@ class TrainChain:
         return self._running
 
     async def _apply(self, request: TrainRequest, progress: Progress) -> TrainResult:
-        batch = await asyncio.to_thread(self._read_sealed, request.step)
+        batch = await asyncio.to_thread(self._read_sealed, request.step)  # bounded: by the store's retry_s
         if batch.digest != request.digest or batch.step != request.step:
             raise BatchMismatchError(f"step {request.step} is sealed as batch {batch.digest}, not {request.digest}; ask for what the store holds")
         return await self._lane.run(lambda: self._trainer.train(batch, progress), "training")

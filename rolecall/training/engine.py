@@ -8,12 +8,15 @@ Shape legend: N tokens of one microbatch, all its sequences one after another; S
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 
+from rolecall.checkpoints import StoredFile
+from rolecall.storage import Storage
 from rolecall.telemetry import Metrics
+from rolecall.training.group import CommandGroup
+from rolecall.training.prefixes import SharedPrefixes
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,10 @@ class Microbatch:
     """float32 [N], what the logits that predict token t are divided by."""
     score_mask_N: torch.Tensor
     """bool [N], tokens whose logprob, entropy or value is wanted; never a sequence's first token."""
+    num_scored: int
+    """How many are, on the host."""
+    prefixes: SharedPrefixes | None
+    """What sequences have in common from their start; None: nothing worth sharing."""
     columns: Mapping[str, torch.Tensor]
     """Per-token columns [N] that the loss reads (advantages, old_logprobs, ...), by their names in the trajectory schema."""
 
@@ -72,11 +79,20 @@ class StepOutcome:
     """False when the gradient was not finite: nothing was changed but the count of skipped steps."""
 
 
+StatePart = Literal["parameters", "optimizer", "gradients"]
+"""What can be in host memory by itself: parameters; the optimizer's moments; gradients, which exist between forward_backward and step only."""
+
+STATE_PARTS: tuple[StatePart, ...] = get_args(StatePart)
+
+
 class TrainingEngine(Protocol):
     """Computes on one model, spread over the ranks of one group."""
 
-    def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False) -> list[TokenOutputs | ValueOutputs]:
-        """Outputs without a graph, one per microbatch, in order. Leaves parameters sharded."""
+    flops_done: float
+    """This rank's share of all that was computed since the start, counted as flops.py says."""
+
+    def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False, base: bool = False) -> list[TokenOutputs | ValueOutputs]:
+        """Outputs without a graph, one per microbatch, in order. Leaves parameters sharded. `base`: those of the model without its adapters."""
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss, *, entropy: bool = False) -> Metrics:
         """Adds the gradients of the sum of losses over all microbatches of all ranks; returns this rank's metrics, merged over its microbatches."""
@@ -85,20 +101,30 @@ class TrainingEngine(Protocol):
         """Clips, applies the optimizer and schedule, clears the gradients."""
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, full tensor in the publish dtype), one at a time, in a fixed order, the same on every rank; a tied tensor once."""
+        """(Hugging Face name, full tensor in the publish dtype), one at a time, in a fixed order, the same on every rank; a tied tensor once.
+
+        Of an engine that trains adapters, these alone, by peft's names."""
+
+
+class Snapshot(Protocol):
+    """A state that was taken and is yet to be written, by another thread than the engine's."""
+
+    def write(self, storage: Storage, group: CommandGroup, more: Mapping[str, bytes]) -> tuple[StoredFile, ...]:
+        """Writes it, and the files `more` beside it; a collective of `group`, which that thread has for itself. Rank 0 returns all files of all ranks, in order
+        for a manifest; DiskFullError and StorageUnavailableError are raised on every rank."""
 
 
 class EngineState(Protocol):
     """Keeps what the engine is made of."""
 
-    def save(self, path: Path, *, export_huggingface: bool) -> int:
-        """Writes parameters, optimizer, schedule and RNG under `path`, sharded; returns this rank's bytes. DiskFullError."""
+    def snapshot(self) -> Snapshot:
+        """Parameters, optimizer, schedule and RNG as they are now."""
 
-    def load(self, path: Path) -> None:
-        """Restores what save wrote, at any world size. CheckpointMissingError, CheckpointMismatchError."""
+    def load(self, storage: Storage) -> None:
+        """Restores what a snapshot wrote, at any world size. CheckpointMissingError, CheckpointMismatchError, StorageUnavailableError."""
 
-    def offload(self) -> None:
-        """Moves everything to host memory; idempotent."""
+    def offload(self, *parts: StatePart) -> None:
+        """Moves `parts`, all where none is named, to host memory; idempotent. Whatever needs one brings it back by itself."""
 
-    def onload(self) -> None:
-        """Moves it back; idempotent."""
+    def onload(self, *parts: StatePart) -> None:
+        """Moves them back; idempotent."""

@@ -4,16 +4,18 @@ Torch-free: it knows an engine by the Protocols below, whose methods block and a
 servicers own the names of the methods.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
+from rolecall.checkpoints import StoredFile
 from rolecall.errors import OutOfOrderError
 from rolecall.training.applied import Applied
 from rolecall.training.batching import ColumnBatcher
 from rolecall.training.chain import Progress, TrainChain
 from rolecall.training.fence import Fence
-from rolecall.training.lane import Lane
+from rolecall.training.lane import Lane, T
+from rolecall.training.saving import SaveChain, Written
 from rolecall.v1 import training_pb2
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 
@@ -52,14 +54,14 @@ class TrainerEngine(ColumnEngine, Protocol):
     def train(self, batch: TrainBatch, progress: Progress) -> training_pb2.TrainResult:
         """Applies the sealed `batch`. OutOfOrderError, RowMissingError."""
 
-    def save(self, path: Path, export_huggingface: bool) -> int:
-        """Writes a checkpoint and returns its bytes. DiskFullError."""
+    def save(self, path: str) -> Written:
+        """Takes the state, to be written to the folder `path` beside other work. ConfigError."""
 
-    def load(self, path: Path) -> None:
-        """Restores one. CheckpointMissingError, CheckpointMismatchError."""
+    def load(self, path: str, files: Sequence[StoredFile]) -> None:
+        """Restores it, after a look at `files`. CheckpointMissingError, CheckpointMismatchError, StorageUnavailableError."""
 
-    def move(self, *, to_host: bool) -> None:
-        """Moves the state to host memory or back; idempotent."""
+    def move(self, parts: Sequence[training_pb2.StatePart.ValueType], *, to_host: bool) -> None:
+        """Moves these parts of the state, all where none is named, to host memory or back; idempotent. InvalidInputError for a part there is not."""
 
 
 class ColumnFront:
@@ -103,6 +105,14 @@ class TrainerFront(ColumnFront):
         self._trainer = engine
         self._worker = worker
         self._chain = TrainChain(engine, read_sealed, lane)
+        self._saves = SaveChain()
+
+    async def compute(self, request: training_pb2.ComputeColumnRequest) -> training_pb2.ComputeColumnResponse:
+        """As ColumnFront.compute, with the weights of the step that is named: OutOfOrderError when others are held."""
+        applied = self._trainer.applied.step
+        if request.HasField("step") and request.step != applied:
+            raise OutOfOrderError(f"a column was asked for at step {request.step}; the weights held are of step {applied}", step=str(applied))
+        return await super().compute(request)
 
     async def train(self, request: training_pb2.TrainRequest) -> AsyncIterator[training_pb2.TrainResponse]:
         """Progress, then the result. FencedError, and TrainChain.train's."""
@@ -110,35 +120,49 @@ class TrainerFront(ColumnFront):
         async for response in self._chain.train(request):
             yield response
 
-    async def save(self, request: training_pb2.SaveTrainerCheckpointRequest) -> training_pb2.SaveTrainerCheckpointResponse:
-        """Saves exactly the named step. FencedError, OutOfOrderError, DiskFullError."""
+    async def save(self, request: training_pb2.SaveTrainerCheckpointRequest) -> AsyncIterator[training_pb2.SaveTrainerCheckpointResponse]:
+        """Saves exactly the named step. FencedError, OutOfOrderError, DiskFullError, StorageUnavailableError."""
         self.fence.check(request.ctl)
-        num_bytes = await self.lane.run(lambda: self._save(request.step, Path(request.path), request.export_huggingface), "saving")
-        return training_pb2.SaveTrainerCheckpointResponse(num_bytes=num_bytes)
 
-    def _save(self, step: int, path: Path, export_huggingface: bool) -> int:
+        async def begin() -> Written:
+            return await self._in_turn(request.ctl, lambda: self._save(request.step, request.path), "saving")
+
+        async for response in self._saves.save(request.path, request.step, begin):
+            yield response
+
+    async def _in_turn(self, ctl: int, work: Callable[[], T], phase: str) -> T:
+        """`work` for the controller `ctl`, which may have been replaced while this waited for the device: FencedError then, and nothing is done."""
+
+        def fenced() -> T:
+            self.fence.check(ctl)
+            return work()
+
+        return await self.lane.run(fenced, phase)
+
+    def _save(self, step: int, path: str) -> Written:
         applied = self._trainer.applied.step
         if step != applied:
             raise OutOfOrderError(f"a checkpoint of step {step} was asked for at step {applied}; save when exactly {step} are applied", step=str(applied))
-        return self._trainer.save(path, export_huggingface)
+        return self._trainer.save(path)
 
     async def load(self, request: training_pb2.LoadTrainerCheckpointRequest) -> training_pb2.LoadTrainerCheckpointResponse:
-        """Restores. FencedError, CheckpointMissingError, CheckpointMismatchError."""
+        """Restores. FencedError, CheckpointMissingError, CheckpointMismatchError, StorageUnavailableError."""
         self.fence.check(request.ctl)
-        await self.lane.run(lambda: self._trainer.load(Path(request.path)), "loading")
+        files = [StoredFile(file.name, file.num_bytes, file.checksum) for file in request.files]
+        await self._in_turn(request.ctl, lambda: self._trainer.load(request.path, files), "loading")
         applied = self._trainer.applied
         return training_pb2.LoadTrainerCheckpointResponse(step=applied.step, policy_version=applied.policy_version)
 
     async def offload(self, request: training_pb2.OffloadRequest) -> training_pb2.OffloadResponse:
-        """Moves the state to host memory. FencedError."""
+        """Moves state to host memory. FencedError, InvalidInputError."""
         self.fence.check(request.ctl)
-        await self.lane.run(lambda: self._trainer.move(to_host=True), "offloading")
+        await self._in_turn(request.ctl, lambda: self._trainer.move(request.parts, to_host=True), "offloading")
         return training_pb2.OffloadResponse()
 
     async def onload(self, request: training_pb2.OnloadRequest) -> training_pb2.OnloadResponse:
-        """Moves it back. FencedError."""
+        """Moves state back. FencedError, InvalidInputError."""
         self.fence.check(request.ctl)
-        await self.lane.run(lambda: self._trainer.move(to_host=False), "onloading")
+        await self._in_turn(request.ctl, lambda: self._trainer.move(request.parts, to_host=False), "onloading")
         return training_pb2.OnloadResponse()
 
     def info(self) -> training_pb2.GetTrainerInfoResponse:
@@ -154,5 +178,5 @@ class TrainerFront(ColumnFront):
         )
 
     async def drain(self) -> None:
-        """Lets the step under way finish, at most DRAIN_S."""
-        await self._chain.finish(DRAIN_S)
+        """Lets the step and the save under way finish, at most DRAIN_S."""
+        await asyncio.gather(self._chain.finish(DRAIN_S), self._saves.finish(DRAIN_S))

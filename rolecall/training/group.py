@@ -4,11 +4,12 @@ Owns the command group and what crosses it: commands, agreement on errors, small
 belong to the engine's group. A follower never waits without a deadline: while idle, rank 0 sends a keep-alive every lane.KEEP_ALIVE_S.
 
 Errors: work that touches no collective runs under `agree`. When it fails on any rank with a RoleCallError, every rank raises one and the group goes on.
-Any other error ends its process; torchrun then ends the others, and the role restarts from its checkpoint.
+Any other error ends its process; the other ranks see it go (watch.py) and end, and the role restarts from its checkpoint.
 """
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
@@ -18,31 +19,40 @@ import torch.distributed as dist
 
 from rolecall import errors
 from rolecall.errors import RoleCallError, WorkerLostError
+from rolecall.training.watch import RankWatch
 from rolecall.v1.command_pb2 import KeepAliveCommand, StopCommand, TrainerCommand
 from rolecall.wire import Array
 
 T = TypeVar("T")
 
 COMMAND_TIMEOUT_S = 120.0
-"""Deadline of every wait on the command group: bounds how far ranks drift apart between two collectives of one step."""
+"""Deadline of every wait on the command group: bounds how far living ranks drift apart between two collectives of one step. A rank that died or was stopped
+ends the wait within watch.LOST_S, and one that lives without getting on within the section's hang_s."""
 
 
 class CommandGroup:
-    """Rank 0's orders and what the ranks tell each other about them. With one rank every method is local. One thread at a time."""
+    """Rank 0's orders and what the ranks tell each other about them. With one rank every method is local. One thread at a time.
 
-    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
-        """`group` is a Gloo group of all ranks with a timeout of COMMAND_TIMEOUT_S; None with one rank."""
+    A *slot* is slot_size neighbouring ranks that read the same rows and compute the same numbers together (fsdp/layout.py).
+    """
+
+    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None, watch: RankWatch | None = None, slot_size: int = 1) -> None:
+        """`group` is a Gloo group of all ranks with a timeout of COMMAND_TIMEOUT_S, `watch` over the same ranks; None with one rank."""
         self.rank = rank
         self.world_size = world_size
+        self.slot, self.num_slots = rank // slot_size, world_size // slot_size
+        self.speaks = rank % slot_size == 0
+        """Whether this rank counts for its slot, in sums over slots, in what is written to rows, and in metrics."""
         self._group = group
+        self._watch = watch
 
     @classmethod
-    def of_default(cls) -> "CommandGroup":
+    def of_default(cls, watch: RankWatch | None = None, slot_size: int = 1, timeout_s: float = COMMAND_TIMEOUT_S) -> "CommandGroup":
         """A command group over the ranks of torch's default group, or of this process alone when there is none. A collective."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return cls(0, 1, None)
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=COMMAND_TIMEOUT_S))
-        return cls(dist.get_rank(), dist.get_world_size(), group)
+            return cls(0, 1, None, None)
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        return cls(dist.get_rank(), dist.get_world_size(), group, watch, slot_size)
 
     @property
     def leads(self) -> bool:
@@ -51,6 +61,7 @@ class CommandGroup:
 
     def announce(self, command: TrainerCommand) -> None:
         """Rank 0: hands `command` to the followers, who will do the same as rank 0 does next."""
+        self._tell_phase(command)
         if self.world_size > 1:
             self._broadcast_bytes(command.SerializeToString(), 0)
 
@@ -59,21 +70,35 @@ class CommandGroup:
         self.announce(TrainerCommand(keep_alive=KeepAliveCommand()))
 
     def stop(self) -> None:
-        """Rank 0: the last command."""
+        """Rank 0: the last command; from here on every rank may go."""
         self.announce(TrainerCommand(stop=StopCommand()))
+        self._leave()
 
     def commands(self) -> Iterator[TrainerCommand]:
         """A follower's commands, keep-alives left out, until rank 0 stops the group. WorkerLostError when rank 0 is silent or gone."""
         while True:
+            self._tell_phase(TrainerCommand(keep_alive=KeepAliveCommand()))
             try:
                 command = TrainerCommand.FromString(self._broadcast_bytes(b"", 0))
             except RuntimeError as error:
                 raise WorkerLostError(f"rank 0 sent nothing for {COMMAND_TIMEOUT_S:.0f} s or is gone ({error}); this rank ends") from error
             work = command.WhichOneof("work")
             if work == "stop":
+                self._leave()
                 return
+            self._tell_phase(command)
             if work != "keep_alive":
                 yield command
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around collectives. One that a lost rank has left says only that a connection was closed: the watch, which knows the rank, goes first."""
+        try:
+            yield
+        except RuntimeError:
+            if self._watch is not None:
+                self._watch.explain()
+            raise
 
     def agree(self, work: Callable[[], T]) -> T:
         """What `work` returns here. When it raised a RoleCallError on any rank, raises one on every rank: its own where it has one."""
@@ -96,6 +121,11 @@ class CommandGroup:
         numbers = np.asarray(numbers, np.float64)
         return numbers if self.world_size == 1 else self._reduce(numbers, dist.ReduceOp.SUM)
 
+    def sum_over_slots(self, numbers: Array) -> Array:
+        """`sum`, counting each slot once."""
+        numbers = np.asarray(numbers, np.float64)
+        return self.sum(numbers if self.speaks else np.zeros_like(numbers))
+
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's `data` in order of ranks, on every rank."""
         if self.world_size == 1:
@@ -112,6 +142,15 @@ class CommandGroup:
     def barrier(self) -> None:
         """Returns when every rank is here."""
         self.sum(np.zeros(1))
+
+    def _tell_phase(self, command: TrainerCommand) -> None:
+        if self._watch is not None:
+            work = command.WhichOneof("work")
+            self._watch.phase = "idle" if work is None or work == "keep_alive" else f"at {work}"
+
+    def _leave(self) -> None:
+        if self._watch is not None:
+            self._watch.leave()
 
     def _reduce(self, numbers: Array, op: dist.ReduceOp.RedOpType) -> Array:
         tensor = torch.from_numpy(numbers.copy())

@@ -1,25 +1,27 @@
 """Hugging Face model directories in and out: slices of safetensors read without loading the file, and a directory written tensor by tensor.
 
-Owns names and files of weights. Nothing here knows FSDP: the engine says which rows of a tensor it wants.
+Owns names and files of weights. Nothing here knows FSDP: the engine says which part of a tensor it wants.
 """
 
-import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 
-from rolecall.errors import ConfigError, DiskFullError
+from rolecall.disk import writing
+from rolecall.errors import ConfigError
+from rolecall.training.files import GrowingFile, write_text
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FILE_BYTES = 4 * 2**30
 """Most bytes of one exported safetensors file."""
+_PART = "part-{:05d}.safetensors"
+"""A file's name until it is known how many there are."""
 
 
 class ModelFiles:
@@ -40,6 +42,9 @@ class ModelFiles:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
     def tensor(self, name: str) -> torch.Tensor:
         """The whole tensor `name`, on the CPU, in the file's dtype. ConfigError when the directory has none."""
         if name not in self._files:
@@ -48,75 +53,65 @@ class ModelFiles:
             tensor: torch.Tensor = file.get_tensor(name)
             return tensor
 
-    def rows(self, name: str, start: int, end: int) -> torch.Tensor:
-        """Rows start..end of the tensor `name` along its first dimension (the whole tensor when it has none), on the CPU, in the file's dtype."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the tensor `name`, which must be there."""
         with safe_open(self._files[name], framework="pt") as file:
-            view = file.get_slice(name)
-            tensor: torch.Tensor = view[start:end] if view.get_shape() else file.get_tensor(name)
+            return tuple(file.get_slice(name).get_shape())
+
+    def part(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
+        """What `slices`, one per dimension, cut from the tensor `name`, on the CPU, in the file's dtype."""
+        with safe_open(self._files[name], framework="pt") as file:
+            tensor: torch.Tensor = file.get_slice(name)[slices] if slices else file.get_tensor(name)
             return tensor
 
 
-def write_model(path: Path, source: Path, weights: Iterator[tuple[str, torch.Tensor]], *, writer: bool) -> int:
-    """Writes `weights` and the configuration and tokenizer files of `source` as a model directory; returns the bytes of weights written by this rank.
+def write_model(path: Path, source: Path, weights: Iterable[tuple[str, torch.Tensor]], *, progressed: Callable[[], None], file_bytes: int = FILE_BYTES) -> int:
+    """Writes `weights` and the configuration and tokenizer files of `source` as a model directory; returns the bytes of weights. DiskFullError.
 
-    Every rank iterates (the tensors are gathered on the way), the `writer` alone keeps and writes. At most FILE_BYTES plus one tensor are held.
-    DiskFullError on the writer, after the last tensor: ranks that gather must not be left waiting.
+    Each tensor is written before the next is asked for: one is held at most. A file holds tensors of `file_bytes` at most, or one that is larger.
     """
+    with writing("export the model to", path):
+        path.mkdir(parents=True, exist_ok=True)
+        for file in companions(source):
+            shutil.copyfile(file, path / file.name)
+        return _write_parts(path, weights, file_bytes, progressed)
+
+
+def _write_parts(path: Path, weights: Iterable[tuple[str, torch.Tensor]], file_bytes: int, progressed: Callable[[], None]) -> int:
+    names: list[list[str]] = []
+    total_bytes = 0
+    part: GrowingFile | None = None
     try:
-        total = _write_files(path, source, weights) if writer else 0
-    except (OSError, SafetensorError) as error:
-        if not is_disk_full(error):
-            raise
-        raise DiskFullError(f"no space to export the model to {path}: {error}; free some, or keep fewer checkpoints") from error
+        for name, tensor in weights:
+            if part is None or not part.has_room(name, tensor):
+                if part is not None:
+                    part.complete()
+                part = GrowingFile(path / _PART.format(len(names)), file_bytes, progressed)
+                names.append([])
+            part.add(name, tensor)
+            names[-1].append(name)
+            total_bytes += tensor.nbytes
+        if part is not None:
+            part.complete()
     finally:
-        for _ in weights:
-            pass
-    return total
+        if part is not None:
+            part.close()
+    _name_files(path, names, total_bytes)
+    return total_bytes
 
 
-def is_disk_full(error: Exception) -> bool:
-    """Whether an error of writing a file, by Python or by safetensors (which keeps the number in its text only), means no space, quota or allowed size."""
-    codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return (isinstance(error, OSError) and error.errno in codes) or any(f"os error {code})" in str(error) for code in codes)
-
-
-def _write_files(path: Path, source: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> int:
-    held: dict[str, torch.Tensor] = {}
-    files: list[dict[str, torch.Size]] = []
-    total = held_bytes = 0
-    path.mkdir(parents=True, exist_ok=True)
-    _copy_companions(source, path)
-    for name, tensor in weights:
-        if held and held_bytes + tensor.nbytes > FILE_BYTES:
-            files.append(_flush(path, len(files), held))
-            held, held_bytes = {}, 0
-        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        held_bytes += tensor.nbytes
-        total += tensor.nbytes
-    files.append(_flush(path, len(files), held))
-    _name_files(path, files, total)
-    return total
-
-
-def _flush(path: Path, index: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
-    save_file(tensors, path / f"part-{index:05d}.safetensors", metadata={"format": "pt"})
-    return {name: tensor.shape for name, tensor in tensors.items()}
-
-
-def _name_files(path: Path, files: list[dict[str, torch.Size]], total_bytes: int) -> None:
-    if len(files) == 1:
-        os.replace(path / "part-00000.safetensors", path / SINGLE)
+def _name_files(path: Path, names: list[list[str]], total_bytes: int) -> None:
+    if len(names) == 1:
+        os.replace(path / _PART.format(0), path / SINGLE)
         return
     weight_map = {}
-    for index, names in enumerate(files):
-        final = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
-        os.replace(path / f"part-{index:05d}.safetensors", path / final)
-        weight_map.update(dict.fromkeys(names, final))
-    (path / INDEX).write_text(json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2, sort_keys=True))
+    for index, held in enumerate(names):
+        final = f"model-{index + 1:05d}-of-{len(names):05d}.safetensors"
+        os.replace(path / _PART.format(index), path / final)
+        weight_map.update(dict.fromkeys(held, final))
+    write_text(path / INDEX, json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2, sort_keys=True))
 
 
-def _copy_companions(source: Path, path: Path) -> None:
-    """Configuration, tokenizer and chat template: every small file but weights."""
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix in {".json", ".jinja", ".txt", ".model"} and file.name != INDEX:
-            shutil.copyfile(file, path / file.name)
+def companions(source: Path) -> list[Path]:
+    """Configuration, tokenizer and chat template of a model directory: every small file but weights."""
+    return [file for file in sorted(source.iterdir()) if file.is_file() and file.suffix in {".json", ".jinja", ".txt", ".model"} and file.name != INDEX]

@@ -1,7 +1,8 @@
 """The one thread that touches the device, seen from asyncio. Owns order and the bound on what waits. Knows neither torch nor gRPC.
 
 A `RoleCallError` of a piece of work is that piece's answer: the engine raises them only where every rank can go on. Anything else may have left
-a half-applied step or ranks out of step with each other, so it also ends the process (`failed`) and the role restarts from its checkpoint.
+a half-applied step or ranks out of step with each other, so it also ends the process (`failed`) and the role restarts from its checkpoint: whoever asked for
+the work gets a WorkerLostError, for asking again may help then. An OutOfMemoryError does both: asking again does not help (memory.py).
 """
 
 import asyncio
@@ -9,9 +10,10 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Protocol, TypeVar
 
-from rolecall.errors import ExhaustedError, RoleCallError
+from rolecall.errors import ExhaustedError, OutOfMemoryError, RoleCallError, WorkerLostError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -29,6 +31,8 @@ class Pulse(Protocol):
 
     phase: str
     """What is being done, in a word or two."""
+    busy: bool
+    """Whether work is in hand: only then must progress move."""
 
     def progress(self) -> None:
         """Counts up; any thread may call."""
@@ -44,7 +48,7 @@ class Lane:
         self._last_work = time.monotonic()
         self._ticker: asyncio.Task[None] | None = None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Set with the first exception that is not a RoleCallError."""
+        """Set with the first exception that ends the process."""
 
     def show_to(self, pulse: Pulse) -> None:
         """Reports phases and progress to `pulse` from now on."""
@@ -56,31 +60,45 @@ class Lane:
             self._pulse.progress()
 
     async def run(self, work: Callable[[], T], phase: str) -> T:
-        """What `work` returns. Once started it runs to its end, also when the caller is cancelled. ExhaustedError when too much waits already."""
+        """What `work` returns. Once started it runs to its end, also when the caller is cancelled. ExhaustedError when too much waits already,
+        WorkerLostError when the work failed with anything but a RoleCallError, or other work did before.
+
+        No deadline here: work that stops calling `progressed` for the section's hang_s is taken for hung by the controller, and the process ends.
+        """
         if self._waiting >= MAX_WAITING:
             raise ExhaustedError(f"{MAX_WAITING} calls wait for this role's device already; send fewer at a time")
-        if self.failed.done():
-            raise RoleCallError(f"the device failed before: {self.failed.exception()}; this role is about to restart")
+        self._check()
         self._waiting += 1
         future = asyncio.get_running_loop().run_in_executor(self._executor, self._do, work, phase)
         future.add_done_callback(self._finished)
-        return await asyncio.shield(future)
+        await asyncio.wait({future})  # bounded: by the caller's deadline; hung work by hang_s, which ends the process
+        error = future.exception()
+        if error is not None and not isinstance(error, RoleCallError):
+            raise WorkerLostError(f"the device failed while {phase} ({type(error).__name__}: {error}); this role restarts") from error
+        return future.result()
+
+    def _check(self) -> None:
+        if self.failed.done():
+            raise WorkerLostError(f"the device failed before ({self.failed.exception()}); this role restarts")
 
     def _do(self, work: Callable[[], T], phase: str) -> T:
+        self._check()
         if self._pulse is not None:
-            self._pulse.phase = phase
+            self._pulse.phase, self._pulse.busy = phase, True
+            self._pulse.progress()  # the time without work before this piece is not a time without progress
         try:
             return work()
         finally:
             if self._pulse is not None:
-                self._pulse.phase = "idle"
+                self._pulse.phase, self._pulse.busy = "idle", False
                 self._pulse.progress()
 
     def _finished(self, future: "asyncio.Future[T]") -> None:
         self._waiting -= 1
         self._last_work = time.monotonic()
         error = None if future.cancelled() else future.exception()
-        if error is not None and not isinstance(error, RoleCallError) and not self.failed.done():
+        ends = isinstance(error, OutOfMemoryError) or not isinstance(error, RoleCallError)
+        if error is not None and ends and not self.failed.done():
             log.error("the device thread failed: %s", error, exc_info=error)
             self.failed.set_exception(error)
 
@@ -92,7 +110,8 @@ class Lane:
         while not self.failed.done():
             await asyncio.sleep(KEEP_ALIVE_S)
             if not self._waiting and time.monotonic() - self._last_work >= KEEP_ALIVE_S:
-                await self.run(keep_alive, "idle")
+                with suppress(WorkerLostError):  # `failed` says it
+                    await self.run(keep_alive, "idle")
 
     async def close(self, last: Callable[[], None] | None = None, timeout_s: float = 30.0) -> None:
         """Runs `last` after what is under way, waits at most `timeout_s` for it, and takes no more work."""

@@ -1,17 +1,37 @@
-"""From hidden states to logprobs and entropy, in chunks, forward and backward: never a whole [N, V] in float32.
+"""From hidden states to logprobs and entropy, in blocks of the vocabulary, forward and backward: never a whole [M, V] beyond the weight's own gradient.
 
-One autograd function with a hand-written backward that recomputes each chunk's logits. It owns the arithmetic that must agree with the sampler's:
-log_softmax(logits / temperature), the softmax in float32. Nothing here knows packing or models.
+One autograd function with a hand-written backward. Blocks run over the vocabulary, not over tokens: a block's weight gradient is then one product over all
+tokens, written in place, and needs no float32 copy; and ranks that each keep a part of the vocabulary (tensor parallel) differ from one rank only by three
+small reductions. The backward pass needs each block's logits again. As many as fit are kept since the forward pass in the memory of the weight's gradient,
+which nobody needs before; the others are computed again. It owns the arithmetic that must agree with the sampler's: log_softmax(logits / temperature), the
+softmax in float32. Nothing here knows packing or models.
 
-Shapes: M scored tokens; H hidden size; V vocabulary; C tokens of one chunk.
+The sum over the vocabulary is the online softmax of Milakov and Gimelshein (arXiv 1805.02867).
+
+Shapes: M scored tokens; H hidden size; V this rank's part of the vocabulary, all of it without `vocab`; B vocabulary of one block.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = 2**25
-"""Most logits of one chunk: 128 MiB in float32; the peak is about three times that."""
+CPU_BLOCK_ELEMENTS = 2**22
+"""Most logits of one block on a CPU, 16 MiB in float32: what caches and the allocator's free lists hold. At the peak there are about four such tensors."""
+DEVICE_BLOCK_ELEMENTS = 2**24
+"""The same on other devices, 64 MiB: enough work for each of a block's kernels."""
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Which part of the vocabulary a rank keeps, when the output layer is split over the ranks of a group."""
+
+    group: dist.ProcessGroup
+    """Its ranks keep all of the vocabulary together, each row on one rank, and make the same calls with equal hidden states and targets."""
+    start: int
+    """The token id of this rank's first row."""
 
 
 def logprobs_and_entropy(
@@ -21,59 +41,163 @@ def logprobs_and_entropy(
     temperature_M: torch.Tensor,
     *,
     entropy: bool = True,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    vocab: VocabShard | None = None,
+    block_elements: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logprobs_M, entropy_M), float32, differentiable in hidden_MH and weight_VH (any float dtype, the same); targets int64, temperatures float32.
 
-    Entropy is zeros, and costs nothing, unless asked for. Double precision inputs are computed in double.
+    Entropy is zeros, and costs nothing, unless asked for. Double precision inputs are computed in double. With `vocab` the outputs and the gradient of
+    hidden_MH are those of the whole vocabulary, equal on its ranks, weight_VH and its gradient this rank's; forward and backward are then collectives.
+    `block_elements` absent: as suits the device.
     """
-    chunk = max(1, chunk_elements // weight_VH.shape[0])
-    logprobs_M, entropy_M = _ChunkedLogprobs.apply(hidden_MH, weight_VH, targets_M, temperature_M, chunk, entropy)  # type: ignore[no-untyped-call]
-    return logprobs_M, entropy_M
+    cut = _Cut(
+        start=vocab.start if vocab else 0,
+        block_elements=block_elements or (CPU_BLOCK_ELEMENTS if hidden_MH.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS),
+        keeps=torch.is_grad_enabled() and weight_VH.requires_grad,
+    )
+    outputs: tuple[torch.Tensor, torch.Tensor]
+    outputs = _BlockedLogprobs.apply(hidden_MH, weight_VH, targets_M, temperature_M, entropy, vocab, cut)  # type: ignore[no-untyped-call]
+    return outputs
 
 
-def _log_softmax(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature_C: torch.Tensor) -> torch.Tensor:
-    logits_CV = hidden_CH @ weight_VH.T
-    wide = torch.promote_types(logits_CV.dtype, torch.float32)
-    return torch.log_softmax(logits_CV.to(wide) / temperature_C[:, None].to(wide), dim=-1)
+@dataclass(frozen=True)
+class _Block:
+    """Some rows of weight_VH, and the targets as columns of the block."""
+
+    rows: slice
+    weight_BH: torch.Tensor
+    column_M1: torch.Tensor
+    """int64; 0 where the target is in another block."""
+    inside_M1: torch.Tensor
+    """bool: the target is in this block."""
+    kept_MB: torch.Tensor | None
+    """Where the block's logits stay between forward and backward; None: nowhere."""
+
+    def logits(self, hidden_MH: torch.Tensor) -> torch.Tensor:
+        """[M, B], kept if there is room."""
+        return hidden_MH @ self.weight_BH.T if self.kept_MB is None else torch.mm(hidden_MH, self.weight_BH.T, out=self.kept_MB)
 
 
-class _ChunkedLogprobs(torch.autograd.Function):
+@dataclass(frozen=True)
+class _Cut:
+    """How a rank's part of the vocabulary is cut into blocks."""
+
+    start: int
+    """The token id of its first row."""
+    block_elements: int
+    keeps: bool
+    """Whether a backward pass will want the weight's gradient."""
+
+    def blocks(self, weight_VH: torch.Tensor, targets_M: torch.Tensor, kept_VH: torch.Tensor | None) -> list[_Block]:
+        """All blocks, in order.
+
+        A block's logits are kept at M (or H, if that is more) elements for each row before it: then a gradient written over the block's own rows, in order,
+        never reaches the logits of a later block.
+        """
+        num_tokens, (vocab_size, hidden_size) = targets_M.shape[0], weight_VH.shape
+        size, stride = max(1, self.block_elements // max(1, num_tokens)), max(num_tokens, hidden_size)
+        blocks = []
+        for start in range(0, vocab_size, size):
+            end = min(start + size, vocab_size)
+            column_M1 = targets_M[:, None] - (self.start + start)
+            inside_M1 = (column_M1 >= 0) & (column_M1 < end - start)
+            first, last = start * stride, start * stride + num_tokens * (end - start)
+            fits = kept_VH is not None and last <= kept_VH.numel()
+            kept_MB = kept_VH.view(-1)[first:last].view(num_tokens, end - start) if kept_VH is not None and fits else None
+            blocks.append(_Block(slice(start, end), weight_VH[start:end], torch.where(inside_M1, column_M1, 0), inside_M1, kept_MB))
+        return blocks
+
+
+class _Softmax:
+    """Running sums over blocks of z = logits / temperature, [M, 1] each: what log_softmax and the entropy are made of."""
+
+    def __init__(self, like_M1: torch.Tensor) -> None:
+        self.max_M1 = torch.full_like(like_M1, torch.finfo(like_M1.dtype).min)  # not -inf: a difference of two would be nan
+        self.sum_M1 = torch.zeros_like(like_M1)
+        """Of exp(z - max)."""
+        self.weighted_M1 = torch.zeros_like(like_M1)
+        """Of exp(z - max) (z - max); stays 0 without entropy."""
+        self.target_M1 = torch.zeros_like(like_M1)
+        """The target's z."""
+
+    def add(self, z_MB: torch.Tensor, block: _Block, entropy: bool) -> None:
+        """Takes in a block, whose z_MB is overwritten."""
+        self.target_M1 += torch.where(block.inside_M1, z_MB.gather(1, block.column_M1), 0.0)
+        self._raise_max(torch.maximum(self.max_M1, z_MB.amax(1, keepdim=True)))
+        z_MB.sub_(self.max_M1)
+        if entropy:
+            p_MB = z_MB.exp()
+            self.weighted_M1 += z_MB.mul_(p_MB).sum(1, keepdim=True)
+        else:
+            p_MB = z_MB.exp_()
+        self.sum_M1 += p_MB.sum(1, keepdim=True)
+
+    def reduce(self, group: dist.ProcessGroup) -> None:
+        """Becomes the sums over all ranks' blocks."""
+        max_M1 = self.max_M1.clone()
+        dist.all_reduce(max_M1, dist.ReduceOp.MAX, group)
+        self._raise_max(max_M1)
+        sums_3M1 = torch.stack([self.sum_M1, self.weighted_M1, self.target_M1])
+        dist.all_reduce(sums_3M1, dist.ReduceOp.SUM, group)
+        self.sum_M1, self.weighted_M1, self.target_M1 = sums_3M1.unbind()
+
+    def _raise_max(self, max_M1: torch.Tensor) -> None:
+        lower_M1 = self.max_M1 - max_M1
+        scale_M1 = lower_M1.exp()
+        self.weighted_M1 = scale_M1 * (self.weighted_M1 + lower_M1 * self.sum_M1)
+        self.sum_M1, self.max_M1 = scale_M1 * self.sum_M1, max_M1
+
+
+class _BlockedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_MH: torch.Tensor, weight_VH: torch.Tensor, targets_M: torch.Tensor, temperature_M: torch.Tensor, chunk: int, entropy: bool
+        ctx: Any,
+        hidden_MH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        targets_M: torch.Tensor,
+        temperature_M: torch.Tensor,
+        entropy: bool,
+        vocab: VocabShard | None,
+        cut: _Cut,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        wide = torch.promote_types(hidden_MH.dtype, torch.float32)
-        logprobs_M = torch.empty(hidden_MH.shape[0], dtype=wide, device=hidden_MH.device)
-        entropy_M = torch.zeros_like(logprobs_M)
-        for start in range(0, hidden_MH.shape[0], chunk):
-            part = slice(start, start + chunk)
-            log_p_CV = _log_softmax(hidden_MH[part], weight_VH, temperature_M[part])
-            logprobs_M[part] = log_p_CV.gather(1, targets_M[part, None])[:, 0]
-            if entropy:
-                entropy_M[part] = -(log_p_CV.exp() * log_p_CV).sum(dim=-1)
-        ctx.save_for_backward(hidden_MH, weight_VH, targets_M, temperature_M, entropy_M)
-        ctx.chunk, ctx.entropy = chunk, entropy
-        return logprobs_M, entropy_M
+        ctx.entropy, ctx.vocab, ctx.cut = entropy, vocab, cut
+        ctx.kept_VH = torch.empty(weight_VH.shape, dtype=weight_VH.dtype, device=weight_VH.device) if cut.keeps else None
+        temperature_M1 = temperature_M[:, None].to(torch.promote_types(hidden_MH.dtype, torch.float32))
+        softmax = _Softmax(temperature_M1)
+        for block in cut.blocks(weight_VH, targets_M, ctx.kept_VH):
+            softmax.add(block.logits(hidden_MH) / temperature_M1, block, entropy)
+        if vocab:
+            softmax.reduce(vocab.group)
+        log_sum_M1 = softmax.sum_M1.log()
+        entropy_M1 = log_sum_M1 - softmax.weighted_M1 / softmax.sum_M1 if entropy else torch.zeros_like(log_sum_M1)
+        ctx.save_for_backward(hidden_MH, weight_VH, targets_M, temperature_M1, softmax.max_M1 + log_sum_M1, entropy_M1)
+        return (softmax.target_M1 - softmax.max_M1 - log_sum_M1).squeeze(1), entropy_M1.squeeze(1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """With p = softmax(z), z = logits / temperature: d logp(target) / dz = onehot - p, d entropy / dz = -p (log p + entropy)."""
-        grad_logprobs_M, grad_entropy_M = grads
-        hidden_MH, weight_VH, targets_M, temperature_M, entropy_M = ctx.saved_tensors
-        grad_hidden_MH = torch.empty_like(hidden_MH)
-        wide = torch.promote_types(weight_VH.dtype, torch.float32)
-        grad_weight_VH = torch.zeros(weight_VH.shape, dtype=wide, device=weight_VH.device)
-        for start in range(0, hidden_MH.shape[0], ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            log_p_CV = _log_softmax(hidden_MH[part], weight_VH, temperature_M[part])
-            p_CV = log_p_CV.exp()
+        """With z = logits / temperature, p = softmax(z): d logp(target) / dz = onehot - p, d entropy / dz = -p (log p + entropy)."""
+        hidden_MH, weight_VH, targets_M, temperature_M1, log_norm_M1, entropy_M1 = ctx.saved_tensors
+        grad_logprobs_M1, grad_entropy_M1 = (grad[:, None] / temperature_M1 for grad in grads)
+        grad_hidden_MH = torch.zeros(hidden_MH.shape, dtype=temperature_M1.dtype, device=hidden_MH.device)
+        kept_VH, ctx.kept_VH = ctx.kept_VH, None  # overwritten here: another backward pass over the same graph computes all logits again
+        grad_weight_VH = None
+        if ctx.needs_input_grad[1]:
+            grad_weight_VH = torch.empty(weight_VH.shape, dtype=weight_VH.dtype, device=weight_VH.device) if kept_VH is None else kept_VH
+        for block in ctx.cut.blocks(weight_VH, targets_M, kept_VH):
+            logits_MB = block.logits(hidden_MH) if block.kept_MB is None else block.kept_MB
+            log_p_MB = (logits_MB / temperature_M1).sub_(log_norm_M1)
+            del logits_MB
             if ctx.entropy:
-                grad_z_CV = log_p_CV.add_(entropy_M[part, None]).mul_(-grad_entropy_M[part, None]).sub_(grad_logprobs_M[part, None]).mul_(p_CV)
+                p_MB = log_p_MB.exp()
+                grad_MB = log_p_MB.add_(entropy_M1).mul_(-grad_entropy_M1).sub_(grad_logprobs_M1).mul_(p_MB)
             else:
-                grad_z_CV = p_CV.mul_(-grad_logprobs_M[part, None])
-            grad_z_CV.scatter_add_(1, targets_M[part, None], grad_logprobs_M[part, None])
-            grad_logits_CV = grad_z_CV.div_(temperature_M[part, None]).to(hidden_MH.dtype)
-            grad_hidden_MH[part] = grad_logits_CV @ weight_VH
-            grad_weight_VH += grad_logits_CV.T @ hidden_MH[part]
-        return grad_hidden_MH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None
+                grad_MB = log_p_MB.exp_().mul_(-grad_logprobs_M1)
+            grad_MB.scatter_add_(1, block.column_M1, torch.where(block.inside_M1, grad_logprobs_M1, 0.0))
+            grad_logits_MB = grad_MB.to(hidden_MH.dtype)
+            if grad_weight_VH is not None:
+                torch.mm(grad_logits_MB.T, hidden_MH, out=grad_weight_VH[block.rows])
+            grad_hidden_MH += grad_logits_MB @ block.weight_BH
+        if ctx.vocab:
+            dist.all_reduce(grad_hidden_MH, dist.ReduceOp.SUM, ctx.vocab.group)
+        return grad_hidden_MH.to(hidden_MH.dtype), grad_weight_VH, None, None, None, None, None

@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rolecall.errors import ConfigError
-from rolecall.training.attention import NAME, PackedPlan
+from rolecall.model_files import check_trainable
+from rolecall.training.attention import NAME, PackedPlan, TracedAttention
 from rolecall.training.logprobs import logprobs_and_entropy
+from rolecall.training.supported import check_head, without_dropout
+from rolecall.training.tensor_parallel import local_vocabulary
 
 Head = Literal["policy", "value"]
 
@@ -30,9 +34,15 @@ class PackedModel(nn.Module):
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
+        self.replaced_head = ""
+        """Name in a model directory of the output layer that a value head took the place of; empty: none."""
 
-    def hidden_NH(self, token_ids_N: torch.Tensor, position_ids_N: torch.Tensor, packed: PackedPlan) -> torch.Tensor:
-        """The backbone's last hidden states, after its final norm."""
+    def hidden_NH(self, token_ids_N: torch.Tensor, position_ids_N: torch.Tensor, packed: PackedPlan | TracedAttention) -> torch.Tensor:
+        """The backbone's last hidden states, after its final norm; of the own run where tokens are shared (sequence.py), of distinct tokens (prefixes.py)."""
+        if packed.sequence is not None:
+            token_ids_N, position_ids_N = packed.sequence.own(token_ids_N), packed.sequence.own(position_ids_N)
+        if isinstance(packed, PackedPlan) and packed.prefixes is not None:
+            token_ids_N, position_ids_N = (x.index_select(0, packed.prefixes.first_C) for x in (token_ids_N, position_ids_N))
         output = self.hf.base_model(input_ids=token_ids_N[None], position_ids=position_ids_N[None], use_cache=False, packed=packed)
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
@@ -51,14 +61,23 @@ class PolicyModel(PackedModel):
         entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs_N, entropy_N), float32, 0 where not scored: token t is scored from the hidden state at t - 1."""
-        hidden_NH = self.hidden_NH(token_ids_N, position_ids_N, packed)
+        hidden_nH = self.hidden_NH(token_ids_N, position_ids_N, packed)
+        run = _run(packed, token_ids_N.shape[0])
         scored_M = score_mask_N.nonzero().squeeze(1)
-        head = self.hf.get_output_embeddings()
-        logprobs_M, entropy_M = logprobs_and_entropy(
-            hidden_NH.index_select(0, scored_M - 1), head.weight, token_ids_N[scored_M], temperature_N[scored_M], entropy=entropy
-        )
+        if packed.sequence is not None:
+            scored_M = scored_M[(scored_M > run.start) & (scored_M <= run.stop)]
+        weight_VH, vocab = local_vocabulary(self.hf.get_output_embeddings().weight)
+        before_M = scored_M - 1 - run.start
+        if packed.prefixes is not None:
+            before_M = packed.prefixes.home_N.index_select(0, before_M)
+        before_MH = hidden_nH.index_select(0, before_M)
+        logprobs_M, entropy_M = logprobs_and_entropy(before_MH, weight_VH, token_ids_N[scored_M], temperature_N[scored_M], entropy=entropy, vocab=vocab)
         zeros_N = torch.zeros(token_ids_N.shape, dtype=torch.float32, device=token_ids_N.device)
-        return zeros_N.index_copy(0, scored_M, logprobs_M), zeros_N.index_copy(0, scored_M, entropy_M)
+        logprobs_N, entropy_N = zeros_N.index_copy(0, scored_M, logprobs_M), zeros_N.index_copy(0, scored_M, entropy_M)
+        if packed.sequence is None:
+            return logprobs_N, entropy_N
+        both_2N = packed.sequence.whole(torch.stack([logprobs_N, entropy_N]))
+        return both_2N[0].clone(), both_2N[1].clone()  # not views: FSDP's hooks would be lost on them
 
 
 class ValueModel(PackedModel):
@@ -79,40 +98,70 @@ class ValueModel(PackedModel):
         """
         head = self.hf.get_submodule(VALUE_HEAD)
         assert isinstance(head, nn.Linear)
-        hidden_NH = self.hidden_NH(token_ids_N, position_ids_N, packed)
-        outputs_N = linear(hidden_NH.float(), head.weight.float(), head.bias.float()).squeeze(1)
+        hidden_nH = self.hidden_NH(token_ids_N, position_ids_N, packed)
+        outputs_N = linear(hidden_nH.float(), head.weight.float(), head.bias.float()).squeeze(1)
+        if packed.prefixes is not None:
+            outputs_N = outputs_N.index_select(0, packed.prefixes.home_N)
+        if packed.sequence is not None:
+            num_tokens = token_ids_N.shape[0]
+            run = packed.sequence.run(num_tokens)
+            real = outputs_N[: max(0, num_tokens - run.start)]
+            outputs_N = packed.sequence.whole(pad(real, (min(run.start, num_tokens), max(0, num_tokens - run.stop))))
         before_N = torch.cat([outputs_N[:1], outputs_N[:-1]])
         return before_N * score_mask_N, outputs_N.clone()  # not a view: FSDP's hook would be lost on one
 
 
+def _run(packed: PackedPlan, num_tokens: int) -> range:
+    """The tokens whose hidden states this rank has; may reach beyond `num_tokens`."""
+    return range(num_tokens) if packed.sequence is None else packed.sequence.run(num_tokens)
+
+
 def build_model(path: Path, head: Head, dtype: torch.dtype) -> PackedModel:
-    """The model of the directory `path` on the meta device, parameters in `dtype`: shapes without storage.
+    """The model of the directory `path` on the meta device, parameters in `dtype`: shapes without storage. It has no dropout.
 
     ConfigError when it is not a supported causal model.
     """
     config = read_config(path)
+    named = config.architectures or []
+    without_dropout(config)
+    try:
+        with torch.device("meta"):
+            hf = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+    except (ValueError, KeyError) as error:  # no causal model of this type; attention of its own instead of the interface
+        raise ConfigError(
+            f"{path}: a {config.model_type} model ({', '.join(named)}) cannot be trained packed ({error}); use a causal language model"
+        ) from error
+    if named and type(hf).__name__ not in named:
+        raise ConfigError(f"{path} holds {', '.join(named)}, which is not the causal language model {type(hf).__name__}; use a model with a language head")
+    check_head(hf)
+    if head == "policy":
+        hf.tie_weights()
+        return PolicyModel(hf)
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
-        if head == "value":
-            _replace_head(hf, config)
-    if hf.get_output_embeddings() is not None and hf.get_output_embeddings().bias is not None:
-        raise ConfigError(f"{type(hf).__name__} has a bias in its output layer, which logprobs do not support; use a model without one")
+        replaced_head = _replace_head(hf, config)
     hf.tie_weights()
-    return PolicyModel(hf) if head == "policy" else ValueModel(hf)
+    model = ValueModel(hf)
+    model.replaced_head = replaced_head
+    return model
 
 
 def read_config(path: Path) -> PretrainedConfig:
-    """config.json of a model directory. ConfigError when there is none."""
+    """config.json of a model directory. ConfigError when there is none, or it is not one of a model that can be trained."""
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} is not a Hugging Face model directory: it has no config.json; check model.path")
-    config: PretrainedConfig = AutoConfig.from_pretrained(path)
+    check_trainable(path)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (ValueError, StrictDataclassError) as error:
+        raise ConfigError(f"{path}: transformers does not take its config.json ({' '.join(str(error).split())}); correct it, or use another model") from error
     return config
 
 
 def layers(model: PackedModel) -> list[nn.Module]:
     """The transformer blocks: what FSDP shards and gradient checkpointing recomputes, one at a time."""
     names = set(model.hf._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    # By its ancestors' names, too: sharding gives a module a class of its own.
+    return [module for module in model.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
 
 
 def fill_buffers(model: PackedModel) -> None:
@@ -122,10 +171,12 @@ def fill_buffers(model: PackedModel) -> None:
             model.hf._init_weights(module)
 
 
-def _replace_head(hf: PreTrainedModel, config: PretrainedConfig) -> None:
+def _replace_head(hf: PreTrainedModel, config: PretrainedConfig) -> str:
+    """Puts a value head in place of the output layer, whose name is returned."""
     output = hf.get_output_embeddings()
-    name = next(name for name, child in hf.named_children() if child is output)
+    name: str = next(name for name, child in hf.named_children() if child is output)
     hf.set_output_embeddings(None)
     setattr(hf, name, None)
     config.tie_word_embeddings = False
     hf.add_module(VALUE_HEAD, nn.Linear(config.get_text_config().hidden_size, 1))
+    return name

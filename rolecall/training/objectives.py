@@ -1,6 +1,6 @@
 """What trainers minimise: the configured pieces of rolecall/algorithms put together as `Loss` callables of the engine seam.
 
-    objective = PolicyObjective(settings.algorithm, counts)          # counts: packing.global_counts of the mini-batch
+    objective = PolicyObjective(settings.algorithm, counts)          # counts: of the whole mini-batch, all ranks
     columns = policy_columns(settings.algorithm)                     # what pack() must bring
     engine.forward_backward(microbatches, objective, entropy=True)   # entropy=False unless it is shown or has a coefficient
 

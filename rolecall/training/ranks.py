@@ -4,21 +4,28 @@ Called once per process, in the thread that does all device work. Rank 0 and its
 """
 
 import os
+import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported, though not in __all__
+from torch.distributed.rendezvous import rendezvous
+
 from rolecall.errors import ConfigError
-from rolecall.settings import OptimizerSection, RunSettings, TrainerSection, rank_of_process, visible_gpus
+from rolecall.settings import LoraSection, OptimizerSection, RunSettings, TrainerSection, rank_of_process, visible_gpus
 from rolecall.store.connection import Connection
 from rolecall.store.rows import Rows
-from rolecall.training.device import RankSpec, start_rank
+from rolecall.training.device import RankSpec, name_of, start_rank
 from rolecall.training.fsdp.engine import FsdpEngine
+from rolecall.training.fsdp.layout import COLLECTIVE_TIMEOUT_S
 from rolecall.training.group import CommandGroup
-from rolecall.training.packing import cost_model
+from rolecall.training.memory import PhaseMemory
+from rolecall.training.options import EngineOptions
+from rolecall.training.peaks import peak_flops
 from rolecall.training.share import Bench
-
-COLLECTIVE_TIMEOUT_S = 300.0
-"""Deadline of one collective of the model: more than one microbatch takes, since ranks meet at every layer."""
+from rolecall.training.vitals import UNWATCHED, Vitals
+from rolecall.training.watch import RankWatch
 
 
 def start_bench(
@@ -30,6 +37,8 @@ def start_bench(
     head: Literal["policy", "value"],
     optimizer: OptimizerSection | None,
     total_steps: int,
+    lora: LoraSection | None = None,
+    vitals: Vitals = UNWATCHED,
 ) -> tuple[FsdpEngine, Bench]:
     """The engine with its model loaded, and what its rank works with. ConfigError when the ranks or devices are not as configured."""
     rank, world_size, local_rank = rank_of_process()
@@ -44,19 +53,64 @@ def start_bench(
         num_threads=section.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size),
         timeout_s=COLLECTIVE_TIMEOUT_S,
     )
+    # Held until the ranks have met: without torchrun rank 0 is its server, and a rank may ask it after rank 0 went on.
+    store = _meeting_store(rank, world_size, settings.controller.start_timeout_s) if world_size > 1 else None
+    watch = None if store is None else _watch_ranks(vitals, rank, world_size, store, settings.controller.start_timeout_s)
     device = start_rank(spec)
-    engine = FsdpEngine(
-        path,
+    options = EngineOptions(
+        path=path,
         head=head,
         dtype=settings.model.dtype,
-        device=device,
         optimizer=optimizer,
+        lora=lora,
         total_steps=total_steps,
+        parallel=section.parallel,
         gradient_checkpointing=section.gradient_checkpointing,
+        activation_offload=section.activation_offload,
         seed=settings.run.seed,
     )
-    rows = Rows(connection, settings.run.name, settings.store.num_shards)
-    return engine, Bench(engine, CommandGroup.of_default(), rows, cost_model(engine.config), device, section.token_budget)
+    memory = PhaseMemory(device, role=vitals.role, rank=rank, folder=settings.run.dir / "memory")
+    engine = FsdpEngine(options, device=device, memory=memory, progressed=vitals.progressed)
+    bench = Bench(
+        engine=engine,
+        group=CommandGroup.of_default(watch, section.parallel.slot_size),
+        rows=Rows(connection, settings.run.name, settings.store.num_shards),
+        flops=engine.flops,
+        device=device,
+        token_budget=section.token_budget,
+        memory=memory,
+        peak_flops=peak_flops(name_of(device), engine.dtype),
+        progressed=vitals.progressed,
+    )
+    return engine, bench
+
+
+def _meeting_store(rank: int, world_size: int, timeout_s: float) -> Store:
+    """Where the ranks find each other: torchrun's store, or rank 0's at MASTER_ADDR and MASTER_PORT."""
+    store: Store = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))[0]
+    return store
+
+
+def _watch_ranks(vitals: Vitals, rank: int, world_size: int, store: Store, timeout_s: float) -> RankWatch:
+    """A watch over the ranks; before the first collective, which may already hang."""
+    notes, watch = PrefixStore("rank-watch", store), RankWatch(vitals, rank, world_size)
+    if rank == 0:
+        notes.set("address", watch.listen(_host_towards(store)))
+    else:
+        watch.connect(notes.get("address").decode(), timeout_s)
+    return watch
+
+
+def _host_towards(store: Store) -> str:
+    """The address of this machine on the network of `store`: where the other ranks, who reach the store, reach this one."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, TCPStore)
+    family, kind, _, _, address = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        # bounded: a datagram socket sends nothing here
+        probe.connect(address)  # sends nothing: asks the kernel for the route
+        return str(probe.getsockname()[0])
 
 
 def _as_torch_counts(devices: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from the microbatches is the services' affair.
 Temperature belongs to the trajectory: it is read from each row's meta.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,10 +17,16 @@ from rolecall.algorithms.aggregation import Counts
 from rolecall.store.rows import Rows
 from rolecall.training.batching import row_key
 from rolecall.training.engine import Microbatch, TokenOutputs, TrainingEngine, ValueOutputs
+from rolecall.training.flops import ModelFlops
 from rolecall.training.group import CommandGroup
-from rolecall.training.packing import CostModel, RankPlan, Row, local_counts, pack, plan_batch
+from rolecall.training.memory import PhaseMemory
+from rolecall.training.packing import RankPlan, Row, local_counts, pack, plan_batch
+from rolecall.training.vitals import nothing
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 from rolecall.wire import Array
+
+READ_TOKENS = 2**20
+"""Tokens whose rows are read from the store in one go, about 30 MB: between two of them the rank shows that it moves."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +36,21 @@ class Bench:
     engine: TrainingEngine
     group: CommandGroup
     rows: Rows
-    cost: CostModel
+    flops: ModelFlops
     device: torch.device
     token_budget: int
+    memory: PhaseMemory
+    peak_flops: float | None = None
+    """FLOP/s that the device could do at most; None: not known."""
+    progressed: Callable[[], None] = nothing
+    """Called for every READ_TOKENS read."""
 
     def plan(self, rows: Sequence[RowRef], num_minibatches: int, seed: int) -> RankPlan:
-        """This rank's part; every rank comes to the same partition."""
+        """This rank's part, which is its slot's; every rank comes to the same partition."""
         lengths = [row.num_tokens for row in rows]
-        plans = plan_batch(
-            lengths, num_minibatches=num_minibatches, token_budget=self.token_budget, world_size=self.group.world_size, cost=self.cost, seed=seed
-        )
-        return plans[self.group.rank]
+        cost, world_size = self.flops.forward, self.group.num_slots
+        plans = plan_batch(lengths, num_minibatches=num_minibatches, token_budget=self.token_budget, world_size=world_size, cost=cost, seed=seed)
+        return plans[self.group.slot]
 
 
 @dataclass
@@ -96,14 +106,14 @@ def read_share(
     refs = [batch.rows[index] for index in plan.rows]
     wanted = list(dict.fromkeys(["token_ids", "response_mask", *columns]))
     read, temperatures = _read(bench, refs, wanted, [optional] if optional else [])
-    num_held = bench.group.sum(np.array([sum(optional in row for row in read)]))[0]
+    num_lacking = bench.group.sum(np.array([sum(optional not in row for row in read)]))[0]
     derived = [derive(row) for row in read] if derive is not None else []
     for row, more in zip(read, derived, strict=False):
         row.update(more)
-    packed_columns = [*columns, *(derived[0] if derived else ()), *([optional] if optional and num_held == len(batch.rows) else [])]
+    packed_columns = [*columns, *(derived[0] if derived else ()), *([optional] if optional and not num_lacking else [])]
     by_index = dict(zip(plan.rows, zip(read, temperatures, strict=True), strict=True))
     own = [local_counts([by_index[i][0] for indices in microbatches for i in indices]) for microbatches in plan.minibatches]
-    totals = bench.group.sum(np.array([[counts.num_tokens, counts.num_sequences] for counts in own]))
+    totals = bench.group.sum_over_slots(np.array([[counts.num_tokens, counts.num_sequences] for counts in own]))
     minibatches = []
     for microbatches, (num_tokens, num_sequences) in zip(plan.minibatches, totals, strict=True):
         packed = [_pack(bench, [by_index[i] for i in indices], packed_columns) for indices in microbatches]
@@ -122,15 +132,15 @@ def compute_column(
     mine = [refs[index] for index in plan.rows]
     read, temperatures = _read(bench, mine, ["token_ids", "response_mask"], names)
     by_index = dict(zip(plan.rows, zip(read, temperatures, strict=True), strict=True))
-    missing = {index for index, (row, _) in by_index.items() if not all(name in row for name in names)}
-    todo = [tuple(index for index in indices if index in missing) for indices in plan.microbatches]
+    seen = "\n".join(row_key(refs[index]) for index, (row, _) in by_index.items() if all(name in row for name in names))
+    held = frozenset(key for part in bench.group.gather(seen.encode()) for key in part.decode().split("\n") if key)  # agreed: a slot computes the same rows
+    todo = [tuple(index for index in indices if row_key(refs[index]) not in held) for indices in plan.microbatches]
     packed = [_pack(bench, [by_index[i] for i in indices], ()) for indices in todo]
     outputs = bench.engine.forward(packed)
     encoded = [columns for microbatch, output in zip(packed, outputs, strict=True) for columns in encode(microbatch, output)]
     written = [refs[index] for indices in todo for index in indices]
-    bench.group.agree(lambda: bench.rows.put(written, encoded))
-    held = "\n".join(row_key(refs[index]) for index in by_index if index not in missing)
-    return frozenset(key for part in bench.group.gather(held.encode()) for key in part.decode().split("\n") if key)
+    bench.group.agree(lambda: bench.rows.put(written, encoded) if bench.group.speaks else None)
+    return held
 
 
 def _pack(bench: Bench, rows: Sequence[tuple[Row, float]], columns: Sequence[str]) -> Microbatch:
@@ -138,5 +148,27 @@ def _pack(bench: Bench, rows: Sequence[tuple[Row, float]], columns: Sequence[str
 
 
 def _read(bench: Bench, refs: Sequence[RowRef], columns: Sequence[str], optional: Sequence[str]) -> tuple[list[dict[str, Array]], list[float]]:
-    rows, metas = bench.group.agree(lambda: bench.rows.read_with_meta(refs, columns, optional))
-    return rows, [meta.sampling.temperature for meta in metas]
+    return bench.group.agree(lambda: _read_own(bench, refs, columns, optional))
+
+
+def _read_own(bench: Bench, refs: Sequence[RowRef], columns: Sequence[str], optional: Sequence[str]) -> tuple[list[dict[str, Array]], list[float]]:
+    rows: list[dict[str, Array]] = []
+    temperatures: list[float] = []
+    for part in _parts(refs):
+        read, metas = bench.rows.read_with_meta(part, columns, optional)
+        rows += read
+        temperatures += [meta.sampling.temperature for meta in metas]
+        bench.progressed()
+    return rows, temperatures
+
+
+def _parts(refs: Sequence[RowRef]) -> Iterator[Sequence[RowRef]]:
+    """`refs` in order, cut into parts of at most READ_TOKENS, or one row."""
+    start = num_tokens = 0
+    for index, ref in enumerate(refs):
+        if index > start and num_tokens + ref.num_tokens > READ_TOKENS:
+            yield refs[start:index]
+            start, num_tokens = index, 0
+        num_tokens += ref.num_tokens
+    if start < len(refs):
+        yield refs[start:]

@@ -1,14 +1,16 @@
 """Mini-batches and epochs over a share, with any objective: what actor and critic do alike inside a step.
 
-Owns the order of optimizer steps and their metrics (gradient norm, learning rate, skipped steps, tokens/s). Objectives are training/objectives.py's.
+Owns the order of optimizer steps and their metrics (gradient norm, learning rate, skipped steps, tokens/s, MFU, peaks of memory). Objectives are
+training/objectives.py's.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from rolecall.errors import RoleCallError
+from rolecall.errors import OutOfMemoryError, RoleCallError
 from rolecall.telemetry import Metrics
 from rolecall.training.chain import Progress
 from rolecall.training.engine import Loss, Microbatch, TokenOutputs, ValueOutputs
@@ -30,13 +32,40 @@ class Counted:
         self.progress.report(self.num_done, self.num_total)
 
 
+class Effort:
+    """What a step takes: begun when the step begins."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._started = time.perf_counter()
+        self._flops = bench.engine.flops_done
+
+    def add_to(self, metrics: Metrics, role: str, num_tokens: int) -> None:
+        """Adds speed, utilisation and the peak of each phase since they were last added. `num_tokens` of the whole batch, by all ranks.
+
+        FLOP/s are a device's, over the whole step with its waiting; MFU (arXiv:2204.02311, appendix B) is absent where the peak is not known.
+        """
+        seconds = time.perf_counter() - self._started
+        rate = (self._bench.engine.flops_done - self._flops) / seconds
+        metrics.mean(f"{role}/tflops", rate / 1e12)
+        if self._bench.peak_flops is not None:
+            metrics.mean(f"{role}/mfu", rate / self._bench.peak_flops)
+        for phase, num_bytes in self._bench.memory.take_peaks().items():
+            metrics.max(f"{role}/{phase}_peak_bytes", num_bytes)
+        if self._bench.group.leads:
+            metrics.mean(f"{role}/tokens_per_s", num_tokens / seconds)
+            metrics.sum(f"{role}/tokens", num_tokens)
+
+
 def optimize(bench: Bench, share: TrainShare, objective: Callable[[Minibatch], Loss], num_epochs: int, counted: Counted, role: str) -> tuple[Metrics, int]:
     """Every mini-batch of every epoch: gradients, then one optimizer step. This rank's metrics and the number of skipped steps. A collective.
 
-    Whatever fails here leaves a step that is partly applied: it is a RuntimeError, which ends the role, and never an answer (lane.py).
+    Whatever fails here leaves a step that is partly applied: it ends the role, as a RuntimeError, which is never an answer (lane.py), or an OutOfMemoryError.
     """
     try:
         return _updates(bench, share, objective, num_epochs, counted, role)
+    except OutOfMemoryError:
+        raise
     except RoleCallError as error:
         raise RuntimeError(f"a step failed when it may have been partly applied: {error.message}") from error
 

@@ -6,17 +6,20 @@ All methods block and are called by one thread. A method called on rank 0 announ
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from rolecall.errors import InvalidInputError, OutOfOrderError, RoleCallError
+from rolecall.checkpoints import StoredFile, verify
+from rolecall.errors import InvalidInputError, OutOfMemoryError, OutOfOrderError, RoleCallError
+from rolecall.storage import Storage, open_storage
 from rolecall.telemetry import Metrics
-from rolecall.training.applied import Applied
+from rolecall.training.applied import FILE, Applied
+from rolecall.training.background import in_background
 from rolecall.training.chain import Progress
-from rolecall.training.checkpoint_dir import CheckpointDir
-from rolecall.training.engine import EngineState, Microbatch, TokenOutputs, ValueOutputs
+from rolecall.training.engine import EngineState, Microbatch, StatePart, TokenOutputs, ValueOutputs
+from rolecall.training.group import CommandGroup
+from rolecall.training.saving import Written
 from rolecall.training.share import Bench, compute_column
 from rolecall.v1 import command_pb2, training_pb2
 from rolecall.v1.command_pb2 import TrainerCommand
@@ -24,6 +27,17 @@ from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 from rolecall.wire import Array
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+WRITE_TIMEOUT_S = 3600.0
+"""Longest that the ranks' disks may be apart in writing their shares of one checkpoint. A rank that died ends the wait by ending the others (watch.py)."""
+
+_PARTS: dict[training_pb2.StatePart.ValueType, StatePart] = {
+    training_pb2.STATE_PART_PARAMETERS: "parameters",
+    training_pb2.STATE_PART_OPTIMIZER: "optimizer",
+    training_pb2.STATE_PART_GRADIENTS: "gradients",
+}
 
 
 class ColumnRecipe(Protocol):
@@ -59,8 +73,7 @@ class ColumnRanks:
 
     def compute(self, rows: Sequence[RowRef]) -> frozenset[str]:
         """front.ColumnEngine.compute."""
-        self.group.announce(TrainerCommand(compute=command_pb2.ComputeColumnCommand(rows=rows)))
-        return self._compute(rows)
+        return self._lead(TrainerCommand(compute=command_pb2.ComputeColumnCommand(rows=rows)), lambda: self._compute(rows))
 
     def keep_alive(self) -> None:
         """front.ColumnEngine.keep_alive."""
@@ -70,16 +83,25 @@ class ColumnRanks:
         """front.ColumnEngine.stop."""
         self.group.stop()
 
+    def _lead(self, command: TrainerCommand, work: Callable[[], T]) -> T:
+        """Rank 0: has all ranks do `command`, whose work here is `work`."""
+        with self.group.watched():
+            self.group.announce(command)
+            return work()
+
     def _compute(self, rows: Sequence[RowRef]) -> frozenset[str]:
         return compute_column(self.bench, rows, self._recipe.columns, self._recipe.encode)
 
     def follow(self) -> None:
-        """Does what rank 0 commands, until it stops the group. A RoleCallError is rank 0's to tell; anything else ends this rank."""
-        for command in self.group.commands():
-            try:
-                self.obey(command)
-            except RoleCallError as error:
-                log.warning("%s failed on every rank: %s", command.WhichOneof("work"), error.message)
+        """Does what rank 0 commands, until it stops the group. A RoleCallError is rank 0's to tell; anything else, and a lack of memory, ends this rank."""
+        with self.group.watched():
+            for command in self.group.commands():
+                try:
+                    self.obey(command)
+                except OutOfMemoryError:
+                    raise
+                except RoleCallError as error:
+                    log.warning("%s failed on every rank: %s", command.WhichOneof("work"), error.message)
 
     def obey(self, command: TrainerCommand) -> None:
         """One command of rank 0. InvalidInputError for one this role does not know."""
@@ -92,34 +114,39 @@ class TrainerRanks(ColumnRanks):
     """front.TrainerEngine over the ranks of a group."""
 
     def __init__(self, bench: Bench, recipe: StepRecipe, state: EngineState, num_parameters: int) -> None:
+        """A collective: the threads that write checkpoints have a group of their own."""
         super().__init__(bench, recipe, num_parameters)
         self.applied = Applied()
         """What was applied; replaced as a whole."""
         self._steps = recipe
         self._state = state
+        self._writers = CommandGroup.of_default(timeout_s=WRITE_TIMEOUT_S)
 
     def train(self, batch: TrainBatch, progress: Progress) -> training_pb2.TrainResult:
         """front.TrainerEngine.train."""
         if batch.step != self.applied.step:
             raise OutOfOrderError(f"step {batch.step} cannot be applied at step {self.applied.step}", step=str(self.applied.step))
-        self.group.announce(TrainerCommand(train=command_pb2.TrainCommand(batch=batch)))
-        return self._train(batch, progress)
+        return self._lead(TrainerCommand(train=command_pb2.TrainCommand(batch=batch)), lambda: self._train(batch, progress))
 
-    def save(self, path: Path, export_huggingface: bool) -> int:
+    def save(self, path: str) -> Written:
         """front.TrainerEngine.save."""
-        self.group.announce(TrainerCommand(save=command_pb2.SaveCommand(path=str(path), export_huggingface=export_huggingface)))
-        return self._save(path, export_huggingface)
+        storage = open_storage(path)
+        return self._lead(TrainerCommand(save=command_pb2.SaveCommand(path=path)), lambda: self._save(storage))
 
-    def load(self, path: Path) -> None:
+    def load(self, path: str, files: Sequence[StoredFile]) -> None:
         """front.TrainerEngine.load."""
-        self.group.announce(TrainerCommand(load=command_pb2.LoadCommand(path=str(path))))
-        self._load(path)
+        storage = open_storage(path)
+        sent = [training_pb2.CheckpointFile(name=file.name, num_bytes=file.num_bytes, checksum=file.checksum) for file in files]
+        self._lead(TrainerCommand(load=command_pb2.LoadCommand(path=path, files=sent)), lambda: self._load(storage, files))
 
-    def move(self, *, to_host: bool) -> None:
+    def move(self, parts: Sequence[training_pb2.StatePart.ValueType], *, to_host: bool) -> None:
         """front.TrainerEngine.move."""
-        command = TrainerCommand(offload=command_pb2.OffloadCommand()) if to_host else TrainerCommand(onload=command_pb2.OnloadCommand())
-        self.group.announce(command)
-        self._move(to_host)
+        parts = parts or tuple(_PARTS)
+        unknown = [part for part in parts if part not in _PARTS]
+        if unknown:
+            raise InvalidInputError(f"parts names {unknown}, which are no parts of a trainer's state; name parameters, optimizer or gradients, or none for all")
+        offload, onload = command_pb2.OffloadCommand(parts=parts), command_pb2.OnloadCommand(parts=parts)
+        self._lead(TrainerCommand(offload=offload) if to_host else TrainerCommand(onload=onload), lambda: self._move(parts, to_host))
 
     def obey(self, command: TrainerCommand) -> None:
         """ColumnRanks.obey, and a trainer's own commands."""
@@ -127,11 +154,14 @@ class TrainerRanks(ColumnRanks):
             case "train":
                 self._train(command.train.batch, Progress(_nobody))
             case "save":
-                self._save(Path(command.save.path), command.save.export_huggingface)
+                self._save(open_storage(command.save.path))
             case "load":
-                self._load(Path(command.load.path))
-            case "offload" | "onload" as direction:
-                self._move(direction == "offload")
+                files = [StoredFile(file.name, file.num_bytes, file.checksum) for file in command.load.files]
+                self._load(open_storage(command.load.path), files)
+            case "offload":
+                self._move(command.offload.parts, to_host=True)
+            case "onload":
+                self._move(command.onload.parts, to_host=False)
             case _:
                 super().obey(command)
 
@@ -139,7 +169,8 @@ class TrainerRanks(ColumnRanks):
         started = time.perf_counter()
         metrics, skipped = self._steps.apply(self.bench, batch, self.applied, progress)
         train_s = time.perf_counter() - started
-        mine = training_pb2.TrainResult(metrics=metrics.to_proto()).SerializeToString()
+        counted = metrics if self.group.speaks else metrics.extremes()
+        mine = training_pb2.TrainResult(metrics=counted.to_proto()).SerializeToString()
         everyone = [training_pb2.TrainResult.FromString(data) for data in self.group.gather(mine)]
         merged = Metrics.from_proto(metric for result in everyone for metric in result.metrics)
         result = training_pb2.TrainResult(step=batch.step, digest=batch.digest, metrics=merged.to_proto(), train_s=train_s)
@@ -147,27 +178,26 @@ class TrainerRanks(ColumnRanks):
         log.info("step %d applied in %.2f s", batch.step, train_s)
         return result
 
-    def _save(self, path: Path, export_huggingface: bool) -> int:
-        directory = CheckpointDir(path, self.group)
-        if directory.holds(self.applied.step, export_huggingface):
-            return directory.num_bytes()
-        with directory.replaced() as partial:
-            self.group.agree(lambda: self._state.save(partial, export_huggingface=export_huggingface))
-            if self.group.leads:
-                self.applied.write(partial)
-        return directory.num_bytes()
+    def _save(self, storage: Storage) -> Written:
+        with self.bench.memory.phase("checkpoint"):
+            snapshot, record = self._state.snapshot(), {FILE: self.applied.to_json()}
+        return in_background(lambda: snapshot.write(storage, self._writers, record), "checkpoint")
 
-    def _load(self, path: Path) -> None:
-        applied = self.group.agree(lambda: Applied.read(path))
-        self._state.load(path)
+    def _load(self, storage: Storage, files: Sequence[StoredFile]) -> None:
+        mine = files[self.group.rank :: self.group.world_size]
+        self.group.agree(lambda: verify(storage, mine, self.bench.progressed))
+        applied = self.group.agree(lambda: Applied.read(storage))
+        with self.bench.memory.phase("checkpoint"):
+            self._state.load(storage)
         # Versions never go back, also when a running actor is set back.
         self.applied = replace(applied, policy_version=max(applied.policy_version, self.applied.policy_version))
 
-    def _move(self, to_host: bool) -> None:
+    def _move(self, parts: Sequence[training_pb2.StatePart.ValueType], to_host: bool) -> None:
+        named = [_PARTS[part] for part in parts]
         if to_host:
-            self._state.offload()
+            self._state.offload(*named)
         else:
-            self._state.onload()
+            self._state.onload(*named)
 
 
 def _nobody() -> None:

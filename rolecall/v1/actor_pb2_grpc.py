@@ -57,7 +57,7 @@ class ActorServiceStub:
                 request_serializer=rolecall_dot_v1_dot_actor__pb2.PublishWeightsRequest.SerializeToString,
                 response_deserializer=rolecall_dot_v1_dot_actor__pb2.PublishWeightsResponse.FromString,
                 _registered_method=True)
-        self.SaveCheckpoint = channel.unary_unary(
+        self.SaveCheckpoint = channel.unary_stream(
                 '/rolecall.v1.ActorService/SaveCheckpoint',
                 request_serializer=rolecall_dot_v1_dot_training__pb2.SaveTrainerCheckpointRequest.SerializeToString,
                 response_deserializer=rolecall_dot_v1_dot_training__pb2.SaveTrainerCheckpointResponse.FromString,
@@ -121,7 +121,9 @@ class ActorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Saves the actor's share of a checkpoint. Idempotent per path. Blocks until it is synced. FAILED_PRECONDITION: OUT_OF_ORDER. RESOURCE_EXHAUSTED: DISK_FULL.
+        """Saves the actor's share of a checkpoint: answers when its state is taken, and again when everything is written; in between the trainer does other work.
+        Idempotent per path and step; the work goes on when the caller leaves. Waits for the save before it.
+        FAILED_PRECONDITION: OUT_OF_ORDER, FENCED. RESOURCE_EXHAUSTED: DISK_FULL. UNAVAILABLE: STORAGE_UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,14 +137,14 @@ class ActorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Offload(self, request, context):
-        """Moves state to host memory. Idempotent.
+        """Moves parts of the state to host memory. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Onload(self, request, context):
-        """Moves state back. Idempotent. Every other call onloads first by itself.
+        """Moves them back. Idempotent. Every other call brings back what it needs by itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,7 +180,7 @@ def add_ActorServiceServicer_to_server(servicer, server):
                     request_deserializer=rolecall_dot_v1_dot_actor__pb2.PublishWeightsRequest.FromString,
                     response_serializer=rolecall_dot_v1_dot_actor__pb2.PublishWeightsResponse.SerializeToString,
             ),
-            'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
+            'SaveCheckpoint': grpc.unary_stream_rpc_method_handler(
                     servicer.SaveCheckpoint,
                     request_deserializer=rolecall_dot_v1_dot_training__pb2.SaveTrainerCheckpointRequest.FromString,
                     response_serializer=rolecall_dot_v1_dot_training__pb2.SaveTrainerCheckpointResponse.SerializeToString,
@@ -334,7 +336,7 @@ class ActorService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/rolecall.v1.ActorService/SaveCheckpoint',

@@ -33,14 +33,17 @@ class ActorServiceStub:
     """Sends the parameters after exactly `step` steps over the open channel under a new version. Not idempotent. Blocks until the last bucket.
     FAILED_PRECONDITION: OUT_OF_ORDER, STALE_EPOCH, STALE_VERSION, FENCED. UNAVAILABLE: CHANNEL_BROKEN (open a new epoch).
     """
-    SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_training_pb2.SaveTrainerCheckpointRequest, _training_pb2.SaveTrainerCheckpointResponse]
-    """Saves the actor's share of a checkpoint. Idempotent per path. Blocks until it is synced. FAILED_PRECONDITION: OUT_OF_ORDER. RESOURCE_EXHAUSTED: DISK_FULL."""
+    SaveCheckpoint: _aio.UnaryStreamMultiCallable[_training_pb2.SaveTrainerCheckpointRequest, _training_pb2.SaveTrainerCheckpointResponse]
+    """Saves the actor's share of a checkpoint: answers when its state is taken, and again when everything is written; in between the trainer does other work.
+    Idempotent per path and step; the work goes on when the caller leaves. Waits for the save before it.
+    FAILED_PRECONDITION: OUT_OF_ORDER, FENCED. RESOURCE_EXHAUSTED: DISK_FULL. UNAVAILABLE: STORAGE_UNAVAILABLE.
+    """
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_training_pb2.LoadTrainerCheckpointRequest, _training_pb2.LoadTrainerCheckpointResponse]
     """Restores one. Idempotent. NOT_FOUND: CHECKPOINT_MISSING. INVALID_ARGUMENT: CHECKPOINT_MISMATCH."""
     Offload: _aio.UnaryUnaryMultiCallable[_training_pb2.OffloadRequest, _training_pb2.OffloadResponse]
-    """Moves state to host memory. Idempotent."""
+    """Moves parts of the state to host memory. Idempotent."""
     Onload: _aio.UnaryUnaryMultiCallable[_training_pb2.OnloadRequest, _training_pb2.OnloadResponse]
-    """Moves state back. Idempotent. Every other call onloads first by itself."""
+    """Moves them back. Idempotent. Every other call brings back what it needs by itself."""
     GetInfo: _aio.UnaryUnaryMultiCallable[_training_pb2.GetTrainerInfoRequest, _training_pb2.GetTrainerInfoResponse]
     """What the actor is. Idempotent. Blocks on nothing."""
 
@@ -90,9 +93,12 @@ class ActorServiceServicer(metaclass=_abc_1.ABCMeta):
     def SaveCheckpoint(
         self,
         request: _training_pb2.SaveTrainerCheckpointRequest,
-        context: _aio.ServicerContext[_training_pb2.SaveTrainerCheckpointRequest, _abc.Awaitable[_training_pb2.SaveTrainerCheckpointResponse]],
-    ) -> _abc.Awaitable[_training_pb2.SaveTrainerCheckpointResponse]:
-        """Saves the actor's share of a checkpoint. Idempotent per path. Blocks until it is synced. FAILED_PRECONDITION: OUT_OF_ORDER. RESOURCE_EXHAUSTED: DISK_FULL."""
+        context: _aio.ServicerContext[_training_pb2.SaveTrainerCheckpointRequest, _abc.AsyncIterator[_training_pb2.SaveTrainerCheckpointResponse]],
+    ) -> _abc.AsyncIterator[_training_pb2.SaveTrainerCheckpointResponse]:
+        """Saves the actor's share of a checkpoint: answers when its state is taken, and again when everything is written; in between the trainer does other work.
+        Idempotent per path and step; the work goes on when the caller leaves. Waits for the save before it.
+        FAILED_PRECONDITION: OUT_OF_ORDER, FENCED. RESOURCE_EXHAUSTED: DISK_FULL. UNAVAILABLE: STORAGE_UNAVAILABLE.
+        """
 
     @_abc_1.abstractmethod
     def LoadCheckpoint(
@@ -108,7 +114,7 @@ class ActorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.OffloadRequest,
         context: _aio.ServicerContext[_training_pb2.OffloadRequest, _abc.Awaitable[_training_pb2.OffloadResponse]],
     ) -> _abc.Awaitable[_training_pb2.OffloadResponse]:
-        """Moves state to host memory. Idempotent."""
+        """Moves parts of the state to host memory. Idempotent."""
 
     @_abc_1.abstractmethod
     def Onload(
@@ -116,7 +122,7 @@ class ActorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.OnloadRequest,
         context: _aio.ServicerContext[_training_pb2.OnloadRequest, _abc.Awaitable[_training_pb2.OnloadResponse]],
     ) -> _abc.Awaitable[_training_pb2.OnloadResponse]:
-        """Moves state back. Idempotent. Every other call onloads first by itself."""
+        """Moves them back. Idempotent. Every other call brings back what it needs by itself."""
 
     @_abc_1.abstractmethod
     def GetInfo(

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from rolecall.v1 import training_pb2 as _training_pb2
 from rolecall.v1 import trajectory_pb2 as _trajectory_pb2
 import builtins as _builtins
 import sys
@@ -191,20 +192,16 @@ class SaveCommand(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PATH_FIELD_NUMBER: _builtins.int
-    EXPORT_HUGGINGFACE_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """Directory, seen by every rank."""
-    export_huggingface: _builtins.bool
-    """Also write a plain Hugging Face model directory."""
+    """Folder, a path or an fsspec URL."""
     def __init__(
         self,
         *,
         path: _builtins.str = ...,
-        export_huggingface: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["export_huggingface", b"export_huggingface", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -217,16 +214,22 @@ class LoadCommand(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PATH_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """Directory that a save wrote."""
+    """Folder that a save wrote."""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[_training_pb2.CheckpointFile]:
+        """Its files, to be verified; the ranks share the work."""
+
     def __init__(
         self,
         *,
         path: _builtins.str = ...,
+        files: _abc.Iterable[_training_pb2.CheckpointFile] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -238,12 +241,19 @@ class OffloadCommand(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PARTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedScalarFieldContainer[_training_pb2.StatePart.ValueType]:
+        """What; never empty."""
+
     def __init__(
         self,
+        *,
+        parts: _abc.Iterable[_training_pb2.StatePart.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -255,12 +265,19 @@ class OnloadCommand(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PARTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedScalarFieldContainer[_training_pb2.StatePart.ValueType]:
+        """What; never empty."""
+
     def __init__(
         self,
+        *,
+        parts: _abc.Iterable[_training_pb2.StatePart.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -122,7 +122,7 @@ class JoinRequest(_message.Message):
     num_weight_ranks: _builtins.int
     """Ranks it takes in the weight channel (TP x PP of a rollout); 0 for other roles."""
     version: _builtins.str
-    """Version of the contracts it was built with (rolecall.__version__)."""
+    """Release and digest of the contracts it was built with (rolecall/contract.py)."""
     def __init__(
         self,
         *,
@@ -182,6 +182,7 @@ class HeartbeatRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
+    BUSY_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     """As in JoinRequest."""
     incarnation: _builtins.str
@@ -190,6 +191,8 @@ class HeartbeatRequest(_message.Message):
     """Grows whenever the worker's main loop turned; a number that stands still while there is work means a hang."""
     phase: _builtins.str
     """What it is doing, for people: "generating", "idle", "loading weights"..."""
+    busy: _builtins.bool
+    """Whether it has work in hand: only then must progress move."""
     def __init__(
         self,
         *,
@@ -197,10 +200,11 @@ class HeartbeatRequest(_message.Message):
         incarnation: _builtins.str = ...,
         progress: _builtins.int = ...,
         phase: _builtins.str = ...,
+        busy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "phase", b"phase", "progress", b"progress", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "incarnation", b"incarnation", "phase", b"phase", "progress", b"progress", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -240,6 +244,8 @@ class WorkerStatus(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     SILENCE_S_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     """Name."""
     role: Global___Role.ValueType
@@ -252,6 +258,12 @@ class WorkerStatus(_message.Message):
     """What it said it is doing."""
     silence_s: _builtins.float
     """Seconds since its last heartbeat."""
+    incarnation: _builtins.str
+    """Which start of the process this is."""
+    lost: _builtins.str
+    """Why the controller gave this incarnation up (silent, or without progress); empty while it is a member. Whoever supervises the process ends it and
+    starts another; the entry goes when the next incarnation joins.
+    """
     def __init__(
         self,
         *,
@@ -261,10 +273,12 @@ class WorkerStatus(_message.Message):
         policy_version: _builtins.int = ...,
         phase: _builtins.str = ...,
         silence_s: _builtins.float = ...,
+        incarnation: _builtins.str = ...,
+        lost: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "phase", b"phase", "policy_version", b"policy_version", "role", b"role", "silence_s", b"silence_s", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "lost", b"lost", "phase", b"phase", "policy_version", b"policy_version", "role", b"role", "silence_s", b"silence_s", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -355,6 +369,8 @@ class RunStatus(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
+    NUM_RECOVERIES_FIELD_NUMBER: _builtins.int
+    LAST_FAILURE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     state: Global___RunState.ValueType
@@ -371,6 +387,10 @@ class RunStatus(_message.Message):
     """First error, when failed: role, worker, phase and remedy."""
     waiting_for: _builtins.str
     """What the loop waits for, for people; empty when it waits for nothing."""
+    num_recoveries: _builtins.int
+    """Times this controller started its loop over from the store because a role or the store failed."""
+    last_failure: _builtins.str
+    """The failure behind the last of them; empty before the first."""
     @_builtins.property
     def ledger(self) -> Global___LedgerCounts:
         """Balance."""
@@ -397,10 +417,12 @@ class RunStatus(_message.Message):
         metrics: _abc.Iterable[_trajectory_pb2.Metric] | None = ...,
         error: _builtins.str = ...,
         waiting_for: _builtins.str = ...,
+        num_recoveries: _builtins.int = ...,
+        last_failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "ledger", b"ledger", "metrics", b"metrics", "policy_version", b"policy_version", "published_step", b"published_step", "run", b"run", "state", b"state", "step", b"step", "total_steps", b"total_steps", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "last_failure", b"last_failure", "ledger", b"ledger", "metrics", b"metrics", "num_recoveries", b"num_recoveries", "policy_version", b"policy_version", "published_step", b"published_step", "run", b"run", "state", b"state", "step", b"step", "total_steps", b"total_steps", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from rolecall.v1 import training_pb2 as rolecall_dot_v1_dot_training__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rolecall/v1/critic.proto\x12\x0brolecall.v1\x1a\x1arolecall/v1/training.proto2\xd8\x04\n\rCriticService\x12V\n\rComputeValues\x12!.rolecall.v1.ComputeColumnRequest\x1a\".rolecall.v1.ComputeColumnResponse\x12@\n\x05Train\x12\x19.rolecall.v1.TrainRequest\x1a\x1a.rolecall.v1.TrainResponse0\x01\x12g\n\x0eSaveCheckpoint\x12).rolecall.v1.SaveTrainerCheckpointRequest\x1a*.rolecall.v1.SaveTrainerCheckpointResponse\x12g\n\x0eLoadCheckpoint\x12).rolecall.v1.LoadTrainerCheckpointRequest\x1a*.rolecall.v1.LoadTrainerCheckpointResponse\x12\x44\n\x07Offload\x12\x1b.rolecall.v1.OffloadRequest\x1a\x1c.rolecall.v1.OffloadResponse\x12\x41\n\x06Onload\x12\x1a.rolecall.v1.OnloadRequest\x1a\x1b.rolecall.v1.OnloadResponse\x12R\n\x07GetInfo\x12\".rolecall.v1.GetTrainerInfoRequest\x1a#.rolecall.v1.GetTrainerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rolecall/v1/critic.proto\x12\x0brolecall.v1\x1a\x1arolecall/v1/training.proto2\xda\x04\n\rCriticService\x12V\n\rComputeValues\x12!.rolecall.v1.ComputeColumnRequest\x1a\".rolecall.v1.ComputeColumnResponse\x12@\n\x05Train\x12\x19.rolecall.v1.TrainRequest\x1a\x1a.rolecall.v1.TrainResponse0\x01\x12i\n\x0eSaveCheckpoint\x12).rolecall.v1.SaveTrainerCheckpointRequest\x1a*.rolecall.v1.SaveTrainerCheckpointResponse0\x01\x12g\n\x0eLoadCheckpoint\x12).rolecall.v1.LoadTrainerCheckpointRequest\x1a*.rolecall.v1.LoadTrainerCheckpointResponse\x12\x44\n\x07Offload\x12\x1b.rolecall.v1.OffloadRequest\x1a\x1c.rolecall.v1.OffloadResponse\x12\x41\n\x06Onload\x12\x1a.rolecall.v1.OnloadRequest\x1a\x1b.rolecall.v1.OnloadResponse\x12R\n\x07GetInfo\x12\".rolecall.v1.GetTrainerInfoRequest\x1a#.rolecall.v1.GetTrainerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,5 +33,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rolecall.v1.critic_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CRITICSERVICE']._serialized_start=70
-  _globals['_CRITICSERVICE']._serialized_end=670
+  _globals['_CRITICSERVICE']._serialized_end=672
 # @@protoc_insertion_point(module_scope)

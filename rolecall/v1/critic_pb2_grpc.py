@@ -45,7 +45,7 @@ class CriticServiceStub:
                 request_serializer=rolecall_dot_v1_dot_training__pb2.TrainRequest.SerializeToString,
                 response_deserializer=rolecall_dot_v1_dot_training__pb2.TrainResponse.FromString,
                 _registered_method=True)
-        self.SaveCheckpoint = channel.unary_unary(
+        self.SaveCheckpoint = channel.unary_stream(
                 '/rolecall.v1.CriticService/SaveCheckpoint',
                 request_serializer=rolecall_dot_v1_dot_training__pb2.SaveTrainerCheckpointRequest.SerializeToString,
                 response_deserializer=rolecall_dot_v1_dot_training__pb2.SaveTrainerCheckpointResponse.FromString,
@@ -91,7 +91,9 @@ class CriticServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Saves the critic's share of a checkpoint. Idempotent per path. FAILED_PRECONDITION: OUT_OF_ORDER. RESOURCE_EXHAUSTED: DISK_FULL.
+        """Saves the critic's share of a checkpoint: answers when its state is taken, and again when everything is written; in between the trainer does other work.
+        Idempotent per path and step; the work goes on when the caller leaves. Waits for the save before it.
+        FAILED_PRECONDITION: OUT_OF_ORDER, FENCED. RESOURCE_EXHAUSTED: DISK_FULL. UNAVAILABLE: STORAGE_UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,14 +107,14 @@ class CriticServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Offload(self, request, context):
-        """Moves state to host memory. Idempotent.
+        """Moves parts of the state to host memory. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Onload(self, request, context):
-        """Moves state back. Idempotent.
+        """Moves them back. Idempotent. Every other call brings back what it needs by itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,7 +140,7 @@ def add_CriticServiceServicer_to_server(servicer, server):
                     request_deserializer=rolecall_dot_v1_dot_training__pb2.TrainRequest.FromString,
                     response_serializer=rolecall_dot_v1_dot_training__pb2.TrainResponse.SerializeToString,
             ),
-            'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
+            'SaveCheckpoint': grpc.unary_stream_rpc_method_handler(
                     servicer.SaveCheckpoint,
                     request_deserializer=rolecall_dot_v1_dot_training__pb2.SaveTrainerCheckpointRequest.FromString,
                     response_serializer=rolecall_dot_v1_dot_training__pb2.SaveTrainerCheckpointResponse.SerializeToString,
@@ -240,7 +242,7 @@ class CriticService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/rolecall.v1.CriticService/SaveCheckpoint',

@@ -20,14 +20,17 @@ class CriticServiceStub:
     """Writes the values and bootstrap_value columns. Idempotent (write-once). Blocks on the queue of calls. NOT_FOUND: ROW_MISSING."""
     Train: _aio.UnaryStreamMultiCallable[_training_pb2.TrainRequest, _training_pb2.TrainResponse]
     """Applies one sealed step. Idempotent. FAILED_PRECONDITION: OUT_OF_ORDER, BATCH_MISMATCH, FENCED. NOT_FOUND: ROW_MISSING."""
-    SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_training_pb2.SaveTrainerCheckpointRequest, _training_pb2.SaveTrainerCheckpointResponse]
-    """Saves the critic's share of a checkpoint. Idempotent per path. FAILED_PRECONDITION: OUT_OF_ORDER. RESOURCE_EXHAUSTED: DISK_FULL."""
+    SaveCheckpoint: _aio.UnaryStreamMultiCallable[_training_pb2.SaveTrainerCheckpointRequest, _training_pb2.SaveTrainerCheckpointResponse]
+    """Saves the critic's share of a checkpoint: answers when its state is taken, and again when everything is written; in between the trainer does other work.
+    Idempotent per path and step; the work goes on when the caller leaves. Waits for the save before it.
+    FAILED_PRECONDITION: OUT_OF_ORDER, FENCED. RESOURCE_EXHAUSTED: DISK_FULL. UNAVAILABLE: STORAGE_UNAVAILABLE.
+    """
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_training_pb2.LoadTrainerCheckpointRequest, _training_pb2.LoadTrainerCheckpointResponse]
     """Restores one. Idempotent. NOT_FOUND: CHECKPOINT_MISSING. INVALID_ARGUMENT: CHECKPOINT_MISMATCH."""
     Offload: _aio.UnaryUnaryMultiCallable[_training_pb2.OffloadRequest, _training_pb2.OffloadResponse]
-    """Moves state to host memory. Idempotent."""
+    """Moves parts of the state to host memory. Idempotent."""
     Onload: _aio.UnaryUnaryMultiCallable[_training_pb2.OnloadRequest, _training_pb2.OnloadResponse]
-    """Moves state back. Idempotent."""
+    """Moves them back. Idempotent. Every other call brings back what it needs by itself."""
     GetInfo: _aio.UnaryUnaryMultiCallable[_training_pb2.GetTrainerInfoRequest, _training_pb2.GetTrainerInfoResponse]
     """What the critic is. Idempotent. Blocks on nothing."""
 
@@ -54,9 +57,12 @@ class CriticServiceServicer(metaclass=_abc_1.ABCMeta):
     def SaveCheckpoint(
         self,
         request: _training_pb2.SaveTrainerCheckpointRequest,
-        context: _aio.ServicerContext[_training_pb2.SaveTrainerCheckpointRequest, _abc.Awaitable[_training_pb2.SaveTrainerCheckpointResponse]],
-    ) -> _abc.Awaitable[_training_pb2.SaveTrainerCheckpointResponse]:
-        """Saves the critic's share of a checkpoint. Idempotent per path. FAILED_PRECONDITION: OUT_OF_ORDER. RESOURCE_EXHAUSTED: DISK_FULL."""
+        context: _aio.ServicerContext[_training_pb2.SaveTrainerCheckpointRequest, _abc.AsyncIterator[_training_pb2.SaveTrainerCheckpointResponse]],
+    ) -> _abc.AsyncIterator[_training_pb2.SaveTrainerCheckpointResponse]:
+        """Saves the critic's share of a checkpoint: answers when its state is taken, and again when everything is written; in between the trainer does other work.
+        Idempotent per path and step; the work goes on when the caller leaves. Waits for the save before it.
+        FAILED_PRECONDITION: OUT_OF_ORDER, FENCED. RESOURCE_EXHAUSTED: DISK_FULL. UNAVAILABLE: STORAGE_UNAVAILABLE.
+        """
 
     @_abc_1.abstractmethod
     def LoadCheckpoint(
@@ -72,7 +78,7 @@ class CriticServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.OffloadRequest,
         context: _aio.ServicerContext[_training_pb2.OffloadRequest, _abc.Awaitable[_training_pb2.OffloadResponse]],
     ) -> _abc.Awaitable[_training_pb2.OffloadResponse]:
-        """Moves state to host memory. Idempotent."""
+        """Moves parts of the state to host memory. Idempotent."""
 
     @_abc_1.abstractmethod
     def Onload(
@@ -80,7 +86,7 @@ class CriticServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.OnloadRequest,
         context: _aio.ServicerContext[_training_pb2.OnloadRequest, _abc.Awaitable[_training_pb2.OnloadResponse]],
     ) -> _abc.Awaitable[_training_pb2.OnloadResponse]:
-        """Moves state back. Idempotent."""
+        """Moves them back. Idempotent. Every other call brings back what it needs by itself."""
 
     @_abc_1.abstractmethod
     def GetInfo(

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rolecall.v1 import trajectory_pb2 as _trajectory_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _StatePart:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StatePartEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StatePart.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STATE_PART_UNSPECIFIED: _StatePart.ValueType  # 0
+    """Never sent."""
+    STATE_PART_PARAMETERS: _StatePart.ValueType  # 1
+    """Parameters."""
+    STATE_PART_OPTIMIZER: _StatePart.ValueType  # 2
+    """The optimizer's moments."""
+    STATE_PART_GRADIENTS: _StatePart.ValueType  # 3
+    """Gradients; between steps there are none."""
+
+class StatePart(_StatePart, metaclass=_StatePartEnumTypeWrapper):
+    """What of a trainer's state moves by itself."""
+
+STATE_PART_UNSPECIFIED: StatePart.ValueType  # 0
+"""Never sent."""
+STATE_PART_PARAMETERS: StatePart.ValueType  # 1
+"""Parameters."""
+STATE_PART_OPTIMIZER: StatePart.ValueType  # 2
+"""The optimizer's moments."""
+STATE_PART_GRADIENTS: StatePart.ValueType  # 3
+"""Gradients; between steps there are none."""
+Global___StatePart: _TypeAlias = StatePart  # noqa: Y015
 
 @_typing.final
 class TrainRequest(_message.Message):
@@ -151,8 +180,11 @@ class ComputeColumnRequest(_message.Message):
 
     CTL_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
     ctl: _builtins.int
     """Controller's fencing number."""
+    step: _builtins.int
+    """Steps applied in the weights to compute with: a trainer that restarted must not answer with older ones (OUT_OF_ORDER). Absent: whatever it holds."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.RowRef]:
         """Rows to read; the answer is written to the same rows."""
@@ -162,12 +194,15 @@ class ComputeColumnRequest(_message.Message):
         *,
         ctl: _builtins.int = ...,
         rows: _abc.Iterable[_trajectory_pb2.RowRef] | None = ...,
+        step: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ctl", b"ctl", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "ctl", b"ctl", "rows", b"rows", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
 Global___ComputeColumnRequest: _TypeAlias = ComputeColumnRequest  # noqa: Y015
 
@@ -206,50 +241,127 @@ class SaveTrainerCheckpointRequest(_message.Message):
     CTL_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
-    EXPORT_HUGGINGFACE_FIELD_NUMBER: _builtins.int
     ctl: _builtins.int
     """Controller's fencing number."""
     path: _builtins.str
-    """Directory to write, seen by every rank; created when missing."""
+    """Folder to write to, a path or an fsspec URL that every rank reaches; another one for every attempt."""
     step: _builtins.int
     """Step the checkpoint must cover: exactly the trainer's applied steps (OUT_OF_ORDER otherwise)."""
-    export_huggingface: _builtins.bool
-    """Also write a plain Hugging Face model directory, "<path>/huggingface"."""
     def __init__(
         self,
         *,
         ctl: _builtins.int = ...,
         path: _builtins.str = ...,
         step: _builtins.int = ...,
-        export_huggingface: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ctl", b"ctl", "export_huggingface", b"export_huggingface", "path", b"path", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ctl", b"ctl", "path", b"path", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SaveTrainerCheckpointRequest: _TypeAlias = SaveTrainerCheckpointRequest  # noqa: Y015
 
 @_typing.final
-class SaveTrainerCheckpointResponse(_message.Message):
-    """Written and synced."""
+class CheckpointFile(_message.Message):
+    """A file of a checkpoint."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    NAME_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Relative to the folder."""
     num_bytes: _builtins.int
-    """Bytes written."""
+    """Size."""
+    checksum: _builtins.str
+    """Hex sha256 of its contents."""
     def __init__(
         self,
         *,
+        name: _builtins.str = ...,
         num_bytes: _builtins.int = ...,
+        checksum: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "name", b"name", "num_bytes", b"num_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointFile: _TypeAlias = CheckpointFile  # noqa: Y015
+
+@_typing.final
+class CheckpointSnapshot(_message.Message):
+    """The state of this step is what will be written; the trainer goes on with other calls."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointSnapshot: _TypeAlias = CheckpointSnapshot  # noqa: Y015
+
+@_typing.final
+class CheckpointFiles(_message.Message):
+    """Everything is written and lasts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___CheckpointFile]:
+        """All files of all ranks."""
+
+    def __init__(
+        self,
+        *,
+        files: _abc.Iterable[Global___CheckpointFile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointFiles: _TypeAlias = CheckpointFiles  # noqa: Y015
+
+@_typing.final
+class SaveTrainerCheckpointResponse(_message.Message):
+    """The snapshot, then the files as the last message."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    SAVED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def snapshot(self) -> Global___CheckpointSnapshot:
+        """From here on the caller may change the state."""
+
+    @_builtins.property
+    def saved(self) -> Global___CheckpointFiles:
+        """Done."""
+
+    def __init__(
+        self,
+        *,
+        snapshot: Global___CheckpointSnapshot | None = ...,
+        saved: Global___CheckpointFiles | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "saved", b"saved", "snapshot", b"snapshot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "saved", b"saved", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["snapshot", "saved"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___SaveTrainerCheckpointResponse: _TypeAlias = SaveTrainerCheckpointResponse  # noqa: Y015
 
@@ -261,19 +373,25 @@ class LoadTrainerCheckpointRequest(_message.Message):
 
     CTL_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
     ctl: _builtins.int
     """Controller's fencing number."""
     path: _builtins.str
-    """Directory that SaveCheckpoint wrote."""
+    """Folder that SaveCheckpoint wrote."""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___CheckpointFile]:
+        """What SaveCheckpoint said it wrote: compared with what is there before anything is changed (CHECKPOINT_MISMATCH). Empty: nothing is compared."""
+
     def __init__(
         self,
         *,
         ctl: _builtins.int = ...,
         path: _builtins.str = ...,
+        files: _abc.Iterable[Global___CheckpointFile] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ctl", b"ctl", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ctl", b"ctl", "files", b"files", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -307,21 +425,27 @@ Global___LoadTrainerCheckpointResponse: _TypeAlias = LoadTrainerCheckpointRespon
 
 @_typing.final
 class OffloadRequest(_message.Message):
-    """Asks to move parameters, gradients and optimizer state to host memory."""
+    """Asks to move state to host memory. It comes back by itself when a call needs it: a column the parameters, a step everything."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CTL_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     ctl: _builtins.int
     """Controller's fencing number."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedScalarFieldContainer[Global___StatePart.ValueType]:
+        """What to move; empty: everything."""
+
     def __init__(
         self,
         *,
         ctl: _builtins.int = ...,
+        parts: _abc.Iterable[Global___StatePart.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ctl", b"ctl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ctl", b"ctl", "parts", b"parts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -346,21 +470,27 @@ Global___OffloadResponse: _TypeAlias = OffloadResponse  # noqa: Y015
 
 @_typing.final
 class OnloadRequest(_message.Message):
-    """Asks to move them back."""
+    """Asks to move state back."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CTL_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     ctl: _builtins.int
     """Controller's fencing number."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedScalarFieldContainer[Global___StatePart.ValueType]:
+        """What to move; empty: everything."""
+
     def __init__(
         self,
         *,
         ctl: _builtins.int = ...,
+        parts: _abc.Iterable[Global___StatePart.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ctl", b"ctl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ctl", b"ctl", "parts", b"parts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -52,6 +52,32 @@ class ParameterSpec(_message.Message):
 Global___ParameterSpec: _TypeAlias = ParameterSpec  # noqa: Y015
 
 @_typing.final
+class LoraAdapter(_message.Message):
+    """How adapter tensors change the base that a receiver holds already."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    ALPHA_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """Inner size r of every lora_A.weight [r, in] and lora_B.weight [out, r]."""
+    alpha: _builtins.float
+    """A module's weight is W + (alpha / rank) * lora_B.weight @ lora_A.weight."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        alpha: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoraAdapter: _TypeAlias = LoraAdapter  # noqa: Y015
+
+@_typing.final
 class WeightManifest(_message.Message):
     """What one transfer carries, agreed once per epoch over the channel's own store."""
 
@@ -59,21 +85,27 @@ class WeightManifest(_message.Message):
 
     PARAMETERS_FIELD_NUMBER: _builtins.int
     BUCKET_BYTES_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     bucket_bytes: _builtins.int
     """Most bytes of one bucket; a larger tensor has a bucket of its own."""
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParameterSpec]:
         """Parameters in the order they are sent."""
 
+    @_builtins.property
+    def adapter(self) -> Global___LoraAdapter:
+        """The parameters are an adapter's, by peft's names, and the receiver's base stays. Absent: they are the whole model."""
+
     def __init__(
         self,
         *,
         parameters: _abc.Iterable[Global___ParameterSpec] | None = ...,
         bucket_bytes: _builtins.int = ...,
+        adapter: Global___LoraAdapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_bytes", b"bucket_bytes", "parameters", b"parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "bucket_bytes", b"bucket_bytes", "parameters", b"parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

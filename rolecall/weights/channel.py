@@ -13,6 +13,7 @@ import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo, Work
 
 from rolecall.errors import ChannelBrokenError, NotOnThisDeviceError
+from rolecall.training.device import backend_of
 from rolecall.weights.rendezvous import Rendezvous, local_address
 
 _POLL = timedelta(milliseconds=50)
@@ -48,7 +49,7 @@ def join(rendezvous: Rendezvous, world_size: int, backend: Literal["gloo", "nccl
     """Meets the other ranks of the epoch within `timeout_s`. ChannelBrokenError when they do not all come; the epoch is aborted then."""
     if backend == "gloo":
         return GlooChannel(rendezvous, world_size, timeout_s)
-    if device.type != "cuda":
+    if backend_of(device) != "nccl":
         raise NotOnThisDeviceError(f"weights.backend nccl needs a CUDA device on every rank, this one is {device}; use weights.backend: gloo")
     from rolecall.weights.nccl import NcclChannel  # loads the NCCL library
 
@@ -67,6 +68,7 @@ class GlooChannel:
         options._timeout = timedelta(seconds=timeout_s)
         rendezvous.check()
         try:
+            # bounded: by the timeouts of its store and options, set above
             self._group: ProcessGroupGloo | None = ProcessGroupGloo(rendezvous.communicator_store(timeout_s), rendezvous.rank, world_size, options)
         except RuntimeError as error:
             rendezvous.abort(f"the ranks did not meet within {timeout_s:g} s: {error}")

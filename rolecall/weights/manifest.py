@@ -59,12 +59,14 @@ class Bucket:
     num_bytes: int
 
 
-def build_manifest(weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> weights_pb2.WeightManifest:
-    """The manifest of `weights` in their order, consuming the iterator; meta tensors will do.
+def build_manifest(
+    weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int, adapter: weights_pb2.LoraAdapter | None = None
+) -> weights_pb2.WeightManifest:
+    """The manifest of `weights` in their order, consuming the iterator; meta tensors will do. With `adapter` they are LoRA tensors by peft's names.
 
     InvalidInputError for a name that comes twice (a tied tensor is sent once) or a dtype outside the contract.
     """
-    manifest = weights_pb2.WeightManifest(bucket_bytes=bucket_bytes)
+    manifest = weights_pb2.WeightManifest(bucket_bytes=bucket_bytes, adapter=adapter)
     for name, tensor in weights:
         if tensor.dtype not in _CODES:
             raise InvalidInputError(f"{name}: dtype {tensor.dtype} does not travel on the weight channel; publish in one of {sorted(map(str, _CODES))}")
@@ -86,6 +88,8 @@ def validate_manifest(manifest: weights_pb2.WeightManifest) -> None:
         seen.add(spec.name)
     if not seen or manifest.bucket_bytes <= 0:
         raise InvalidInputError("the weight manifest is empty or has no bucket size")
+    if manifest.HasField("adapter") and (manifest.adapter.rank <= 0 or not manifest.adapter.alpha > 0):
+        raise InvalidInputError(f"the weight manifest's adapter has rank {manifest.adapter.rank} and alpha {manifest.adapter.alpha}; both are positive")
 
 
 def plan_buckets(manifest: weights_pb2.WeightManifest) -> list[Bucket]:

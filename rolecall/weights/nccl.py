@@ -112,7 +112,7 @@ class NcclChannel:
         """As in Channel."""
         deadline = time.monotonic() + timeout_s
         self._stream.wait_stream(torch.cuda.current_stream(self.device))  # the bucket is packed there
-        with self._lock, torch.cuda.device(self.device):
+        with self._lock, torch.cuda.device(self.device):  # bounded: held for calls that only enqueue
             if self._comm is not None:
                 self._library.broadcast(bucket, self._comm, self._stream)
         self._settle(deadline, f"a bucket took more than {timeout_s:g} s")
@@ -132,7 +132,7 @@ class NcclChannel:
 
     def close(self) -> None:
         """As in Channel. A communicator that was not used up must be aborted, never destroyed: destroying waits for the peers."""
-        with self._lock:
+        with self._lock:  # bounded: held for calls that do not wait for peers
             comm, self._comm = self._comm, None
             if comm is not None:
                 self._library.abort(comm)
@@ -143,7 +143,7 @@ class NcclChannel:
 
     def _is_settled(self) -> bool:
         failure: ChannelBrokenError | None = None
-        with self._lock:
+        with self._lock:  # bounded: held for calls that do not wait for peers
             if self._comm is not None:
                 try:
                     return self._library.is_settled(self._comm)

@@ -119,11 +119,12 @@ class Publisher:
             message = f"policy version {policy_version} did not reach every receiver (fewest buckets: ranks {late}): {error.message}"
             raise type(error)(message, ranks=",".join(map(str, late))) from error
 
-    def abort(self, reason: str) -> None:
-        """Breaks the open epoch from any thread: whoever waits in a transfer of it, here or at a receiver, gets ChannelBrokenError soon. Idempotent."""
+    def abort(self, reason: str, epoch: int | None = None) -> None:
+        """Breaks the open epoch, if it is `epoch` (None: whichever), from any thread: whoever waits in a transfer of it, here or at a receiver, gets
+        ChannelBrokenError soon. Idempotent."""
         with self._lock:
             rendezvous = self._rendezvous
-        if rendezvous is not None:
+        if rendezvous is not None and epoch in (None, rendezvous.epoch):
             rendezvous.abort(reason)
 
     def close(self) -> None:
@@ -139,7 +140,7 @@ class Publisher:
             if time.monotonic() > self._meeting_deadline + _MEETING_GRACE_S:
                 rendezvous.abort("the ranks did not meet in time")
             rendezvous.check()
-        return meeting.result()
+        return meeting.result()  # bounded: it is done
 
     def _meet(self, channel: "Future[Channel]", rendezvous: Rendezvous, world_size: int, backend: Literal["gloo", "nccl"], timeout_s: float) -> None:
         try:

@@ -1,6 +1,6 @@
 """The receiver: the rollout's end of the weight channel, inside vLLM's worker process.
 
-Owns the registered `WeightTransferEngine` ("rolecall"), its coverage check, the repairs that vLLM's reload needs on CPUs, and the state of the weights. It
+Owns the registered `WeightTransferEngine` ("rolecall") and the state of the weights; how they get into the engine is reload.py's and adapter.py's. It
 never decides to serve: whoever drives it compares the report with the actor's and resumes. Only a process that runs vLLM imports this file.
 
 Usage, by the rollout service (one `AsyncLLM`; every worker of it, i.e. every TP rank, takes a rank of its own):
@@ -26,18 +26,15 @@ engine either.
 """
 
 import asyncio
-import ctypes
 import logging
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -51,18 +48,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateRequest,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from rolecall import errors
 from rolecall.errors import ChannelBrokenError, DeadlineError, RoleCallError, StaleEpochError, StaleVersionError, TornWeightsError, WeightsMismatchError
+from rolecall.lifeline import die_with_parent, parent_of
+from rolecall.training.device import wait_for
 from rolecall.v1 import weights_pb2
+from rolecall.weights import adapter, reload
 from rolecall.weights.channel import Channel, join
-from rolecall.weights.coverage import Coverage
 from rolecall.weights.rendezvous import Rendezvous
 from rolecall.weights.transfer import Reception, Transferred, agreed_manifest
 
@@ -117,8 +110,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
     """One worker's end. A transfer happens wholly inside `receive_weights`, so that no caller can leave a load half open; errors are kept in the report,
-    because
-    an exception would lose its type on the way out of vLLM and leave the worker inside an update."""
+    because an exception would lose its type on the way out of vLLM and leave the worker inside an update."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -221,47 +213,32 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
             )
         if not self._joined.done():
             raise ChannelBrokenError(f"epoch {info.epoch} of the weight channel is not joined yet")
-        return self._joined.result()
+        return self._joined.result()  # bounded: it is done
 
     def _load(self, channel: Channel, info: UpdateInfo) -> Transferred:
         if self._manifest is None:
             self._manifest = agreed_manifest(channel.rendezvous, info.bucket_timeout_s)
         reception = Reception(channel, self._manifest, info.bucket_timeout_s)
-        tied = _tied_groups(self.model)
-        _rebuild_moe_kernels(self.model, self.device)
-        initialize_layerwise_reload(self.model)
-        coverage = Coverage((name, parameter, get_tensor_load_numel(parameter)) for name, parameter in self.model.named_parameters(remove_duplicate=False))
-        failure: Exception | None = None
-        whole = False
-        try:
-            for named in reception:
-                if failure is None:
-                    failure = self._load_bucket(named, coverage)
-            missing = _missing(coverage, tied)
-            if failure is not None or missing:
-                raise TornWeightsError(_why(failure, missing)) from failure
-            whole = True
-        finally:
-            if not whole:
-                _forget_loads(self.model)
-            with _without_false_alarms():
-                finalize_layerwise_reload(self.model, self.model_config)
-        _repack_tied_heads(self.model, tied)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return reception.result()
+        if self._manifest.HasField("adapter") or self.vllm_config.lora_config is not None:
+            self._load_adapter(reception, self._manifest)
+        else:
+            reload.load_model(self.model, self.model_config, self.device, reception)
+        wait_for(self.device)
+        return reception.result()  # bounded: counts what has arrived, waits for nothing
 
-    def _load_bucket(self, named: list[tuple[str, torch.Tensor]], coverage: Coverage) -> Exception | None:
-        """Loads one bucket; what vLLM's loaders raise (any type) is returned, so that the remaining buckets are taken off the channel and no peer has to wait
-        for this worker.
-        """
+    def _load_adapter(self, reception: Reception, manifest: weights_pb2.WeightManifest) -> None:
+        """Installs the adapter once all of it has arrived: it is small."""
+        tensors = {name: tensor for named in reception for name, tensor in named}
+        if not manifest.HasField("adapter") or self.vllm_config.lora_config is None:
+            sent, taken = ("an adapter", "whole models") if manifest.HasField("adapter") else ("a whole model", "adapters")
+            raise TornWeightsError(f"the actor publishes {sent} and this engine takes {taken}; give both the same actor.lora")
         try:
-            with coverage.watch():
-                self.model.load_weights(named)
+            adapter.install(self.model, manifest.adapter, tensors)
+        except RoleCallError:
+            raise
         except Exception as error:  # an edge: vLLM's loaders raise whatever they like
-            log.exception("loading %s .. %s failed", named[0][0], named[-1][0])
-            return error
-        return None
+            log.exception("installing the adapter failed")
+            raise TornWeightsError(f"vLLM could not load the adapter: {type(error).__name__}: {error}") from error
 
 
 class WorkerExtension:
@@ -272,6 +249,10 @@ class WorkerExtension:
     def weights_joined(self) -> dict[str, Any]:
         """As Receiver.joined."""
         return self._weights_receiver().joined()
+
+    def receive_adapter(self, **info: Any) -> None:
+        """As Receiver.receive_weights, outside of vLLM's own update of weights, which ends by dropping every adapter."""
+        self._weights_receiver().receive_weights(UpdateInfo(**info))
 
     def weights_report(self) -> dict[str, Any]:
         """As Receiver.report."""
@@ -309,17 +290,27 @@ class Engine(Protocol):
 
 
 async def open_channel(
-    llm: Engine, *, epoch: int, address: str, rank: int, world_size: int, timeout_s: float, backend: Literal["gloo", "nccl"] = "gloo"
+    llm: Engine,
+    *,
+    epoch: int,
+    address: str,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    backend: Literal["gloo", "nccl"] = "gloo",
+    on_answer: Callable[[], None] = lambda: None,
 ) -> int:
     """Joins epoch `epoch` with every worker, the first as `rank`, and returns how many ranks the replica took once all ranks of the epoch have met.
 
-    Requests go on meanwhile. StaleEpochError, ChannelBrokenError, DeadlineError.
+    Requests go on meanwhile. `on_answer` is called whenever the workers have answered: they live, whoever else may be late. StaleEpochError,
+    ChannelBrokenError, DeadlineError.
     """
     deadline = time.monotonic() + timeout_s + 1.0
     info = InitInfo(epoch=epoch, address=address, rank=rank, world_size=world_size, timeout_s=timeout_s, backend=backend)
     await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=asdict(info)))
     while True:
         workers = await llm.collective_rpc("weights_joined")
+        on_answer()
         for worker in workers:
             _raise(worker["error"])
         if all(worker["done"] for worker in workers):
@@ -329,17 +320,20 @@ async def open_channel(
         await asyncio.sleep(_JOIN_POLL_S)
 
 
-async def receive_version(llm: Engine, *, epoch: int, policy_version: int, bucket_timeout_s: float) -> Report:
+async def receive_version(llm: Engine, *, epoch: int, policy_version: int, bucket_timeout_s: float, is_adapter: bool = False) -> Report:
     """Receives and loads one version over the joined epoch, concurrently with the actor's publish. Requests must be paused and stay paused until the report
-    was compared.
+    was compared. `is_adapter`: the engine was started with LoRA, so that its base stays and the adapter is replaced.
 
     StaleEpochError, StaleVersionError, ChannelBrokenError before anything was touched; TornWeightsError when a worker's load did not finish;
     WeightsMismatchError when the workers of the replica differ.
     """
-    await llm.start_weight_update()
-    info = UpdateInfo(epoch=epoch, policy_version=policy_version, bucket_timeout_s=bucket_timeout_s)
-    await llm.update_weights(WeightTransferUpdateRequest(update_info=asdict(info)))
-    await llm.finish_weight_update()
+    info = asdict(UpdateInfo(epoch=epoch, policy_version=policy_version, bucket_timeout_s=bucket_timeout_s))
+    if is_adapter:
+        await llm.collective_rpc("receive_adapter", kwargs=info)
+    else:
+        await llm.start_weight_update()
+        await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await llm.finish_weight_update()
     reports = await llm.collective_rpc("weights_report")
     for report in reports:
         if report["error"] is not None and report["state"] == "torn":
@@ -365,89 +359,13 @@ def _wire_error(error: RoleCallError | None) -> list[str] | None:
 _BY_REASON: dict[str, type[RoleCallError]] = {kind.reason: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, RoleCallError)}
 
 
-def _tied_groups(model: torch.nn.Module) -> list[list[str]]:
-    """Names of one and the same parameter, for each that has several."""
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    return [names for names in groups.values() if len(names) > 1]
-
-
-def _missing(coverage: Coverage, tied: list[list[str]]) -> dict[str, tuple[int, int]]:
-    """What `coverage` misses, where a tied parameter is whole when it is under any of its names: after the reload they are one memory again."""
-    missing = coverage.missing()
-    for names in tied:
-        if any(name not in missing for name in names):
-            missing = {name: counts for name, counts in missing.items() if name not in names}
-    return missing
-
-
-def _why(failure: Exception | None, missing: dict[str, tuple[int, int]]) -> str:
-    if failure is not None:
-        return f"vLLM could not load a tensor: {type(failure).__name__}: {failure}"
-    parts = [f"{name} got {written} of {expected} elements" for name, (written, expected) in list(missing.items())[:5]]
-    more = f" and {len(missing) - 5} parameters more" if len(missing) > 5 else ""
-    return f"the transfer did not cover the engine: {'; '.join(parts)}{more}; the model and the actor's export disagree"
-
-
-@contextmanager
-def _without_false_alarms() -> Iterator[None]:
-    """Silences vLLM's warning of layers that nothing was loaded into: it means rotary tables and tied heads at every publish, and what is really missing was
-    found by coverage.
-    """
-
-    def other(record: logging.LogRecord) -> bool:
-        return "Failed to load weights" not in record.msg
-
-    reload_log = logging.getLogger(finalize_layerwise_reload.__module__)
-    reload_log.addFilter(other)
-    try:
-        yield
-    finally:
-        reload_log.removeFilter(other)
-
-
-def _forget_loads(model: torch.nn.Module) -> None:
-    """Makes the reload fall back to the tensors that incomplete layers had, instead of building them out of memory that nobody wrote: the engine lives, and
-    the next full load heals it.
-    """
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        if info.can_load():
-            info.load_numel = 0
-            info.loaded_weights.clear()
-
-
-def _rebuild_moe_kernels(model: torch.nn.Module, device: torch.device) -> None:
-    """Repair 1, CPUs: an expert layer repacks its weights only while it builds its kernel, and would go on computing with the old packed copy."""
-    if device.type != "cpu":
-        return
-    for module in model.modules():
-        if isinstance(module, RoutedExperts):
-            module.quant_method.moe_kernel = None
-
-
-def _repack_tied_heads(model: torch.nn.Module, tied: list[list[str]]) -> None:
-    """Repair 2, CPUs: a tied head shares the embedding's memory and yet computes with a packed copy of its own, which the reload of the embedding does not
-    renew.
-    """
-    for name in (name for names in tied for name in names):
-        module = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(module, ParallelLMHead) and isinstance(module.quant_method, UnquantizedEmbeddingMethod) and module.weight.device.type == "cpu":
-            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-
-
 def _die_with_parent() -> None:
     """Ends this process when the process that spawned it ends, however it ends. Only in a worker process of vLLM's: an engine inside the service is the
     service's affair.
     """
     parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it ended before the call
-        os.kill(os.getpid(), signal.SIGKILL)
+    if parent is not None and parent.pid is not None:
+        die_with_parent(parent.pid)
 
 
 def _end_orphaned_engine() -> None:
@@ -456,14 +374,10 @@ def _end_orphaned_engine() -> None:
     Where workers are processes of their own (always on CPUs, and with several GPUs) the core stands between the service and them and imports nothing of ours.
     """
     core = os.getppid()
-    service = _parent_of(core)
-    while _parent_of(core) == service:
+    service = parent_of(core)
+    while parent_of(core) == service:
         time.sleep(_PARENT_WATCH_S)
     os.kill(core, signal.SIGKILL)
-
-
-def _parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 _die_with_parent()

@@ -91,7 +91,7 @@ class Rendezvous:
 
     def on_broken(self, callback: Callable[[], None]) -> None:
         """Calls `callback` once when the epoch breaks, from the thread that learns it; at once when it already has."""
-        with self._lock:
+        with self._lock:  # bounded: the callbacks only set flags
             if self._broken is None:
                 self._callbacks.append(callback)
                 return
@@ -193,5 +193,5 @@ class Rendezvous:
 def local_address(host: str) -> str:
     """The address of the interface from which this machine reaches `host`."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
+        probe.connect((host, 9))  # bounded: a datagram socket sends nothing here
         return str(probe.getsockname()[0])

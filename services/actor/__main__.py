@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from rolecall import telemetry
-from rolecall.rpc.process import ServiceArgs, parse_args, run, stop_requested
+from rolecall.rpc.process import ServiceArgs, parse_args, run
 from rolecall.settings import rank_of_process
 
 
@@ -21,7 +21,7 @@ async def _serve(args: ServiceArgs) -> None:
     from rolecall.store.sealed import read_ctl, read_sealed
     from rolecall.training.fence import Fence
     from rolecall.training.front import TrainerFront
-    from rolecall.training.host import host, make_server
+    from rolecall.training.host import follow, host, load, make_server
     from rolecall.training.lane import Lane
     from rolecall.v1 import actor_pb2_grpc, controller_pb2
     from services.actor.engine import build
@@ -30,15 +30,14 @@ async def _serve(args: ServiceArgs) -> None:
     settings, section = args.settings, args.settings.actor
     connection = await asyncio.to_thread(connect, settings.store)
     if rank_of_process()[0] > 0:
-        stop_requested()  # a follower leaves when rank 0 says so, not at a signal
-        await asyncio.to_thread(lambda: build(settings, connection).follow())
+        await follow(args, lambda vitals: build(settings, connection, vitals))
         return
     lane = Lane()
-    engine = await lane.run(lambda: build(settings, connection), "loading the model")
+    engine = await load(args, lane, lambda vitals: build(settings, connection, vitals))
     fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
     consumer = f"{args.worker}.{args.incarnation}"
     front = TrainerFront(engine, lambda step: read_sealed(connection, settings.run.name, step), lane, fence, section.token_budget, consumer)
-    server = make_server(settings, section)
+    server = make_server(settings, section, "actor")
     server.add(actor_pb2_grpc.add_ActorServiceServicer_to_server, ActorServicer(engine, front), "rolecall.v1.ActorService")
     await host(args, section, controller_pb2.ROLE_ACTOR, server, front, on_drain=lambda: asyncio.to_thread(engine.close))
 

@@ -1,4 +1,4 @@
-"""What the actor derives from the run's settings. The sections themselves are in rolecall/settings.py."""
+"""What the actor derives from the run's settings. The sections themselves are in rolecall/settings/."""
 
 from typing import Literal
 

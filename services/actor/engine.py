@@ -12,7 +12,7 @@ import torch
 
 from rolecall.algorithms.correction import mismatch
 from rolecall.errors import OutOfOrderError, StaleVersionError
-from rolecall.settings import RunSettings
+from rolecall.settings import ACTOR_BASE, RunSettings
 from rolecall.store.connection import Connection
 from rolecall.telemetry import Metrics
 from rolecall.training.applied import Applied
@@ -22,9 +22,10 @@ from rolecall.training.objectives import PolicyObjective, policy_columns
 from rolecall.training.packing import pack, unpack
 from rolecall.training.ranks import start_bench
 from rolecall.training.share import Bench, Minibatch, read_share
-from rolecall.training.steps import Counted, optimize, per_update
+from rolecall.training.steps import Counted, Effort, optimize, per_update
 from rolecall.training.trainer import TrainerRanks
-from rolecall.trajectory import seed_of
+from rolecall.training.vitals import UNWATCHED, Vitals
+from rolecall.trajectory import reference_column, seed_of
 from rolecall.v1 import actor_pb2, command_pb2, weights_pb2
 from rolecall.v1.command_pb2 import TrainerCommand
 from rolecall.v1.trajectory_pb2 import TrainBatch
@@ -36,6 +37,8 @@ from services.actor import config
 ON_POLICY = "on_policy"
 """Derived column: 1 on the sampled tokens of a trajectory that was sampled wholly with the weights it is trained from."""
 OLD = "old_logprobs"
+BASE = reference_column(ACTOR_BASE)
+"""Logprobs of the actor's own model without its adapters: computed here, never stored."""
 _SUMS = ("actor/loss", "actor/policy_loss")
 
 
@@ -55,13 +58,13 @@ class PolicySteps:
 
     def apply(self, bench: Bench, batch: TrainBatch, applied: Applied, progress: Progress) -> tuple[Metrics, int]:
         """StepRecipe.apply."""
-        started = time.perf_counter()
+        started, effort = time.perf_counter(), Effort(bench)
         section = self._algorithm
         versions = frozenset(version for version, step in applied.published.items() if step == batch.step)
         share = read_share(
             bench,
             batch,
-            [*(name for name in policy_columns(section) if name != OLD), "policy_versions"],
+            [*(name for name in policy_columns(section) if name not in (OLD, BASE)), "policy_versions"],
             section.num_minibatches,
             seed_of(self._seed, batch.step, 0),
             optional=OLD,
@@ -70,9 +73,14 @@ class PolicySteps:
         read_s = time.perf_counter() - started
         first, *later = share.minibatches
         ahead = [microbatch for minibatch in later if not minibatch.has(OLD) for microbatch in minibatch.microbatches]
-        counted = Counted(progress, len(share.microbatches) * section.num_epochs + len(ahead))
+        num_base = len(share.microbatches) if BASE in policy_columns(section) else 0
+        counted = Counted(progress, len(share.microbatches) * section.num_epochs + len(ahead) + num_base)
         _add_old_logprobs(bench, later, ahead)
         counted.advance(len(ahead))
+        if BASE in policy_columns(section):
+            for minibatch in share.minibatches:
+                minibatch.add_column(BASE, _logprobs(bench.engine.forward(minibatch.microbatches, base=True)))
+                counted.advance(len(minibatch.microbatches))
         kept: list[torch.Tensor] = []
 
         def objective(minibatch: Minibatch) -> Loss:
@@ -91,12 +99,11 @@ class PolicySteps:
         _add_mismatch(metrics, [microbatch for microbatch in share.microbatches if microbatch.lengths])
         if bench.group.leads:
             metrics.mean("actor/read_s", read_s)
-            metrics.mean("actor/tokens_per_s", share.num_tokens / (time.perf_counter() - started))
-            metrics.sum("actor/tokens", share.num_tokens)
+        effort.add_to(metrics, "actor", share.num_tokens)
         return metrics, skipped
 
 
-def build(settings: RunSettings, connection: Connection) -> "ActorEngine":
+def build(settings: RunSettings, connection: Connection, vitals: Vitals = UNWATCHED) -> "ActorEngine":
     """This rank's engine, its model loaded; a collective. ConfigError."""
     engine, bench = start_bench(
         settings,
@@ -105,7 +112,9 @@ def build(settings: RunSettings, connection: Connection) -> "ActorEngine":
         path=settings.model.path,
         head="policy",
         optimizer=settings.actor.optimizer,
+        lora=settings.actor.lora,
         total_steps=config.num_optimizer_steps(settings),
+        vitals=vitals,
     )
     return ActorEngine(settings, bench, engine, engine.num_parameters)
 
@@ -117,7 +126,9 @@ class ActorEngine(TrainerRanks):
         """A collective: the manifest is made by gathering every parameter once."""
         super().__init__(bench, PolicySteps(settings), state, num_parameters)
         self._settings = settings
-        self._manifest = build_manifest(bench.engine.named_weights(), settings.weights.bucket_bytes)
+        lora = settings.actor.lora
+        adapter = weights_pb2.LoraAdapter(rank=lora.rank, alpha=lora.alpha) if lora is not None else None
+        self._manifest = build_manifest(bench.engine.named_weights(), settings.weights.bucket_bytes, adapter)
         self._publisher = Publisher(bench.device) if bench.group.leads else None
 
     def open_channel(self, request: weights_pb2.OpenWeightChannelRequest) -> str:
@@ -135,22 +146,27 @@ class ActorEngine(TrainerRanks):
             raise StaleVersionError(f"version {request.policy_version} is not higher than {self.applied.policy_version}; versions never go back")
         token_ids = decode_tensor(request.probe.token_ids, "probe.token_ids").astype("<i4") if request.HasField("probe") else np.zeros(0, "<i4")
         command = command_pb2.PublishCommand(policy_version=request.policy_version, probe_token_ids=token_ids.tobytes())
-        self.group.announce(TrainerCommand(publish=command))
-        probe = self._begin_publish(command)
+        probe = self._lead(TrainerCommand(publish=command), lambda: self._begin_publish(command))
         self.applied = self.applied.after_publish(request.policy_version)
-        sent = self._publisher.publish(
-            self.bench.engine.named_weights(),
-            self._manifest,
-            epoch=request.epoch,
-            policy_version=request.policy_version,
-            bucket_timeout_s=request.bucket_timeout_s,
-        )
+        with self.bench.memory.phase("publish"):
+            sent = self._publisher.publish(
+                self.bench.engine.named_weights(),
+                self._manifest,
+                epoch=request.epoch,
+                policy_version=request.policy_version,
+                bucket_timeout_s=request.bucket_timeout_s,
+            )
         fingerprints = [
             weights_pb2.Fingerprint(name=parameter.name, value=value) for parameter, value in zip(self._manifest.parameters, sent.fingerprints, strict=True)
         ]
         return actor_pb2.PublishWeightsResponse(
             fingerprints=fingerprints, digest=sent.digest, probe=probe, num_bytes=sent.num_bytes, transfer_s=sent.transfer_s
         )
+
+    def abort_publish(self, epoch: int, reason: str) -> None:
+        """service.ActorEngine.abort_publish; on rank 0, from any thread."""
+        assert self._publisher is not None
+        self._publisher.abort(reason, epoch)
 
     def obey(self, command: TrainerCommand) -> None:
         """TrainerRanks.obey, and publishing."""
@@ -159,8 +175,9 @@ class ActorEngine(TrainerRanks):
             return
         self._begin_publish(command.publish)
         self.applied = self.applied.after_publish(command.publish.policy_version)
-        for _ in self.bench.engine.named_weights():  # gathering is a collective; rank 0 sends
-            pass
+        with self.bench.memory.phase("publish"):
+            for _ in self.bench.engine.named_weights():  # gathering is a collective; rank 0 sends
+                pass
 
     def close(self) -> None:
         """Ends the weight channel; from any thread."""
@@ -173,7 +190,7 @@ class ActorEngine(TrainerRanks):
         if not token_ids.size:
             return None
         row: dict[str, Array] = {"token_ids": token_ids, "response_mask": np.ones(token_ids.shape, np.uint8)}
-        (outputs,) = self.bench.engine.forward([pack([row] if self.group.leads else [], (), temperature=1.0, device=self.bench.device)])
+        (outputs,) = self.bench.engine.forward([pack([row] if self.group.slot == 0 else [], (), temperature=1.0, device=self.bench.device)])
         assert isinstance(outputs, TokenOutputs)
         if not self.group.leads:
             return None
@@ -191,8 +208,12 @@ def _add_old_logprobs(bench: Bench, minibatches: Sequence[Minibatch], ahead: Seq
     """Computes old_logprobs of the microbatches `ahead`, all those of `minibatches` or none, before the first update; a collective."""
     outputs = iter(bench.engine.forward(ahead))
     for minibatch in minibatches if ahead else ():
-        computed = [next(outputs) for _ in minibatch.microbatches]
-        minibatch.add_column(OLD, [each.logprobs_N for each in computed if isinstance(each, TokenOutputs) and each.logprobs_N.numel()])
+        minibatch.add_column(OLD, _logprobs([next(outputs) for _ in minibatch.microbatches]))
+
+
+def _logprobs(outputs: Sequence[TokenOutputs | ValueOutputs]) -> list[torch.Tensor]:
+    """Of the microbatches that are not empty."""
+    return [each.logprobs_N for each in outputs if isinstance(each, TokenOutputs) and each.logprobs_N.numel()]
 
 
 def _keeping(policy: Loss, kept: list[torch.Tensor]) -> Loss:

@@ -21,6 +21,9 @@ class ActorEngine(TrainerEngine, Protocol):
     def publish(self, request: actor_pb2.PublishWeightsRequest) -> actor_pb2.PublishWeightsResponse:
         """Sends the weights. OutOfOrderError, StaleEpochError, StaleVersionError, ChannelBrokenError."""
 
+    def abort_publish(self, epoch: int, reason: str) -> None:
+        """Ends what is sent, or about to be, over `epoch`; called beside the lane. Does not wait for a peer."""
+
 
 class ActorServicer(actor_pb2_grpc.ActorServiceServicer):
     """One call of the front or the engine per method."""
@@ -42,10 +45,18 @@ class ActorServicer(actor_pb2_grpc.ActorServiceServicer):
 
     async def PublishWeights(self, request: actor_pb2.PublishWeightsRequest, context: Context) -> actor_pb2.PublishWeightsResponse:
         self._front.fence.check(request.ctl)
-        return await self._front.lane.run(lambda: self._engine.publish(request), "publishing")
+        try:
+            return await self._front.lane.run(lambda: self._engine.publish(request), "publishing")
+        except asyncio.CancelledError:
+            # Nobody waits for it any more: the controller left or makes it again. Whoever is stuck in it, here or at a receiver, must be freed.
+            asyncio.get_running_loop().run_in_executor(None, self._engine.abort_publish, request.epoch, "its caller left")
+            raise
 
-    async def SaveCheckpoint(self, request: training_pb2.SaveTrainerCheckpointRequest, context: Context) -> training_pb2.SaveTrainerCheckpointResponse:
-        return await self._front.save(request)
+    async def SaveCheckpoint(
+        self, request: training_pb2.SaveTrainerCheckpointRequest, context: Context
+    ) -> AsyncIterator[training_pb2.SaveTrainerCheckpointResponse]:
+        async for response in self._front.save(request):
+            yield response
 
     async def LoadCheckpoint(self, request: training_pb2.LoadTrainerCheckpointRequest, context: Context) -> training_pb2.LoadTrainerCheckpointResponse:
         return await self._front.load(request)

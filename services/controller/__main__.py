@@ -34,7 +34,7 @@ async def serve_controller(args: ServiceArgs) -> None:
     settings.run.dir.mkdir(parents=True, exist_ok=True)
     engine = ControllerEngine(settings)
     try:
-        server = Server(settings.rpc, bind)
+        server = Server(settings.rpc, bind, setting="controller.bind")
         service_name = controller_pb2.DESCRIPTOR.services_by_name["ControllerService"].full_name
         server.add(controller_pb2_grpc.add_ControllerServiceServicer_to_server, ControllerServicer(engine), service_name)
         await server.start()

@@ -45,7 +45,8 @@ class AdmissionPolicy:
         if len(ready) < self.groups_per_batch:
             return None
         chosen = sorted(ready)[: self.groups_per_batch]
-        left = sorted(step for gid, step in live.items() if gid not in set(chosen))
+        taken = set(chosen)
+        left = [step for gid, step in live.items() if gid not in taken]
         for j in range(batch, batch + self.max_staleness + 1):
             due = sum(step <= j - self.max_staleness for step in left)
             if due > (j - batch) * self.groups_per_batch:

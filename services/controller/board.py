@@ -5,7 +5,6 @@ Owns no decision: the loop writes the state and obeys the requests, the servicer
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 
 from rolecall.telemetry import Metrics
 from rolecall.v1 import controller_pb2
@@ -19,14 +18,6 @@ MAX_WATCH_INTERVAL_S = 1.0
 FINAL_STATES = (controller_pb2.RUN_STATE_DONE, controller_pb2.RUN_STATE_FAILED)
 
 
-@dataclass
-class CheckpointRequest:
-    """Someone waits for a checkpoint; all who ask before the next boundary share it."""
-
-    saved: asyncio.Future[tuple[str, int]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """(path, step) once committed."""
-
-
 class RunBoard:
     """State and requests of one run. Used from one event loop."""
 
@@ -37,9 +28,16 @@ class RunBoard:
         self.waiting_for = "the roles"
         self.step_metrics = Metrics()
         self.evaluation_metrics = Metrics()
+        self.evaluated_step = -1
+        """Steps applied at the last evaluation; -1 before the first."""
         self.stop_requested = False
         self.stop_with_checkpoint = False
-        self.checkpoint_request: CheckpointRequest | None = None
+        self.checkpoint_requests: list[asyncio.Future[tuple[str, int]]] = []
+        """Those who wait for a checkpoint of the next boundary, each for its (path, step)."""
+        self.steered = False
+        """Whether this process knows if people want a pause; else the store does."""
+        self.num_recoveries = 0
+        self.last_failure = ""
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._changed = asyncio.Event()
@@ -54,6 +52,12 @@ class RunBoard:
         self.waiting_for = what
         self._changed.set()
 
+    def start_over(self, failure: str) -> None:
+        """The loop starts over from the store, because of `failure`."""
+        self.num_recoveries += 1
+        self.last_failure = failure
+        self.move(controller_pb2.RUN_STATE_STARTING)
+
     def fail(self, error: str) -> None:
         """The run ends in an error."""
         self.error = error
@@ -66,11 +70,13 @@ class RunBoard:
 
     def pause(self) -> None:
         """Admit nothing from now on."""
+        self.steered = True
         self._resumed.clear()
         self._changed.set()
 
     def resume(self) -> None:
         """Admit again."""
+        self.steered = True
         self._resumed.set()
         self._changed.set()
 
@@ -80,11 +86,10 @@ class RunBoard:
         self.stop_with_checkpoint = self.stop_with_checkpoint or checkpoint
         self._changed.set()
 
-    def request_checkpoint(self) -> CheckpointRequest:
-        """Save at the next step boundary."""
-        if self.checkpoint_request is None:
-            self.checkpoint_request = CheckpointRequest()
-        return self.checkpoint_request
+    def request_checkpoint(self) -> "asyncio.Future[tuple[str, int]]":
+        """Save at the next step boundary; (path, step) once committed."""
+        self.checkpoint_requests.append(asyncio.get_running_loop().create_future())
+        return self.checkpoint_requests[-1]
 
     async def changes(self) -> AsyncIterator[None]:
         """Yields at once, then after every change and at least every MAX_WATCH_INTERVAL_S; ends after a final state."""

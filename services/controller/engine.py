@@ -10,10 +10,12 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 
-from rolecall.errors import DeadlineError, FencedError, RoleCallError, StoreUnavailableError, UnavailableError
+from rolecall.dataset import load_prompts
+from rolecall.errors import BudgetSpentError, DeadlineError, FencedError, RoleCallError, StoreUnavailableError, UnavailableError
 from rolecall.rpc.channel import open_channel
 from rolecall.scoring import open_client
 from rolecall.settings import RunSettings
+from rolecall.storage import open_storage
 from rolecall.store.connection import connect
 from rolecall.store.ledger import Ledger
 from rolecall.store.rows import Rows
@@ -26,9 +28,10 @@ from services.controller.board import RunBoard
 from services.controller.checkpoints import Checkpoints
 from services.controller.config import admission_policy
 from services.controller.evaluation import Evaluation, load_sets
+from services.controller.failures import RecoveryBudget, starts_over
 from services.controller.fleet import Fleet
 from services.controller.loop import Loop, Parts
-from services.controller.prompts import PromptRenderer, PromptSequence, load_prompts
+from services.controller.prompts import PromptRenderer, PromptSequence
 from services.controller.publish import PolicyPublisher
 from services.controller.recovery import Recovery
 from services.controller.scoring import GroupScorer
@@ -66,14 +69,14 @@ class ControllerEngine:
         }
         actor = ActorServiceStub(self._open("actor", settings.actor.address, "rolecall.v1.ActorService/ComputeLogprobs"))
         rows = Rows(self._connection, settings.run.name, settings.store.num_shards)
-        raw_prompts = load_prompts(settings.data.train, settings.data)
+        raw_prompts = load_prompts(settings.data.train, settings.data, settings.reward)
         critic = None
         if settings.critic is not None:
             stub = CriticServiceStub(self._open("critic", settings.critic.address, "rolecall.v1.CriticService/ComputeValues"))
             critic = CriticTrainer("critic", stub, settings.critic)
         self._reward = reward
         trainers = [Trainer("actor", actor, settings.actor), *([critic] if critic else [])]
-        checkpoints = Checkpoints(settings.run.dir / "checkpoints", settings.run.keep_checkpoints)
+        checkpoints = Checkpoints(open_storage(settings.run.checkpoints), settings.run.keep_checkpoints)
         self._parts = Parts(
             settings=settings,
             ledger=self._ledger,
@@ -119,35 +122,59 @@ class ControllerEngine:
         try:
             async with asyncio.TaskGroup() as tasks:
                 helpers = [tasks.create_task(self._beat()), tasks.create_task(self._fleet.watch())]
-                await self._wait_for_roles()
-                await Loop(self._parts, ctl).run()
+                await self._run_to_its_end(ctl)
                 for helper in helpers:
                     helper.cancel()
         except BaseExceptionGroup as group:
             raise first_error(group) from group
 
-    async def _wait_for_roles(self) -> None:
-        """Returns when every role answers. DeadlineError names those that did not within controller.start_timeout_s."""
-        missing = {"reward", *self._references, *(trainer.name for trainer in self._parts.trainers)}
-        timeout_s = self._settings.controller.start_timeout_s
+    async def _run_to_its_end(self, ctl: int) -> None:
+        """Runs the loop, and starts it over from the store as often as failures.py allows."""
+        budget = RecoveryBudget(self._settings.controller)
+        while True:
+            try:
+                if await self._wait_for_roles():
+                    await Loop(self._parts, ctl).run()
+                return
+            except RoleCallError as error:
+                if not starts_over(error):
+                    raise
+                budget.spend(error, self._board.step)
+                logger.warning("starting over from the store after step %d: %s", self._board.step, error.message)
+                self._board.start_over(error.message)
+            await self._threads.settle()
+
+    async def _wait_for_roles(self) -> bool:
+        """True when the store and every role answer, false when a stop is asked for meanwhile. BudgetSpentError names those that did not in time."""
+        controller, recovering = self._settings.controller, self._board.num_recoveries > 0
+        name, timeout_s = ("stall_timeout_s", controller.stall_timeout_s) if recovering else ("start_timeout_s", controller.start_timeout_s)
+        missing = {"store", "reward", "rollouts", *self._references, *(trainer.name for trainer in self._parts.trainers)}
         try:
             async with asyncio.timeout(timeout_s):
                 while missing:
                     self._board.wait_for(", ".join(sorted(missing)))
-                    for name in sorted(missing):
-                        if await self._answers(name):
-                            missing.discard(name)
+                    if self._board.stop_requested:
+                        return False
+                    missing = {role for role in missing if not await self._answers(role)}
                     await asyncio.sleep(ROLE_POLL_S if missing else 0)
-                self._board.wait_for("the rollouts")
-                await self._fleet.wait_for_rollouts(max(1, self._settings.rollout.num_replicas), timeout_s)
         except TimeoutError as error:
-            raise DeadlineError(
-                f"{', '.join(sorted(missing)) or 'the rollouts'} did not come up within controller.start_timeout_s = {timeout_s:.0f} s"
-            ) from error
+            raise BudgetSpentError(f"{', '.join(sorted(missing))} did not come up within controller.{name} = {timeout_s:.0f} s; see their logs") from error
+        return True
+
+    async def _enough_rollouts(self) -> bool:
+        """A run starts with all its local replicas; one that goes on does so with the first, and the others join at a step boundary."""
+        number = len(self._fleet.rollouts())
+        return number >= max(1, self._settings.rollout.num_replicas) or (number > 0 and (await self._threads.call(self._ledger.position)).published_step >= 0)
 
     async def _answers(self, name: str) -> bool:
+        if self._fleet.is_lost(name):
+            return False
         try:
-            if name == "reward":
+            if name == "store":
+                await self._threads.call(self._ledger.position)
+            elif name == "rollouts":
+                return await self._enough_rollouts()
+            elif name == "reward":
                 await self._reward.describe()
             elif name in self._references:
                 await self._references[name].GetInfo(reference_pb2.GetReferenceInfoRequest())
@@ -158,9 +185,12 @@ class ControllerEngine:
         return True
 
     async def _beat(self) -> None:
-        """The controller's own heartbeat in the store: runs until cancelled. FencedError when another controller took the run."""
+        """The controller's own heartbeat in the store, outages of which it outlives: runs until cancelled. FencedError when another controller took the run."""
         while True:
-            await self._threads.call(self._ledger.beat)
+            try:
+                await self._threads.call(self._ledger.beat)
+            except StoreUnavailableError as error:
+                logger.warning("the store does not hear this controller: %s", error.message)
             await asyncio.sleep(self._settings.controller.lease_s / 5)
 
     async def close(self) -> None:
@@ -203,6 +233,8 @@ class ControllerEngine:
             metrics=[*board.step_metrics.to_proto(), *board.evaluation_metrics.to_proto()],
             error=board.error,
             waiting_for=board.waiting_for,
+            num_recoveries=board.num_recoveries,
+            last_failure=board.last_failure,
         )
 
     async def watch(self) -> AsyncIterator[controller_pb2.RunStatus]:
@@ -210,13 +242,19 @@ class ControllerEngine:
         async for _ in self._board.changes():
             yield await self.status()
 
-    def pause(self) -> None:
-        """Admit nothing more."""
+    async def pause(self) -> None:
+        """Admit nothing more, also after this controller was replaced."""
         self._board.pause()
+        await self._remember_pause()
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         """Admit again."""
         self._board.resume()
+        await self._remember_pause()
+
+    async def _remember_pause(self) -> None:
+        if self._ledger.ctl:  # before that the ledger's word is taken at the start
+            await self._threads.call(self._ledger.pause, self._board.paused)
 
     def stop(self, *, checkpoint: bool) -> None:
         """End after the step in progress."""
@@ -224,7 +262,8 @@ class ControllerEngine:
 
     async def save_checkpoint(self) -> tuple[str, int]:
         """(path, step) of a checkpoint made at the next step boundary. The caller's deadline bounds the wait."""
-        return await asyncio.shield(self._board.request_checkpoint().saved)
+        saved = self._board.request_checkpoint()
+        return await asyncio.shield(saved)  # bounded: by the caller's deadline
 
 
 def _address(section: str, address: str | None) -> str:

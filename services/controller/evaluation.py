@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from rolecall.errors import RoleCallError
+from rolecall.dataset import load_prompts
+from rolecall.errors import RoleCallError, UnavailableError
 from rolecall.scores import Score, score_item
 from rolecall.scoring import RewardClient
 from rolecall.settings import EvaluationSet, RunSettings
@@ -20,8 +21,9 @@ from rolecall.telemetry import Metrics
 from rolecall.trajectory import is_truncated
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.wire import Array
-from services.controller.fleet import Fleet, Rollout
-from services.controller.prompts import PromptRenderer, load_prompts
+from services.controller.fleet import Fleet
+from services.controller.liveness import Rollout
+from services.controller.prompts import PromptRenderer
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ def load_sets(settings: RunSettings, renderer: PromptRenderer) -> list[HeldOutSe
     """All configured sets. ConfigError as load_prompts; prompts that are too long are left out with a warning."""
     sets = []
     for name, section in settings.evaluation.sets.items():
-        rendered = [renderer.render(raw, 0) for raw in load_prompts(section.path, settings.data)[: section.max_prompts]]
+        rendered = [renderer.render(raw, 0) for raw in load_prompts(section.path, settings.data, settings.reward)[: section.max_prompts]]
         fitting = tuple(prompt for prompt in rendered if prompt is not None)
         if len(fitting) < len(rendered):
             logger.warning("evaluation set %s: %d prompts exceed data.max_prompt_tokens and are left out", name, len(rendered) - len(fitting))
@@ -90,6 +92,10 @@ class Evaluation:
                 request = self._request(held_out, f"eval/{step}/{held_out.name}/{index}", prompt, policy_version)
                 try:
                     results[index] = [_Response(prompt, answer) async for answer in rollout.stub.Generate(request, timeout=timeout_s)]
+                except UnavailableError as error:
+                    logger.warning("%s leaves the evaluation: %s", rollout.consumer, error)
+                    queue.append((index, prompt))
+                    return
                 except RoleCallError as error:
                     logger.warning("evaluation prompt %s failed on %s: %s", request.id, rollout.consumer, error)
 

@@ -6,6 +6,7 @@ after it was admitted is the loop's affair.
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from rolecall.errors import StoreFullError
 from rolecall.settings import RunSettings
@@ -54,6 +55,8 @@ class Intake:
         self._admitted = 0
         self._next_gid = 0
         self._backlog: list[trajectory_pb2.Prompt] = []
+        self._recovered: tuple[int, tuple[trajectory_pb2.Prompt, ...]] = (0, ())
+        """The gid at which this loop went on, and the prompts that were to be admitted from there."""
         self._refused: list[Admission] = []
         self._changed = asyncio.Event()
         self.num_dropped = 0
@@ -66,10 +69,16 @@ class Intake:
         position = recovered.position
         self._admitted, self.num_dropped, self._next_gid = position.admitted, position.num_dropped, position.next_gid
         self._backlog = list(recovered.backlog)
+        self._recovered = position.next_gid, recovered.backlog
         self.retained_bytes = recovered.retained_bytes
         self._prompts.move_to(Cursor.decode(position.cursor))
         for gid, published_step in recovered.live.items():
             self._assembly.admitted(gid, published_step)
+
+    def waiting(self, next_gid: int) -> Sequence[trajectory_pb2.Prompt]:
+        """Prompts of an older checkpoint that were not admitted again when `next_gid` was the next to be: each has its gid from the start."""
+        first_gid, prompts = self._recovered
+        return prompts[max(0, next_gid - first_gid) :]
 
     def wake(self) -> None:
         """There may be room: weights were published, a group was dropped, rows were freed, people resumed the run."""

@@ -1,21 +1,23 @@
 """The run, as the algorithm reads: admit, score as groups land, assemble, advantages, seal, train actor and critic, commit, publish, evaluate, checkpoint.
 
 Synchronous training is max_staleness = 0 of this loop. Four activities share one event loop: admission (intake.py), collection (each committed group is
-scored as it lands), the return of abandoned groups (leases.py) and the steps themselves. Every decision is in the store before it is acted on, so a
-controller that starts again goes on from there.
+scored as it lands), the return of abandoned groups (leases.py) and the steps themselves. Every decision is in the store before it is acted on, so a loop
+that starts over (engine.py, after the failure of a role or the store) goes on from there, in this process or another.
 """
 
 import asyncio
 import logging
-import time
-from collections.abc import Sequence
+from asyncio import FIRST_COMPLETED
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rolecall.algorithms.advantages import needs
-from rolecall.errors import BudgetSpentError, DeadlineError, RowMissingError, ScorerError
+from rolecall.errors import BudgetSpentError, DiskFullError, RoleCallError, RowMissingError, ScorerError, StoreRolledBackError
 from rolecall.settings import RunSettings
 from rolecall.store.budget import batch_bytes
 from rolecall.store.ledger import Ledger
+from rolecall.store.position import Overdelivered
 from rolecall.store.rows import Rows
 from rolecall.telemetry import Metrics, attached, export, tracer
 from rolecall.v1 import controller_pb2, training_pb2, trajectory_pb2
@@ -30,7 +32,8 @@ from services.controller.intake import Intake
 from services.controller.leases import Leases
 from services.controller.prompts import PromptSequence
 from services.controller.publish import PolicyPublisher
-from services.controller.recovery import Recovery
+from services.controller.recovery import Recovery, encode_prompts
+from services.controller.saving import NO_ROOM, CheckpointSaver
 from services.controller.scoring import GroupScorer
 from services.controller.tasks import first_error
 from services.controller.threads import StoreThreads
@@ -82,37 +85,90 @@ class Loop:
         self._ctl = ctl
         self._assembly = Assembly(parts.policy)
         self._intake = Intake(parts.settings, parts.ledger, parts.threads, parts.prompts, parts.policy, parts.publisher, parts.board, self._assembly)
+        self._background: set[asyncio.Task[None]] = set()
         self._step = 0
+        self._saver = CheckpointSaver(parts.trainers, parts.checkpoints, parts.threads, saved_step=0)
         self._filtered_in_step = 0
+        self._num_dead_letters = 0
+        self._spent: BudgetSpentError | None = None
+        self._budget_spent = asyncio.Event()
         self._step_metrics = Metrics()
         self._clock = measures.Stopwatch()
 
     async def run(self) -> None:
-        """Returns when the last step is done or a stop was asked for. Raises the error that ended the run."""
+        """Returns when the last step is done or a stop was asked for. Raises the error that ended the loop; BudgetSpentError after a checkpoint."""
         await self._recover()
-        await self._publish()
-        if self._step == 0:
-            await self._evaluate()
-        self._parts.board.move(controller_pb2.RUN_STATE_RUNNING)
+        try:
+            await self._between_steps()
+            self._parts.board.move(controller_pb2.RUN_STATE_RUNNING)
+            await self._run_activities()
+            await self._end()
+        finally:
+            await self._saver.cancel()
+
+    async def _run_activities(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                background = [tasks.create_task(self._intake.run()), tasks.create_task(self._collect(tasks)), tasks.create_task(self._reap())]
+                for activity in (self._intake.run(), self._collect(tasks), self._reap(), self._parts.fleet.trainer_lost()):
+                    self._in_background(tasks, activity)
                 await self._train()
-                for task in background:
+                for task in self._background:
                     task.cancel()
         except BaseExceptionGroup as group:
             raise first_error(group) from group
-        if self._step == self._settings.run.num_steps or self._parts.board.stop_with_checkpoint:
-            await self._checkpoint(final=True)
 
-    # --- where the last controller left off ---------------------------------------------------------------------------------------------------------
+    def _in_background(self, tasks: asyncio.TaskGroup, activity: Coroutine[Any, Any, None]) -> None:
+        """Runs `activity` until it or the training ends."""
+        task = tasks.create_task(activity)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _end(self) -> None:
+        if self._step == self._settings.run.num_steps or self._parts.board.stop_with_checkpoint or self._spent is not None:
+            try:
+                await self._last_checkpoint()
+            except RoleCallError as error:
+                if self._spent is None:
+                    raise
+                raise BudgetSpentError(f"{self._spent.message}; no checkpoint of step {self._step} could be saved: {error.message}") from error
+        if self._spent is not None:
+            raise self._spent
+
+    async def _last_checkpoint(self) -> None:
+        """Ends with a committed checkpoint of this step."""
+        try:
+            await self._saver.finish()
+        except NO_ROOM as error:
+            logger.warning("the checkpoint before the last could not be saved: %s", error.message)
+        if self._saver.saved_step != self._step or self._step == 0:
+            await self._checkpoint()
+            await self._saver.finish()
+
+    def _stop_for(self, error: BudgetSpentError) -> None:
+        """Ends the run at the next step boundary, with a checkpoint and `error`."""
+        self._spent = self._spent or error
+        self._budget_spent.set()
+
+    # --- where the last loop left off ---------------------------------------------------------------------------------------------------------------
 
     async def _recover(self) -> None:
-        """Takes the ledger's position, and the trainers to it."""
+        """Takes the ledger's position, and trainers and fleet to it."""
         recovered = await self._parts.recovery.run(self._ctl)
-        self._step = self._parts.board.step = recovered.position.step
-        self._parts.publisher.policy_version = recovered.policy_version
+        position, parts = recovered.position, self._parts
+        self._step = parts.board.step = position.step
+        self._saver.saved_step = self._saver.step = recovered.saved_step
+        parts.publisher.policy_version = recovered.policy_version
+        parts.publisher.step_of_version.update(recovered.step_of_version)
+        parts.scorer.num_failed_groups = position.dropped.get("scorer_error", 0)
+        self._num_dead_letters = position.dropped.get("over_delivered", 0)
         self._intake.start_from(recovered)
+        if parts.board.steered:  # perhaps before this process held the run
+            await parts.threads.call(parts.ledger.pause, parts.board.paused)
+        elif position.paused:
+            parts.board.pause()
+        attested = position.begun_version == position.policy_version == parts.publisher.policy_version
+        if recovered.is_actor_restored or not (attested and parts.publisher.holds(self._step)):
+            await self._publish()
 
     # --- groups that their worker gave up ---------------------------------------------------------------------------------------------------------
 
@@ -122,12 +178,26 @@ class Loop:
         leases = Leases(controller.lease_s)
         while True:
             for entry in leases.expired(await parts.threads.call(parts.ledger.pending)):
-                logger.warning("%s no longer renews entry %s; another rollout gets its group", entry.consumer, entry.entry_id)
-                await parts.threads.call(parts.ledger.reap, entry.consumer, entry.entry_id, controller.max_deliveries)
-            for gid in await parts.threads.call(parts.ledger.overdelivered):
-                logger.error("group %d failed %d times and is dropped; see the rollouts' logs", gid, controller.max_deliveries)
-                await self._drop(gid, (), "over_delivered", f"given to a rollout {controller.max_deliveries} times and never committed")
+                error = f"not renewed for {controller.lease_s:g} s"
+                logger.warning("entry %s of %s was %s; another rollout gets its group", entry.entry_id, entry.consumer, error)
+                await parts.threads.call(parts.ledger.reap, entry.consumer, entry.entry_id, controller.max_deliveries, error=error)
+            for group in await parts.threads.call(parts.ledger.overdelivered):
+                await self._bury(group)
             await asyncio.sleep(controller.lease_s / 4)
+
+    async def _bury(self, group: Overdelivered) -> None:
+        """A dead letter. BudgetSpentError ends the run when there are too many."""
+        controller = self._settings.controller
+        logger.error("group %d failed %d times and is dropped; the last: %s", group.gid, controller.max_deliveries, group.error)
+        await self._drop(group.gid, (), "over_delivered", f"given to a rollout {controller.max_deliveries} times and never committed; the last: {group.error}")
+        self._num_dead_letters += 1
+        if self._num_dead_letters > controller.max_dead_letters:
+            self._stop_for(
+                BudgetSpentError(
+                    f"{self._num_dead_letters} groups killed or failed every rollout they were given to, more than controller.max_dead_letters; "
+                    f"the last is group {group.gid}: {group.error}"
+                )
+            )
 
     # --- scoring as groups land ---------------------------------------------------------------------------------------------------------------------
 
@@ -137,7 +207,7 @@ class Loop:
         while True:
             for entry, group in await self._parts.threads.call(self._parts.ledger.read_committed, position, READ_COUNT, READ_BLOCK_S):
                 position = entry
-                tasks.create_task(self._score(group))
+                self._in_background(tasks, self._score(group))
 
     async def _score(self, group: trajectory_pb2.CommittedGroup) -> None:
         with attached(group.traceparent), tracer().start_as_current_span("score", attributes={"gid": group.gid}):
@@ -145,12 +215,16 @@ class Loop:
                 scored = await self._parts.scorer.score(group)
             except ScorerError as error:
                 await self._drop(group.gid, group.rows, "scorer_error", str(error))
-                self._parts.scorer.count_failure(error)
+                try:
+                    self._parts.scorer.count_failure(error)
+                except BudgetSpentError as spent:
+                    self._stop_for(spent)
                 return
             except RowMissingError as error:
                 logger.error("group %d was committed and its rows are gone; it is dropped and another prompt takes its place: %s", group.gid, error)
                 await self._drop(group.gid, group.rows, "row_missing", str(error))
                 return
+            await self._parts.threads.call(self._parts.ledger.note, [group.gid], "scored", reward=float(scored.rewards_G.mean()))
             if self._settings.algorithm.drop_groups_without_signal and not scored.has_signal:
                 await self._filter(scored)
             else:
@@ -159,9 +233,11 @@ class Loop:
     async def _filter(self, group: ScoredGroup) -> None:
         self._filtered_in_step += 1
         if self._filtered_in_step > self._settings.algorithm.max_dropped_groups_per_step:
-            raise BudgetSpentError(
-                f"{self._filtered_in_step} groups without signal in step {self._step}, more than algorithm.max_dropped_groups_per_step; "
-                "the prompts are all solved or all hopeless for this policy"
+            self._stop_for(
+                BudgetSpentError(
+                    f"{self._filtered_in_step} groups without signal in step {self._step}, more than algorithm.max_dropped_groups_per_step; "
+                    "the prompts are all solved or all hopeless for this policy"
+                )
             )
         await self._drop(group.gid, group.rows, "without_signal", "")
 
@@ -177,27 +253,41 @@ class Loop:
     async def _train(self) -> None:
         settings, board = self._settings, self._parts.board
         self._clock = measures.Stopwatch()
-        while self._step < settings.run.num_steps and not board.stop_requested:
+        while self._step < settings.run.num_steps and not board.stop_requested and self._spent is None:
+            groups = await self._next_groups()
+            if groups is None:
+                return
+            self._clock.lap("wait")
             with tracer().start_as_current_span("step", attributes={"step": self._step}):
-                await self._one_step()
+                await self._one_step(groups)
             await self._drain()
             self._clock.lap("report")
-            if (settings.evaluation.every_steps and self._step % settings.evaluation.every_steps == 0) or self._step == settings.run.num_steps:
-                await self._evaluate()
-            if self._wants_checkpoint():
-                await self._checkpoint(final=False)
+            await self._between_steps()
             self._clock.leave_out()
 
-    async def _one_step(self) -> None:
+    async def _between_steps(self) -> None:
+        """The evaluation and the checkpoint that are due after this many steps: also when the loop that applied the last of them did not get to it."""
+        every, step = self._settings.evaluation.every_steps, self._step
+        due = step in (0, self._settings.run.num_steps) or (every and step % every == 0)
+        if due and self._parts.board.evaluated_step != step:
+            await self._evaluate()
+        try:
+            await self._saver.raise_if_failed()
+            if self._wants_checkpoint():
+                await self._checkpoint()
+        except NO_ROOM as error:
+            logger.error("no checkpoint before step %d: %s; the last one stands, and the next step tries again", step + 1, error.message)
+
+    async def _one_step(self, groups: list[ScoredGroup]) -> None:
         self._step_metrics = Metrics()
         clock = self._clock
-        groups = await self._next_groups()
-        clock.lap("wait")
         self._step_metrics.merge(clock.waited(groups))
         rows = [ref for group in groups for ref in group.rows]
-        if needs(self._settings.algorithm.advantage) and self._parts.critic:
+        # A batch that an earlier loop sealed holds its values, and the critic may have applied it since: it could not compute them again.
+        wants_values = bool(needs(self._settings.algorithm.advantage))
+        if self._parts.critic and wants_values and await self._parts.threads.call(self._parts.ledger.sealed, self._step) is None:
             self._parts.board.wait_for("the critic's values")
-            await self._parts.critic.compute_values(self._ctl, rows)
+            await self._parts.critic.compute_values(self._ctl, rows, self._step)
             clock.lap("values")
         batch = await self._seal(groups, rows)
         clock.lap("prepare")
@@ -217,31 +307,51 @@ class Loop:
     async def _drain(self) -> None:
         """Moves the ledger's history and dead letters to files, which bounds them in the store."""
         parts, folder = self._parts, self._settings.run.dir
-        await parts.threads.call(parts.ledger.drain, "history", folder / "history.jsonl")
-        await parts.threads.call(parts.ledger.drain, "dead", folder / "dead.jsonl")
+        try:
+            await parts.threads.call(parts.ledger.drain, "history", folder / "history.jsonl")
+            await parts.threads.call(parts.ledger.drain, "dead", folder / "dead.jsonl")
+        except DiskFullError as error:
+            logger.warning("the ledger's history stays in the store: %s", error.message)
 
-    async def _next_groups(self) -> list[ScoredGroup]:
-        """The groups of this step's batch: those sealed by an earlier controller, or the ones admission.py chooses."""
+    async def _next_groups(self) -> list[ScoredGroup] | None:
+        """The groups of this step's batch: those sealed by an earlier loop, or the ones admission.py chooses; None when the run is to end before it."""
         stall_timeout_s = self._settings.controller.stall_timeout_s
         sealed = await self._parts.threads.call(self._parts.ledger.sealed, self._step)
-        self._parts.board.wait_for(f"groups of step {self._step}")
+        self._tell_what_is_awaited()
+        ending = asyncio.create_task(self._budget_spent.wait())
         if sealed is not None:
             waiting = asyncio.create_task(self._assembly.groups(sealed.gids, stall_timeout_s))
         else:
             waiting = asyncio.create_task(self._assembly.next_batch(self._step, stall_timeout_s))
         try:
-            while not (await asyncio.wait([waiting], timeout=self._settings.controller.lease_s))[0]:
-                if self._parts.publisher.nobody_serves():
+            while not waiting.done():
+                await asyncio.wait([waiting, ending] if sealed is None else [waiting], timeout=self._settings.controller.lease_s, return_when=FIRST_COMPLETED)
+                if sealed is None and self._ends_now():
+                    return None
+                if not waiting.done() and self._parts.publisher.nobody_serves():
                     # All that held the weights are gone and others wait for theirs: no step boundary would come.
                     await self._publish()
+                self._tell_what_is_awaited()
             return waiting.result()
         except TimeoutError as error:
-            raise DeadlineError(
+            raise BudgetSpentError(
                 f"step {self._step}: no group was finished for controller.stall_timeout_s = {stall_timeout_s:.0f} s; {self._assembly.num_live} are live, "
                 f"{self._assembly.num_ready} ready, rollouts: {[rollout.consumer + ' ' + rollout.phase for rollout in self._parts.fleet.rollouts()]}"
             ) from error
         finally:
             waiting.cancel()
+            ending.cancel()
+
+    def _ends_now(self) -> bool:
+        """Whether the batch that is awaited is not to be trained any more: a budget is spent, or a stop was asked for and nobody samples or scores."""
+        fleet = self._parts.fleet
+        scorer_gone = any(fleet.is_lost(name) for name in ("reward", *self._settings.references))
+        return self._spent is not None or (self._parts.board.stop_requested and (scorer_gone or not fleet.rollouts()))
+
+    def _tell_what_is_awaited(self) -> None:
+        """For people: a run without rollouts waits for them, not for groups."""
+        awaited = f"groups of step {self._step}" if self._parts.fleet.rollouts() else "rollouts: none is alive"
+        self._parts.board.wait_for(awaited)
 
     async def _seal(self, groups: Sequence[ScoredGroup], rows: list[trajectory_pb2.RowRef]) -> trajectory_pb2.TrainBatch:
         """Fixes the batch, then writes its columns: in this order, so that whoever crashes in between writes the same columns again."""
@@ -297,35 +407,41 @@ class Loop:
         await parts.threads.call(parts.trackers.log, self._step, metrics.values())
         await parts.threads.call(parts.trackers.keep_samples, samples)
         export(metrics)
-        parts.board.evaluation_metrics = metrics
+        parts.board.evaluation_metrics, parts.board.evaluated_step = metrics, self._step
         parts.board.move(parts.board.state)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------------------------------------
 
     def _wants_checkpoint(self) -> bool:
-        due = self._step % self._settings.run.checkpoint_every_steps == 0
-        crowded = self._intake.retained_bytes > self._parts.policy.max_bytes // 2
-        return self._step < self._settings.run.num_steps and (due or crowded or self._parts.board.checkpoint_request is not None)
+        every = self._settings.run.checkpoint_every_steps
+        due = self._step // every > self._saver.step // every
+        crowded = self._intake.retained_bytes > self._parts.policy.max_bytes // 2 and not self._saver.is_in_flight
+        return self._step < self._settings.run.num_steps and (due or crowded or bool(self._parts.board.checkpoint_requests))
 
-    async def _checkpoint(self, *, final: bool) -> None:
-        """Every role's share, then the manifest that makes them one checkpoint, then the rows it covers are freed."""
-        parts = self._parts
-        parts.board.wait_for(f"the checkpoint of step {self._step}")
-        started = time.monotonic()
-        request, parts.board.checkpoint_request = parts.board.checkpoint_request, None
-        path = await parts.threads.call(parts.checkpoints.begin, self._step)
-        await asyncio.gather(*(trainer.save(self._ctl, path / trainer.name, self._step, export_huggingface=final) for trainer in parts.trainers))
-        await parts.threads.call(parts.checkpoints.commit, await self._point())
-        await parts.threads.call(parts.ledger.sweep, parts.rows, self._step)
-        self._intake.retained_bytes = 0
-        self._intake.wake()
-        logger.info("checkpoint of step %d saved to %s in %.1f s", self._step, path, time.monotonic() - started)
-        if request is not None and not request.saved.done():
-            request.saved.set_result((str(path), self._step))
+    async def _checkpoint(self) -> None:
+        """Begins the checkpoint of this step; returns when the steps may go on."""
+        parts, step, covered_bytes = self._parts, self._step, self._intake.retained_bytes
+        parts.board.wait_for(f"the checkpoint of step {step}")
+        requests, parts.board.checkpoint_requests = parts.board.checkpoint_requests, []
+
+        async def committed(path: str) -> None:
+            await parts.threads.call(parts.ledger.sweep, parts.rows, step)
+            self._intake.retained_bytes -= covered_bytes
+            self._intake.wake()
+            for request in requests:
+                if not request.done():
+                    request.set_result((path, step))
+
+        await self._saver.begin(self._ctl, step, self._point, committed, lambda: parts.board.checkpoint_requests.extend(requests))
 
     async def _point(self) -> RunPoint:
         """The controller's share of a checkpoint: the ledger at one instant, and the prompts that were in flight then."""
+        await self._drain()  # so that the history knows all that the checkpoint counts, also if the store is lost
         position = await self._parts.threads.call(self._parts.ledger.position)
+        if position.step != self._step:
+            raise StoreRolledBackError(
+                f"the store stands at step {position.step} and the run at {self._step}: it was restored from an older copy; start the run again"
+            )
         return RunPoint(
             run=self._settings.run.name,
             lineage=position.lineage,
@@ -337,4 +453,5 @@ class Loop:
             dropped=dict(position.dropped),
             cursor=position.cursor.decode(),
             untrained=await self._parts.recovery.untrained_prompts(position.next_gid),
+            waiting=encode_prompts(self._intake.waiting(position.next_gid)),
         )

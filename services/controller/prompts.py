@@ -1,101 +1,23 @@
-"""Prompts: from files on disk to an endless, deterministic, resumable sequence of tokenized prompts.
+"""Prompts: from the rows of a dataset to an endless, deterministic, resumable sequence of tokenized prompts.
 
-Owns the dataset's format (a JSONL or parquet file, one prompt a row), the order within an epoch and the cursor. Over-long prompts are refused here,
-counted, never truncated. Knows nothing of admission or the store.
+Owns the order within an epoch and the cursor. Over-long prompts are refused here, counted, never truncated. The dataset's format is
+`rolecall/dataset.py`'s. Knows nothing of admission or the store.
 """
 
 import json
 import logging
 import random
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow.parquet
 from google.protobuf import struct_pb2
 
-from rolecall.errors import ConfigError
-from rolecall.settings import DataSection
+from rolecall.dataset import RawPrompt
+from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.tokenizer import ChatTokenizer
 from rolecall.v1 import trajectory_pb2
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RawPrompt:
-    """One row of the dataset, read and checked, not yet rendered."""
-
-    uid: str
-    messages: tuple[tuple[str, str], ...]
-    """(role, content) of each turn."""
-    ground_truth: str
-    metadata: Mapping[str, Any]
-    """The row's other fields."""
-
-
-def load_prompts(path: Path, data: DataSection) -> list[RawPrompt]:
-    """All rows of `path` in the file's order. ConfigError names the line (from 1) and the field that is wrong."""
-    prompts = [_parse(row, f"{path}, line {number}", str(number), data) for number, row in _rows(path)]
-    if not prompts:
-        raise ConfigError(f"{path} holds no prompts; give a JSONL or parquet file with at least one row")
-    seen: dict[str, int] = {}
-    for number, prompt in enumerate(prompts, 1):
-        if prompt.uid in seen:
-            raise ConfigError(f"{path}: rows {seen[prompt.uid]} and {number} share the {data.uid_field} {prompt.uid!r}; make it unique or remove the field")
-        seen[prompt.uid] = number
-    return prompts
-
-
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    if not path.is_file():
-        raise ConfigError(f"the dataset {path} does not exist; give the path of a .jsonl or .parquet file")
-    if path.suffix == ".parquet":
-        for number, row in enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1):
-            yield number, row
-        return
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}); one JSON object a line is needed") from error
-            if not isinstance(row, dict):
-                raise ConfigError(f"{path}, line {number}: a {type(row).__name__}, not an object with fields")
-            yield number, row
-
-
-def _parse(row: dict[str, Any], where: str, default_uid: str, data: DataSection) -> RawPrompt:
-    if data.prompt_field not in row:
-        raise ConfigError(f"{where}: no field {data.prompt_field!r} (fields: {sorted(row)}); set data.prompt_field or mend the line")
-    messages = _messages(row[data.prompt_field], f"{where}, field {data.prompt_field!r}")
-    if data.system_prompt is not None and messages[0][0] != "system":
-        messages = (("system", data.system_prompt), *messages)
-    truth = row.get(data.ground_truth_field, "")
-    if not isinstance(truth, str):
-        raise ConfigError(f"{where}, field {data.ground_truth_field!r}: a {type(truth).__name__}, not a string; write it as text")
-    known = {data.prompt_field, data.ground_truth_field, data.uid_field}
-    metadata = {key: value for key, value in row.items() if key not in known and value is not None}
-    return RawPrompt(str(row.get(data.uid_field, default_uid)), messages, truth, metadata)
-
-
-def _messages(value: object, where: str) -> tuple[tuple[str, str], ...]:
-    if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    if not isinstance(value, list) or not value:
-        raise ConfigError(f"{where}: neither text nor a non-empty list of messages")
-    messages = []
-    for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise ConfigError(f"{where}: a message is not {{role: text, content: text}}: {message!r}")
-        messages.append((message["role"], message["content"]))
-    if not any(content.strip() for _, content in messages):
-        raise ConfigError(f"{where}: the prompt is empty")
-    return tuple(messages)
 
 
 class PromptRenderer:
@@ -106,9 +28,11 @@ class PromptRenderer:
         self._max_prompt_tokens = max_prompt_tokens
 
     def render(self, raw: RawPrompt, epoch: int) -> trajectory_pb2.Prompt | None:
-        """The prompt with its token ids, or None when it is longer than max_prompt_tokens."""
-        messages = [{"role": role, "content": content} for role, content in raw.messages]
-        token_ids = self._tokenizer.encode(self._tokenizer.render(messages))
+        """The prompt with its token ids, or None when it is longer than max_prompt_tokens. ConfigError names the line that cannot be rendered."""
+        try:
+            token_ids = self._tokenizer.encode(self._tokenizer.render(raw.chat))
+        except InvalidInputError as error:
+            raise ConfigError(f"{raw.where}: {error.message}") from error
         if len(token_ids) > self._max_prompt_tokens:
             return None
         metadata = struct_pb2.Struct()
@@ -117,7 +41,7 @@ class PromptRenderer:
             uid=raw.uid,
             epoch=epoch,
             token_ids=np.asarray(token_ids, "<i4").tobytes(),
-            messages=[trajectory_pb2.Message(**message) for message in messages],
+            messages=[trajectory_pb2.Message(**message) for message in raw.chat],
             ground_truth=raw.ground_truth,
             metadata=metadata,
         )

@@ -2,7 +2,7 @@
 
 Owns what a failure means (design, section 2): a scorer's failure is never a number. Items are retried by the client. After that, bad data drops the group and
 counts against reward.max_failed_groups; infrastructure that is away is waited for, up to controller.stall_timeout_s. Both budgets, spent, stop the run with a
-message that names the scorer.
+message that names the scorer. A group that was scored before (the loop started over since) keeps its scores: a scorer need not answer twice alike.
 """
 
 import asyncio
@@ -61,12 +61,13 @@ class GroupScorer:
                 await asyncio.sleep(RETRY_PAUSE_S)
 
     async def _attempt(self, group: trajectory_pb2.CommittedGroup, landed_at_s: float) -> ScoredGroup:
-        async with self._room:
+        async with self._room:  # bounded: every call inside has a deadline, and admission bounds how many wait
             refs = list(group.rows)
             rows, metas = await self._threads.call(self._keep_and_read, refs)
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    scoring = tasks.create_task(self._reward_of(metas, rows))
+                    scored_before = all("reward" in row for row in rows)
+                    scoring = tasks.create_task(self._kept_scores(rows) if scored_before else self._reward_of(metas, rows))
                     for name, stub in self._references.items():
                         tasks.create_task(self._ask(name, stub, refs))
             except BaseExceptionGroup as errors:
@@ -88,7 +89,11 @@ class GroupScorer:
 
     def _keep_and_read(self, refs: Sequence[trajectory_pb2.RowRef]) -> tuple[list[dict[str, Array]], list[trajectory_pb2.TrajectoryMeta]]:
         self._rows.persist(refs)  # the rollout may have died between its commit and its own persist
-        return self._rows.read_with_meta(refs, ["token_ids", "response_mask"])
+        return self._rows.read_with_meta(refs, ["token_ids", "response_mask"], ["reward", "reward_components"])
+
+    async def _kept_scores(self, rows: Sequence[Mapping[str, Array]]) -> list[Score]:
+        names = sorted(component.name for component in (await self._reward.describe()).components)
+        return [Score(float(row["reward"][0]), dict(zip(names, row.get("reward_components", np.zeros(0)).tolist(), strict=False))) for row in rows]
 
     async def _reward_of(self, metas: Sequence[trajectory_pb2.TrajectoryMeta], rows: Sequence[Mapping[str, Array]]) -> list[Score]:
         outcomes = await self._reward.score([score_item(meta, row["token_ids"]) for meta, row in zip(metas, rows, strict=True)])

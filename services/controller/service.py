@@ -32,11 +32,11 @@ class ControllerServicer(ControllerServiceServicer):
             yield pb.WatchRunResponse(status=status)
 
     async def PauseRun(self, request: pb.PauseRunRequest, context: Context) -> pb.PauseRunResponse:
-        self._engine.pause()
+        await self._engine.pause()
         return pb.PauseRunResponse()
 
     async def ResumeRun(self, request: pb.ResumeRunRequest, context: Context) -> pb.ResumeRunResponse:
-        self._engine.resume()
+        await self._engine.resume()
         return pb.ResumeRunResponse()
 
     async def StopRun(self, request: pb.StopRunRequest, context: Context) -> pb.StopRunResponse:

@@ -1,4 +1,4 @@
-"""Threads for blocking store calls, so that the event loop never waits for the store.
+"""Threads for blocking store calls, so that the event loop never waits for the store. A call outlives a caller that is cancelled.
 
 Bounded: NUM_THREADS calls at a time, the rest queue here; what may queue is bounded by the callers (one call per scoring task, per publish, per admission).
 """
@@ -6,12 +6,15 @@ Bounded: NUM_THREADS calls at a time, the rest queue here; what may queue is bou
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 NUM_THREADS = 8
+
+SETTLE_S = 30.0
+"""Longest wait for calls whose callers have left; the client's own deadlines end each sooner."""
 
 
 class StoreThreads:
@@ -19,10 +22,24 @@ class StoreThreads:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="store")
+        self._under_way: set[asyncio.Future[Any]] = set()
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """The result of `function`, run in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args, **kwargs))
+        future = asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args, **kwargs))
+        self._under_way.add(future)
+        future.add_done_callback(self._ended)
+        return await asyncio.shield(future)  # bounded: by the store's retry_s and socket timeout
+
+    def _ended(self, future: "asyncio.Future[R]") -> None:
+        self._under_way.discard(future)
+        if not future.cancelled():
+            future.exception()  # the caller may have left
+
+    async def settle(self) -> None:
+        """Returns when no call is under way: what comes next sees all that the cancelled ones did."""
+        if self._under_way:
+            await asyncio.wait(self._under_way, timeout=SETTLE_S)
 
     def close(self) -> None:
         """Waits for calls under way."""

@@ -7,9 +7,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
 
+from rolecall.checkpoints import Committed, StoredFile
 from rolecall.errors import DeadlineError, UnavailableError, WorkerLostError
 from rolecall.settings import TrainerSection
 from rolecall.v1 import training_pb2, trajectory_pb2
@@ -40,13 +40,15 @@ class Trainer:
         return await self.stub.GetInfo(training_pb2.GetTrainerInfoRequest(), timeout=INFO_TIMEOUT_S)
 
     async def train(self, ctl: int, step: int, digest: str, progress: Callable[[str], None]) -> training_pb2.TrainResult:
-        """The record of `step`, applied now or before. WorkerLostError when it stays unreachable until train_timeout_s."""
+        """The record of `step`, applied now or before. While it cannot be reached it is asked again, until train_timeout_s or until the fleet calls it lost."""
         request = training_pb2.TrainRequest(ctl=ctl, step=step, digest=digest)
         try:
             async with asyncio.timeout(self.section.train_timeout_s):
                 while True:
                     try:
                         return await self._attach(request, progress)
+                    except WorkerLostError:
+                        raise  # it answered, and what it says is that the step was lost
                     except UnavailableError as error:
                         logger.warning("%s is unreachable in step %d, attaching again: %s", self.name, step, error)
                         await asyncio.sleep(RETRY_PAUSE_S)
@@ -60,14 +62,24 @@ class Trainer:
             progress(f"{self.name}: microbatch {event.progress.num_done} of {event.progress.num_total}")
         raise WorkerLostError(f"{self.name} ended step {request.step} without a result")
 
-    async def save(self, ctl: int, path: Path, step: int, *, export_huggingface: bool) -> None:
-        """Writes its share of a checkpoint to `path`."""
-        request = training_pb2.SaveTrainerCheckpointRequest(ctl=ctl, path=str(path), step=step, export_huggingface=export_huggingface)
-        await self.stub.SaveCheckpoint(request, timeout=self.section.train_timeout_s)
+    async def save(self, ctl: int, path: str, step: int, taken: Callable[[], None]) -> list[StoredFile]:
+        """Writes its share of a checkpoint to the folder `path`, of this trainer's name; `taken` is called when the trainer may go on with other work.
 
-    async def load(self, ctl: int, path: Path) -> training_pb2.LoadTrainerCheckpointResponse:
-        """Restores it from `path`."""
-        return await self.stub.LoadCheckpoint(training_pb2.LoadTrainerCheckpointRequest(ctl=ctl, path=str(path)), timeout=self.section.train_timeout_s)
+        Returns the files by their names in the checkpoint.
+        """
+        request = training_pb2.SaveTrainerCheckpointRequest(ctl=ctl, path=path, step=step)
+        async for event in self.stub.SaveCheckpoint(request, timeout=self.section.train_timeout_s):
+            if event.HasField("saved"):
+                return [StoredFile(f"{self.name}/{file.name}", file.num_bytes, file.checksum) for file in event.saved.files]
+            taken()
+        raise WorkerLostError(f"{self.name} ended the checkpoint of step {step} without an answer")
+
+    async def load(self, ctl: int, checkpoint: Committed) -> training_pb2.LoadTrainerCheckpointResponse:
+        """Restores its share of a checkpoint."""
+        storage, files = checkpoint.share(self.name)
+        told = [training_pb2.CheckpointFile(name=file.name, num_bytes=file.num_bytes, checksum=file.checksum) for file in files]
+        request = training_pb2.LoadTrainerCheckpointRequest(ctl=ctl, path=storage.url, files=told)
+        return await self.stub.LoadCheckpoint(request, timeout=self.section.train_timeout_s)
 
 
 @dataclass(frozen=True)
@@ -76,6 +88,6 @@ class CriticTrainer(Trainer):
 
     stub: CriticServiceStub
 
-    async def compute_values(self, ctl: int, rows: list[trajectory_pb2.RowRef]) -> None:
-        """Has it write values and bootstrap_value to `rows`."""
-        await self.stub.ComputeValues(training_pb2.ComputeColumnRequest(ctl=ctl, rows=rows), timeout=self.section.compute_timeout_s)
+    async def compute_values(self, ctl: int, rows: list[trajectory_pb2.RowRef], step: int) -> None:
+        """Has it write values and bootstrap_value to `rows`, from the weights after `step` steps; OutOfOrderError when it holds others."""
+        await self.stub.ComputeValues(training_pb2.ComputeColumnRequest(ctl=ctl, rows=rows, step=step), timeout=self.section.compute_timeout_s)

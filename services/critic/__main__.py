@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from rolecall import telemetry
-from rolecall.rpc.process import ServiceArgs, parse_args, run, stop_requested
+from rolecall.rpc.process import ServiceArgs, parse_args, run
 from rolecall.settings import rank_of_process
 
 
@@ -21,7 +21,7 @@ async def _serve(args: ServiceArgs) -> None:
     from rolecall.store.sealed import read_ctl, read_sealed
     from rolecall.training.fence import Fence
     from rolecall.training.front import TrainerFront
-    from rolecall.training.host import host, make_server
+    from rolecall.training.host import follow, host, load, make_server
     from rolecall.training.lane import Lane
     from rolecall.v1 import controller_pb2, critic_pb2_grpc
     from services.critic import config
@@ -31,15 +31,14 @@ async def _serve(args: ServiceArgs) -> None:
     settings, section = args.settings, config.section(args.settings)
     connection = await asyncio.to_thread(connect, settings.store)
     if rank_of_process()[0] > 0:
-        stop_requested()  # a follower leaves when rank 0 says so, not at a signal
-        await asyncio.to_thread(lambda: build(settings, connection).follow())
+        await follow(args, lambda vitals: build(settings, connection, vitals))
         return
     lane = Lane()
-    engine = await lane.run(lambda: build(settings, connection), "loading the model")
+    engine = await load(args, lane, lambda vitals: build(settings, connection, vitals))
     fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
     consumer = f"{args.worker}.{args.incarnation}"
     front = TrainerFront(engine, lambda step: read_sealed(connection, settings.run.name, step), lane, fence, section.token_budget, consumer)
-    server = make_server(settings, section)
+    server = make_server(settings, section, "critic")
     server.add(critic_pb2_grpc.add_CriticServiceServicer_to_server, CriticServicer(front), "rolecall.v1.CriticService")
     await host(args, section, controller_pb2.ROLE_CRITIC, server, front)
 

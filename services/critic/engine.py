@@ -14,8 +14,9 @@ from rolecall.training.objectives import VALUE_COLUMNS, ValueObjective
 from rolecall.training.packing import unpack
 from rolecall.training.ranks import start_bench
 from rolecall.training.share import Bench, read_share
-from rolecall.training.steps import Counted, optimize, per_update
+from rolecall.training.steps import Counted, Effort, optimize, per_update
 from rolecall.training.trainer import TrainerRanks
+from rolecall.training.vitals import UNWATCHED, Vitals
 from rolecall.trajectory import seed_of
 from rolecall.v1.trajectory_pb2 import TrainBatch
 from rolecall.wire import Array
@@ -44,7 +45,7 @@ class ValueSteps:
 
     def apply(self, bench: Bench, batch: TrainBatch, applied: Applied, progress: Progress) -> tuple[Metrics, int]:
         """StepRecipe.apply. The clip is around the values of the rows: those the critic gave before the batch was sealed."""
-        started = time.perf_counter()
+        started, effort = time.perf_counter(), Effort(bench)
         share = read_share(bench, batch, VALUE_COLUMNS, self._num_minibatches, seed_of(self._seed, batch.step, 0))
         read_s = time.perf_counter() - started
         counted = Counted(progress, len(share.microbatches) * self._num_epochs)
@@ -53,12 +54,11 @@ class ValueSteps:
         _add_explained_variance(bench, metrics, share.rows)
         if bench.group.leads:
             metrics.mean("critic/read_s", read_s)
-            metrics.mean("critic/tokens_per_s", share.num_tokens / (time.perf_counter() - started))
-            metrics.sum("critic/tokens", share.num_tokens)
+        effort.add_to(metrics, "critic", share.num_tokens)
         return metrics, skipped
 
 
-def build(settings: RunSettings, connection: Connection) -> "CriticEngine":
+def build(settings: RunSettings, connection: Connection, vitals: Vitals = UNWATCHED) -> "CriticEngine":
     """This rank's engine, its model loaded; a collective. ConfigError."""
     section = config.section(settings)
     engine, bench = start_bench(
@@ -69,6 +69,7 @@ def build(settings: RunSettings, connection: Connection) -> "CriticEngine":
         head="value",
         optimizer=section.optimizer,
         total_steps=config.num_optimizer_steps(settings),
+        vitals=vitals,
     )
     return CriticEngine(settings, bench, engine, engine.num_parameters)
 
@@ -85,7 +86,7 @@ def _add_explained_variance(bench: Bench, metrics: Metrics, rows: list[dict[str,
     masks = [row["loss_mask"] != 0 for row in rows]
     returns = np.concatenate([np.zeros(0), *(row["returns"][mask].astype(np.float64) for row, mask in zip(rows, masks, strict=True))])
     errors = returns - np.concatenate([np.zeros(0), *(row["values"][mask].astype(np.float64) for row, mask in zip(rows, masks, strict=True))])
-    num, sum_r, sum_rr, sum_e, sum_ee = bench.group.sum(np.array([returns.size, returns.sum(), (returns**2).sum(), errors.sum(), (errors**2).sum()]))
+    num, sum_r, sum_rr, sum_e, sum_ee = bench.group.sum_over_slots(np.array([returns.size, returns.sum(), (returns**2).sum(), errors.sum(), (errors**2).sum()]))
     variance = sum_rr / num - (sum_r / num) ** 2 if num else 0.0
     if bench.group.leads and variance > 0:
         metrics.mean("critic/explained_variance", 1 - (sum_ee / num - (sum_e / num) ** 2) / variance)

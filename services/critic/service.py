@@ -24,8 +24,11 @@ class CriticServicer(critic_pb2_grpc.CriticServiceServicer):
         async for response in self._front.train(request):
             yield response
 
-    async def SaveCheckpoint(self, request: training_pb2.SaveTrainerCheckpointRequest, context: Context) -> training_pb2.SaveTrainerCheckpointResponse:
-        return await self._front.save(request)
+    async def SaveCheckpoint(
+        self, request: training_pb2.SaveTrainerCheckpointRequest, context: Context
+    ) -> AsyncIterator[training_pb2.SaveTrainerCheckpointResponse]:
+        async for response in self._front.save(request):
+            yield response
 
     async def LoadCheckpoint(self, request: training_pb2.LoadTrainerCheckpointRequest, context: Context) -> training_pb2.LoadTrainerCheckpointResponse:
         return await self._front.load(request)

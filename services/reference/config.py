@@ -1,9 +1,14 @@
-"""What a reference derives from the run's settings. The sections themselves are in rolecall/settings.py."""
+"""What a reference derives from the run's settings. The sections themselves are in rolecall/settings/."""
 
 from pathlib import Path
 
 from rolecall.errors import ConfigError
 from rolecall.settings import ReferenceSection, RunSettings
+
+
+def instance_of(worker: str) -> str:
+    """The instance that the worker `worker` serves: replicas of `ref` behind one address are named ref/0, ref/1, ..."""
+    return worker.partition("/")[0]
 
 
 def section(settings: RunSettings, instance: str) -> ReferenceSection:

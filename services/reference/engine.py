@@ -7,6 +7,7 @@ from rolecall.training.packing import unpack
 from rolecall.training.ranks import start_bench
 from rolecall.training.share import Bench
 from rolecall.training.trainer import ColumnRanks
+from rolecall.training.vitals import UNWATCHED, Vitals
 from rolecall.trajectory import reference_column
 from rolecall.wire import Array
 from services.reference import config
@@ -25,10 +26,10 @@ class ReferenceLogprobs:
         return [{self._column: logprobs_T} for logprobs_T in unpack(outputs.logprobs_N, microbatch.lengths)]
 
 
-def build(settings: RunSettings, instance: str, connection: Connection) -> "ReferenceEngine":
+def build(settings: RunSettings, instance: str, connection: Connection, vitals: Vitals = UNWATCHED) -> "ReferenceEngine":
     """This rank's engine, its model loaded; a collective. ConfigError."""
     section, path = config.section(settings, instance), config.model_path(settings, instance)
-    engine, bench = start_bench(settings, section, connection, path=path, head="policy", optimizer=None, total_steps=1)
+    engine, bench = start_bench(settings, section, connection, path=path, head="policy", optimizer=None, total_steps=1, vitals=vitals)
     return ReferenceEngine(instance, bench, engine.num_parameters)
 
 

@@ -31,7 +31,7 @@ async def serve_reward(args: ServiceArgs) -> None:
     telemetry.configure(settings.telemetry, "reward", args.worker)
     reward = reward_settings(settings, args.config_path)
     engine = RewardEngine(reward, settings.rpc)
-    server = Server(settings.rpc, reward.bind)
+    server = Server(settings.rpc, reward.bind, setting="reward.bind")
     membership: Membership | None = None
 
     def on_score() -> None:

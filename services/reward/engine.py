@@ -12,7 +12,7 @@ from typing import Protocol
 
 import grpc
 
-from rolecall.errors import RoleCallError, ScorerUnavailableError
+from rolecall.errors import RoleCallError, ScorerError, ScorerUnavailableError
 from rolecall.scores import Failure, Outcome, decode_reward
 from rolecall.scoring import RewardClient, open_external, with_retries
 from rolecall.settings import RpcSection
@@ -20,7 +20,7 @@ from rolecall.v1 import reward_pb2
 from services.reward import catalog
 from services.reward.compose import compose, compose_spec
 from services.reward.config import RewardSettings
-from services.reward.pool import WORKER_DIED, WorkerPool
+from services.reward.pool import TIMEOUT, WORKER_DIED, WorkerPool
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +53,10 @@ class LocalComponent:
         return self._spec
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
-        """One outcome per item, in order; retryable failures were tried max_attempts times. An item that kills its worker each time is bad data by then."""
+        """One outcome per item, in order; retryable failures were tried max_attempts times. An item that kills or holds its worker each time is bad data."""
         outcomes = await with_retries(self._attempt, items, self._max_attempts)
-        return [replace(outcome, retryable=False) if isinstance(outcome, Failure) and outcome.code == WORKER_DIED else outcome for outcome in outcomes]
+        at_fault = (WORKER_DIED, TIMEOUT)
+        return [replace(outcome, retryable=False) if isinstance(outcome, Failure) and outcome.code in at_fault else outcome for outcome in outcomes]
 
     async def _attempt(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
         return [_outcome(result) for result in await self._pool.score(self._name, items)]
@@ -129,6 +130,10 @@ class RewardEngine:
 
 
 def _outcome(result: reward_pb2.ScoreResult) -> Outcome:
-    if result.HasField("error"):
-        return Failure(result.error.code, result.error.message, result.error.retryable)
-    return decode_reward(result.reward)
+    match result.WhichOneof("outcome"):
+        case "error":
+            return Failure(result.error.code, result.error.message, result.error.retryable)
+        case "reward":
+            return decode_reward(result.reward)
+        case None:  # an unset reward would read as 0
+            return Failure(ScorerError.reason, "its process answered neither a reward nor an error")

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rolecall.errors import ConfigError, DeadlineError, WorkerLostError
+from rolecall.errors import DeadlineError, RoleCallError, UnavailableError, WorkerLostError
 from rolecall.scores import error_result
 from rolecall.v1 import reward_pb2
 from services.reward.catalog import LocalScorer
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 WORKER_DIED = "WORKER_DIED"
 """Code of an item whose worker ended while it was on it: killed from outside (worth another try), or by the item itself."""
+TIMEOUT = "TIMEOUT"
+"""Code of an item that was late: its worker was stopped or starved (worth another try), or the item takes too long by itself."""
 MAX_QUEUED_ITEMS = 65536
 MAX_BATCH_ITEMS = 64
 START_TIMEOUT_S = 120.0
@@ -106,7 +108,7 @@ class WorkerPool:
         index, timeout_s = self._indices[component], self._timeouts_s[component]
         tasks = [Task(call, i, index, item.id, item.SerializeToString(), timeout_s) for i, item in enumerate(items)]
         self._submit(tasks)
-        return await call.future
+        return await call.future  # bounded: every item has its timeout_s, past which its worker is killed
 
     def close(self) -> None:
         """Kills the workers and fails what waits. Returns when every process is reaped."""
@@ -123,7 +125,7 @@ class WorkerPool:
         await asyncio.to_thread(lane.wait_ready)
 
     def _submit(self, tasks: list[Task]) -> None:
-        with self._queue.condition:
+        with self._queue.condition:  # bounded: held to look at the queue, never while scoring
             if self._queue.closed:
                 _fail(tasks, "STOPPING", "the reward service is stopping", retryable=True)
                 return
@@ -142,7 +144,7 @@ class Lane:
         self._num_lanes = num_lanes
         self._thread = threading.Thread(target=self._run, name="scorer", daemon=True)
         self._ready = threading.Event()
-        self._start_error: str | None = None
+        self._start_error: RoleCallError | None = None
         self._worker: WorkerProcess | None = None
 
     def start(self) -> None:
@@ -150,11 +152,11 @@ class Lane:
         self._thread.start()
 
     def wait_ready(self) -> None:
-        """Blocks until the worker can score. ConfigError when it cannot, DeadlineError after START_TIMEOUT_S."""
+        """Blocks until the worker can score. ConfigError when it cannot, WorkerLostError when it was killed, DeadlineError after START_TIMEOUT_S."""
         if not self._ready.wait(START_TIMEOUT_S):
             raise DeadlineError(f"a scorer's worker process did not start within {START_TIMEOUT_S:.0f} s; see the service's log for what it imports")
         if self._start_error:
-            raise ConfigError(f"the reward service cannot start: {self._start_error}")
+            raise type(self._start_error)(f"the reward service cannot start: {self._start_error.message}")
 
     def stop(self) -> None:
         """Ends the worker and the thread; the queue must be closed."""
@@ -180,7 +182,7 @@ class Lane:
             if not tasks:
                 break
             if worker is None or error is not None:
-                self._fail(tasks, "WORKER_FAILED", f"a scorer's worker process cannot start: {error}", retryable=True)
+                self._fail(tasks, "WORKER_FAILED", f"a scorer's worker process cannot start: {error.message if error else 'it is stopping'}", retryable=True)
             elif not worker.alive():  # lost while it had nothing to do: no item is to blame
                 self._give_back(tasks)
             else:
@@ -188,18 +190,18 @@ class Lane:
         if worker is not None:
             worker.kill()
 
-    def _start_worker(self, old: WorkerProcess | None) -> tuple[WorkerProcess | None, str | None]:
+    def _start_worker(self, old: WorkerProcess | None) -> tuple[WorkerProcess | None, RoleCallError | None]:
         """A new worker in place of `old`, or why there is none."""
         if old is not None:
             old.kill()
         if self._queue.closed:
-            return None, "the reward service is stopping"
+            return None, UnavailableError("the reward service is stopping")
         self._worker = WorkerProcess(self._setup)
         return self._worker, self._worker.wait_ready(START_TIMEOUT_S)
 
     def _take(self) -> deque[Task]:
         """The next tasks, at least one; none when the queue is closed."""
-        with self._queue.condition:
+        with self._queue.condition:  # bounded: held to look at the queue, never while scoring
             while not self._queue.closed:
                 waiting = self._queue.tasks
                 share = min(MAX_BATCH_ITEMS, -(-len(waiting) // self._num_lanes))
@@ -208,7 +210,7 @@ class Lane:
                 if live:
                     return live
                 if not taken:
-                    self._queue.condition.wait()
+                    self._queue.condition.wait()  # bounded: by nothing, on purpose: a worker's thread waits for items until close
         return deque()
 
     def _score(self, worker: WorkerProcess, tasks: deque[Task]) -> None:
@@ -221,7 +223,7 @@ class Lane:
                     task.finish(result)
         except DeadlineError:
             task = tasks.popleft()
-            self._fail([task], "TIMEOUT", f"the scorer took longer than {task.timeout_s:g} s and was stopped", retryable=False)
+            self._fail([task], TIMEOUT, f"the scorer took longer than {task.timeout_s:g} s and was stopped", retryable=True)
         except WorkerLostError as error:
             self._fail([tasks.popleft()], WORKER_DIED, f"the scorer's process ended while it scored the item ({error.message})", retryable=True)
         if tasks:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from rolecall.errors import DeadlineError, WorkerLostError
+from rolecall.errors import ConfigError, DeadlineError, RoleCallError, WorkerLostError
 from rolecall.v1 import reward_pb2
 from services.reward.frames import FrameBuffer, frame
 
@@ -35,15 +35,15 @@ class WorkerProcess:
         self._buffer = FrameBuffer()
         self._setup = setup
 
-    def wait_ready(self, timeout_s: float) -> str | None:
-        """None when the worker is ready; else why it is not, and it is killed."""
+    def wait_ready(self, timeout_s: float) -> RoleCallError | None:
+        """None when the worker is ready; else why it is not, and it is killed: ConfigError when it said so itself, else it may be tried again."""
         try:
             for payload in self._exchange(frame(self._setup), deque([timeout_s])):
                 if payload:
                     self.kill()
-                    return payload.decode(errors="replace")
+                    return ConfigError(payload.decode(errors="replace"))
         except (DeadlineError, WorkerLostError) as error:
-            return error.message
+            return error
         return None
 
     def alive(self) -> bool:
@@ -71,7 +71,7 @@ class WorkerProcess:
     def kill(self) -> None:
         """Kills the process and what it started, reaps it and closes the pipes. Safe to repeat."""
         self.interrupt()
-        self._process.wait()
+        self._process.wait()  # bounded: SIGKILL has been sent to it
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rolecall.lifeline import die_with_parent
+from rolecall.model_files import check_tokenizer
 from rolecall.rpc.membership import Membership
 from rolecall.rpc.process import ServiceArgs, parse_args, run, serve
 from rolecall.rpc.server import Server
@@ -27,6 +28,7 @@ from services.rollout.config import RolloutConfig, configure, machine_cores, sta
 from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica
 from services.rollout.service import SERVICE_NAME, RolloutServicer
+from services.rollout.vitals import show_vitals
 
 DRAIN_S = 3.0
 """Seconds that groups in hand get to finish when the process is asked to stop; the rest go back to the stream."""
@@ -43,6 +45,7 @@ async def _main(args: ServiceArgs) -> None:
     settings, consumer = args.settings, f"{args.worker}.{args.incarnation}"
     config = configure(settings, args.worker, machine_cores())
     tokenizer = ChatTokenizer(config.model_path)
+    check_tokenizer(config.model_path, tokenizer.num_ids)
     connection = await asyncio.to_thread(connect, settings.store)
     fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
     os.environ.update(start_environment(config))
@@ -51,7 +54,7 @@ async def _main(args: ServiceArgs) -> None:
 
         engine = VllmEngine(config)
 
-    server = Server(settings.rpc, settings.rollout.bind)
+    server = Server(settings.rpc, settings.rollout.bind, setting="rollout.bind")
     replica = Replica(
         engine,
         pause_timeout_s=settings.rollout.generation_timeout_s,
@@ -79,7 +82,8 @@ async def _main(args: ServiceArgs) -> None:
         await replica.stop_taking()
         await pull.drain(DRAIN_S)
 
-    failed = asyncio.ensure_future(_first_failure(asyncio.create_task(pull.run()), asyncio.create_task(engine.watch()), membership.failed))
+    parts = (asyncio.create_task(part) for part in (pull.run(), engine.watch(), show_vitals(replica, membership)))
+    failed = asyncio.ensure_future(_first_failure(*parts, membership.failed))
     try:
         await serve(server, drain=drain, failed=failed, grace_s=GRACE_S)
     finally:
@@ -97,12 +101,12 @@ def _pull_settings(args: ServiceArgs, config: RolloutConfig, consumer: str) -> P
         lease_s=settings.controller.lease_s,
         generation_timeout_s=settings.rollout.generation_timeout_s,
         row_expiry_s=settings.store.row_expiry_s,
+        max_deliveries=settings.controller.max_deliveries,
     )
 
 
 def _note(membership: Membership, phase: str) -> None:
     membership.phase = phase
-    membership.progress()
 
 
 def _advertised(address: str, host: str | None) -> str:
@@ -113,6 +117,7 @@ async def _first_failure(*parts: "asyncio.Future[None]") -> None:
     """Raises what the first failing part raised; a part that ends well (the pull loop, drained) does not end the role."""
     pending: set[asyncio.Future[None]] = set(parts)
     while pending:
+        # bounded: by nothing, on purpose: the role's whole life, until a part fails
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         for part in done:
             part.result()

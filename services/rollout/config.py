@@ -4,16 +4,16 @@ Owns `start_environment`, the one place that says which environment variables th
 It reads the model's JSON files only: no torch, no vLLM.
 """
 
-import json
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rolecall.errors import ConfigError
-from rolecall.settings import RunSettings
+from rolecall.model_files import check_cpu_adapters, check_cpu_attention, eos_token_ids, max_model_tokens
+from rolecall.settings import LoraSection, RunSettings
 
 GIB = 2**30
 CPU_KV_CACHE_BYTES = GIB
@@ -46,18 +46,24 @@ class RolloutConfig:
     """Whether vLLM's one worker lives in its scheduler's process: a third less CPU time at the start, fewer hops per token."""
     weights_backend: Literal["gloo", "nccl"]
     """Collectives of the weight channel: gloo or nccl."""
+    lora: LoraSection | None
+    """The adapters that the actor publishes; None: it publishes whole models."""
 
 
 def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) -> RolloutConfig:
     """The replica called `worker` ("rollout-1" is index 1) on a machine with these cores. ConfigError says what does not fit."""
     section, index = settings.rollout, replica_index(worker)
     devices = _devices(settings, index)
-    model = _read_json(settings.model.path / "config.json")
+    path = settings.model.path
+    if not devices:
+        check_cpu_attention(path)
+        if settings.actor.lora is not None:
+            check_cpu_adapters(path)
     return RolloutConfig(
-        model_path=settings.model.path,
+        model_path=path,
         dtype=settings.model.dtype,
-        max_model_tokens=_max_model_tokens(settings, model),
-        eos_token_ids=_eos_token_ids(settings.model.path, model),
+        max_model_tokens=settings.model.max_model_tokens or max_model_tokens(path),
+        eos_token_ids=eos_token_ids(path),
         max_num_seqs=section.max_num_seqs,
         max_groups=section.max_groups or max(1, section.max_num_seqs // settings.sampling.num_responses),
         devices=devices,
@@ -68,6 +74,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
         enforce_eager=(not devices) if section.enforce_eager is None else section.enforce_eager,
         in_one_process=section.tensor_parallel_size == 1,
         weights_backend=settings.weights.backend or ("nccl" if devices and settings.actor.devices else "gloo"),
+        lora=settings.actor.lora,
     )
 
 
@@ -134,34 +141,3 @@ def _cores(settings: RunSettings, index: int, machine: Sequence[int]) -> tuple[t
     first = index * per_rank * section.tensor_parallel_size
     taken = [machine[(first + i) % len(machine)] for i in range(per_rank * section.tensor_parallel_size)]
     return tuple(tuple(sorted(set(taken[rank * per_rank : (rank + 1) * per_rank]))) for rank in range(section.tensor_parallel_size))
-
-
-def _max_model_tokens(settings: RunSettings, model: dict[str, Any]) -> int:
-    if settings.model.max_model_tokens is not None:
-        return settings.model.max_model_tokens
-    own = (model.get("text_config") or model).get("max_position_embeddings")
-    if not isinstance(own, int):
-        raise ConfigError(f"{settings.model.path}/config.json has no max_position_embeddings; set model.max_model_tokens")
-    return own
-
-
-def _eos_token_ids(path: Path, model: dict[str, Any]) -> tuple[int, ...]:
-    generation_file = path / "generation_config.json"
-    generation = _read_json(generation_file) if generation_file.is_file() else {}
-    found: set[int] = set()
-    for tree in (generation, model, model.get("text_config") or {}):
-        value = tree.get("eos_token_id")
-        found.update([value] if isinstance(value, int) else value or [])
-    if not found:
-        raise ConfigError(f"{path} names no eos_token_id in generation_config.json or config.json; without one no response would ever stop")
-    return tuple(sorted(found))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; model.path must be a Hugging Face model directory") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} is not a JSON object")
-    return tree

@@ -7,6 +7,7 @@ token and changes the distribution. Stop tokens are token ids, kept as the respo
 """
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -21,8 +22,10 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from rolecall.errors import GenerationError, NotOnThisDeviceError, UnavailableError, WorkerLostError
+from rolecall.errors import GenerationError, InvalidInputError, NotOnThisDeviceError, UnavailableError, WorkerLostError
+from rolecall.settings import LoraSection
 from rolecall.v1 import trajectory_pb2, weights_pb2
+from rolecall.weights.adapter import POLICY
 from rolecall.weights.receiver import open_channel, receive_version
 from rolecall.wire import Array
 from services.rollout.config import RolloutConfig
@@ -32,6 +35,8 @@ _FINISH_REASONS = {"stop": trajectory_pb2.FINISH_REASON_STOP, "length": trajecto
 _PROBE_PRIORITY, _PRIORITY = -1, 0
 """Lower goes first: the probe does not queue behind kept requests."""
 ENGINE_DIED = "the vLLM engine died of the error that it wrote to this replica's log; the replica ends"
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Sizes of vLLM's adapter memory; a smaller adapter is padded with zeros."""
 WATCH_S = 1.0
 """Seconds between two looks at whether the engine lives."""
 CLOSE_TIMEOUT_S = 1.0
@@ -39,13 +44,17 @@ CLOSE_TIMEOUT_S = 1.0
 
 
 class VllmEngine:
-    """One AsyncLLM. Starts with dummy weights: the first real ones, too, come over the weight channel."""
+    """One AsyncLLM. Starts with dummy weights: the first real ones, too, come over the weight channel.
+
+    Where the actor trains adapters the base is read from the model directory, the adapter alone comes over the channel, and every request names it."""
 
     def __init__(self, config: RolloutConfig) -> None:
         """Starts the engine's processes; takes tens of seconds. Call it inside the event loop that will use it."""
         self._llm = AsyncLLM.from_engine_args(engine_args(config))
         self._num_probes = 0
+        self._num_moves = 0
         self._backend = config.weights_backend
+        self._adapter = None if config.lora is None else POLICY
         self._info = EngineInfo(
             max_model_tokens=config.max_model_tokens,
             num_weight_ranks=config.tensor_parallel_size,
@@ -57,6 +66,11 @@ class VllmEngine:
     def info(self) -> EngineInfo:
         """What is fixed while the engine lives."""
         return self._info
+
+    @property
+    def num_moves(self) -> int:
+        """As SamplingEngine.num_moves: outputs, and answers of the core, which gives them between two steps of its scheduler."""
+        return self._num_moves
 
     # --- sampling -----------------------------------------------------------------------------------------------------------------------------------
 
@@ -80,8 +94,10 @@ class VllmEngine:
     async def _final(self, prompt: Any, params: SamplingParams, request_id: str, priority: int) -> RequestOutput:
         final: RequestOutput | None = None
         try:
-            async for output in self._llm.generate(prompt, params, request_id, priority=priority):
+            # bounded: by generation_timeout_s of whoever asks, and by vitals.py, which ends a hung engine
+            async for output in self._llm.generate(prompt, params, request_id, lora_request=self._adapter, priority=priority):
                 final = output
+                self._num_moves += 1
         except EngineDeadError as error:
             raise WorkerLostError(ENGINE_DIED) from error
         except (EngineGenerateError, VLLMClientError, ValueError) as error:
@@ -93,8 +109,11 @@ class VllmEngine:
     # --- pausing ------------------------------------------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
-        """As SamplingEngine.pause. Clearing the cache makes kept requests compute their keys and values again, under the weights they go on with."""
-        await self._alive(self._llm.pause_generation(mode=mode.value, clear_cache=True))
+        """As SamplingEngine.pause. Clearing the cache makes kept requests compute their keys and values again, under the weights they go on with.
+
+        Asked of the engine's core: pause_generation does no more for text, and then sleeps 20 ms for callers who want all outputs before its answer. Ours
+        come to a gate that is shut (gate.py), whenever they come, and a publish pauses twice."""
+        await self._alive(self._llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=True))
 
     async def resume(self) -> None:
         """As SamplingEngine.resume."""
@@ -104,17 +123,32 @@ class VllmEngine:
 
     async def join(self, epoch: int, address: str, rank: int, world_size: int, timeout_s: float) -> None:
         """As EngineWeights.join."""
-        await self._alive(open_channel(self._llm, epoch=epoch, address=address, rank=rank, world_size=world_size, timeout_s=timeout_s, backend=self._backend))
+        opening = open_channel(
+            self._llm,
+            epoch=epoch,
+            address=address,
+            rank=rank,
+            world_size=world_size,
+            timeout_s=timeout_s,
+            backend=self._backend,
+            on_answer=self._moved,
+        )
+        await self._alive(opening)
 
     async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:
         """As EngineWeights.receive."""
-        report = await self._alive(receive_version(self._llm, epoch=epoch, policy_version=policy_version, bucket_timeout_s=bucket_timeout_s))
+        receiving = receive_version(
+            self._llm, epoch=epoch, policy_version=policy_version, bucket_timeout_s=bucket_timeout_s, is_adapter=self._adapter is not None
+        )
+        report = await self._alive(receiving)
         named = zip(report.names, report.fingerprints, strict=True)
         fingerprints = tuple(weights_pb2.Fingerprint(name=name, value=value) for name, value in named)
         return Received(fingerprints, report.digest, report.num_bytes, report.transfer_s)
 
     async def sleep(self, level: int) -> None:
-        """As EngineWeights.sleep."""
+        """As EngineWeights.sleep. InvalidInputError for level 2 where adapters are published: the base would be lost, and nobody sends it."""
+        if level == 2 and self._adapter is not None:
+            raise InvalidInputError("level 2 drops the base, which comes from model.path and not over the weight channel; use level 1")
         self._require_gpu()
         await self._alive(self._llm.sleep(level))
 
@@ -125,10 +159,23 @@ class VllmEngine:
         await self.pause(PauseMode.KEEP)
 
     async def watch(self) -> None:
-        """Runs while the engine lives. WorkerLostError when it died, also when nobody asks anything of it."""
-        while not self._llm.errored:
-            await asyncio.sleep(WATCH_S)
+        """Runs while the engine lives, and asks it every WATCH_S for a sign. WorkerLostError when it died, also when nobody asks anything of it.
+
+        One question is open at a time, without a deadline: how long the answer may take is the controller's affair, who sees `num_moves`."""
+        question = asyncio.create_task(self._alive(self._llm.is_paused()))
+        try:
+            while not self._llm.errored:
+                await asyncio.sleep(WATCH_S)
+                if question.done():
+                    question.result()
+                    self._moved()
+                    question = asyncio.create_task(self._alive(self._llm.is_paused()))
+        finally:
+            question.cancel()
         raise WorkerLostError(ENGINE_DIED)
+
+    def _moved(self) -> None:
+        self._num_moves += 1
 
     async def close(self) -> None:
         """As EngineWeights.close. vLLM reports the end of its own process as an error; there is none left to report."""
@@ -141,14 +188,14 @@ class VllmEngine:
 
     async def _alive(self, call: Any) -> Any:
         try:
-            return await call
+            return await call  # bounded: by the caller's deadline; an engine that hangs is ended by the controller's hang_s
         except EngineDeadError as error:
             raise WorkerLostError(ENGINE_DIED) from error
 
 
 def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
     """What vLLM is started with."""
-    return AsyncEngineArgs(
+    arguments = AsyncEngineArgs(
         model=str(config.model_path),
         skip_tokenizer_init=True,
         generation_config="vllm",
@@ -171,6 +218,17 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         weight_transfer_config=WeightTransferConfig(backend="rolecall"),
         worker_extension_cls="rolecall.weights.receiver.WorkerExtension",
     )
+    return arguments if config.lora is None else dataclasses.replace(arguments, **_for_adapters(config.lora))
+
+
+def _for_adapters(lora: LoraSection) -> dict[str, Any]:
+    """The modules are named, because vLLM would give the head one too, and then fails at the probe: its prompt has more logits than the batch has requests."""
+    return {
+        "load_format": "auto",
+        "enable_lora": True,
+        "max_lora_rank": next(size for size in LORA_RANKS if size >= lora.rank),
+        "lora_target_modules": list(lora.target_modules),
+    }
 
 
 def sampling_params(request: SampleRequest, eos_token_ids: Sequence[int]) -> SamplingParams:

@@ -22,6 +22,8 @@ class Gate:
         self._open = False
         self._num_leaving = 0
         self._num_given_up = 0
+        self._is_given_up = False
+        """Whether nothing is kept until the gate opens again."""
 
     @property
     def is_open(self) -> bool:
@@ -30,18 +32,18 @@ class Gate:
 
     async def wait(self) -> None:
         """Returns while the gate is open. UnavailableError when what is kept is given up instead."""
-        async with self._changed:
+        async with self._changed:  # bounded: the lock is free while anyone waits; the wait is the callers'
             await self._wait()
 
     async def wait_open(self) -> None:
         """Returns while the gate is open, whatever is given up in between: for those who hold nothing."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._open)
+            await self._changed.wait_for(lambda: self._open)  # bounded: by nothing, on purpose: the pull loop waits for weights until it is drained
 
     @asynccontextmanager
     async def leaving(self) -> AsyncIterator[None]:
         """As wait(), and the gate does not shut while inside. Stay for one bounded store call or so."""
-        async with self._changed:
+        async with self._changed:  # bounded: the lock is free while anyone waits; the wait is the callers'
             await self._wait()
             self._num_leaving += 1
         try:
@@ -54,7 +56,7 @@ class Gate:
     async def open(self) -> None:
         """Lets out."""
         async with self._changed:
-            self._open = True
+            self._open, self._is_given_up = True, False
             self._changed.notify_all()
 
     async def shut(self) -> None:
@@ -67,13 +69,18 @@ class Gate:
             raise DeadlineError(f"{self._num_leaving} commits did not end within {SHUT_TIMEOUT_S:.0f} s; look at the store") from error
 
     async def give_up(self) -> None:
-        """Turns away everyone who waits."""
+        """Turns away everyone who waits, and who comes until the gate opens again: what they hold would be kept for nobody knows how long."""
         async with self._changed:
             self._num_given_up += 1
+            self._is_given_up = True
             self._changed.notify_all()
 
     async def _wait(self) -> None:
         before = self._num_given_up
-        await self._changed.wait_for(lambda: self._open or self._num_given_up != before)
-        if self._num_given_up != before:
+
+        def decided() -> bool:
+            return self._open or self._is_given_up or self._num_given_up != before
+
+        await self._changed.wait_for(decided)  # bounded: by keep_timeout_s, past which what is kept is given up
+        if not self._open or self._num_given_up != before:
             raise UnavailableError("what was sampled is discarded: the engine's weights tore or it was put to sleep; ask again")

@@ -4,9 +4,10 @@ Owns the claims in this worker's hands: their leases, deadlines and their end. A
 
     committed   every response passed the gate; one fenced script made the group exist
     released    not the group's fault (a publish aborted it, the weights tore, the store was away, a drain): back to the stream, the delivery excused
-    abandoned   its generation failed or ran out of time: nobody renews it, the controller reaps it, and too many deliveries make it a dead letter
+    abandoned   its generation failed or ran out of time: handed back with the error, the delivery counted; too many make it a dead letter
 
-Never an empty response in place of a failure. A group delivered before runs alone: were it poison, it would take the others with it.
+A store that is away ends none of them and not the role: what is to be handed back waits for it. Never an empty response in place of a failure. A group
+delivered before runs alone: were it poison, it would take the others with it.
 Bounds: max_groups claims in hand; one task each; calls to the store run in the process's thread pool.
 """
 
@@ -46,6 +47,8 @@ TURN_S = 1.0
 """Longest wait of one turn of the loop, so that a drain or a stop is noticed."""
 DENIED_S = 0.1
 """Wait after the store denied a claim (a publish is under way) or could not be reached."""
+AWAY_S = 0.5
+"""Wait before a group is handed back again to a store that was away; each try has the client's own deadline."""
 FULL_S = 0.5
 """Wait before rows are staged again in a full store."""
 
@@ -64,6 +67,8 @@ class PullSettings:
     """Deadline of one group, from claim to commit."""
     row_expiry_s: int
     """Life of staged rows whose group is not committed."""
+    max_deliveries: int
+    """Deliveries after which an abandoned group is given to nobody else."""
 
 
 @dataclass
@@ -80,7 +85,7 @@ class PullLoop:
     def __init__(
         self, settings: PullSettings, replica: Replica, queue: PromptQueue, rows: Rows, tokenizer: ChatTokenizer, on_turn: Callable[[str], None]
     ) -> None:
-        """`on_turn` is told the phase ("generating", "idle", ...) at every turn: the worker's progress."""
+        """`on_turn` is told the phase ("generating", "idle", ...) at every turn, for people."""
         self._settings = settings
         self._replica = replica
         self._queue = queue
@@ -125,8 +130,8 @@ class PullLoop:
         held = [item.claim for item in work if item.claim.entry_id in self._work]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        released = await asyncio.to_thread(self._queue.release, held) if held else 0
+        await asyncio.gather(*tasks, return_exceptions=True)  # bounded: they are cancelled, and their waits end with that
+        released = await self._release_all(held)
         self._work.clear()
         self._drained.set()
         return finished, released
@@ -136,6 +141,7 @@ class PullLoop:
     async def _turn(self) -> None:
         self._on_turn(self._phase())
         if not self._replica.gate.is_open:
+            await self._release_unstarted()
             await self._until(asyncio.ensure_future(self._replica.gate.wait_open()), cancel=True)
             return
         if self._start_next():
@@ -151,12 +157,19 @@ class PullLoop:
             await asyncio.sleep(DENIED_S)
             return
         if self._draining.is_set():
-            await asyncio.to_thread(self._queue.release, claims)
+            await self._release_all(claims)
             return
         for claim in claims:
             self._work[claim.entry_id] = _Work(claim)
         if not claims:
             await self._wait_for_work()
+
+    async def _release_unstarted(self) -> None:
+        """Nothing starts while the gate is shut, and nobody knows for how long: others may start what was claimed just before."""
+        claims = [work.claim for work in self._work.values() if work.task is None]
+        for claim in claims:
+            del self._work[claim.entry_id]
+        await self._release_all(claims)
 
     def _room(self) -> int:
         """Groups to claim now; none while one that was delivered before waits or runs."""
@@ -254,9 +267,9 @@ class PullLoop:
                 if not self._replica.gate.is_open:
                     await self._release(claim, "no weights were attested in time")
                 else:
-                    logger.error("group %d abandoned: not sampled within %.0f s", claim.group.gid, self._settings.generation_timeout_s)
+                    await self._abandon(claim, f"not sampled within {self._settings.generation_timeout_s:g} s")
             except RoleCallError as error:
-                logger.error("group %d abandoned: %s", claim.group.gid, error.message)
+                await self._abandon(claim, error.message)
             return False
 
     async def _sample_and_commit(self, claim: Claim) -> None:
@@ -265,7 +278,7 @@ class PullLoop:
         self._replica.require_room(requests[0].prompt_token_ids, f"group {group.gid}")
         responses: list[Response | None] = [None] * len(requests)
         async with aclosing(self._replica.sample_all(requests)) as sampled:
-            async for index, response in sampled:
+            async for index, response in sampled:  # bounded: by generation_timeout_s around it
                 responses[index] = response
         whole = [response for response in responses if response is not None]
         refs = await self._stage(claim, whole)
@@ -277,7 +290,8 @@ class PullLoop:
         async with self._replica.gate.leaving():
             self._work[claim.entry_id].committing = True
             await asyncio.to_thread(self._queue.commit, claim, committed, spans)
-        with contextlib.suppress(RowMissingError):  # the controller has scored and dropped the group already
+        # The controller may have scored and dropped the group already; and it lifts the expiry, too, should the store be away now.
+        with contextlib.suppress(RowMissingError, StoreUnavailableError):
             await asyncio.to_thread(self._rows.persist, refs)
 
     async def _stage(self, claim: Claim, responses: list[Response]) -> list[trajectory_pb2.RowRef]:
@@ -301,7 +315,27 @@ class PullLoop:
 
     async def _release(self, claim: Claim, reason: str) -> None:
         logger.info("group %d released: %s", claim.group.gid, reason)
+        await self._hand_back(claim, lambda: self._queue.release([claim]))
+
+    async def _abandon(self, claim: Claim, error: str) -> None:
+        logger.error("group %d abandoned: %s", claim.group.gid, error)
+        await self._hand_back(claim, lambda: self._queue.abandon(claim, error, self._settings.max_deliveries))
+
+    async def _hand_back(self, claim: Claim, hand: Callable[[], object]) -> None:
+        """Hands one group back, for as long as the store is away: until then it stays in hand, and its lease is renewed as soon as that is possible."""
+        self._work[claim.entry_id].committing = False
+        while True:
+            try:
+                await asyncio.to_thread(hand)  # bounded: by the store's retry_s
+                return
+            except StoreUnavailableError as error:
+                logger.warning("group %d is not handed back yet: %s", claim.group.gid, error.message)
+                await asyncio.sleep(AWAY_S)
+
+    async def _release_all(self, claims: list[Claim]) -> int:
+        """How many were still held; a store that is away leaves them to their lease."""
         try:
-            await asyncio.to_thread(self._queue.release, [claim])
+            return await asyncio.to_thread(self._queue.release, claims) if claims else 0
         except StoreUnavailableError as error:
-            logger.warning("group %d could not be released and is left to its lease: %s", claim.group.gid, error.message)
+            logger.warning("%d groups could not be released and are left to their lease: %s", len(claims), error.message)
+            return 0

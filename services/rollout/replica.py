@@ -11,8 +11,10 @@ response passes only when every version in its spans was attested to this engine
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from rolecall.errors import (
     ChannelBrokenError,
@@ -76,6 +78,11 @@ class BusyClock:
         self._since = now if self._num_running and not self._paused else None
 
     @property
+    def is_running(self) -> bool:
+        """Whether the engine has work now."""
+        return self._since is not None
+
+    @property
     def total_s(self) -> float:
         """Until now."""
         self.change()
@@ -100,6 +107,13 @@ class Replica:
         self._changing = asyncio.Lock()
         self._busy = BusyClock()
         self._load: asyncio.Task[tuple[Received, Array | None]] | None = None
+        self._joins: set[asyncio.Task[None]] = set()
+        self._num_asked = 0
+        self._num_answered = 0
+        self._is_receiving = False
+        self._num_awaiting_load = 0
+        self._sampling: set[asyncio.Task[Any]] = set()
+        self._given_up: set[asyncio.Task[Any]] = set()
         self.info = engine.info
         self.held = HeldWeights()
         """Asked before anything is served."""
@@ -114,6 +128,17 @@ class Replica:
     def busy_s(self) -> float:
         """Seconds the engine had work since start."""
         return self._busy.total_s
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the engine owes something, so that `num_moves` must grow: tokens, an answer to what ends promptly in an engine that lives, or the end
+        of a load that its caller has given up (whose collective is over). A load that is waited for is not counted: it may wait for the actor."""
+        return self._busy.is_running or self._num_asked > 0 or (self._is_receiving and not self._num_awaiting_load)
+
+    @property
+    def num_moves(self) -> int:
+        """Grows whenever the engine moves."""
+        return self._engine.num_moves + self._num_answered
 
     # --- sampling -----------------------------------------------------------------------------------------------------------------------------------
 
@@ -141,15 +166,28 @@ class Replica:
         """One response, once the gate lets it out. Cancelling it aborts the request. Errors as SamplingEngine.sample, and NotAttestedError when some token came
         from weights that were never attested."""
         started = time.monotonic()
-        self._busy.change(running=1)
-        try:
-            sample = await self._engine.sample(request)
-        finally:
-            self._busy.change(running=-1)
+        sample = await self._sample(request)
         generation_s = time.monotonic() - started
         self.num_sampled_tokens += len(sample.token_ids)
-        await self.gate.wait()
+        await self.gate.wait()  # bounded: by keep_timeout_s, see gate.py
         return Response(sample, self.held.digests(span.policy_version for span in sample.spans), generation_s)
+
+    async def _sample(self, request: SampleRequest) -> Sample:
+        task = asyncio.current_task()
+        assert task is not None
+        self._sampling.add(task)
+        self._busy.change(running=1)
+        try:
+            return await self._engine.sample(request)
+        except asyncio.CancelledError:
+            if task not in self._given_up:
+                raise
+            task.uncancel()
+            raise UnavailableError(f"request {request.request_id} was given up with the engine's weights; ask again") from None
+        finally:
+            self._busy.change(running=-1)
+            self._sampling.discard(task)
+            self._given_up.discard(task)
 
     async def sample_all(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, Response], None]:
         """(index, response) of each request as it ends. Leaving early, or the first error, aborts the rest."""
@@ -157,23 +195,31 @@ class Replica:
         pending = set(tasks)
         try:
             while pending:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)  # bounded: by generation_timeout_s of whoever asks
                 for task in done:
                     yield tasks[task], task.result()
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)  # bounded: they are cancelled, and their waits end with that
 
     # --- weights ------------------------------------------------------------------------------------------------------------------------------------
 
     async def join(self, epoch: int, address: str, rank: int, world_size: int, timeout_s: float) -> None:
         """Takes part in an epoch of the weight channel. Not in line with other changes: a new epoch is what frees a load that is stuck in an older one.
-        StaleEpochError, ChannelBrokenError, DeadlineError."""
+        A caller that leaves does not end it: an engine that hangs goes on owing the answer. StaleEpochError, ChannelBrokenError, DeadlineError."""
         if epoch <= self._epoch:
             raise StaleEpochError(f"epoch {epoch} is not newer than {self._epoch}, which this replica has seen")
         self._epoch = epoch
-        await self._engine.join(epoch, address, rank, world_size, timeout_s)
+        joining = asyncio.create_task(self._join(epoch, address, rank, world_size, timeout_s))
+        self._joins.add(joining)
+        joining.add_done_callback(self._joins.discard)
+        joining.add_done_callback(_look_at)
+        await asyncio.shield(joining)  # bounded: by its timeout_s
+
+    async def _join(self, epoch: int, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        with self._asking():
+            await self._engine.join(epoch, address, rank, world_size, timeout_s)
 
     async def receive(self, transfer: Transfer) -> tuple[Received, Array | None]:
         """Loads one version; the weights are LOADED after it and nothing is served. Also returns the probe's float32 [T] logprobs, if there is a probe.
@@ -185,20 +231,25 @@ class Replica:
             raise StaleEpochError(f"epoch {transfer.epoch} is not the one this replica joined last ({self._epoch}); open it first")
         if transfer.probe_token_ids is not None:
             self.require_room(transfer.probe_token_ids, "the probe")
-        if self._load is not None and not self._load.done():
-            raise ConflictError("another version is being received; wait for its answer")
+        if self._load is not None:  # of an older epoch, which joining this one has freed
+            await asyncio.wait({self._load}, timeout=transfer.bucket_timeout_s)
+            if not self._load.done():
+                raise ConflictError("another version is being received; wait for its answer")
         self._load = asyncio.create_task(self._receive(transfer))
         self._load.add_done_callback(_look_at)
-        return await asyncio.shield(self._load)
+        self._num_awaiting_load += 1
+        try:
+            return await asyncio.shield(self._load)  # bounded: by bucket_timeout_s for each bucket, and by the caller's deadline
+        finally:
+            self._num_awaiting_load -= 1
 
     async def _receive(self, transfer: Transfer) -> tuple[Received, Array | None]:
-        async with self._changing:
+        async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
             self._stop_keeping()
             await self._pause(transfer.pause_mode)
             self.held.begin(transfer.policy_version)
             try:
-                async with asyncio.timeout(self._load_timeout_s):
-                    received = await self._engine.receive(transfer.epoch, transfer.policy_version, transfer.bucket_timeout_s)
+                received = await self._received(transfer)
             except (ChannelBrokenError, StaleEpochError, StaleVersionError):
                 self.held.untouched()
                 self._keeping = asyncio.create_task(self._keep())
@@ -206,44 +257,58 @@ class Replica:
             except (RoleCallError, TimeoutError) as error:
                 self.held.torn()
                 await self._give_up()
-                raise TornWeightsError(f"the load of version {transfer.policy_version} did not finish: {error}") from error
+                cause = error.details.get("cause", error.reason) if isinstance(error, RoleCallError) else TornWeightsError.reason
+                raise TornWeightsError(f"the load of version {transfer.policy_version} did not finish: {error}", cause=cause) from error
             self.held.loaded(received.digest)
             self._keeping = asyncio.create_task(self._keep())
             logger.info("version %d loaded: %.1f MB in %.3f s", transfer.policy_version, received.num_bytes / 1e6, received.transfer_s)
             return received, None if transfer.probe_token_ids is None else await self._probe(transfer.probe_token_ids)
 
+    async def _received(self, transfer: Transfer) -> Received:
+        self._is_receiving = True
+        try:
+            async with asyncio.timeout(self._load_timeout_s):
+                return await self._engine.receive(transfer.epoch, transfer.policy_version, transfer.bucket_timeout_s)
+        finally:
+            self._is_receiving = False
+            self._num_answered += 1
+
     async def _probe(self, token_ids: Sequence[int]) -> Array:
         try:
             async with asyncio.timeout(self._pause_timeout_s):
-                await self._engine.resume()
-                return await self._engine.probe(token_ids)
+                with self._asking():
+                    await self._engine.resume()
+                    return await self._engine.probe(token_ids)
         except TimeoutError as error:
             raise DeadlineError(f"the probe took longer than {self._pause_timeout_s:.0f} s") from error
         finally:
-            await self._engine.pause(PauseMode.KEEP)
+            with self._asking():
+                await self._engine.pause(PauseMode.KEEP)
 
     async def pause(self, mode: PauseMode) -> None:
         """Nothing leaves and nothing is sampled until resume. Idempotent."""
-        async with self._changing:
+        async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
             await self._pause(mode)
 
     async def resume(self, policy_version: int, digest: str) -> None:
         """Serves, if (policy_version, digest) is what the engine holds whole. Idempotent. TornWeightsError, WrongVersionError."""
         self.held.check_whole()
-        async with self._changing:
+        async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
             self.held.attest(policy_version, digest)
             self._stop_keeping()
-            await self._engine.resume()
+            with self._asking():
+                await self._engine.resume()
             self._busy.change(paused=False)
             await self.gate.open()
-            await self._on_serving(not self.draining)
+            await self._on_serving(not self.draining)  # bounded: sets health in this process
 
     async def _pause(self, mode: PauseMode) -> None:
-        await self._on_serving(False)
+        await self._on_serving(False)  # bounded: sets health in this process
         await self.gate.shut()
         try:
             async with asyncio.timeout(self._pause_timeout_s):
-                await self._engine.pause(mode)
+                with self._asking():
+                    await self._engine.pause(mode)
         except TimeoutError as error:
             raise DeadlineError(f"requests in flight did not come to rest within {self._pause_timeout_s:.0f} s; pause with KEEP or ABORT") from error
         self._busy.change(paused=True)
@@ -251,7 +316,7 @@ class Replica:
     async def _keep(self) -> None:
         """Gives up what is kept when nobody resumes: held any longer, its groups would be missing in the batch that the next publish waits for."""
         await asyncio.sleep(self._keep_timeout_s)
-        async with self._changing:
+        async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
             logger.warning("no version was attested within %.0f s of the load; kept requests are given up", self._keep_timeout_s)
             await self._give_up()
 
@@ -260,8 +325,23 @@ class Replica:
             self._keeping.cancel()
 
     async def _give_up(self) -> None:
-        await self._engine.pause(PauseMode.ABORT)
+        with self._asking():
+            await self._engine.pause(PauseMode.ABORT)
+        for task in self._sampling:  # requests that came while the engine paused are none that it could have aborted
+            self._given_up.add(task)
+            task.cancel()
         await self.gate.give_up()
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Around what an engine that lives answers promptly, or moves while it does not."""
+        self._num_asked += 1
+        self._num_answered += 1  # the time before, without work, is not a time without progress
+        try:
+            yield
+        finally:
+            self._num_asked -= 1
+            self._num_answered += 1
 
     # --- memory and the end -------------------------------------------------------------------------------------------------------------------------
 
@@ -271,7 +351,7 @@ class Replica:
             raise InvalidInputError(f"level {level} is not one: 1 keeps the weights in host memory, 2 drops them")
         if self.gate.is_open:
             raise ConflictError("the engine is serving; Pause it before Sleep")
-        async with self._changing:
+        async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
             await self._engine.sleep(level)
             if level == 2:
                 self.held.torn()
@@ -279,16 +359,16 @@ class Replica:
 
     async def wake_up(self) -> None:
         """Takes the memory back."""
-        async with self._changing:
+        async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
             await self._engine.wake_up()
 
     async def stop_taking(self) -> None:
         """Takes nothing new from now on; what runs goes on. Idempotent."""
         self.draining = True
-        await self._on_serving(False)
+        await self._on_serving(False)  # bounded: sets health in this process
 
 
-def _look_at(load: "asyncio.Task[tuple[Received, Array | None]]") -> None:
+def _look_at(work: "asyncio.Task[Any]") -> None:
     """The caller may have left; then the failure is said here."""
-    if not load.cancelled() and load.exception() is not None:
-        logger.warning("receiving weights failed: %s", load.exception())
+    if not work.cancelled() and work.exception() is not None:
+        logger.warning("receiving weights failed: %s", work.exception())

@@ -94,6 +94,10 @@ class SamplingEngine(Protocol):
     def info(self) -> EngineInfo:
         """What is fixed while the engine lives."""
 
+    @property
+    def num_moves(self) -> int:
+        """Grows with whatever shows that the engine moves: tokens, answers. It stands still in a hung engine, and may in an idle one."""
+
     async def sample(self, request: SampleRequest) -> Sample:
         """One response; waits while paused. Cancelling it aborts the request. UnavailableError when a pause aborted it; GenerationError when the
         engine failed on it; WorkerLostError when the engine is gone for good."""

@@ -50,6 +50,9 @@ class ScriptedEngine:
         self.hold = False
         """While true, responses grow only by step()."""
         self._steps = 0
+        self._num_moves = 0
+        self.frozen = False
+        """While true, the engine hangs: nothing that is asked of it ends, and nothing moves."""
         self.sample_failures: dict[str, RoleCallError] = {}
         """Errors by request id."""
 
@@ -57,6 +60,11 @@ class ScriptedEngine:
     def info(self) -> EngineInfo:
         """What is fixed while the engine lives."""
         return self._info
+
+    @property
+    def num_moves(self) -> int:
+        """As SamplingEngine.num_moves."""
+        return self._num_moves
 
     @property
     def num_running(self) -> int:
@@ -87,6 +95,7 @@ class ScriptedEngine:
                 raise self.sample_failures[request.request_id]
             token, logprob = self._next(request, len(running.tokens))
             running.tokens.append(token)
+            self._num_moves += 1
             running.logprobs.append(logprob)
             running.versions.append(self._version)
             if token in stops:
@@ -97,8 +106,10 @@ class ScriptedEngine:
 
     async def _turn(self, running: _Running) -> None:
         """Returns when the next token may be sampled."""
-        await self._may_run.wait()
+        await self._may_run.wait()  # bounded: by whoever asks, as in engine.py
+        await self._thawed()
         while not running.aborted and ((self.hold and len(running.tokens) >= self._steps) or not self._may_run.is_set()):
+            self._num_moves += not self.frozen  # a response that is held does not hang
             await asyncio.sleep(POLL_S)
 
     def step(self, num_tokens: int) -> None:
@@ -114,33 +125,38 @@ class ScriptedEngine:
 
     async def probe(self, token_ids: Sequence[int]) -> Array:
         """As SamplingEngine.probe: -(version + 1) / 8 at every token but the first."""
-        await self._may_run.wait()
+        await self._thawed()
+        await self._may_run.wait()  # bounded: by whoever asks, as in engine.py
         logprobs = np.full(len(token_ids), -(self._version + 1) / 8, dtype=np.float32)
         logprobs[0] = 0.0
         return logprobs
 
     async def pause(self, mode: PauseMode) -> None:
         """As SamplingEngine.pause."""
+        await self._thawed()
         if mode is PauseMode.WAIT and self._may_run.is_set():
-            await self._idle.wait()
+            await self._idle.wait()  # bounded: by whoever asks, as in engine.py
         if mode is PauseMode.ABORT:
             for running in self._running.values():
                 running.aborted = True
             self._may_run.set()
-            await self._idle.wait()
+            await self._idle.wait()  # bounded: by whoever asks, as in engine.py
         self._may_run.clear()
 
     async def resume(self) -> None:
         """As SamplingEngine.resume."""
+        await self._thawed()
         self._may_run.set()
 
     async def join(self, epoch: int, address: str, rank: int, world_size: int, timeout_s: float) -> None:
         """As EngineWeights.join."""
+        await self._thawed()
         self.joined.append(epoch)
 
     async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:
         """As EngineWeights.receive: takes the version on, or fails as the script says."""
         await asyncio.sleep(self._token_s)
+        await self._thawed()
         if self.failures:
             raise self.failures.popleft()
         self._version = policy_version
@@ -158,6 +174,10 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         """Nothing to end."""
+
+    async def _thawed(self) -> None:
+        while self.frozen:
+            await asyncio.sleep(POLL_S)
 
     def _require_gpu(self) -> None:
         if not self._info.can_sleep:

@@ -2,12 +2,13 @@
 
 import asyncio
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from rolecall import telemetry
-from rolecall.errors import WorkerLostError
+from rolecall.errors import CheckpointMismatchError, WorkerLostError
 from rolecall.rpc import process
 from rolecall.rpc.server import Server
 
@@ -31,6 +32,33 @@ async def lose_a_rank(args: process.ServiceArgs) -> None:
     failed = asyncio.get_running_loop().create_future()
     failed.set_exception(WorkerLostError("rank 1 died in backward; see actor.1.log"))
     await process.serve(server, failed=failed, grace_s=0.5)
+
+
+async def be_lost(args: process.ServiceArgs) -> None:
+    """Serves until the controller gives it up."""
+    server = Server(args.settings.rpc, "127.0.0.1:0")
+    await server.start()
+    failed = asyncio.get_running_loop().create_future()
+
+    async def drain() -> None:
+        say("drained")
+
+    say("up")
+    asyncio.get_running_loop().call_later(0.1, failed.set_exception, WorkerLostError("no progress for 30 s"))
+    await process.serve(server, drain=drain, failed=failed, grace_s=30.0)
+
+
+async def hang_for_good(args: process.ServiceArgs) -> None:
+    """Blocks its event loop; a thread hears that it was given up."""
+    leave = process.way_out("actor")
+    threading.Thread(target=leave, args=[WorkerLostError("no progress for 30 s")], daemon=True).start()
+    say("up")
+    time.sleep(60)
+
+
+async def refuse(args: process.ServiceArgs) -> None:
+    """Meets what no restart mends."""
+    raise CheckpointMismatchError("the checkpoint is of another model")
 
 
 async def crash(args: process.ServiceArgs) -> None:
@@ -65,13 +93,20 @@ async def name(args: process.ServiceArgs) -> None:
     say(f"{args.worker} {args.settings.run.num_steps}")
 
 
+async def incarnation(args: process.ServiceArgs) -> None:
+    """Says which start of it this is."""
+    say(args.incarnation)
+
+
 def say(word: str) -> None:
     """To the test."""
     sys.stdout.write(f"{word}\n")
     sys.stdout.flush()
 
 
-WAYS: dict[str, Callable[[process.ServiceArgs], Awaitable[None]]] = {way.__name__: way for way in (serve, lose_a_rank, crash, load, hang, hang_in_drain, name)}
+WAYS: dict[str, Callable[[process.ServiceArgs], Awaitable[None]]] = {
+    way.__name__: way for way in (serve, lose_a_rank, be_lost, hang_for_good, refuse, crash, load, hang, hang_in_drain, name, incarnation)
+}
 
 
 if __name__ == "__main__":

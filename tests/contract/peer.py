@@ -39,6 +39,8 @@ class Peer(controller_pb2_grpc.ControllerServiceServicer):
         self.refusal: RoleCallError | None = None
         self.beats: list[controller_pb2.HeartbeatRequest] = []
         self.peers: set[str] = set()
+        self.given_up: RoleCallError | None = None
+        """What the next heartbeats are answered with."""
         self.on_get_run: Callable[[], Any] | None = None
 
     async def Join(self, request: controller_pb2.JoinRequest, context: Any) -> controller_pb2.JoinResponse:
@@ -51,6 +53,8 @@ class Peer(controller_pb2_grpc.ControllerServiceServicer):
 
     async def Heartbeat(self, request: controller_pb2.HeartbeatRequest, context: Any) -> controller_pb2.HeartbeatResponse:
         self.beats.append(request)
+        if self.given_up:
+            raise self.given_up
         if request.worker not in self.known:
             raise UnknownWorkerError(f"{request.worker} has not joined")
         return controller_pb2.HeartbeatResponse(ctl=8)

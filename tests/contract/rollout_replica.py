@@ -117,7 +117,7 @@ async def replica_under_test(
     replica = Replica(engine, pause_timeout_s=5.0, load_timeout_s=5.0, keep_timeout_s=keep_timeout_s, on_serving=server.set_serving)
     chat = ChatTokenizer(tokenizer)
     phases: list[str] = []
-    settings = PullSettings(CONSUMER, MAX_GROUPS, lease_s, generation_timeout_s, 60)
+    settings = PullSettings(CONSUMER, MAX_GROUPS, lease_s, generation_timeout_s, 60, 3)
     pull = PullLoop(settings, replica, store.worker(CONSUMER), store.rows, chat, phases.append)
     servicer = RolloutServicer(replica, pull, chat, Fence(1), consumer=CONSUMER, max_groups=MAX_GROUPS, generation_timeout_s=generation_timeout_s)
     server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, SERVICE_NAME)

@@ -149,6 +149,15 @@ async def test_an_answer_beyond_the_message_limit_is_a_failure(client: RewardCli
     assert not failure.retryable
 
 
+async def test_an_item_beyond_the_message_limit_fails_alone_and_says_so(client: RewardClient) -> None:
+    fits, too_large = await client.score(items_of("a", "x" * 17_000_000))
+    assert fits == Score(0.5)
+    (failure,) = failures([too_large])
+    assert not failure.retryable
+    assert failure.message.startswith("scorer 'it': ")
+    assert "larger than max (17000" in failure.message
+
+
 async def test_a_scorers_error_keeps_its_code_and_says_who(client: RewardClient, liar: Liar) -> None:
     def refuse(response: reward_pb2.ScoreResponse) -> None:
         response.results[0].error.code, response.results[0].error.message = "BAD_GROUND_TRUTH", "it is empty"

@@ -62,7 +62,7 @@ async def test_a_hung_function_is_killed_at_its_deadline_and_the_others_are_scor
     started = time.monotonic()
     results = await pool.score("f", items_of("fine", "hang", "fine", "fine"))
     assert codes(results) == ["ok", "TIMEOUT", "ok", "ok"]
-    assert not results[1].error.retryable
+    assert results[1].error.retryable, "its worker may have been stopped: the engine asks again before it blames the item"
     assert "longer than 1 s" in results[1].error.message
     assert 0.9 < time.monotonic() - started < 20
 

@@ -136,17 +136,24 @@ async def test_a_redelivered_group_runs_alone(rollout: ReplicaUnderTest) -> None
     assert len(await rollout.committed(4)) == 4
 
 
-async def test_a_group_whose_generation_fails_is_left_to_its_lease_and_never_committed(rollout: ReplicaUnderTest) -> None:
+async def test_a_group_whose_generation_fails_is_handed_back_at_once_and_sampled_again(rollout: ReplicaUnderTest) -> None:
     rollout.engine.sample_failures[f"0/2:{CONSUMER}-1"] = GenerationError("the engine choked")
     rollout.admit(3)
     await rollout.publish(1)
-    assert sorted(committed.gid for committed in await rollout.committed(2)) == [1, 2]
-    async with asyncio.timeout(5):
-        while (await rollout.info()).num_groups:
-            await asyncio.sleep(0.01)
-    (entry,) = rollout.store.ledger.pending()
-    rollout.store.ledger.reap(CONSUMER, entry.entry_id)
     assert sorted(committed.gid for committed in await rollout.committed(3)) == [0, 1, 2]
+    assert not rollout.store.ledger.overdelivered()
+
+
+async def test_a_group_whose_generation_always_fails_is_given_to_nobody_after_max_deliveries_and_its_error_is_kept(rollout: ReplicaUnderTest) -> None:
+    for delivery in (1, 2, 3):
+        rollout.engine.sample_failures[f"0/2:{CONSUMER}-{delivery}"] = GenerationError("the engine choked")
+    rollout.admit(1)
+    await rollout.publish(1)
+    async with asyncio.timeout(10):
+        while not (over := rollout.store.ledger.overdelivered()):
+            await asyncio.sleep(0.05)
+    assert [(group.gid, group.error) for group in over] == [(0, f"{CONSUMER}: the engine choked")]
+    assert (await rollout.info()).num_groups == 0
 
 
 async def test_a_prompt_without_room_for_a_token_is_never_sampled(rollout: ReplicaUnderTest) -> None:
@@ -211,10 +218,10 @@ async def test_a_group_that_takes_too_long_is_abandoned(store: StoreUnderTest, t
         rollout.engine.hold = True
         rollout.admit(1)
         await rollout.publish(1)
-        await until_running(rollout, 4)
-        await until_running(rollout, 0)
-        (entry,) = rollout.store.ledger.pending()
-        assert entry.consumer == CONSUMER
+        async with asyncio.timeout(10):
+            while not (over := rollout.store.ledger.overdelivered()):
+                await asyncio.sleep(0.05)
+        assert over[0].error == f"{CONSUMER}: not sampled within 0.3 s"
 
 
 async def test_a_dead_engine_ends_the_loop(rollout: ReplicaUnderTest) -> None:

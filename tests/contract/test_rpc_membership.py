@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from rolecall import __version__
-from rolecall.errors import ConfigError, RunLockedError, UnavailableError, VersionMismatchError
+from rolecall.contract import contract_version
+from rolecall.errors import ConfigError, RunLockedError, UnavailableError, VersionMismatchError, WorkerLostError
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.membership import Membership
 from rolecall.settings import RpcSection, RunSettings
@@ -51,7 +51,13 @@ async def test_a_worker_joins_with_its_particulars_and_learns_who_is_in_charge(p
         await until(lambda: member.ctl == 8)
     (join,) = peer.joins
     assert join == controller_pb2.JoinRequest(
-        run="test", role=controller_pb2.ROLE_ROLLOUT, worker="rollout-0", incarnation="abc123", address="127.0.0.1:5", num_weight_ranks=2, version=__version__
+        run="test",
+        role=controller_pb2.ROLE_ROLLOUT,
+        worker="rollout-0",
+        incarnation="abc123",
+        address="127.0.0.1:5",
+        num_weight_ranks=2,
+        version=contract_version(),
     )
 
 
@@ -169,3 +175,50 @@ async def test_a_stopped_worker_is_silent(peer: Peer, make_settings: MakeSetting
 async def test_a_worker_without_a_controller_address_is_told_what_to_give(make_settings: MakeSettings) -> None:
     with pytest.raises(ConfigError, match=r"--controller.address HOST:PORT"):
         member_of(make_settings())
+
+
+async def test_a_worker_that_was_given_up_fails_for_good(peer: Peer, make_settings: MakeSettings) -> None:
+    async with serving(peer) as (_, address), started(make_settings(controller={"address": address})) as member:
+        await member.joined()
+        peer.given_up = WorkerLostError("hung: no progress for 15 s")
+        with pytest.raises(WorkerLostError, match="no progress"):
+            await asyncio.wait_for(asyncio.shield(member.failed), 5.0)
+        num_heard = len(peer.beats)
+        await asyncio.sleep(0.3)
+        assert len(peer.beats) == num_heard
+
+
+async def test_a_given_up_worker_that_joins_again_is_refused_for_good(peer: Peer, make_settings: MakeSettings) -> None:
+    peer.refusal = WorkerLostError("replaced by rollout-0.b")
+    async with serving(peer) as (_, address), started(make_settings(controller={"address": address})) as member:
+        with pytest.raises(WorkerLostError, match="replaced by"):
+            await asyncio.wait_for(member.joined(), 5.0)
+    assert len(peer.joins) == 1
+
+
+async def test_an_event_loop_that_stands_still_is_work_without_progress(make_settings: MakeSettings) -> None:
+    beats: list[controller_pb2.HeartbeatRequest] = []
+
+    def hear(request: bytes, context: grpc.ServicerContext) -> bytes:
+        beats.append(controller_pb2.HeartbeatRequest.FromString(request))
+        return b""
+
+    methods = {"Join": lambda request, context: controller_pb2.JoinResponse(ctl=1, heartbeat_s=0.05).SerializeToString(), "Heartbeat": hear}
+    with ThreadPoolExecutor(1) as threads:
+        server = grpc.server(threads)
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {name: grpc.unary_unary_rpc_method_handler(method) for name, method in methods.items()}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        async with started(make_settings(controller={"address": address})) as member:
+            await member.joined()
+            await asyncio.sleep(0.2)
+            num_heard = len(beats)
+            time.sleep(0.5)
+            assert [beats[num_heard - 1].busy, beats[-1].busy] == [False, True]
+            assert beats[-1].progress == beats[0].progress
+            member.busy = True
+            await until(lambda: len(beats) > 2 and beats[-1].busy)
+            member.busy = False
+            await until(lambda: not beats[-1].busy)
+        server.stop(0).wait()

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from rolecall.rpc import process
-from rolecall.settings import child_environment
+from rolecall.settings import child_environment, store_url_file
 from tests.conftest import MakeSettings
 
 ROOT = Path(__file__).parents[2]
@@ -78,8 +78,8 @@ def test_a_signal_during_start_ends_the_role_at_once(launcher: Launcher) -> None
 
 def test_a_failure_is_said_in_one_clear_line_after_the_end_of_its_traceback(launcher: Launcher) -> None:
     role = launcher.start("crash")
-    _, err = role.communicate(timeout=20)
-    assert role.returncode == 1
+    _, err = role.communicate(timeout=60)
+    assert role.returncode == process.RESTART
     assert err.splitlines()[-1] == "actor failed: ValueError: shape (3, 4) is not (4, 3)", err
     assert "in crash" in err
     assert "never awaited" not in err
@@ -87,16 +87,46 @@ def test_a_failure_is_said_in_one_clear_line_after_the_end_of_its_traceback(laun
 
 def test_a_failure_in_the_background_ends_the_role_with_its_message(launcher: Launcher) -> None:
     role = launcher.start("lose_a_rank")
-    _, err = role.communicate(timeout=20)
-    assert role.returncode == 1
+    _, err = role.communicate(timeout=60)
+    assert role.returncode == process.RESTART
     assert err.splitlines()[-1] == "actor failed: rank 1 died in backward; see actor.1.log", err
+
+
+def test_a_log_that_finds_no_space_makes_no_failure_final(config: Path) -> None:
+    command = [sys.executable, "-m", "tests.contract.a_role", "lose_a_rank", "--config", str(config)]
+    with open("/dev/full", "w") as full:
+        code = subprocess.run(command, cwd=ROOT, stdout=full, stderr=full, timeout=60).returncode
+    assert code in (process.RESTART, 120), "120: the interpreter could not flush its own streams, which no launcher takes for final either"
+
+
+def test_an_error_that_no_restart_mends_has_an_exit_code_of_its_own(launcher: Launcher) -> None:
+    role = launcher.start("refuse")
+    _, err = role.communicate(timeout=60)
+    assert role.returncode == process.FINAL
+    assert err.splitlines()[-1] == "actor failed: the checkpoint is of another model", err
+
+
+def test_a_process_given_up_as_hung_ends_within_a_second_though_its_event_loop_is_stuck(launcher: Launcher) -> None:
+    role = up(launcher.start("hang_for_good"))
+    start = time.monotonic()
+    _, err = role.communicate(timeout=60)
+    assert role.returncode == process.RESTART
+    assert time.monotonic() - start < 1.5
+    assert err.splitlines()[-1] == "actor failed: no progress for 30 s", err
+
+
+def test_a_lost_worker_is_not_drained(launcher: Launcher) -> None:
+    role = up(launcher.start("be_lost"))
+    out, err = role.communicate(timeout=60)
+    assert role.returncode == process.RESTART, err
+    assert out == ""
 
 
 def test_a_thread_that_hangs_does_not_keep_the_process(launcher: Launcher) -> None:
     role = up(launcher.start("hang"))
     role.send_signal(signal.SIGTERM)
     start = time.monotonic()
-    _, err = role.communicate(timeout=20)
+    _, err = role.communicate(timeout=60)
     assert role.returncode == 0, err
     assert time.monotonic() - start < 15.0
     assert "leaving threads that did not end within 5 s: device" in err
@@ -130,7 +160,7 @@ def test_a_role_ends_when_its_launcher_is_killed(config: Path, tmp_path: Path) -
 
 def test_overrides_name_and_file_reach_the_role(launcher: Launcher) -> None:
     role = launcher.start("name", "--name", "actor-b", "--run.num_steps", "7")
-    out, err = role.communicate(timeout=20)
+    out, err = role.communicate(timeout=60)
     assert out == "actor-b 7\n", err
 
 
@@ -155,6 +185,25 @@ def test_a_bad_override_names_its_key(config: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         process.parse_args("actor", ["--config", str(config), "--run.num_steps=-1"])
     assert "run.num_steps" in capsys.readouterr().err
+
+
+def test_the_launcher_s_incarnation_is_the_role_s(launcher: Launcher) -> None:
+    role = launcher.start("incarnation", ROLECALL_INCARNATION="0badcafe")
+    out, err = role.communicate(timeout=60)
+    assert out == "0badcafe\n", err
+
+
+def test_a_role_started_by_hand_finds_the_embedded_store_of_its_run(config: Path, tmp_path: Path) -> None:
+    file = store_url_file(tmp_path / "run")
+    assert process.parse_args("rollout", ["--config", str(config)]).settings.store.url is None
+    file.parent.mkdir(parents=True)
+    file.write_text("unix:///run/store.sock\n")
+    found = process.parse_args("rollout", ["--config", str(config)]).settings.store.url
+    assert found is not None
+    assert found.get_secret_value() == "unix:///run/store.sock"
+    given = process.parse_args("rollout", ["--config", str(config), "--store.url", "redis://elsewhere"]).settings.store.url
+    assert given is not None
+    assert given.get_secret_value() == "redis://elsewhere"
 
 
 def test_each_start_is_another_incarnation_and_every_worker_has_a_name(config: Path) -> None:

@@ -69,7 +69,7 @@ async def test_reflection_lists_the_services(peer: Peer) -> None:
 
 async def test_a_port_in_use_is_a_clear_error(peer: Peer) -> None:
     async with serving(peer) as (_, address):
-        with pytest.raises(ConfigError, match=rf"cannot listen on {address}: the port is in use"):
+        with pytest.raises(ConfigError, match=rf"cannot listen on {address}: it is in use: another process listens there"):
             await Server(RpcSection(), address).start()
 
 

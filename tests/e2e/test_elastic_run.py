@@ -60,9 +60,9 @@ def wait_for_step(folder: Path, step: int, process: "subprocess.Popen[str]") -> 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_rollout_that_joins_late_samples_for_the_run_and_the_run_can_be_resumed(tmp_path: Path) -> None:
-    store = EmbeddedStore(tmp_path / "store", "elastic", 128 * 2**20)
-    environment = {**os.environ, "ROLECALL_STORE_URL": store.start(), "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     config = write_config(tmp_path)
+    late = None
     try:
         train = subprocess.Popen(command("train", str(config)), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         wait_for_step(tmp_path, 1, train)
@@ -90,10 +90,21 @@ def test_a_rollout_that_joins_late_samples_for_the_run_and_the_run_can_be_resume
         )
         assert resumed.returncode == 0, resumed.stdout + resumed.stderr
         check_bounds(tmp_path, num_steps=14)
-        connection = connect(StoreSection.model_validate({"url": store.url}))
+        assert balance(tmp_path) == (14 * 8, 14 * 8, 0)
+    finally:
+        if late is not None:
+            late.kill()
+            late.wait(30)
+
+
+def balance(folder: Path) -> tuple[int, int, int]:
+    """(admitted, trained, live) of the run that has ended, from its store."""
+    store = EmbeddedStore(folder / "run" / "store", "elastic", 128 * 2**20)
+    try:
+        connection = connect(StoreSection.model_validate({"url": store.start()}))
         counts = Ledger(connection, "elastic").counts()
         connection.close()
-        assert (counts.admitted, counts.trained, counts.live) == (14 * 8, 14 * 8, 0)
+        return counts.admitted, counts.trained, counts.live
     finally:
         store.stop()
 

@@ -4,6 +4,7 @@ The job trains on the synthetic batch of `make_rows` and writes, from rank 0, th
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from rolecall.training.device import RankSpec, start_rank, stop_rank
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.objectives import SupervisedObjective
-from rolecall.training.packing import Row, cost_model, global_counts, pack, plan_batch
+from rolecall.training.options import EngineOptions
+from rolecall.training.packing import Row, local_counts, pack, plan_batch
+from tests.checkpoint_rig import save
 
 VOCAB = 150
 
@@ -39,9 +42,9 @@ def make_rows(num_rows: int, seed: int = 0) -> list[Row]:
 def train_step(engine: FsdpEngine, rows: list[Row], *, token_budget: int, seed: int) -> dict[str, float]:
     """One optimizer step of the supervised loss over all rows."""
     lengths = [len(row["token_ids"]) for row in rows]
-    cost = cost_model(engine.config)
-    plan = plan_batch(lengths, num_minibatches=1, token_budget=token_budget, world_size=engine.world_size, cost=cost, seed=seed)[engine.rank]
-    counts = global_counts([rows[i] for i in plan.rows], None)
+    cost = engine.flops.forward
+    plan = plan_batch(lengths, num_minibatches=1, token_budget=token_budget, world_size=engine.layout.data_size, cost=cost, seed=seed)[engine.layout.data_rank]
+    counts = local_counts(rows)
     microbatches = [pack([rows[i] for i in indices], ["loss_mask"], temperature=0.7, device=engine.device) for indices in plan.microbatches]
     metrics = engine.forward_backward(microbatches, SupervisedObjective(counts))
     outcome = engine.step()
@@ -58,26 +61,28 @@ def weights_of(engine: FsdpEngine) -> dict[str, torch.Tensor]:
 def main(job: dict[str, Any], rank: int) -> None:
     device = start_rank(RankSpec(rank, job["world_size"], rank, (), f"file://{job['rendezvous']}", 1, 60.0))
     section = OptimizerSection(**job["optimizer"])
-    engine = FsdpEngine(
-        Path(job["model"]),
+    options = EngineOptions(
+        path=Path(job["model"]),
         head="policy",
         dtype=job["dtype"],
-        device=device,
         optimizer=section,
         total_steps=job["total_steps"],
         gradient_checkpointing=job["gradient_checkpointing"],
     )
+    engine = FsdpEngine(options, device=device)
     rows = make_rows(job["num_rows"])
     outcomes = []
     for step in range(job["num_steps"]):
         # a pass without gradients in between must leave training untouched
         lengths = [len(row["token_ids"]) for row in rows]
-        plan = plan_batch(lengths, num_minibatches=1, token_budget=64, world_size=engine.world_size, cost=cost_model(engine.config), seed=0)[rank]
+        plan = plan_batch(lengths, num_minibatches=1, token_budget=64, world_size=engine.layout.data_size, cost=engine.flops.forward, seed=0)[
+            engine.layout.data_rank
+        ]
         outputs = engine.forward([pack([rows[i] for i in indices], [], temperature=0.7, device=device) for indices in plan.microbatches])
         assert all(isinstance(output, TokenOutputs) for output in outputs)
         outcomes.append(train_step(engine, rows, token_budget=job["token_budget"], seed=step))
         if step + 1 == job["save_after"]:
-            engine.save(Path(job["out"]) / "checkpoint", export_huggingface=True)
+            save(engine, Path(job["out"]) / "checkpoint")
     weights = weights_of(engine)
     if rank == 0:
         save_file(weights, Path(job["out"]) / "weights.safetensors")
@@ -87,3 +92,4 @@ def main(job: dict[str, Any], rank: int) -> None:
 
 if __name__ == "__main__":
     main(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
+    os._exit(0)  # Gloo's threads, ended by the interpreter's teardown, now and then abort the process after all is done

@@ -19,6 +19,8 @@ import yaml
 from pydantic import SecretStr
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from rolecall.errors import WorkerLostError
+from rolecall.rpc import status
 from rolecall.settings import StoreSection
 from rolecall.store.connection import Connection, connect
 from rolecall.store.embedded import EmbeddedStore
@@ -41,6 +43,9 @@ class YesController:
     def __init__(self) -> None:
         self.joined: list[controller_pb2.JoinRequest] = []
         self.phases: list[str] = []
+        self.moves: list[tuple[bool, int]] = []
+        """(busy, progress) of each heartbeat."""
+        self.has_given_up = False
         self.arrived = threading.Event()
 
     def join(self, request: controller_pb2.JoinRequest, context: Any) -> controller_pb2.JoinResponse:
@@ -50,6 +55,11 @@ class YesController:
 
     def heartbeat(self, request: controller_pb2.HeartbeatRequest, context: Any) -> controller_pb2.HeartbeatResponse:
         self.phases.append(request.phase)
+        self.moves.append((request.busy, request.progress))
+        if self.has_given_up:
+            lost = WorkerLostError("hung: no progress")
+            context.set_trailing_metadata(status.trailing_metadata(lost))
+            context.abort(grpc.StatusCode.UNAVAILABLE, lost.message)
         return controller_pb2.HeartbeatResponse(ctl=1)
 
     def handler(self) -> Any:
@@ -78,6 +88,8 @@ class RolloutProcess:
     publisher: Publisher
     model: PreTrainedModel
     weights: list[tuple[str, torch.Tensor]]
+    adapter: weights_pb2.LoraAdapter | None = None
+    """What `weights` are an adapter of; None: they are the model."""
     epoch: int = 0
     version: int = 0
     digests: dict[int, str] = field(default_factory=dict)
@@ -105,9 +117,8 @@ class RolloutProcess:
             probe=weights_pb2.Probe(token_ids=encode_tensor(np.array(PROBE, dtype=np.int32))),
         )
         receiving = self.stub.ReceiveWeights.future(request, timeout=60)
-        sent = self.publisher.publish(
-            iter(self.weights), build_manifest(self.weights, 64 * 1024), epoch=self.epoch, policy_version=self.version, bucket_timeout_s=BUCKET_TIMEOUT_S
-        )
+        manifest = build_manifest(self.weights, 64 * 1024, self.adapter)
+        sent = self.publisher.publish(iter(self.weights), manifest, epoch=self.epoch, policy_version=self.version, bucket_timeout_s=BUCKET_TIMEOUT_S)
         self.digests[self.version] = sent.digest
         return sent, receiving.result()
 

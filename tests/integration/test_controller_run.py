@@ -1,18 +1,35 @@
 """Whole runs with light roles: nothing lost, nothing trained twice, staleness bounded, restarts and resumes go on, failures say what failed."""
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rolecall.errors import BudgetSpentError, GenerationError, InvalidInputError, RoleCallError, UnknownWorkerError, VersionMismatchError, WorkerLostError
+from rolecall.contract import contract_version
+from rolecall.errors import (
+    BudgetSpentError,
+    CheckpointMismatchError,
+    GenerationError,
+    InvalidInputError,
+    RoleCallError,
+    RunLockedError,
+    UnknownWorkerError,
+    VersionMismatchError,
+    WorkerLostError,
+)
 from rolecall.scores import Item
 from rolecall.settings import RunSettings
+from rolecall.storage import open_storage
 from rolecall.store.ledger import Ledger
+from rolecall.store.position import RunPosition
 from rolecall.trajectory import seed_of
 from rolecall.v1 import controller_pb2 as pb
+from rolecall.v1.controller_pb2_grpc import ControllerServiceStub
+from services.controller.checkpoints import Checkpoints, RunPoint
+from services.controller.engine import ControllerEngine
 from services.rollout.sampling import Sample, SampleRequest
 from services.rollout.scripted import ScriptedEngine
 from tests.fixtures_store import StoreUnderTest
@@ -71,6 +88,33 @@ async def test_two_rollouts_one_late_keep_the_staleness_bound(store: StoreUnderT
     assert max(line["staleness/max"] for line in run.metrics()) == 1
 
 
+def committers(run: LightRun) -> Counter[str]:
+    """Groups committed by each rollout, as far as the history was moved to its file."""
+    file = run.settings.run.dir / "history.jsonl"
+    events = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return Counter(event["token"].partition(".")[0] for event in events if event["event"] == "committed")
+
+
+async def test_a_fleet_of_one_grows_to_three_and_shrinks_to_one_inside_a_run(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    algorithm = {"groups_per_batch": 12, "max_staleness": 1}
+    async with light_run(store, tmp_path, make_settings, algorithm=algorithm, run={"num_steps": 200, "checkpoint_every_steps": 1000}) as run:
+        async with run.controller() as (stub, running), run.rollout("rollout-0", token_s=0.005):
+            async with run.rollout("rollout-1", token_s=0.005), run.rollout("rollout-2", token_s=0.005):
+                while set(committers(run)) != {"rollout-0", "rollout-1", "rollout-2"}:
+                    assert not running.done()
+                    await asyncio.sleep(0.05)
+            while len([worker for worker in (await stub.GetRun(pb.GetRunRequest())).status.workers if not worker.lost]) > 1:
+                await asyncio.sleep(0.05)
+            step = (await stub.GetRun(pb.GetRunRequest())).status.step
+            while (await stub.GetRun(pb.GetRunRequest())).status.step < step + 3:
+                await asyncio.sleep(0.02)
+            await stub.StopRun(pb.StopRunRequest())
+            await asyncio.wait_for(running, RUN_S)
+    admitted, trained, dropped, live = balance(run)
+    assert (admitted, dropped) == (trained + live, 0)
+    check_trained_once(run.actor.trainer, 2 * trained)
+
+
 async def test_a_rollout_that_replaces_the_only_one_inside_a_step_gets_the_weights_and_the_groups(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
@@ -116,6 +160,162 @@ async def test_a_trainer_that_lost_its_steps_loads_the_checkpoint_and_applies_th
     assert balance(run) == (20, 20, 0, 0)
 
 
+async def test_trainers_that_restart_under_a_living_controller_are_brought_back_and_nothing_is_sampled_again(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    gae = {"groups_per_batch": 4, "advantage": {"kind": "gae"}}
+    async with light_run(store, tmp_path, make_settings, algorithm=gae, run={"num_steps": 6, "checkpoint_every_steps": 3}) as run:
+        async with run.controller() as (stub, running), run.rollout("rollout-0", token_s=0.002):
+            for step, role in ((2, run.actor), (4, run.critic)):
+                while (await stub.GetRun(pb.GetRunRequest())).status.step < step:
+                    assert not running.done(), running.exception()
+                    await asyncio.sleep(0.01)
+                role.trainer = LightTrainer(store)
+            await asyncio.wait_for(running, RUN_S)
+            status = (await stub.GetRun(pb.GetRunRequest())).status
+    assert 1 <= status.num_recoveries <= 4
+    assert status.last_failure
+    assert balance(run) == (24, 24, 0, 0)
+    check_trained_once(run.actor.trainer, 48)
+    assert run.critic.trainer.trained == run.actor.trainer.trained
+
+
+async def test_a_trainer_that_fails_again_and_again_ends_the_run_and_is_named(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    async with light_run(store, tmp_path, make_settings, controller={"max_recoveries": 3}) as run:
+        run.actor.trainer.failures.extend([WorkerLostError("rank 1 of the actor is gone")] * 10)
+        async with run.controller() as (_, running), run.rollout("rollout-0"):
+            with pytest.raises(BudgetSpentError, match=r"controller.max_recoveries; the last: .*rank 1 of the actor is gone"):
+                await asyncio.wait_for(running, RUN_S)
+    assert len(run.actor.trainer.failures) == 6
+
+
+async def test_a_full_disk_costs_a_checkpoint_and_not_the_run(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    async with light_run(store, tmp_path, make_settings, run={"num_steps": 6, "checkpoint_every_steps": 2}) as run:
+        async with run.controller() as (stub, running), run.rollout("rollout-0", token_s=0.002):
+            run.actor.trainer.disk_is_full = True
+            await reaches(stub, running, 4)
+            run.actor.trainer.disk_is_full = False
+            await asyncio.wait_for(running, RUN_S)
+    assert balance(run) == (24, 24, 0, 0)
+    assert Checkpoints(open_storage(run.settings.run.checkpoints), 2).latest() is not None
+
+
+async def reaches(stub: ControllerServiceStub, running: "asyncio.Task[None]", step: int) -> None:
+    """Returns when the run has applied `step` steps."""
+    while (await stub.GetRun(pb.GetRunRequest())).status.step < step:
+        assert not running.done(), running.exception()
+        await asyncio.sleep(0.01)
+
+
+async def test_steps_go_on_while_a_checkpoint_is_written_and_its_rows_stay_until_it_is_committed(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    async with light_run(store, tmp_path, make_settings, run={"num_steps": 11, "checkpoint_every_steps": 5}) as run:
+        checkpoints = Checkpoints(open_storage(run.settings.run.checkpoints), 2)
+        run.actor.trainer.may_write.clear()
+        async with run.controller() as (stub, running), run.rollout("rollout-0"):
+            await reaches(stub, running, 9)
+            asked = asyncio.create_task(saved(stub))
+            await asyncio.sleep(0.2)
+            assert checkpoints.latest() is None
+            assert Ledger(store.connection, store.run).position().freed_step == 0
+            assert not asked.done()
+            run.actor.trainer.may_write.set()
+            await asyncio.wait_for(running, RUN_S)
+            await asyncio.wait_for(asked, 5)
+    assert balance(run) == (44, 44, 0, 0)
+    check_trained_once(run.actor.trainer, 88)
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest[1].step == 11
+
+
+async def test_a_run_whose_checkpoint_is_never_written_goes_on_in_another_controller(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    async with light_run(store, tmp_path, make_settings, run={"num_steps": 8, "checkpoint_every_steps": 3}) as run, run.rollout("rollout-0"):
+        run.actor.trainer.may_write.clear()
+        async with run.controller() as (stub, running):
+            await reaches(stub, running, 5)
+        assert Checkpoints(open_storage(run.settings.run.checkpoints), 2).latest() is None
+        run.actor.trainer.may_write.set()
+        async with run.controller() as (_, running):
+            await asyncio.wait_for(running, RUN_S)
+    assert balance(run) == (32, 32, 0, 0)
+    check_trained_once(run.actor.trainer, 64)
+
+
+async def test_checkpoints_may_live_behind_a_url(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    url = f"memory://{tmp_path.name}/checkpoints"
+    section = {"num_steps": 5, "checkpoint_every_steps": 1, "checkpoint_url": url}
+    async with light_run(store, tmp_path, make_settings, run=section) as run, run.rollout("rollout-0", token_s=0.002):
+        async with run.controller() as (stub, running):
+            await reaches(stub, running, 3)
+        run.actor.trainer.step, run.actor.trainer.records, run.actor.trainer.trained = 0, [], []
+        async with run.controller() as (_, running):
+            await asyncio.wait_for(running, RUN_S)
+    check_trained_once(run.actor.trainer, 40)
+    latest = Checkpoints(open_storage(url), 2).latest()
+    assert latest is not None
+    assert latest[1].step == 5
+    assert not (run.settings.run.dir / "checkpoints").exists()
+
+
+async def at_rest(run: LightRun, stub: ControllerServiceStub) -> bool:
+    """Whether all that was admitted is sampled, scored and as far trained as whole batches allow."""
+    ledger = (await stub.GetRun(pb.GetRunRequest())).status.ledger
+    refs = [ref for _, group in Ledger(run.store.connection, run.store.run).read_committed("0", 256, 0.0) for ref in group.rows]
+    scored = all("reward" in row for row in run.store.rows.read(refs, [], ["reward"]))
+    return (ledger.queued, ledger.generating) == (0, 0) and scored and ledger.live < 4
+
+
+async def test_a_group_is_scored_once_however_often_the_controller_starts(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    asked: Counter[str] = Counter()
+
+    def count(item: Item) -> float:
+        asked[item.id] += 1
+        return asked[item.id] * 0.25 + parity(item) / 2
+
+    async with light_run(store, tmp_path, make_settings, score=count, run={"num_steps": 4}, algorithm={"groups_per_batch": 4, "max_staleness": 1}) as run:
+        async with run.rollout("rollout-0", token_s=0.02):
+            for stop_at in (2, 5, 9):
+                async with run.controller() as (stub, _):
+                    await stub.ResumeRun(pb.ResumeRunRequest())
+                    while sum(asked.values()) < 2 * stop_at:
+                        await asyncio.sleep(0.01)
+                    await stub.PauseRun(pb.PauseRunRequest())
+                    while not await at_rest(run, stub):
+                        await asyncio.sleep(0.05)
+            async with run.controller() as (stub, running):
+                await stub.ResumeRun(pb.ResumeRunRequest())
+                await asyncio.wait_for(running, RUN_S)
+    assert set(asked.values()) == {1}
+    assert balance(run) == (16, 16, 0, 0)
+
+
+async def test_a_stop_without_any_rollout_left_does_not_wait_for_the_batch(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    async with light_run(store, tmp_path, make_settings, run={"num_steps": 1000}) as run, run.controller() as (stub, running):
+        async with run.rollout("rollout-0", token_s=0.02):
+            while (await stub.GetRun(pb.GetRunRequest())).status.step < 1:
+                await asyncio.sleep(0.01)
+        while "none is alive" not in (await stub.GetRun(pb.GetRunRequest())).status.waiting_for:
+            await asyncio.sleep(0.05)
+        await stub.StopRun(pb.StopRunRequest(checkpoint=True))
+        await asyncio.wait_for(running, RUN_S)
+    latest = Checkpoints(open_storage(run.settings.run.checkpoints), 2).latest()
+    assert latest is not None
+    assert latest[1].step == Ledger(store.connection, store.run).position().step
+
+
+async def test_a_checkpoint_of_another_run_is_refused(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    async with light_run(store, tmp_path, make_settings) as run:
+        checkpoints = Checkpoints(open_storage(run.settings.run.checkpoints), 2)
+        checkpoints.commit(checkpoints.begin(1), [], RunPoint("another", 0, 1, 1, 1, 4, 4, {}, "", []))
+        async with run.controller() as (_, running), run.rollout("rollout-0"):
+            with pytest.raises(CheckpointMismatchError, match="'another'"):
+                await asyncio.wait_for(running, RUN_S)
+
+
 async def test_a_lost_store_takes_the_run_back_to_its_checkpoint_in_a_new_lineage(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
     async with light_run(store, tmp_path, make_settings, run={"num_steps": 4}) as run:
         async with run.rollout("rollout-0"), run.controller() as (stub, _):
@@ -128,6 +328,60 @@ async def test_a_lost_store_takes_the_run_back_to_its_checkpoint_in_a_new_lineag
             await asyncio.wait_for(running, RUN_S)
     assert Ledger(store.connection, store.run).position().lineage == 1
     assert balance(run) == (16, 16, 0, 0)
+    assert len(run.actor.trainer.trained) == 32
+
+
+async def test_prompts_that_a_lineage_has_yet_to_admit_are_in_its_first_checkpoint(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    async with light_run(store, tmp_path, make_settings, run={"num_steps": 4}, algorithm={"groups_per_batch": 4, "max_staleness": 1}) as run:
+        checkpoints = Checkpoints(open_storage(run.settings.run.checkpoints), 2)
+        async with run.rollout("rollout-0", token_s=0.01), run.controller():
+            while checkpoints.latest() is None:
+                await asyncio.sleep(0.01)
+        before = checkpoints.latest()
+        assert before is not None
+        assert before[1].untrained
+        for key in store.connection.ledger.scan_iter(f"{{rl:{store.run}*"):
+            store.connection.ledger.delete(key)
+        async with run.controller() as (stub, running):
+            request = asyncio.ensure_future(saved(stub))
+            await asyncio.sleep(0.2)  # it is asked before anything can be admitted: there is no rollout yet
+            async with run.rollout("rollout-0", token_s=0.01):
+                await request
+                after = checkpoints.latest()
+                assert after is not None
+                assert (after[1].lineage, after[1].step) == (1, before[1].step)
+                assert (after[1].untrained, after[1].waiting) == ([], before[1].untrained)
+                await asyncio.wait_for(running, RUN_S)
+    assert balance(run)[1] == 16
+
+
+async def saved(stub: ControllerServiceStub) -> None:
+    """Returns when a checkpoint was made."""
+    await stub.SaveCheckpoint(pb.SaveCheckpointRequest(), timeout=RUN_S)
+
+
+async def test_a_lineage_that_was_begun_before_the_trainers_were_set_back_is_begun_once(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    async with light_run(store, tmp_path, make_settings, run={"num_steps": 4}) as run:
+        async with run.rollout("rollout-0"), run.controller() as (stub, _):
+            while (await stub.GetRun(pb.GetRunRequest())).status.step < 3:
+                await asyncio.sleep(0.01)
+        latest = Checkpoints(open_storage(run.settings.run.checkpoints), 2).latest()
+        assert latest is not None
+        point = latest[1]
+        for key in store.connection.ledger.scan_iter(f"{{rl:{store.run}*"):
+            store.connection.ledger.delete(key)
+        ledger = Ledger(store.connection, store.run)
+        ledger.lock(0.1)
+        ledger.start_lineage(
+            RunPosition(lineage=1, step=point.step, next_gid=point.next_gid, policy_version=point.policy_version, epoch=point.epoch, trained=point.trained)
+        )
+        ledger.unlock()
+        assert run.actor.trainer.step > point.step
+        async with run.rollout("rollout-0"), run.controller() as (_, running):
+            await asyncio.wait_for(running, RUN_S)
+    assert Ledger(store.connection, store.run).position().lineage == 1
     assert len(run.actor.trainer.trained) == 32
 
 
@@ -176,6 +430,16 @@ async def test_a_spent_scoring_budget_fails_the_run_and_names_the_scorer(store: 
             status = (await stub.GetRun(pb.GetRunRequest())).status
     assert status.state == pb.RUN_STATE_FAILED
     assert "reward.max_failed_groups" in status.error
+    assert Checkpoints(open_storage(run.settings.run.checkpoints), 2).latest() is not None, "a spent budget ends with a checkpoint"
+
+
+async def test_too_many_dead_letters_end_the_run_and_the_last_is_named(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    async with light_run(store, tmp_path, make_settings, controller={"max_dead_letters": 0, "max_deliveries": 2}) as run:
+        async with run.controller() as (_, running), run.rollout("rollout-0", engine=PoisonedEngine(vocab_size=200)):
+            with pytest.raises(BudgetSpentError, match=r"controller\.max_dead_letters"):
+                await asyncio.wait_for(running, RUN_S)
+    latest = Checkpoints(open_storage(run.settings.run.checkpoints), 2).latest()
+    assert latest is not None
 
 
 async def test_groups_without_signal_are_replaced_up_to_their_budget(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
@@ -209,7 +473,7 @@ async def test_requests_in_flight_at_a_publish_are_finished_or_sampled_again(
 async def test_weights_that_differ_from_what_was_sent_are_never_attested(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
     async with light_run(store, tmp_path, make_settings) as run, run.controller() as (_, running), run.rollout("rollout-0"):
         run.actor.lie = True
-        with pytest.raises(WorkerLostError, match="did not load what was sent"):
+        with pytest.raises(BudgetSpentError, match="did not load what was sent"):
             await asyncio.wait_for(running, RUN_S)
     assert Ledger(store.connection, store.run).position().policy_version == -1
     assert balance(run)[1] == 0
@@ -220,7 +484,7 @@ async def test_people_pause_resume_checkpoint_and_stop_a_run(store: StoreUnderTe
         async with run.controller() as (stub, running), run.rollout("rollout-0"):
             saved = await stub.SaveCheckpoint(pb.SaveCheckpointRequest(), timeout=RUN_S)
             assert (Path(saved.path) / "COMMITTED").exists()
-            assert saved.step > 0
+            assert saved.path.endswith(f"step-{saved.step:08d}")
             await stub.PauseRun(pb.PauseRunRequest())
             await asyncio.sleep(1.0)
             paused = (await stub.GetRun(pb.GetRunRequest())).status
@@ -238,16 +502,51 @@ async def test_people_pause_resume_checkpoint_and_stop_a_run(store: StoreUnderTe
     assert balance(run)[1] == 4 * stopped.step
 
 
+async def test_a_paused_run_stays_paused_when_its_controller_starts_again(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    async with light_run(store, tmp_path, make_settings, run={"num_steps": 50}) as run, run.rollout("rollout-0", token_s=0.002):
+        async with run.controller() as (stub, _):
+            while (await stub.GetRun(pb.GetRunRequest())).status.step < 1:
+                await asyncio.sleep(0.01)
+            await stub.PauseRun(pb.PauseRunRequest())
+        async with run.controller() as (stub, _):
+            while (await stub.GetRun(pb.GetRunRequest())).status.state != pb.RUN_STATE_PAUSED:
+                await asyncio.sleep(0.01)
+            step = (await stub.GetRun(pb.GetRunRequest())).status.step
+            await stub.ResumeRun(pb.ResumeRunRequest())
+            while (await stub.GetRun(pb.GetRunRequest())).status.step <= step:
+                await asyncio.sleep(0.01)
+    assert not Ledger(store.connection, store.run).position().paused
+
+
 async def test_strangers_are_refused_and_a_silent_worker_must_join_again(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
     async with light_run(store, tmp_path, make_settings) as run, run.controller() as (stub, _):
-        join = pb.JoinRequest(run=run.settings.run.name, role=pb.ROLE_REFERENCE, worker="r", incarnation="1", address="127.0.0.1:1", version="0.1.0")
+        join = pb.JoinRequest(run=run.settings.run.name, role=pb.ROLE_REFERENCE, worker="r", incarnation="1", address="127.0.0.1:1", version=contract_version())
         with pytest.raises(VersionMismatchError, match="install one release"):
             await stub.Join(pb.JoinRequest(run=join.run, worker="r", incarnation="1", version="9"))
         with pytest.raises(InvalidInputError, match=r"controller\.address"):
-            await stub.Join(pb.JoinRequest(run="other", worker="r", incarnation="1", version="0.1.0"))
+            await stub.Join(pb.JoinRequest(run="other", worker="r", incarnation="1", version=contract_version()))
         await stub.Join(join)
         beat = pb.HeartbeatRequest(worker="r", incarnation="1")
         await stub.Heartbeat(beat)
         await asyncio.sleep(run.settings.controller.lease_s + 0.5)
         with pytest.raises(UnknownWorkerError):
             await stub.Heartbeat(beat)
+
+
+async def test_a_second_controller_on_a_run_is_refused_and_the_first_goes_on(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    async with light_run(store, tmp_path, make_settings, run={"num_steps": 8}) as run, run.rollout("rollout-0", token_s=0.02):
+        async with run.controller() as (stub, running):
+            while (await stub.GetRun(pb.GetRunRequest())).status.step < 1:
+                await asyncio.sleep(0.02)
+            second = ControllerEngine(run.settings)
+            try:
+                with pytest.raises(RunLockedError, match=rf"run {store.run}: another controller holds it and is alive; stop that one first"):
+                    await asyncio.wait_for(second.run(), 10)
+                status = await second.status()
+            finally:
+                await second.close()
+            assert (status.state, status.error) == (pb.RUN_STATE_FAILED, f"run {store.run}: another controller holds it and is alive; stop that one first")
+            assert not running.done()
+            await asyncio.wait_for(running, RUN_S)
+    assert balance(run) == (32, 32, 0, 0)
+    check_trained_once(run.actor.trainer, 64)

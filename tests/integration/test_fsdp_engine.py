@@ -4,6 +4,7 @@ import json
 import resource
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -13,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -22,30 +22,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from rolecall.algorithms.aggregation import Aggregation
 from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, ConfigError, DiskFullError
 from rolecall.settings import AlgorithmSection, CorrectionSection, KlSection, OptimizerSection, PolicyLossSection, child_environment
-from rolecall.training.device import RankSpec, start_rank
-from rolecall.training.engine import TokenOutputs, ValueOutputs
+from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.huggingface import write_model
 from rolecall.training.model import Head
 from rolecall.training.objectives import PolicyObjective, SupervisedObjective, ValueObjective, policy_columns
-from rolecall.training.packing import Row, global_counts, pack, unpack
-from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
+from rolecall.training.options import EngineOptions
+from rolecall.training.packing import Row, local_counts, pack, unpack
+from rolecall.training.vitals import nothing
+from tests.checkpoint_rig import exported, load, save
+from tests.integration.fsdp_ranks import VOCAB, make_rows, train_step, weights_of
 from tests.tiny_models import write_qwen3, write_qwen3_moe
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 CPU = torch.device("cpu")
 SECTION = OptimizerSection(learning_rate=1e-3, weight_decay=0.1, schedule="linear", warmup_steps=1)
 MODELS = ["dense", "tied", "moe"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    """A default process group of one, unless an earlier test made one."""
-    mine = not dist.is_initialized()
-    if mine:
-        start_rank(RankSpec(0, 1, 0, (), None, 1, 60.0))
-    yield
-    if mine:
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def make_engine(path: Path, *, head: Head = "policy", optimizer: OptimizerSection | None = SECTION, **more: Any) -> FsdpEngine:
     more.setdefault("dtype", "float32")
-    return FsdpEngine(path, head=head, device=CPU, optimizer=optimizer, total_steps=8, **more)
+    return FsdpEngine(EngineOptions(path=path, head=head, optimizer=optimizer, total_steps=8, **more), device=CPU)
 
 
 def oracle_model(path: Path) -> PreTrainedModel:
@@ -127,6 +120,19 @@ def test_weights_come_back_under_the_checkpoints_own_names_bit_for_bit(models: d
     assert_same_weights(published, saved, atol=0)
 
 
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_publishing_holds_no_more_than_one_parameter_and_its_pieces_beyond_the_shard(models: dict[str, Path], kind: str) -> None:
+    engine = make_engine(models[kind], dtype="bfloat16")
+    made: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+    for _, tensor in engine.named_weights():
+        made.add(tensor)
+        del tensor
+        most = max(most, sum({piece.untyped_storage().data_ptr(): piece.untyped_storage().nbytes() for piece in made}.values()))
+    largest_parameter = max(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(models[kind]).parameters())
+    assert most <= 2 * largest_parameter
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_one_rank_trains_like_hugging_face_with_adamw(models: dict[str, Path], kind: str, tmp_path: Path) -> None:
     rows = make_rows(10)
@@ -185,8 +191,8 @@ def test_two_ranks_train_like_hugging_face_and_their_checkpoint_goes_on_at_one(m
     assert_same_weights(two, load_file(tmp_path / "oracle" / "model.safetensors"), atol=2e-4)
 
     engine = make_engine(models[kind])
-    engine.load(tmp_path / "two" / "checkpoint")
-    assert_same_weights(weights_of(engine), load_file(tmp_path / "two" / "checkpoint" / "huggingface" / "model.safetensors"), atol=0)
+    load(engine, tmp_path / "two" / "checkpoint")
+    assert_same_weights(weights_of(engine), load_file(exported(tmp_path / "two" / "checkpoint") / "model.safetensors"), atol=0)
     later = [train_step(engine, rows, token_budget=40, seed=step) for step in (2, 3)]
     np.testing.assert_allclose([o["loss"] for o in later], losses[2:], rtol=1e-5)
     assert [o["learning_rate"] for o in later] == [o["learning_rate"] for o in outcomes[2:]]
@@ -206,9 +212,9 @@ def test_resuming_on_one_rank_is_bit_equal(models: dict[str, Path], tmp_path: Pa
     straight = make_engine(models["tied"])
     for step in range(2):
         train_step(straight, rows, token_budget=64, seed=step)
-    assert straight.save(tmp_path, export_huggingface=False) > 0
+    assert save(straight, tmp_path)
     resumed = make_engine(models["tied"])
-    resumed.load(tmp_path)
+    load(resumed, tmp_path)
     for step in (2, 3):
         assert train_step(straight, rows, token_budget=64, seed=step) == train_step(resumed, rows, token_budget=64, seed=step)
     assert_same_weights(weights_of(straight), weights_of(resumed), atol=0)
@@ -218,16 +224,16 @@ def test_resuming_on_one_rank_is_bit_equal(models: dict[str, Path], tmp_path: Pa
 def test_an_exported_directory_is_a_plain_hugging_face_model(models: dict[str, Path], tmp_path: Path) -> None:
     engine = make_engine(models["tied"])
     train_step(engine, make_rows(4), token_budget=64, seed=0)
-    engine.save(tmp_path, export_huggingface=True)
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
-    exported.save_pretrained(tmp_path / "again")
+    save(engine, tmp_path / "checkpoint")
+    model = exported(tmp_path / "checkpoint")
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "again")
     assert_same_weights(weights_of(engine), load_file(tmp_path / "again" / "model.safetensors"), atol=0)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "huggingface")
+    tokenizer = AutoTokenizer.from_pretrained(model)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<|im_start|>user\nhi<|im_end|>\n"
 
 
 def test_no_file_of_a_checkpoint_is_a_pickle(models: dict[str, Path], tmp_path: Path) -> None:
-    make_engine(models["dense"]).save(tmp_path, export_huggingface=True)
+    save(make_engine(models["dense"]), tmp_path)
     suffixes = {file.suffix for file in tmp_path.rglob("*") if file.is_file()}
     assert suffixes <= {".json", ".safetensors", ".jinja", ".txt"}
 
@@ -246,24 +252,23 @@ def room_for(num_bytes: int) -> Iterator[None]:
 def test_a_full_disk_is_named_and_leaves_the_engine_usable(models: dict[str, Path], tmp_path: Path) -> None:
     engine = make_engine(models["dense"])
     with room_for(100_000), pytest.raises(DiskFullError, match="no space"):
-        engine.save(tmp_path / "full", export_huggingface=False)
-    assert engine.save(tmp_path / "roomy", export_huggingface=True) > 0
+        save(engine, tmp_path / "full")
+    assert save(engine, tmp_path / "roomy")
 
 
-def test_an_export_to_a_full_disk_still_takes_every_tensor_so_that_no_rank_waits(models: dict[str, Path], tmp_path: Path) -> None:
+def test_an_export_to_a_full_disk_is_named(models: dict[str, Path], tmp_path: Path) -> None:
     weights = make_engine(models["dense"]).named_weights()
     with room_for(100_000), pytest.raises(DiskFullError, match="export"):
-        write_model(tmp_path / "out", models["dense"], weights, writer=True)
-    assert next(weights, None) is None
+        write_model(tmp_path / "out", models["dense"], weights, progressed=nothing)
 
 
 def test_a_half_written_checkpoint_is_missing_and_another_models_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
-    make_engine(models["dense"]).save(tmp_path, export_huggingface=False)
+    save(make_engine(models["dense"]), tmp_path)
     with pytest.raises(CheckpointMismatchError, match="lm_head"):
-        make_engine(models["tied"]).load(tmp_path)
+        load(make_engine(models["tied"]), tmp_path)
     (tmp_path / "index.json").unlink()
     with pytest.raises(CheckpointMissingError):
-        make_engine(models["dense"]).load(tmp_path)
+        load(make_engine(models["dense"]), tmp_path)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
@@ -278,10 +283,10 @@ def test_a_step_does_not_depend_on_microbatches_packing_or_order(split_engine: F
         correction=CorrectionSection(),
     )
     rows = [{**row, "ref/logprobs": row["rollout_logprobs"] * 0.9} for row in rows]
-    objective = PolicyObjective(algorithm, global_counts(rows, None))
+    objective = PolicyObjective(algorithm, local_counts(rows))
 
     def step(parts: list[list[int]]) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
-        split_engine.load(split_engine_start(split_engine))
+        load(split_engine, split_engine_start(split_engine))
         packed = [pack([rows[i] for i in part], policy_columns(algorithm), temperature=1.0, device=CPU) for part in parts]
         metrics = split_engine.forward_backward(packed, objective, entropy=True)
         return split_engine.step().grad_norm, metrics.values(), weights_of(split_engine)
@@ -293,6 +298,49 @@ def test_a_step_does_not_depend_on_microbatches_packing_or_order(split_engine: F
     assert split[0] == pytest.approx(whole[0], rel=1e-5)
     assert split[1] == pytest.approx(whole[1], rel=1e-4, abs=1e-5)
     assert_same_weights(split[2], whole[2], atol=1e-5)
+
+
+def make_groups(num_prompts: int, num_responses: int) -> list[Row]:
+    """Rows whose prompts of 9 tokens are alike in groups, and some of whose responses begin alike too."""
+    rng = np.random.default_rng(7)
+    rows: list[Row] = []
+    for _ in range(num_prompts):
+        prompt = rng.integers(0, VOCAB, 9, dtype=np.int32)
+        for index in range(num_responses):
+            ids = np.concatenate([prompt, [index % 2, 3], rng.integers(0, VOCAB, rng.integers(1, 9))]).astype(np.int32)
+            mask = (np.arange(len(ids)) >= len(prompt)).astype(np.uint8)
+            names = ("advantages", "values", "returns", "rollout_logprobs", "old_logprobs")
+            rows.append({"token_ids": ids, "response_mask": mask, "loss_mask": mask, **{n: rng.normal(size=len(ids)).astype(np.float32) * 0.3 for n in names}})
+    return rows
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("head", ["policy", "value"])
+def test_what_sequences_have_in_common_is_computed_once_and_changes_no_number(models: dict[str, Path], kind: str, head: Head) -> None:
+    rows = make_groups(3, 4)
+    algorithm = AlgorithmSection(groups_per_batch=1, policy_loss=PolicyLossSection(entropy_coef=0.01))
+    counts = local_counts(rows)
+    objective = PolicyObjective(algorithm, counts) if head == "policy" else ValueObjective(0.2, counts)
+    columns = [*policy_columns(algorithm), "values", "returns"]
+    section = OptimizerSection(learning_rate=1.0, eps=1.0, max_grad_norm=1e9)
+    together = [pack(rows, columns, temperature=0.7, device=CPU)]
+    alone = [pack([row], columns, temperature=0.7, device=CPU) for row in rows]
+    assert together[0].prefixes is not None
+    assert together[0].prefixes.num_saved >= 3 * 3 * 9
+    assert all(microbatch.prefixes is None for microbatch in alone)
+
+    def step(microbatches: list[Microbatch]) -> tuple[list[torch.Tensor], dict[str, float], float, dict[str, torch.Tensor], float]:
+        engine = make_engine(models[kind], head=head, optimizer=section)
+        outputs = zip(*(vars(each).values() for each in engine.forward(microbatches, entropy=True)), strict=True)
+        flops, metrics = engine.flops_done, engine.forward_backward(microbatches, objective, entropy=True)
+        return [torch.cat(parts) for parts in outputs], metrics.values(), engine.step().grad_norm, weights_of(engine), flops
+
+    shared, own = step(together), step(alone)
+    torch.testing.assert_close(shared[0], own[0], rtol=0, atol=1e-5)
+    assert shared[1] == pytest.approx(own[1], rel=1e-4, abs=1e-5)
+    assert shared[2] == pytest.approx(own[2], rel=1e-5)
+    assert_same_weights(shared[3], own[3], atol=1e-5)
+    assert shared[4] < own[4]
 
 
 START: dict[int, Path] = {}
@@ -308,7 +356,7 @@ def split_engine(models: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
     section = OptimizerSection(learning_rate=1.0, eps=1.0, max_grad_norm=1e9)
     engine = make_engine(models["dense"], optimizer=section)
     START[id(engine)] = tmp_path_factory.mktemp("start")
-    engine.save(START[id(engine)], export_huggingface=False)
+    save(engine, START[id(engine)])
     return engine
 
 
@@ -320,7 +368,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(models: di
     poisoned = [{**row, "advantages": row["advantages"] * np.float32("nan")} for row in rows]
     algorithm = AlgorithmSection(groups_per_batch=1)
     packed = pack(poisoned, policy_columns(algorithm), temperature=1.0, device=CPU)
-    engine.forward_backward([packed], PolicyObjective(algorithm, global_counts(rows, None)))
+    engine.forward_backward([packed], PolicyObjective(algorithm, local_counts(rows)))
     outcome = engine.step()
     assert not outcome.applied
     assert not np.isfinite(outcome.grad_norm)
@@ -335,14 +383,14 @@ def test_a_critic_regresses_to_its_returns_and_keeps_its_head_on_disk(models: di
     engine = make_engine(models["tied"], head="value", optimizer=section)
     rows = [{**row, "returns": np.where(row["token_ids"] > 75, 1.0, -1.0).astype(np.float32), "values": np.zeros_like(row["values"])} for row in make_rows(8)]
     packed = pack(rows, ["loss_mask", "values", "returns"], temperature=1.0, device=CPU)
-    objective = ValueObjective(None, global_counts(rows, None))
+    objective = ValueObjective(None, local_counts(rows))
     losses = []
     for _ in range(30):
         losses.append(engine.forward_backward([packed], objective).values()["critic/loss"])
         engine.step()
     assert losses[-1] < 0.2 * losses[0]
-    engine.save(tmp_path, export_huggingface=True)
-    again = make_engine(tmp_path / "huggingface", head="value", optimizer=None)
+    save(engine, tmp_path / "checkpoint")
+    again = make_engine(exported(tmp_path / "checkpoint"), head="value", optimizer=None)
     (first,), (second,) = engine.forward([packed]), again.forward([packed])
     assert isinstance(first, ValueOutputs)
     assert isinstance(second, ValueOutputs)
@@ -371,7 +419,7 @@ def test_bfloat16_computes_and_publishes_halves_but_keeps_float32_masters(models
     expected, _, _ = oracle_training(models["dense"], rows, 4)
     np.testing.assert_allclose(losses, expected, rtol=2e-2)
     assert {tensor.dtype for tensor in weights_of(engine).values()} == {torch.bfloat16}
-    engine.save(tmp_path, export_huggingface=False)
+    save(engine, tmp_path)
     kept = load_file(tmp_path / "rank-00000.safetensors")
     assert {tensor.dtype for name, tensor in kept.items() if not name.startswith("rng/")} == {torch.float32}
 
@@ -404,7 +452,7 @@ def test_a_supervised_warm_start_learns_its_rows(models: dict[str, Path]) -> Non
     engine = make_engine(models["dense"], optimizer=OptimizerSection(learning_rate=5e-3))
     rows = make_rows(4)
     packed = pack(rows, ["loss_mask"], temperature=1.0, device=CPU)
-    counts = global_counts(rows, None)
+    counts = local_counts(rows)
     losses = []
     for _ in range(25):
         losses.append(engine.forward_backward([packed], SupervisedObjective(counts)).values()["supervised/loss"])

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import yaml
 
-from rolecall.launch import Fleet, Worker
+from rolecall.processes import Processes, Worker
 from rolecall.settings import load_settings
 from tests.light_run import start_train, wait_until_gone, wait_until_up, write_light_config
 
@@ -61,16 +61,17 @@ def test_an_existing_run_directory_is_refused_without_resume(tmp_path: Path) -> 
     assert "--resume" in output
 
 
-def test_a_second_launcher_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+def test_a_second_launcher_in_the_same_directory_is_refused_with_and_without_resume(tmp_path: Path) -> None:
     config = write_light_config(tmp_path)
     first = start_train(config)
     wait_until_up(first)
-    second = start_train(config, "--resume")
-    output, _ = second.communicate(timeout=60)
+    seconds = [start_train(config), start_train(config, "--resume")]
+    outputs = [second.communicate(timeout=60)[0] for second in seconds]
+    assert first.poll() is None
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=30)
-    assert second.returncode == 1
-    assert "another `rolecall train`" in output
+    assert [second.returncode for second in seconds] == [1, 1]
+    assert all(f"another `rolecall train` works in {tmp_path / 'run'}; stop it first, or name another with --run.dir" in output for output in outputs)
 
 
 def test_the_first_failure_is_shown_with_its_role_its_last_lines_and_its_log(tmp_path: Path) -> None:
@@ -111,27 +112,28 @@ def test_a_run_under_way_can_be_asked_paused_and_resumed(tmp_path: Path) -> None
 def test_what_a_role_started_ends_with_it(tmp_path: Path) -> None:
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {stubborn!r}]); time.sleep(600)"
-    fleet = Fleet()
+    processes = Processes()
     worker = Worker("reward", "reward", (sys.executable, "-c", parent), {}, tmp_path / "reward.log")
-    fleet.start(worker)
+    processes.start(worker)
     deadline = time.monotonic() + 30
     while "up" not in worker.log.read_text().splitlines() and time.monotonic() < deadline:
         time.sleep(0.05)
-    role = psutil.Process(fleet.processes["reward"][1].pid)
-    processes = [role, *role.children(recursive=True)]
-    fleet.stop()
-    assert len(processes) == 2
-    assert wait_until_gone(processes, 5) == []
+    role = psutil.Process(processes.running["reward"].process.pid)
+    started = [role, *role.children(recursive=True)]
+    processes.stop_all()
+    assert len(started) == 2
+    assert wait_until_gone(started, 5) == []
 
 
 def test_exits_are_told_in_order_with_a_controller_after_those_it_may_fail_of(tmp_path: Path) -> None:
-    fleet = Fleet()
+    processes = Processes()
     for name, role in (("controller", "controller"), ("actor", "actor")):
-        fleet.start(Worker(role, name, (sys.executable, "-c", "raise SystemExit(3)"), {}, tmp_path / f"{name}.log"))
-    for _, process in fleet.processes.values():
-        process.wait(timeout=30)
-    assert [(worker.name, code) for worker, code in fleet.poll()] == [("actor", 3), ("controller", 3)]
-    fleet.stop()
+        processes.start(Worker(role, name, (sys.executable, "-c", "raise SystemExit(3)"), {}, tmp_path / f"{name}.log"))
+    for start in processes.running.values():
+        start.process.wait(timeout=30)
+    assert [(start.worker.name, code) for start, code in processes.poll()] == [("actor", 3), ("controller", 3)]
+    assert processes.poll() == []
+    processes.stop_all()
 
 
 @pytest.mark.parametrize("word", ["--run.num_steps=zero", "--run.no_such_key=1"])

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2
 
 from rolecall.reward import SERVICE_NAME
 from rolecall.rpc.channel import open_channel
+from rolecall.rpc.process import RESTART
 from rolecall.scores import Failure, Score
 from rolecall.settings import RpcSection
 from rolecall.v1 import controller_pb2
@@ -178,6 +179,15 @@ def test_a_component_that_cannot_start_is_said_in_one_line(start: StartProcess, 
     service.end()
     assert "component 'mine' cannot start: ModuleNotFoundError: No module named 'absent'" in service.lines[-1]
     assert sum("Traceback" in line for line in service.lines) == 1
+
+
+def test_a_service_whose_scoring_process_is_killed_at_the_start_asks_to_be_started_again(start: StartProcess, tmp_path: Path) -> None:
+    (tmp_path / "killed.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    path = write_run(tmp_path, {"components": {"mine": {"scorer": {"kind": "function", "target": "killed:score"}}}})
+    service = start("-m", "services.reward", "--config", str(path))
+    assert service.process.wait(timeout=60) == RESTART
+    service.end()
+    assert "exit status -9" in service.lines[-1]
 
 
 def test_the_light_parts_stay_light() -> None:

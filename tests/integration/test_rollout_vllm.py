@@ -2,17 +2,20 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import numpy as np
 import psutil
 import pytest
 
+from rolecall.rpc.process import RESTART
 from rolecall.trajectory import SAMPLED_COLUMNS
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.wire import decode_tensor
 from tests.integration.rollout_process import PROBE, RolloutProcess, group, rollout_process
-from tests.tiny_models import EOS_TOKEN_ID, write_qwen3
+from tests.tiny_models import write_qwen3
+from tests.tiny_tokenizer import EOS_TOKEN_ID
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -178,13 +181,46 @@ def test_sleep_is_not_for_cpus(rollout: RolloutProcess) -> None:
     assert generate(rollout, num_responses=1)
 
 
-def processes_of(parent: int) -> list[psutil.Process]:
-    return [psutil.Process(parent), *psutil.Process(parent).children(recursive=True)]
+def engine_of(rollout: RolloutProcess) -> list[psutil.Process]:
+    """vLLM's processes."""
+    children = psutil.Process(rollout.process.pid).children(recursive=True)
+    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
 
 
-def test_a_killed_replica_leaves_no_process_behind(rollout: RolloutProcess) -> None:
-    alive = processes_of(rollout.process.pid)
-    assert len(alive) > 1
-    rollout.process.kill()
-    _, left = psutil.wait_procs(alive, timeout=10)
+def moves_in(rollout: RolloutProcess, seconds: float) -> list[tuple[bool, int]]:
+    """Heartbeats of the next `seconds`."""
+    seen = len(rollout.controller.moves)
+    time.sleep(seconds)
+    return rollout.controller.moves[seen:]
+
+
+def test_an_engine_that_is_stopped_while_it_samples_is_seen_to_hang_and_an_idle_or_sampling_one_is_not(rollout: RolloutProcess) -> None:
+    rollout.publish()
+    time.sleep(1.0)
+    assert not any(busy for busy, _ in moves_in(rollout, 1.0))
+    cores = engine_of(rollout)
+    with ThreadPoolExecutor(1) as pool:
+        sampling = pool.submit(generate, rollout, num_responses=32, max_tokens=400)
+        time.sleep(1.0)
+        for core in cores:
+            core.suspend()
+        time.sleep(2.0)
+        still = moves_in(rollout, 3.0)
+        for core in cores:
+            core.resume()
+        assert all(busy for busy, _ in still)
+        assert len({progress for _, progress in still}) == 1
+        assert len({progress for _, progress in moves_in(rollout, 1.5)}) > 1
+        assert len(sampling.result()) == 32
+
+
+def test_a_replica_that_is_given_up_while_its_engine_hangs_ends_at_once_to_be_restarted(rollout: RolloutProcess) -> None:
+    cores = engine_of(rollout)
+    for core in cores:
+        core.suspend()
+    started = time.monotonic()
+    rollout.controller.has_given_up = True
+    assert rollout.process.wait(5) == RESTART
+    assert time.monotonic() - started < 2.0
+    _, left = psutil.wait_procs(cores, timeout=5)
     assert not left

@@ -1,7 +1,9 @@
 """The rollouts' scripts against a real server: leases, fences, zombies, hand-overs."""
 
+import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -43,11 +45,21 @@ def test_a_claim_whose_answer_was_lost_is_answered_again(store: StoreUnderTest) 
     store.admit(4)
     store.attested("r.0")
     prefix = f"{{rl:{store.run}}}:"
-    first = store.connection.script("claim", [prefix], ["r.0", 2, "nonce"])
-    assert store.connection.script("claim", [prefix], ["r.0", 2, "nonce"]) == first
+    first = store.connection.script("claim", [prefix], ["r.0", 2, 7])
+    assert store.connection.script("claim", [prefix], ["r.0", 2, 7]) == first
     assert store.ledger.counts().generating == 2
-    other = store.connection.script("claim", [prefix], ["r.0", 2, "other nonce"])
+    other = store.connection.script("claim", [prefix], ["r.0", 2, 8])
     assert {entry[0] for entry in other[2]}.isdisjoint({entry[0] for entry in first[2]})
+
+
+def test_a_claim_that_the_network_kept_back_claims_nothing_for_nobody(store: StoreUnderTest) -> None:
+    store.admit(3)
+    store.attested("r.0")
+    prefix = f"{{rl:{store.run}}}:"
+    store.connection.script("claim", [prefix], ["r.0", 1, 7])
+    store.connection.script("claim", [prefix], ["r.0", 1, 8])
+    assert store.connection.script("claim", [prefix], ["r.0", 1, 7])[2] == []
+    assert store.ledger.counts().generating == 2
 
 
 def test_waiting_ends_with_new_work_and_after_its_timeout(store: StoreUnderTest) -> None:
@@ -191,12 +203,37 @@ def test_a_group_that_kills_its_workers_is_held_back_to_be_dropped(store: StoreU
     store.worker("r.0").claim(1)
     assert store.ledger.expel("r.0", max_deliveries=2) == []
     store.worker("r.1").claim(1)
-    assert store.ledger.expel("r.1", max_deliveries=2) == [0]
-    assert store.ledger.overdelivered() == [0]
+    assert store.ledger.expel("r.1", max_deliveries=2, error="signal 11") == [(0, "r.1: signal 11")]
+    assert store.ledger.overdelivered() == [(0, "r.1: signal 11")]
     assert [claim.group.gid for claim in store.worker("r.2").claim(5)] == [1]
     assert store.ledger.drop(0, "poison", "killed 2 workers")
     assert store.ledger.overdelivered() == []
     assert store.balance() == (2, 0, 1, 1)
+
+
+def test_a_group_whose_generation_failed_is_abandoned_at_once_and_keeps_the_error(store: StoreUnderTest, tmp_path: Path) -> None:
+    store.admit(1)
+    store.publish(0, 0, "r.0", "r.1")
+    first = store.worker("r.0").claim(1)[0]
+    assert store.worker("r.0").abandon(first, "CUDA out of memory", max_deliveries=2)
+    assert not store.worker("r.0").abandon(first, "CUDA out of memory", max_deliveries=2), "a lost answer counts nothing twice"
+    assert store.ledger.overdelivered() == []
+    second = store.worker("r.1").claim(1)[0]
+    assert second.deliveries == 2
+    assert store.worker("r.1").abandon(second, "sampled NaN", max_deliveries=2)
+    assert store.ledger.overdelivered() == [(0, "r.1: sampled NaN")]
+    store.ledger.drop(0, "over_delivered", "given to a rollout 2 times")
+    store.ledger.drain("dead", tmp_path / "dead.jsonl")
+    dead = json.loads((tmp_path / "dead.jsonl").read_text())
+    assert (dead["error"], dead["last_error"]) == ("given to a rollout 2 times", "r.1: sampled NaN")
+
+
+def test_the_last_error_that_is_known_outlives_a_silent_death(store: StoreUnderTest) -> None:
+    store.admit(1)
+    store.publish(0, 0, "r.0", "r.1")
+    store.worker("r.0").abandon(store.worker("r.0").claim(1)[0], "sampled NaN")
+    store.worker("r.1").claim(1)
+    assert store.ledger.expel("r.1", max_deliveries=2) == [(0, "r.0: sampled NaN")]
 
 
 def test_a_group_delivered_before_is_handed_out_alone(store: StoreUnderTest) -> None:

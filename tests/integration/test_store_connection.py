@@ -5,6 +5,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +17,21 @@ from redis.cluster import RedisCluster
 
 from rolecall.errors import ConfigError, StoreUnavailableError
 from rolecall.settings import StoreSection
+from rolecall.store import scripts
+from rolecall.store.audit import audit
 from rolecall.store.connection import Connection, connect
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import Ledger
+from rolecall.store.position import Garbage, RunPosition
 from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
 from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, TrainBatch, TrajectoryMeta
 from tests.fixtures_store import DIGEST, ForgetfulRedis, StoreUnderTest, sample_group
+from tests.ports import free_port
 
+SCRIPTS = [item.name.removesuffix(".lua") for item in (files("rolecall.store") / "scripts").iterdir() if item.name != "common.lua"]
 DURABLE = {"appendonly": "yes", "appendfsync": "always"}
 StartServer = Callable[..., int]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -155,9 +155,22 @@ def test_a_server_that_is_gone_is_unavailable_after_the_retries() -> None:
     client.close()
 
 
-def test_a_whole_life_of_a_group_survives_the_loss_of_every_answer(store_server: EmbeddedStore) -> None:
-    client = ForgetfulRedis.from_url(store_server.url, protocol=2)
-    assert isinstance(client, ForgetfulRedis)
+class CountingRedis(ForgetfulRedis):
+    """Also keeps which scripts lost an answer."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.scripts: set[str] = set()
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        if self.lose and args[0] == "EVALSHA":
+            self.scripts.add(args[1])
+        return super().execute_command(*args, **options)
+
+
+def test_a_whole_life_of_a_group_survives_the_loss_of_every_answer(store_server: EmbeddedStore, tmp_path: Path) -> None:
+    client = CountingRedis.from_url(store_server.url, protocol=2)
+    assert isinstance(client, CountingRedis)
     connection = Connection(client)
     run = "forgetful"
     ledger, queue, rows = Ledger(connection, run), PromptQueue(connection, run, "r.0"), Rows(connection, run, 2)
@@ -189,6 +202,25 @@ def test_a_whole_life_of_a_group_survives_the_loss_of_every_answer(store_server:
     counts = ledger.counts()
     assert (counts.admitted, counts.trained, dict(counts.dropped), counts.queued) == (3, 1, {"filtered": 1}, 1)
     assert losing(lambda: ledger.sweep(rows, 1)) == 1
+    losing(lambda: ledger.begin_publish(1, 1))
+    losing(lambda: ledger.attest(1, 1, DIGEST, ["r.0"]))
+    assert losing(lambda: queue.claim(1))[0].group.gid == 2
+    losing(lambda: ledger.reap("r.0", claims[2].entry_id, 9))
+    again = losing(lambda: queue.claim(1))[0]
+    assert (again.group.gid, again.deliveries) == (2, 2), "the release does not count, the reaping once"
+    assert not losing(lambda: queue.abandon(again, "failed", 2)), "it was given back, and the answer lost"
+    assert losing(ledger.overdelivered) == [(2, "r.0: failed")]
+    losing(lambda: ledger.note([2], "scored"))
+    losing(ledger.next_epoch)
+    losing(lambda: ledger.pause(True))
+    losing(lambda: ledger.forget(Garbage((), ("group:9",))))
+    assert losing(lambda: ledger.start_lineage(RunPosition(lineage=1, step=1, next_gid=3, trained=1, dropped={"filtered": 1}))) == 3
+    losing(ledger.beat)
+    losing(ledger.unlock)
+    for look in (ledger.snapshot, ledger.pending, lambda: audit(connection, run, tmp_path)):
+        losing(look)
+    assert audit(connection, run, tmp_path).problems == ()
+    assert client.scripts == {scripts.digest(name) for name in SCRIPTS}, "a script is not tried here"
     client.close()
 
 

@@ -45,6 +45,8 @@ CONTROLLER_CALLS: dict[str, Callable[[Ledger], object]] = {
     "attest": lambda ledger: ledger.attest(0, 0, DIGEST, ["r.0"]),
     "expel": lambda ledger: ledger.expel("r.0"),
     "reap": lambda ledger: ledger.reap("r.0", "1-1"),
+    "note": lambda ledger: ledger.note([0], "scored"),
+    "pause": lambda ledger: ledger.pause(True),
     "pending": lambda ledger: ledger.pending(),
     "snapshot": lambda ledger: ledger.snapshot(),
 }
@@ -191,7 +193,9 @@ def test_a_step_is_committed_once_and_keeps_its_results(store: StoreUnderTest) -
     store.ledger.seal(batch)
     with pytest.raises(OutOfOrderError):
         store.ledger.commit_step(1, [])
-    results = [TrainResult(step=0, digest="actor"), TrainResult(step=0, digest="critic")]
+    with pytest.raises(BatchMismatchError):
+        store.ledger.commit_step(0, [TrainResult(step=0, digest="b1"), TrainResult(step=0, digest="b2")])
+    results = [TrainResult(step=0, digest="b1"), TrainResult(step=0, digest="b1", train_s=2.0)]
     assert store.ledger.commit_step(0, results)
     assert not store.ledger.commit_step(0, [])
     assert store.ledger.results(0) == results
@@ -323,6 +327,24 @@ def test_a_new_lineage_starts_empty_and_reuses_no_number(store: StoreUnderTest) 
     store.admit(1)
     store.publish(position.begun_version + 1, 0, "r.1")
     assert [claim.group.gid for claim in store.worker("r.1").claim(5)] == [5]
+
+
+def test_a_store_that_lost_its_past_passes_over_the_numbers_given_out_since(store: StoreUnderTest) -> None:
+    store.admit(2)
+    assert store.ledger.start_lineage(RunPosition(lineage=1, next_gid=7)) == 1_000_007
+    store.admit(1)
+    assert list(store.ledger.live()) == [1_000_007]
+
+
+def test_a_batch_of_an_old_lineage_that_was_not_swept_yet_is_not_forgotten_for_one_of_the_same_step(store: StoreUnderTest) -> None:
+    old = store.trained(1)
+    store.ledger.start_lineage(RunPosition(lineage=1, policy_version=0))
+    store.admit(1)
+    store.publish(2, 0, "r.1")
+    group = store.commit(store.worker("r.1"), store.worker("r.1").claim(1)[0], 2)
+    store.ledger.seal(store.batch(0, [group]))
+    store.ledger.commit_step(0, [])
+    assert store.ledger.sweep(store.rows, 1) == len(old.rows) + len(group.rows)
 
 
 def test_the_history_is_drained_to_a_file_and_then_forgotten(store: StoreUnderTest, tmp_path: Path) -> None:

@@ -1,46 +1,106 @@
-"""The ledger as a whole, model-checked against a real server: random calls of controllers, workers and zombies, lost answers, kill -9 of the server.
+"""The ledger as a whole, model-checked against a real server: random calls of controllers, workers and zombies, through checkpoints and new lineages, while
+answers are lost, old calls arrive again, the server is killed (kill -9) or stands still, and its clock jumps.
 
 The model is a few dictionaries. After every move: admitted = trained + dropped + live, each entry has exactly the owner the model says, each group is
-committed at most once, the streams are as long as the states say. Planted violations show that the checks would see one.
+committed at most once, the streams are as long as the states say. Now and then, and at the end, the audit finds nothing. Planted violations, by hand
+and as scripts with one line changed, show that the checks would see one.
 """
 
 import os
 import signal
+import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from redis import ResponseError
 
-from rolecall.errors import FencedError, LeaseLostError, NotAttestedError, RowMissingError
+from rolecall.errors import FencedError, LeaseLostError, NotAttestedError, RoleCallError
+from rolecall.store import scripts
+from rolecall.store.audit import audit
 from rolecall.store.connection import Connection
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import Ledger
-from rolecall.store.position import GroupState
+from rolecall.store.position import GroupState, RunPosition
 from rolecall.store.prompts import Claim, PromptQueue
 from rolecall.store.rows import Rows
-from rolecall.v1.trajectory_pb2 import CommittedGroup, TrainBatch, TrajectoryMeta
+from rolecall.v1.training_pb2 import TrainResult
+from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, TrainBatch, TrajectoryMeta
 from tests.fixtures_store import DIGEST, ForgetfulRedis, sample_group
 
 WORKERS = ("r.0", "r.1", "r.2")
 MAX_DELIVERIES = 3
+EXPIRY_S = 60
+REPEATABLE = {"admit", "attest", "begin_publish", "claim", "commit", "commit_step", "drop", "forget", "free_rows", "persist", "put_columns", "release"}
+REPEATABLE |= {"renew", "seal", "stage", "start_lineage"}
+"""Scripts whose calls may arrive again at any later time."""
 workers = st.sampled_from(WORKERS)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A script call as it was sent."""
+
+    script: str
+    keys: Sequence[str]
+    args: Sequence[str | bytes | int]
+
+
+class ReplayedConnection(Connection):
+    """Remembers its last script calls, to send them again. `variants`: texts that are run in the place of some scripts."""
+
+    def __init__(self, client: ForgetfulRedis, variants: Mapping[str, str]) -> None:
+        super().__init__(client)
+        self.variants = variants
+        self.calls: list[Call] = []
+
+    def script(self, name: str, keys: Sequence[str], args: Sequence[str | bytes | int]) -> list[Any]:
+        if name in REPEATABLE:
+            self.calls = [*self.calls[-300:], Call(name, keys, args)]
+        if name not in self.variants:
+            return super().script(name, keys, args)
+        answer = self.command("EVAL", self.variants[name], len(keys), *keys, *args)
+        assert isinstance(answer, list)
+        return answer
+
+    def send_again(self, call: Call) -> None:
+        """Now, as the network might."""
+        self.command("EVAL", self.variants.get(call.script, scripts.source(call.script)), len(call.keys), *call.keys, *call.args)
+
+    def forget_calls(self, script: str, consumer: str = "") -> None:
+        """The calls of `script` (by `consumer`) do not arrive again."""
+        self.calls = [call for call in self.calls if call.script != script or (consumer and call.args[0] != consumer)]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds: the ledger's position and, of the model, the groups that were terminal."""
+
+    position: RunPosition
+    terminal: Mapping[int, str]
 
 
 class LedgerMachine(RuleBasedStateMachine):
     """One run on `server`, and what it should hold."""
 
-    def __init__(self, server: EmbeddedStore) -> None:
+    def __init__(self, server: EmbeddedStore, folder: Path, variants: Mapping[str, str] | None = None) -> None:
         super().__init__()
         self.server = server
+        self.folder = folder / uuid.uuid4().hex[:8]
+        self.folder.mkdir()
         client = ForgetfulRedis.from_url(server.url, protocol=2)
         assert isinstance(client, ForgetfulRedis)
         self.client = client
-        self.connection = Connection(client)
+        self.connection = ReplayedConnection(client, variants or {})
         self.run = f"machine-{uuid.uuid4().hex[:8]}"
         self.rows = Rows(self.connection, self.run, 2)
         self.controllers: list[Ledger] = []
@@ -55,13 +115,20 @@ class LedgerMachine(RuleBasedStateMachine):
         self.version = -1
         self.step = 0
         self.sealed: list[int] = []
+        self.lineage = 0
+        self.checkpoints: list[Checkpoint] = []
 
     @property
     def ledger(self) -> Ledger:
         return self.controllers[-1]
 
     def teardown(self) -> None:
-        self.client.close()
+        try:
+            if self.controllers:
+                self.client.lose = 0
+                self.the_audit_finds_nothing()
+        finally:
+            self.client.close()
 
     @initialize()
     def first_controller(self) -> None:
@@ -98,15 +165,21 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(worker=workers, excused=st.booleans())
     def expel(self, worker: str, excused: bool) -> None:
-        over = self.ledger.expel(worker, MAX_DELIVERIES, excused)
+        over = self.ledger.expel(worker, MAX_DELIVERIES, excused, "it died")
+        self.connection.forget_calls("claim", worker)  # it forgot which was the last; what such a claim takes is reaped
+        self.connection.forget_calls("attest")  # a worker that was expelled for its silence may be attested again
         self.attested.discard(worker)
         for gid, token in self.owner.items():
             self.deliveries[gid] -= excused and token.startswith(f"{worker}-")
         self.owner = {gid: token for gid, token in self.owner.items() if not token.startswith(f"{worker}-")}
-        for gid in over:
-            self.ledger.drop(gid, "poison", "delivered too often")
-            assert self.state[gid] == "admitted"
-            self.state[gid] = "dropped"
+        for gid, error in over:
+            assert error
+            self.drop_poison(gid)
+
+    def drop_poison(self, gid: int) -> None:
+        self.ledger.drop(gid, "poison", "delivered too often")
+        assert self.state[gid] == "admitted"
+        self.state[gid] = "dropped"
 
     @precondition(lambda self: self.claims)
     @rule(data=st.data())
@@ -131,7 +204,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def seal(self, count: int) -> None:
         self.sealed = self.in_state("committed")[:count]
         rows = [row for gid in self.sealed for row in self.groups[gid].rows]
-        self.ledger.seal(TrainBatch(step=self.step, digest=f"batch {self.step}", rows=rows, gids=self.sealed))
+        self.ledger.seal(TrainBatch(step=self.step, digest=f"{self.step} {self.sealed}", rows=rows, gids=self.sealed))
         for gid in self.sealed:
             self.state[gid] = "sealed"
 
@@ -142,18 +215,58 @@ class LedgerMachine(RuleBasedStateMachine):
         assert batch is not None
         assert list(batch.gids) == self.sealed
         assert len(self.rows.read(batch.rows, ["token_ids"])) == len(batch.rows), "what is trained must be there"
-        self.ledger.commit_step(self.step, [])
+        self.ledger.commit_step(self.step, [TrainResult(step=self.step, digest=batch.digest)])
         for gid in self.sealed:
             self.state[gid] = "trained"
         self.step, self.sealed = self.step + 1, []
 
+    @precondition(lambda self: not self.sealed and self.in_state("committed"))
+    @rule(count=st.integers(1, 3))
+    def whole_step(self, count: int) -> None:
+        self.seal(count)
+        self.commit_step()
+
+    @precondition(lambda self: self.in_state("committed"))
+    @rule(data=st.data(), value=st.integers(1, 9))
+    def score(self, data: st.DataObject, value: int) -> None:
+        refs = self.groups[data.draw(st.sampled_from(self.in_state("committed")))].rows
+        before = self.rows.read(refs, [], ["reward"])[0].get("reward", np.array([value], np.float32))
+        self.rows.put(refs, [{"reward": np.array([value], np.float32)}])
+        assert self.rows.read(refs, ["reward"])[0]["reward"] == before, "a column is written once"
+
+    @rule()
+    def drain(self) -> None:
+        self.ledger.drain("history", self.folder / "history.jsonl")
+
+    @rule()
+    def checkpoint(self) -> None:
+        terminal = {gid: self.state[gid] for gid in self.in_state("trained", "dropped")}
+        self.checkpoints.append(Checkpoint(self.ledger.position(), terminal))
+        self.ledger.drain("history", self.folder / "history.jsonl")
+
+    @precondition(lambda self: self.checkpoints)
+    @rule(data=st.data())
+    def go_back_to_a_checkpoint(self, data: st.DataObject) -> None:
+        number = data.draw(st.integers(0, len(self.checkpoints) - 1))
+        del self.checkpoints[number + 1 :]
+        point = self.checkpoints[number].position
+        self.lineage += 1
+        first = self.ledger.start_lineage(point.__class__(**{**vars(point), "lineage": self.lineage}))
+        assert first == len(self.state), "gids are never used again"
+        self.state = {gid: self.checkpoints[number].terminal.get(gid, "undone") for gid in self.state}
+        self.owner, self.sealed, self.attested = {}, [], set()
+        self.step, self.version = point.step, self.version + 1
+
     @rule()
     def sweep(self) -> None:
         self.ledger.sweep(self.rows, self.step)
-        for gid in self.in_state("dropped", "trained"):
+        for gid in self.in_state("dropped", "trained", "undone"):
             if gid in self.groups:
-                with pytest.raises(RowMissingError):
-                    self.rows.read_meta(self.groups[gid].rows)
+                assert -1 not in self.lives(self.groups[gid].rows), "its rows are gone; what a zombie stages again expires"
+
+    def lives(self, refs: Sequence[RowRef]) -> set[int]:
+        """Seconds that rows have to live, -1 for ever, -2 gone."""
+        return {self.connection.command("TTL", f"{{rl:{self.run}:{ref.shard}}}:row:{ref.id}:{ref.token}") for ref in refs}
 
     @rule()
     def replace_the_controller(self) -> None:
@@ -182,6 +295,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if worker not in self.attested:
             with pytest.raises(NotAttestedError):
                 queue.claim(count)
+            del self.connection.calls[-1]  # a refusal leaves no trace: if it came again, its groups would be reaped
             return
         expected = self.handed_out(worker, count)
         claims = queue.claim(count)
@@ -195,6 +309,23 @@ class LedgerMachine(RuleBasedStateMachine):
             self.tokens.add((gid, claim.token))
             self.owner[gid] = claim.token
             self.claims.append(claim)
+
+    def work(self, worker: str) -> None:
+        """Most of the time most things go well."""
+        if worker in self.attested:
+            before = len(self.claims)
+            self.claim(worker, 2)
+            for claim in self.claims[before:]:
+                self.commit_one(claim)
+
+    @rule(worker=workers)
+    def die_at_work(self, worker: str) -> None:
+        if worker in self.attested:
+            self.claim(worker, 2)
+            self.expel(worker, False)
+
+    work_well = rule(worker=workers)(work)
+    work_still = rule(worker=workers)(work)
 
     def handed_out(self, worker: str, count: int) -> list[int]:
         """Released groups first, then new ones, in order; one delivered before only alone."""
@@ -222,6 +353,19 @@ class LedgerMachine(RuleBasedStateMachine):
         claim = data.draw(st.sampled_from(self.claims))
         assert self.queue_of(claim).renew([claim]) == ([] if self.owns(claim) else [claim])
 
+    def lost_claims(self) -> list[Claim]:
+        """Of groups that nobody has committed yet."""
+        return [claim for claim in self.claims if self.state[claim.group.gid] == "admitted" and not self.owns(claim)]
+
+    @precondition(lambda self: self.lost_claims())
+    @rule(data=st.data())
+    def zombie_wakes_up(self, data: st.DataObject) -> None:
+        claim = data.draw(st.sampled_from(self.lost_claims()))
+        assert self.queue_of(claim).renew([claim]) == [claim]
+        assert self.queue_of(claim).release([claim]) == 0
+        assert not self.queue_of(claim).abandon(claim, "too late")
+        self.commit_one(claim)
+
     @precondition(lambda self: self.claims)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
@@ -233,6 +377,16 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.claims)
     @rule(data=st.data())
+    def abandon(self, data: st.DataObject) -> None:
+        claim = data.draw(st.sampled_from(self.claims))
+        self.queue_of(claim).abandon(claim, "it failed", MAX_DELIVERIES)
+        if self.owns(claim):
+            del self.owner[claim.group.gid]
+            for gid, _ in self.ledger.overdelivered():
+                self.drop_poison(gid)
+
+    @precondition(lambda self: self.claims)
+    @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         self.commit_one(data.draw(st.sampled_from(self.claims)))
 
@@ -241,7 +395,7 @@ class LedgerMachine(RuleBasedStateMachine):
         ref = self.rows.ref(f"{gid}/0", claim.token, 1)
         group = CommittedGroup(gid=gid, rows=[ref])
         if self.owns(claim):
-            self.rows.stage(ref, {"token_ids": np.zeros(1, np.int32)}, TrajectoryMeta(), 60)
+            self.rows.stage(ref, {"token_ids": np.zeros(1, np.int32)}, TrajectoryMeta(), EXPIRY_S)
             self.queue_of(claim).commit(claim, group, {(0, DIGEST)})
             self.rows.persist([ref])
             self.state[gid], self.groups[gid] = "committed", group
@@ -249,6 +403,7 @@ class LedgerMachine(RuleBasedStateMachine):
         elif self.state[gid] in ("committed", "sealed") and self.groups[gid] == group:
             assert not self.queue_of(claim).commit(claim, group, set())
         elif self.state[gid] != "trained":
+            self.rows.stage(ref, {"token_ids": np.ones(1, np.int32)}, TrajectoryMeta(), EXPIRY_S)
             with pytest.raises(LeaseLostError):
                 self.queue_of(claim).commit(claim, group, set())
 
@@ -257,6 +412,12 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def lose_the_next_answer(self) -> None:
         self.client.lose = 1
+
+    @precondition(lambda self: self.connection.calls)
+    @rule(data=st.data())
+    def the_network_delivers_an_old_call_again(self, data: st.DataObject) -> None:
+        """Nobody waits for the answer any more. Whatever the call was, it must change nothing."""
+        self.connection.send_again(data.draw(st.sampled_from(self.connection.calls)))
 
     @rule(data=st.data())
     def kill_the_server(self, data: st.DataObject) -> None:
@@ -267,7 +428,25 @@ class LedgerMachine(RuleBasedStateMachine):
                 time.sleep(0.002)
             self.server.start()
 
+    @rule(data=st.data())
+    def the_server_stands_still(self, data: st.DataObject) -> None:
+        if data.draw(st.integers(0, 3)) == 0:
+            with standing_still(self.server, 0.03):
+                self.ledger.beat()
+
+    @rule(idle_ms=st.sampled_from([0, 10**9]))
+    def the_clock_jumps(self, idle_ms: int) -> None:
+        """Every idle time is suddenly this long. (The server's own clock cannot be moved.)"""
+        for entry in self.ledger.pending():
+            self.client.xclaim(f"{{rl:{self.run}}}:prompts", "rollout", entry.consumer, 0, [entry.entry_id], idle=idle_ms, justid=True)
+
     # --- what must hold -----------------------------------------------------------------------------------------------------------------------------
+
+    @rule()
+    def the_audit_finds_nothing(self) -> None:
+        assert audit(self.connection, self.run, self.folder).problems == ()
+        kept = [ref for gid in self.in_state("committed", "sealed") for ref in self.groups[gid].rows]
+        assert self.lives(kept) <= {-1}
 
     def check_all(self) -> None:
         self.the_ledger_is_as_the_model_says()
@@ -280,7 +459,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         snapshot = self.ledger.snapshot()
         counts, position = snapshot.counts, snapshot.position
-        assert counts.admitted == len(self.state) == counts.trained + sum(counts.dropped.values()) + counts.live
+        assert counts.admitted == len(self.state) - len(self.in_state("undone")) == counts.trained + sum(counts.dropped.values()) + counts.live
         assert (counts.trained, position.step) == (len(self.in_state("trained")), self.step)
         assert {group.gid: group.state for group in snapshot.groups} == {
             gid: GroupState(self.state[gid]) for gid in self.in_state("admitted", "committed", "sealed")
@@ -335,6 +514,19 @@ def planted_and_checked(plant: Callable[[LedgerMachine], None], machine: LedgerM
     machine.check_all()
 
 
+@contextmanager
+def standing_still(server: EmbeddedStore, seconds: float) -> Iterator[None]:
+    """The server is stopped (SIGSTOP) at the start of the block, and goes on after `seconds`."""
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    waking = threading.Timer(seconds, os.kill, [server.pid, signal.SIGCONT])
+    waking.start()
+    try:
+        yield
+    finally:
+        waking.join()
+
+
 @pytest.fixture
 def machine_server(make_embedded_store: Callable[..., EmbeddedStore]) -> EmbeddedStore:
     server = make_embedded_store(run="*")
@@ -342,18 +534,51 @@ def machine_server(make_embedded_store: Callable[..., EmbeddedStore]) -> Embedde
     return server
 
 
-def test_the_ledger_keeps_its_promises_whatever_happens(machine_server: EmbeddedStore) -> None:
-    run_state_machine_as_test(
-        lambda: LedgerMachine(machine_server),  # type: ignore[arg-type]
-        settings=settings(max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), database=None),
+def explore(machine: Callable[[], LedgerMachine], max_examples: int, steps: int) -> None:
+    """Plays `max_examples` random games; the first that goes wrong raises, without being made shorter."""
+    chosen = settings(
+        max_examples=max_examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
     )
+    run_state_machine_as_test(machine, settings=chosen)  # type: ignore[arg-type]
+
+
+def test_the_ledger_keeps_its_promises_whatever_happens(machine_server: EmbeddedStore, tmp_path: Path) -> None:
+    explore(lambda: LedgerMachine(machine_server, tmp_path), 50, 50)
 
 
 @pytest.mark.parametrize("plant", [unfenced_renewal, deleting_first, commit_twice, uncounted_drop])
-def test_the_checks_see_a_planted_violation(machine_server: EmbeddedStore, plant: Callable[[LedgerMachine], None]) -> None:
-    machine = LedgerMachine(machine_server)
+def test_the_checks_see_a_planted_violation(machine_server: EmbeddedStore, tmp_path: Path, plant: Callable[[LedgerMachine], None]) -> None:
+    machine = LedgerMachine(machine_server, tmp_path)
     machine.first_controller()
     machine.check_all()
     with pytest.raises(AssertionError):
         planted_and_checked(plant, machine)
-    machine.teardown()
+    machine.client.close()
+
+
+VARIANTS = {
+    "a renewal without a fence": ("renew", "if held(ARGV[i], ARGV[1], ARGV[i + 1]) then", "if owner(ARGV[i]) then"),
+    "a release without a fence": ("release", "if held(ARGV[i], ARGV[1], ARGV[i + 1]) then", "if owner(ARGV[i]) then"),
+    "a commit without a fence": ("commit", "if not held(entry, consumer, count) or", "if"),
+    "a claim that counts anew": ("claim", "consumer, 0, pending[1])", "consumer, 0, pending[1], 'RETRYCOUNT', 1)"),
+    "a drop that counts twice": ("drop", "if not state or state == 'dropped' or state == 'trained' then", "if state == 'sealed' then"),
+    "a drop that forgets the entry": ("drop", "redis.call('XDEL', prompts, entry)", ""),
+    "a step that leaves its groups live": ("commit_step", "redis.call('ZREM', live, gid)", ""),
+    "an expulsion that deletes first": ("expel", "redis.call('DEL', worker_key(ARGV[2]))", "redis.call('XGROUP', 'DELCONSUMER', prompts, 'rollout', ARGV[2])"),
+}
+"""What is wrong -> (script, line, what it is changed to)."""
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_random_games_find_a_script_with_one_line_changed(machine_server: EmbeddedStore, tmp_path: Path, variant: str) -> None:
+    name, line, changed = VARIANTS[variant]
+    assert line in scripts.source(name)
+    text = scripts.source(name).replace(line, changed)
+    with pytest.raises((AssertionError, pytest.fail.Exception, RoleCallError, ResponseError)):
+        explore(lambda: LedgerMachine(machine_server, tmp_path, {name: text}), 200, 50)

@@ -41,6 +41,14 @@ def test_staging_one_row_twice_is_staging_it_once(store: StoreUnderTest) -> None
     assert store.rows.read([ref], ["token_ids"])[0]["token_ids"].tolist() == [1, 2]
 
 
+def test_staging_that_the_network_kept_back_does_not_expire_a_committed_row(store: StoreUnderTest) -> None:
+    ref = stage(store)[0]
+    store.rows.persist([ref])
+    store.rows.stage(ref, {"token_ids": np.zeros(4, np.int32)}, TrajectoryMeta(id="late"), 1)
+    assert store.connection.command("TTL", f"{{rl:{store.run}:{ref.shard}}}:row:{ref.id}:{ref.token}") == -1
+    assert store.rows.read_meta([ref])[0].id == ref.id
+
+
 def test_a_column_is_written_once(store: StoreUnderTest) -> None:
     refs = stage(store, count=2)
     assert store.rows.put(refs[:1], [reward(1)]) == 0

@@ -22,45 +22,86 @@ class OldestReady(AdmissionPolicy):
         return sorted(ready)[: self.groups_per_batch] if len(ready) >= self.groups_per_batch else None
 
 
+class KeptCredit(AdmissionPolicy):
+    """A planted violation: a dropped group's place is not given to another."""
+
+    def may_admit(self, *, admitted, dropped, published_step, num_live, retained_bytes):  # type: ignore[no-untyped-def]
+        return super().may_admit(admitted=admitted, dropped=0, published_step=published_step, num_live=num_live, retained_bytes=retained_bytes)
+
+
+class LateWindow(AdmissionPolicy):
+    """A planted violation: the window is one batch wider than the bound allows, so that some groups can meet it no more."""
+
+    def may_admit(self, *, admitted, dropped, published_step, num_live, retained_bytes):  # type: ignore[no-untyped-def]
+        return super().may_admit(admitted=admitted, dropped=dropped, published_step=published_step + 1, num_live=num_live, retained_bytes=retained_bytes)
+
+
+class DeadlockError(AssertionError):
+    """Nothing can happen any more, and the run is not at its end."""
+
+
 @dataclass
 class SimulatedRun:
-    """Groups finish in any order and some are dropped; records the staleness of everything trained."""
+    """Groups finish in any order; sampled and finished ones are dropped; a batch is published some time after it was trained. Records the staleness."""
 
     policy: AdmissionPolicy
     seed: int
     drop_share: float
+    publish_lag: float = 0.0
+    """Share of moments at which a trained batch is not published yet although it could be."""
     staleness: list[int] = field(default_factory=list)
 
     def run(self) -> None:
-        rng = random.Random(self.seed)
-        published = admitted = dropped = 0
-        live: dict[int, int] = {}
-        ready: set[int] = set()
-        while published < self.policy.num_steps:
-            while self.policy.may_admit(admitted=admitted, dropped=dropped, published_step=published, num_live=len(live), retained_bytes=0):
-                live[admitted] = published
-                admitted += 1
-            chosen = self.policy.choose(published, ready, live)
-            if chosen is not None:
-                self.staleness += [published - live.pop(gid) for gid in chosen]
-                ready -= set(chosen)
-                published += 1
-                continue
-            working = sorted(set(live) - ready)
-            assert working, f"deadlock at step {published}: {len(live)} live groups are all ready and no batch may be made of them"
-            gid = rng.choice(working)
-            if rng.random() < self.drop_share:
-                del live[gid]
-                dropped += 1
-            else:
-                ready.add(gid)
-        assert admitted == self.policy.num_steps * self.policy.groups_per_batch + dropped + len(live)
+        self.rng = random.Random(self.seed)
+        self.step = self.published = self.admitted = self.dropped = 0
+        self.live: dict[int, int] = {}
+        self.ready: set[int] = set()
+        while self.published < self.policy.num_steps:
+            self._admit()
+            if self.published < self.step and self.rng.random() >= self.publish_lag:
+                self.published = self.step
+            elif not self._train() and not self._happen():
+                if self.published == self.step:
+                    raise DeadlockError(f"step {self.step}: {len(self.live)} live groups are all ready and no batch may be made of them")
+                self.published = self.step
+        assert self.admitted == self.policy.num_steps * self.policy.groups_per_batch + self.dropped + len(self.live)
+
+    def _admit(self) -> None:
+        while self.policy.may_admit(admitted=self.admitted, dropped=self.dropped, published_step=self.published, num_live=len(self.live), retained_bytes=0):
+            self.live[self.admitted] = self.published
+            self.admitted += 1
+
+    def _train(self) -> bool:
+        """The next batch, if one may be made; not before the last is published."""
+        chosen = self.policy.choose(self.step, self.ready, self.live) if self.published == self.step else None
+        if chosen is None:
+            return False
+        self.staleness += [self.step - self.live.pop(gid) for gid in chosen]
+        self.ready -= set(chosen)
+        self.step += 1
+        return True
+
+    def _happen(self) -> bool:
+        """Something befalls a group: it is finished, or dropped before or (seldom) after that."""
+        working = sorted(set(self.live) - self.ready)
+        if not working:
+            return False
+        gid = self.rng.choice(working)
+        if self.rng.random() >= self.drop_share:
+            self.ready.add(gid)
+            return True
+        if self.ready and self.rng.random() < 0.2:
+            gid = self.rng.choice(sorted(self.ready))
+            self.ready.remove(gid)
+        del self.live[gid]
+        self.dropped += 1
+        return True
 
 
 @settings(max_examples=300, deadline=None)
-@given(batch=st.integers(1, 6), staleness=st.integers(0, 4), drop_share=st.floats(0, 0.6), seed=st.integers(0, 2**32))
-def test_no_schedule_exceeds_max_staleness_and_none_deadlocks(batch: int, staleness: int, drop_share: float, seed: int) -> None:
-    run = SimulatedRun(policy(batch, staleness, num_steps=12), seed, drop_share)
+@given(batch=st.integers(1, 6), staleness=st.integers(0, 4), drop_share=st.floats(0, 0.6), lag=st.floats(0, 0.9), seed=st.integers(0, 2**32))
+def test_no_schedule_exceeds_max_staleness_and_none_deadlocks(batch: int, staleness: int, drop_share: float, lag: float, seed: int) -> None:
+    run = SimulatedRun(policy(batch, staleness, num_steps=12), seed, drop_share, lag)
     run.run()
     assert max(run.staleness) <= staleness
     assert len(run.staleness) == 12 * batch
@@ -73,6 +114,18 @@ def test_the_simulation_catches_a_choice_that_ignores_who_would_be_late() -> Non
         run.run()
         worst = max(worst, *run.staleness)
     assert worst > 1
+
+
+def run_all(runs: list[SimulatedRun]) -> None:
+    for run in runs:
+        run.run()
+
+
+@pytest.mark.parametrize(("planted", "drop_share"), [(KeptCredit, 0.2), (LateWindow, 0.0)])
+def test_the_simulation_catches_a_policy_that_deadlocks(planted: type[AdmissionPolicy], drop_share: float) -> None:
+    runs = [SimulatedRun(planted(2, 1, 12, 10**9, 100), seed, drop_share) for seed in range(50)]
+    with pytest.raises(DeadlockError):
+        run_all(runs)
 
 
 def test_without_staleness_exactly_one_batch_is_in_flight() -> None:

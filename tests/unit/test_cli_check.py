@@ -5,11 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from rolecall.check import check
+from rolecall.cli import main
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings, load_settings
 from tests.light_run import write_light_config
@@ -17,11 +16,7 @@ from tests.light_run import write_light_config
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    path = write_light_config(tmp_path)
-    model = {"architectures": ["Qwen3ForCausalLM"], "eos_token_id": 2, "max_position_embeddings": 2048, "vocab_size": 259}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(model))
-    save_file({"weight": np.zeros((1000, 50), np.float32)}, tmp_path / "model" / "model.safetensors")
-    return path
+    return write_light_config(tmp_path)
 
 
 def findings(settings: RunSettings) -> tuple[int, str]:
@@ -33,11 +28,16 @@ def test_a_sound_configuration_gives_a_line_per_derived_value(config: Path) -> N
     code, text = findings(load_settings(config))
     assert code == 0, text
     assert "EOS ids: 2" in text
-    assert "0.05M parameters" in text
+    assert "0.01M parameters" in text
     assert "'<|im_start|>user\\n2 + 2<|im_end|>\\n<|im_start|>assistant\\n'" in text
     assert "2 groups x 2 responses = 4 trajectories" in text
     assert "max model length: 2048 tokens" in text
     assert not (config.parent / "run").exists()
+
+
+def test_moments_that_wait_on_the_host_are_told(config: Path) -> None:
+    assert "moments, are in host memory" not in findings(load_settings(config))[1]
+    assert "moments, are in host memory" in findings(load_settings(config, ["actor.optimizer.offload=true"]))[1]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_sound_configuration_gives_a_line_per_derived_value(config: Path) -> N
     [
         ("data.prompt_field=question", "no field 'question'"),
         ("data.train=none.jsonl", "none.jsonl does not exist"),
-        ("data.max_prompt_tokens=4", "more than data.max_prompt_tokens"),
+        ("data.max_prompt_tokens=4", "all 1 prompts"),
         ("model.max_model_tokens=100", "exceed the model's 100"),
         ("model.path=elsewhere", "must be a Hugging Face model directory"),
         ("store.max_bytes=1000", "store.max_bytes 1000"),
@@ -68,6 +68,16 @@ def test_two_roles_on_one_gpu_are_refused(config: Path) -> None:
         load_settings(config, ["actor.devices=[0]", "rollout.num_replicas=1", "rollout.devices=[[0]]"])
 
 
+def test_a_token_budget_that_the_longest_trajectory_exceeds_is_refused_with_both_fields(config: Path) -> None:
+    longest = r"data.max_prompt_tokens \+ sampling.max_tokens = 100; raise it, or lower one of them"
+    with pytest.raises(ConfigError, match=f"actor.token_budget 99 is less than the longest trajectory, {longest}"):
+        load_settings(config, ["data.max_prompt_tokens=60", "sampling.max_tokens=40", "actor.token_budget=99"])
+    load_settings(config, ["data.max_prompt_tokens=60", "sampling.max_tokens=40", "actor.token_budget=100"])
+    critic = ["critic={token_budget: 99}", "algorithm.advantage={kind: gae}"]
+    with pytest.raises(ConfigError, match=r"critic\.token_budget 99 is less"):
+        load_settings(config, ["data.max_prompt_tokens=60", "sampling.max_tokens=40", *critic])
+
+
 def test_files_that_are_not_safetensors_are_named(config: Path) -> None:
     (config.parent / "model" / "model.safetensors").write_bytes(b"\xff" * 64)
     code, text = findings(load_settings(config))
@@ -76,8 +86,48 @@ def test_files_that_are_not_safetensors_are_named(config: Path) -> None:
 
 
 def test_a_first_prompt_of_messages_keeps_its_system_turn(config: Path) -> None:
-    row: dict[str, Any] = {"prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]}
+    row: dict[str, Any] = {"prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}], "ground_truth": "x"}
     (config.parent / "train.jsonl").write_text(json.dumps(row) + "\n")
     _, text = findings(load_settings(config, ["data.system_prompt=never used"]))
     assert "be brief" in text
     assert "never used" not in text
+
+
+def test_train_asks_the_same_before_it_makes_a_directory_or_starts_a_process(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (config.parent / "train.jsonl").write_text('{"prompt": "2 + 2", "ground_truth": "4"}\n{oops\n')
+    (config.parent / "model" / "model.safetensors").unlink()
+    assert main(["train", str(config)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("rolecall: 2 problems; nothing was started:\n")
+    assert "train.jsonl, line 2: not JSON (" in told
+    assert "has no *.safetensors; convert the weights with save_pretrained" in told
+    assert not (config.parent / "run").exists()
+
+
+def test_prompts_that_are_too_long_are_counted_and_all_of_them_are_a_problem(config: Path) -> None:
+    rows = [{"prompt": "2" * length, "ground_truth": "4"} for length in (1, 100, 200)]
+    (config.parent / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, text = findings(load_settings(config, ["data.max_prompt_tokens=60"]))
+    assert code == 0
+    assert "of the first 3, the longest has 219 tokens; 2 exceed data.max_prompt_tokens 60 and will be left out" in text
+    code, text = findings(load_settings(config, ["data.max_prompt_tokens=19"]))
+    assert code == 2
+    assert "have more tokens than data.max_prompt_tokens 19, the shortest 20; raise it or shorten the prompts" in text
+
+
+def test_the_rows_of_held_out_sets_are_read_too(config: Path) -> None:
+    (config.parent / "held.jsonl").write_text('{"prompt": "1 + 1"}\n')
+    _, text = findings(load_settings(config, ["evaluation.sets={held: {path: held.jsonl}}"]))
+    assert "held.jsonl, line 1, field 'ground_truth': missing, and reward.components.correct compares with it" in text
+
+
+def test_a_run_directory_that_cannot_be_written_is_named(config: Path) -> None:
+    code, text = findings(load_settings(config, ["run.dir=/proc/run"]))
+    assert code == 2
+    assert "run.dir /proc/run cannot be written: No such file or directory in /proc; make room or it writable, or name another run.dir" in text
+
+
+@pytest.mark.parametrize(("key", "value"), [("reward.components.correct.weight", ".nan"), ("sampling.temperature", ".inf")])
+def test_numbers_that_are_not_finite_are_refused_by_name(config: Path, key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: Input should be a finite number"):
+        load_settings(config, [f"{key}={value}"])

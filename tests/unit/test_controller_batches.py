@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rolecall.errors import CheckpointMismatchError
 from rolecall.settings import RunSettings
+from rolecall.storage import open_storage
 from rolecall.v1 import actor_pb2, controller_pb2, rollout_pb2, trajectory_pb2, weights_pb2
 from rolecall.wire import Array, encode_tensor
 from services.controller.admission import AdmissionPolicy
@@ -97,26 +97,14 @@ async def test_a_batch_waits_for_groups_and_a_drop_wakes_it() -> None:
         await assembly.next_batch(1, 0.05)
 
 
-def test_a_checkpoint_without_its_manifest_does_not_exist_and_old_ones_are_deleted(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "checkpoints", num_kept=2)
+def test_the_controllers_share_of_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(open_storage(str(tmp_path)), num_kept=2)
     assert checkpoints.latest() is None
-    for step in (1, 2, 3):
-        (checkpoints.begin(step) / "actor").mkdir()
-        checkpoints.commit(point_of(step))
-    (checkpoints.begin(4) / "half").touch()
-    path, point = checkpoints.latest() or (tmp_path, point_of(0))
-    assert (path.name, point.step, point.next_gid) == ("step-00000003", 3, 30)
-    assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step-00000002", "step-00000003", "step-00000004"]
-    assert not (checkpoints.begin(4) / "half").exists()
-
-
-def test_a_changed_checkpoint_is_refused(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, num_kept=1)
-    checkpoints.begin(1)
-    path = checkpoints.commit(point_of(1))
-    (path / "controller.json").write_text("{}")
-    with pytest.raises(CheckpointMismatchError, match="was changed"):
-        checkpoints.latest()
+    for step in (1, 2):
+        checkpoints.commit(checkpoints.begin(step), [], point_of(step))
+    checkpoints.begin(3).storage.write("half", lambda file: file.write(b"of an attempt that was cut short"))
+    committed, point = checkpoints.latest() or pytest.fail("there is none")
+    assert (committed.step, point) == (2, point_of(2))
 
 
 @pytest.fixture
@@ -167,7 +155,7 @@ def test_the_probe_fits_where_the_longest_trajectory_fits() -> None:
     assert list(make_probe(short, 100).token_ids.shape) == [24]
 
 
-async def test_watchers_see_the_end_and_checkpoint_requests_are_shared() -> None:
+async def test_watchers_see_the_end_and_everyone_who_asks_for_a_checkpoint_waits_by_himself() -> None:
     board = RunBoard()
     states = []
 
@@ -177,7 +165,7 @@ async def test_watchers_see_the_end_and_checkpoint_requests_are_shared() -> None
 
     watching = asyncio.create_task(watch())
     await asyncio.sleep(0)
-    assert board.request_checkpoint() is board.request_checkpoint()
+    assert len({board.request_checkpoint(), board.request_checkpoint()}) == len(board.checkpoint_requests) == 2
     board.move(controller_pb2.RUN_STATE_DONE)
     await asyncio.wait_for(watching, 5)
     assert states == [controller_pb2.RUN_STATE_STARTING, controller_pb2.RUN_STATE_DONE]

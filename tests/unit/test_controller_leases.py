@@ -27,9 +27,17 @@ def test_another_owner_or_delivery_starts_a_new_lease() -> None:
     now = 0.0
     leases = Leases(5.0, lambda: now)
     leases.expired([PendingEntry("1-0", "a.1", 1.0, 1)])
-    now = 4.0
-    leases.expired([PendingEntry("1-0", "b.1", 4.0, 2)])
-    now = 8.0
-    assert leases.expired([PendingEntry("1-0", "b.1", 8.0, 2)]) == []
-    now = 9.5
-    assert len(leases.expired([PendingEntry("1-0", "b.1", 9.5, 2)])) == 1
+    for now in (2.0, 4.0, 6.0):
+        assert leases.expired([PendingEntry("1-0", "b.1", now, 2)]) == []
+    now = 7.5
+    assert len(leases.expired([PendingEntry("1-0", "b.1", now, 2)])) == 1
+
+
+def test_after_an_outage_of_the_store_everyone_gets_a_full_lease_again() -> None:
+    now = 0.0
+    leases = Leases(5.0, lambda: now)
+    leases.expired([PendingEntry("1-0", "a.1", 0.0, 1)])
+    for now in (60.0, 62.0, 64.0):
+        assert leases.expired([PendingEntry("1-0", "a.1", now, 1)]) == []
+    now = 65.5
+    assert len(leases.expired([PendingEntry("1-0", "a.1", now, 1)])) == 1

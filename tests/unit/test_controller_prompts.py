@@ -7,11 +7,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from rolecall.dataset import RawPrompt, load_prompts
 from rolecall.errors import ConfigError
-from rolecall.settings import DataSection
+from rolecall.settings import DataSection, RewardSection
 from rolecall.tokenizer import ChatTokenizer
-from services.controller.prompts import Cursor, PromptRenderer, PromptSequence, RawPrompt, load_prompts
-from tests.tiny_models import write_tokenizer
+from services.controller.prompts import Cursor, PromptRenderer, PromptSequence
+from tests.tiny_tokenizer import write_tokenizer
+
+ELSEWHERE = RewardSection(address="scorer:1")
 
 
 def data_section(path: Path, **fields: object) -> DataSection:
@@ -19,35 +22,71 @@ def data_section(path: Path, **fields: object) -> DataSection:
 
 
 def write(path: Path, *rows: object) -> Path:
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+    path.write_bytes(b"".join((row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode()) + b"\n" for row in rows))
     return path
 
 
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
-        ("{oops", "line 2: not JSON"),
-        ("[1]", "line 2: a list"),
+        ("{oops", "line 2: not JSON (Expecting property name enclosed in double quotes at column 2); one JSON object a line is needed"),
+        (b'{"prompt": "\xff"}', "line 2: not UTF-8 text"),
+        (b'{"prompt": "\\ud800"}', "line 2: not UTF-8 text"),
+        ("[1]", "line 2: a list, not an object with fields; write {...} with the prompt in a field"),
         ({"text": "hi"}, "line 2: no field 'prompt'"),
-        ({"prompt": 7}, "line 2, field 'prompt'"),
+        ({"prompt": 7}, "line 2, field 'prompt': a int, neither text nor a list of messages; write text or [{role: text, content: text}, ...]"),
+        ({"prompt": None}, "line 2, field 'prompt': null, neither text nor"),
+        ({"prompt": []}, "line 2, field 'prompt': an empty list, neither text nor"),
         ({"prompt": "  "}, "line 2, field 'prompt': the prompt is empty"),
-        ({"prompt": [{"role": "user"}]}, "line 2, field 'prompt': a message is not"),
+        ({"prompt": [{"role": "user"}]}, "line 2, field 'prompt': a message is not {role: text, content: text}: {'role': 'user'}; mend it"),
+        ({"prompt": [{"role": "user", "content": 3}]}, "line 2, field 'prompt': a message is not"),
+        ({"prompt": [{"role": "user", "content": " "}]}, "line 2, field 'prompt': the prompt is empty; write one or remove the line"),
         ({"prompt": "hi", "ground_truth": 5}, "line 2, field 'ground_truth': a int, not a string"),
+        ({"prompt": "hi", "uid": [1]}, "line 2, field 'uid': a list, not text or a whole number"),
         ({"prompt": "hi", "uid": "a"}, "rows 1 and 2 share the uid 'a'"),
     ],
 )
 def test_a_bad_row_is_named_by_line_and_field(tmp_path: Path, row: object, complaint: str) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "good", "uid": "a"}, row)
     with pytest.raises(ConfigError, match=r"p\.jsonl") as caught:
-        load_prompts(path, data_section(path))
+        load_prompts(path, data_section(path), ELSEWHERE)
     assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(("row", "how"), [({"prompt": "hi"}, "missing"), ({"prompt": "hi", "ground_truth": ""}, "empty")])
+@pytest.mark.parametrize("kind", [{"kind": "exact_match"}, {"kind": "regex", "pattern": "x"}, {"kind": "boxed"}, {"kind": "math"}])
+def test_a_missing_ground_truth_is_named_before_anything_is_sampled(tmp_path: Path, row: object, how: str, kind: dict[str, str]) -> None:
+    path = write(tmp_path / "p.jsonl", {"prompt": "good", "ground_truth": "4"}, row)
+    reward = RewardSection.model_validate({"components": {"short": {"scorer": {"kind": "length", "max_tokens": 9}}, "right": {"scorer": kind}}})
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(path, data_section(path), reward)
+    told = "and reward.components.right compares with it; write it in every line, or set data.ground_truth_field"
+    assert str(caught.value) == f"{path}, line 2, field 'ground_truth': {how}, {told}"
+    assert len(load_prompts(path, data_section(path), ELSEWHERE)) == 2
+
+
+def test_what_is_no_parquet_and_what_is_no_file_are_named(tmp_path: Path) -> None:
+    (tmp_path / "p.parquet").write_text("prompt\n")
+    with pytest.raises(ConfigError, match=r"p\.parquet is not parquet .*; write it anew, or name JSON lines \.jsonl"):
+        load_prompts(tmp_path / "p.parquet", data_section(tmp_path), ELSEWHERE)
+    with pytest.raises(ConfigError, match=r"is a folder; give data\.train"):
+        load_prompts(tmp_path, data_section(tmp_path), ELSEWHERE)
+
+
+def test_a_conversation_that_the_template_refuses_is_named_by_its_line(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}x")
+    path = write(tmp_path / "p.jsonl", {"prompt": "good"})
+    (prompt,) = load_prompts(path, data_section(path, system_prompt="be brief"), ELSEWHERE)
+    with pytest.raises(ConfigError, match=r"p\.jsonl, line 1: the chat template cannot render the turns system, user \(no system turn\); mend"):
+        PromptRenderer(ChatTokenizer(tmp_path / "tokenizer"), 48).render(prompt, 0)
 
 
 def test_a_missing_or_empty_dataset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
-        load_prompts(tmp_path / "none.jsonl", data_section(tmp_path))
+        load_prompts(tmp_path / "none.jsonl", data_section(tmp_path), ELSEWHERE)
     with pytest.raises(ConfigError, match="holds no prompts"):
-        load_prompts(write(tmp_path / "empty.jsonl", ""), data_section(tmp_path))
+        load_prompts(write(tmp_path / "empty.jsonl", ""), data_section(tmp_path), ELSEWHERE)
 
 
 def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
@@ -55,8 +94,8 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
     jsonl = write(tmp_path / "p.jsonl", *rows)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
     section = data_section(jsonl, system_prompt="be brief")
-    prompts = load_prompts(jsonl, section)
-    assert prompts == load_prompts(tmp_path / "p.parquet", section)
+    prompts = load_prompts(jsonl, section, ELSEWHERE)
+    assert prompts == load_prompts(tmp_path / "p.parquet", section, ELSEWHERE)
     assert prompts[0] == RawPrompt("1", (("system", "be brief"), ("user", "one")), "1", {"level": 3})
 
 

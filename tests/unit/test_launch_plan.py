@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from rolecall.last_words import last_words
 from rolecall.launch import plan_workers, resolve, write_config
 from rolecall.settings import load_settings
-from rolecall.supervise import last_words
 from tests.conftest import MakeSettings
 
 PPO = {"algorithm": {"groups_per_batch": 2, "advantage": {"kind": "gae"}}}
@@ -44,6 +44,14 @@ def test_a_trainer_of_several_ranks_goes_through_torchrun(make_settings: MakeSet
     actor = next(worker for worker in workers if worker.name == "actor")
     assert "torch.distributed.run" in actor.command
     assert "--nproc-per-node=2" in actor.command
+    assert 1 not in actor.final_codes, "torchrun's 1 says only that some rank ended"
+
+
+def test_roles_of_another_package_are_started_by_its_name(make_settings: MakeSettings, tmp_path: Path) -> None:
+    configured = make_settings()
+    workers = plan_workers(configured, resolve(configured, tmp_path / "run.yaml"), "unix:///store", "tests.light")
+    assert [worker.command[3] for worker in workers] == [f"tests.light.{role}" for role in ("controller", "actor", "reward", "rollout")]
+    assert [worker.role for worker in workers] == ["controller", "actor", "reward", "rollout"]
 
 
 def test_each_role_sees_its_own_gpus_and_no_other(make_settings: MakeSettings, tmp_path: Path) -> None:

@@ -29,6 +29,12 @@ def test_plain_lines_come_once_per_step() -> None:
     assert out.getvalue().splitlines() == ["running  step 1/20  reward 0.250", "running  step 2/20  reward 0.500  staleness 1"]
 
 
+def test_utilisation_is_shown_where_it_is_known() -> None:
+    out = io.StringIO()
+    PlainView(out).show(status(1, actor__mfu=0.4123))
+    assert out.getvalue() == "running  step 1/20  MFU 41%\n"
+
+
 def test_an_evaluation_between_steps_has_a_line_of_its_own() -> None:
     out = io.StringIO()
     view = PlainView(out)
@@ -41,6 +47,47 @@ def test_a_start_says_what_it_waits_for() -> None:
     out = io.StringIO()
     PlainView(out).show(controller_pb2.RunStatus(state=controller_pb2.RUN_STATE_STARTING, total_steps=5, waiting_for="actor"))
     assert out.getvalue() == "starting step 0/5  waiting for actor\n"
+
+
+def test_a_recovery_has_one_line_with_what_failed() -> None:
+    out = io.StringIO()
+    view = PlainView(out)
+    recovering = status(3)
+    recovering.num_recoveries, recovering.last_failure = 1, "actor: connection refused"
+    for shown in (status(3), recovering, recovering):
+        view.show(shown)
+    assert out.getvalue().splitlines() == ["running  step 3/20", "recovery 1: actor: connection refused"]
+
+
+def test_a_wait_is_worth_a_line_only_when_it_is_long_for_this_run() -> None:
+    out, now = io.StringIO(), [0.0]
+    view = PlainView(out, lambda: now[0])
+    waiting = status(3)
+    waiting.waiting_for = "training of step 3"
+    for now[0] in (0.0, 5.0, 14.9):
+        view.show(waiting)
+    assert len(out.getvalue().splitlines()) == 1
+    for now[0] in (16.0, 30.0):
+        view.show(waiting)
+    assert out.getvalue().splitlines()[1:] == ["waiting  step 3/20  for training of step 3, for 16 s now"]
+    next_one = status(4)
+    next_one.waiting_for = "training of step 4"
+    for now[0] in (30.0, 59.0):
+        view.show(next_one)
+    assert out.getvalue().splitlines()[2:] == ["running  step 4/20"]
+    now[0] = 91.0
+    view.show(next_one)
+    assert out.getvalue().splitlines()[3:] == ["waiting  step 4/20  for training of step 4, for 61 s now"]
+
+
+def test_a_lost_worker_says_why() -> None:
+    out = io.StringIO()
+    lost = status(3)
+    lost.workers[0].lost = "no progress for 15 s"
+    lost.num_recoveries, lost.last_failure = 2, "the store was away"
+    Console(file=out, width=120).print(render(lost))
+    assert "lost: no progress for 15 s" in out.getvalue()
+    assert "recovery 2: the store was away" in out.getvalue()
 
 
 def test_the_ledger_balances_in_words() -> None:

@@ -15,9 +15,10 @@ from rolecall.errors import (
     ExhaustedError,
     FencedError,
     OutOfOrderError,
-    RoleCallError,
     RowMissingError,
+    WorkerLostError,
 )
+from rolecall.storage import open_storage
 from rolecall.training import lane as lanes
 from rolecall.training.applied import FILE, KEPT, Applied
 from rolecall.training.chain import Progress, TrainChain
@@ -115,10 +116,11 @@ async def test_an_unexpected_failure_of_the_device_ends_the_role() -> None:
     trainer = CountingTrainer()
     trainer.fails = RuntimeError("CUDA error")
     async with chained(trainer) as (chain, lane):
-        with pytest.raises(RuntimeError):
+        with pytest.raises(WorkerLostError, match="CUDA error") as caught:
             await trained(chain, 0)
         assert isinstance(lane.failed.exception(), RuntimeError)
-        with pytest.raises(RoleCallError, match="failed before"):
+        assert caught.value.retryable
+        with pytest.raises(WorkerLostError, match="failed before"):
             await trained(chain, 0)
 
 
@@ -136,6 +138,7 @@ async def test_the_lane_refuses_more_than_its_bound() -> None:
 async def test_the_lane_shows_phases_and_progress() -> None:
     class Shown:
         phase = "starting"
+        busy = False
         count = 0
 
         def progress(self) -> None:
@@ -143,8 +146,8 @@ async def test_the_lane_shows_phases_and_progress() -> None:
 
     lane, shown = Lane(), Shown()
     lane.show_to(shown)
-    assert await lane.run(lambda: shown.phase, "training") == "training"
-    assert (shown.phase, shown.count) == ("idle", 1)
+    assert await lane.run(lambda: (shown.phase, shown.busy, shown.count), "training") == ("training", True, 1)  # it moved when it began
+    assert (shown.phase, shown.busy, shown.count) == ("idle", False, 2)
     await lane.close()
 
 
@@ -161,16 +164,18 @@ def test_the_account_survives_its_file(tmp_path: Path) -> None:
     for step in range(KEPT + 3):
         result = TrainResult(step=step, digest=f"b{step}", train_s=0.5, metrics=[Metric(name="actor/x", value=1e-9, reduction=REDUCTION_MAX, weight=1)])
         account = account.after_publish(step + 10).after_step(result, step % 2)
-    account.write(tmp_path)
-    read = Applied.read(tmp_path)
+    storage = open_storage(str(tmp_path))
+    storage.write(FILE, lambda file: file.write(account.to_json()))
+    read = Applied.read(storage)
     assert read == account
     assert (read.step, read.policy_version, len(read.records), min(read.records)) == (KEPT + 3, KEPT + 12, KEPT, 3)
     assert read.last_result() == account.records[KEPT + 2]
 
 
 def test_a_missing_and_a_torn_account_are_told_apart(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
     with pytest.raises(CheckpointMissingError):
-        Applied.read(tmp_path)
+        Applied.read(storage)
     (tmp_path / FILE).write_text("{")
     with pytest.raises(CheckpointMismatchError):
-        Applied.read(tmp_path)
+        Applied.read(storage)

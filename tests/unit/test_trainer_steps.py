@@ -1,6 +1,7 @@
 """What a step promises whatever its objective: order, counted microbatches, and no answer for one that was partly applied."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from rolecall.errors import InvalidInputError
 from rolecall.telemetry import Metrics
 from rolecall.training.chain import Progress
 from rolecall.training.engine import Loss, Microbatch, StepOutcome, TokenOutputs, ValueOutputs
+from rolecall.training.flops import CostModel, ModelFlops
 from rolecall.training.group import CommandGroup
-from rolecall.training.packing import CostModel, pack
+from rolecall.training.memory import PhaseMemory
+from rolecall.training.packing import pack
 from rolecall.training.share import Bench, Minibatch, TrainShare
-from rolecall.training.steps import Counted, optimize, per_update
+from rolecall.training.steps import Counted, Effort, optimize, per_update
 
 
 class ScriptedEngine:
@@ -23,6 +26,7 @@ class ScriptedEngine:
     def __init__(self, *outcomes: StepOutcome | Exception) -> None:
         self.outcomes = list(outcomes)
         self.seen: list[int] = []
+        self.flops_done = 0.0
 
     def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False) -> list[TokenOutputs | ValueOutputs]:
         return []
@@ -56,7 +60,8 @@ def share_of(*minibatches: Sequence[int]) -> TrainShare:
 
 def bench_of(engine: Any) -> Bench:
     unused: Any = None
-    return Bench(engine, CommandGroup(0, 1, None), unused, CostModel(1.0, 0.0), torch.device("cpu"), 64)
+    cpu, flops = torch.device("cpu"), ModelFlops(CostModel(1.0), CostModel(3.0))
+    return Bench(engine, CommandGroup(0, 1, None), unused, flops, cpu, 64, PhaseMemory(cpu))
 
 
 def unit_loss(microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> tuple[torch.Tensor, Metrics]:
@@ -79,3 +84,20 @@ def test_a_failure_between_updates_is_never_an_answer() -> None:
     engine = ScriptedEngine(StepOutcome(0.5, 1e-3, True), InvalidInputError("two reductions"))
     with pytest.raises(RuntimeError, match="partly applied: two reductions"):
         optimize(bench_of(engine), share_of([1], [2]), lambda _: unit_loss, 1, Counted(Progress(lambda: None), 2), "actor")
+
+
+def test_an_effort_says_what_the_device_did_and_leaves_out_a_share_of_an_unknown_peak() -> None:
+    engine = ScriptedEngine()
+    bench = bench_of(engine)
+    for known, peak_flops in (({"actor/mfu"}, 1e15), (set[str](), None)):
+        effort = Effort(replace(bench, peak_flops=peak_flops))
+        engine.flops_done += 6e12
+        with bench.memory.phase("forward"):
+            pass
+        metrics = Metrics()
+        effort.add_to(metrics, "actor", 100)
+        values = metrics.values()
+        assert values.keys() == {"actor/tflops", "actor/tokens", "actor/tokens_per_s", "actor/forward_peak_bytes"} | known
+        assert values["actor/tflops"] == pytest.approx(6 * values["actor/tokens_per_s"] / 100)
+        assert not known or values["actor/mfu"] == pytest.approx(values["actor/tflops"] / 1e3)
+        assert values["actor/forward_peak_bytes"] > 2**20

@@ -1,5 +1,6 @@
 #!lua
--- Admits a group. ARGV: ctl, gid, group (PromptGroup), data cursor after it, traceparent. gid below the next: DONE, so a lost reply repeats nothing.
+-- Admits a group. ARGV: ctl, gid, group (PromptGroup), data cursor after it, traceparent, uid of its prompt. gid below the next: DONE, so a lost reply
+-- repeats nothing.
 local refusal = fenced(ARGV[1])
 if refusal then return refusal end
 local gid, next_gid = ARGV[2], number(run, 'next_gid', 0)
@@ -12,5 +13,5 @@ redis.call('ZADD', live, gid, gid)
 redis.call('HSET', run, 'cursor', ARGV[4])
 redis.call('HINCRBY', run, 'next_gid', 1)
 redis.call('HINCRBY', run, 'admitted', 1)
-note(gid, 'admitted')
+note(gid, 'admitted', 'prompt', ARGV[6], 'step', number(run, 'step', 0))
 return {'OK'}

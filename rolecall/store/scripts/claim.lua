@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
--- Claims up to n groups: released entries first, then new ones. ARGV: consumer, n, nonce. DENIED unless the consumer is attested at the current
--- policy version and no publish is under way. Repeated with the nonce of the consumer's last claim: the same entries, as far as it still holds them.
+-- Claims up to n groups: released entries first, then new ones. ARGV: consumer, n, number of the call. DENIED unless the consumer is attested at the
+-- current policy version and no publish is under way. Repeated with the number of the consumer's last claim: the same entries, as far as it still holds
+-- them. With a lower one (it was on its way while the network was away): nothing, for nobody waits for the answer.
 -- An entry delivered before may be poison: it is handed out alone, to a worker that holds nothing, and until it is done that worker gets nothing else.
 -- (Otherwise one poison prompt takes the deliveries of every group beside it.) Waiting for an idle worker ends, because admission does.
 -- OK, last entry id delivered to anyone, then per entry {entry, delivery count, excused, group, traceparent}.
@@ -11,12 +12,12 @@ if version ~= current or redis.call('HGET', run, 'begun_version') ~= current the
   return {'DENIED', consumer .. ' is attested at version ' .. version .. ', which is no longer the current one'}
 end
 
-local entries = {}
-if redis.call('HGET', worker, 'nonce') == ARGV[3] then
+local entries, latest = {}, number(worker, 'call', -1)
+if tonumber(ARGV[3]) == latest then
   for entry in string.gmatch(redis.call('HGET', worker, 'ids'), '%S+') do
     if owner(entry) == consumer then entries[#entries + 1] = entry end
   end
-else
+elseif tonumber(ARGV[3]) > latest then
   local function deliveries(pending)
     return pending[4] - number(group_key(entry_fields(prompts, pending[1]).gid), 'excused', 0)
   end
@@ -34,7 +35,7 @@ else
     local fresh = redis.call('XREADGROUP', 'GROUP', 'rollout', consumer, 'COUNT', limit - #entries, 'STREAMS', prompts, '>')
     for _, item in ipairs(fresh and fresh[1][2] or {}) do entries[#entries + 1] = item[1] end
   end
-  redis.call('HSET', worker, 'nonce', ARGV[3], 'ids', table.concat(entries, ' '))
+  redis.call('HSET', worker, 'call', ARGV[3], 'ids', table.concat(entries, ' '))
 end
 
 local claims = {}
@@ -42,7 +43,7 @@ for _, entry in ipairs(entries) do
   local _, count = owner(entry)
   local fields = entry_fields(prompts, entry)
   claims[#claims + 1] = {entry, count, number(group_key(fields.gid), 'excused', 0), fields.group, fields.traceparent}
-  note(fields.gid, 'claimed', 'token', consumer .. '-' .. count)
+  if tonumber(ARGV[3]) > latest then note(fields.gid, 'claimed', 'token', consumer .. '-' .. count) end
 end
 local info, last = redis.call('XINFO', 'GROUPS', prompts), '0-0'
 for _, described in ipairs(info) do

@@ -3,18 +3,18 @@
 -- KEYS[1] is the prefix '{rl:<run>}:'. Everything below carries it, hence lies in one hash slot and one script may touch it all.
 --
 --   run            hash    ctl, holder, beat, lineage, lineage_gid, step, published_step, policy_version, begun_version, begun_step,
---                          epoch, next_gid, cursor, admitted, trained, dropped:<reason>, freed_step
+--                          epoch, next_gid, cursor, admitted, trained, dropped:<reason>, freed_step, paused
 --   prompts        stream  admitted groups, one entry each (gid, group, traceparent); consumer group `rollout`
 --   trajectories   stream  committed groups, one entry each (gid, group); read by position, no consumer group
 --   live           zset    gids not yet terminal, scored by gid
---   g:<gid>        hash    state (admitted, committed, sealed, trained), entry, trajectory, token, excused, admit_step,
+--   g:<gid>        hash    state (admitted, committed, sealed, trained), entry, trajectory, token, excused, error, admit_step,
 --                          admit_published_step, batch; deleted when the group is dropped, or its batch freed
 --   batch:<step>   hash    sealed batch: group (TrainBatch), digest, gids, trained, result:<i>
---   w:<consumer>   hash    version, digest, epoch of the attested weights; nonce and ids of the last claim
+--   w:<consumer>   hash    version, digest, epoch of the attested weights; call and ids of the last claim
 --   versions       hash    policy version -> '<step> <digest> <ctl>', attested ones only
---   garbage        hash    'group:<gid>' or 'batch:<step>' -> message that names rows nobody reads any more, until they are deleted
---   dead, history  streams dead letters (gid, reason, error, group); transitions (gid, event, and token, step or reason). The first half of an id is
---                          the server's time in milliseconds. Drained to files, then deleted
+--   garbage        hash    'group:<gid>' or 'batch:<lineage>.<step>' -> message that names rows nobody reads any more, until they are deleted
+--   dead, history  streams dead letters (gid, reason, error, last_error, group); transitions (gid, event and what belongs to it, see rolecall/store/history.py).
+--                          The first half of an id is the server's time in milliseconds. Drained to files, then deleted
 --
 -- Delivery: at least once, committed once. A claim is a pending entry of the consumer group; its token, the fence, is (consumer, delivery
 -- count). The count grows at each claim and never falls, so no two claims share a token; what a drain or a release took back is counted in
@@ -74,23 +74,26 @@ end
 
 local function note(gid, event, ...) redis.call('XADD', history, '*', 'gid', gid, 'event', event, ...) end
 
--- Hands an entry that `consumer` holds back: to '~free', or to '~over' once it was delivered `limit` times (0: no limit).
-local function hand_back(entry, count, excused, limit)
+-- Hands an entry that `consumer` holds back: to '~free', or to '~over' once it was delivered `limit` times (0: no limit). `event` says how it came to
+-- that, `error` what happened ('' when nothing is known); the last error that is known stays with the group.
+local function hand_back(event, entry, consumer, count, excused, limit, error)
   local gid = entry_fields(prompts, entry).gid
   local key = group_key(gid)
   if excused then redis.call('HINCRBY', key, 'excused', 1) end
+  if error ~= '' then redis.call('HSET', key, 'error', consumer .. ': ' .. error) end
   local over = limit > 0 and count - number(key, 'excused', 0) >= limit
   redis.call('XCLAIM', prompts, 'rollout', over and OVER or FREE, 0, entry, 'JUSTID')
-  note(gid, over and 'overdelivered' or 'released')
+  note(gid, event, 'token', consumer .. '-' .. count, 'excused', excused and 1 or 0, 'held_back', over and 1 or 0, 'error', error)
 end
 
--- Gids of the entries that were delivered too often and wait to be dropped.
+-- {gid, last error} of each entry that was delivered too often and waits to be dropped.
 local function overdelivered()
-  local gids = {}
+  local found = {}
   for _, pending in ipairs(redis.call('XPENDING', prompts, 'rollout', '-', '+', 1000, OVER)) do
-    gids[#gids + 1] = entry_fields(prompts, pending[1]).gid
+    local gid = entry_fields(prompts, pending[1]).gid
+    found[#found + 1] = {gid, redis.call('HGET', group_key(gid), 'error') or ''}
   end
-  return gids
+  return found
 end
 
 -- Forgets a sealed batch and its groups; its rows become garbage.
@@ -98,7 +101,7 @@ local function free_batch(step)
   local key = batch_key(step)
   local message = redis.call('HGET', key, 'group')
   if not message then return end
-  redis.call('HSET', garbage, 'batch:' .. step, message)
+  redis.call('HSET', garbage, 'batch:' .. number(run, 'lineage', 0) .. '.' .. step, message)
   for gid in string.gmatch(redis.call('HGET', key, 'gids'), '%S+') do redis.call('DEL', group_key(gid)) end
   redis.call('DEL', key)
 end

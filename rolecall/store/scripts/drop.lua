@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Makes a live group terminal without training it. ARGV: ctl, gid, reason, error. An error text makes it a dead letter too. Its rows, if it was
--- committed, become garbage. DONE when it is terminal already; a sealed group is refused.
+-- Makes a live group terminal without training it. ARGV: ctl, gid, reason, error. An error text makes it a dead letter too, beside the last error of
+-- its workers. Its rows, if it was committed, become garbage. DONE when it is terminal already; a sealed group is refused.
 local refusal = fenced(ARGV[1])
 if refusal then return refusal end
 local gid, key = ARGV[2], group_key(ARGV[2])
@@ -10,7 +10,7 @@ if not state or state == 'dropped' or state == 'trained' then
   return {'DONE'}
 end
 if state == 'sealed' then return {'STATE', 'group ' .. gid .. ' is sealed into batch ' .. redis.call('HGET', key, 'batch')} end
-local prompt = ''
+local prompt, last_error = '', redis.call('HGET', key, 'error') or ''
 if state == 'admitted' then
   local entry = redis.call('HGET', key, 'entry')
   prompt = entry_fields(prompts, entry).group
@@ -24,6 +24,6 @@ end
 redis.call('ZREM', live, gid)
 redis.call('DEL', key)
 redis.call('HINCRBY', run, 'dropped:' .. ARGV[3], 1)
-if ARGV[4] ~= '' then redis.call('XADD', dead, '*', 'gid', gid, 'reason', ARGV[3], 'error', ARGV[4], 'group', prompt) end
-note(gid, 'dropped', 'reason', ARGV[3])
+if ARGV[4] ~= '' then redis.call('XADD', dead, '*', 'gid', gid, 'reason', ARGV[3], 'error', ARGV[4], 'last_error', last_error, 'group', prompt) end
+note(gid, 'dropped', 'reason', ARGV[3], 'error', ARGV[4], 'last_error', last_error)
 return {'OK'}

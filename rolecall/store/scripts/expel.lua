@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- A worker is dead or left behind: its attestation is revoked and its entries are handed back; the consumer is deleted after, because deleting it
--- first would drop them. ARGV: ctl, consumer, delivery limit, '1' when the deliveries are excused. OK, entries handed back, overdelivered gids.
+-- first would drop them. ARGV: ctl, consumer, delivery limit, '1' when the deliveries are excused, error.
+-- OK, entries handed back, {gid, last error} of what was delivered too often.
 local refusal = fenced(ARGV[1])
 if refusal then return refusal end
 redis.call('DEL', worker_key(ARGV[2]))
@@ -8,7 +9,7 @@ local returned = 0
 repeat
   local pending = redis.call('XPENDING', prompts, 'rollout', '-', '+', 1000, ARGV[2])
   for _, item in ipairs(pending) do
-    hand_back(item[1], item[4], ARGV[4] == '1', tonumber(ARGV[3]))
+    hand_back('expelled', item[1], ARGV[2], item[4], ARGV[4] == '1', tonumber(ARGV[3]), ARGV[5])
     returned = returned + 1
   end
 until #pending < 1000

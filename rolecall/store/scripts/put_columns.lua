@@ -2,8 +2,10 @@
 -- Writes columns, once each. KEYS: rows of one shard. ARGV: per row, number of fields, then field and value of each. A row that is gone refuses the
 -- whole call before anything is written (a late scorer must not bring a dropped row back); a field that is there stays as it is.
 -- OK and how many rows had all of their fields before; or MISSING and the first missing key.
-for _, key in ipairs(KEYS) do
-  if redis.call('EXISTS', key) == 0 then return {'MISSING', key} end
+if redis.call('EXISTS', unpack(KEYS)) < #KEYS then
+  for _, key in ipairs(KEYS) do
+    if redis.call('EXISTS', key) == 0 then return {'MISSING', key} end
+  end
 end
 local at, already = 1, 0
 for _, key in ipairs(KEYS) do

@@ -1,153 +1,236 @@
-"""Sharded checkpoints without pickle: one safetensors file per rank and an index that is written last.
+"""Sharded checkpoints without pickle: a safetensors file of every rank, what a model directory has besides weights, and an index.
 
-    <path>/rank-00000.safetensors   rows this rank keeps: model/<name>, exp_avg/<name>, exp_avg_sq/<name>; rng/<device kind>; metadata `rows` says which
-    <path>/index.json               {"format": 1, "world_size", "counters", "shapes"}; a directory without it is no checkpoint
+    rank-00000.safetensors   parts this rank keeps: model/<name>, <kind>/<name> of the optimizer; rng/<device kind>; metadata `boxes` says which parts
+    model/                   config.json, tokenizer, ...: with them a checkpoint can be exported where the run's model directory is not
+    index.json               {"format", "world_size", "counters", "notes", "dtype", "source", "shapes"}
 
-Loading works at any world size: a rank reads the rows it keeps from whichever files hold them. Random state is restored at the same world size only.
-torch.distributed.checkpoint is not used because its index (.metadata) is a pickle.
+`Snapshot` takes the state at one instant. What it costs the training loop is a copy to host memory, which goes on beside it until the first call that would
+change a tensor in place; writing takes as long as it takes. Loading works at any world size and layout: a rank reads the part it keeps from whichever files
+hold some of it; of ranks that keep the same, one writes. Random state is restored at the same world size only.
+Why not torch.distributed.checkpoint: docs/adr/0010-sharded-safetensors-checkpoints.md.
 """
 
 import json
-import os
+import math
+import shutil
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
-import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, DiskFullError
+from rolecall.checkpoints import StoredFile, store
+from rolecall.disk import writing
+from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, WorkerLostError
+from rolecall.storage import Storage
 from rolecall.training.device import rng_state, set_rng_state
-from rolecall.training.fsdp.load import rows_of
-from rolecall.training.huggingface import is_disk_full
+from rolecall.training.files import TensorFile, stream_tensors
+from rolecall.training.fsdp.layout import Box, Layout
+from rolecall.training.fsdp.optimizer import Optimizer
+from rolecall.training.group import CommandGroup
+from rolecall.training.huggingface import companions
+from rolecall.training.vitals import nothing
 
 INDEX = "index.json"
-FORMAT = 1
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MODEL = "model"
+"""Folder of the model directory's small files."""
+FORMAT = 2
 
 
 @dataclass(frozen=True)
 class State:
     """What is kept."""
 
-    parameters: dict[str, torch.nn.Parameter]
-    """By Hugging Face name; DTensors sharded along their first dimension."""
-    optimizer: torch.optim.AdamW | None
-    counters: dict[str, int]
+    parameters: Mapping[str, torch.nn.Parameter]
+    """Those that train, by the names of their modules; DTensors."""
+    optimizer: Optimizer | None
+    counters: Mapping[str, int]
     """At least num_updates: optimizer steps applied."""
+    notes: Mapping[str, Any]
+    """What must be equal where it is loaded: the head, the adapters' section. JSON."""
+    dtype: str
+    """What the model computes in and is exported in."""
+    source: Path
+    """Model directory."""
+
+    def tensors(self) -> dict[str, DTensor]:
+        """Parameters and the optimizer's own, by key."""
+        tensors = {} if self.optimizer is None else self.optimizer.tensors()
+        for name, parameter in self.parameters.items():
+            assert isinstance(parameter, DTensor)
+            tensors[f"model/{name}"] = parameter
+        return tensors
 
 
-def save(path: Path, state: State, device: torch.device, group: dist.ProcessGroup) -> int:
-    """Writes and syncs this rank's file, then (rank 0, when all have) the index. Returns this rank's bytes. A collective; DiskFullError on every rank."""
-    rank = dist.get_rank(group)
-    tensors, rows = {}, {}
-    for key, tensor in _sharded(state).items():
-        start, end = rows_of(tensor)
-        if end > start:
-            tensors[key], rows[key] = tensor.to_local().detach().contiguous(), (start, end)
-    tensors.update({f"rng/{kind}": value for kind, value in rng_state(device).items()})
-    shortage = _write(path, f"rank-{rank:05d}.safetensors", tensors, {"rows": json.dumps(rows)})
-    raise_together(shortage, device, group)
-    if rank == 0:
-        shapes = {key: list(tensor.shape) for key, tensor in _sharded(state).items()}
-        index = {"format": FORMAT, "world_size": dist.get_world_size(group), "counters": state.counters, "shapes": shapes}
-        _write_index(path, index)
-    dist.barrier(group)
-    return sum(tensor.nbytes for tensor in tensors.values())
+class Snapshot:
+    """The state at one instant, on its way to host memory and from there to a storage."""
+
+    def __init__(self, state: State, device: torch.device, layout: Layout) -> None:
+        """Copies nothing yet: until `settle` has returned nobody may change the tensors."""
+        tensors = state.tensors()
+        self._rank = layout.rank
+        self._source = state.source
+        self._tensors = {key: tensor.to_local().detach() for key, tensor in tensors.items() if layout.is_first_holder(tensor) and not Box.of(tensor).empty}
+        boxes = {key: (box.start, box.shape) for key, box in ((key, Box.of(tensors[key])) for key in self._tensors)}
+        self._metadata = {"boxes": json.dumps(boxes)}
+        self._rng = {f"rng/{kind}": value for kind, value in rng_state(device).items()}
+        self._index = {
+            "format": FORMAT,
+            "world_size": layout.world_size,
+            "counters": dict(state.counters),
+            "notes": dict(state.notes),
+            "dtype": state.dtype,
+            "source": str(state.source),
+            "shapes": {key: list(tensor.shape) for key, tensor in tensors.items()},
+        }
+        self._reached = None if device.type == "cpu" else torch.accelerator.current_stream().record_event()
+        self._lock = threading.Lock()
+        self._settled = False
+
+    def settle(self) -> None:
+        """Returns when everything is in host memory; any thread may call, and the first does the work."""
+        with self._lock:  # bounded: by a copy of this rank's share
+            if not self._settled:
+                self._tensors = _copied(self._tensors, self._reached)
+                self._settled = True
+
+    def write(self, storage: Storage, group: CommandGroup, more: Mapping[str, bytes]) -> tuple[StoredFile, ...]:
+        """Writes this rank's file, and on rank 0 the index and the files `more`, once. A collective of `group`; rank 0 returns all files of all ranks.
+
+        DiskFullError and StorageUnavailableError on every rank.
+        """
+        mine = group.agree(lambda: self._write_share(storage))
+        everyone = [StoredFile(*json.loads(data)) for data in group.gather(json.dumps([mine.name, mine.num_bytes, mine.checksum]).encode())]
+        if not group.leads:
+            return ()
+        files = {**{f"{MODEL}/{path.name}": _copy_of(path) for path in companions(self._source)}, **{name: _text(data) for name, data in more.items()}}
+        files[INDEX] = _text(json.dumps(self._index, indent=1).encode())
+        with writing("write a checkpoint to", Path(storage.url)):
+            return (*everyone, *(store(storage, name, produce) for name, produce in files.items()))
+
+    def _write_share(self, storage: Storage) -> StoredFile:
+        try:
+            self.settle()
+        except (MemoryError, RuntimeError) as error:
+            raise WorkerLostError(f"the state could not be copied to host memory for a checkpoint ({error}); give this role more of it") from error
+        tensors = {**self._tensors, **self._rng}
+        self._tensors = {}  # given back here, beside the steps
+        return store(storage, f"rank-{self._rank:05d}.safetensors", lambda file: stream_tensors(file, tensors, self._metadata, nothing))
 
 
-def load(path: Path, state: State, device: torch.device, group: dist.ProcessGroup) -> dict[str, int]:
-    """Restores parameters, moments and random state in place; returns the counters. CheckpointMissingError, CheckpointMismatchError."""
-    if not (path / INDEX).is_file():
-        raise CheckpointMissingError(f"{path} holds no complete checkpoint: {INDEX} is missing; name an earlier one")
-    index = json.loads((path / INDEX).read_text())
-    if index["format"] != FORMAT:
-        raise CheckpointMismatchError(f"{path} has checkpoint format {index['format']}, this release reads {FORMAT}")
+def load(storage: Storage, state: State, device: torch.device, layout: Layout, progressed: Callable[[], None]) -> dict[str, int]:
+    """Restores parameters, the optimizer and random state in place; returns the counters. CheckpointMissingError, CheckpointMismatchError."""
+    index = read_index(storage)
     counters: dict[str, int] = index["counters"]
+    if index["notes"] != dict(state.notes):
+        raise CheckpointMismatchError(
+            f"{storage.url} was saved with {index['notes']}, this trainer is made with {dict(state.notes)}; use the same configuration"
+        )
     if state.optimizer is not None:
-        _make_moments(state, counters["num_updates"])
-    wanted = _sharded(state)
+        state.optimizer.prepare(counters["num_updates"])
+    wanted = state.tensors()
     shapes = {key: list(tensor.shape) for key, tensor in wanted.items()}
     if shapes != index["shapes"]:
         differing = sorted(key for key in shapes.keys() | index["shapes"].keys() if shapes.get(key) != index["shapes"].get(key))
         raise CheckpointMismatchError(
-            f"{path} was saved from another model: {len(differing)} tensors differ, first {differing[0]!r}; use the model it was made with"
+            f"{storage.url} was saved from another model or optimizer: {len(differing)} tensors differ, first {differing[0]!r}; use those it was made with"
         )
-    for rank in range(index["world_size"]):
-        _read(path / f"rank-{rank:05d}.safetensors", wanted)
-    if index["world_size"] == dist.get_world_size(group):
-        with safe_open(path / f"rank-{dist.get_rank(group):05d}.safetensors", framework="pt") as file:
-            keys: list[str] = file.keys()
-            set_rng_state({key.removeprefix("rng/"): file.get_tensor(key) for key in keys if key.startswith("rng/")}, device)
+    names = rank_files(index)
+    names = names[layout.rank :] + names[: layout.rank]  # of the same layout the first has everything, and no other is opened
+    missing = _Missing(wanted)
+    for name in names:
+        if missing:
+            missing.read(_opened(storage, name), progressed)
+    if missing:
+        raise CheckpointMismatchError(f"{storage.url} does not hold all of {next(iter(missing))!r}; restore another checkpoint")
+    if index["world_size"] == layout.world_size:
+        own = _opened(storage, f"rank-{layout.rank:05d}.safetensors")
+        set_rng_state({key.removeprefix("rng/"): own.part(key) for key in own if key.startswith("rng/")}, device)
     return counters
 
 
-def _sharded(state: State) -> dict[str, DTensor]:
-    tensors: dict[str, DTensor] = {}
-    for name, parameter in state.parameters.items():
-        assert isinstance(parameter, DTensor)
-        tensors[f"model/{name}"] = parameter
-        if state.optimizer is not None and parameter in state.optimizer.state:
-            tensors.update({f"{moment}/{name}": state.optimizer.state[parameter][moment] for moment in MOMENTS})
-    return tensors
-
-
-def _make_moments(state: State, num_updates: int) -> None:
-    """AdamW makes its moments at the first step; a restored one needs them before."""
-    assert state.optimizer is not None
-    state.optimizer.state.clear()
-    if num_updates:
-        for parameter in state.parameters.values():
-            moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-            state.optimizer.state[parameter] = {"step": torch.tensor(float(num_updates), device=parameter.device), **moments}
-
-
-def _read(path: Path, wanted: dict[str, DTensor]) -> None:
-    """Copies what `path` holds of the rows this rank keeps."""
-    with safe_open(path, framework="pt") as file, torch.no_grad():
-        rows: dict[str, tuple[int, int]] = json.loads(file.metadata()["rows"])
-        for key, (start, end) in rows.items():
-            mine_start, mine_end = rows_of(wanted[key])
-            first, last = max(start, mine_start), min(end, mine_end)
-            if first < last:
-                part = file.get_slice(key)[first - start : last - start]
-                wanted[key].to_local()[first - mine_start : last - mine_start].copy_(part)
-
-
-def _write(path: Path, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> str | None:
-    """Writes and syncs one file; returns what is wrong when the disk is full."""
+def read_index(storage: Storage) -> dict[str, Any]:
+    """What index.json holds. CheckpointMissingError, CheckpointMismatchError."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        save_file({key: tensor.to("cpu") for key, tensor in tensors.items()}, path / name, metadata)
-        _sync(path / name)
-    except (OSError, SafetensorError) as error:
-        if not is_disk_full(error):
-            raise
-        return f"no space for {path / name}: {error}; free some, or keep fewer checkpoints"
-    return None
+        index: dict[str, Any] = json.loads(storage.read(INDEX))
+    except FileNotFoundError:
+        raise CheckpointMissingError(f"{storage.url} holds no complete checkpoint: {INDEX} is missing; name an earlier one") from None
+    except ValueError as error:
+        raise CheckpointMismatchError(f"{storage.url}/{INDEX} is not JSON ({error}); restore another checkpoint") from error
+    if index["format"] != FORMAT:
+        raise CheckpointMismatchError(f"{storage.url} has checkpoint format {index['format']}, this release reads {FORMAT}")
+    return index
 
 
-def _write_index(path: Path, index: dict[str, object]) -> None:
-    temporary = path / f"{INDEX}.partial"
-    temporary.write_text(json.dumps(index, indent=1))
-    _sync(temporary)
-    os.replace(temporary, path / INDEX)
-    _sync(path)
+def rank_files(index: Mapping[str, Any]) -> list[str]:
+    """Names of the files that hold the tensors."""
+    return [f"rank-{rank:05d}.safetensors" for rank in range(index["world_size"])]
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def boxes_of(file: TensorFile) -> dict[str, Box]:
+    """Which parts of which tensors a rank's file holds."""
+    return {key: Box(tuple(start), tuple(shape)) for key, (start, shape) in json.loads(file.metadata["boxes"]).items()}
+
+
+class _Missing:
+    """What this rank has yet to read: number of elements by key."""
+
+    def __init__(self, wanted: Mapping[str, DTensor]) -> None:
+        self._wanted = wanted
+        self._left = {key: math.prod(Box.of(tensor).shape) for key, tensor in wanted.items() if not Box.of(tensor).empty}
+        self._seen: set[tuple[str, Box]] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def __iter__(self) -> Any:
+        return iter(self._left)
+
+    def read(self, file: TensorFile, progressed: Callable[[], None]) -> None:
+        """Copies what `file` holds of the parts this rank keeps."""
+        for key, held in boxes_of(file).items():
+            mine = Box.of(self._wanted[key])
+            common = None if mine.empty else held.within(mine)
+            if common is not None and (key, common) not in self._seen:
+                self._seen.add((key, common))
+                with torch.no_grad():
+                    part = file.part(key, common.relative_to(held.start).slices)
+                    self._wanted[key].to_local()[common.relative_to(mine.start).slices].copy_(part)
+                self._left[key] -= part.numel()
+                if not self._left[key]:
+                    del self._left[key]
+            progressed()
+
+
+def _copied(tensors: Mapping[str, torch.Tensor], reached: torch.Event | None) -> dict[str, torch.Tensor]:
+    """In host memory; on an accelerator beside its work, from what is there at `reached`."""
+    if reached is None:
+        return {key: tensor.clone() for key, tensor in tensors.items()}
+    stream = torch.Stream(device=next(iter(tensors.values())).device)
+    stream.wait_event(reached)
+    with stream:
+        copies = {key: torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True) for key, tensor in tensors.items()}
+    stream.synchronize()
+    return copies
+
+
+def _opened(storage: Storage, name: str) -> TensorFile:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return TensorFile(storage, name)
+    except FileNotFoundError:
+        raise CheckpointMismatchError(f"{storage.url}/{name} of a whole checkpoint is gone; restore another one") from None
 
 
-def raise_together(shortage: str | None, device: torch.device, group: dist.ProcessGroup) -> None:
-    """All ranks fail when one does: nobody waits at a barrier for a rank that gave up."""
-    failed = torch.tensor([int(shortage is not None)], device=device)
-    dist.all_reduce(failed, group=group)
-    if int(failed):
-        raise DiskFullError(shortage or f"another rank found no space for its share of the checkpoint ({int(failed)} of {dist.get_world_size(group)})")
+def _copy_of(path: Path) -> Callable[[BinaryIO], object]:
+    def copy(file: BinaryIO) -> None:
+        with path.open("rb") as source:
+            shutil.copyfileobj(source, file)
+
+    return copy
+
+
+def _text(data: bytes) -> Callable[[BinaryIO], object]:
+    return lambda file: file.write(data)

@@ -1,8 +1,7 @@
 """FsdpEngine: one transformers model with a policy or value head, sharded by FSDP2 over the ranks of a group; both seams of training/engine.py.
 
     device = start_rank(RankSpec(...))                                        # training/device.py, once per process, before the engine
-    engine = FsdpEngine(settings.model.path, head="policy", dtype=settings.model.dtype, device=device, optimizer=settings.actor.optimizer,
-                        total_steps=num_steps * num_minibatches * num_epochs)  # optimizer=None: frozen (a reference)
+    engine = FsdpEngine(EngineOptions(path=settings.model.path, head="policy", dtype=settings.model.dtype, optimizer=settings.actor.optimizer), device=device)
     outputs = engine.forward(microbatches)                                    # TokenOutputs (policy) or ValueOutputs (value), no graph
     metrics = engine.forward_backward(microbatches, PolicyObjective(settings.algorithm, counts))    # training/objectives.py
     outcome = engine.step()
@@ -14,29 +13,38 @@ Shape legend as in training/engine.py.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from rolecall.errors import ConfigError, DiskFullError
-from rolecall.settings import OptimizerSection
+from rolecall.errors import ConfigError
+from rolecall.model_files import check_parallel
+from rolecall.storage import Storage
 from rolecall.telemetry import Metrics
+from rolecall.training.activation_offload import ActivationOffload, Copies
 from rolecall.training.attention import plan_attention
 from rolecall.training.conversion import Conversion
 from rolecall.training.device import free_cached_memory, seed_rank
-from rolecall.training.engine import Loss, Microbatch, StepOutcome, TokenOutputs, ValueOutputs
+from rolecall.training.engine import STATE_PARTS, Loss, Microbatch, StatePart, StepOutcome, TokenOutputs, ValueOutputs
+from rolecall.training.flops import count_flops
 from rolecall.training.fsdp import checkpoint
+from rolecall.training.fsdp.gradients import clip_gradients, gradient_norm
+from rolecall.training.fsdp.host_copies import HostCopies
+from rolecall.training.fsdp.layout import Layout
 from rolecall.training.fsdp.load import load_model
-from rolecall.training.huggingface import write_model
-from rolecall.training.model import Head, PackedModel, PolicyModel, build_model, layers
+from rolecall.training.fsdp.optimizer import Optimizer
+from rolecall.training.huggingface import ModelFiles
+from rolecall.training.lora import adapters_off, add_adapters, base_digest, is_adapter, peft_name
+from rolecall.training.memory import PhaseMemory
+from rolecall.training.model import PolicyModel, build_model, layers
+from rolecall.training.options import EngineOptions
 from rolecall.training.schedule import learning_rate
+from rolecall.training.tensor_parallel import split_tensors
+from rolecall.training.vitals import nothing
 
 logger = logging.getLogger(__name__)
 
@@ -46,55 +54,63 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class FsdpEngine:
     """TrainingEngine and EngineState over FSDP2."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        head: Head,
-        dtype: Literal["float32", "bfloat16"],
-        device: torch.device,
-        optimizer: OptimizerSection | None,
-        total_steps: int = 1,
-        group: dist.ProcessGroup | None = None,
-        gradient_checkpointing: bool = False,
-        seed: int = 0,
-    ) -> None:
-        """Reads the model directory `path`, each rank its own slices. `group` absent: the default process group, which must exist.
+    def __init__(self, options: EngineOptions, *, device: torch.device, memory: PhaseMemory | None = None, progressed: Callable[[], None] = nothing) -> None:
+        """Reads the model directory, each rank its own parts. The default process group must exist.
 
-        `total_steps` is the schedule's length in optimizer steps. ConfigError when the directory is not a supported causal model.
+        `memory` counts what each phase uses; absent: nobody asks.
+        `progressed` is called after every microbatch's pass, optimizer step and tensor read, written or gathered: whatever takes longer hangs.
+        ConfigError when the directory is not a supported causal model, or the ranks cannot share it as asked.
         """
         self.device = device
-        self._path = path
-        self._dtype = DTYPES[dtype]
-        self._section = optimizer
-        self._total_steps = total_steps
-        self._offloaded = False
+        self.layout = Layout(options.parallel, device)
+        self._options = options
+        self._memory = memory or PhaseMemory(device)
+        self._memory.holdings = self._holdings
+        self.dtype = DTYPES[options.dtype]
+        """Of computing."""
+        self.flops_done = 0.0
+        self._progressed = progressed
+        self._on_host = HostCopies()
+        self._optimizer: Optimizer | None = None
+        self._snapshot: checkpoint.Snapshot | None = None
         self.num_updates = 0
         self.num_skipped = 0
-        self._group: dist.ProcessGroup = group or _default_group()
-        self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        seed_rank(seed, self.rank)
-        self._model = build_model(path, head, torch.float32 if optimizer else self._dtype)
+        trained = options.optimizer is not None
+        seed_rank(options.seed, self.layout.data_rank)
+        check_parallel(options.path, options.parallel)
+        self._model = build_model(options.path, options.head, torch.float32 if trained and options.lora is None else self.dtype)
         self.config: PretrainedConfig = self._model.hf.config
         self._conversion = Conversion(self._model.hf)
         self._num_parameters = sum(p.numel() for p in self._model.parameters())
-        if gradient_checkpointing:
+        self._base = None
+        if options.lora is not None:
+            add_adapters(self._model.hf, options.lora)
+            self._base = base_digest(ModelFiles(options.path), options.lora)
+        if not trained:
+            self._model.requires_grad_(False)
+        self.flops = count_flops(self._model)
+        """Of the whole model, all ranks."""
+        if options.gradient_checkpointing:
             self._model.hf.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.layout.tensor_mesh is not None:
+            split_tensors(self._model.hf, self.layout.tensor_mesh)
         self._modules = self._shard()
-        load_model(self._model, path, device=device, seed=seed)
-        self._model.train(optimizer is not None)
-        self._model.requires_grad_(optimizer is not None)
-        self._optimizer = None if optimizer is None else _adamw(self._model, optimizer)
+        self._activations = ActivationOffload(layers(self._model), Copies(device)) if options.activation_offload else None
+        with self._memory.phase("load"):
+            load_model(self._model, options.path, device=device, seed=options.seed, progressed=progressed)
+        self._model.train(trained)
+        if options.optimizer is not None:
+            self._optimizer = Optimizer(self._model, options.optimizer)
 
     @property
     def num_parameters(self) -> int:
         """Of the whole model, a tied tensor once."""
         return self._num_parameters
 
-    def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False) -> list[TokenOutputs | ValueOutputs]:
+    def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False, base: bool = False) -> list[TokenOutputs | ValueOutputs]:
         """TrainingEngine.forward."""
-        self.onload()
-        with torch.no_grad():
+        self.onload("parameters")
+        with self._memory.phase("forward"), torch.no_grad(), adapters_off(self._model.hf) if base else nullcontext():
             outputs = [_narrow(self._run(microbatch, entropy), microbatch) for microbatch in microbatches]
         # After a pass without backward the parameters stay gathered, and an optimizer step would then change copies.
         for module in self._modules:
@@ -103,124 +119,163 @@ class FsdpEngine:
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss, *, entropy: bool = False) -> Metrics:
         """TrainingEngine.forward_backward."""
-        self.onload()
+        self.onload("parameters", "gradients")
         metrics = Metrics()
-        for microbatch in microbatches:
-            outputs = self._run(microbatch, entropy)
-            if microbatch.lengths:
-                value, part = loss(microbatch, outputs)
-                metrics.merge(part)
-            else:
-                value = _zero_of(outputs)
-            value.backward()  # type: ignore[no-untyped-call]
+        for index, microbatch in enumerate(microbatches):
+            if index in (0, len(microbatches) - 1):
+                self._reduce_gradients(index == len(microbatches) - 1)
+            with self._memory.phase("forward"), self._activations.recording() if self._activations else nullcontext():
+                outputs = self._run(microbatch, entropy)
+                if microbatch.lengths:
+                    value, part = loss(microbatch, outputs)
+                    metrics.merge(part)
+                else:
+                    value = _zero_of(outputs)
+            with self._memory.phase("backward"):
+                value.backward()  # type: ignore[no-untyped-call]
+            self._progressed()
         return metrics
 
     def step(self) -> StepOutcome:
         """TrainingEngine.step. ConfigError on a frozen engine."""
-        if self._optimizer is None or self._section is None:
+        section = self._options.optimizer
+        if self._optimizer is None or section is None:
             raise ConfigError("this engine is frozen; give it an optimizer to train it")
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        rate = learning_rate(self._section, self.num_updates, self._total_steps)
+        self.onload()
+        norm = gradient_norm(self._model.parameters(), self.layout)
+        rate = learning_rate(section, self.num_updates, self._options.total_steps)
         applied = bool(torch.isfinite(norm))
         if applied:
-            torch.nn.utils.clip_grads_with_norm_(self._model.parameters(), self._section.max_grad_norm, norm)
-            for parameters in self._optimizer.param_groups:
-                parameters["lr"] = rate
-            self._optimizer.step()
+            clip_gradients(self._model.parameters(), norm, section.max_grad_norm)
+            self._settle()
+            with self._memory.phase("optimizer"):
+                self._optimizer.step(rate)
             self.num_updates += 1
         else:
             self.num_skipped += 1
             logger.warning("gradient norm is %s: optimizer step skipped, %s so far", float(norm), self.num_skipped)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
+        self._store_moments()
+        self._progressed()
         return StepOutcome(float(norm), rate, applied)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """TrainingEngine.named_weights. A tensor may share the engine's memory: use it before the next call, do not write to it."""
-        self.onload()
+        self.onload("parameters")
         for name, parameter in self._model.hf.named_parameters():
+            self._progressed()
             with torch.no_grad():
-                yield from self._conversion.to_checkpoint(name, parameter.detach().to(self._dtype).full_tensor()).items()
+                if self._options.lora is not None:
+                    if is_adapter(name):
+                        yield peft_name(name), parameter.detach().to(self.dtype).full_tensor()
+                    continue
+                yield from self._conversion.to_checkpoint(name, parameter.detach().to(self.dtype).full_tensor()).items()
 
-    def save(self, path: Path, *, export_huggingface: bool) -> int:
-        """EngineState.save; the model directory goes to `path`/huggingface."""
-        self.onload()
-        num_bytes = checkpoint.save(path, self._state(), self.device, self._group)
-        return num_bytes + (self._export(path / "huggingface") if export_huggingface else 0)
+    def snapshot(self) -> checkpoint.Snapshot:
+        """EngineState.snapshot."""
+        self.onload("parameters", "optimizer")
+        self._settle()
+        self._snapshot = snapshot = checkpoint.Snapshot(self._state(), self.device, self.layout)
+        self._store_moments()
+        return snapshot
 
-    def load(self, path: Path) -> None:
+    def load(self, storage: Storage) -> None:
         """EngineState.load."""
+        self._settle()
         self.onload()
-        counters = checkpoint.load(path, self._state(), self.device, self._group)
+        counters = checkpoint.load(storage, self._state(), self.device, self.layout, self._progressed)
         self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
+        self._store_moments()
 
-    def offload(self) -> None:
+    def offload(self, *parts: StatePart) -> None:
         """EngineState.offload."""
-        if not self._offloaded and self.device.type != "cpu":
-            self._move(torch.device("cpu"))
-            free_cached_memory(self.device)
-            self._offloaded = True
+        self._settle()
+        for part in parts or STATE_PARTS:
+            self._to_host(part)
+        free_cached_memory(self.device)
 
-    def onload(self) -> None:
+    def onload(self, *parts: StatePart) -> None:
         """EngineState.onload."""
-        if self._offloaded:
-            self._move(self.device)
-            self._offloaded = False
+        for part in parts or STATE_PARTS:
+            self._on_host.give_back(part)
 
     def _run(self, microbatch: Microbatch, entropy: bool) -> TokenOutputs | ValueOutputs:
         # An empty microbatch still gathers and reduces: one token stands in, and its gradients are zeros.
         mb = microbatch if microbatch.lengths else _stand_in(self.device)
-        packed = plan_attention(mb.lengths, mb.cu_seqlens, self._dtype)
+        prefixes = mb.prefixes if self.layout.sequence is None else None  # its runs are cut from the tokens of whole sequences
+        packed = plan_attention(mb.lengths, mb.cu_seqlens, self.dtype, self.layout.sequence, prefixes)
         first_N, second_N = self._model(mb.token_ids_N, mb.position_ids_N, mb.temperature_N, mb.score_mask_N, packed, entropy)
+        self._progressed()
+        pass_flops = self.flops.update if torch.is_grad_enabled() else self.flops.forward
+        num_saved = prefixes.num_saved if prefixes is not None else 0
+        self.flops_done += pass_flops.total(microbatch.lengths, microbatch.num_scored, num_saved) / self._options.parallel.slot_size
         if isinstance(self._model, PolicyModel):
             return TokenOutputs(first_N, second_N)
         return ValueOutputs(first_N, second_N[mb.cu_seqlens[1:].long() - 1])
 
+    def _reduce_gradients(self, now: bool) -> None:
+        """Whether the next backward reduces all the way: over replicas only in the last microbatch, over shards too where gradients wait unsharded."""
+        root = self._modules[-1]
+        if self._options.parallel.accumulate == "unsharded":
+            root.set_requires_gradient_sync(now)
+        else:
+            root.set_requires_all_reduce(now)
+
     def _shard(self) -> list[FSDPModule]:
-        mesh = DeviceMesh.from_group(self._group, self.device.type)
-        policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        modules = [fully_shard(module, mesh=mesh, mp_policy=policy) for module in (*layers(self._model), self._model)]
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=DTYPES[self._options.parallel.reduce_dtype], cast_forward_inputs=False)
+        modules = [fully_shard(module, mesh=self.layout.fsdp_mesh, mp_policy=policy) for module in (*layers(self._model), self._model)]
+        if self.layout.fsdp_mesh.size() == 1:
+            return modules  # there is nothing to add up, and to divide by 1 would copy every gradient
         for module in modules:
             # Losses hold global counts: gradients add up, they are not averaged; and Gloo knows only the plain sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         return modules
 
-    def _export(self, path: Path) -> int:
-        num_bytes, shortage = 0, None
-        try:
-            num_bytes = write_model(path, self._path, self.named_weights(), writer=self.rank == 0)
-        except DiskFullError as error:
-            shortage = error.message
-        checkpoint.raise_together(shortage, self.device, self._group)
-        return num_bytes
+    def _store_moments(self) -> None:
+        """Sends the moments to the host where they live there between steps."""
+        if self._options.optimizer is not None and self._options.optimizer.offload:
+            self._settle()
+            self._to_host("optimizer")
+
+    def _to_host(self, part: StatePart) -> None:
+        self._on_host.take(part, [tensor.to_local() for tensor in self._part(part).values()])
+
+    def _settle(self) -> None:
+        """Lets the last snapshot copy what it has yet to copy: before anything is changed in place."""
+        if self._snapshot is not None:
+            with self._memory.phase("checkpoint"):
+                self._snapshot.settle()
+            self._snapshot = None
 
     def _state(self) -> checkpoint.State:
+        options = self._options
+        return checkpoint.State(
+            parameters={name: parameter for name, parameter in self._model.hf.named_parameters() if parameter.requires_grad},
+            optimizer=self._optimizer,
+            counters={"num_updates": self.num_updates, "num_skipped": self.num_skipped},
+            notes={"head": options.head, "lora": options.lora and options.lora.model_dump(mode="json"), "base": self._base},
+            dtype=options.dtype,
+            source=options.path,
+        )
+
+    def _part(self, part: StatePart) -> dict[str, DTensor]:
+        """The sharded tensors that the part is made of now."""
+        if part == "optimizer":
+            return self._optimizer.tensors() if self._optimizer is not None else {}
+        tensors: dict[str, DTensor] = {}
+        for name, parameter in self._model.hf.named_parameters():
+            tensor = parameter if part == "parameters" else parameter.grad
+            if tensor is not None:
+                assert isinstance(tensor, DTensor)
+                tensors[name] = tensor
+        return tensors
+
+    def _holdings(self) -> dict[str, Mapping[str, torch.Tensor]]:
+        """For memory's account, also inside a pass, where a layer's parameters are whole."""
         parameters = dict(self._model.hf.named_parameters())
-        return checkpoint.State(parameters, self._optimizer, {"num_updates": self.num_updates, "num_skipped": self.num_skipped})
-
-    def _move(self, device: torch.device) -> None:
-        self._model.to(device)
-        if self._optimizer is not None:
-            for moments in self._optimizer.state.values():
-                moments.update({name: value.to(device) for name, value in moments.items() if name != "step"})
-
-
-def _default_group() -> dist.ProcessGroup:
-    if dist.group.WORLD is None:
-        raise ConfigError("the process group does not exist yet; call rolecall.training.device.start_rank first")
-    return dist.group.WORLD
-
-
-def _adamw(model: PackedModel, section: OptimizerSection) -> torch.optim.AdamW:
-    """Decay on matrices only."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=section.learning_rate, betas=section.betas, eps=section.eps, fused=True)
+        gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+        return {"parameters": parameters, "gradients": gradients, "optimizer states": self._optimizer.tensors() if self._optimizer is not None else {}}
 
 
 def _stand_in(device: torch.device) -> Microbatch:
@@ -232,6 +287,8 @@ def _stand_in(device: torch.device) -> Microbatch:
         lengths=(2,),
         temperature_N=torch.ones(2, device=device),
         score_mask_N=torch.tensor([False, True], device=device),
+        num_scored=1,
+        prefixes=None,
         columns={},
     )
 

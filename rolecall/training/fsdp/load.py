@@ -1,49 +1,90 @@
-"""Filling a sharded model from a model directory: every rank reads only the rows it keeps.
+"""Filling a sharded model from a model directory: every rank reads only the part it keeps.
 
 Except of parameters that transformers fuses (conversion.py): those are read whole, one at a time.
 """
 
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rolecall.errors import ConfigError
 from rolecall.training.conversion import Conversion
+from rolecall.training.fsdp.layout import Box
 from rolecall.training.huggingface import ModelFiles
+from rolecall.training.lora import checkpoint_name, is_adapter, new_adapter
 from rolecall.training.model import VALUE_HEAD, PackedModel, fill_buffers
 
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DERIVED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$")
+"""Buffers that old checkpoints hold and models compute themselves."""
 
-def load_model(model: PackedModel, path: Path, *, device: torch.device, seed: int) -> None:
+
+def load_model(model: PackedModel, path: Path, *, device: torch.device, seed: int, progressed: Callable[[], None]) -> None:
     """Gives storage on `device` to a sharded model on the meta device and reads its parameters.
 
-    A value head that the directory lacks is made new from `seed`. ConfigError when any other tensor is missing or has another shape.
+    Adapters, and a value head that the directory lacks, are made new from `seed`. ConfigError when any other tensor is missing, has another shape, is not of a
+    floating type, or has no place in the model.
     """
     model.to_empty(device=device)
     model.hf.tie_weights()
     fill_buffers(model)
     files, conversion = ModelFiles(path), Conversion(model.hf)
+    _check_all_known(model, files, conversion)
     with torch.no_grad():
-        for name, parameter in model.hf.named_parameters():
+        for own_name, parameter in model.hf.named_parameters():
+            name = checkpoint_name(own_name)
             assert isinstance(parameter, DTensor)
-            start, end = rows_of(parameter)
+            box = Box.of(parameter)
             if name in files:
-                rows = files.rows(name, start, end)
+                _check_shape(path, name, files.shape(name), parameter.shape)
+                part = files.part(name, box.slices)
             elif name.startswith(VALUE_HEAD):
-                rows = _new_head(name, parameter.shape, seed)[start:end]
+                part = _new_head(name, parameter.shape, seed)[box.slices]
+            elif is_adapter(name):
+                part = new_adapter(name, parameter.shape, seed)[box.slices]
             else:
-                rows = conversion.from_checkpoint(name, parameter.shape, files.tensor)[start:end]
-            local = parameter.to_local()
-            if rows.shape != local.shape:
-                raise ConfigError(f"{path}: tensor {name!r} does not have the shape {tuple(parameter.shape)} that its config.json says")
-            local.copy_(rows)
+                whole = conversion.from_checkpoint(name, parameter.shape, files.tensor)
+                _check_shape(path, name, whole.shape, parameter.shape)
+                part = whole[box.slices]
+            _check_dtype(path, name, part.dtype)
+            parameter.to_local().copy_(part)
+            progressed()
 
 
-def rows_of(tensor: DTensor) -> tuple[int, int]:
-    """(start, end): the rows of the first dimension that this rank keeps."""
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return offset[0], offset[0] + shape[0]
+def _check_all_known(model: PackedModel, files: ModelFiles, conversion: Conversion) -> None:
+    """A tensor without a place says that config.json describes another model, one of fewer layers say, which would train and be wrong."""
+    known = {
+        piece
+        for name, parameter in ((checkpoint_name(name), parameter) for name, parameter in model.hf.named_parameters(remove_duplicate=False))
+        if not is_adapter(name)
+        for piece in (name, *conversion.to_checkpoint(name, torch.empty(parameter.shape, device="meta")))
+    }
+    ignored = re.compile("|".join([*(model.hf._keys_to_ignore_on_load_unexpected or ()), *_DERIVED]))
+    replaced = f"{model.replaced_head}." if model.replaced_head else None
+    unknown = sorted(name for name in files if name not in known and not ignored.search(name) and not (replaced and name.startswith(replaced)))
+    state = sorted(set(unknown) & {name for name, _ in model.hf.named_buffers()})
+    if state:
+        raise ConfigError(
+            f"{type(model.hf).__name__} keeps state beside its parameters ({state[0]}), which is neither trained nor published; use another model"
+        )
+    if unknown:
+        raise ConfigError(
+            f"{files.path}: {len(unknown)} tensors have no place in the {type(model.hf).__name__} that its config.json describes, {unknown[0]!r} the first; "
+            "use matching files"
+        )
+
+
+def _check_dtype(path: Path, name: str, dtype: torch.dtype) -> None:
+    if dtype not in _FLOATING:
+        raise ConfigError(f"{path}: tensor {name!r} is stored as {dtype}, which is quantized or no weight; use the model in bfloat16 or float32")
+
+
+def _check_shape(path: Path, name: str, found: Sequence[int], expected: torch.Size) -> None:
+    if tuple(found) != tuple(expected):
+        raise ConfigError(f"{path}: tensor {name!r} has the shape {tuple(found)}, not {tuple(expected)} as its config.json says; use matching files")
 
 
 def _new_head(name: str, shape: torch.Size, seed: int) -> torch.Tensor:

@@ -95,6 +95,12 @@ def test_token_weights_by_hand(kind: Aggregation, expected: list[float]) -> None
     np.testing.assert_allclose(weights, expected)
 
 
+def test_a_value_within_its_bounds_is_not_counted_as_clipped_for_a_last_bit() -> None:
+    old = torch.arange(1, 1000) / 7
+    _, terms = value_loss(old + 0.1, old - 1.0, old, torch.ones(999), clip_eps=0.2)
+    assert not terms.clipped_N.any()
+
+
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(0, 2**32 - 1), st.sampled_from(AGGREGATIONS), st.data())
 def test_loss_and_gradient_do_not_depend_on_how_the_minibatch_is_cut(lengths: list[int], seed: int, kind: Aggregation, data: st.DataObject) -> None:
     rng = np.random.default_rng(seed)

@@ -1,9 +1,16 @@
-"""Chunked logprobs and entropy against log_softmax over whole logits, and their hand-written gradient against finite differences."""
+"""Blocked logprobs and entropy against log_softmax over whole logits, and their hand-written gradient against finite differences."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import ProcessGroupGloo
 
-from rolecall.training.logprobs import logprobs_and_entropy
+from rolecall.training.logprobs import VocabShard, logprobs_and_entropy
 
 
 def inputs(dtype: torch.dtype, num_tokens: int = 7, hidden: int = 5, vocab: int = 11) -> tuple[torch.Tensor, ...]:
@@ -21,18 +28,21 @@ def oracle(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, te
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 100])
-def test_any_chunking_agrees_with_the_whole_logits_forward_and_backward(chunk_tokens: int) -> None:
-    hidden, weight, targets, temperature = inputs(torch.float32)
-    ours = logprobs_and_entropy(hidden, weight, targets, temperature, chunk_elements=11 * chunk_tokens)
+@pytest.mark.parametrize("num_tokens", [1, 3, 7])
+@pytest.mark.parametrize("block_elements", [1, 21, 35, 1000])
+def test_any_blocks_agree_with_the_whole_logits_forward_and_backward(block_elements: int, num_tokens: int) -> None:
+    """Tokens fewer and more than the hidden size: all, some and none of the logits are kept in the memory of the weight's gradient."""
+    hidden, weight, targets, temperature = inputs(torch.float32, num_tokens)
+    ours = logprobs_and_entropy(hidden, weight, targets, temperature, block_elements=block_elements)
     theirs = oracle(hidden, weight, targets, temperature)
-    mixture = torch.linspace(-1, 1, 7)
+    mixture = torch.linspace(-1, 1, num_tokens)
     for mine, reference in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-5)
-    gradients = torch.autograd.grad((ours[0] * mixture + ours[1] * mixture.flip(0)).sum(), (hidden, weight))
     expected = torch.autograd.grad((theirs[0] * mixture + theirs[1] * mixture.flip(0)).sum(), (hidden, weight))
-    for gradient, reference in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-5)
+    for again in (True, False):
+        gradients = torch.autograd.grad((ours[0] * mixture + ours[1] * mixture.flip(0)).sum(), (hidden, weight), retain_graph=again)
+        for gradient, reference in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("entropy", [True, False])
@@ -40,7 +50,7 @@ def test_the_hand_written_backward_passes_gradcheck(entropy: bool) -> None:
     hidden, weight, targets, temperature = inputs(torch.float64)
 
     def outputs(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logprobs, entropies = logprobs_and_entropy(h, w, targets, temperature.double(), entropy=entropy, chunk_elements=33)
+        logprobs, entropies = logprobs_and_entropy(h, w, targets, temperature.double(), entropy=entropy, block_elements=28)
         return (logprobs, entropies) if entropy else (logprobs,)
 
     assert torch.autograd.gradcheck(outputs, (hidden, weight))
@@ -74,3 +84,48 @@ def test_temperature_flattens_the_distribution() -> None:
     hidden, weight, targets, _ = inputs(torch.float32)
     cold, hot = (logprobs_and_entropy(hidden, weight, targets, torch.full((7,), t))[1] for t in (0.5, 2.0))
     assert bool((hot > cold).all())
+
+
+def test_a_frozen_output_layer_gets_no_gradient_and_costs_none() -> None:
+    hidden, weight, targets, temperature = inputs(torch.float32)
+    whole = torch.autograd.grad(logprobs_and_entropy(hidden, weight, targets, temperature)[0].sum(), hidden)[0]
+    frozen = torch.autograd.grad(logprobs_and_entropy(hidden, weight.detach(), targets, temperature)[0].sum(), hidden)[0]
+    assert torch.equal(frozen, whole)
+
+
+def test_extreme_logits_and_a_block_that_holds_almost_nothing_stay_finite() -> None:
+    hidden, weight, targets, temperature = inputs(torch.float32)
+    hidden, weight = (hidden.detach() * 100).requires_grad_(), weight.detach().requires_grad_()
+    ours = logprobs_and_entropy(hidden, weight, targets, temperature, block_elements=7)
+    theirs = oracle(hidden, weight, targets, temperature)
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-4)
+    gradients = torch.autograd.grad((ours[0] + ours[1]).sum(), (hidden, weight))
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+@pytest.mark.parametrize("cuts", [(0, 11), (0, 6, 11), (0, 6, 11, 11), (0, 1, 2, 10, 11)])
+@pytest.mark.parametrize("entropy", [True, False])
+def test_ranks_that_share_the_vocabulary_agree_with_one_that_has_it_all(cuts: tuple[int, ...], entropy: bool) -> None:
+    """Each rank is a thread with a Gloo group of its own; parts are uneven, one may be empty."""
+    hidden, weight, targets, temperature = inputs(torch.float64)
+    mixture = torch.linspace(-1, 1, 7, dtype=torch.float64)
+    store, world_size = HashStore(), len(cuts) - 1
+
+    def run(weight_VH: torch.Tensor, vocab: VocabShard | None) -> list[torch.Tensor]:
+        h, w = hidden.detach().clone().requires_grad_(), weight_VH.detach().clone().requires_grad_()
+        outputs = logprobs_and_entropy(h, w, targets, temperature, entropy=entropy, vocab=vocab, block_elements=21)
+        gradients = torch.autograd.grad((outputs[0] * mixture + outputs[1] * mixture.flip(0)).sum(), (h, w))
+        return [*(output.detach() for output in outputs), *gradients]
+
+    def rank(number: int) -> list[torch.Tensor]:
+        group = cast(dist.ProcessGroup, ProcessGroupGloo(store, number, world_size, timedelta(seconds=30)))  # all_reduce takes the bare back end, too
+        return run(weight[cuts[number] : cuts[number + 1]], VocabShard(group, cuts[number]))
+
+    whole = run(weight, None)
+    with ThreadPoolExecutor(world_size) as ranks:
+        parts = list(ranks.map(rank, range(world_size)))
+    for logprobs, entropies, grad_hidden, _ in parts:
+        for mine, reference in zip((logprobs, entropies, grad_hidden), whole[:3], strict=True):
+            torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat([part[3] for part in parts]), whole[3], rtol=1e-12, atol=1e-12)

@@ -1,0 +1,398 @@
+"""The two ways through the store that store.py compares, phase by phase: ours, and raw redis-py with streams and hashes.
+
+Both make the same round trips in the same order and carry the same bytes of prompts, columns and messages; every round trip that writes costs an fsync
+either way. Raw has the usual recipe (XREADGROUP, HSET, XADD + XACK + XDEL, HMGET, UNLINK) in plain pipelines and none of our promises: no fence, no
+attestation, no write-once columns, no states, no history, no schema.
+
+A *desk* is the controller's side, one a run; a *lane* is one worker thread with groups in hand: it plays the rollout that samples them, the controller
+that reads and writes their columns and the trainer that reads the batch.
+"""
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import redis
+from pydantic import SecretStr
+
+from rolecall.settings import StoreSection
+from rolecall.store.connection import MAX_CONNECTIONS, SOCKET_TIMEOUT_S, Connection, connect
+from rolecall.store.ledger import Admission, Ledger
+from rolecall.store.prompts import Claim, PromptQueue
+from rolecall.store.rows import CHUNK_BYTES, CHUNK_ROWS, Rows
+from rolecall.trajectory import SAMPLED_COLUMNS, encode_column
+from rolecall.v1 import trajectory_pb2 as pb
+from rolecall.wire import Array
+
+Command: TypeAlias = "tuple[str | bytes | int, ...]"
+
+PROMPT_TOKENS = 256
+TEXT_BYTES_PER_TOKEN = 4
+NUM_RESPONSES = 8
+CLAIM_COUNT = 4
+"""Groups a claim asks for."""
+EXPIRY_S = 600
+DIGEST = "d" * 32
+SCORED = ["token_ids", "response_mask"]
+"""Read of every group as it lands, with meta."""
+PREPARED = ["token_ids", "response_mask", "rollout_logprobs"]
+"""Read of a whole batch before it is sealed."""
+TRAINED = ["token_ids", "loss_mask", "advantages", "rollout_logprobs", "policy_versions"]
+"""Read of a whole batch by the trainer."""
+_BYTES_PER_TOKEN = {"token_ids": 4, "response_mask": 1, "rollout_logprobs": 4, "policy_versions": 4, "loss_mask": 1, "advantages": 4}
+PHASES = ("admit", "claim", "stage", "commit", "read", "write", "train", "ack")
+DESK_PHASES = ("admit", "ack")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is sent through."""
+
+    num_tokens: int
+    """Of a trajectory, prompt included."""
+    num_shards: int
+    num_groups: int
+    """Of a round; all of it is one batch."""
+
+    @property
+    def num_trajectories(self) -> int:
+        """Of a round."""
+        return self.num_groups * NUM_RESPONSES
+
+    def megabytes(self, phase: str) -> float:
+        """Columns and text of a phase, in a round."""
+        columns = {"read": SCORED + PREPARED, "write": ["loss_mask", "advantages"], "train": TRAINED, "stage": SAMPLED_COLUMNS}.get(phase, ())
+        per_token = sum(_BYTES_PER_TOKEN[name] for name in columns) + (TEXT_BYTES_PER_TOKEN if phase in ("read", "stage") else 0)
+        return self.num_trajectories * self.num_tokens * per_token / 1e6
+
+
+class Payload:
+    """What every trajectory holds: made once, of bits that do not compress."""
+
+    def __init__(self, num_tokens: int) -> None:
+        draw = np.random.default_rng(0)
+        self.prompt = pb.Prompt(uid="prompt", token_ids=draw.integers(0, 150_000, PROMPT_TOKENS, dtype=np.int32).tobytes(), ground_truth="42")
+        mask = (np.arange(num_tokens) >= PROMPT_TOKENS).astype(np.uint8)
+        self.sampled: dict[str, Array] = {
+            "token_ids": draw.integers(0, 150_000, num_tokens, dtype=np.int32),
+            "response_mask": mask,
+            "rollout_logprobs": -draw.random(num_tokens, dtype=np.float32),
+            "policy_versions": np.zeros(num_tokens, np.int32),
+        }
+        self.reward: dict[str, Array] = {"reward": np.ones(1, np.float32)}
+        self.trained: dict[str, Array] = {"loss_mask": mask, "advantages": draw.standard_normal(num_tokens, dtype=np.float32)}
+        text = draw.integers(97, 123, num_tokens * TEXT_BYTES_PER_TOKEN, dtype=np.uint8).tobytes().decode()
+        self.meta = pb.TrajectoryMeta(id="0/0", num_prompt_tokens=PROMPT_TOKENS, response_text=text, tokenizer_digest=DIGEST)
+
+    def group(self, gid: int) -> pb.PromptGroup:
+        """One to admit."""
+        return pb.PromptGroup(gid=gid, prompt=self.prompt, num_responses=NUM_RESPONSES)
+
+
+class Desk(Protocol):
+    """The controller's side."""
+
+    def admit(self) -> None:
+        """A round's groups."""
+
+    def landed(self) -> None:
+        """Reads what was committed."""
+
+    def ack(self) -> None:
+        """Seals the batch, counts it as trained, deletes its rows."""
+
+
+class Lane(Protocol):
+    """One worker thread's share of a round."""
+
+    def claim(self, num_groups: int) -> None:
+        """Exactly so many."""
+
+    def stage(self) -> None:
+        """Writes the rows of what was claimed."""
+
+    def commit(self) -> None:
+        """Makes the groups exist, and keeps their rows."""
+
+    def read(self) -> None:
+        """Each group as it is scored, the batch as it is prepared."""
+
+    def write(self) -> None:
+        """Each group's reward, the batch's columns."""
+
+    def train(self) -> None:
+        """Reads the batch as it is trained."""
+
+
+class OurDesk:
+    """Through Ledger."""
+
+    def __init__(self, url: str, run: str, shape: Shape, consumers: Sequence[str], history: Path) -> None:
+        self._connection = connect(StoreSection(url=SecretStr(url)))
+        self._ledger = Ledger(self._connection, run)
+        self._rows = Rows(self._connection, run, shape.num_shards)
+        self._shape, self._payload, self._history = shape, Payload(shape.num_tokens), history
+        self._next_gid = self._step = 0
+        self._position = "0"
+        self._landed: list[pb.CommittedGroup] = []
+        self._ledger.lock(1.0)
+        self._ledger.begin_publish(0, 0)
+        self._ledger.attest(0, 0, DIGEST, consumers)
+
+    def admit(self) -> None:
+        """As Desk."""
+        gids = range(self._next_gid, self._next_gid + self._shape.num_groups)
+        self._ledger.admit_all([Admission(self._payload.group(gid), b"[0, 0, 0]") for gid in gids])
+        self._next_gid = gids.stop
+
+    def landed(self) -> None:
+        """As Desk."""
+        self._landed = []
+        while entries := self._ledger.read_committed(self._position, 256, 0.0):
+            self._position = entries[-1][0]
+            self._landed += [group for _, group in entries]
+        assert len(self._landed) == self._shape.num_groups
+
+    def ack(self) -> None:
+        """As Desk."""
+        refs = [ref for group in self._landed for ref in group.rows]
+        self._ledger.seal(pb.TrainBatch(step=self._step, rows=refs, gids=[group.gid for group in self._landed], digest=DIGEST))
+        self._ledger.commit_step(self._step, [])
+        self._step += 1
+        self._ledger.sweep(self._rows, self._step)
+        self._ledger.drain("history", self._history)
+
+
+class OurLane:
+    """Through PromptQueue and Rows."""
+
+    def __init__(self, connection: Connection, run: str, shape: Shape, consumer: str, payload: Payload) -> None:
+        self._queue = PromptQueue(connection, run, consumer)
+        self._rows = Rows(connection, run, shape.num_shards)
+        self._shape, self._payload = shape, payload
+        self._claims: list[Claim] = []
+        self._groups: list[list[pb.RowRef]] = []
+
+    def claim(self, num_groups: int) -> None:
+        """As Lane."""
+        self._claims = []
+        while len(self._claims) < num_groups:
+            self._claims += self._queue.claim(min(CLAIM_COUNT, num_groups - len(self._claims)))
+
+    def stage(self) -> None:
+        """As Lane."""
+        self._groups = []
+        for claim in self._claims:
+            refs = [self._rows.ref(f"{claim.group.gid}/{i}", claim.token, self._shape.num_tokens) for i in range(NUM_RESPONSES)]
+            self._rows.stage_many(refs, [self._payload.sampled] * NUM_RESPONSES, [self._payload.meta] * NUM_RESPONSES, EXPIRY_S)
+            self._groups.append(refs)
+
+    def commit(self) -> None:
+        """As Lane."""
+        for claim, refs in zip(self._claims, self._groups, strict=True):
+            assert self._queue.commit(claim, pb.CommittedGroup(gid=claim.group.gid, rows=refs), {(0, DIGEST)})
+            self._rows.persist(refs)
+
+    def read(self) -> None:
+        """As Lane."""
+        for refs in self._groups:
+            self._rows.persist(refs)
+            self._rows.read_with_meta(refs, SCORED)
+        self._rows.read(self._batch, PREPARED)
+
+    def write(self) -> None:
+        """As Lane."""
+        for refs in self._groups:
+            self._rows.put(refs, [self._payload.reward] * NUM_RESPONSES)
+        self._rows.put(self._batch, [self._payload.trained] * len(self._batch))
+
+    def train(self) -> None:
+        """As Lane."""
+        self._rows.read(self._batch, TRAINED)
+
+    @property
+    def _batch(self) -> list[pb.RowRef]:
+        return [ref for refs in self._groups for ref in refs]
+
+
+class RawDesk:
+    """Through plain commands."""
+
+    def __init__(self, url: str, run: str, shape: Shape) -> None:
+        self._client = raw_client(url)
+        self._keys = RawKeys(run, shape.num_shards)
+        self._shape, self._payload = shape, Payload(shape.num_tokens)
+        self._next_gid = self._step = 0
+        self._position = "0"
+        self._landed: list[tuple[bytes, pb.CommittedGroup]] = []
+        self._client.xgroup_create(self._keys.prompts, "rollout", "0", mkstream=True)
+
+    def admit(self) -> None:
+        """As Desk: the first alone and the rest together, like ours."""
+        gids = range(self._next_gid, self._next_gid + self._shape.num_groups)
+        self._next_gid = gids.stop
+        for part in (gids[:1], gids[1:]):
+            together(self._client, [("XADD", self._keys.prompts, "*", "gid", gid, "group", self._payload.group(gid).SerializeToString()) for gid in part])
+
+    def landed(self) -> None:
+        """As Desk."""
+        self._landed = []
+        while reply := send(self._client, "XREAD", "COUNT", 256, "STREAMS", self._keys.trajectories, self._position):
+            for entry, fields in reply[0][1]:
+                self._position = entry
+                self._landed.append((entry, pb.CommittedGroup.FromString(fields[b"group"])))
+        assert len(self._landed) == self._shape.num_groups
+
+    def ack(self) -> None:
+        """As Desk: seal, count, note the garbage, delete it, forget it."""
+        refs = [ref for _, group in self._landed for ref in group.rows]
+        batch = pb.TrainBatch(step=self._step, rows=refs, gids=[group.gid for _, group in self._landed], digest=DIGEST)
+        key = self._keys.batch(self._step)
+        send(self._client, "HSET", key, "group", batch.SerializeToString(), "digest", DIGEST)
+        together(self._client, [("XDEL", self._keys.trajectories, *(entry for entry, _ in self._landed)), ("HSET", key, "trained", 1)])
+        rows = pb.TrainBatch.FromString(send(self._client, "HGET", key, "group")).rows
+        for start in range(0, len(rows), CHUNK_ROWS):
+            together(self._client, [("UNLINK", self._keys.row(ref)) for ref in rows[start : start + CHUNK_ROWS]])
+        send(self._client, "DEL", key)
+        self._step += 1
+
+
+class RawLane:
+    """Through plain commands."""
+
+    def __init__(self, client: redis.Redis, run: str, shape: Shape, consumer: str, payload: Payload) -> None:
+        self._client, self._keys, self._consumer = client, RawKeys(run, shape.num_shards), consumer
+        self._shape = shape
+        self._sampled = {
+            **{name: encode_column(name, array, shape.num_tokens) for name, array in payload.sampled.items()},
+            "meta": payload.meta.SerializeToString(),
+        }
+        self._reward = {name: encode_column(name, array, shape.num_tokens) for name, array in payload.reward.items()}
+        self._trained = {name: encode_column(name, array, shape.num_tokens) for name, array in payload.trained.items()}
+        self._claims: list[tuple[bytes, int]] = []
+        self._groups: list[list[pb.RowRef]] = []
+
+    def claim(self, num_groups: int) -> None:
+        """As Lane."""
+        self._claims = []
+        while len(self._claims) < num_groups:
+            count = min(CLAIM_COUNT, num_groups - len(self._claims))
+            reply = send(self._client, "XREADGROUP", "GROUP", "rollout", self._consumer, "COUNT", count, "STREAMS", self._keys.prompts, ">")
+            self._claims += [(entry, pb.PromptGroup.FromString(fields[b"group"]).gid) for entry, fields in reply[0][1]]
+
+    def stage(self) -> None:
+        """As Lane."""
+        self._groups = []
+        for _, gid in self._claims:
+            refs = [self._keys.ref(gid, i, self._consumer, self._shape.num_tokens) for i in range(NUM_RESPONSES)]
+            self._write(refs, self._sampled, expire=True)
+            self._groups.append(refs)
+
+    def commit(self) -> None:
+        """As Lane."""
+        for (entry, gid), refs in zip(self._claims, self._groups, strict=True):
+            group = pb.CommittedGroup(gid=gid, rows=refs).SerializeToString()
+            commit = ("XADD", self._keys.trajectories, "*", "gid", gid, "group", group)
+            together(self._client, [commit, ("XACK", self._keys.prompts, "rollout", entry), ("XDEL", self._keys.prompts, entry)])
+            self._persist(refs)
+
+    def read(self) -> None:
+        """As Lane."""
+        for refs in self._groups:
+            self._persist(refs)
+            self._read(refs, ["meta", *SCORED])
+        self._read(self._batch, PREPARED)
+
+    def write(self) -> None:
+        """As Lane."""
+        for refs in self._groups:
+            self._write(refs, self._reward)
+        self._write(self._batch, self._trained)
+
+    def train(self) -> None:
+        """As Lane."""
+        self._read(self._batch, TRAINED)
+
+    @property
+    def _batch(self) -> list[pb.RowRef]:
+        return [ref for refs in self._groups for ref in refs]
+
+    def _persist(self, refs: Sequence[pb.RowRef]) -> None:
+        together(self._client, [("PERSIST", self._keys.row(ref)) for ref in refs])
+
+    def _read(self, refs: Sequence[pb.RowRef], names: Sequence[str]) -> list[Any]:
+        rows: list[Any] = []
+        for chunk in chunks(refs, 32 * self._shape.num_tokens):
+            rows += together(self._client, [("HMGET", self._keys.row(ref), *names) for ref in chunk])
+        return rows
+
+    def _write(self, refs: Sequence[pb.RowRef], columns: dict[str, bytes], *, expire: bool = False) -> None:
+        """A call a shard and chunk, as ours."""
+        fields = [item for pair in columns.items() for item in pair]
+        by_shard: dict[int, list[pb.RowRef]] = {}
+        for ref in refs:
+            by_shard.setdefault(ref.shard, []).append(ref)
+        for rows in by_shard.values():
+            for chunk in chunks(rows, sum(map(len, columns.values()))):
+                commands: list[Command] = [("HSET", self._keys.row(ref), *fields) for ref in chunk]
+                commands += [("EXPIRE", self._keys.row(ref), EXPIRY_S) for ref in chunk] if expire else []
+                together(self._client, commands)
+
+
+@dataclass(frozen=True)
+class RawKeys:
+    """Keys of the same lengths as ours."""
+
+    run: str
+    num_shards: int
+
+    @property
+    def prompts(self) -> str:
+        """Stream of work."""
+        return f"{{rl:{self.run}}}:prompts"
+
+    @property
+    def trajectories(self) -> str:
+        """Stream of what was committed."""
+        return f"{{rl:{self.run}}}:trajectories"
+
+    def batch(self, step: int) -> str:
+        """Hash of a batch."""
+        return f"{{rl:{self.run}}}:batch:{step}"
+
+    def row(self, ref: pb.RowRef) -> str:
+        """Hash of a trajectory."""
+        return f"{{rl:{self.run}:{ref.shard}}}:row:{ref.id}:{ref.token}"
+
+    def ref(self, gid: int, index: int, consumer: str, num_tokens: int) -> pb.RowRef:
+        """Names a row as ours are named."""
+        return pb.RowRef(id=f"{gid}/{index}", shard=zlib.crc32(str(gid).encode()) % self.num_shards, token=f"{consumer}-1", num_tokens=num_tokens)
+
+
+def raw_client(url: str) -> redis.Redis:
+    """The client that ours is made of."""
+    pool = redis.BlockingConnectionPool.from_url(url, max_connections=MAX_CONNECTIONS, timeout=SOCKET_TIMEOUT_S, socket_timeout=SOCKET_TIMEOUT_S, protocol=2)
+    return redis.Redis.from_pool(pool)
+
+
+def send(client: redis.Redis, *command: str | bytes | int) -> Any:
+    """One command, one round trip."""
+    return client.execute_command(*command)  # type: ignore[no-untyped-call]
+
+
+def together(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
+    """A pipeline: one round trip."""
+    pipeline = client.pipeline(transaction=False)
+    for command in commands:
+        pipeline.execute_command(*command)  # type: ignore[no-untyped-call]
+    return pipeline.execute()
+
+
+def chunks(refs: Sequence[pb.RowRef], row_bytes: int) -> Iterator[Sequence[pb.RowRef]]:
+    """Cut as ours are: by rows and by bytes."""
+    size = max(1, min(CHUNK_ROWS, CHUNK_BYTES // row_bytes))
+    for start in range(0, len(refs), size):
+        yield refs[start : start + size]

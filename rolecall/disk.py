@@ -1,0 +1,62 @@
+"""Files that grow by lines, and what the disk refuses, as errors that say so. No torch."""
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rolecall.errors import DiskFullError, RoleCallError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""No space, no quota, no larger file allowed."""
+_TAIL_BYTES = 65536
+
+
+@contextmanager
+def writing(what: str, path: Path) -> Iterator[None]:
+    """DiskFullError when the disk, a quota or an allowed size ends inside, RoleCallError for anything else the system refuses, a failed sync included."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise DiskFullError(f"no space to {what} {path} ({error.strerror}); free some, or keep fewer checkpoints") from error
+        raise RoleCallError(f"cannot {what} {path} ({error.strerror or error}); make it writable") from error
+
+
+def append_lines(path: Path, lines: Sequence[str], *, sync: bool = False) -> None:
+    """Appends all of `lines` (without their newlines) or none: the file always ends with a whole line, after a full disk and after a kill.
+
+    sync: on the disk when this returns. Raises as `writing`."""
+    with writing("write", path):
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            size = _end_of_lines(file)
+            os.ftruncate(file, size)
+            try:
+                _write_all(file, "".join(line + "\n" for line in lines).encode())
+                if sync:
+                    os.fsync(file)
+            except OSError:
+                os.ftruncate(file, size)
+                raise
+        finally:
+            os.close(file)
+
+
+def _end_of_lines(file: int) -> int:
+    """Where the last whole line ends: a process that was killed while it wrote may have left half of one."""
+    end = os.fstat(file).st_size
+    while end > 0:
+        start = max(0, end - _TAIL_BYTES)
+        newline = os.pread(file, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
+
+
+def _write_all(file: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(file, rest) :]

@@ -1,0 +1,105 @@
+"""Sections of what is trained on what: the run, the model, prompts, sampling and held-out evaluation."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from rolecall.settings.section import CheckpointUrl, ConfigPath, NonNegativeFloat, NonNegativeInt, Section, UnitFloat
+
+
+class RunSection(Section):
+    """What is run, where and for how long."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+    """Name of the run: the key prefix in the store and the name in trackers."""
+    dir: ConfigPath
+    """Directory of logs, metrics, samples, checkpoints and the embedded store. Must not exist yet, unless resuming."""
+    seed: NonNegativeInt = 0
+    """Everything random derives from it: data order, sampling seeds, initial heads."""
+    num_steps: PositiveInt
+    """Train batches to apply."""
+    checkpoint_url: CheckpointUrl | None = None
+    """Where checkpoints live, a folder or an fsspec URL (s3://bucket/run; with the extra `s3`), reached by the controller and every rank of the trainers.
+    Absent: the folder checkpoints of `dir`."""
+    checkpoint_every_steps: PositiveInt = 20
+    """Steps between checkpoints; there is always one at the end. Rows of trained batches stay in the store until a checkpoint covers them."""
+    keep_checkpoints: PositiveInt = 2
+    """Checkpoints kept; older committed ones are deleted."""
+
+    @property
+    def checkpoints(self) -> str:
+        """Folder or URL of the checkpoints."""
+        return self.checkpoint_url or str(self.dir / "checkpoints")
+
+
+class ModelSection(Section):
+    """The policy everyone starts from."""
+
+    path: ConfigPath
+    """Hugging Face model directory (config.json, *.safetensors, tokenizer with a chat template)."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type that weights are computed in and published in. The optimizer's master weights are float32."""
+    max_model_tokens: PositiveInt | None = None
+    """Longest prompt + response; absent: the model's own maximum."""
+
+
+class DataSection(Section):
+    """Prompts: JSONL or parquet, one prompt a line. See `rolecall/dataset.py` for what a row must be."""
+
+    train: ConfigPath
+    """File of training prompts."""
+    prompt_field: str = "prompt"
+    """Field with the prompt: a string (one user message) or a list of {role, content}."""
+    ground_truth_field: str = "ground_truth"
+    """Field with what the scorer compares with; a string."""
+    uid_field: str = "uid"
+    """Field with a unique id; where absent, the line number is the id."""
+    system_prompt: str | None = None
+    """A system message put before every prompt that has none."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Prompts longer than this when rendered are refused and counted, never truncated."""
+    shuffle: bool = True
+    """Another deterministic order in every epoch; false keeps the file's order."""
+
+
+class SamplingSection(Section):
+    """How training responses are sampled. The sampler's distribution is softmax(logits / temperature), untouched: training allows nothing else."""
+
+    num_responses: PositiveInt = 8
+    """G, responses per prompt."""
+    temperature: PositiveFloat = 1.0
+    """Logits are divided by it; also when logprobs are recomputed."""
+    max_tokens: PositiveInt = 1024
+    """Longest response, stop token included."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end a response besides the model's EOS ids."""
+
+
+class EvaluationSet(Section):
+    """One held-out set with sampling of its own."""
+
+    path: ConfigPath
+    """File of prompts, same fields as the training data."""
+    num_responses: PositiveInt = 1
+    """Responses per prompt; metrics are means over all of them."""
+    temperature: NonNegativeFloat = 0.0
+    """0 is greedy."""
+    top_p: UnitFloat = 1.0
+    """Nucleus mass."""
+    max_tokens: PositiveInt | None = None
+    """Longest response; absent: sampling.max_tokens."""
+    max_prompts: PositiveInt | None = None
+    """Use only the first so many prompts; absent: all."""
+
+
+class EvaluationSection(Section):
+    """Evaluation at step 0, every k steps and at the end, on pinned weights."""
+
+    every_steps: NonNegativeInt = 0
+    """Steps between evaluations; 0 evaluates only at step 0 and at the end."""
+    sets: dict[str, EvaluationSet] = {}
+    """Held-out sets by name."""
+    num_samples_kept: NonNegativeInt = 20
+    """Samples per set written to samples.jsonl at each evaluation."""
+    timeout_s: PositiveFloat = 600.0
+    """Deadline of one evaluation; the next publish waits no longer than this."""

@@ -1,0 +1,73 @@
+"""From a file, overrides and the environment to settings."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import SecretStr, ValidationError
+
+from rolecall.errors import ConfigError
+from rolecall.settings.environment import from_environment
+from rolecall.settings.run import RunSettings
+
+
+def load_settings(path: Path, overrides: list[str] | None = None) -> RunSettings:
+    """Reads, overrides and checks the file at `path`. ConfigError names the key and what is wrong with it."""
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; give the path of a YAML file") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must be a mapping of sections (run, model, data, ...), not {type(tree).__name__}")
+    for override in overrides or []:
+        _override(tree, override)
+    from_environment(tree)
+    try:
+        return RunSettings.model_validate(tree, context={"base": path.resolve().parent})
+    except ValidationError as error:
+        lines = [f"  {'.'.join(str(part) for part in item['loc']) or 'configuration'}: {item['msg']}" for item in error.errors(include_url=False)]
+        raise ConfigError(f"{path} is not a valid configuration:\n" + "\n".join(lines)) from error
+
+
+def store_url_file(run_dir: Path) -> Path:
+    """Where the URL of a run's embedded store stands while the store runs; readable by the owner alone, for it holds the password."""
+    return run_dir / "store" / "url"
+
+
+def with_running_store(settings: RunSettings) -> RunSettings:
+    """`settings` with the URL of the run's embedded store, where none is set and one runs: so that a role started by hand finds it."""
+    file = store_url_file(settings.run.dir)
+    if settings.store.url is not None or not file.is_file():
+        return settings
+    url = SecretStr(file.read_text().strip())
+    return settings.model_copy(update={"store": settings.store.model_copy(update={"url": url})})
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    *parents, leaf = key.split(".")
+    if not separator or not all([*parents, leaf]):
+        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    for name in parents:
+        tree[name] = dict(tree.get(name) or {})
+        tree = tree[name]
+    tree[leaf] = yaml.safe_load(value)
+
+
+def overrides_from(arguments: Sequence[str]) -> list[str]:
+    """`--section.key value` and `--section.key=value` as overrides for `load_settings`. ConfigError names a word that is neither."""
+    overrides, words = [], iter(arguments)
+    for word in words:
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or "." not in key:
+            raise ConfigError(f"unexpected argument {word!r}; overrides have the form --section.key value")
+        if not equals:
+            following = next(words, None)
+            if following is None:
+                raise ConfigError(f"--{key} needs a value")
+            value = following
+        overrides.append(f"{key}={value}")
+    return overrides

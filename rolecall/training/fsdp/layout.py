@@ -1,0 +1,132 @@
+"""Who keeps what: `Layout` places the ranks of a group, `Box` says which part of a full tensor a rank keeps.
+
+Ranks are numbered replica by replica, inside it slot by slot, inside it sequence part by sequence part, tensor part innermost (neighbours talk most):
+
+    rank = ((replica * shards + shard) * sequence + sequence_part) * tensor + tensor_part
+
+A *slot* is a set of sequence x tensor ranks that compute the same rows together. Parameters are sharded by FSDP over all ranks of a replica with the same
+tensor part, sequence parts included: to FSDP, ranks with other tokens of one sequence are ranks with other data.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from rolecall.errors import ConfigError
+from rolecall.settings import ParallelSection
+from rolecall.training.sequence import SequenceShare
+
+COLLECTIVE_TIMEOUT_S = 300.0
+"""Deadline of one collective of the model: more than one microbatch takes, since ranks meet at every layer. Lost ranks are noticed sooner (watch.py)."""
+
+
+class Layout:
+    """The ranks of the default process group. Made once per engine; a collective."""
+
+    def __init__(self, parallel: ParallelSection, device: torch.device) -> None:
+        """ConfigError when there is no process group, or its size is not a multiple of replicate x sequence x tensor."""
+        if dist.group.WORLD is None:
+            raise ConfigError("the process group does not exist yet; call rolecall.training.device.start_rank first")
+        self.group: dist.ProcessGroup = dist.group.WORLD
+        self.device = device
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        fixed = parallel.replicate * parallel.sequence * parallel.tensor
+        if self.world_size % fixed:
+            raise ConfigError(f"{self.world_size} ranks cannot be laid out as replicate x sequence x tensor = {fixed}; change num_ranks or parallel")
+        slot_size = parallel.sequence * parallel.tensor
+        self.data_rank, self.data_size = self.rank // slot_size, self.world_size // slot_size
+        """Which of how many slots this rank belongs to."""
+        self.speaks = self.rank % slot_size == 0
+        """Whether this rank counts for its slot: the others compute the same numbers."""
+        ranks = torch.arange(self.world_size).view(parallel.replicate, -1, parallel.sequence, parallel.tensor)
+        self.sequence: SequenceShare | None = None
+        """This rank's part of its slot's sequences; None where each rank has its own."""
+        if parallel.sequence > 1:
+            group = self._group_of(ranks.movedim(2, -1))
+            self.sequence = SequenceShare(group, dist.get_rank(group), parallel.sequence)
+        sharded = ranks.flatten(1, 2)
+        sizes = {"replicate": parallel.replicate, "shard": sharded.shape[1], "tensor": parallel.tensor}
+        names = tuple(name for name, size in sizes.items() if size > 1 or name == "shard")
+        groups = [self._group_of(sharded.movedim(list(sizes).index(name), -1)) for name in names]
+        cube = sharded.reshape([sizes[name] for name in names])
+        self._sizes = {name: sizes[name] for name in names}
+        self._coordinate = dict(zip(names, (cube == self.rank).nonzero()[0].tolist(), strict=True))
+        mesh = DeviceMesh.from_group(groups, device.type, cube, mesh_dim_names=names)
+        self.fsdp_mesh: DeviceMesh = mesh["replicate", "shard"] if "replicate" in names else mesh["shard"]
+        self.tensor_mesh: DeviceMesh | None = mesh["tensor"] if "tensor" in names else None
+
+    def num_holders(self, tensor: DTensor) -> int:
+        """How many ranks keep the same part of `tensor`."""
+        return math.prod(size for name, size in self._sizes.items() if name not in _cut_along(tensor))
+
+    def is_first_holder(self, tensor: DTensor) -> bool:
+        """Whether this rank is the first of those that keep its part of `tensor`: the one that writes it."""
+        return all(at == 0 for name, at in self._coordinate.items() if name not in _cut_along(tensor))
+
+    def _group_of(self, ranks: torch.Tensor) -> dist.ProcessGroup:
+        """This rank's group when the last dimension of `ranks` is cut into groups."""
+        lines: list[list[int]] = ranks.reshape(-1, ranks.shape[-1]).tolist()
+        if lines == [list(range(self.world_size))]:
+            return self.group
+        own: dist.ProcessGroup = dist.new_subgroups_by_enumeration(lines, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))[0]  # type: ignore[no-untyped-call]
+        return own
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a full tensor: `shape` elements from `start`, per dimension. May be empty."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> Self:
+        """What this rank keeps of `tensor`, in its to_local(): cut by tensor parallelism first, what is left by FSDP, so from the innermost mesh dimension."""
+        start, shape = [0] * tensor.ndim, list(tensor.shape)
+        coordinate = tensor.device_mesh.get_coordinate()
+        assert coordinate is not None
+        for mesh_dim in reversed(range(tensor.device_mesh.ndim)):
+            placement = tensor.placements[mesh_dim]
+            if placement.is_replicate():
+                continue
+            dim = placement.dim  # type: ignore[attr-defined]  # Shard and its strided kind; parameters are never partial
+            chunk = -(-shape[dim] // tensor.device_mesh.size(mesh_dim))
+            before = min(chunk * coordinate[mesh_dim], shape[dim])
+            start[dim] += before
+            shape[dim] = min(chunk, shape[dim] - before)
+        return cls(tuple(start), tuple(shape))
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing in it."""
+        return 0 in self.shape
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What cuts it from the full tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
+
+    def within(self, other: "Box") -> "Box | None":
+        """What both hold, in coordinates of the full tensor; None when nothing."""
+        start = [max(a, b) for a, b in zip(self.start, other.start, strict=True)]
+        ends = zip(self.start, self.shape, other.start, other.shape, strict=True)
+        shape = [min(a + size_a, b + size_b) - low for low, (a, size_a, b, size_b) in zip(start, ends, strict=True)]
+        return Box(tuple(start), tuple(shape)) if min(shape, default=1) > 0 else None
+
+    def relative_to(self, outer: Sequence[int]) -> "Box":
+        """The same part counted from `outer`, the start of a box that holds it."""
+        return Box(tuple(own - base for own, base in zip(self.start, outer, strict=True)), self.shape)
+
+
+def _cut_along(tensor: DTensor) -> set[str]:
+    """The mesh dimensions along which `tensor` is cut, not copied."""
+    names = tensor.device_mesh.mesh_dim_names
+    assert names is not None
+    return {name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()}

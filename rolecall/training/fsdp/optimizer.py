@@ -1,0 +1,82 @@
+"""What turns gradients into new parameters: torch's optimizers over sharded parameters, behind one step (docs/adr/0025-optimizers-and-offload.md).
+
+    adamw  fused AdamW on everything
+    muon   Muon on the layers' matrices; AdamW on embeddings, heads, norms, biases and stacked experts, which are no matrices
+
+Weight decay on matrices only. Not the schedule (training/schedule.py) and not clipping, which needs all ranks.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from rolecall.settings import OptimizerSection
+from rolecall.training.model import PackedModel, layers
+
+
+class Optimizer:
+    """The optimizer of one model: of those of its parameters that train."""
+
+    def __init__(self, model: PackedModel, section: OptimizerSection) -> None:
+        """`model` is sharded: its parameters are DTensors, and so is what is kept for each."""
+        self._names = {parameter: name for name, parameter in model.hf.named_parameters() if parameter.requires_grad}
+        inner = {parameter for layer in layers(model) for parameter in layer.parameters() if parameter.ndim == 2} if section.kind == "muon" else set()
+        matrices = [parameter for parameter in self._names if parameter in inner]
+        rest = [parameter for parameter in self._names if parameter not in inner]
+        self._parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            # Scaled to the size of AdamW's updates (Liu et al. 2025, "Muon is scalable", section 2.2), so that one rate serves both.
+            self._parts.append(torch.optim.Muon(matrices, weight_decay=section.weight_decay, adjust_lr_fn="match_rms_adamw"))
+        if rest:
+            self._parts.append(torch.optim.AdamW(_groups(rest, section), betas=section.betas, eps=section.eps, fused=True))
+
+    def step(self, rate: float) -> None:
+        """Applies the gradients at learning rate `rate`. A collective with muon, which orthogonalizes whole matrices."""
+        for part in self._parts:
+            for group in part.param_groups:
+                group["lr"] = rate
+            part.step()
+
+    def zero_grad(self) -> None:
+        """Drops the gradients and their memory."""
+        for part in self._parts:
+            part.zero_grad(set_to_none=True)
+
+    def tensors(self) -> dict[str, DTensor]:
+        """What is kept per parameter, each of the parameter's shape, by "<kind>/<parameter>", as in exp_avg/...; nothing before the first step."""
+        return {
+            f"{kind}/{name}": value
+            for part in self._parts
+            for parameter, name in self._names.items()
+            for kind, value in part.state.get(parameter, {}).items()
+            if isinstance(value, DTensor)
+        }
+
+    def prepare(self, num_updates: int) -> None:
+        """Makes what tensors() has after `num_updates` steps, to be filled by whoever restores it. Drops the gradients. A collective, as step is."""
+        self.zero_grad()
+        for part in self._parts:
+            part.state.clear()
+        if not num_updates:
+            return
+        for parameter in self._names:
+            parameter.grad = torch.zeros_like(parameter)
+        self.step(0.0)  # a step of nothing: every optimizer makes its own kind of state
+        self.zero_grad()
+        for part in self._parts:
+            for state in part.state.values():
+                if "step" in state:
+                    state["step"].fill_(num_updates)
+
+
+def _groups(parameters: Iterable[nn.Parameter], section: OptimizerSection) -> list[dict[str, Any]]:
+    """Matrices and vectors apart, and those on different meshes, which one fused step cannot take together."""
+    groups: dict[tuple[DeviceMesh, bool], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        assert isinstance(parameter, DTensor)
+        groups.setdefault((parameter.device_mesh, parameter.ndim >= 2), []).append(parameter)
+    return [{"params": members, "weight_decay": section.weight_decay if is_matrix else 0.0} for (_, is_matrix), members in groups.items()]

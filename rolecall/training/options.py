@@ -1,0 +1,34 @@
+"""EngineOptions: what a training engine is built from, all of it plain settings. Device and process group are the process's affair, not the model's."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rolecall.settings import LoraSection, OptimizerSection, ParallelSection
+from rolecall.training.model import Head
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """One model's training or scoring; the same on every rank."""
+
+    path: Path
+    """Model directory."""
+    head: Head
+    """What the model says of each token."""
+    dtype: Literal["float32", "bfloat16"]
+    """Of computing and publishing."""
+    optimizer: OptimizerSection | None
+    """None: frozen (a reference), parameters kept in `dtype`."""
+    lora: LoraSection | None = None
+    """Adapters to train instead of the parameters; these stay as they are, in `dtype`."""
+    total_steps: int = 1
+    """The schedule's length in optimizer steps."""
+    parallel: ParallelSection = ParallelSection()
+    """How the ranks share the work."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in backward instead of keeping them."""
+    activation_offload: bool = False
+    """Keep activations in host memory between a layer's forward and its backward."""
+    seed: int = 0
+    """Of new heads and of torch's generators."""

@@ -1,0 +1,132 @@
+"""A whole model into the running vLLM engine: its layerwise reload, the proof that every parameter was written, and the repairs that the reload needs on CPUs.
+
+Like the receiver it runs in vLLM's worker. The adapter's counterpart is adapter.py.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+from rolecall.errors import TornWeightsError
+from rolecall.weights.coverage import Coverage
+from rolecall.weights.transfer import Reception
+
+log = logging.getLogger(__name__)
+
+
+def load_model(model: torch.nn.Module, config: ModelConfig, device: torch.device, reception: Reception) -> None:
+    """Loads all of `reception`. Requests must be paused. TornWeightsError when a tensor was refused or a parameter not written whole."""
+    tied = _tied_groups(model)
+    _rebuild_moe_kernels(model, device)
+    initialize_layerwise_reload(model)
+    coverage = Coverage((name, parameter, get_tensor_load_numel(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False))
+    failure: Exception | None = None
+    whole = False
+    try:
+        for named in reception:
+            if failure is None:
+                failure = _load_bucket(model, named, coverage)
+        missing = _missing(coverage, tied)
+        if failure is not None or missing:
+            raise TornWeightsError(_why(failure, missing)) from failure
+        whole = True
+    finally:
+        if not whole:
+            _forget_loads(model)
+        with _without_false_alarms():
+            finalize_layerwise_reload(model, config)
+    _repack_tied_heads(model, tied)
+
+
+def _load_bucket(model: torch.nn.Module, named: list[tuple[str, torch.Tensor]], coverage: Coverage) -> Exception | None:
+    """Loads one bucket; what vLLM's loaders raise (any type) is returned, so that the remaining buckets are taken off the channel and no peer has to wait
+    for this worker.
+    """
+    try:
+        with coverage.watch():
+            model.load_weights(named)  # type: ignore[operator]  # every model of vLLM has it
+    except Exception as error:  # an edge: vLLM's loaders raise whatever they like
+        log.exception("loading %s .. %s failed", named[0][0], named[-1][0])
+        return error
+    return None
+
+
+def _tied_groups(model: torch.nn.Module) -> list[list[str]]:
+    """Names of one and the same parameter, for each that has several."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _missing(coverage: Coverage, tied: list[list[str]]) -> dict[str, tuple[int, int]]:
+    """What `coverage` misses, where a tied parameter is whole when it is under any of its names: after the reload they are one memory again."""
+    missing = coverage.missing()
+    for names in tied:
+        if any(name not in missing for name in names):
+            missing = {name: counts for name, counts in missing.items() if name not in names}
+    return missing
+
+
+def _why(failure: Exception | None, missing: dict[str, tuple[int, int]]) -> str:
+    if failure is not None:
+        return f"vLLM could not load a tensor: {type(failure).__name__}: {failure}"
+    parts = [f"{name} got {written} of {expected} elements" for name, (written, expected) in list(missing.items())[:5]]
+    more = f" and {len(missing) - 5} parameters more" if len(missing) > 5 else ""
+    return f"the transfer did not cover the engine: {'; '.join(parts)}{more}; the model and the actor's export disagree"
+
+
+@contextmanager
+def _without_false_alarms() -> Iterator[None]:
+    """Silences vLLM's warning of layers that nothing was loaded into: it means rotary tables and tied heads at every publish, and what is really missing was
+    found by coverage.
+    """
+
+    def other(record: logging.LogRecord) -> bool:
+        return "Failed to load weights" not in record.msg
+
+    reload_log = logging.getLogger(finalize_layerwise_reload.__module__)
+    reload_log.addFilter(other)
+    try:
+        yield
+    finally:
+        reload_log.removeFilter(other)
+
+
+def _forget_loads(model: torch.nn.Module) -> None:
+    """Makes the reload fall back to the tensors that incomplete layers had, instead of building them out of memory that nobody wrote: the engine lives, and
+    the next full load heals it.
+    """
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.load_numel = 0
+            info.loaded_weights.clear()
+
+
+def _rebuild_moe_kernels(model: torch.nn.Module, device: torch.device) -> None:
+    """Repair 1, CPUs: an expert layer repacks its weights only while it builds its kernel, and would go on computing with the old packed copy."""
+    if device.type != "cpu":
+        return
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            module.quant_method.moe_kernel = None
+
+
+def _repack_tied_heads(model: torch.nn.Module, tied: list[list[str]]) -> None:
+    """Repair 2, CPUs: a tied head shares the embedding's memory and yet computes with a packed copy of its own, which the reload of the embedding does not
+    renew.
+    """
+    for name in (name for names in tied for name in names):
+        module = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(module, ParallelLMHead) and isinstance(module.quant_method, UnquantizedEmbeddingMethod) and module.weight.device.type == "cpu":
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)

@@ -1,0 +1,77 @@
+"""A model of a few thousand numbers that trains deterministically: the same batches give the same bits, in whatever process.
+
+`weights` is one float64 vector, cut into named tensors for the weight channel. Training folds every bit of the batch's columns into it. What it "computes"
+(logprobs, values, probes) is hashed from its digest, so that two versions differ and a restored one does not.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rolecall.v1 import weights_pb2
+from rolecall.wire import Array
+
+NUM_TENSORS = 6
+TENSOR_SIZE = 512
+TENSOR_BYTES = 8 * TENSOR_SIZE
+END_TOKEN_ID = 2
+VOCABULARY = 200
+
+
+class LightModel:
+    """See the module."""
+
+    def __init__(self, seed: int) -> None:
+        self.weights: Array = np.random.default_rng(seed).standard_normal(NUM_TENSORS * TENSOR_SIZE)
+        """float64; replaced as a whole."""
+
+    @property
+    def digest(self) -> str:
+        """Hex, over every bit."""
+        return digest_of(self.weights)
+
+    def trained(self, rows: Sequence[Mapping[str, Array]]) -> Array:
+        """The weights after a step on `rows`, in their order; the present ones stay."""
+        weights = self.weights
+        for row in rows:
+            noise = np.random.default_rng(int(bits_of(row), 16)).standard_normal(weights.size)
+            weights = weights * 0.999 + noise * 0.01
+        return weights
+
+
+def digest_of(weights: Array) -> str:
+    """Hex, over every bit of `weights`."""
+    return hashlib.sha256(weights.tobytes()).hexdigest()
+
+
+def bits_of(row: Mapping[str, Array]) -> str:
+    """Hex, over names and bits of a row's columns."""
+    state = hashlib.blake2b(digest_size=16)
+    for name, array in sorted(row.items()):
+        state.update(f"{name} {array.dtype.str} {array.shape} ".encode())
+        state.update(array.tobytes())
+    return state.hexdigest()
+
+
+def fingerprints_of(weights: Array) -> list[weights_pb2.Fingerprint]:
+    """One per tensor."""
+    tensors = weights.reshape(NUM_TENSORS, TENSOR_SIZE)
+    values = [int.from_bytes(hashlib.blake2b(tensor.tobytes(), digest_size=8).digest(), "little") for tensor in tensors]
+    return [weights_pb2.Fingerprint(name=f"tensor.{i}", value=value) for i, value in enumerate(values)]
+
+
+def numbers_of(digest: str, token_ids: Sequence[int]) -> Array:
+    """float32 [T] in (-1, 0], index 0 is 0: what a model of this digest says of these tokens."""
+    text = f"{digest} {list(token_ids)}".encode()
+    numbers = -np.random.default_rng(int(hashlib.blake2b(text, digest_size=8).hexdigest(), 16)).random(len(token_ids), np.float32)
+    numbers[:1] = 0
+    return numbers
+
+
+def token_of(prompt_token_ids: Sequence[int], seed: int, digest: str, position: int) -> tuple[int, float]:
+    """Token `position` of the response that weights of `digest` sample, and its logprob. About one token in eight is the end token."""
+    text = f"{list(prompt_token_ids)}/{seed}/{digest}/{position}".encode()
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
+    token = END_TOKEN_ID if number % 8 == 0 else 3 + number % (VOCABULARY - 3)
+    return token, -1.0 - (number % 1000) / 1000

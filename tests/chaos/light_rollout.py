@@ -1,0 +1,70 @@
+"""A light sampling engine: the scripted twin's scheduling, tokens hashed from (prompt, seed, weights digest), and weights that really arrive.
+
+Because the digest and not the version number is hashed, weights published again under a new version after a restore sample the same tokens.
+"""
+
+import time
+from collections.abc import Sequence
+
+from rolecall.tokenizer import ChatTokenizer
+from rolecall.wire import Array
+from services.rollout.sampling import Received, Sample, SampleRequest
+from services.rollout.scripted import ScriptedEngine
+from tests.chaos.light_channel import LightReceiver
+from tests.chaos.light_model import END_TOKEN_ID, VOCABULARY, digest_of, fingerprints_of, numbers_of, token_of
+from tests.chaos.wiring import Hook
+
+TOKEN_S = 0.008
+
+
+class LightEngine(ScriptedEngine):
+    """See the module."""
+
+    def __init__(self, hook: Hook, max_model_tokens: int) -> None:
+        super().__init__(vocab_size=VOCABULARY, eos_token_id=END_TOKEN_ID, max_model_tokens=max_model_tokens, token_s=TOKEN_S)
+        self._hook = hook
+        self._channel = LightReceiver()
+        self._digest = ""
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        self._hook.at("sample:start")
+        sample = await super().sample(request)
+        self._hook.at("sample:end")
+        return sample
+
+    def _next(self, request: SampleRequest, position: int) -> tuple[int, float]:
+        if position == 3:
+            self._hook.at("sample:middle")
+        return token_of(request.prompt_token_ids, request.seed, self._digest, position)
+
+    async def probe(self, token_ids: Sequence[int]) -> Array:
+        self._hook.at("receive:probe")
+        return numbers_of(self._digest, token_ids)
+
+    async def resume(self) -> None:
+        self._hook.at("resume")
+        await super().resume()
+
+    async def join(self, epoch: int, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        self._hook.at("join:start")
+        await self._channel.join(epoch, address, rank, timeout_s)
+        self.joined.append(epoch)
+        self._hook.at("join:met")
+
+    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:
+        self._hook.at("receive:start")
+        started = time.monotonic()
+        weights = await self._channel.receive(epoch, policy_version, bucket_timeout_s, self._hook.at)
+        self._version, self._digest = policy_version, digest_of(weights)
+        self._hook.at("receive:loaded")
+        return Received(tuple(fingerprints_of(weights)), self._digest, weights.nbytes, time.monotonic() - started)
+
+
+class LightTokenizer(ChatTokenizer):
+    """Decodes to the numbers themselves: a scorer of light responses reads no words, and a light rollout starts a second sooner."""
+
+    def __init__(self) -> None:
+        self.digest = "light"
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))

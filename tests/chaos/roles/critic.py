@@ -1,0 +1,42 @@
+"""The light critic as a process: services/critic/__main__.py with another engine, behind the driver's links."""
+
+import asyncio
+import sys
+
+from rolecall import telemetry
+from rolecall.rpc.process import ServiceArgs, parse_args, run
+from rolecall.store.connection import connect
+from rolecall.store.sealed import read_ctl, read_sealed
+from rolecall.training.fence import Fence
+from rolecall.training.front import TrainerFront
+from rolecall.training.host import host, make_server
+from rolecall.training.lane import Lane
+from rolecall.v1 import controller_pb2, critic_pb2_grpc
+from services.critic import config
+from services.critic.service import CriticServicer
+from tests.chaos.light_trainer import LightCritic
+from tests.chaos.wiring import hook_of, through_the_wire
+
+
+def main() -> int:
+    """Exit code of the process."""
+    args = through_the_wire(parse_args("critic"), "critic")
+    telemetry.configure(args.settings.telemetry, "critic", args.worker)
+    return run(lambda: _serve(args), "critic")
+
+
+async def _serve(args: ServiceArgs) -> None:
+    settings, section, hook = args.settings, config.section(args.settings), hook_of(args.settings, args.worker)
+    hook.at("starting")
+    connection = await asyncio.to_thread(connect, settings.store)
+    engine, lane = LightCritic(settings, connection, hook, args.incarnation), Lane()
+    fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
+    consumer = f"{args.worker}.{args.incarnation}"
+    front = TrainerFront(engine, lambda step: read_sealed(connection, settings.run.name, step), lane, fence, section.token_budget, consumer)
+    server = make_server(settings, section, "critic")
+    server.add(critic_pb2_grpc.add_CriticServiceServicer_to_server, CriticServicer(front), "rolecall.v1.CriticService")
+    await host(args, section, controller_pb2.ROLE_CRITIC, server, front)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

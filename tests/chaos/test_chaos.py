@@ -1,0 +1,56 @@
+"""A short chaos run in the default tests, and a planted violation that its checker catches. `make chaos` runs longer ones."""
+
+import asyncio
+import itertools
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.checker import check_journals
+from tests.chaos.driver import Driver, Plan
+from tests.chaos.faults import RANDOM, Fault, Kind, draw
+from tests.chaos.light_config import write_config
+from tests.chaos.light_trainer import AMNESIA
+from tests.chaos.runs import TARGETS, WORKERS, light_chaos
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder near the root: paths of sockets are short. It stays when a run failed to be what it should."""
+    path = Path(tempfile.mkdtemp(prefix="chaos-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("seed", "max_staleness"), [(0, 0), (1, 2)])
+def test_kills_stops_and_cuts_lose_nothing_train_nothing_twice_and_change_no_weight(short_path: Path, seed: int, max_staleness: int) -> None:
+    story, verdict = light_chaos(short_path, seed, kills=30, staleness=max_staleness, lease_s=2.0, hang_s=6.0)
+    assert verdict.problems == []
+    assert (verdict.figures["lost"], verdict.figures["trained twice"], verdict.figures["unattested"]) == (0, 0, 0)
+    assert story.num_kills >= 30
+    assert verdict.figures["trained"] > 0
+    assert verdict.figures["spans"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_an_actor_that_forgets_its_weights_is_caught(short_path: Path) -> None:
+    config = write_config(short_path, seed=0, num_steps=1_000_000, max_staleness=0, lease_s=2.0, hang_s=6.0)
+    (short_path / AMNESIA).touch()
+    faults = (Fault(number, "actor", Kind.KILL, "actor", RANDOM, 0.5) for number in itertools.count())
+    driver = Driver(Plan(short_path, config, WORKERS, faults, num_kills=20, lease_s=2.0, hang_s=30.0))
+    with pytest.raises(AssertionError, match="actor: "):
+        asyncio.run(driver.run())
+    assert any("that are not those after" in problem or "other weights than" in problem for problem in check_journals(short_path / "run").problems)
+
+
+def test_the_same_seed_draws_the_same_faults_over_every_role_and_kind() -> None:
+    first, second, other = (list(itertools.islice(draw(seed, TARGETS), 2000)) for seed in (5, 5, 6))
+    assert first == second != other
+    assert {fault.target for fault in first} == {*TARGETS, "store"}
+    assert {fault.kind for fault in first} == set(Kind)

@@ -1,0 +1,75 @@
+"""How the processes of a chaos run are wired: through sockets of the driver, where there is one, and past it where there is none.
+
+Every light role sits behind links that the driver owns (link.py): one for the calls it takes, one for its way to the store, and for the actor one for the
+weight channel. A role also tells the driver which phase it is in and waits for its nod, so that a fault can hit exactly there. All sockets lie in `wire`
+beside the run directory; without that folder a role is an ordinary one.
+"""
+
+import os
+import socket
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pydantic import SecretStr
+
+from rolecall.rpc.process import ServiceArgs
+from rolecall.settings import RunSettings
+
+NOD_TIMEOUT_S = 2.0
+"""Longest wait for the driver's nod; then the role goes on without it."""
+
+
+def wire_of(settings: RunSettings) -> Path:
+    """Where the sockets lie."""
+    return settings.run.dir.parent / "wire"
+
+
+@dataclass
+class Hook:
+    """Says phases to the driver, one at a time, and waits for its nod. Threads may share it."""
+
+    path: Path
+    worker: str
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _socket: socket.socket | None = None
+
+    def at(self, phase: str) -> None:
+        """`worker` is in `phase`; returns when it may go on. A driver that is not there, or gone, is not missed."""
+        with self._lock:
+            try:
+                if self._socket is None:
+                    self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                    self._socket.settimeout(NOD_TIMEOUT_S)
+                    self._socket.connect(str(self.path))
+                self._socket.sendall(f"{self.worker} {os.getpid()} {phase}\n".encode())
+                self._socket.recv(1)
+            except OSError:
+                if self._socket is not None:
+                    self._socket.close()
+                self._socket = None
+
+
+def hook_of(settings: RunSettings, worker: str) -> Hook:
+    """The hook of `worker`."""
+    return Hook(wire_of(settings) / "phases", worker)
+
+
+def through_the_wire(args: ServiceArgs, section: str = "") -> ServiceArgs:
+    """`args` with the store behind the driver's link; with a `section`, its server bound behind one, too. Unchanged when there is no driver."""
+    settings, wire = args.settings, wire_of(args.settings)
+    if not wire.is_dir():
+        return args
+    changes: dict[str, object] = {"store": settings.store.model_copy(update={"url": SecretStr(_store_url(settings, wire, args.worker))})}
+    if section:
+        owner = settings.references[args.worker] if section == "references" else getattr(settings, section)
+        bound = owner.model_copy(update={"bind": f"unix:{wire / args.worker}.real"})
+        changes[section] = {**settings.references, args.worker: bound} if section == "references" else bound
+    return ServiceArgs(settings.model_copy(update=changes), args.worker, args.incarnation, args.config_path)
+
+
+def _store_url(settings: RunSettings, wire: Path, worker: str) -> str:
+    assert settings.store.url is not None
+    login = urlsplit(settings.store.url.get_secret_value()).netloc.rpartition("@")[0]
+    return f"unix://{login}@{wire / worker}.store"

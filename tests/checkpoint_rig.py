@@ -1,0 +1,27 @@
+"""Checkpoints of an engine by itself, without a trainer around it: taken and written in one go, restored, exported."""
+
+import hashlib
+from pathlib import Path
+
+from rolecall.checkpoints import StoredFile
+from rolecall.storage import open_storage
+from rolecall.training.engine import EngineState
+from rolecall.training.export import export
+from rolecall.training.group import CommandGroup
+
+
+def save(engine: EngineState, path: Path) -> tuple[StoredFile, ...]:
+    """Writes the engine's state to `path`; a collective. What was written, on rank 0."""
+    return engine.snapshot().write(open_storage(str(path)), CommandGroup.of_default(), {})
+
+
+def load(engine: EngineState, path: Path) -> None:
+    """Restores it."""
+    engine.load(open_storage(str(path)))
+
+
+def exported(path: Path) -> Path:
+    """A model directory made of the checkpoint in `path`."""
+    storage, model = open_storage(str(path)), path.with_name(f"{path.name}-model")
+    export(storage, [StoredFile(name, size, hashlib.sha256(storage.read(name)).hexdigest()) for name, size in storage.files().items()], model)
+    return model

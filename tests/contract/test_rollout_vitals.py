@@ -1,0 +1,124 @@
+"""What a replica's heartbeats would say: an engine that owes something and stands still is seen, and a store that is away ends nothing."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rolecall.errors import ChannelBrokenError
+from rolecall.store.embedded import EmbeddedStore
+from services.rollout.scripted import ScriptedEngine
+from services.rollout.vitals import LOOK_S, show_vitals
+from tests.contract.rollout_replica import ReplicaUnderTest, replica_under_test
+from tests.fixtures_store import StoreUnderTest
+from tests.tiny_models import write_tokenizer
+
+
+@dataclass
+class Pulse:
+    """Counts."""
+
+    busy: bool = False
+    count: int = 0
+
+    def progress(self) -> None:
+        """Counts."""
+        self.count += 1
+
+
+def owes(rollout: ReplicaUnderTest) -> bool:
+    """Whether the engine has to move now."""
+    return rollout.replica.is_busy
+
+
+async def stands_still(rollout: ReplicaUnderTest, seconds: float = 0.3) -> bool:
+    """Whether nothing moves for a while."""
+    before = rollout.replica.num_moves
+    await asyncio.sleep(seconds)
+    return rollout.replica.num_moves == before
+
+
+async def test_an_engine_without_work_owes_nothing_and_one_that_samples_moves(store: StoreUnderTest, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.02)) as rollout:
+        await rollout.publish(1)
+        assert not owes(rollout)
+        rollout.engine.hold = True
+        rollout.admit(2)
+        async with asyncio.timeout(5):
+            while not owes(rollout):
+                await asyncio.sleep(0.01)
+        assert not await stands_still(rollout)
+        rollout.engine.frozen = True
+        await asyncio.sleep(0.05)
+        assert owes(rollout)
+        assert await stands_still(rollout)
+        rollout.engine.frozen = rollout.engine.hold = False
+        await rollout.committed(2)
+
+
+async def test_a_load_is_owed_once_its_caller_has_left_and_not_while_it_is_waited_for(store: StoreUnderTest, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    engine = ScriptedEngine(token_s=0.05)  # what a load takes before it hangs
+    async with replica_under_test(store, tmp_path, engine) as rollout:
+        await rollout.publish(1)
+        engine.frozen = False
+        receiving = asyncio.ensure_future(rollout.receive(2))
+        await asyncio.sleep(0.02)
+        engine.frozen = True
+        await asyncio.sleep(0.2)
+        assert not owes(rollout)
+        receiving.cancel()
+        await asyncio.gather(receiving, return_exceptions=True)
+        await asyncio.sleep(0.1)
+        assert owes(rollout)
+        assert await stands_still(rollout)
+        engine.failures.append(ChannelBrokenError("the epoch is over"))
+        engine.frozen = False
+        async with asyncio.timeout(5):
+            while owes(rollout):
+                await asyncio.sleep(0.01)
+
+
+async def test_vitals_are_shown_at_every_look(store: StoreUnderTest, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.01)) as rollout:
+        pulse = Pulse()
+        showing = asyncio.create_task(show_vitals(rollout.replica, pulse))
+        await rollout.publish(1)
+        rollout.engine.hold = True
+        rollout.admit(1)
+        async with asyncio.timeout(5):
+            while not pulse.busy:
+                await asyncio.sleep(0.01)
+        before = pulse.count
+        await asyncio.sleep(3 * LOOK_S)
+        assert pulse.count > before
+        showing.cancel()
+        rollout.engine.hold = False
+
+
+@pytest.mark.timeout(120)
+async def test_a_store_that_goes_away_ends_no_rollout_and_its_groups_are_committed_when_it_is_back(
+    make_embedded_store: Callable[..., EmbeddedStore], make_store: Callable[[str, str], StoreUnderTest], tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path)
+    server = make_embedded_store(tmp_path / "server")
+    store = make_store(server.start(), "test")
+    async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.01), lease_s=3.0) as rollout:
+        rollout.engine.hold = True
+        await rollout.publish(1)
+        rollout.admit(2)
+        async with asyncio.timeout(5):
+            while rollout.engine.num_running < 8:
+                await asyncio.sleep(0.01)
+        await asyncio.to_thread(server.stop)
+        rollout.engine.hold = False
+        await asyncio.sleep(14.0)  # longer than a client tries
+        assert not rollout.pulling.done()
+        server.start()
+        rollout.admit(2)
+        async with asyncio.timeout(30):
+            assert sorted(group.gid for group in await rollout.committed(4)) == [0, 1, 2, 3]

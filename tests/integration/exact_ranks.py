@@ -1,0 +1,295 @@
+"""A group of ranks that stays up and answers jobs, one JSON line each: what test_training_exact.py spreads its mini-batches over.
+
+`Ranks` starts them (`python -m tests.integration.exact_ranks FOLDER WORLD_SIZE RANK`) and hands jobs out; `answer` does a job on one rank, also in the test's
+own process, which is the group of one that the others are held to. Gradients are read where the optimizer would read them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from rolecall.algorithms.aggregation import Aggregation, Counts
+from rolecall.errors import RoleCallError
+from rolecall.settings import (
+    AlgorithmSection,
+    CorrectionSection,
+    KlSection,
+    LoraSection,
+    OptimizerSection,
+    ParallelSection,
+    PolicyLossSection,
+    child_environment,
+)
+from rolecall.telemetry import Metrics
+from rolecall.training.device import RankSpec, start_rank, stop_rank
+from rolecall.training.engine import Loss, TokenOutputs
+from rolecall.training.fsdp.engine import FsdpEngine
+from rolecall.training.objectives import VALUE_COLUMNS, PolicyObjective, SupervisedObjective, ValueObjective, policy_columns
+from rolecall.training.options import EngineOptions
+from rolecall.training.packing import Row, local_counts, pack, plan_batch, unpack
+from rolecall.v1.training_pb2 import TrainResult
+
+Objective = Literal["policy", "supervised", "value"]
+
+STILL = OptimizerSection(learning_rate=1e-30)
+"""A step with it clears the gradients and changes no weight."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One mini-batch: its gradients, or with `optimizer` several steps of training on it."""
+
+    model: str
+    rows: str
+    """File of write_rows."""
+    out: str
+    """Folder where rank 0 writes gradients.safetensors or weights.safetensors."""
+    objective: Objective = "policy"
+    aggregation: Aggregation = "token_mean"
+    token_budget: int = 1_000_000
+    seed: int = 0
+    """Of the plan: who computes which row, in which order."""
+    parallel: dict[str, Any] = field(default_factory=dict)
+    """How the ranks share the model; empty: sharded over all of them."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further options of the engine."""
+    lora: dict[str, Any] | None = None
+    """Adapters to train instead of the model."""
+    optimizer: dict[str, Any] | None = None
+    """Of training; absent: gradients are computed and nothing is changed."""
+    num_steps: int = 1
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What all ranks together say of a job."""
+
+    metrics: dict[str, float]
+    grad_norms: list[float]
+    losses: list[float]
+    outputs: dict[int, Any]
+    """float32 [2, T] by row: logprobs and entropy, or values and bootstrap value."""
+
+
+def write_rows(path: Path, rows: Sequence[Row], temperatures: list[float]) -> None:
+    """Rows with their temperatures, as a file of plain arrays."""
+    columns: dict[str, Any] = {f"{index}|{name}": column for index, row in enumerate(rows) for name, column in row.items()}
+    np.savez(path, temperatures=np.array(temperatures), **columns)
+
+
+def read_rows(path: Path) -> tuple[list[Row], list[float]]:
+    """What write_rows wrote."""
+    with np.load(path) as file:
+        temperatures = file["temperatures"].tolist()
+        rows: list[dict[str, Any]] = [{} for _ in temperatures]
+        for key in file.files:
+            index, _, name = key.partition("|")
+            if name:
+                rows[int(index)][name] = file[key]
+    return list(rows), temperatures
+
+
+def policy_algorithm(aggregation: Aggregation) -> AlgorithmSection:
+    """Every piece of the policy's objective at once."""
+    return AlgorithmSection(
+        groups_per_batch=1,
+        policy_loss=PolicyLossSection(aggregation=aggregation, entropy_coef=0.01, dual_clip=3.0),
+        kl=KlSection(reference="ref", kl_coef=0.1),
+        correction=CorrectionSection(),
+    )
+
+
+def make_loss(job: Job, counts: Counts) -> tuple[Loss, tuple[str, ...]]:
+    """The objective of `job` and the columns it reads."""
+    match job.objective:
+        case "policy":
+            return PolicyObjective(policy_algorithm(job.aggregation), counts), policy_columns(policy_algorithm(job.aggregation))
+        case "supervised":
+            return SupervisedObjective(counts, job.aggregation), ("loss_mask",)
+        case "value":
+            return ValueObjective(0.2, counts), VALUE_COLUMNS
+
+
+def make_engine(job: Job) -> FsdpEngine:
+    """The engine that `job` wants, over the default group."""
+    options = EngineOptions(
+        path=Path(job.model),
+        head="value" if job.objective == "value" else "policy",
+        dtype="float32",
+        optimizer=STILL if job.optimizer is None else OptimizerSection(**job.optimizer),
+        total_steps=8,
+        parallel=ParallelSection(**job.parallel),
+        lora=None if job.lora is None else LoraSection(**job.lora),
+        **job.options,
+    )
+    return FsdpEngine(options, device=torch.device("cpu"))
+
+
+class Rank:
+    """Does jobs on one rank; engines that only compute gradients are kept."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, FsdpEngine] = {}
+
+    def answer(self, job: Job) -> dict[str, Any]:
+        """This rank's part of an Answer. A collective."""
+        engine = self._engine(job)
+        rows, temperatures = read_rows(Path(job.rows))
+        lengths = [len(row["token_ids"]) for row in rows]
+        layout = engine.layout
+        losses, norms, outputs, metrics = [], [], dict[int, Any](), Metrics()
+        for step in range(job.num_steps):
+            plans = plan_batch(
+                lengths, num_minibatches=1, token_budget=job.token_budget, world_size=layout.data_size, cost=engine.flops.forward, seed=job.seed + step
+            )
+            plan = plans[layout.data_rank]
+            loss, columns = make_loss(job, local_counts(rows))
+            packed = [
+                pack([rows[i] for i in indices], columns, temperature=[temperatures[i] for i in indices], device=engine.device) for indices in plan.microbatches
+            ]
+            for indices, microbatch, output in zip(plan.microbatches, packed, engine.forward(packed, entropy=True), strict=True):
+                outputs.update(zip(indices, _columns(output, microbatch.lengths), strict=True))
+            metrics = engine.forward_backward(packed, loss, entropy=True)
+            losses.append(_summed_loss(metrics))
+            if job.optimizer is None:
+                self._write(engine, Path(job.out) / "gradients.safetensors", _gradients(engine))
+            norms.append(engine.step().grad_norm)
+        if job.optimizer is not None:
+            self._write(engine, Path(job.out) / "weights.safetensors", {name: tensor.clone() for name, tensor in engine.named_weights()})
+        told = TrainResult(metrics=metrics.to_proto()).SerializeToString().hex()
+        return {
+            "speaks": layout.speaks,
+            "metrics": told,
+            "grad_norms": norms,
+            "losses": losses,
+            "outputs": {str(index): column.tolist() for index, column in outputs.items()},
+        }
+
+    def _engine(self, job: Job) -> FsdpEngine:
+        if job.optimizer is not None:
+            return make_engine(job)
+        key = json.dumps([job.model, job.objective == "value", job.parallel, job.options], sort_keys=True)
+        if key not in self._engines:
+            self._engines[key] = make_engine(job)
+        return self._engines[key]
+
+    @staticmethod
+    def _write(engine: FsdpEngine, path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        if dist.get_rank() == 0:
+            save_file(tensors, path)
+
+
+def combine(parts: list[dict[str, Any]]) -> Answer:
+    """The ranks' parts as one. Ranks that share a slot say the same; the first speaks for all."""
+    norms = parts[0]["grad_norms"]
+    assert all(part["grad_norms"] == norms for part in parts), "ranks disagree about the gradient's norm"
+    parts = [part for part in parts if part["speaks"]]
+    protos = [TrainResult.FromString(bytes.fromhex(part["metrics"])) for part in parts]
+    metrics = Metrics.from_proto(metric for proto in protos for metric in proto.metrics)
+    losses = [sum(per_rank) for per_rank in zip(*(part["losses"] for part in parts), strict=True)]
+    outputs = {int(index): np.asarray(columns, np.float32) for part in parts for index, columns in part["outputs"].items()}
+    return Answer(metrics.values(), norms, losses, outputs)
+
+
+class Ranks:
+    """Living ranks; `ask` them one job after another."""
+
+    def __init__(self, processes: list["subprocess.Popen[str]"], logs: list[Path]) -> None:
+        self._processes = processes
+        self._logs = logs
+
+    def ask(self, job: Job) -> Answer:
+        """All ranks' answer. RoleCallError with the message of the ranks that refused it."""
+        Path(job.out).mkdir(exist_ok=True)
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(asdict(job)) + "\n")
+            process.stdin.flush()
+        parts = [self._read(index) for index in range(len(self._processes))]
+        refused = [part["refused"] for part in parts if "refused" in part]
+        if refused:
+            raise RoleCallError(refused[0])
+        return combine(parts)
+
+    def _read(self, index: int) -> dict[str, Any]:
+        stdout = self._processes[index].stdout
+        assert stdout is not None
+        line = stdout.readline()
+        assert line, f"rank {index} ended: {self._logs[index].read_text()[-3000:]}"
+        part: dict[str, Any] = json.loads(line)
+        return part
+
+
+@contextmanager
+def living_ranks(world_size: int, folder: Path) -> Iterator[Ranks]:
+    """`world_size` ranks in processes of their own, over Gloo."""
+    folder.mkdir()
+    logs = [folder / f"rank-{rank}.log" for rank in range(world_size)]
+    environment = child_environment({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
+    command = [sys.executable, "-m", "tests.integration.exact_ranks", str(folder), str(world_size)]
+    with ExitStack() as stack:
+        processes = []
+        for rank, log in enumerate(logs):
+            stderr = stack.enter_context(log.open("w"))
+            processes.append(subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment))
+        try:
+            yield Ranks(processes, logs)
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.communicate()
+
+
+def _columns(output: Any, lengths: tuple[int, ...]) -> list[Any]:
+    if isinstance(output, TokenOutputs):
+        return [np.stack(pair) for pair in zip(unpack(output.logprobs_N, lengths), unpack(output.entropy_N, lengths), strict=True)]
+    values, bootstrap = unpack(output.values_N, lengths), output.bootstrap_values_S.tolist()
+    return [np.stack([value, np.full_like(value, last)]) for value, last in zip(values, bootstrap, strict=True)]
+
+
+def _summed_loss(metrics: Metrics) -> float:
+    return sum(value for name, value in metrics.values().items() if name in ("actor/loss", "critic/loss", "supervised/loss"))
+
+
+def _gradients(engine: FsdpEngine) -> dict[str, torch.Tensor]:
+    """Of the whole model, by the parameters' names; a collective."""
+    gradients = {}
+    for name, parameter in engine._model.hf.named_parameters():
+        assert isinstance(parameter.grad, DTensor), f"{name} has no sharded gradient"
+        gradients[name] = parameter.grad.full_tensor()
+    return gradients
+
+
+def main(folder: Path, world_size: int, rank: int) -> None:
+    """Answers jobs from stdin until it ends; stdout is kept for answers."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    start_rank(RankSpec(rank, world_size, rank, (), f"file://{folder / 'rendezvous'}", 1, 100.0))
+    worker = Rank()
+    for line in sys.stdin:
+        try:
+            reply = worker.answer(Job(**json.loads(line)))
+        except RoleCallError as error:
+            reply = {"refused": error.message}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+    dist.barrier()
+    stop_rank()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    os._exit(0)  # Gloo's threads, ended by the interpreter's teardown, now and then abort the process after all is done

@@ -1,0 +1,11 @@
+"""`rolecall train` over the fake roles: `python -m tests.integration.fake_roles CONFIG`."""
+
+import sys
+from pathlib import Path
+
+from rolecall.settings import load_settings
+from rolecall.supervise import train
+
+if __name__ == "__main__":
+    config = Path(sys.argv[1])
+    sys.exit(train(load_settings(config), config, resume=False, package="tests.integration.fake_roles"))

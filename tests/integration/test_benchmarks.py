@@ -1,0 +1,39 @@
+"""The benchmarks of store, controller and training still run. What they measure is no test's business."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+TIMEOUT_S = 200.0
+"""Seconds on a quiet machine; interpreters start slowly on a busy one."""
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
+
+
+def quick(name: str, *words: str) -> str:
+    """What the benchmark prints in its smoke run."""
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / name), "--quick", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_the_store_benchmark_compares_every_phase_with_raw_redis() -> None:
+    output = quick("store.py", "--tokens", "256", "--shards", "2")
+    assert re.findall(r"^([a-z]+) +\d+ ", output, re.MULTILINE) == ["admit", "claim", "stage", "commit", "read", "write", "train", "ack", "all"]
+
+
+def test_the_scale_benchmark_runs_the_real_controller_to_its_figures() -> None:
+    output = quick("controller_scale.py")
+    assert "CPU ms a trajectory: controller" in output
+    assert "MB at most in each fifth" in output
+
+
+def test_the_training_benchmark_makes_its_one_table() -> None:
+    output = quick("training.py")
+    parts = ("packed, tokens/s", "logprobs and entropy, float32, s", "4,096 sequences over 64 parts, CPU ms", "loop blocked", "export of")
+    assert [part for part in parts if part not in output] == []

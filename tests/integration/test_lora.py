@@ -1,0 +1,160 @@
+"""Adapters trained by the engine, against peft's own model on plain Hugging Face with AdamW; what is published, merged and written."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from rolecall.errors import CheckpointMismatchError, ConfigError
+from rolecall.settings import LoraSection, OptimizerSection
+from rolecall.storage import open_storage
+from rolecall.training import lora
+from rolecall.training.engine import TokenOutputs
+from rolecall.training.export import export
+from rolecall.training.fsdp.engine import FsdpEngine
+from rolecall.training.options import EngineOptions
+from rolecall.training.packing import Row, pack, unpack
+from tests import checkpoint_rig
+from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
+from tests.integration.test_fsdp_engine import oracle_outputs
+from tests.tiny_models import write_qwen3, write_qwen3_moe
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+CPU = torch.device("cpu")
+LORA = LoraSection(rank=4, alpha=12.0)
+OPTIMIZER = OptimizerSection(learning_rate=1e-2, weight_decay=0.1)
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {"tied": write_qwen3(root / "tied", tied=True), "moe": write_qwen3_moe(root / "moe")}
+
+
+def make_engine(path: Path, *, dtype: str = "float32", section: LoraSection = LORA) -> FsdpEngine:
+    options = EngineOptions(path=path, head="policy", dtype=dtype, optimizer=OPTIMIZER, lora=section, total_steps=8)  # type: ignore[arg-type]
+    return FsdpEngine(options, device=CPU)
+
+
+def peft_model(path: Path, section: LoraSection, start: dict[str, torch.Tensor]) -> PeftModel:
+    """peft's own wrapper of the plain model, its adapters set to `start`."""
+    hf = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
+    config = LoraConfig(r=section.rank, lora_alpha=section.alpha, target_modules=list(section.target_modules), task_type="CAUSAL_LM")
+    model = get_peft_model(hf, config)
+    named = {name.replace(".default.weight", ".weight"): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert named.keys() == start.keys()
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(start[name])
+    return model
+
+
+def train_peft(model: PeftModel, rows: list[Row], num_steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses, and the adapters after AdamW."""
+    parameters = {name.replace(".default.weight", ".weight"): p for name, p in model.named_parameters() if p.requires_grad}
+    adamw = torch.optim.AdamW(parameters.values(), lr=OPTIMIZER.learning_rate, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay)
+    num_tokens = sum(int(np.count_nonzero(row["loss_mask"][1:])) for row in rows)
+    losses = []
+    for _ in range(num_steps):
+        loss = -torch.stack([oracle_outputs(model, row, 0.7)[0].sum() for row in rows]).sum() / num_tokens
+        adamw.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(parameters.values(), OPTIMIZER.max_grad_norm)
+        adamw.step()
+        losses.append(float(loss.detach()))
+    return losses, {name: p.detach() for name, p in parameters.items()}
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], atol: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=atol, msg=f"{name} differs by more than {atol}")
+
+
+@pytest.mark.parametrize("kind", ["tied", "moe"])
+def test_adapters_train_like_pefts_own_model_with_adamw(models: dict[str, Path], kind: str) -> None:
+    rows = make_rows(10)
+    section = LORA if kind == "tied" else LORA.model_copy(update={"target_modules": ATTENTION})
+    engine = make_engine(models[kind], section=section)
+    losses, expected = train_peft(peft_model(models[kind], section, weights_of(engine)), rows, 4)
+    outcomes = [train_step(engine, rows, token_budget=64, seed=step) for step in range(4)]
+    np.testing.assert_allclose([o["loss"] for o in outcomes], losses, rtol=1e-5)
+    # AdamW divides by the root of tiny second moments: last bits of a gradient may move a weight by a few per cent of the rate
+    assert_same(weights_of(engine), expected, atol=2e-4)
+
+
+def logprobs_of(engine: FsdpEngine, rows: list[Row], *, base: bool = False) -> np.ndarray:
+    packed = pack(rows, [], temperature=0.7, device=CPU)
+    (outputs,) = engine.forward([packed], base=base)
+    assert isinstance(outputs, TokenOutputs)
+    return np.concatenate(unpack(outputs.logprobs_N, packed.lengths))
+
+
+def test_the_base_is_the_untouched_model_to_the_bit_before_and_after_training(models: dict[str, Path]) -> None:
+    rows = make_rows(6)
+    engine = make_engine(models["tied"])
+    frozen = FsdpEngine(EngineOptions(path=models["tied"], head="policy", dtype="float32", optimizer=None), device=CPU)
+    expected = logprobs_of(frozen, rows)
+    assert np.array_equal(logprobs_of(engine, rows), expected)  # B starts at zero
+    train_step(engine, rows, token_budget=64, seed=0)
+    assert np.array_equal(logprobs_of(engine, rows, base=True), expected)
+    assert np.abs(logprobs_of(engine, rows) - expected).max() > 1e-2
+
+
+def test_a_base_in_bfloat16_has_adapters_whose_master_weights_are_float32(models: dict[str, Path]) -> None:
+    rows = make_rows(6)
+    engine = make_engine(models["tied"], dtype="bfloat16")
+    before = logprobs_of(engine, rows)
+    train_step(engine, rows, token_budget=64, seed=0)
+    parameters = dict(engine._model.hf.named_parameters())
+    assert {p.dtype for name, p in parameters.items() if lora.is_adapter(name)} == {torch.float32}
+    assert {p.dtype for name, p in parameters.items() if not lora.is_adapter(name)} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in weights_of(engine).values()} == {torch.bfloat16}
+    assert np.abs(logprobs_of(engine, rows) - before).max() > 1e-2
+
+
+def test_a_target_that_the_model_does_not_have_is_named_with_those_it_has(models: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"target_modules: no \['query'\] .* 'q_proj'"):
+        make_engine(models["tied"], section=LoraSection(target_modules=("query", "v_proj")))
+    with pytest.raises(ConfigError, match=r"no \['down_proj', 'gate_proj', 'up_proj'\] .* 'v_proj'"):
+        make_engine(models["moe"])
+
+
+def test_a_checkpoint_holds_adapters_alone_goes_on_bit_for_bit_and_exports_merged_and_apart(models: dict[str, Path], tmp_path: Path) -> None:
+    rows = make_rows(6)
+    engine = make_engine(models["tied"])
+    for step in range(2):
+        train_step(engine, rows, token_budget=64, seed=step)
+    checkpoint_rig.save(engine, tmp_path / "saved")
+    with safe_open(tmp_path / "saved" / "rank-00000.safetensors", framework="pt") as file:
+        keys: list[str] = file.keys()
+    assert {lora.peft_name(key.partition("/")[2]) for key in keys if not key.startswith("rng/")} == {name for name, _ in engine.named_weights()}
+    resumed = make_engine(models["tied"])
+    checkpoint_rig.load(resumed, tmp_path / "saved")
+    model = checkpoint_rig.exported(tmp_path / "saved")
+    plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager", dtype=torch.float32).eval()
+    hf = AutoModelForCausalLM.from_pretrained(models["tied"], attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for theirs in (plain, PeftModel.from_pretrained(hf, model / "adapter")):
+            expected = np.concatenate([oracle_outputs(theirs, row, 0.7)[0].numpy() for row in rows])
+            np.testing.assert_allclose(logprobs_of(resumed, rows), expected, atol=2e-5)
+    for step in (2, 3):
+        assert train_step(engine, rows, token_budget=64, seed=step) == train_step(resumed, rows, token_budget=64, seed=step)
+    assert_same(weights_of(resumed), weights_of(engine), atol=0)
+
+
+def test_adapters_beside_another_base_or_of_another_scale_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint_rig.save(make_engine(models["tied"]), tmp_path / "saved")
+    other = write_qwen3(tmp_path / "other", tied=True, seed=1)
+    for engine in (make_engine(other), make_engine(models["tied"], section=LORA.model_copy(update={"alpha": 6.0}))):
+        with pytest.raises(CheckpointMismatchError, match="use the same configuration"):
+            checkpoint_rig.load(engine, tmp_path / "saved")
+    storage = open_storage(str(tmp_path / "saved"))
+    with pytest.raises(CheckpointMismatchError, match="were trained beside"):
+        export(storage, [], tmp_path / "model", base=other)

@@ -1,0 +1,230 @@
+"""One publish at a time, with something going wrong in each of its phases: the rest is served soon, and what was left out claims nothing."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rolecall.errors import DeadlineError, NotAttestedError, UnavailableError, WorkerLostError
+from rolecall.v1 import controller_pb2
+from services.rollout.replica import Replica
+from services.rollout.state import State
+from tests.fixtures_store import StoreUnderTest
+from tests.publish_rig import BUCKET_S, HANG_S, LEASE_S, PHASES, Fault, Kind, Rig, RogueReplica, gone, publish_rig
+
+SOON_S = 4 * BUCKET_S + HANG_S
+"""A deadline, the wait for answers, the attempt without the culprit, and a busy machine."""
+
+
+@pytest.fixture
+async def rig(store: StoreUnderTest, tmp_path: Path) -> AsyncIterator[Rig]:
+    async with publish_rig(store, {}, tmp_path) as running:
+        yield running
+
+
+async def three(rig: Rig) -> None:
+    """Three rollouts that serve version 0."""
+    for i in range(3):
+        await rig.rollout(f"rollout-{i}")
+    await rig.publisher.publish(0)
+
+
+def serving(rig: Rig) -> list[str]:
+    """Names of those that serve the current version, by their own account."""
+    held = [twin for twin in rig.alive if twin.replica.gate.is_open and twin.replica.held.policy_version == rig.publisher.policy_version]
+    return sorted(twin.name for twin in held)
+
+
+async def test_a_publish_reaches_everyone_and_a_second_one_goes_over_the_same_epoch(rig: Rig) -> None:
+    await three(rig)
+    rig.actor.step = 1
+    await rig.publisher.publish(1)
+    assert serving(rig) == ["rollout-0", "rollout-1", "rollout-2"]
+    assert rig.publisher.holds(1)
+    assert not rig.publisher.holds(0)
+    assert len(rig.collective.meetings) == 1
+    await rig.admit(6)
+    await rig.committed(6)
+    assert rig.violations() == []
+
+
+@pytest.mark.parametrize("kind", [Kind.DIE, Kind.HANG, Kind.STOP, Kind.LATE, Kind.FAIL], ids=lambda kind: kind.value)
+@pytest.mark.parametrize("phase", PHASES)
+async def test_whoever_fails_in_any_phase_is_left_out_and_the_others_serve_soon(rig: Rig, phase: str, kind: Kind) -> None:
+    await three(rig)
+    if phase == "join":
+        await rig.rollout("rollout-3")  # so that a new epoch is opened
+    await rig.admit(4)
+    doomed = rig.twins[1]
+    doomed.engine.fault = Fault(phase, kind)
+    rig.actor.step = 1
+    started = time.monotonic()
+    await rig.publisher.publish(1)
+    assert time.monotonic() - started < SOON_S
+    assert set(serving(rig)) >= {"rollout-0", "rollout-2"}
+    if doomed.name not in serving(rig):
+        with pytest.raises(NotAttestedError):
+            await asyncio.to_thread(rig.store.worker(doomed.consumer).claim, 1)
+    else:
+        assert kind is Kind.LATE  # it came back for the second attempt
+    await rig.committed(4)
+    assert rig.violations() == []
+
+
+async def test_a_receiver_that_holds_something_else_is_left_out_and_nothing_is_sent_again_for_it(rig: Rig) -> None:
+    await three(rig)
+    rig.twins[0].engine.fault = Fault("bucket", Kind.LIE)
+    await rig.publisher.publish(0)
+    assert serving(rig) == ["rollout-1", "rollout-2"]
+    assert rig.publisher.policy_version == 1
+    assert rig.twins[0].replica.held.state is State.LOADED
+    assert not rig.publisher.holds(0)
+    await rig.publisher.publish(0)
+    assert rig.publisher.holds(0)
+
+
+async def test_a_rollout_that_hangs_is_given_up_and_its_process_told_to_end(rig: Rig) -> None:
+    await three(rig)
+    hung = rig.twins[2]
+    hung.engine.fault = Fault("bucket", Kind.HANG)
+    await rig.publisher.publish(0)
+    async with asyncio.timeout(3 * HANG_S):
+        while hung.is_alive:
+            await asyncio.sleep(0.05)
+    assert rig.fleet.is_lost("rollout-2").startswith("hung: no progress for")
+    await rig.rollout("rollout-2")
+    assert rig.fleet.is_lost("rollout-2") == ""
+    await rig.publisher.publish(0)
+    assert serving(rig) == ["rollout-0", "rollout-1", "rollout-2"]
+
+
+async def test_a_stopped_rollout_that_wakes_up_joins_again_and_claims_nothing_before_its_next_weights(rig: Rig) -> None:
+    await three(rig)
+    stopped = rig.twins[0]
+    stopped.engine.is_stopped = True
+    async with asyncio.timeout(3 * LEASE_S):
+        while not rig.fleet.is_lost("rollout-0"):
+            await asyncio.sleep(0.05)
+    stopped.wake()
+    async with asyncio.timeout(3 * LEASE_S):
+        while rig.fleet.is_lost("rollout-0"):
+            await asyncio.sleep(0.05)
+    assert not rig.publisher.holds(0)
+    with pytest.raises(NotAttestedError):
+        await asyncio.to_thread(rig.store.worker(stopped.consumer).claim, 1)
+    await rig.publisher.publish(0)
+    assert rig.publisher.holds(0)
+
+
+async def test_a_publish_waits_for_a_rollout_when_all_have_died(rig: Rig) -> None:
+    await three(rig)
+    for twin in rig.twins:
+        twin.engine.fault = Fault("bucket", Kind.DIE)
+    publishing = asyncio.create_task(rig.publisher.publish(0))
+    await asyncio.sleep(2 * LEASE_S)
+    assert not publishing.done()
+    await rig.rollout("rollout-0")
+    async with asyncio.timeout(SOON_S):
+        await publishing
+    assert serving(rig) == ["rollout-0"]
+
+
+async def test_a_publish_that_is_cancelled_frees_everyone_and_the_next_succeeds(rig: Rig) -> None:
+    await three(rig)
+    rig.twins[0].engine.fault = Fault("bucket", Kind.LATE)
+    publishing = asyncio.create_task(rig.publisher.publish(0))
+    while rig.twins[0].engine.fault:
+        await asyncio.sleep(0.01)
+    publishing.cancel()
+    started = time.monotonic()
+    with pytest.raises(asyncio.CancelledError):
+        await publishing
+    assert time.monotonic() - started < BUCKET_S
+    async with asyncio.timeout(BUCKET_S):
+        while not rig.actor.aborted:
+            await asyncio.sleep(0.01)
+    assert serving(rig) == []
+    await rig.publisher.publish(0)
+    assert set(serving(rig)) >= {"rollout-1", "rollout-2"}
+
+
+@pytest.mark.parametrize("phase", ["open", "publish"])
+async def test_the_actors_own_failure_is_raised_and_the_next_publish_succeeds(rig: Rig, phase: str) -> None:
+    await three(rig)
+    await rig.rollout("rollout-3")
+    rig.actor.failures[phase] = gone("the actor")
+    with pytest.raises(UnavailableError, match="the actor cannot be reached"):
+        await rig.publisher.publish(0)
+    assert serving(rig) == []
+    await rig.publisher.publish(0)
+    assert len(serving(rig)) == 4
+
+
+async def test_a_publish_that_nobody_ever_takes_ends_in_an_error_that_says_why(rig: Rig) -> None:
+    await rig.rollout("rollout-0")
+    engine = rig.twins[0].engine
+
+    async def always_false() -> None:
+        while True:
+            engine.fault = engine.fault or Fault("bucket", Kind.LIE)
+            await asyncio.sleep(0.001)
+
+    lying = asyncio.create_task(always_false())
+    with pytest.raises(WorkerLostError, match=r"no rollout took the weights of step 0: rollout-0.0: .*the engine computes with others"):
+        await rig.publisher.publish(0)
+    lying.cancel()
+
+
+async def test_a_publish_without_rollouts_says_so_after_the_stall_timeout(store: StoreUnderTest, tmp_path: Path) -> None:
+    async with publish_rig(store, {"controller": {"lease_s": LEASE_S, "stall_timeout_s": 0.3}}, tmp_path) as rig:
+        with pytest.raises(DeadlineError, match="0 of 1 rollouts joined"):
+            await rig.publisher.publish(0)
+
+
+async def test_a_trainer_that_dies_ends_the_publish(rig: Rig) -> None:
+    await three(rig)
+    rig.twins[0].engine.fault = Fault("bucket", Kind.LATE)
+    losing = asyncio.create_task(rig.fleet.trainer_lost())
+    join_actor(rig, "1")
+    publishing = asyncio.create_task(rig.publisher.publish(0))
+    await asyncio.sleep(0.1)
+    join_actor(rig, "2")
+    with pytest.raises(WorkerLostError, match=r"actor.1 is lost: replaced by actor.2"):
+        await publishing
+    with pytest.raises(WorkerLostError, match=r"actor.1 is lost"):
+        await losing
+
+
+def join_actor(rig: Rig, incarnation: str) -> None:
+    """Another start of the actor."""
+    join = rig.twins[0].join
+    other = type(join)()
+    other.CopyFrom(join)
+    other.role, other.worker, other.incarnation, other.num_weight_ranks = controller_pb2.ROLE_ACTOR, "actor", incarnation, 0
+    rig.fleet.join(other)
+
+
+@pytest.mark.parametrize("replica", [Replica, RogueReplica])
+async def test_the_checker_sees_an_engine_that_serves_torn_weights_by_itself(store: StoreUnderTest, tmp_path: Path, replica: type[Replica]) -> None:
+    async with publish_rig(store, {}, tmp_path) as rig:
+        rig.replica = replica
+        await three(rig)
+        torn = rig.twins[0].engine
+        for twin in rig.twins:
+            twin.engine.hold = True
+        await rig.admit(6)
+        async with asyncio.timeout(5):
+            while any(twin.engine.num_running < 4 for twin in rig.twins):
+                await asyncio.sleep(0.01)
+        rig.actor.step = 1
+        torn.fault = Fault("bucket", Kind.FAIL)
+        await rig.publisher.publish(1)
+        assert torn.buckets != rig.twins[1].engine.buckets
+        for twin in rig.twins:
+            twin.engine.hold = False
+        await rig.committed(6)
+        found = rig.violations()
+        assert bool(found) is (replica is RogueReplica)
+        assert all("weights" in problem for problem in found)

@@ -1,0 +1,344 @@
+"""No error ever becomes a number: every way in which a scorer can fail, through the client, our reward service and the controller's scoring, to the rows.
+
+The store is real, the scorers are real gRPC servers that misbehave. Which responses of a group are hit is drawn per seed. A group with any failed response
+gets no reward column in any of its rows; the same group, scored honestly afterwards, gets all: so the check would see one.
+"""
+
+import asyncio
+import math
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from rolecall.errors import DeadlineError, InvalidInputError, RoleCallError, ScorerError, UnavailableError
+from rolecall.reward import SERVICE_NAME
+from rolecall.rpc.channel import open_channel
+from rolecall.scores import component_spec
+from rolecall.scoring import RewardClient
+from rolecall.settings import RewardComponent, RpcSection, RunSettings
+from rolecall.v1 import reward_pb2
+from rolecall.v1.trajectory_pb2 import CommittedGroup
+from rolecall.wire import encode_tensor
+from services.controller.scoring import GroupScorer
+from services.controller.threads import StoreThreads
+from services.reward.config import RewardSettings
+from services.reward.engine import RewardEngine
+from services.reward.service import RewardServicer
+from tests.contract.reward_peers import Liar, serving, write_user_module
+from tests.fixtures_store import StoreUnderTest
+
+MakeSettings = Callable[..., RunSettings]
+Result = reward_pb2.ScoreResult
+NUM_RESPONSES = 2
+TIMEOUT_S = 0.5
+REWARD_COLUMNS = ("reward", "reward_components", "token_rewards")
+COMPONENT: TypeAdapter[RewardComponent] = TypeAdapter(RewardComponent)
+
+
+def value(number: float) -> Callable[[Result], None]:
+    def lie(result: Result) -> None:
+        result.reward.value = number
+
+    return lie
+
+
+def error(code: str, retryable: bool) -> Callable[[Result], None]:
+    def lie(result: Result) -> None:
+        result.error.code, result.error.message, result.error.retryable = code, "no", retryable
+
+    return lie
+
+
+def tokens(rewards: object, dtype: str = "float32") -> Callable[[Result], None]:
+    def lie(result: Result) -> None:
+        result.reward.token_rewards.CopyFrom(encode_tensor(np.asarray(rewards, dtype)))
+
+    return lie
+
+
+def component(result: Result) -> None:
+    result.reward.components["bonus"] = 1.0
+
+
+def neither(result: Result) -> None:
+    result.ClearField("reward")
+
+
+ITEM_LIES: dict[str, Callable[[Result], None]] = {
+    "NaN": value(math.nan),
+    "infinity": value(math.inf),
+    "minus infinity": value(-math.inf),
+    "below its range": value(-0.01),
+    "above its range": value(1.01),
+    "an unknown component": component,
+    "token rewards it never declared": tokens([0.0] * 4),
+    "neither reward nor error": neither,
+    "an error of the data": error("BAD_GROUND_TRUTH", False),
+    "an error without a code": error("", False),
+    "an error that may pass": error("OVERLOADED", True),
+}
+
+
+def lose(response: reward_pb2.ScoreResponse) -> None:
+    del response.results[-1]
+
+
+def lose_all(response: reward_pb2.ScoreResponse) -> None:
+    del response.results[:]
+
+
+def double(response: reward_pb2.ScoreResponse) -> None:
+    response.results[-1].id = response.results[0].id
+
+
+def surplus(response: reward_pb2.ScoreResponse) -> None:
+    response.results.add(id="99/0").reward.value = 0.5
+
+
+def rename(response: reward_pb2.ScoreResponse) -> None:
+    response.results[0].id = "99/0"
+
+
+def bloat(response: reward_pb2.ScoreResponse) -> None:
+    response.results[0].reward.components["x" * 17_000_000] = 0.5
+
+
+ANSWER_LIES = {"a result too few": lose, "no results": lose_all, "an id twice": double, "a result too many": surplus, "another id": rename, "17 MB": bloat}
+
+
+def refuse(kind: type[RoleCallError]) -> Callable[[], Any]:
+    def fail() -> None:
+        raise kind("not today")
+
+    return fail
+
+
+CALL_FAILURES: dict[str, Callable[[], Any]] = {
+    "unavailable": refuse(UnavailableError),
+    "a refusal": refuse(InvalidInputError),
+    "a crash": refuse(RoleCallError),
+    "too slow": lambda: asyncio.sleep(20 * TIMEOUT_S),
+}
+KINDS = [*ITEM_LIES, *ANSWER_LIES, *CALL_FAILURES]
+
+
+def misbehave(liar: Liar, kind: str, hit: Sequence[int]) -> None:
+    """From now on, `liar` fails in the manner of `kind` on the responses `hit` (or on all, where it is the call that fails)."""
+    liar.lie, liar.fail = (lambda response: None), None
+    if kind in ITEM_LIES:
+        lie = ITEM_LIES[kind]
+
+        def on_items(response: reward_pb2.ScoreResponse) -> None:
+            for result in response.results:
+                if int(result.id.partition("/")[2]) in hit:
+                    lie(result)
+
+        liar.lie = on_items
+    elif kind in ANSWER_LIES:
+        liar.lie = ANSWER_LIES[kind]
+    else:
+        liar.fail = CALL_FAILURES[kind]
+
+
+@asynccontextmanager
+async def scoring(store: StoreUnderTest, make_settings: MakeSettings, address: str, timeout_s: float = 4 * TIMEOUT_S) -> AsyncIterator[GroupScorer]:
+    """The controller's scoring towards the scorer at `address`; a scorer that is away is given up at once, for the controller's patience has its own tests."""
+    settings = make_settings(controller={"stall_timeout_s": 0.001})
+    threads = StoreThreads()
+    async with open_channel(address, RpcSection()) as channel:
+        reward = RewardClient(channel, name="reward", timeout_s=timeout_s, max_attempts=1)
+        try:
+            yield GroupScorer(settings, store.rows, threads, reward, {})
+        finally:
+            threads.close()
+
+
+@asynccontextmanager
+async def reward_service(folder: Path, **components: dict[str, Any]) -> AsyncIterator[str]:
+    """Our reward service over the components given as in the file."""
+    parts = {name: COMPONENT.validate_python(part, context={"base": folder}) for name, part in components.items()}
+    engine = RewardEngine(RewardSettings("127.0.0.1:0", parts, num_workers=1, search_path=folder, start_timeout_s=60.0), RpcSection())
+    try:
+        await engine.start()
+        async with serving(RewardServicer(engine, on_score=lambda: None)) as address:
+            yield address
+    finally:
+        await engine.close()
+
+
+def external(address: str, **keys: object) -> dict[str, Any]:
+    return {"scorer": {"kind": "external", "address": address}, "timeout_s": TIMEOUT_S, "max_attempts": 1, **keys}
+
+
+def reward_columns(store: StoreUnderTest, group: CommittedGroup) -> int:
+    """How many reward columns the group's rows have, read past our own code."""
+    found = 0
+    for ref in group.rows:
+        (key,) = list(store.connection.ledger.scan_iter(f"{{rl:{store.run}:*row:{ref.id}:*"))
+        found += sum(bool(store.connection.ledger.hexists(key, column)) for column in REWARD_COLUMNS)
+    return found
+
+
+def new_group(store: StoreUnderTest) -> CommittedGroup:
+    (group,) = store.committed(1)
+    return group
+
+
+async def check_never_a_number(store: StoreUnderTest, scorer: GroupScorer, liar: Liar, kind: str) -> None:
+    """Fails a few drawn responses in the manner of `kind`, looks at the rows, then lets the liar be honest about the same group."""
+    group = new_group(store)
+    draw = random.Random(kind)
+    for _ in range(3):
+        misbehave(liar, kind, draw.sample(range(NUM_RESPONSES), draw.randint(1, NUM_RESPONSES)))
+        with pytest.raises((ScorerError, UnavailableError)) as caught:
+            await scorer.score(group)
+        assert "scorer 'reward'" in caught.value.message
+        assert reward_columns(store, group) == 0
+    liar.lie, liar.fail = (lambda response: None), None
+    scored = await scorer.score(group)
+    assert np.isfinite(scored.rewards_G).all()
+    assert reward_columns(store, group) >= NUM_RESPONSES
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_scorer_of_the_users_own_that_fails_writes_no_reward(store: StoreUnderTest, make_settings: MakeSettings, kind: str) -> None:
+    liar = Liar()
+    async with serving(liar) as address, scoring(store, make_settings, address) as scorer:
+        await check_never_a_number(store, scorer, liar, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_one_failing_component_of_our_service_fails_the_item(store: StoreUnderTest, make_settings: MakeSettings, kind: str, tmp_path: Path) -> None:
+    honest, liar = Liar(), Liar()
+    async with AsyncExitStack() as stack:
+        addresses = [await stack.enter_async_context(serving(scorer)) for scorer in (honest, liar)]
+        service = reward_service(tmp_path, good=external(addresses[0]), bad=external(addresses[1], weight=0.0))
+        scorer = await stack.enter_async_context(scoring(store, make_settings, await stack.enter_async_context(service)))
+        await check_never_a_number(store, scorer, liar, kind)
+
+
+class Described(Liar):
+    """A scorer that answers as it describes itself, whatever that is, with the reward `value`."""
+
+    def __init__(self, value: float = 0.5, **spec: Any) -> None:
+        super().__init__()
+        self.spec = reward_pb2.DescribeResponse(name="described", reads=self.spec.reads, **{"reward": component_spec("", 0, 1), **spec})
+        self.value = value
+        self.lie = self._answer
+
+    def become(self, other: "Described") -> "Described":
+        """Describes itself and answers as `other` from now on; returns what it was."""
+        was = Described(self.value)
+        was.spec, self.spec, self.value = self.spec, other.spec, other.value
+        return was
+
+    def _answer(self, response: reward_pb2.ScoreResponse) -> None:
+        for result in response.results:
+            result.reward.value = self.value
+            for part in self.spec.components:
+                result.reward.components[part.name] = 0.5
+            if self.spec.token_rewards:
+                result.reward.token_rewards.CopyFrom(encode_tensor(np.zeros(4, np.float32)))
+
+
+async def test_a_reward_that_float32_cannot_hold_is_refused_before_it_becomes_infinity(store: StoreUnderTest, make_settings: MakeSettings) -> None:
+    async with serving(Described(1e39, reward=component_spec("", None, None))) as address, scoring(store, make_settings, address) as scorer:
+        group = new_group(store)
+        with pytest.raises(ScorerError, match=r"returned the reward 1e\+39, which is not a float32: it would be trained on as infinity"):
+            await scorer.score(group)
+    assert reward_columns(store, group) == 0
+
+
+async def test_token_rewards_that_are_not_finite_or_of_another_length_write_nothing(store: StoreUnderTest, make_settings: MakeSettings) -> None:
+    liar = Described(token_rewards=True)
+    async with serving(liar) as address, scoring(store, make_settings, address) as scorer:
+        group = new_group(store)
+        for lie in (tokens([0, 0, math.nan, 0]), tokens([0.0] * 3), tokens([0.0] * 4, "int32"), lambda result: None):
+            liar.lie = lambda response, lie=lie: lie(response.results[1])  # type: ignore[misc]
+            with pytest.raises(ScorerError, match="token_rewards"):
+                await scorer.score(group)
+            assert reward_columns(store, group) == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"reward": component_spec("", 0, 10)}, r"changed the range of its reward from \(0\.0, 1\.0\) to \(0\.0, 10\.0\) within the run"),
+        ({"components": [component_spec("style", 0, 1)]}, r"changed its components from \[\] to \['style'\] within the run"),
+        ({"token_rewards": True}, "changed token_rewards from False to True within the run"),
+    ],
+)
+async def test_a_scorer_that_describes_itself_otherwise_within_the_run_is_refused(
+    store: StoreUnderTest, make_settings: MakeSettings, changed: dict[str, Any], told: str
+) -> None:
+    liar = Described()
+    async with serving(liar) as address, scoring(store, make_settings, address) as scorer:
+        first, group = store.committed(2)
+        await scorer.score(first)
+        before = liar.become(Described(7.0, **changed))
+        with pytest.raises(ScorerError):
+            await scorer.score(group)  # by its first description no such answer is believed
+        with pytest.raises(ScorerError, match=told):
+            await scorer.score(group)
+        assert reward_columns(store, group) == 0
+        liar.become(before)
+        await scorer.score(group)
+    assert reward_columns(store, group) > 0
+
+
+async def test_bytes_that_are_no_answer_write_nothing(store: StoreUnderTest, make_settings: MakeSettings) -> None:
+    async def describe(request: bytes, context: object) -> bytes:
+        return reward_pb2.DescribeResponse(name="noise").SerializeToString()
+
+    async def score(request: bytes, context: object) -> bytes:
+        return bytes(random.Random(len(request)).randbytes(200))
+
+    handlers: dict[str, Any] = {"Describe": grpc.unary_unary_rpc_method_handler(describe), "Score": grpc.unary_unary_rpc_method_handler(score)}
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    group = new_group(store)
+    try:
+        async with scoring(store, make_settings, f"127.0.0.1:{port}") as scorer:
+            with pytest.raises((ScorerError, UnavailableError), match="scorer 'reward'"):
+                await scorer.score(group)
+    finally:
+        await server.stop(None)
+    assert reward_columns(store, group) == 0
+
+
+async def test_a_scorer_that_is_down_is_infrastructure_and_writes_nothing_until_it_is_back(store: StoreUnderTest, make_settings: MakeSettings) -> None:
+    liar, group = Liar(), new_group(store)
+    async with serving(liar) as address:
+        pass
+    async with scoring(store, make_settings, address) as scorer:
+        with pytest.raises((UnavailableError, DeadlineError), match="scorer 'reward'"):
+            await scorer.score(group)
+        assert reward_columns(store, group) == 0
+        async with serving(liar, bind=address):
+            await scorer.score(group)
+    assert reward_columns(store, group) == NUM_RESPONSES
+
+
+@pytest.mark.parametrize("behaviour", ["raise", "hang", "exit", "segfault", "none", "big"])
+async def test_a_users_function_that_fails_beside_a_good_component_writes_nothing(
+    store: StoreUnderTest, make_settings: MakeSettings, tmp_path: Path, behaviour: str
+) -> None:
+    folder = write_user_module(tmp_path / "conf")
+    with (folder / "behaviour.py").open("a") as module:
+        module.write(f"\ndef fail(item: Item) -> float:\n    return behave(Item('', response_text={behaviour!r}))\n")
+    function = {"scorer": {"kind": "function", "target": "behaviour:fail", "min": 0, "max": 1}, "timeout_s": TIMEOUT_S, "max_attempts": 2, "weight": 0.0}
+    group = new_group(store)
+    async with reward_service(folder, short={"scorer": {"kind": "length", "max_tokens": 8}}, mine=function) as address:
+        async with scoring(store, make_settings, address, timeout_s=30.0) as scorer:
+            with pytest.raises(ScorerError, match="component 'mine'"):
+                await scorer.score(group)
+    assert reward_columns(store, group) == 0

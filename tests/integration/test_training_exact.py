@@ -1,0 +1,315 @@
+"""Loss and gradients do not depend on how a mini-batch was cut, and are those of plain Hugging Face with AdamW.
+
+Every layout is held to one rank that computes all rows in one microbatch, in their order; that one to whole sequences, one by one, through transformers' own
+eager attention and losses written out here. All in float32. "Relative" is to the largest element of the same tensor, or to
+a tenth of the largest of all where that is more.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rolecall.algorithms.aggregation import Aggregation
+from rolecall.settings import OptimizerSection
+from rolecall.training.packing import Row, local_counts
+from tests.integration.exact_ranks import Answer, Job, Objective, Rank, Ranks, combine, living_ranks, write_rows
+from tests.tiny_models import write_qwen3, write_qwen3_moe
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("one_rank")]
+
+TOLERANCE = 1e-5
+"""Largest relative difference of losses and gradients."""
+Shape = tuple[int, int, bool, bool]
+"""Length, prompt length, whether the row is trained on, whether it begins as the one before it."""
+Drawn = tuple[list[Shape], int]
+"""Of a mini-batch's rows, and the seed of what is in them."""
+VOCAB = 150
+MODELS = ["dense", "tied", "moe"]
+AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
+OBJECTIVES: list[tuple[Objective, Aggregation]] = [("policy", kind) for kind in AGGREGATIONS] + [("value", "token_mean"), ("supervised", "token_mean")]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to spread the model and its rows over ranks."""
+
+    world_size: int
+    parallel: dict[str, Any]
+
+    def __str__(self) -> str:
+        return "-".join([str(self.world_size), *(f"{name}{size}" for name, size in self.parallel.items())])
+
+
+LAYOUTS = [
+    Layout(2, {}),
+    Layout(4, {}),
+    Layout(2, {"replicate": 2}),
+    Layout(4, {"replicate": 2}),
+    Layout(2, {"sequence": 2}),
+    Layout(4, {"sequence": 2}),
+    Layout(4, {"sequence": 4}),
+    Layout(4, {"replicate": 2, "sequence": 2}),
+    Layout(2, {"tensor": 2}),
+    Layout(4, {"tensor": 2}),
+    Layout(4, {"tensor": 2, "sequence": 2}),
+    Layout(4, {"replicate": 2, "accumulate": "unsharded"}),
+]
+ONE_ROW: Drawn = ([(12, 4, True, False)], 1)
+"""All ranks but one have nothing to do."""
+NOTHING_TRAINED: Drawn = ([(9, 3, False, False), (5, 5, True, False), (1, 0, True, False)], 2)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Ranks]]:
+    """Groups of two and four, started together."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with ExitStack() as stack:
+        yield {size: stack.enter_context(living_ranks(size, folder / str(size))) for size in (2, 4)}
+
+
+class Bench:
+    """The group of one, and a folder for what passes between it and the others."""
+
+    def __init__(self, models: dict[str, Path], folder: Path) -> None:
+        self.models = models
+        self.folder = folder
+        self._rank = Rank()
+        self._oracles: dict[str, PreTrainedModel] = {}
+
+    def job(self, kind: str, rows: Sequence[Row], temperatures: list[float], **more: Any) -> Job:
+        """A job of `rows` on the model `kind`."""
+        write_rows(self.folder / "rows.npz", rows, temperatures)
+        return Job(str(self.models[kind]), str(self.folder / "rows.npz"), str(self.folder), **more)
+
+    def alone(self, job: Job) -> tuple[Answer, dict[str, torch.Tensor]]:
+        """The job on one rank, and the gradients or weights it left."""
+        answer = combine([self._rank.answer(job)])
+        return answer, self._tensors(job)
+
+    def spread(self, ranks: Ranks, job: Job) -> tuple[Answer, dict[str, torch.Tensor]]:
+        """The job on `ranks`."""
+        answer = ranks.ask(job)
+        return answer, self._tensors(job)
+
+    def oracle(self, kind: str) -> PreTrainedModel:
+        """Plain transformers on the model `kind`."""
+        if kind not in self._oracles:
+            self._oracles[kind] = AutoModelForCausalLM.from_pretrained(self.models[kind], attn_implementation="eager", dtype=torch.float32).eval()
+        return self._oracles[kind]
+
+    @staticmethod
+    def _tensors(job: Job) -> dict[str, torch.Tensor]:
+        return load_file(Path(job.out) / ("gradients.safetensors" if job.optimizer is None else "weights.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    root = tmp_path_factory.mktemp("models")
+    models = {
+        "dense": write_qwen3(root / "dense", hidden=32, heads=4, kv_heads=2, vocab=VOCAB),
+        "tied": write_qwen3(root / "tied", hidden=32, heads=4, kv_heads=4, tied=True, vocab=VOCAB),
+        "moe": write_qwen3_moe(root / "moe"),
+    }
+    return Bench(models, tmp_path_factory.mktemp("bench"))
+
+
+def shapes() -> st.SearchStrategy[Drawn]:
+    """Short rows, all prompt, not trained on, a single token, and groups that share a prompt included."""
+    row = st.integers(1, 24).flatmap(
+        lambda length: st.tuples(st.just(length), st.integers(0, length), st.sampled_from([True, True, True, False]), st.booleans())
+    )
+    return st.tuples(st.lists(row, min_size=1, max_size=9), st.integers(0, 2**16))
+
+
+def make_rows(bench: Bench, kind: str, drawn: Drawn) -> tuple[list[Row], list[float]]:
+    """Rows around the model's own outputs, so that ratios and values stand clear of the points where a clip begins and a last bit would decide."""
+    shape, seed = drawn
+    rng = np.random.default_rng(seed)
+    rows: list[dict[str, Any]] = []
+    for length, prompt, trained, alike in shape:
+        ids, mask = rng.integers(0, VOCAB, length, dtype=np.int32), (np.arange(length) >= prompt).astype(np.uint8)
+        if alike and rows:
+            shared = rows[-1]["token_ids"][: max(prompt, 1)][:length]
+            ids[: len(shared)] = shared
+        rows.append({"token_ids": ids, "response_mask": mask, "loss_mask": mask * np.uint8(trained)})
+    temperatures = [float(t) for t in rng.choice([0.7, 1.0, 1.3], len(rows))]
+    blank = [{**row, "values": np.zeros(len(row["token_ids"]), np.float32), "returns": np.zeros(len(row["token_ids"]), np.float32)} for row in rows]
+    logprobs = bench.alone(bench.job(kind, blank, temperatures, objective="supervised"))[0].outputs
+    values = bench.alone(bench.job(kind, blank, temperatures, objective="value"))[0].outputs
+    for index, row in enumerate(rows):
+        length = len(row["token_ids"])
+
+        def choose(*options: float, length: int = length) -> Any:
+            return rng.choice(np.array(options, np.float32), length)
+
+        row["advantages"] = rng.normal(size=length).astype(np.float32)
+        row["old_logprobs"] = logprobs[index][0] - np.log(choose(0.5, 0.9, 1.1, 1.6, 4.0))
+        row["rollout_logprobs"] = row["old_logprobs"] - np.log(choose(0.7, 1.0, 1.5, 5.0))
+        row["ref/logprobs"] = logprobs[index][0] + choose(-0.5, 0.1, 0.4)
+        row["values"] = values[index][0] + choose(-0.5, -0.1, 0.1, 0.5)
+        row["returns"] = values[index][0] + choose(-1.0, -0.6, 0.7, 1.1)
+    return list(rows), temperatures
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float = TOLERANCE) -> None:
+    assert ours.keys() == theirs.keys()
+    largest = max(float(expected.abs().max()) for expected in theirs.values())
+    for name, expected in theirs.items():
+        # A gradient that is 0 but for rounding, of keys where every query sees one alone, is measured by the others.
+        scale = max(float(expected.abs().max()), 0.1 * largest)
+        difference = float((ours[name] - expected).abs().max())
+        assert difference <= tolerance * scale, f"{name}: {difference:g} beside {scale:g}"
+
+
+def assert_same_answer(ours: Answer, theirs: Answer) -> None:
+    assert ours.losses == pytest.approx(theirs.losses, rel=TOLERANCE, abs=1e-7)
+    assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=TOLERANCE)
+    assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-4, abs=1e-5)
+    assert ours.outputs.keys() == theirs.outputs.keys()
+    for index, columns in theirs.outputs.items():
+        np.testing.assert_allclose(ours.outputs[index], columns, rtol=1e-5, atol=1e-5)
+
+
+STEADY: dict[str, Any] = {"deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.too_slow]}
+"""The same examples every time: now and then two experts are so nearly tied that a last bit decides between them."""
+
+
+@settings(max_examples=20, **STEADY)
+@given(kind=st.sampled_from(MODELS), drawn=shapes(), objective=st.sampled_from(OBJECTIVES), token_budget=st.integers(8, 80), seed=st.integers(0, 99))
+def test_gradients_do_not_depend_on_microbatches_packing_or_order(
+    bench: Bench, kind: str, drawn: Drawn, objective: tuple[Objective, Aggregation], token_budget: int, seed: int
+) -> None:
+    job = bench.job(kind, *make_rows(bench, kind, drawn), objective=objective[0], aggregation=objective[1])
+    whole, expected = bench.alone(job)
+    cut, gradients = bench.alone(replace(job, token_budget=token_budget, seed=seed))
+    assert_same_answer(cut, whole)
+    assert_same(gradients, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@settings(max_examples=6, **STEADY)
+@given(kind=st.sampled_from(MODELS), drawn=shapes(), objective=st.sampled_from(OBJECTIVES), token_budget=st.integers(8, 80), seed=st.integers(0, 99))
+@example(kind="dense", drawn=ONE_ROW, objective=OBJECTIVES[0], token_budget=8, seed=0)
+@example(kind="tied", drawn=NOTHING_TRAINED, objective=OBJECTIVES[1], token_budget=80, seed=0)
+def test_gradients_do_not_depend_on_the_layout_over_ranks(
+    bench: Bench, ranks: dict[int, Ranks], layout: Layout, kind: str, drawn: Drawn, objective: tuple[Objective, Aggregation], token_budget: int, seed: int
+) -> None:
+    job = bench.job(kind, *make_rows(bench, kind, drawn), objective=objective[0], aggregation=objective[1])
+    whole, expected = bench.alone(job)
+    spread, gradients = bench.spread(ranks[layout.world_size], replace(job, parallel=layout.parallel, token_budget=token_budget, seed=seed))
+    assert_same_answer(spread, whole)
+    assert_same(gradients, expected)
+
+
+SHAPE: list[Shape] = [
+    (9, 3, True, False),
+    (24, 8, True, False),
+    (20, 8, True, True),
+    (2, 1, True, False),
+    (17, 0, True, False),
+    (5, 5, True, False),
+    (13, 4, False, False),
+    (1, 0, True, False),
+]
+"""Rows of many kinds: long, short, of one prompt, all prompt, not trained on, a single token."""
+
+
+def oracle_loss(model: PreTrainedModel, rows: list[Row], temperatures: list[float], aggregation: Aggregation) -> torch.Tensor:
+    """The policy's whole objective, sequence by sequence, token by token, by its definition."""
+    counts = local_counts(rows)
+    total = torch.zeros(())
+    for row, temperature in zip(rows, temperatures, strict=True):
+        ids = torch.from_numpy(row["token_ids"].astype(np.int64))
+        log_p = (model(ids[None], use_cache=False).logits[0] / temperature).log_softmax(-1)
+        trained = [t for t in range(1, len(ids)) if row["loss_mask"][t]]
+        for t in trained:
+            weight = {
+                "token_mean": 1 / counts.num_tokens,
+                "seq_mean_token_mean": 1 / (len(trained) * counts.num_sequences),
+                "seq_mean_token_sum": 1 / counts.num_sequences,
+            }[aggregation]
+            logprob, entropy = log_p[t - 1, ids[t]], -(log_p[t - 1].exp() * log_p[t - 1]).sum()
+            old, advantage, reference = (float(row[name][t]) for name in ("old_logprobs", "advantages", "ref/logprobs"))
+            ratio = (logprob - old).exp()
+            gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+            gain = gain.clamp(min=3.0 * advantage) if advantage < 0 else gain
+            correction = min(np.exp(old - row["rollout_logprobs"][t]), 2.0)
+            kl = (reference - logprob).exp() - (reference - logprob) - 1
+            total = total + weight * (-correction * gain - 0.01 * entropy + 0.1 * kl)
+    return total
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_are_those_of_hugging_face_one_sequence_at_a_time(bench: Bench, kind: str, aggregation: Aggregation) -> None:
+    rows, temperatures = make_rows(bench, kind, (SHAPE, 5))
+    answer, gradients = bench.alone(bench.job(kind, rows, temperatures, aggregation=aggregation, token_budget=40))
+    model = bench.oracle(kind)
+    loss = oracle_loss(model, rows, temperatures, aggregation)
+    model.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert answer.losses == pytest.approx([float(loss.detach())], rel=TOLERANCE)
+    assert_same(gradients, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None})
+
+
+ADAMW = OptimizerSection(learning_rate=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5, schedule="linear", warmup_steps=1)
+"""A floor of the denominator beside which a gradient's last bits are small: with less, AdamW makes steps of full size out of rounding."""
+RATES = [0.5, 1.0, 6 / 7, 5 / 7]
+
+
+def oracle_training(bench: Bench, kind: str, rows: list[Row], temperatures: list[float]) -> tuple[list[float], list[float], PreTrainedModel]:
+    """Losses, gradient norms and the model after torch's own AdamW, clipping and the schedule by hand."""
+    model = AutoModelForCausalLM.from_pretrained(bench.models[kind], attn_implementation="eager", dtype=torch.float32).eval()
+    matrices, vectors = [p for p in model.parameters() if p.ndim >= 2], [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": ADAMW.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=ADAMW.learning_rate, betas=ADAMW.betas, eps=ADAMW.eps)
+    losses, norms = [], []
+    for rate in RATES:
+        for group in adamw.param_groups:
+            group["lr"] = rate * ADAMW.learning_rate
+        loss = oracle_loss(model, rows, temperatures, "token_mean")
+        adamw.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), ADAMW.max_grad_norm)))
+        adamw.step()
+        losses.append(float(loss.detach()))
+    return losses, norms, model
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_several_steps_are_those_of_hugging_face_with_adamw_on_one_rank_and_on_many(bench: Bench, ranks: dict[int, Ranks], kind: str, tmp_path: Path) -> None:
+    rows, temperatures = make_rows(bench, kind, (SHAPE, 7))
+    saving = {"gradient_checkpointing": kind == "tied", "activation_offload": kind == "moe"}
+    job = bench.job(kind, rows, temperatures, token_budget=40, optimizer=ADAMW.model_dump(), num_steps=len(RATES), options=saving)
+    losses, norms, model = oracle_training(bench, kind, rows, temperatures)
+    model.save_pretrained(tmp_path)
+    before, after = load_file(bench.models[kind] / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    for layout in [None, *LAYOUTS[MODELS.index(kind) :: len(MODELS)]]:  # each model on a third of them
+        answer, weights = bench.alone(job) if layout is None else bench.spread(ranks[layout.world_size], replace(job, parallel=layout.parallel))
+        assert answer.losses == pytest.approx(losses, rel=TOLERANCE, abs=2e-6), layout  # terms near 1 that cancel
+        assert answer.grad_norms == pytest.approx(norms, rel=TOLERANCE), layout
+        assert_same({name: weights[name] - before[name] for name in weights}, {name: after[name] - before[name] for name in after}, 1e-4)
+
+
+def test_adapters_train_alike_on_every_layout(bench: Bench, ranks: dict[int, Ranks]) -> None:
+    rows, temperatures = make_rows(bench, "tied", (SHAPE, 7))
+    lora = {"rank": 4, "target_modules": ["q_proj", "v_proj", "o_proj"]}
+    checkpointed = {"gradient_checkpointing": True}
+    job = bench.job("tied", rows, temperatures, token_budget=40, lora=lora, optimizer=ADAMW.model_dump(), num_steps=len(RATES), options=checkpointed)
+    expected, trained = bench.alone(job)
+    layouts = [layout for layout in LAYOUTS if "tensor" not in layout.parallel]
+    for layout in layouts:
+        answer, weights = bench.spread(ranks[layout.world_size], replace(job, parallel=layout.parallel))
+        assert answer.losses == pytest.approx(expected.losses, rel=TOLERANCE, abs=2e-6), layout
+        assert answer.grad_norms == pytest.approx(expected.grad_norms, rel=TOLERANCE), layout
+        assert_same(weights, trained, 1e-4)

@@ -1,0 +1,281 @@
+"""A run with real trainers in processes of their own that can be killed at exact instants, and a rollout whose tokens follow from the weights' bits.
+
+The controller reaches a trainer through a `Gateway`, which sees every call and answer, keeps the inputs of every step and kills the trainer when told to. The
+rollout really takes part in the weight channel; what it samples depends on (prompt, seed, digest of the weights), so that weights that are the same to the
+bit sample the same under whatever version number.
+"""
+
+import asyncio
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import torch
+from transformers import Qwen3ForCausalLM
+
+from rolecall.settings import child_environment
+from rolecall.store.sealed import read_sealed
+from rolecall.v1 import training_pb2, weights_pb2
+from rolecall.weights.channel import Channel, join
+from rolecall.weights.rendezvous import Rendezvous
+from rolecall.weights.transfer import Reception, agreed_manifest
+from rolecall.wire import Array
+from services.rollout.sampling import Received, SampleRequest
+from services.rollout.scripted import ScriptedEngine
+from tests.fixtures_store import StoreUnderTest
+
+NURSERY_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 60.0
+STREAMED = ("Train", "SaveCheckpoint")
+UNDER_WAY_S = {"Train": 0.02, "PublishWeights": 0.003, "SaveCheckpoint": 0.003}
+"""How far into a call the trainer dies: a Train takes a tenth of a second or so, the others are short. On a busy machine it may have ended by then."""
+TRAINED_COLUMNS = ("token_ids", "response_mask", "rollout_logprobs", "reward", "loss_mask", "advantages")
+
+
+class Nursery:
+    """Processes of trainers."""
+
+    def __init__(self, store_url: str) -> None:
+        """Trainers find their store at `store_url` and work with one thread."""
+        environment = child_environment({"ROLECALL_STORE_URL": store_url, "ROLECALL_DIE_WITH_PARENT": "1", "OMP_NUM_THREADS": "1"})
+        command = [sys.executable, "-m", "tests.replay_nursery"]
+        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._answer() == "ready"
+
+    def fork(self, role: str, log: Path, config: Path) -> int:
+        """Starts `role`; its process id."""
+        return int(self._ask(["fork", role, str(log), "--config", str(config)]))
+
+    def kill(self, pid: int) -> None:
+        """SIGKILL; returns when it is gone."""
+        self._ask(["kill", pid])
+
+    def close(self) -> None:
+        """Ends them all."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(NURSERY_TIMEOUT_S)
+        self._process.stdout.close()
+
+    def _ask(self, command: list[Any]) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+
+@dataclass(frozen=True)
+class Instant:
+    """When a trainer dies: at the n-th time that a call is "sent" to it, is "under way" in it, or is "answered" by it. Answers of a dead one are lost."""
+
+    call: str
+    side: str
+    count: int = 1
+
+
+@dataclass
+class Gateway:
+    """Between the controller and one trainer. Calls and answers pass as bytes."""
+
+    role: str
+    address: str
+    """Where the trainer listens."""
+    nursery: Nursery
+    store: StoreUnderTest
+    config: Path
+    kills: list[Instant] = field(default_factory=list)
+    inputs: dict[int, list[str]] = field(default_factory=dict)
+    """Step -> digest of the columns that it was trained on, each time it was."""
+    batches: dict[int, set[str]] = field(default_factory=dict)
+    """Step -> digests of sealed batches that Train named."""
+    counts: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    async def start(self) -> str:
+        """Starts the trainer and listens; the address for the controller."""
+        self._server = grpc.aio.server()
+        self._server.add_generic_rpc_handlers((_Handlers(self),))
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return f"127.0.0.1:{port}"
+
+    def start_trainer(self) -> None:
+        """A new process of the role."""
+        # Any: calls of bytes, for which there are no stubs.
+        self._calls: Any = grpc.aio.insecure_channel(self.address, [("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 50)])
+        self._pid = self.nursery.fork(self.role, self.config.with_name(f"{self.role}.log"), self.config)
+
+    async def close(self) -> None:
+        """Kills the trainer."""
+        await asyncio.to_thread(self.nursery.kill, self._pid)
+        await self._calls.close()
+        await self._server.stop(None)
+
+    async def unary(self, path: str, request: bytes, context: Any) -> bytes:
+        """Passes a call on."""
+        name = path.rpartition("/")[2]
+        await self._at(name, "sent", context)
+        try:
+            answer = await self._watched(name, asyncio.ensure_future(_only(self._calls.unary_unary(path)(request, timeout=CALL_TIMEOUT_S))))
+        except grpc.aio.AioRpcError as error:
+            await _abort(context, error)
+        await self._at(name, "answered", context)
+        return answer
+
+    async def streamed(self, path: str, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        """Passes a Train or a SaveCheckpoint on; what comes before its last message is kept from the controller."""
+        name = path.rpartition("/")[2]
+        if name == "Train":
+            await asyncio.to_thread(self._note, training_pb2.TrainRequest.FromString(request))
+        await self._at(name, "sent", context)
+        try:
+            event = await self._watched(name, asyncio.ensure_future(_last(self._calls.unary_stream(path)(request, timeout=CALL_TIMEOUT_S))))
+        except grpc.aio.AioRpcError as error:
+            await _abort(context, error)
+        await self._at(name, "answered", context)
+        yield event
+
+    async def _watched(self, name: str, call: "asyncio.Task[bytes]") -> bytes:
+        """What `call` answers; the trainer dies in the middle of it when that was asked for."""
+        if self._is_asked_for(name, "under way"):
+            await asyncio.sleep(UNDER_WAY_S[name])
+            await self._replace()
+        return await call
+
+    def _note(self, request: training_pb2.TrainRequest) -> None:
+        batch = read_sealed(self.store.connection, self.store.run, request.step)
+        state = hashlib.blake2b(digest_size=16)
+        for ref, row in zip(batch.rows, self.store.rows.read(list(batch.rows), TRAINED_COLUMNS, ("values", "returns")), strict=True):
+            state.update(ref.id.encode())
+            for column in sorted(row):
+                state.update(column.encode() + row[column].tobytes())
+        self.inputs.setdefault(request.step, []).append(state.hexdigest())
+        self.batches.setdefault(request.step, set()).update({request.digest, batch.digest})
+
+    async def _at(self, name: str, side: str, context: Any) -> None:
+        """The instant (call, side): the trainer dies here when that was asked for."""
+        if self._is_asked_for(name, side):
+            await self._replace()
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"{self.role} was killed when {name} was {side}")
+
+    def _is_asked_for(self, name: str, side: str) -> bool:
+        self.counts[name, side] = count = self.counts.get((name, side), 0) + 1
+        instant = Instant(name, side, count)
+        if instant not in self.kills:
+            return False
+        self.kills.remove(instant)
+        return True
+
+    async def _replace(self) -> None:
+        await asyncio.to_thread(self.nursery.kill, self._pid)
+        await self._calls.close()
+        self.start_trainer()
+
+
+async def _only(call: Any) -> bytes:
+    answer: bytes = await call
+    return answer
+
+
+async def _last(events: AsyncIterator[bytes]) -> bytes:
+    answer = b""
+    async for event in events:
+        answer = event
+    return answer
+
+
+async def _abort(context: Any, error: grpc.aio.AioRpcError) -> None:
+    await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
+
+
+class _Handlers(grpc.GenericRpcHandler):
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any]":
+        path, gateway = str(handler_call_details.method), self._gateway
+
+        async def unary(request: bytes, context: Any) -> bytes:
+            return await gateway.unary(path, request, context)
+
+        async def streamed(request: bytes, context: Any) -> AsyncIterator[bytes]:
+            async for event in gateway.streamed(path, request, context):
+                yield event
+
+        if path.rpartition("/")[2] in STREAMED:
+            return grpc.unary_stream_rpc_method_handler(streamed)
+        return grpc.unary_unary_rpc_method_handler(unary)
+
+
+class DigestEngine(ScriptedEngine):
+    """A rollout's engine that receives weights over the real channel and samples by their digest."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(vocab_size=200)
+        self._model = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._digest = ""
+        self._channel: Channel | None = None
+
+    async def join(self, epoch: int, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        """Meets the actor."""
+        await super().join(epoch, address, rank, world_size, timeout_s)
+        self._let_go()
+        self._channel = await asyncio.to_thread(self._meet, epoch, address, rank, world_size, timeout_s)
+
+    def _meet(self, epoch: int, address: str, rank: int, world_size: int, timeout_s: float) -> Channel:
+        rendezvous = Rendezvous(address, epoch, rank, timeout_s)
+        try:
+            return join(rendezvous, world_size, "gloo", torch.device("cpu"), timeout_s)
+        except BaseException:
+            rendezvous.close()
+            raise
+
+    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:
+        """Loads what arrives."""
+        received = await asyncio.to_thread(self._load, bucket_timeout_s)
+        self._version, self._digest = policy_version, received.digest
+        return received
+
+    def _load(self, timeout_s: float) -> Received:
+        assert self._channel is not None
+        manifest = agreed_manifest(self._channel.rendezvous, timeout_s)
+        reception = Reception(self._channel, manifest, timeout_s)
+        for named in reception:
+            self._model.load_state_dict(dict(named), strict=False)
+        result = reception.result()
+        prints = [weights_pb2.Fingerprint(name=spec.name, value=value) for spec, value in zip(manifest.parameters, result.fingerprints, strict=True)]
+        return Received(tuple(prints), result.digest, result.num_bytes, result.transfer_s)
+
+    async def probe(self, token_ids: Sequence[int]) -> Array:
+        """By plain transformers."""
+        with torch.no_grad():
+            logits = self._model(torch.tensor([list(token_ids)])).logits[0]
+        logprobs = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(list(token_ids[1:]))[:, None])[:, 0]
+        return np.concatenate([np.zeros(1, np.float32), logprobs.numpy()])
+
+    def _next(self, request: SampleRequest, position: int) -> tuple[int, float]:
+        text = f"{list(request.prompt_token_ids)}/{request.seed}/{self._digest}/{position}".encode()
+        draw = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
+        token = self._info.eos_token_ids[0] if draw % 8 == 0 else 3 + draw % (self._vocab_size - 3)
+        return token, -1.0 - (draw % 1000) / 1000
+
+    async def close(self) -> None:
+        """Leaves the channel."""
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel.rendezvous.close()
+            self._channel = None

@@ -1,0 +1,263 @@
+"""Actor and critic for the machine of steps: the real front, chain and record around weights that are a hash of everything they were trained on.
+
+Two weights are equal exactly when the same inputs were applied in the same order. A trainer lives in a `TrainerProcess`, which can be killed at an arrow;
+controllers reach it through `ProcessStub`, on which an answer can be lost. Arrows are the instants between two effects at which something may fail.
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from rolecall.checkpoints import StoredFile, store, verify
+from rolecall.errors import UnavailableError, WorkerLostError
+from rolecall.storage import open_storage
+from rolecall.store.connection import Connection
+from rolecall.store.rows import Rows
+from rolecall.store.sealed import read_ctl, read_sealed
+from rolecall.training.applied import FILE, Applied
+from rolecall.training.background import in_background
+from rolecall.training.chain import Progress
+from rolecall.training.fence import Fence
+from rolecall.training.front import TrainerFront
+from rolecall.training.lane import Lane
+from rolecall.training.saving import Written
+from rolecall.training.vitals import nothing
+from rolecall.v1 import training_pb2 as pb
+from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
+from rolecall.wire import Array
+
+T = TypeVar("T")
+
+TRAINED_COLUMNS = ("token_ids", "response_mask", "rollout_logprobs", "reward", "values", "bootstrap_value", "loss_mask", "advantages", "returns")
+BASE = "base"
+"""Weights before the first step."""
+
+
+def digest_of_inputs(refs: Sequence[RowRef], rows: Sequence[dict[str, Array]]) -> str:
+    """Over the identity, order and bits of what a step reads."""
+    state = hashlib.blake2b(digest_size=16)
+    for ref, row in zip(refs, rows, strict=True):
+        state.update(f"{ref.id}:{ref.token}".encode())
+        for name in TRAINED_COLUMNS:
+            state.update(row[name].tobytes())
+    return state.hexdigest()
+
+
+def next_weights(weights: str, inputs: str) -> str:
+    """Weights one step later."""
+    return hashlib.blake2b(f"{weights}/{inputs}".encode(), digest_size=16).hexdigest()
+
+
+class Arrows:
+    """Where something may fail. At most one fault is armed; it strikes once, when its arrow is passed."""
+
+    def __init__(self) -> None:
+        self.armed: str | None = None
+        self.strike: Callable[[], None] = _nothing
+        self.passed: list[str] = []
+
+    def arm(self, arrow: str, strike: Callable[[], None]) -> None:
+        self.armed, self.strike = arrow, strike
+
+    def at(self, arrow: str) -> None:
+        """The instant `arrow`: the armed fault strikes here, which may raise."""
+        self.passed.append(arrow)
+        if arrow == self.armed:
+            self.armed = None
+            self.strike()
+
+
+def _nothing() -> None:
+    """Nothing is armed."""
+
+
+class Killed(Exception):
+    """The process that runs this line is gone."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One applied step."""
+
+    step: int
+    digest: str
+    inputs: str
+
+
+class HashEngine:
+    """front.TrainerEngine whose weights are a hash."""
+
+    num_parameters = 1
+    world_size = 1
+
+    def __init__(self, name: str, rows: Rows, arrows: Arrows) -> None:
+        self.name = name
+        self.rows = rows
+        self.arrows = arrows
+        self.applied = Applied()
+        self.weights = BASE
+        self.log: tuple[Entry, ...] = ()
+        """Every step these weights are made of, in the order applied."""
+        self.threads: set[threading.Thread] = set()
+        """Where it works; gone with its process."""
+
+    def train(self, batch: TrainBatch, progress: Progress) -> pb.TrainResult:
+        self.threads.add(threading.current_thread())
+        self.arrows.at(f"{self.name} is about to apply")
+        refs = list(batch.rows)
+        inputs = digest_of_inputs(refs, self.rows.read(refs, TRAINED_COLUMNS))
+        progress.report(1, 1)
+        self.weights = next_weights(self.weights, inputs)
+        self.log = (*self.log, Entry(batch.step, batch.digest, inputs))
+        result = pb.TrainResult(step=batch.step, digest=batch.digest)
+        self.applied = self.applied.after_step(result, 0)
+        self.arrows.at(f"{self.name} applied")
+        return result
+
+    def compute(self, rows: Sequence[RowRef]) -> frozenset[str]:
+        """The critic's values, which depend on its weights."""
+        scale = int(self.weights.encode().hex()[:4], 16) / 2**16
+        columns: list[dict[str, Array]] = [
+            {"values": row["response_mask"].astype(np.float32) * np.float32(scale), "bootstrap_value": np.full(1, scale, np.float32)}
+            for row in self.rows.read(rows, ["response_mask"])
+        ]
+        self.rows.put(rows, columns)
+        return frozenset()
+
+    def save(self, path: str) -> Written:
+        self.threads.add(threading.current_thread())
+        weights = json.dumps([self.weights, [[entry.step, entry.digest, entry.inputs] for entry in self.log]]).encode()
+        record = self.applied.to_json()
+        self.arrows.at(f"{self.name} took its state")
+
+        def write() -> tuple[StoredFile, ...]:
+            self.threads.add(threading.current_thread())
+            storage = open_storage(path)
+            first = store(storage, FILE, lambda file: file.write(record))
+            self.arrows.at(f"{self.name} is about to keep its checkpoint")
+            second = store(storage, "weights.json", lambda file: file.write(weights))
+            self.arrows.at(f"{self.name} kept its checkpoint")
+            return first, second
+
+        return in_background(write, f"{self.name}'s checkpoint")
+
+    def load(self, path: str, files: Sequence[StoredFile]) -> None:
+        self.threads.add(threading.current_thread())
+        storage = open_storage(path)
+        verify(storage, files, nothing)
+        self.weights, log = json.loads(storage.read("weights.json"))
+        self.log = tuple(Entry(*entry) for entry in log)
+        self.applied = Applied.read(storage)
+        self.arrows.at(f"{self.name} loaded")
+
+    def move(self, parts: Sequence[pb.StatePart.ValueType], *, to_host: bool) -> None:
+        """It has no device."""
+
+    def keep_alive(self) -> None:
+        """It has no other ranks."""
+
+    def stop(self) -> None:
+        """It has no other ranks."""
+
+
+@dataclass
+class TrainerProcess:
+    """A role that ends when killed and comes back as it was before its first step, as the launcher starts it."""
+
+    name: str
+    connection: Connection
+    run: str
+    rows: Rows
+    arrows: Arrows
+    make_front: Callable[..., TrainerFront] = TrainerFront
+    incarnation: int = 0
+    fronts: list[TrainerFront] = field(default_factory=list)
+
+    def start(self) -> None:
+        """A new incarnation; call it on the event loop."""
+        self.engine = HashEngine(self.name, self.rows, self.arrows)
+        fence = Fence(read_ctl(self.connection, self.run))
+        self.front = self.make_front(self.engine, self._read_sealed, Lane(), fence, 2**20, f"{self.name}.{self.incarnation}")
+        self.front.start()
+        self.fronts.append(self.front)
+        self.incarnation += 1
+
+    def _read_sealed(self, step: int) -> TrainBatch:
+        return read_sealed(self.connection, self.run, step)
+
+    def raise_own_fault(self) -> None:
+        """An error of this file in a device thread, which no role would survive."""
+        failed = self.front.lane.failed
+        if failed.done() and not isinstance(failed.exception(), Killed):
+            failed.result()
+
+    async def close(self) -> None:
+        """Ends every incarnation's threads."""
+        for front in self.fronts:
+            await front.close()
+
+
+class ProcessStub:
+    """What a controller holds of a `TrainerProcess`: calls break when the process is replaced under them."""
+
+    def __init__(self, process: TrainerProcess) -> None:
+        self._process = process
+
+    async def _unary(self, call: Callable[[TrainerFront], Awaitable[T]], what: str) -> T:
+        process, incarnation = self._process, self._process.incarnation
+        process.arrows.at(f"{what} sent to {process.name}")
+        try:
+            answer = await call(process.front)
+        except Exception as error:
+            self._raise_lost(incarnation, error)
+            raise
+        self._raise_lost(incarnation, None)
+        process.arrows.at(f"{what} answered by {process.name}")
+        return answer
+
+    def _raise_lost(self, incarnation: int, error: Exception | None) -> None:
+        if self._process.incarnation != incarnation or isinstance(error, Killed):
+            raise WorkerLostError(f"{self._process.name} was killed") from error
+
+    async def GetInfo(self, request: pb.GetTrainerInfoRequest, timeout: float) -> pb.GetTrainerInfoResponse:
+        return self._process.front.info()
+
+    async def Train(self, request: pb.TrainRequest, timeout: float) -> AsyncIterator[pb.TrainResponse]:
+        process, incarnation = self._process, self._process.incarnation
+        process.arrows.at(f"Train sent to {process.name}")
+        try:
+            async for event in process.front.train(request):
+                self._raise_lost(incarnation, None)
+                if event.HasField("result"):
+                    process.arrows.at(f"Train answered by {process.name}")
+                yield event
+        except (Killed, WorkerLostError) as error:
+            raise WorkerLostError(f"{process.name} was killed") from error
+
+    async def ComputeValues(self, request: pb.ComputeColumnRequest, timeout: float) -> pb.ComputeColumnResponse:
+        return await self._unary(lambda front: front.compute(request), "ComputeValues")
+
+    async def SaveCheckpoint(self, request: pb.SaveTrainerCheckpointRequest, timeout: float) -> AsyncIterator[pb.SaveTrainerCheckpointResponse]:
+        process, incarnation = self._process, self._process.incarnation
+        process.arrows.at(f"SaveCheckpoint sent to {process.name}")
+        try:
+            async for event in process.front.save(request):
+                self._raise_lost(incarnation, None)
+                if event.HasField("saved"):
+                    process.arrows.at(f"SaveCheckpoint answered by {process.name}")
+                yield event
+        except (Killed, WorkerLostError) as error:
+            raise WorkerLostError(f"{process.name} was killed") from error
+
+    async def LoadCheckpoint(self, request: pb.LoadTrainerCheckpointRequest, timeout: float) -> pb.LoadTrainerCheckpointResponse:
+        return await self._unary(lambda front: front.load(request), "LoadCheckpoint")
+
+
+def cut_connection() -> None:
+    """A fault: the call's answer is lost, its process goes on."""
+    raise UnavailableError("the connection was cut")

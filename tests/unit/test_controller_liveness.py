@@ -1,0 +1,184 @@
+"""Silence and stillness by the controller's clock: who is given up, when, and what becomes of an incarnation that was."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from rolecall.contract import contract_version
+from rolecall.errors import UnknownWorkerError, WorkerLostError
+from rolecall.settings import ControllerSection, RunSettings
+from rolecall.v1 import controller_pb2
+from services.controller.fleet import Fleet
+from services.controller.liveness import Worker
+from services.controller.threads import StoreThreads
+from tests.fixtures_store import StoreUnderTest
+
+CONTROLLER = ControllerSection()
+LOOK_S = CONTROLLER.heartbeat_s / 4
+HANG_S = 15.0
+
+
+def joined(now: float = 0.0) -> Worker:
+    """A worker that joined at `now`."""
+    return Worker(join=controller_pb2.JoinRequest(worker="rollout-0", incarnation="a"), hang_s=HANG_S, last_seen=now, moved_at=now)
+
+
+def beat(progress: int, *, busy: bool) -> controller_pb2.HeartbeatRequest:
+    """What it says."""
+    return controller_pb2.HeartbeatRequest(progress=progress, busy=busy, phase="generating")
+
+
+def first_loss_s(worker: Worker, start: float) -> float:
+    """When the looks that follow `start` give it up."""
+    now = start
+    while worker.loss(now, CONTROLLER, LOOK_S) is None:
+        now += LOOK_S
+    return now
+
+
+def test_a_death_is_found_within_the_lease() -> None:
+    worker = joined()
+    assert 4.0 < first_loss_s(worker, 0.0) <= CONTROLLER.lease_s
+    loss = worker.loss(5.0, CONTROLLER, LOOK_S)
+    assert loss is not None
+    assert loss.reason.startswith("silent for 5.0 s")
+    assert not loss.is_final
+
+
+def test_a_hang_is_found_within_hang_s_of_the_last_move_however_late_that_was_heard() -> None:
+    worker = joined()
+    worker.heard(beat(1, busy=True), 1.0)  # it moved just after the beat before, and never again
+    now = 1.0
+    while (loss := worker.loss(now, CONTROLLER, LOOK_S)) is None:
+        now += LOOK_S
+        worker.heard(beat(1, busy=True), now)
+    assert HANG_S - 3.0 < now <= HANG_S
+    assert loss.is_final
+    assert "no progress" in loss.reason
+
+
+@pytest.mark.parametrize(
+    "said",
+    [lambda count: beat(1, busy=False), lambda count: beat(count, busy=True), lambda count: beat(1, busy=count % 5 > 0)],
+    ids=["idle", "moving", "idle at times"],
+)
+def test_a_worker_that_is_idle_or_moves_is_never_hung(said: Callable[[int], controller_pb2.HeartbeatRequest]) -> None:
+    worker = joined()
+    for count in range(60):
+        now = count * CONTROLLER.heartbeat_s
+        worker.heard(said(count), now)
+        assert worker.loss(now, CONTROLLER, LOOK_S) is None
+
+
+def test_what_the_controller_could_not_hear_is_not_held_against_anyone() -> None:
+    worker = joined()
+    worker.forgive(60.0, 61.0)
+    assert worker.loss(61.0, CONTROLLER, LOOK_S) is None
+    assert first_loss_s(worker, 61.0) <= 60.0 + CONTROLLER.lease_s
+
+
+@pytest.fixture
+async def fleet(store: StoreUnderTest, make_settings: Callable[..., RunSettings]) -> AsyncIterator[Fleet]:
+    settings = make_settings(controller={"heartbeat_s": 0.1, "lease_s": 0.5}, rollout={"hang_s": 0.6}, actor={"hang_s": 0.6})
+    threads = StoreThreads()
+    fleet = Fleet(settings, store.ledger, threads)
+    watching = asyncio.create_task(fleet.watch())
+    yield fleet
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await fleet.close()
+    threads.close()
+
+
+def request(incarnation: str, role: controller_pb2.Role.ValueType = controller_pb2.ROLE_ROLLOUT, worker: str = "rollout-0") -> controller_pb2.JoinRequest:
+    """A worker's announcement."""
+    return controller_pb2.JoinRequest(
+        run="test", role=role, worker=worker, incarnation=incarnation, address="127.0.0.1:1", num_weight_ranks=1, version=contract_version()
+    )
+
+
+def says(incarnation: str, **fields: Any) -> controller_pb2.HeartbeatRequest:
+    """Its heartbeat."""
+    return controller_pb2.HeartbeatRequest(worker="rollout-0", incarnation=incarnation, **fields)
+
+
+async def until_lost(fleet: Fleet, beat: Callable[[], None] = lambda: None) -> str:
+    """Why rollout-0 is given up, while it says `beat`."""
+    async with asyncio.timeout(5):
+        while not fleet.is_lost("rollout-0"):
+            beat()
+            await asyncio.sleep(0.05)
+    return fleet.is_lost("rollout-0")
+
+
+async def test_a_silent_worker_may_come_back_and_is_lost_until_then(fleet: Fleet) -> None:
+    fleet.join(request("a"))
+    assert (await until_lost(fleet)).startswith("silent")
+    (status,) = fleet.statuses()
+    assert (status.worker, status.incarnation, status.lost[:6]) == ("rollout-0", "a", "silent")
+    assert fleet.rollouts() == []
+    with pytest.raises(UnknownWorkerError):
+        fleet.heartbeat(says("a"))
+    fleet.join(request("a"))
+    assert fleet.is_lost("rollout-0") == ""
+    assert [rollout.policy_version for rollout in fleet.rollouts()] == [-1]
+
+
+async def test_a_hung_worker_is_told_to_end_and_may_never_join_again(fleet: Fleet) -> None:
+    fleet.join(request("a"))
+    assert (await until_lost(fleet, lambda: fleet.heartbeat(says("a", busy=True)))).startswith("hung")
+    for _ in range(2):
+        with pytest.raises(WorkerLostError, match=r"gave rollout-0.a up \(hung"):
+            fleet.heartbeat(says("a"))
+        with pytest.raises(WorkerLostError):
+            fleet.join(request("a"))
+    fleet.join(request("b"))
+    assert [(status.incarnation, status.lost) for status in fleet.statuses()] == [("b", "")]
+
+
+async def test_a_zombie_does_not_take_its_successors_place(fleet: Fleet) -> None:
+    fleet.join(request("a"))
+    await until_lost(fleet)
+    fleet.join(request("b"))
+    with pytest.raises(WorkerLostError, match=r"replaced by rollout-0.b"):
+        fleet.heartbeat(says("a"))
+    with pytest.raises(WorkerLostError):
+        fleet.join(request("a"))
+    fleet.heartbeat(says("b"))
+
+
+async def test_a_controller_that_stood_still_gives_nobody_up_for_it(fleet: Fleet) -> None:
+    fleet.join(request("a"))
+    await asyncio.sleep(0.2)
+    time.sleep(2.0)
+    await asyncio.sleep(0.2)
+    assert fleet.is_lost("rollout-0") == ""
+    assert (await until_lost(fleet)).startswith("silent")
+
+
+async def test_what_a_lost_rollout_held_goes_to_others_and_it_claims_nothing(fleet: Fleet, store: StoreUnderTest) -> None:
+    store.admit(2)
+    queue = store.attested("rollout-0.a")
+    assert len(queue.claim(2)) == 2
+    fleet.join(request("a"))
+    await until_lost(fleet)
+    await asyncio.wait_for(fleet.settled(), 5)
+    assert store.ledger.counts().queued == 2
+    with pytest.raises(Exception, match="holds no attested weights"):
+        queue.claim(1)
+
+
+@pytest.mark.parametrize(("role", "is_told"), [(controller_pb2.ROLE_ACTOR, True), (controller_pb2.ROLE_CRITIC, True), (controller_pb2.ROLE_REWARD, False)])
+async def test_the_loss_of_a_trainer_is_told_and_of_others_not(fleet: Fleet, role: controller_pb2.Role.ValueType, is_told: bool) -> None:
+    waiting = asyncio.create_task(fleet.trainer_lost())
+    fleet.join(request("a", role))
+    await asyncio.sleep(0.05)
+    await until_lost(fleet)
+    await asyncio.sleep(0.05)
+    assert waiting.done() is is_told
+    if is_told:
+        assert isinstance(waiting.exception(), WorkerLostError)
+    waiting.cancel()

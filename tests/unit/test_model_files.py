@@ -1,0 +1,190 @@
+"""Model directories that are incomplete, broken or do not fit: each is told apart by its files alone, with what to do, and `rolecall check` finds it."""
+
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rolecall.check import find_problems, require
+from rolecall.errors import ConfigError
+from rolecall.model_files import CPU_HEAD_DIMS, num_adapter_parameters
+from rolecall.settings import load_settings
+from tests.light_run import VOCAB_SIZE, write_light_config, write_model
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_light_config(tmp_path)
+
+
+def problems(config: Path, *overrides: str) -> list[str]:
+    return find_problems(load_settings(config, list(overrides)), io.StringIO())
+
+
+def edit(file: str, **changes: Any) -> Callable[[Path], None]:
+    """Changes keys of a JSON file; None removes one."""
+
+    def damage(model: Path) -> None:
+        tree = json.loads((model / file).read_text()) | changes
+        (model / file).write_text(json.dumps({key: value for key, value in tree.items() if value is not None}))
+
+    return damage
+
+
+def without(*files: str) -> Callable[[Path], None]:
+    def damage(model: Path) -> None:
+        for file in files:
+            (model / file).unlink()
+
+    return damage
+
+
+def write(file: str, data: bytes) -> Callable[[Path], None]:
+    def damage(model: Path) -> None:
+        (model / file).write_bytes(data)
+
+    return damage
+
+
+def cut(model: Path) -> None:
+    data = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(data[:-100])
+
+
+def half_of_two(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def smaller_embedding(model: Path) -> None:
+    save_file({"model.embed_tokens.weight": np.zeros((VOCAB_SIZE - 9, 32), np.float32)}, model / "model.safetensors")
+
+
+def more_tokens(model: Path) -> None:
+    tree = json.loads((model / "tokenizer.json").read_text())
+    tree["added_tokens"].append({**tree["added_tokens"][-1], "id": VOCAB_SIZE, "content": "<|late|>"})
+    (model / "tokenizer.json").write_text(json.dumps(tree))
+
+
+DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+    (without("config.json"), "config.json: [Errno 2] No such file or directory: "),
+    (write("config.json", b"{"), "; model.path must be a Hugging Face model directory"),
+    (write("config.json", b"[]"), "config.json is not a JSON object; model.path must be"),
+    (without("model.safetensors"), " has no *.safetensors; convert the weights with save_pretrained"),
+    (write("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"), "(a Git LFS pointer is not the file)"),
+    (write("model.safetensors", b"\x02\0\0\0\0\0\0\0{}"), "model.safetensors is not a safetensors file that holds tensors; download or save it again"),
+    (cut, "model.safetensors is cut short: "),
+    (half_of_two, "model.safetensors.index.json names model-00002-of-00002.safetensors, which is not there (1 missing); download the rest"),
+    (without("tokenizer.json"), " has no tokenizer.json; save the tokenizer with save_pretrained, as a fast tokenizer"),
+    (
+        write("tokenizer.json", b'{"version"'),
+        "tokenizer.json: Expecting ':' delimiter: line 1 column 11 (char 10); save the tokenizer again with save_pretrained",
+    ),
+    (without("chat_template.jinja"), ": the tokenizer has no chat template; set tokenizer.chat_template and save it"),
+    (write("chat_template.jinja", b"{% for"), "line 1: the chat template cannot render the turns user ("),
+    (edit("config.json", eos_token_id=None), "names no eos_token_id in generation_config.json or config.json; without one no response would stop"),
+    (edit("config.json", vocab_size=100), ": the tokenizer has ids up to 258, the model has embeddings for 0 to 99; save the tokenizer that"),
+    (
+        edit("config.json", quantization_config={"quant_method": "awq"}),
+        " is quantized (awq), and quantized weights cannot be trained; use the model in bfloat16",
+    ),
+    (edit("config.json", is_encoder_decoder=True), " is an encoder-decoder model; use a causal language model"),
+    (
+        edit("config.json", num_attention_heads=4, num_key_value_heads=3),
+        ": config.json has num_attention_heads 4, not a multiple of num_key_value_heads 3; correct it",
+    ),
+    (smaller_embedding, ": the tokenizer has ids up to 258, the model has embeddings for 0 to 249; save the tokenizer that"),
+    (more_tokens, ": the tokenizer has ids up to 259, the model has embeddings for 0 to 258; save the tokenizer that"),
+]
+
+
+@pytest.mark.parametrize(("damage", "told"), DAMAGES, ids=[told.strip(" :;")[:40] for _, told in DAMAGES])
+def test_a_model_directory_that_lacks_something_is_named_with_what_to_do(config: Path, damage: Callable[[Path], None], told: str) -> None:
+    assert problems(config) == []
+    damage(config.parent / "model")
+    found = problems(config)
+    assert any(told in problem for problem in found), found
+    assert all(str(config.parent) in problem for problem in found), "every complaint names the file"
+    with pytest.raises(ConfigError) as refused:
+        require(load_settings(config))
+    assert told in refused.value.message
+
+
+def test_a_directory_that_is_not_there_is_told_once(config: Path) -> None:
+    told = problems(config, "model.path=/elsewhere")
+    assert told[0].startswith("cannot read /elsewhere/config.json: [Errno 2] No such file or directory")
+    assert told[1].startswith("model.path /elsewhere has no tokenizer.json")
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize("sizes", [{"head_dim": 16}, {"head_dim": None, "hidden_size": 64, "num_attention_heads": 4}])
+def test_heads_that_vllm_refuses_on_cpus_are_named_before_its_first_prompt(config: Path, sizes: dict[str, Any]) -> None:
+    edit("config.json", **sizes)(config.parent / "model")
+    (told,) = problems(config, "rollout.num_replicas=1")
+    assert "head_dim 16 is not one that vLLM's attention takes on CPUs (32, 64, 80, 96, 112, 128" in told
+    assert "use another model, or give rollout.devices" in told
+    assert problems(config, "rollout.num_replicas=0") == []
+
+
+def test_the_head_dimensions_are_those_that_vllm_lists() -> None:
+    """In a process of its own: importing vLLM changes logging, the environment and torch for good."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
+    code = "from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as it; print(it.get_supported_head_sizes())"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=True)
+    assert json.loads(answer.stdout.splitlines()[-1]) == list(CPU_HEAD_DIMS)
+
+
+def test_a_critic_and_a_reference_of_another_vocabulary_are_named_by_their_setting(config: Path, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other")
+    edit("config.json", vocab_size=200)(other)
+    critic = ["critic={path: other, address: 'h:1'}", "algorithm.advantage={kind: gae}"]
+    reference = ["references={ref: {path: other, address: 'h:1'}}", "algorithm.kl={reference: ref, kl_coef: 0.1}"]
+    for setting, overrides in (("critic.path", critic), ("references.ref.path", reference)):
+        (told,) = problems(config, *overrides)
+        assert told.startswith(f"{setting} {other}: the tokenizer has ids up to 258, the model has embeddings for 0 to 199")
+
+
+def test_stop_ids_that_the_model_does_not_know_are_named(config: Path) -> None:
+    (told,) = problems(config, "sampling.stop_token_ids=[2, 259]")
+    assert told == "sampling.stop_token_ids [259] are not ids of the model, which knows 0 to 258; correct them"
+
+
+def save_matrices(config: Path, *names: str) -> None:
+    """A model directory whose files hold [48, 16] matrices of these names beside the embedding."""
+    matrices = {name: np.zeros((48, 16), np.float32) for name in names}
+    embedding = {"model.embed_tokens.weight": np.zeros((VOCAB_SIZE, 16), np.float32)}
+    save_file(embedding | matrices, config.parent / "model" / "model.safetensors")
+
+
+LAYER = "model.layers.0.self_attn"
+LORA = "actor.lora={rank: 4, target_modules: [q_proj, v_proj]}"
+
+
+def test_adapters_are_counted_from_the_shapes_and_alone_take_optimizer_and_disk(config: Path) -> None:
+    save_matrices(config, f"{LAYER}.q_proj.weight", f"{LAYER}.k_proj.weight", f"{LAYER}.v_proj.weight")
+    assert num_adapter_parameters(config.parent / "model", 4, ("q_proj", "v_proj")) == 2 * 4 * (48 + 16)
+    out = io.StringIO()
+    assert find_problems(load_settings(config, [LORA]), out) == []
+    assert "adapters: 0.00M parameters are trained, published and kept; the base stays as it is" in out.getvalue()
+
+
+def test_a_target_of_adapters_that_the_model_lacks_is_named_before_anything_starts(config: Path) -> None:
+    save_matrices(config, f"{LAYER}.q_proj.weight", "model.layers.0.mlp.experts.0.v_proj.weight")
+    (problem,) = set(problems(config, LORA, "rollout.num_replicas=0"))
+    assert "has no v_proj; its matrices are called embed_tokens, q_proj" in problem
+
+
+def test_experts_with_adapters_are_refused_where_vllm_would_die_of_the_probe(config: Path) -> None:
+    save_matrices(config, f"{LAYER}.q_proj.weight", f"{LAYER}.v_proj.weight", "model.layers.0.mlp.experts.0.gate_proj.weight")
+    assert any("with adapters on GPUs only" in problem for problem in problems(config, LORA, "rollout.num_replicas=1"))
+    assert problems(config, LORA, "rollout.num_replicas=0") == []

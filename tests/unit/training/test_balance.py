@@ -1,0 +1,66 @@
+"""Partitions against Karmarkar and Karp's method written down plainly, and bins against what they may hold."""
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolecall.training.balance import EVEN, fill, partition
+
+
+def karmarkar_karp(costs: Sequence[float], num_parts: int) -> float:
+    """Load of the heaviest part by the largest differencing method for many parts, item by item."""
+    heap = [(-cost, [cost] + [0.0] * (num_parts - 1)) for cost in costs]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        first, second = heapq.heappop(heap)[1], heapq.heappop(heap)[1]
+        loads = sorted((a + b for a, b in zip(first, reversed(second), strict=True)), reverse=True)
+        heapq.heappush(heap, (loads[-1] - loads[0], [load - loads[-1] for load in loads]))
+    # what was subtracted on the way is the same for all parts
+    top = heap[0][1]
+    return (sum(costs) - sum(top)) / num_parts + top[0]
+
+
+def heaviest(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> float:
+    assert Counter(i for part in parts for i in part) == Counter(range(len(costs)))
+    return max(sum(costs[i] for i in part) for part in parts)
+
+
+@given(st.lists(st.one_of(st.integers(0, 20).map(float), st.floats(0.1, 100)), min_size=1, max_size=60), st.integers(1, 8))
+def test_no_part_is_heavier_than_karmarkar_karps(costs: list[float], num_parts: int) -> None:
+    parts = partition(costs, num_parts)
+    assert len(parts) == num_parts
+    assert heaviest(costs, parts) <= max(karmarkar_karp(costs, num_parts) * (1 + 1e-12), sum(costs) / num_parts * (1 + EVEN))
+
+
+@pytest.mark.parametrize(("num_items", "num_parts"), [(4096, 64), (4096, 7), (600, 128), (2000, 2)])
+@pytest.mark.parametrize("skewed", [True, False])
+def test_a_whole_batch_is_as_even_as_karmarkar_karp_or_a_millionth_from_ideal(num_items: int, num_parts: int, skewed: bool) -> None:
+    rng = np.random.default_rng(num_items + num_parts)
+    lengths = rng.lognormal(6, 1, num_items).clip(20, 8192).astype(int) if skewed else rng.integers(50, 2000, num_items)
+    costs = (lengths + lengths**2 / 6000).tolist()
+    mean = sum(costs) / num_parts
+    assert heaviest(costs, partition(costs, num_parts)) <= max(karmarkar_karp(costs, num_parts), mean * (1 + EVEN)) * (1 + 1e-12)
+
+
+def test_nothing_and_fewer_items_than_parts_leave_parts_empty() -> None:
+    assert partition([], 3) == [[], [], []]
+    assert sorted(map(len, partition([1.0, 2.0], 4))) == [0, 0, 1, 1]
+
+
+def test_equal_costs_come_out_in_equal_numbers() -> None:
+    assert [len(part) for part in partition([3.0] * 12, 4)] == [3, 3, 3, 3]
+
+
+@given(st.lists(st.integers(1, 30), max_size=40), st.integers(5, 60), st.integers(0, 5))
+def test_bins_hold_everything_once_within_their_capacity_and_the_costliest_comes_first(sizes: list[int], capacity: int, num_bins: int) -> None:
+    costs = [size + 0.1 * size**2 for size in sizes]
+    bins = fill(costs, sizes, capacity=capacity, num_bins=num_bins)
+    assert Counter(i for members in bins for i in members) == Counter(range(len(sizes)))
+    assert all(len(members) <= 1 or sum(sizes[i] for i in members) <= capacity for members in bins)
+    loads = [sum(costs[i] for i in members) for members in bins]
+    assert loads == pytest.approx(sorted(loads, reverse=True))

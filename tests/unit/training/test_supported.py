@@ -1,0 +1,81 @@
+"""Models that cannot be trained exactly are refused by name, on the meta device, and those that can are built without dropout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from rolecall.errors import ConfigError
+from rolecall.training.model import PackedModel, build_model
+
+TINY = {
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def built(path: Path, kind: str, **changes: Any) -> PackedModel:
+    AutoConfig.for_model(kind, **(TINY | changes)).save_pretrained(path)
+    return build_model(path, "policy", torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "olmo2", "phi3", "gemma3_text", "smollm3"])
+def test_plain_causal_models_are_taken(tmp_path: Path, kind: str) -> None:
+    assert built(tmp_path, kind).hf.device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("gemma2", r"Gemma2ForCausalLM does more to its logits than its output layer \(div, mul, tanh"),
+        ("granite", "GraniteForCausalLM does more to its logits"),
+        ("cohere", "CohereForCausalLM does more to its logits"),
+        ("minicpm3", "MiniCPM3ForCausalLM does more to its logits"),
+        ("phi", "PhiForCausalLM has a bias in its output layer"),
+        ("mamba", "MambaForCausalLM keeps a state from token to token"),
+        ("falcon", "a falcon model .* cannot be trained packed"),
+        ("opt", "OPTAttention is not told how sequences are packed"),
+        ("t5", "is an encoder-decoder model"),
+        ("vit", "a vit model .* cannot be trained packed"),
+    ],
+)
+def test_models_whose_numbers_would_be_wrong_are_refused_with_the_reason(tmp_path: Path, kind: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        built(tmp_path, kind)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"architectures": ["Qwen3ForSequenceClassification"]},
+            "holds Qwen3ForSequenceClassification, which is not the causal language model Qwen3ForCausalLM",
+        ),
+        ({"model_type": "qwen99"}, "transformers does not take its config.json .*qwen99"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"is quantized \(gptq\), and quantized weights cannot be trained"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4, not a multiple of num_key_value_heads 3"),
+        ({"head_dim": None, "hidden_size": 33}, "hidden_size 33, not a multiple of num_attention_heads 4"),
+    ],
+)
+def test_a_configuration_of_another_kind_of_model_is_refused_with_the_reason(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    config = AutoConfig.for_model("qwen3", **TINY, head_dim=8).to_dict() | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=told):
+        build_model(tmp_path, "policy", torch.float32)
+
+
+def test_a_model_is_built_without_its_dropout(tmp_path: Path) -> None:
+    model = built(tmp_path, "gpt2", resid_pdrop=0.1, embd_pdrop=0.2, attn_pdrop=0.3)
+    assert {module.p for module in model.modules() if isinstance(module, nn.Dropout)} == {0.0}
+    assert built(tmp_path, "qwen3", attention_dropout=0.1).hf.config.attention_dropout == 0.0

@@ -1,0 +1,151 @@
+"""What the watch among ranks promises, with ranks as threads of this process and as processes that are stopped and killed."""
+
+import multiprocessing
+import os
+import queue
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rolecall.errors import WorkerLostError
+from rolecall.training.vitals import Vitals
+from rolecall.training.watch import BEAT_S, GONE_S, RankWatch
+
+SILENT_S = 2.0
+SOON_S = GONE_S + 2 * BEAT_S + 1.0
+
+
+class Rank:
+    """A watch whose verdict is kept instead of ending the process."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.verdicts: queue.Queue[WorkerLostError] = queue.Queue()
+        self.watch = RankWatch(Vitals("actor", lost=self.verdicts.put), rank, world_size, silent_s=SILENT_S)
+
+    def verdict(self, within_s: float) -> str:
+        return self.verdicts.get(timeout=within_s).message
+
+
+def rank_process(rank: int, address: str, verdicts: Any, *, silent_s: float = SILENT_S) -> None:
+    """Another rank, in a process of its own."""
+    watch = RankWatch(Vitals("actor", lost=lambda error: verdicts.put((rank, error.message))), rank, 3, silent_s=silent_s)
+    watch.connect(address, 5.0)
+    watch.phase = "at train"
+    time.sleep(60)
+
+
+@pytest.fixture
+def start_rank() -> Any:
+    context = multiprocessing.get_context("spawn")
+    verdicts: Any = context.Queue()
+    processes = []
+
+    def start(rank: int, address: str) -> tuple[Any, Any]:
+        process = context.Process(target=rank_process, args=(rank, address, verdicts), daemon=True)
+        process.start()
+        processes.append(process)
+        return process, verdicts
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.join(5)
+
+
+def wait_for(happened: Callable[[], bool], within_s: float = 10.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not happened():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def phases(rank: Rank) -> list[str]:
+    return sorted(peer.phase for peer in rank.watch._peers)
+
+
+def test_a_killed_rank_is_named_to_every_other_rank(start_rank: Any) -> None:
+    leader = Rank(0, 3)
+    address = leader.watch.listen("127.0.0.1")
+    one, verdicts = start_rank(1, address)
+    start_rank(2, address)
+    wait_for(lambda: phases(leader) == ["at train", "at train"])
+    leader.watch.phase = "at train"
+    one.kill()
+    message = leader.verdict(SOON_S)
+    assert message.startswith("rank 1 of actor is gone; it was at train, rank 0 was at train")
+    assert verdicts.get(timeout=SOON_S) == (2, message)
+
+
+def test_a_stopped_rank_is_noticed_by_its_silence_and_only_a_sibling_would_be_killed(start_rank: Any) -> None:
+    leader = Rank(0, 3)
+    one, _ = start_rank(1, leader.watch.listen("127.0.0.1"))
+    wait_for(lambda: phases(leader) == ["at train"])
+    os.kill(one.pid, signal.SIGSTOP)
+    stopped = time.monotonic()
+    message = leader.verdict(SILENT_S + SOON_S)
+    assert "rank 1 of actor has been silent for" in message
+    assert SILENT_S - BEAT_S <= time.monotonic() - stopped <= SILENT_S + 2 * BEAT_S + 0.5
+    # it is a child of this process, not a sibling: nobody but torchrun's own ranks is killed
+    assert one.is_alive()
+
+
+def test_the_silence_of_rank_0_ends_the_others(start_rank: Any) -> None:
+    context = multiprocessing.get_context("spawn")
+    addresses: Any = context.Queue()
+    leader = context.Process(target=lead, args=(addresses,), daemon=True)
+    leader.start()
+    follower = Rank(1, 2)
+    try:
+        follower.watch.connect(addresses.get(timeout=20), 5.0)
+        wait_for(lambda: phases(follower) == ["at save"])
+        assert leader.pid is not None
+        os.kill(leader.pid, signal.SIGSTOP)
+        assert "rank 0 of actor has been silent" in follower.verdict(SILENT_S + SOON_S)
+    finally:
+        leader.kill()
+        leader.join(5)
+
+
+def lead(addresses: Any) -> None:
+    """Rank 0 in a process of its own."""
+    watch = RankWatch(Vitals("actor"), 0, 2, silent_s=SILENT_S)
+    watch.phase = "at save"
+    addresses.put(watch.listen("127.0.0.1"))
+    time.sleep(60)
+
+
+def test_an_orderly_end_is_no_loss() -> None:
+    leader, follower = Rank(0, 2), Rank(1, 2)
+    follower.watch.connect(leader.watch.listen("127.0.0.1"), 5.0)
+    wait_for(lambda: bool(leader.watch._peers) and leader.watch._peers[0].rank == 1)
+    leader.watch.leave()
+    follower.watch.leave()
+    time.sleep(SILENT_S + BEAT_S)
+    assert leader.verdicts.empty()
+    assert follower.verdicts.empty()
+
+
+def test_a_stranger_who_connects_and_leaves_ends_nobody() -> None:
+    leader, follower = Rank(0, 2), Rank(1, 2)
+    address = leader.watch.listen("127.0.0.1")
+    follower.watch.connect(address, 5.0)
+    host, _, port = address.partition("/")[0].rpartition(":")
+    for words in (b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1, "pid": 1, "token": "guess"}\n{"lost": "you"}\n', b"x" * 200_000, b""):
+        with socket.create_connection((host, int(port)), timeout=5) as stranger:
+            stranger.sendall(words)
+    time.sleep(SOON_S)
+    assert leader.verdicts.empty()
+    assert [peer.rank for peer in leader.watch._peers] == [1]
+    leader.watch.leave()
+    follower.watch.leave()
+
+
+def test_a_rank_that_finds_nobody_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(WorkerLostError, match="rank 0 of actor does not answer"):
+        Rank(1, 2).watch.connect(f"127.0.0.1:{port}/x", 1.0)
