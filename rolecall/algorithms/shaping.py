@@ -2,10 +2,8 @@
 
 Pure; raw columns are never overwritten, so shaping can be computed again. The KL term of a loss is in kl.py.
 
-Shapes: B trajectories; T tokens of one trajectory (prompt + response), another for each.
+Shapes: T tokens of one trajectory (prompt + response), another for each.
 """
-
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -43,8 +41,3 @@ def kl_estimate(logprobs: Array, reference_logprobs: Array, estimator: str) -> A
         case "k3":
             return np.expm1(log_ratio) - log_ratio
     raise InvalidInputError(f"KL estimator {estimator!r} is none of k1, k2, k3")
-
-
-def spread(values_B: Array, masks: Sequence[Array]) -> list[Array]:
-    """B arrays float32 [T]: each trajectory's number on the tokens of its mask, 0 elsewhere."""
-    return [np.where(mask_T != 0, np.float32(value), np.float32(0)) for value, mask_T in zip(values_B, masks, strict=True)]

@@ -6,20 +6,14 @@
 A role without an `address` is local: `rolecall train` starts it on a free port. One with an address runs elsewhere and is only called.
 """
 
-from rolecall.settings.algorithm import (
-    ACTOR_BASE,
-    AdvantageSection,
-    AlgorithmSection,
-    CorrectionSection,
-    GaeAdvantage,
-    GrpoAdvantage,
-    KlSection,
-    PolicyLossSection,
-    RlooAdvantage,
-)
+from rolecall.settings.advantages import AdvantageSection, GaeAdvantage, GrpoAdvantage, RlooAdvantage
+from rolecall.settings.algorithm import AlgorithmSection
+from rolecall.settings.correction import CorrectionSection
 from rolecall.settings.data import DataSection, EvaluationSection, EvaluationSet, ModelSection, RunSection, SamplingSection
 from rolecall.settings.environment import child_environment, from_environment, incarnation_given, parent_to_die_with, rank_of_process, visible_gpus
+from rolecall.settings.kl import ACTOR_BASE, KlSection
 from rolecall.settings.load import load_settings, overrides_from, store_url_file, with_running_store
+from rolecall.settings.losses import Aggregation, EntropySection, PolicyLossSection, PpoLoss
 from rolecall.settings.reward import (
     BoxedScorer,
     ExactMatchScorer,
@@ -54,6 +48,7 @@ __all__ = [
     "ACTOR_BASE",
     "ActorSection",
     "AdvantageSection",
+    "Aggregation",
     "AlgorithmSection",
     "BoxedScorer",
     "CheckpointUrl",
@@ -62,6 +57,7 @@ __all__ = [
     "CorrectionSection",
     "CriticSection",
     "DataSection",
+    "EntropySection",
     "EvaluationSection",
     "EvaluationSet",
     "ExactMatchScorer",
@@ -84,6 +80,7 @@ __all__ = [
     "ParallelSection",
     "Pattern",
     "PolicyLossSection",
+    "PpoLoss",
     "ReferenceSection",
     "RegexScorer",
     "RewardComponent",

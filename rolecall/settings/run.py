@@ -4,8 +4,10 @@ from typing import Self
 
 from pydantic import model_validator
 
-from rolecall.settings.algorithm import ACTOR_BASE, AlgorithmSection, GaeAdvantage
+from rolecall.settings.advantages import GaeAdvantage
+from rolecall.settings.algorithm import AlgorithmSection
 from rolecall.settings.data import DataSection, EvaluationSection, ModelSection, RunSection, SamplingSection
+from rolecall.settings.kl import ACTOR_BASE
 from rolecall.settings.reward import RewardSection
 from rolecall.settings.section import Section
 from rolecall.settings.services import (

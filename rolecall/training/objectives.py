@@ -1,6 +1,6 @@
 """What trainers minimise: the configured pieces of rolecall/algorithms put together as `Loss` callables of the engine seam.
 
-    objective = PolicyObjective(settings.algorithm, counts)          # counts: of the whole mini-batch, all ranks
+    objective = PolicyObjective(settings.algorithm, counts, batch.coefficients, length)     # counts: of the whole mini-batch, all ranks
     columns = policy_columns(settings.algorithm)                     # what pack() must bring
     engine.forward_backward(microbatches, objective, entropy=True)   # entropy=False unless it is shown or has a coefficient
 
@@ -13,14 +13,18 @@ from dataclasses import dataclass
 
 import torch
 
-from rolecall.algorithms.aggregation import Aggregation, Counts, token_weights
+from rolecall.algorithms.aggregation import Counts, sequence_index, token_weights
 from rolecall.algorithms.correction import truncated_weights_N
 from rolecall.algorithms.kl import kl_N
-from rolecall.algorithms.losses import entropy_bonus, policy_loss, supervised_loss, value_loss
-from rolecall.settings import AlgorithmSection
+from rolecall.algorithms.losses import PolicyBatch, token_losses
+from rolecall.algorithms.losses.entropy import entropy_bonus
+from rolecall.algorithms.losses.supervised import supervised_loss
+from rolecall.algorithms.losses.value import value_loss
+from rolecall.settings import Aggregation, AlgorithmSection
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.trajectory import reference_column
+from rolecall.v1.trajectory_pb2 import Coefficients
 
 VALUE_COLUMNS = ("loss_mask", "values", "returns")
 """What ValueObjective reads."""
@@ -34,50 +38,47 @@ def policy_columns(algorithm: AlgorithmSection) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """PPO's clipped loss, corrected for the sampler if configured, minus the entropy bonus, plus the KL to a reference."""
+    """The configured policy loss, corrected for the sampler if configured, minus the entropy bonus, plus the KL to a reference."""
 
     algorithm: AlgorithmSection
     counts: Counts
     """Of the global mini-batch."""
+    coefficients: Coefficients
+    """Of the sealed batch."""
+    length: int
+    """The constant of seq_mean_token_sum_norm."""
 
     def __call__(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> tuple[torch.Tensor, Metrics]:
         """A Loss. Metrics are means over the trained tokens."""
         assert isinstance(outputs, TokenOutputs)
-        section, columns = self.algorithm.policy_loss, microbatch.columns
+        algorithm, columns = self.algorithm, microbatch.columns
         mask_N = columns["loss_mask"] & microbatch.score_mask_N
-        weights_N = token_weights(mask_N, microbatch.cu_seqlens, section.aggregation, self.counts)
+        sequence_N, num_sequences = _sequences(microbatch), len(microbatch.lengths)
+        weights_N = token_weights(mask_N, sequence_N, num_sequences, algorithm.aggregation, self.counts, self.length)
         logprobs_N, rollout_N = outputs.logprobs_N, columns["rollout_logprobs"]
         old_N = columns["old_logprobs"] if "old_logprobs" in columns else logprobs_N.detach()
-        correction = self.algorithm.correction
-        correction_N = None if correction is None else truncated_weights_N(old_N, rollout_N, correction.tis_cap)
-        loss, terms = policy_loss(
-            logprobs_N,
-            old_N,
-            columns["advantages"],
-            weights_N,
-            clip_eps_low=section.clip_eps_low,
-            clip_eps_high=section.clip_eps_high,
-            dual_clip=section.dual_clip,
-            correction_N=correction_N,
-        )
+        batch = PolicyBatch(logprobs_N, old_N, columns["advantages"], mask_N, sequence_N, num_sequences, columns)
+        losses = token_losses(algorithm.policy_loss, batch)
         shown: dict[str, torch.Tensor] = {
-            "actor/ratio": terms.ratio_N,
-            "actor/clip_fraction_high": terms.clipped_high_N,
-            "actor/clip_fraction_low": terms.clipped_low_N,
+            "actor/ratio": batch.log_ratio_N().detach().exp(),
             "actor/entropy": outputs.entropy_N.detach(),
             "actor/old_kl": kl_N(old_N, logprobs_N.detach(), "k3"),
             "actor/sampler_kl": kl_N(rollout_N, old_N, "k3"),
+            **{f"actor/{name}": value_N for name, value_N in losses.shown.items()},
         }
-        if correction_N is not None:
-            shown["actor/correction_weight"] = correction_N
+        losses_N = losses.losses_N
+        if algorithm.correction is not None:
+            shown["actor/correction_weight"] = correction_N = truncated_weights_N(old_N, rollout_N, algorithm.correction.tis_cap)
+            losses_N = losses_N * correction_N
+        loss = (losses_N * weights_N).sum()
         metrics = Metrics()
         metrics.sum("actor/policy_loss", float(loss.detach()))
-        if section.entropy_coef:
-            loss = loss - section.entropy_coef * entropy_bonus(outputs.entropy_N, weights_N)
-        kl = self.algorithm.kl
+        if self.coefficients.entropy_coef:
+            loss = loss - self.coefficients.entropy_coef * entropy_bonus(outputs.entropy_N, weights_N)
+        kl = algorithm.kl
         if kl is not None and kl.placement == "loss":
             reference_kl_N = kl_N(logprobs_N, columns[reference_column(kl.reference)], kl.estimator)
-            loss = loss + kl.kl_coef * (reference_kl_N * weights_N).sum()
+            loss = loss + self.coefficients.kl_coef * (reference_kl_N * weights_N).sum()
             shown["actor/reference_kl"] = reference_kl_N.detach()
         metrics.sum("actor/loss", float(loss.detach()))
         _add_means(metrics, shown, mask_N)
@@ -97,7 +98,7 @@ class ValueObjective:
         assert isinstance(outputs, ValueOutputs)
         columns = microbatch.columns
         mask_N = columns["loss_mask"] & microbatch.score_mask_N
-        weights_N = token_weights(mask_N, microbatch.cu_seqlens, "token_mean", self.counts)
+        weights_N = token_weights(mask_N, _sequences(microbatch), len(microbatch.lengths), "token_mean", self.counts)
         loss, terms = value_loss(outputs.values_N, columns["returns"], columns["values"], weights_N, clip_eps=self.clip_eps)
         metrics = Metrics()
         metrics.sum("critic/loss", float(loss.detach()))
@@ -122,10 +123,15 @@ class SupervisedObjective:
         """A Loss."""
         assert isinstance(outputs, TokenOutputs)
         mask_N = microbatch.columns["loss_mask"] & microbatch.score_mask_N
-        loss = supervised_loss(outputs.logprobs_N, token_weights(mask_N, microbatch.cu_seqlens, self.aggregation, self.counts))
+        weights_N = token_weights(mask_N, _sequences(microbatch), len(microbatch.lengths), self.aggregation, self.counts)
+        loss = supervised_loss(outputs.logprobs_N, weights_N)
         metrics = Metrics()
         metrics.sum("supervised/loss", float(loss.detach()))
         return loss, metrics
+
+
+def _sequences(microbatch: Microbatch) -> torch.Tensor:
+    return sequence_index(microbatch.cu_seqlens, microbatch.token_ids_N.numel())
 
 
 def _add_means(metrics: Metrics, shown: dict[str, torch.Tensor], mask_N: torch.Tensor) -> None:

@@ -426,6 +426,7 @@ class TrainBatch(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     GIDS_FIELD_NUMBER: _builtins.int
+    COEFFICIENTS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step this batch makes; 0 for the first."""
     digest: _builtins.str
@@ -438,6 +439,10 @@ class TrainBatch(_message.Message):
     def gids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Admission numbers of the groups, in order."""
 
+    @_builtins.property
+    def coefficients(self) -> Global___Coefficients:
+        """The loss's coefficients in this step: those that adapt change from step to step, so a batch that is trained again brings its own."""
+
     def __init__(
         self,
         *,
@@ -445,14 +450,41 @@ class TrainBatch(_message.Message):
         digest: _builtins.str = ...,
         rows: _abc.Iterable[Global___RowRef] | None = ...,
         gids: _abc.Iterable[_builtins.int] | None = ...,
+        coefficients: Global___Coefficients | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["coefficients", b"coefficients"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "gids", b"gids", "rows", b"rows", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coefficients", b"coefficients", "digest", b"digest", "gids", b"gids", "rows", b"rows", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrainBatch: _TypeAlias = TrainBatch  # noqa: Y015
+
+@_typing.final
+class Coefficients(_message.Message):
+    """Weights of the terms of a loss."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KL_COEF_FIELD_NUMBER: _builtins.int
+    ENTROPY_COEF_FIELD_NUMBER: _builtins.int
+    kl_coef: _builtins.float
+    """Of the KL to a reference, as a reward or as a term of the loss; 0 without one."""
+    entropy_coef: _builtins.float
+    """Of the entropy bonus; 0 without one."""
+    def __init__(
+        self,
+        *,
+        kl_coef: _builtins.float = ...,
+        entropy_coef: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropy_coef", b"entropy_coef", "kl_coef", b"kl_coef"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Coefficients: _TypeAlias = Coefficients  # noqa: Y015
 
 @_typing.final
 class Metric(_message.Message):

@@ -49,6 +49,7 @@ class PolicySteps:
 
     def __init__(self, settings: RunSettings) -> None:
         self._algorithm = settings.algorithm
+        self._length = settings.algorithm.aggregation_length or settings.sampling.max_tokens
         self._seed = settings.run.seed
 
     def encode(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> list[dict[str, Array]]:
@@ -84,7 +85,7 @@ class PolicySteps:
         kept: list[torch.Tensor] = []
 
         def objective(minibatch: Minibatch) -> Loss:
-            policy = PolicyObjective(section, minibatch.counts)
+            policy = PolicyObjective(section, minibatch.counts, batch.coefficients, self._length)
             if minibatch is not first or first.has(OLD):
                 return policy
             if kept:

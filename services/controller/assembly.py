@@ -135,24 +135,31 @@ def prepare(
             penalise_kl(reward, row["rollout_logprobs"], row[name], mask, kl.kl_coef, kl.estimator)
             for reward, row, mask in zip(rewards, rows, masks, strict=True)
         ]
-    wants_values = bool(needs(settings.algorithm.advantage))
     truncated = [flag for group in groups for flag in group.truncated_G]
+    columns_needed = {name: [row[name] for row in rows] for name in needs(settings.algorithm.advantage)}
+    if "bootstrap_value" in columns_needed:
+        columns_needed["bootstrap_value"] = [value * cut for value, cut in zip(columns_needed["bootstrap_value"], truncated, strict=True)]
     batch = ScoredBatch(
         gids=[group.gid for group in groups for _ in group.rows],
         rewards=rewards,
         response_masks=masks,
         loss_masks=masks,
-        values=[row["values"] for row in rows] if wants_values else None,
-        bootstrap_values=[float(row["bootstrap_value"][0]) if cut else 0.0 for row, cut in zip(rows, truncated, strict=True)] if wants_values else None,
+        columns=columns_needed,
     )
     result = estimate(settings.algorithm.advantage, batch)
     columns = [{"loss_mask": mask, "advantages": advantage} for mask, advantage in zip(masks, result.advantages, strict=True)]
     if result.returns is not None:
         for column, returns in zip(columns, result.returns, strict=True):
             column["returns"] = returns
-    train_batch = trajectory_pb2.TrainBatch(step=step, rows=refs, gids=[group.gid for group in groups])
+    train_batch = trajectory_pb2.TrainBatch(step=step, rows=refs, gids=[group.gid for group in groups], coefficients=coefficients(settings))
     train_batch.digest = _digest(refs, rows, columns)
     return train_batch, columns
+
+
+def coefficients(settings: RunSettings) -> trajectory_pb2.Coefficients:
+    """The loss's coefficients as configured."""
+    kl, entropy = settings.algorithm.kl, settings.algorithm.entropy
+    return trajectory_pb2.Coefficients(kl_coef=kl.kl_coef if kl else 0.0, entropy_coef=entropy.entropy_coef if entropy else 0.0)
 
 
 def _digest(refs: Sequence[trajectory_pb2.RowRef], rows: Sequence[Mapping[str, Array]], columns: Sequence[Mapping[str, Array]]) -> str:

@@ -29,9 +29,7 @@ from services.reward.scorers.length import length_cost
 from services.reward.scorers.overlong import overlong_penalty
 from services.reward.scorers.regex import regex_match
 
-LocalScorer: TypeAlias = (
-    ExactMatchScorer | RegexScorer | BoxedScorer | MathScorer | JsonScorer | FormatScorer | LengthScorer | OverlongScorer | FunctionScorer
-)
+LocalScorer: TypeAlias = ExactMatchScorer | RegexScorer | BoxedScorer | MathScorer | JsonScorer | FormatScorer | LengthScorer | OverlongScorer | FunctionScorer
 """Every scorer that runs in a worker process: all but the external one."""
 
 COMPARES = (reward_pb2.SCORE_FIELD_RESPONSE_TEXT, reward_pb2.SCORE_FIELD_GROUND_TRUTH)

@@ -1,0 +1,57 @@
+"""What every policy loss reads and gives. Torch.
+
+Shapes: N tokens of one microbatch, packed; S its sequences.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+LOG_RATIO_BOUND = 20.0
+"""log-ratios are held within +-this before exp, so that one stray token cannot make the loss inf."""
+
+
+@dataclass(frozen=True)
+class PolicyBatch:
+    """One microbatch as a policy loss sees it. Sequences are whole: what a loss wants to know of one, it can compute here. What it wants to know of the whole
+    mini-batch is in columns that were made before (selection.py)."""
+
+    logprobs_N: torch.Tensor
+    """float32 [N] with the graph."""
+    old_logprobs_N: torch.Tensor
+    """float32 [N]: the proximal policy's, without a graph."""
+    advantages_N: torch.Tensor
+    """float32 [N]."""
+    mask_N: torch.Tensor
+    """bool [N], tokens trained on; elsewhere a token's loss does not matter."""
+    sequence_N: torch.Tensor
+    """int64 [N], the sequence of each token, 0..S-1."""
+    num_sequences: int
+    """S."""
+    columns: Mapping[str, torch.Tensor]
+    """[N] each, by their names in the trajectory schema."""
+
+    def log_ratio_N(self) -> torch.Tensor:
+        """float32 [N]: log pi / pi_old, bounded, with the graph; 0 outside the mask."""
+        log_ratio_N = (self.logprobs_N - self.old_logprobs_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        return torch.where(self.mask_N, log_ratio_N, 0.0)
+
+    def sequence_sums_S(self, values_N: torch.Tensor) -> torch.Tensor:
+        """[S]: the sum of `values_N` over each sequence's tokens of the mask."""
+        masked_N = torch.where(self.mask_N, values_N, 0.0)
+        return torch.zeros(self.num_sequences, dtype=masked_N.dtype, device=masked_N.device).index_add(0, self.sequence_N, masked_N)
+
+    def sequence_means_S(self, values_N: torch.Tensor) -> torch.Tensor:
+        """[S]: the mean of `values_N` over each sequence's tokens of the mask; 0 where it has none."""
+        return self.sequence_sums_S(values_N) / self.sequence_sums_S(torch.ones_like(values_N)).clamp(min=1)
+
+
+@dataclass(frozen=True)
+class TokenLosses:
+    """A loss before it is aggregated: the loss of a mini-batch is sum(weights_N * losses_N), with weights of aggregation.py times those of correction.py."""
+
+    losses_N: torch.Tensor
+    """[N] with the graph; finite everywhere, meaningful where the mask is true."""
+    shown: Mapping[str, torch.Tensor]
+    """Detached [N] (bool or float), averaged over the mask as metrics actor/<name>."""
