@@ -5,7 +5,7 @@ import functools
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from rolecall.training.lane import Lane
 from rolecall.training.vitals import Vitals
 from rolecall.v1 import actor_pb2_grpc, critic_pb2_grpc, reference_pb2_grpc
 from rolecall.v1.training_pb2 import CheckpointFile, SaveTrainerCheckpointRequest, SaveTrainerCheckpointResponse, TrainRequest, TrainResponse, TrainResult
-from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, SamplingParams, TrainBatch, TrajectoryMeta
+from rolecall.v1.trajectory_pb2 import Coefficients, CommittedGroup, RowRef, SamplingParams, TrainBatch, TrajectoryMeta
 from rolecall.wire import Array
 from services.actor import engine as actor_engine
 from services.actor.service import ActorServicer
@@ -77,6 +77,7 @@ class Batches:
     num_groups: int = 4
     num_responses: int = 2
     policy_version: int = 0
+    coefficients: Coefficients = field(default_factory=Coefficients)
 
     def sampled(self, num_groups: int | None = None) -> list[CommittedGroup]:
         """Committed groups that nobody scored."""
@@ -101,12 +102,13 @@ class Batches:
         self.policy_version += 1
         return groups
 
-    def sealed(self, step: int, digest: str = "", **columns: Any) -> TrainBatch:
+    def sealed(self, step: int, digest: str = "") -> TrainBatch:
         """The batch of `step`, sealed, with advantages of both signs."""
         groups = self.sampled()
         refs = [ref for group in groups for ref in group.rows]
         self.score(refs)
         batch = self.store.batch(step, groups, digest or f"batch-{step}")
+        batch.coefficients.CopyFrom(self.coefficients)
         assert self.store.ledger.seal(batch)
         return batch
 

@@ -40,7 +40,7 @@ from rolecall.v1.training_pb2 import (
     SaveTrainerCheckpointRequest,
     TrainRequest,
 )
-from rolecall.v1.trajectory_pb2 import RowRef
+from rolecall.v1.trajectory_pb2 import Coefficients, RowRef
 from rolecall.weights.channel import join
 from rolecall.weights.rendezvous import Rendezvous
 from rolecall.weights.transfer import Reception, agreed_manifest
@@ -199,9 +199,10 @@ async def test_a_step_is_the_same_whether_old_logprobs_were_written_before_or_no
 
 
 async def test_kl_and_sampler_correction_are_terms_of_the_loss(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+    batches.coefficients = Coefficients(kl_coef=0.5, entropy_coef=0.01)
     batch = batches.sealed(0)
     request = TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest)
-    algorithm = {"groups_per_batch": 4, "kl": {"reference": "ref", "kl_coef": 0.5}, "correction": {"tis_cap": 1.5}, "policy_loss": {"entropy_coef": 0.01}}
+    algorithm = {"groups_per_batch": 4, "kl": {"reference": "ref", "kl_coef": 0.5}, "correction": {"tis_cap": 1.5}}
     async with served_actor(make_run(algorithm=algorithm, references={"ref": {}}), store) as (rig, actor):
         with pytest.raises(RowMissingError, match="ref/logprobs"):
             await train(actor, request)

@@ -14,7 +14,7 @@ from rolecall.settings import RunSettings
 from rolecall.training import lora
 from rolecall.v1 import weights_pb2
 from rolecall.v1.training_pb2 import TrainRequest
-from rolecall.v1.trajectory_pb2 import TrainBatch
+from rolecall.v1.trajectory_pb2 import Coefficients, TrainBatch
 from rolecall.weights.channel import join
 from rolecall.weights.rendezvous import Rendezvous
 from rolecall.weights.transfer import Reception, agreed_manifest
@@ -54,7 +54,7 @@ def receive_adapter(address: str) -> tuple[weights_pb2.WeightManifest, dict[str,
 
 
 async def test_a_kl_to_the_base_is_the_kl_to_a_reference_service_of_the_same_model(store: StoreUnderTest, make_run: MakeRun, model: Path) -> None:
-    ctl, batches = store.ledger.ctl, Batches(store, model)
+    ctl, batches = store.ledger.ctl, Batches(store, model, coefficients=Coefficients(kl_coef=0.5))
     sealed: list[TrainBatch] = []
     values: dict[str, list[dict[str, float]]] = {}
     async with served_actor(make_run(algorithm=kl_to("base")), store) as (_, actor):

@@ -20,16 +20,17 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from rolecall.algorithms.aggregation import Aggregation, Counts
+from rolecall.algorithms.aggregation import Counts
 from rolecall.errors import RoleCallError
 from rolecall.settings import (
+    Aggregation,
     AlgorithmSection,
     CorrectionSection,
     KlSection,
     LoraSection,
     OptimizerSection,
     ParallelSection,
-    PolicyLossSection,
+    PpoLoss,
     child_environment,
 )
 from rolecall.telemetry import Metrics
@@ -40,11 +41,16 @@ from rolecall.training.objectives import VALUE_COLUMNS, PolicyObjective, Supervi
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing import Row, local_counts, pack, plan_batch, unpack
 from rolecall.v1.training_pb2 import TrainResult
+from rolecall.v1.trajectory_pb2 import Coefficients
 
 Objective = Literal["policy", "supervised", "value"]
 
 STILL = OptimizerSection(learning_rate=1e-30)
 """A step with it clears the gradients and changes no weight."""
+
+
+LENGTH = 16
+"""The constant of seq_mean_token_sum_norm."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,8 @@ def policy_algorithm(aggregation: Aggregation) -> AlgorithmSection:
     """Every piece of the policy's objective at once."""
     return AlgorithmSection(
         groups_per_batch=1,
-        policy_loss=PolicyLossSection(aggregation=aggregation, entropy_coef=0.01, dual_clip=3.0),
+        policy_loss=PpoLoss(dual_clip=3.0),
+        aggregation=aggregation,
         kl=KlSection(reference="ref", kl_coef=0.1),
         correction=CorrectionSection(),
     )
@@ -115,7 +122,8 @@ def make_loss(job: Job, counts: Counts) -> tuple[Loss, tuple[str, ...]]:
     """The objective of `job` and the columns it reads."""
     match job.objective:
         case "policy":
-            return PolicyObjective(policy_algorithm(job.aggregation), counts), policy_columns(policy_algorithm(job.aggregation))
+            algorithm = policy_algorithm(job.aggregation)
+            return PolicyObjective(algorithm, counts, Coefficients(kl_coef=0.1, entropy_coef=0.01), LENGTH), policy_columns(algorithm)
         case "supervised":
             return SupervisedObjective(counts, job.aggregation), ("loss_mask",)
         case "value":

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from rolecall.algorithms.aggregation import Aggregation
 from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, ConfigError, DiskFullError
-from rolecall.settings import AlgorithmSection, CorrectionSection, KlSection, OptimizerSection, PolicyLossSection, child_environment
+from rolecall.settings import Aggregation, AlgorithmSection, CorrectionSection, KlSection, OptimizerSection, PpoLoss, child_environment
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.huggingface import write_model
@@ -30,6 +29,7 @@ from rolecall.training.objectives import PolicyObjective, SupervisedObjective, V
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing import Row, local_counts, pack, unpack
 from rolecall.training.vitals import nothing
+from rolecall.v1.trajectory_pb2 import Coefficients
 from tests.checkpoint_rig import exported, load, save
 from tests.integration.fsdp_ranks import VOCAB, make_rows, train_step, weights_of
 from tests.tiny_models import write_qwen3, write_qwen3_moe
@@ -278,12 +278,13 @@ def test_a_step_does_not_depend_on_microbatches_packing_or_order(split_engine: F
     rows = make_rows(8)
     algorithm = AlgorithmSection(
         groups_per_batch=1,
-        policy_loss=PolicyLossSection(aggregation=aggregation, entropy_coef=0.01, dual_clip=3.0),
+        policy_loss=PpoLoss(dual_clip=3.0),
+        aggregation=aggregation,
         kl=KlSection(reference="ref", kl_coef=0.1),
         correction=CorrectionSection(),
     )
     rows = [{**row, "ref/logprobs": row["rollout_logprobs"] * 0.9} for row in rows]
-    objective = PolicyObjective(algorithm, local_counts(rows))
+    objective = PolicyObjective(algorithm, local_counts(rows), Coefficients(kl_coef=0.1, entropy_coef=0.01), 1)
 
     def step(parts: list[list[int]]) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
         load(split_engine, split_engine_start(split_engine))
@@ -318,9 +319,9 @@ def make_groups(num_prompts: int, num_responses: int) -> list[Row]:
 @pytest.mark.parametrize("head", ["policy", "value"])
 def test_what_sequences_have_in_common_is_computed_once_and_changes_no_number(models: dict[str, Path], kind: str, head: Head) -> None:
     rows = make_groups(3, 4)
-    algorithm = AlgorithmSection(groups_per_batch=1, policy_loss=PolicyLossSection(entropy_coef=0.01))
+    algorithm = AlgorithmSection(groups_per_batch=1)
     counts = local_counts(rows)
-    objective = PolicyObjective(algorithm, counts) if head == "policy" else ValueObjective(0.2, counts)
+    objective = PolicyObjective(algorithm, counts, Coefficients(entropy_coef=0.01), 1) if head == "policy" else ValueObjective(0.2, counts)
     columns = [*policy_columns(algorithm), "values", "returns"]
     section = OptimizerSection(learning_rate=1.0, eps=1.0, max_grad_norm=1e9)
     together = [pack(rows, columns, temperature=0.7, device=CPU)]
@@ -368,7 +369,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(models: di
     poisoned = [{**row, "advantages": row["advantages"] * np.float32("nan")} for row in rows]
     algorithm = AlgorithmSection(groups_per_batch=1)
     packed = pack(poisoned, policy_columns(algorithm), temperature=1.0, device=CPU)
-    engine.forward_backward([packed], PolicyObjective(algorithm, local_counts(rows)))
+    engine.forward_backward([packed], PolicyObjective(algorithm, local_counts(rows), Coefficients(), 1))
     outcome = engine.step()
     assert not outcome.applied
     assert not np.isfinite(outcome.grad_norm)

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rolecall.algorithms.aggregation import Aggregation
-from rolecall.settings import OptimizerSection
+from rolecall.settings import Aggregation, OptimizerSection
 from rolecall.training.packing import Row, local_counts
-from tests.integration.exact_ranks import Answer, Job, Objective, Rank, Ranks, combine, living_ranks, write_rows
+from tests.integration.exact_ranks import LENGTH, Answer, Job, Objective, Rank, Ranks, combine, living_ranks, write_rows
 from tests.tiny_models import write_qwen3, write_qwen3_moe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("one_rank")]
@@ -237,6 +236,8 @@ def oracle_loss(model: PreTrainedModel, rows: list[Row], temperatures: list[floa
                 "token_mean": 1 / counts.num_tokens,
                 "seq_mean_token_mean": 1 / (len(trained) * counts.num_sequences),
                 "seq_mean_token_sum": 1 / counts.num_sequences,
+                "seq_mean_token_sum_norm": 1 / (LENGTH * counts.num_sequences),
+                "token_sum": 1.0,
             }[aggregation]
             logprob, entropy = log_p[t - 1, ids[t]], -(log_p[t - 1].exp() * log_p[t - 1]).sum()
             old, advantage, reference = (float(row[name][t]) for name in ("old_logprobs", "advantages", "ref/logprobs"))

@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,19 +10,29 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolecall.algorithms.aggregation import Aggregation, Counts, token_weights
+from rolecall.algorithms.aggregation import Counts, sequence_index, token_weights
 from rolecall.algorithms.correction import mismatch, truncated_weights_N
 from rolecall.algorithms.kl import KlEstimator, kl_N
-from rolecall.algorithms.losses import entropy_bonus, policy_loss, supervised_loss, value_loss
+from rolecall.algorithms.losses import PolicyBatch
+from rolecall.algorithms.losses.entropy import entropy_bonus
+from rolecall.algorithms.losses.ppo import ppo
+from rolecall.algorithms.losses.supervised import supervised_loss
+from rolecall.algorithms.losses.value import value_loss
+from rolecall.settings import Aggregation
 
-AGGREGATIONS: list[Aggregation] = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
+AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
+CLIP: dict[str, float] = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
+
+
+def batch_of(logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> PolicyBatch:
+    """One sequence whose every token is trained on."""
+    return PolicyBatch(logprobs, old, advantages, torch.ones_like(old, dtype=torch.bool), torch.zeros_like(old, dtype=torch.int64), 1, {})
 
 
 def one_token_loss(ratio: float, advantage: float, dual_clip: float | None = None) -> tuple[float, float]:
     """(loss, gradient at the logprob) of one token."""
     logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
-    zero, one = torch.zeros(1), torch.ones(1)
-    loss, _ = policy_loss(logprobs, zero, torch.tensor([advantage]), one, clip_eps_low=0.2, clip_eps_high=0.28, dual_clip=dual_clip)
+    loss = ppo(batch_of(logprobs, torch.zeros(1), torch.tensor([advantage])), **CLIP, dual_clip=dual_clip).losses_N.sum()
     loss.backward()  # type: ignore[no-untyped-call]
     assert logprobs.grad is not None
     return float(loss.detach()), float(logprobs.grad)
@@ -49,14 +60,14 @@ def test_dual_clip_bounds_the_loss_of_a_punished_token() -> None:
 
 def test_the_clip_fractions_say_which_bound_held() -> None:
     logprobs = torch.tensor([1.5, 0.5, 1.0]).log()
-    _, terms = policy_loss(logprobs, torch.zeros(3), torch.tensor([1.0, -1.0, 1.0]), torch.ones(3), clip_eps_low=0.2, clip_eps_high=0.28)
-    assert terms.clipped_high_N.tolist() == [True, False, False]
-    assert terms.clipped_low_N.tolist() == [False, True, False]
+    shown = ppo(batch_of(logprobs, torch.zeros(3), torch.tensor([1.0, -1.0, 1.0])), **CLIP).shown
+    assert shown["clip_fraction_high"].tolist() == [True, False, False]
+    assert shown["clip_fraction_low"].tolist() == [False, True, False]
 
 
 def test_a_stray_token_cannot_make_the_loss_infinite() -> None:
-    loss, _ = policy_loss(torch.tensor([0.0]), torch.tensor([-1e9]), torch.tensor([-1.0]), torch.ones(1), clip_eps_low=0.2, clip_eps_high=0.2)
-    assert torch.isfinite(loss)
+    losses = ppo(batch_of(torch.tensor([0.0]), torch.tensor([-1e9]), torch.tensor([-1.0])), **CLIP)
+    assert torch.isfinite(losses.losses_N).all()
 
 
 def test_the_value_loss_takes_the_worse_of_free_and_clipped() -> None:
@@ -87,11 +98,13 @@ def test_entropy_and_supervised_terms_are_weighted_sums() -> None:
         ("token_mean", [0, 0.2, 0.2, 0, 0.2]),
         ("seq_mean_token_mean", [0, 0.125, 0.125, 0, 0.25]),
         ("seq_mean_token_sum", [0, 0.25, 0.25, 0, 0.25]),
+        ("seq_mean_token_sum_norm", [0, 0.025, 0.025, 0, 0.025]),
+        ("token_sum", [0, 1, 1, 0, 1]),
     ],
 )
 def test_token_weights_by_hand(kind: Aggregation, expected: list[float]) -> None:
     mask = torch.tensor([False, True, True, False, True])
-    weights = token_weights(mask, torch.tensor([0, 3, 5]), kind, Counts(num_tokens=5, num_sequences=4))
+    weights = token_weights(mask, torch.tensor([0, 0, 0, 1, 1]), 2, kind, Counts(num_tokens=5, num_sequences=4), length=10)
     np.testing.assert_allclose(weights, expected)
 
 
@@ -114,8 +127,9 @@ def test_loss_and_gradient_do_not_depend_on_how_the_minibatch_is_cut(lengths: li
     def loss_of(sequences: list[int]) -> torch.Tensor:
         index = torch.from_numpy(np.concatenate([np.arange(starts[s], starts[s + 1]) for s in sequences]))
         cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum([lengths[s] for s in sequences])]))
-        weights = token_weights(mask[index], cu_seqlens, kind, counts)
-        return policy_loss(leaf[index], old[index], advantages[index], weights, clip_eps_low=0.2, clip_eps_high=0.28, dual_clip=3.0)[0]
+        sequence = sequence_index(cu_seqlens, len(index))
+        batch = PolicyBatch(leaf[index], old[index], advantages[index], mask[index], sequence, len(sequences), {})
+        return (ppo(batch, **CLIP, dual_clip=3.0).losses_N * token_weights(mask[index], sequence, len(sequences), kind, counts, length=10)).sum()
 
     whole = loss_of(list(range(len(lengths))))
     (whole_gradient,) = torch.autograd.grad(whole, leaf)

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from rolecall.algorithms.aggregation import Counts
-from rolecall.settings import AlgorithmSection, CorrectionSection, KlSection, PolicyLossSection
+from rolecall.settings import AlgorithmSection, CorrectionSection, KlSection
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.objectives import PolicyObjective, ValueObjective, policy_columns
 from rolecall.training.packing import pack
+from rolecall.v1.trajectory_pb2 import Coefficients
 from rolecall.wire import Array
 
 CPU = torch.device("cpu")
@@ -34,12 +35,11 @@ def outputs(*logprobs: float) -> TokenOutputs:
 def test_the_objective_adds_correction_entropy_and_reference_kl() -> None:
     algorithm = AlgorithmSection(
         groups_per_batch=1,
-        policy_loss=PolicyLossSection(entropy_coef=0.1),
         kl=KlSection(reference="ref", kl_coef=0.5, estimator="k1"),
         correction=CorrectionSection(tis_cap=2.0),
     )
     columns: dict[str, list[float]] = {"advantages": [0, 1, -1], "old_logprobs": [0, -1, -2], "rollout_logprobs": [0, -1, -9], "ref/logprobs": [0, -1.5, -2.5]}
-    loss, metrics = PolicyObjective(algorithm, Counts(2, 1))(microbatch(**columns), outputs(0, -1, -2))
+    loss, metrics = PolicyObjective(algorithm, Counts(2, 1), Coefficients(kl_coef=0.5, entropy_coef=0.1), 1)(microbatch(**columns), outputs(0, -1, -2))
     # ratio 1 on both: token losses -1 * 1 and +1 * 2 (capped weight), then entropy 0.1 * 3 and KL 0.5 * 0.5
     assert float(loss) == pytest.approx((-1 + 2) / 2 - 0.3 + 0.25)
     values = metrics.values()
@@ -52,7 +52,7 @@ def test_the_objective_adds_correction_entropy_and_reference_kl() -> None:
 
 def test_without_old_logprobs_the_policy_is_compared_with_itself() -> None:
     logprobs = torch.tensor([0.0, -1.0, -2.0], requires_grad=True)
-    objective = PolicyObjective(AlgorithmSection(groups_per_batch=1), Counts(2, 1))
+    objective = PolicyObjective(AlgorithmSection(groups_per_batch=1), Counts(2, 1), Coefficients(), 1)
     loss, metrics = objective(microbatch(advantages=[0, 1, 3], rollout_logprobs=[0, -1.5, -2]), TokenOutputs(logprobs, torch.zeros(3)))
     loss.backward()  # type: ignore[no-untyped-call]
     assert logprobs.grad is not None
@@ -77,6 +77,6 @@ def test_the_value_objective_averages_over_the_global_tokens() -> None:
 def test_a_microbatch_without_trained_tokens_adds_nothing() -> None:
     empty = microbatch(advantages=[0, 0, 0], rollout_logprobs=[0, -1, -1])
     untrained = Microbatch(**{**vars(empty), "columns": {**empty.columns, "loss_mask": torch.zeros(3, dtype=torch.bool)}})
-    loss, metrics = PolicyObjective(AlgorithmSection(groups_per_batch=1), Counts(2, 1))(untrained, outputs(0, -1, -2))
+    loss, metrics = PolicyObjective(AlgorithmSection(groups_per_batch=1), Counts(2, 1), Coefficients(), 1)(untrained, outputs(0, -1, -2))
     assert float(loss) == 0.0
     assert "actor/ratio" not in metrics.values()
