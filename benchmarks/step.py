@@ -148,7 +148,7 @@ def main() -> None:
         scratch = Path(directory)
         paths = () if arguments.config else sort_digits(arguments.folder, scratch)
         given = tuple(override.removeprefix("--") for override in overrides)
-        job = Job(arguments.config or SORT_DIGITS / "grpo.yaml", (*paths, *MEASURED, *given))
+        job = Job(arguments.config or SORT_DIGITS / "task.yaml", (*paths, *MEASURED, *given))
         try:
             print("\n".join(report(job, scratch, arguments.steps, max(1, arguments.warmup), arguments.large_steps)))
         except ConfigError as error:

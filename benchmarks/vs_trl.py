@@ -81,7 +81,7 @@ class Ours:
             "sampling.max_tokens": job.max_tokens,
         }
         words = [*MEASURED, *(f"{key}={value}" for key, value in given.items()), *overrides]
-        command = [sys.executable, "-m", "rolecall.cli", "train", str(SORT_DIGITS / "grpo.yaml"), *(f"--{word}" for word in words)]
+        command = [sys.executable, "-m", "rolecall.cli", "train", str(SORT_DIGITS / "task.yaml"), *(f"--{word}" for word in words)]
         with (folder / "ours.log").open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRONMENT)
         self._num_prompts = job.num_prompts

@@ -50,6 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", action="store_true", help="go on with the run in run.dir")
     check = command("check", "validate a configuration without starting anything, and print what follows from it", _OVERRIDES)
     check.add_argument("config", type=Path, metavar="CONFIG", help="the run's YAML file")
+    for reader in (train, check):
+        reader.add_argument("--recipe", type=Path, metavar="FILE", help="a method's keys (examples/recipes/), for what the file does not set itself")
     serve = command("serve", "run one role: rolecall serve ROLE --config FILE [--name INSTANCE]", _OVERRIDES)
     serve.add_argument("role", choices=ROLES, metavar="ROLE", help=", ".join(ROLES))
     for name, help in [
@@ -73,7 +75,7 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from rolecall.settings import load_settings, overrides_from
 
     if arguments.command in ("train", "check"):
-        settings = load_settings(arguments.config, overrides_from(rest))
+        settings = load_settings(arguments.config, overrides_from(rest), arguments.recipe)
         if arguments.command == "check":
             from rolecall.check import check
 

@@ -12,7 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 HERE = Path(__file__).resolve().parent
+RECIPES = HERE.parent / "recipes"
+CRITIC = ["--critic.optimizer={learning_rate: 3.0e-4, betas: [0.9, 0.99]}"]
+"""What this task sets of a critic, where the method has one."""
 EVALUATION = "eval/heldout/accuracy"
 NUM_SAMPLES = 5
 
@@ -21,27 +26,30 @@ def main() -> int:
     """Exit code of the training command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--config", type=Path, default=HERE / "grpo.yaml", help="grpo.yaml or ppo.yaml")
+    parser.add_argument("--recipe", metavar="NAME", help=f"a file of examples/recipes/: {', '.join(sorted(path.stem for path in RECIPES.glob('*.yaml')))}")
     parser.add_argument("--folder", type=Path, help="where everything goes; must not exist (default: a new one under runs/)")
     arguments, overrides = parser.parse_known_args()
-    folder = (arguments.folder or Path("runs") / f"sort_digits-{arguments.config.stem}-seed{arguments.seed}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    folder = (arguments.folder or Path("runs") / f"sort_digits-{arguments.recipe or 'default'}-seed{arguments.seed}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     started = time.monotonic()
     # Idle threads that sleep instead of spinning cost nothing alone and are several times faster on a machine that others use too.
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     subprocess.run([sys.executable, str(HERE / "prepare.py"), str(folder), "--seed", str(arguments.seed)], check=True, env=environment)
     prepared = time.monotonic()
-    code = subprocess.run([*train_command(arguments.config, folder, arguments.seed), *overrides], check=False).returncode
+    code = subprocess.run([*train_command(folder, arguments.seed, arguments.recipe), *overrides], check=False).returncode
     ended = time.monotonic()
     if code == 0:
         report(folder, prepare_s=prepared - started, train_s=ended - prepared)
     return code
 
 
-def train_command(config: Path, folder: Path, seed: int) -> list[str]:
-    """`rolecall train` on the files in `folder`."""
+def train_command(folder: Path, seed: int, recipe: str | None = None) -> list[str]:
+    """`rolecall train` on the files in `folder`, with the method of a recipe."""
     paths = {"run.dir": "run", "model.path": "model", "data.train": "train.jsonl", "evaluation.sets.heldout.path": "heldout.jsonl"}
-    overrides = [f"--{key}={folder / name}" for key, name in paths.items()]
-    return [sys.executable, "-m", "rolecall.cli", "train", str(config), *overrides, f"--run.seed={seed}"]
+    words = [f"--{key}={folder / name}" for key, name in paths.items()]
+    if recipe is not None:
+        path = RECIPES / f"{recipe}.yaml"
+        words += ["--recipe", str(path), *(CRITIC if "critic" in yaml.safe_load(path.read_text()) else [])]
+    return [sys.executable, "-m", "rolecall.cli", "train", str(HERE / "task.yaml"), *words, f"--run.seed={seed}"]
 
 
 def report(folder: Path, *, prepare_s: float, train_s: float) -> None:

@@ -12,24 +12,26 @@ from rolecall.settings.environment import from_environment
 from rolecall.settings.run import RunSettings
 
 
-def load_settings(path: Path, overrides: list[str] | None = None) -> RunSettings:
-    """Reads, overrides and checks the file at `path`. ConfigError names the key and what is wrong with it."""
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; give the path of a YAML file") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must be a mapping of sections (run, model, data, ...), not {type(tree).__name__}")
+def load_settings(path: Path, overrides: list[str] | None = None, recipe: Path | None = None) -> RunSettings:
+    """Reads, overrides and checks the file at `path`. ConfigError names the key and what is wrong with it.
+
+    A recipe (`recipe: FILE` in the file; the argument goes before it) holds the keys of a method; what the file and the overrides say goes before it.
+    """
+    tree = _read(path)
+    named = tree.pop("recipe", None)
     for override in overrides or []:
         _override(tree, override)
+    if recipe is None and named is not None:
+        recipe = path.parent / Path(str(named)).expanduser()
+    if recipe is not None:
+        tree = _over(tree, _read(recipe))
     from_environment(tree)
     try:
         return RunSettings.model_validate(tree, context={"base": path.resolve().parent})
     except ValidationError as error:
         lines = [f"  {'.'.join(str(part) for part in item['loc']) or 'configuration'}: {item['msg']}" for item in error.errors(include_url=False)]
-        raise ConfigError(f"{path} is not a valid configuration:\n" + "\n".join(lines)) from error
+        given = f" with the recipe {recipe}" if recipe is not None else ""
+        raise ConfigError(f"{path}{given} is not a valid configuration:\n" + "\n".join(lines)) from error
 
 
 def store_url_file(run_dir: Path) -> Path:
@@ -44,6 +46,28 @@ def with_running_store(settings: RunSettings) -> RunSettings:
         return settings
     url = SecretStr(file.read_text().strip())
     return settings.model_copy(update={"store": settings.store.model_copy(update={"url": url})})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; give the path of a YAML file") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must be a mapping of sections (run, model, data, ...), not {type(tree).__name__}")
+    return tree
+
+
+def _over(tree: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
+    """`tree` with what only `recipe` says, section by section. Of two different kinds of a section `tree`'s alone is taken."""
+    merged = dict(recipe)
+    for key, value in tree.items():
+        below = recipe.get(key)
+        same_kind = isinstance(value, dict) and isinstance(below, dict) and value.get("kind", below.get("kind")) == below.get("kind")
+        merged[key] = _over(value, below) if same_kind else value
+    return merged
 
 
 def _override(tree: dict[str, Any], override: str) -> None:

@@ -1,0 +1,59 @@
+"""Recipes: what each one is, and how a configuration takes one."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rolecall.errors import ConfigError
+from rolecall.settings import GrpoAdvantage, RlooAdvantage, load_settings
+from tests.light_run import write_light_config
+
+RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
+TASK_SETS = {"groups_per_batch", "num_minibatches", "num_epochs", "max_staleness"}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_light_config(tmp_path)
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_is_short_cites_its_source_and_sets_the_method_alone(path: Path, config: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 25
+    assert "arXiv:" in text.splitlines()[0] + text.splitlines()[1]
+    tree = yaml.safe_load(text)
+    assert tree.keys() <= {"algorithm", "critic", "references"}
+    assert not TASK_SETS & tree["algorithm"].keys()
+    load_settings(config, recipe=path)
+
+
+def test_what_the_file_sets_goes_before_the_recipe(config: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("algorithm: {groups_per_batch: 7, max_staleness: 3, advantage: {kind: grpo, normalize_std: false}}\n")
+    settings = load_settings(config, recipe=recipe)
+    assert (settings.algorithm.groups_per_batch, settings.algorithm.max_staleness) == (2, 3)
+    assert settings.algorithm.advantage == GrpoAdvantage(normalize_std=False)
+
+
+def test_of_two_kinds_of_a_section_the_files_own_is_taken_whole(config: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("algorithm: {advantage: {kind: grpo, normalize_std: false}}\n")
+    assert load_settings(config, ["algorithm.advantage={kind: rloo}"], recipe).algorithm.advantage == RlooAdvantage()
+
+
+def test_a_file_names_its_recipe_beside_it_and_an_argument_replaces_it(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "beside.yaml").write_text("algorithm: {max_staleness: 3}\n")
+    (tmp_path / "other.yaml").write_text("algorithm: {max_staleness: 4}\n")
+    config.write_text(config.read_text() + "recipe: beside.yaml\n")
+    assert load_settings(config).algorithm.max_staleness == 3
+    assert load_settings(config, recipe=tmp_path / "other.yaml").algorithm.max_staleness == 4
+
+
+def test_a_recipe_that_is_wrong_is_named(config: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml"):
+        load_settings(config, recipe=tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("algorithm: {advantages: {kind: grpo}}\n")
+    with pytest.raises(ConfigError, match=r"(?s)bad\.yaml.*algorithm\.advantages"):
+        load_settings(config, recipe=tmp_path / "bad.yaml")
