@@ -6,12 +6,12 @@
 A role without an `address` is local: `rolecall train` starts it on a free port. One with an address runs elsewhere and is only called.
 """
 
-from rolecall.settings.advantages import AdvantageSection, GaeAdvantage, GrpoAdvantage, RlooAdvantage
+from rolecall.settings.advantages import AdvantageSection, GaeAdvantage, GrpoAdvantage, RemaxAdvantage, RlooAdvantage
 from rolecall.settings.algorithm import AlgorithmSection
 from rolecall.settings.correction import CorrectionSection
 from rolecall.settings.data import DataSection, EvaluationSection, EvaluationSet, ModelSection, RunSection, SamplingSection
 from rolecall.settings.environment import child_environment, from_environment, incarnation_given, parent_to_die_with, rank_of_process, visible_gpus
-from rolecall.settings.kl import ACTOR_BASE, KlSection
+from rolecall.settings.kl import ACTOR_BASE, AdaptiveKl, KlEstimator, KlSection
 from rolecall.settings.load import load_settings, overrides_from, store_url_file, with_running_store
 from rolecall.settings.losses import Aggregation, EntropySection, PolicyLossSection, PpoLoss
 from rolecall.settings.reward import (
@@ -47,6 +47,7 @@ from rolecall.settings.trainers import ActorSection, CriticSection, LoraSection,
 __all__ = [
     "ACTOR_BASE",
     "ActorSection",
+    "AdaptiveKl",
     "AdvantageSection",
     "Aggregation",
     "AlgorithmSection",
@@ -67,6 +68,7 @@ __all__ = [
     "GaeAdvantage",
     "GrpoAdvantage",
     "JsonScorer",
+    "KlEstimator",
     "KlSection",
     "LauncherSection",
     "LengthScorer",
@@ -85,6 +87,7 @@ __all__ = [
     "RegexScorer",
     "RewardComponent",
     "RewardSection",
+
     "RlooAdvantage",
     "RolloutSection",
     "RpcSection",

@@ -1,0 +1,86 @@
+"""Coefficients that adapt from step to step: of the KL to a reference, toward a target KL, and of the entropy bonus, toward a target entropy.
+
+Pure Python. What adapts is the state `Control`; whoever owns the steps keeps it, seals `coefficients` with each batch and moves it on by what the step measured.
+
+    control = start(algorithm)
+    batch.coefficients = coefficients(algorithm, control)
+    control = advance(algorithm, control, kl=..., entropy=..., num_samples=...)     # when the step is applied
+"""
+
+from dataclasses import dataclass, replace
+
+from rolecall.settings import AlgorithmSection
+from rolecall.v1.trajectory_pb2 import Coefficients
+
+KL_ERROR_BOUND = 0.2
+"""The relative error counts up to this, either way: Ziegler et al.'s constant."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """Where the coefficients stand."""
+
+    kl_coef: float = 0.0
+    """Of the KL term; 0 without one."""
+    entropy_coef: float = 0.0
+    """Of the entropy bonus, as it has adapted; the batch gets it or 0 (`coefficients`)."""
+    entropy: float | None = None
+    """Mean entropy per trained token of the step before, nats; None: none was measured yet."""
+
+
+def start(algorithm: AlgorithmSection) -> Control:
+    """Before the first step: as configured."""
+    kl, entropy = algorithm.kl, algorithm.entropy
+    return Control(kl.kl_coef if kl is not None else 0.0, entropy.entropy_coef if entropy is not None else 0.0)
+
+
+def coefficients(algorithm: AlgorithmSection, control: Control) -> Coefficients:
+    """What is sealed with the next batch."""
+    entropy = algorithm.entropy
+    entropy_coef = control.entropy_coef
+    if entropy is not None and entropy.target is not None:
+        entropy_coef = entropy_coef_applied(entropy_coef, control.entropy, target=entropy.target)
+    return Coefficients(kl_coef=control.kl_coef, entropy_coef=entropy_coef)
+
+
+def advance(algorithm: AlgorithmSection, control: Control, *, kl: float | None, entropy: float | None, num_samples: int) -> Control:
+    """After a step. `kl` and `entropy` are means per trained token, None where nothing was trained: that coefficient stays. `num_samples`: responses of the batch.
+
+    `kl` is of the configured estimator: metric actor/reference_kl where the KL is in the loss, the mean of the penalty where it is in the reward.
+    `entropy` is metric actor/entropy.
+    """
+    adaptive, section = algorithm.kl.adaptive if algorithm.kl is not None else None, algorithm.entropy
+    if adaptive is not None and kl is not None:
+        control = replace(control, kl_coef=kl_coef_next(control.kl_coef, kl, num_samples, target=adaptive.target, horizon=adaptive.horizon))
+    if section is not None and section.target is not None and entropy is not None:
+        entropy_coef = entropy_coef_next(
+            control.entropy_coef, entropy, target=section.target, step=section.coef_step, lowest=section.min_coef, highest=section.max_coef
+        )
+        control = replace(control, entropy_coef=entropy_coef, entropy=entropy)
+    return control
+
+
+def kl_coef_next(coef: float, observed_kl: float, num_samples: int, *, target: float, horizon: int) -> float:
+    """coef (1 + K e), e = clip(observed_kl / target - 1, -0.2, 0.2): the proportional controller in log space of Ziegler et al. (arXiv:1909.08593, section 2.2).
+
+    The paper's K is 0.1 a step; its code's is num_samples / horizon, which makes the pace independent of the batch's size. That is what is done here.
+    """
+    error = min(max(observed_kl / target - 1, -KL_ERROR_BOUND), KL_ERROR_BOUND)
+    return coef * max(0.0, 1 + error * num_samples / horizon)
+
+
+def entropy_coef_next(coef: float, observed_entropy: float, *, target: float, step: float, lowest: float, highest: float) -> float:
+    """coef + step where the entropy is below its target, coef - step where it is above, within lowest..highest.
+
+    Adaptive entropy control of Skywork-OR1 (arXiv:2505.22312), with the bounds that its released recipes set.
+    """
+    if observed_entropy < target:
+        coef += step
+    elif observed_entropy > target:
+        coef -= step
+    return min(max(coef, lowest), highest)
+
+
+def entropy_coef_applied(coef: float, observed_entropy: float | None, *, target: float) -> float:
+    """coef while the entropy is at most its target, else 0 (the same source): the bonus never pushes an entropy that is high enough. As given before the first."""
+    return coef if observed_entropy is None or observed_entropy <= target else 0.0
