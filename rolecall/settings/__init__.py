@@ -85,9 +85,9 @@ __all__ = [
     "PpoLoss",
     "ReferenceSection",
     "RegexScorer",
+    "RemaxAdvantage",
     "RewardComponent",
     "RewardSection",
-
     "RlooAdvantage",
     "RolloutSection",
     "RpcSection",

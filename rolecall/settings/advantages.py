@@ -21,6 +21,12 @@ class RlooAdvantage(Section):
     kind: Literal["rloo"] = "rloo"
 
 
+class RemaxAdvantage(Section):
+    """ReMax: reward minus the reward of a greedy response to the same prompt, which the rollouts sample beside the others (arXiv:2310.10505)."""
+
+    kind: Literal["remax"] = "remax"
+
+
 class GaeAdvantage(Section):
     """GAE over the critic's values (arXiv:1506.02438, eq. 16), whitened over the batch. Needs the `critic` section."""
 
@@ -33,4 +39,4 @@ class GaeAdvantage(Section):
     """Subtract the batch's mean and divide by its standard deviation, over trained tokens."""
 
 
-AdvantageSection: TypeAlias = Annotated[GrpoAdvantage | RlooAdvantage | GaeAdvantage, Field(discriminator="kind")]
+AdvantageSection: TypeAlias = Annotated[GrpoAdvantage | RlooAdvantage | RemaxAdvantage | GaeAdvantage, Field(discriminator="kind")]

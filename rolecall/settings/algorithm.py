@@ -2,7 +2,7 @@
 
 from pydantic import PositiveInt
 
-from rolecall.settings.advantages import AdvantageSection, GrpoAdvantage
+from rolecall.settings.advantages import AdvantageSection, GrpoAdvantage, RemaxAdvantage
 from rolecall.settings.correction import CorrectionSection
 from rolecall.settings.kl import KlSection
 from rolecall.settings.losses import Aggregation, EntropySection, PolicyLossSection, PpoLoss
@@ -38,3 +38,8 @@ class AlgorithmSection(Section):
     """Drop groups whose rewards are all equal and sample others instead (DAPO's dynamic sampling)."""
     max_dropped_groups_per_step: PositiveInt = 1024
     """Budget of groups dropped by filters within one step; spent, the run stops."""
+
+    @property
+    def wants_greedy_response(self) -> bool:
+        """Whether every group has a greedy response beside its sampled ones."""
+        return isinstance(self.advantage, RemaxAdvantage)

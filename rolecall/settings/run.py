@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from rolecall.settings.advantages import GaeAdvantage
+from rolecall.settings.advantages import GaeAdvantage, RemaxAdvantage
 from rolecall.settings.algorithm import AlgorithmSection
 from rolecall.settings.data import DataSection, EvaluationSection, ModelSection, RunSection, SamplingSection
 from rolecall.settings.kl import ACTOR_BASE
@@ -45,6 +45,11 @@ class RunSettings(Section):
     telemetry: TelemetrySection = TelemetrySection()
     trackers: TrackersSection = TrackersSection()
 
+    @property
+    def responses_per_group(self) -> int:
+        """Responses that a rollout samples for one group: sampling.num_responses, and the greedy one where the estimator wants it."""
+        return self.sampling.num_responses + self.algorithm.wants_greedy_response
+
     @model_validator(mode="after")
     def _roles_fit_the_algorithm(self) -> Self:
         needs_critic = isinstance(self.algorithm.advantage, GaeAdvantage)
@@ -73,7 +78,7 @@ class RunSettings(Section):
         rows = self.algorithm.groups_per_batch * self.sampling.num_responses
         if rows < self.algorithm.num_minibatches:
             raise ValueError(f"algorithm.num_minibatches {self.algorithm.num_minibatches} exceeds the batch's {rows} trajectories")
-        if not isinstance(self.algorithm.advantage, GaeAdvantage) and self.sampling.num_responses < 2:
+        if not isinstance(self.algorithm.advantage, GaeAdvantage | RemaxAdvantage) and self.sampling.num_responses < 2:
             raise ValueError(f"sampling.num_responses must be at least 2: {self.algorithm.advantage.kind} compares responses within a group")
         return self
 

@@ -169,8 +169,11 @@ class Reward(_message.Message):
     VALUE_FIELD_NUMBER: _builtins.int
     COMPONENTS_FIELD_NUMBER: _builtins.int
     TOKEN_REWARDS_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
     value: _builtins.float
     """The scalar reward; finite, within DescribeResponse's range."""
+    answer: _builtins.str
+    """The answer that was read from the response: equal strings vote together in a majority vote (evaluation). Absent: the response takes no part in a vote."""
     @_builtins.property
     def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Named parts of it, finite, each within its range; names as in DescribeResponse.components."""
@@ -185,12 +188,15 @@ class Reward(_message.Message):
         value: _builtins.float = ...,
         components: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         token_rewards: _tensor_pb2.Tensor | None = ...,
+        answer: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["token_rewards", b"token_rewards"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "answer", b"answer", "token_rewards", b"token_rewards"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "token_rewards", b"token_rewards", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "answer", b"answer", "components", b"components", "token_rewards", b"token_rewards", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__answer: _TypeAlias = _typing.Literal["answer"]  # noqa: Y015
+    _WhichOneofArgType__answer: _TypeAlias = _typing.Literal["_answer", b"_answer"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__answer) -> _WhichOneofReturnType__answer | None: ...
 
 Global___Reward: _TypeAlias = Reward  # noqa: Y015
 

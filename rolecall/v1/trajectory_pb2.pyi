@@ -201,12 +201,15 @@ class PromptGroup(_message.Message):
     NUM_RESPONSES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     RUN_SEED_FIELD_NUMBER: _builtins.int
+    GREEDY_RESPONSE_FIELD_NUMBER: _builtins.int
     gid: _builtins.int
     """Admission number; 0, 1, 2..., never reused."""
     num_responses: _builtins.int
     """G, responses to sample; >= 1."""
     run_seed: _builtins.int
     """The run's seed; a response's seed derives from (run_seed, gid, i)."""
+    greedy_response: _builtins.bool
+    """Whether one response more is wanted: sampled at temperature 0, index G. It is scored and never trained on (a baseline)."""
     @_builtins.property
     def prompt(self) -> Global___Prompt:
         """The prompt."""
@@ -223,10 +226,11 @@ class PromptGroup(_message.Message):
         num_responses: _builtins.int = ...,
         sampling: Global___SamplingParams | None = ...,
         run_seed: _builtins.int = ...,
+        greedy_response: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gid", b"gid", "num_responses", b"num_responses", "prompt", b"prompt", "run_seed", b"run_seed", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gid", b"gid", "greedy_response", b"greedy_response", "num_responses", b"num_responses", "prompt", b"prompt", "run_seed", b"run_seed", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -293,7 +297,7 @@ class TrajectoryMeta(_message.Message):
     gid: _builtins.int
     """Admission number; 0 for an evaluation sample."""
     index: _builtins.int
-    """Index within the group, 0 <= index < G."""
+    """Index within the group, 0 <= index < G; G of the greedy response."""
     num_prompt_tokens: _builtins.int
     """Prompt tokens at the head of token_ids."""
     response_text: _builtins.str
@@ -387,6 +391,7 @@ class CommittedGroup(_message.Message):
     MIN_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     MAX_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    GREEDY_ROW_FIELD_NUMBER: _builtins.int
     gid: _builtins.int
     """Admission number."""
     min_policy_version: _builtins.int
@@ -399,6 +404,10 @@ class CommittedGroup(_message.Message):
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowRef]:
         """The group's rows in order of index; G of them."""
 
+    @_builtins.property
+    def greedy_row(self) -> Global___RowRef:
+        """The row of the greedy response, "<gid>/<G>"; present exactly when the PromptGroup asked for it."""
+
     def __init__(
         self,
         *,
@@ -407,10 +416,11 @@ class CommittedGroup(_message.Message):
         min_policy_version: _builtins.int = ...,
         max_policy_version: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        greedy_row: Global___RowRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["greedy_row", b"greedy_row"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gid", b"gid", "max_policy_version", b"max_policy_version", "min_policy_version", b"min_policy_version", "rows", b"rows", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gid", b"gid", "greedy_row", b"greedy_row", "max_policy_version", b"max_policy_version", "min_policy_version", b"min_policy_version", "rows", b"rows", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -427,6 +437,7 @@ class TrainBatch(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     GIDS_FIELD_NUMBER: _builtins.int
     COEFFICIENTS_FIELD_NUMBER: _builtins.int
+    GREEDY_ROWS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step this batch makes; 0 for the first."""
     digest: _builtins.str
@@ -443,6 +454,10 @@ class TrainBatch(_message.Message):
     def coefficients(self) -> Global___Coefficients:
         """The loss's coefficients in this step: those that adapt change from step to step, so a batch that is trained again brings its own."""
 
+    @_builtins.property
+    def greedy_rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowRef]:
+        """Rows of the groups' greedy responses, in the order of gids: nobody trains on them, and they are kept and deleted with the batch. Empty without any."""
+
     def __init__(
         self,
         *,
@@ -451,10 +466,11 @@ class TrainBatch(_message.Message):
         rows: _abc.Iterable[Global___RowRef] | None = ...,
         gids: _abc.Iterable[_builtins.int] | None = ...,
         coefficients: Global___Coefficients | None = ...,
+        greedy_rows: _abc.Iterable[Global___RowRef] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coefficients", b"coefficients"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coefficients", b"coefficients", "digest", b"digest", "gids", b"gids", "rows", b"rows", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coefficients", b"coefficients", "digest", b"digest", "gids", b"gids", "greedy_rows", b"greedy_rows", "rows", b"rows", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
