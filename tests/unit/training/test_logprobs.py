@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroupGloo
 
-from rolecall.training.logprobs import VocabShard, logprobs_and_entropy
+from rolecall.training.logprobs import VocabShard, Wanted, distribution, logprobs_and_entropy
 
 
 def inputs(dtype: torch.dtype, num_tokens: int = 7, hidden: int = 5, vocab: int = 11) -> tuple[torch.Tensor, ...]:
@@ -20,6 +20,11 @@ def inputs(dtype: torch.dtype, num_tokens: int = 7, hidden: int = 5, vocab: int 
     targets = torch.randint(vocab, (num_tokens,), generator=generator)
     temperature = torch.rand(num_tokens, generator=generator) + 0.5
     return hidden_states, weight, targets, temperature
+
+
+def several_targets(targets: torch.Tensor, vocab: int = 11) -> torch.Tensor:
+    """The target, the same again, and two others."""
+    return torch.stack([targets, targets, (targets + 3) % vocab, (targets + 7) % vocab], 1)
 
 
 def oracle(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,3 +134,73 @@ def test_ranks_that_share_the_vocabulary_agree_with_one_that_has_it_all(cuts: tu
         for mine, reference in zip((logprobs, entropies, grad_hidden), whole[:3], strict=True):
             torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(torch.cat([part[3] for part in parts]), whole[3], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("block_elements", [1, 21, 35, 1000])
+def test_several_targets_of_a_token_get_the_logprobs_and_gradients_of_whole_logits(block_elements: int) -> None:
+    hidden, weight, targets, temperature = inputs(torch.float64)
+    temperature, targets_MK = temperature.double(), several_targets(targets)
+    logprobs, entropies = logprobs_and_entropy(hidden, weight, targets_MK, temperature, block_elements=block_elements)
+    log_p = (hidden @ weight.T / temperature[:, None]).log_softmax(-1)
+    mixture = torch.linspace(-1, 1, targets_MK.numel(), dtype=torch.float64).view(targets_MK.shape)
+    expected = (log_p.gather(1, targets_MK) * mixture).sum() - (log_p.exp() * log_p).sum()
+    torch.testing.assert_close((logprobs * mixture).sum() + entropies.sum(), expected, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad((logprobs * mixture).sum() + entropies.sum(), (hidden, weight))
+    for gradient, reference in zip(gradients, torch.autograd.grad(expected, (hidden, weight)), strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+def test_the_backward_of_several_targets_passes_gradcheck(entropy: bool) -> None:
+    hidden, weight, targets, temperature = inputs(torch.float64)
+
+    def outputs(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logprobs, entropies = logprobs_and_entropy(h, w, several_targets(targets), temperature.double(), entropy=entropy, block_elements=28)
+        return (logprobs, entropies) if entropy else (logprobs,)
+
+    assert torch.autograd.gradcheck(outputs, (hidden, weight))
+
+
+@pytest.mark.parametrize("block_elements", [1, 21, 35, 1000])
+@pytest.mark.parametrize("num_ids", [None, 6])
+def test_the_ranking_and_the_squares_are_those_of_the_whole_softmax(block_elements: int, num_ids: int | None) -> None:
+    hidden, weight, targets, temperature = inputs(torch.float64)
+    wanted = Wanted(top_k=4, num_ids=num_ids, squares=True)
+    ours = distribution(hidden, weight, targets, temperature.double(), wanted, block_elements=block_elements)
+    log_p = (hidden @ weight.T / temperature.double()[:, None]).log_softmax(-1).detach()
+    top = log_p[:, :num_ids].topk(4, 1)
+    assert torch.equal(ours.top_ids_Mk, top.indices)
+    torch.testing.assert_close(ours.top_logprobs_Mk, top.values, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours.sum_squared_probs_M, log_p.exp().square().sum(1), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours.logprobs_M, log_p.gather(1, targets[:, None])[:, 0], rtol=1e-12, atol=1e-12)
+
+
+def test_no_scored_token_has_an_empty_ranking() -> None:
+    hidden, weight, targets, temperature = inputs(torch.float32)
+    ours = distribution(hidden[:0], weight, targets[:0], temperature[:0], Wanted(top_k=3, squares=True))
+    assert ours.top_ids_Mk.shape == ours.top_logprobs_Mk.shape == (0, 3)
+    assert ours.sum_squared_probs_M.shape == (0,)
+
+
+@pytest.mark.parametrize("cuts", [(0, 11), (0, 6, 11), (0, 6, 11, 11), (0, 1, 2, 10, 11)])
+def test_ranks_that_share_the_vocabulary_rank_it_together(cuts: tuple[int, ...]) -> None:
+    hidden, weight, targets, temperature = inputs(torch.float64)
+    targets_MK, store, world_size = several_targets(targets), HashStore(), len(cuts) - 1
+    mixture = torch.linspace(-1, 1, targets_MK.numel(), dtype=torch.float64).view(targets_MK.shape)
+
+    def run(weight_VH: torch.Tensor, vocab: VocabShard | None) -> list[torch.Tensor]:
+        h, w = hidden.detach().clone().requires_grad_(), weight_VH.detach().clone().requires_grad_()
+        logprobs, _ = logprobs_and_entropy(h, w, targets_MK, temperature, vocab=vocab, block_elements=21)
+        (gradient,) = torch.autograd.grad((logprobs * mixture).sum(), h)
+        ranked = distribution(h, w, targets, temperature, Wanted(top_k=3, squares=True), vocab=vocab, block_elements=21)
+        return [logprobs.detach(), gradient, *vars(ranked).values()]
+
+    def rank(number: int) -> list[torch.Tensor]:
+        group = cast(dist.ProcessGroup, ProcessGroupGloo(store, number, world_size, timedelta(seconds=30)))
+        return run(weight[cuts[number] : cuts[number + 1]], VocabShard(group, cuts[number]))
+
+    whole = run(weight, None)
+    with ThreadPoolExecutor(world_size) as ranks:
+        for part in ranks.map(rank, range(world_size)):
+            for mine, reference in zip(part, whole, strict=True):
+                torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
