@@ -6,7 +6,7 @@ Alignment: index t of every per-token column speaks of `token_ids[t]`. `logprobs
 The stop token is kept and has mask 1. `values[t]` is the value before token t (head output at t-1); a reward at t arrives after token t.
 A truncated trajectory bootstraps from `bootstrap_value`, a stopped one from 0.
 
-Ids: a group's `gid` is its admission number; a trajectory is `<gid>/<i>`.
+Ids: a group's `gid` is its admission number; a trajectory is `<gid>/<i>`, 0 <= i < G; the greedy response beside them, where there is one, is `<gid>/<G>`.
 """
 
 import hashlib
@@ -119,6 +119,13 @@ def seed_of(run_seed: int, gid: int, index: int) -> int:
 def trajectory_id(gid: int, index: int) -> str:
     """`<gid>/<i>`."""
     return f"{gid}/{index}"
+
+
+def rows_of(message: trajectory_pb2.CommittedGroup | trajectory_pb2.TrainBatch) -> list[trajectory_pb2.RowRef]:
+    """Every row that belongs to `message`, those of greedy responses last: what must be there while it is kept, and is deleted with it."""
+    if isinstance(message, trajectory_pb2.TrainBatch):
+        return [*message.rows, *message.greedy_rows]
+    return [*message.rows, message.greedy_row] if message.HasField("greedy_row") else list(message.rows)
 
 
 def is_truncated(meta: trajectory_pb2.TrajectoryMeta) -> bool:

@@ -23,7 +23,7 @@ class RolloutSection(Section):
     max_num_seqs: PositiveInt = 256
     """Most responses the engine samples at a time."""
     max_groups: PositiveInt | None = None
-    """Most groups claimed at a time; absent: max_num_seqs / num_responses, at least 1."""
+    """Most groups claimed at a time; absent: max_num_seqs over the responses of a group, at least 1."""
     kv_cache_bytes: PositiveInt | None = None
     """KV cache per worker; absent: 1 GiB on CPUs, vLLM's own share on GPUs."""
     gpu_memory_utilization: UnitFloat = 0.9

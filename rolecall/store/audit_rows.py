@@ -11,6 +11,7 @@ from typing import Any
 from rolecall.store.connection import Connection
 from rolecall.store.position import rows_of_garbage
 from rolecall.store.replay import Findings
+from rolecall.trajectory import rows_of
 from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, TrainBatch
 
 CHUNK = 1000
@@ -55,9 +56,9 @@ class _Check:
     def _needed(self, steps: Sequence[int]) -> dict[str, RowRef]:
         """Rows that must be there, by key."""
         entries = self._connection.command("XRANGE", f"{self._prefix}trajectories", "-", "+")
-        refs = [ref for _, fields in entries for ref in CommittedGroup.FromString(fields[b"group"]).rows]
+        refs = [ref for _, fields in entries for ref in rows_of(CommittedGroup.FromString(fields[b"group"]))]
         batches = [self._connection.command("HGET", f"{self._prefix}batch:{step}", "group") for step in steps]
-        refs += [ref for data in batches if data is not None for ref in TrainBatch.FromString(data).rows]
+        refs += [ref for data in batches if data is not None for ref in rows_of(TrainBatch.FromString(data))]
         return {self._key(ref): ref for ref in refs}
 
     def _check_presence(self, needed: dict[str, RowRef]) -> None:

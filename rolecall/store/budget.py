@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
-from rolecall.trajectory import row_bytes
+from rolecall.trajectory import row_bytes, rows_of
 from rolecall.v1.trajectory_pb2 import TrainBatch
 
 STORE_SHARE = 0.8
@@ -29,7 +29,7 @@ class StoreBudget:
         """ConfigError when the store cannot hold the batches that must exist at the same time."""
         algorithm = settings.algorithm
         tokens = settings.data.max_prompt_tokens + settings.sampling.max_tokens
-        group_bytes = settings.sampling.num_responses * row_bytes(tokens, len(settings.references), critic=settings.critic is not None)
+        group_bytes = settings.responses_per_group * row_bytes(tokens, len(settings.references), critic=settings.critic is not None)
         budget = cls(int(settings.store.max_bytes * STORE_SHARE), group_bytes, algorithm.max_staleness + 2, algorithm.groups_per_batch * group_bytes)
         needed = budget.num_batches * budget.batch_bytes
         if needed > budget.max_bytes:
@@ -42,4 +42,4 @@ class StoreBudget:
 
 def batch_bytes(settings: RunSettings, batch: TrainBatch) -> int:
     """Bytes that the rows of a trained batch hold until a checkpoint covers it."""
-    return sum(row_bytes(ref.num_tokens, len(settings.references), critic=settings.critic is not None) for ref in batch.rows)
+    return sum(row_bytes(ref.num_tokens, len(settings.references), critic=settings.critic is not None) for ref in rows_of(batch))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from rolecall.trajectory import rows_of
 from rolecall.v1.controller_pb2 import LedgerCounts
 from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, TrainBatch
 
@@ -77,6 +78,8 @@ class RunPosition:
     """Gid of the next group to admit."""
     cursor: bytes = b""
     """The data cursor after the last admitted group."""
+    algorithm_state: bytes = b""
+    """What the algorithm carries into the next step, as the controller encoded it; empty when nothing adapts."""
     admitted: int = 0
     """Groups admitted."""
     trained: int = 0
@@ -115,14 +118,14 @@ class Garbage:
 def decode_position(fields: Mapping[bytes, bytes]) -> RunPosition:
     """The position in the fields of the `run` hash."""
     text = {name.decode(): value for name, value in fields.items()}
-    numbers = {name: int(text[name]) for name in RunPosition.__dataclass_fields__ if name in text and name not in ("cursor", "dropped")}
+    numbers = {name: int(text[name]) for name in RunPosition.__dataclass_fields__ if name in text and name not in ("cursor", "algorithm_state", "dropped")}
     dropped = {name.removeprefix("dropped:"): int(value) for name, value in text.items() if name.startswith("dropped:")}
-    return RunPosition(cursor=text.get("cursor", b""), dropped=dropped, **numbers)
+    return RunPosition(cursor=text.get("cursor", b""), algorithm_state=text.get("algorithm_state", b""), dropped=dropped, **numbers)
 
 
 def rows_of_garbage(notes: Mapping[bytes, bytes]) -> Garbage:
     """The rows that the fields of the `garbage` hash name."""
     rows: list[RowRef] = []
     for note, message in notes.items():
-        rows += (TrainBatch if note.startswith(b"batch:") else CommittedGroup).FromString(message).rows
+        rows += rows_of(TrainBatch.FromString(message) if note.startswith(b"batch:") else CommittedGroup.FromString(message))
     return Garbage(tuple(rows), tuple(note.decode() for note in notes))

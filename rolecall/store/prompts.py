@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from rolecall.errors import InvalidInputError, NotAttestedError, StoreUnavailableError
 from rolecall.store import scripts
 from rolecall.store.connection import CALL_DEADLINE_S, MAX_BLOCK_S, Connection
+from rolecall.trajectory import rows_of
 from rolecall.v1.trajectory_pb2 import CommittedGroup, PromptGroup
 
 MAX_ERROR_CHARS = 4096
@@ -88,8 +89,11 @@ class PromptQueue:
         False when this very attempt had committed it before. LeaseLostError when the group is someone else's or gone; WrongVersionError when a
         version was never attested with that digest. Either way the rows are left to expire.
         """
-        if group.gid != claim.group.gid or len(group.rows) != claim.group.num_responses or any(row.token != claim.token for row in group.rows):
-            raise InvalidInputError(f"group {claim.group.gid} needs {claim.group.num_responses} rows under token {claim.token} to be committed")
+        asked, rows = claim.group, rows_of(group)
+        is_whole = len(group.rows) == asked.num_responses and group.HasField("greedy_row") == asked.greedy_response
+        if group.gid != asked.gid or not is_whole or any(row.token != claim.token for row in rows):
+            beside = " and a greedy one" if asked.greedy_response else ""
+            raise InvalidInputError(f"group {asked.gid} needs {asked.num_responses} rows{beside} under token {claim.token} to be committed")
         versions = [text for version, digest in sorted(spans) for text in (str(version), digest)]
         return self._call("commit", claim.entry_id, self._consumer, claim.delivery, group.gid, group.SerializeToString(), *versions).fresh
 

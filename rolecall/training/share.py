@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from rolecall.algorithms.aggregation import Counts
+from rolecall.errors import InvalidInputError
 from rolecall.store.rows import Rows
 from rolecall.training.batching import row_key
 from rolecall.training.engine import Microbatch, TokenOutputs, TrainingEngine, ValueOutputs
@@ -157,7 +158,10 @@ def _read_own(bench: Bench, refs: Sequence[RowRef], columns: Sequence[str], opti
     for part in _parts(refs):
         read, metas = bench.rows.read_with_meta(part, columns, optional)
         rows += read
-        temperatures += [meta.sampling.temperature for meta in metas]
+        for ref, meta in zip(part, metas, strict=True):
+            if meta.sampling.temperature == 0:
+                raise InvalidInputError(f"row {ref.id} was sampled at temperature 0: a greedy response is a baseline, and nothing is trained on it")
+            temperatures.append(meta.sampling.temperature)
         bench.progressed()
     return rows, temperatures
 

@@ -65,7 +65,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
         max_model_tokens=settings.model.max_model_tokens or max_model_tokens(path),
         eos_token_ids=eos_token_ids(path),
         max_num_seqs=section.max_num_seqs,
-        max_groups=section.max_groups or max(1, section.max_num_seqs // settings.sampling.num_responses),
+        max_groups=section.max_groups or max(1, section.max_num_seqs // settings.responses_per_group),
         devices=devices,
         cores=() if devices else _cores(settings, index, machine_cores),
         tensor_parallel_size=section.tensor_parallel_size,

@@ -39,6 +39,7 @@ from rolecall.tokenizer import ChatTokenizer
 from rolecall.trajectory import trajectory_id
 from rolecall.v1 import trajectory_pb2
 from services.rollout.replica import Replica, Response
+from services.rollout.sampling import SampleRequest
 from services.rollout.trajectories import columns, group_requests, prompt_token_ids, trajectory_meta
 
 logger = logging.getLogger(__name__)
@@ -281,12 +282,14 @@ class PullLoop:
             async for index, response in sampled:  # bounded: by generation_timeout_s around it
                 responses[index] = response
         whole = [response for response in responses if response is not None]
-        refs = await self._stage(claim, whole)
+        refs = await self._stage(claim, requests, whole)
         spans = {(version, digest) for response in whole for version, digest in response.digests.items()}
         versions = sorted(version for version, _ in spans)
         committed = trajectory_pb2.CommittedGroup(
-            gid=group.gid, rows=refs, min_policy_version=versions[0], max_policy_version=versions[-1], traceparent=claim.traceparent
+            gid=group.gid, rows=refs[: group.num_responses], min_policy_version=versions[0], max_policy_version=versions[-1], traceparent=claim.traceparent
         )
+        if group.greedy_response:
+            committed.greedy_row.CopyFrom(refs[-1])
         async with self._replica.gate.leaving():
             self._work[claim.entry_id].committing = True
             await asyncio.to_thread(self._queue.commit, claim, committed, spans)
@@ -294,13 +297,13 @@ class PullLoop:
         with contextlib.suppress(RowMissingError, StoreUnavailableError):
             await asyncio.to_thread(self._rows.persist, refs)
 
-    async def _stage(self, claim: Claim, responses: list[Response]) -> list[trajectory_pb2.RowRef]:
+    async def _stage(self, claim: Claim, requests: list[SampleRequest], responses: list[Response]) -> list[trajectory_pb2.RowRef]:
         group = claim.group
         ids = prompt_token_ids(group.prompt)
         refs, arrays, metas = [], [], []
-        for index, response in enumerate(responses):
+        for index, (request, response) in enumerate(zip(requests, responses, strict=True)):
             id = trajectory_id(group.gid, index)
-            meta = trajectory_meta(id, group.prompt, group.sampling, response, self._tokenizer, self._settings.consumer)
+            meta = trajectory_meta(id, group.prompt, request.sampling, response, self._tokenizer, self._settings.consumer)
             meta.gid, meta.index, meta.traceparent = group.gid, index, claim.traceparent
             refs.append(self._rows.ref(id, claim.token, len(ids) + len(response.sample.token_ids)))
             arrays.append(columns(ids, response))

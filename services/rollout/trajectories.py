@@ -36,13 +36,20 @@ def check_sampling(sampling: trajectory_pb2.SamplingParams, num_responses: int) 
 
 
 def group_requests(group: trajectory_pb2.PromptGroup, attempt: str, cache_salt: str) -> list[SampleRequest]:
-    """G requests; seeds are those of (run seed, gid, i), whoever samples and however often. `attempt` keeps request ids of two attempts apart."""
+    """G requests, and the greedy one last where the group wants it; seeds are those of (run seed, gid, i), whoever samples and however often. `attempt`
+    keeps request ids of two attempts apart."""
     ids = prompt_token_ids(group.prompt)
     check_sampling(group.sampling, group.num_responses)
     if group.sampling.top_p != 1:
         raise InvalidInputError(f"group {group.gid} has top_p {group.sampling.top_p}; training needs the sampler's distribution untouched (top_p = 1)")
+    samplings = [group.sampling] * group.num_responses
+    if group.greedy_response:
+        greedy = trajectory_pb2.SamplingParams()
+        greedy.CopyFrom(group.sampling)
+        greedy.temperature = 0
+        samplings.append(greedy)
     return [
-        SampleRequest(f"{group.gid}/{i}:{attempt}", ids, group.sampling, seed_of(group.run_seed, group.gid, i), cache_salt) for i in range(group.num_responses)
+        SampleRequest(f"{group.gid}/{i}:{attempt}", ids, sampling, seed_of(group.run_seed, group.gid, i), cache_salt) for i, sampling in enumerate(samplings)
     ]
 
 
