@@ -142,12 +142,13 @@ class Ledger:
         data = self._connection.command("HGET", f"{self._prefix}batch:{step}", "group")
         return None if data is None else TrainBatch.FromString(data)
 
-    def commit_step(self, step: int, results: Sequence[TrainResult]) -> bool:
-        """Counts the sealed batch of `step` as trained: step + 1. `results` go into its record. False when it was committed before.
+    def commit_step(self, step: int, results: Sequence[TrainResult], algorithm_state: bytes = b"") -> bool:
+        """Counts the sealed batch of `step` as trained: step + 1, and from there `algorithm_state`. `results` go into its record. False when it was
+        committed before: then nothing changes.
 
         BatchMismatchError when a trainer's result is of another batch than the sealed one.
         """
-        return self._call("commit_step", step, *(part for result in results for part in (result.digest, result.SerializeToString()))).fresh
+        return self._call("commit_step", step, algorithm_state, *(part for result in results for part in (result.digest, result.SerializeToString()))).fresh
 
     def results(self, step: int) -> list[TrainResult]:
         """What commit_step recorded for `step`, in its order; empty when it is not trained or was freed."""
@@ -183,7 +184,7 @@ class Ledger:
         """
         dropped = [text for reason, count in point.dropped.items() for text in (f"dropped:{reason}", str(count))]
         version = max(point.policy_version, point.begun_version)
-        state: list[str | bytes | int] = [point.step, point.next_gid, version, point.epoch, point.cursor, point.trained, *dropped]
+        state: list[str | bytes | int] = [point.step, point.next_gid, version, point.epoch, point.cursor, point.trained, point.algorithm_state, *dropped]
         return int(self._call("start_lineage", point.lineage, *state).values[0])
 
     def drain(self, stream: Literal["history", "dead"], path: Path) -> int:

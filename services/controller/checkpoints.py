@@ -29,6 +29,8 @@ class RunPoint:
     """Prompts in flight, base64 of serialized Prompts: admitted again where the store's own memory of them is lost."""
     waiting: list[str] = field(default_factory=list)
     """Prompts of an older checkpoint that this lineage had yet to admit again, encoded alike: the store never knew them."""
+    algorithm_state: str = ""
+    """What the algorithm carries into the next step, encoded."""
 
 
 class Checkpoints:

@@ -114,6 +114,7 @@ class Recovery:
             policy_version=point.policy_version,
             epoch=point.epoch,
             cursor=point.cursor.encode(),
+            algorithm_state=point.algorithm_state.encode(),
             trained=point.trained,
             dropped=point.dropped,
         )

@@ -196,8 +196,10 @@ def test_a_step_is_committed_once_and_keeps_its_results(store: StoreUnderTest) -
     with pytest.raises(BatchMismatchError):
         store.ledger.commit_step(0, [TrainResult(step=0, digest="b1"), TrainResult(step=0, digest="b2")])
     results = [TrainResult(step=0, digest="b1"), TrainResult(step=0, digest="b1", train_s=2.0)]
-    assert store.ledger.commit_step(0, results)
-    assert not store.ledger.commit_step(0, [])
+    assert store.ledger.position().algorithm_state == b""
+    assert store.ledger.commit_step(0, results, b"after 0")
+    assert not store.ledger.commit_step(0, [], b"after 0, computed again")
+    assert store.ledger.position().algorithm_state == b"after 0"
     assert store.ledger.results(0) == results
     assert store.balance() == (2, 2, 0, 0)
     assert store.ledger.position().step == 1
@@ -311,11 +313,12 @@ def test_a_new_lineage_starts_empty_and_reuses_no_number(store: StoreUnderTest) 
     committed, claimed = queue.claim(2)
     group = store.commit(queue, committed)
     store.ledger.drop(4, "filtered")
-    point = RunPosition(lineage=1, step=0, next_gid=1, policy_version=0, cursor=b"after 0", trained=0, dropped={"scorer_error": 2})
+    point = RunPosition(lineage=1, step=0, next_gid=1, policy_version=0, cursor=b"after 0", algorithm_state=b"then", trained=0, dropped={"scorer_error": 2})
 
     assert store.ledger.start_lineage(point) == store.ledger.start_lineage(point) == 5
     position = store.ledger.position()
     assert (position.step, position.next_gid, position.lineage_gid, position.cursor, position.published_step) == (0, 5, 5, b"after 0", -1)
+    assert position.algorithm_state == b"then"
     assert store.balance() == (2, 0, 2, 0)
     assert position.dropped == {"scorer_error": 2}
     with pytest.raises(LeaseLostError):

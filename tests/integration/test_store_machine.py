@@ -114,6 +114,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.attested: set[str] = set()
         self.version = -1
         self.step = 0
+        self.algorithm_state = b""
         self.sealed: list[int] = []
         self.lineage = 0
         self.checkpoints: list[Checkpoint] = []
@@ -215,7 +216,8 @@ class LedgerMachine(RuleBasedStateMachine):
         assert batch is not None
         assert list(batch.gids) == self.sealed
         assert len(self.rows.read(batch.rows, ["token_ids"])) == len(batch.rows), "what is trained must be there"
-        self.ledger.commit_step(self.step, [TrainResult(step=self.step, digest=batch.digest)])
+        self.algorithm_state = f"after {self.algorithm_state.decode()[-20:]} {self.sealed}".encode()
+        self.ledger.commit_step(self.step, [TrainResult(step=self.step, digest=batch.digest)], self.algorithm_state)
         for gid in self.sealed:
             self.state[gid] = "trained"
         self.step, self.sealed = self.step + 1, []
@@ -255,7 +257,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert first == len(self.state), "gids are never used again"
         self.state = {gid: self.checkpoints[number].terminal.get(gid, "undone") for gid in self.state}
         self.owner, self.sealed, self.attested = {}, [], set()
-        self.step, self.version = point.step, self.version + 1
+        self.step, self.algorithm_state, self.version = point.step, point.algorithm_state, self.version + 1
 
     @rule()
     def sweep(self) -> None:
@@ -461,6 +463,7 @@ class LedgerMachine(RuleBasedStateMachine):
         counts, position = snapshot.counts, snapshot.position
         assert counts.admitted == len(self.state) - len(self.in_state("undone")) == counts.trained + sum(counts.dropped.values()) + counts.live
         assert (counts.trained, position.step) == (len(self.in_state("trained")), self.step)
+        assert position.algorithm_state == self.algorithm_state
         assert {group.gid: group.state for group in snapshot.groups} == {
             gid: GroupState(self.state[gid]) for gid in self.in_state("admitted", "committed", "sealed")
         }
@@ -569,6 +572,7 @@ VARIANTS = {
     "a claim that counts anew": ("claim", "consumer, 0, pending[1])", "consumer, 0, pending[1], 'RETRYCOUNT', 1)"),
     "a drop that counts twice": ("drop", "if not state or state == 'dropped' or state == 'trained' then", "if state == 'sealed' then"),
     "a drop that forgets the entry": ("drop", "redis.call('XDEL', prompts, entry)", ""),
+    "a step that is counted without what it carries over": ("commit_step", "redis.call('HSET', run, 'algorithm_state', ARGV[3])", ""),
     "a step that leaves its groups live": ("commit_step", "redis.call('ZREM', live, gid)", ""),
     "an expulsion that deletes first": ("expel", "redis.call('DEL', worker_key(ARGV[2]))", "redis.call('XGROUP', 'DELCONSUMER', prompts, 'rollout', ARGV[2])"),
 }
