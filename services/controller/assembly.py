@@ -20,6 +20,14 @@ from services.controller.admission import AdmissionPolicy
 
 
 @dataclass(frozen=True)
+class GreedyResponse:
+    """The response at temperature 0 that a group has beside its G: a baseline, never trained on."""
+
+    row: trajectory_pb2.RowRef
+    reward: float
+
+
+@dataclass(frozen=True)
 class ScoredGroup:
     """A committed group with its rewards. G rows, C reward components."""
 
@@ -40,11 +48,18 @@ class ScoredGroup:
     """Monotonic clock of this process when the group was seen committed."""
     scored_at_s: float
     """Same clock, when its scores were in its rows."""
+    greedy: GreedyResponse | None = None
+    """Where the estimator wants one; in none of the arrays above."""
 
     @property
     def has_signal(self) -> bool:
-        """Whether its rewards differ."""
-        return bool(np.ptp(self.rewards_G) > 0)
+        """Whether its rewards differ, from one another or from the greedy response's."""
+        return bool(np.ptp(self.rewards_G if self.greedy is None else [*self.rewards_G, np.float32(self.greedy.reward)]) > 0)
+
+    @property
+    def all_rows(self) -> list[trajectory_pb2.RowRef]:
+        """The rows to delete when it is dropped."""
+        return [*self.rows, *([self.greedy.row] if self.greedy else [])]
 
 
 class Assembly:
@@ -114,16 +129,24 @@ def columns_read(settings: RunSettings) -> tuple[str, ...]:
     return tuple(columns)
 
 
+GREEDY_COLUMNS = ("response_mask", "reward")
+"""Columns that `prepare` reads of greedy responses."""
+
 OPTIONAL_COLUMNS = ("token_rewards",)
 """Columns that `prepare` uses where a scorer gave them."""
 
 
 def prepare(
-    settings: RunSettings, step: int, groups: Sequence[ScoredGroup], rows: Sequence[Mapping[str, Array]]
+    settings: RunSettings,
+    step: int,
+    groups: Sequence[ScoredGroup],
+    rows: Sequence[Mapping[str, Array]],
+    greedy_rows: Sequence[Mapping[str, Array]] = (),
 ) -> tuple[trajectory_pb2.TrainBatch, list[dict[str, Array]]]:
     """The batch to seal, and for each row the columns to write: loss_mask, advantages and, for a critic, returns.
 
-    `rows` are the groups' rows in order, with `columns_read`."""
+    `rows` are the groups' rows in order, with `columns_read`; `greedy_rows` those of their greedy responses, with GREEDY_COLUMNS, where the estimator
+    wants them."""
     refs = [ref for group in groups for ref in group.rows]
     masks = [row["response_mask"] for row in rows]
     rewards = [place_rewards(float(row["reward"][0]), row["response_mask"], row.get("token_rewards")) for row in rows]
@@ -145,6 +168,7 @@ def prepare(
         response_masks=masks,
         loss_masks=masks,
         columns=columns_needed,
+        greedy_rewards=_greedy_rewards(groups, greedy_rows) if settings.algorithm.wants_greedy_response else None,
     )
     result = estimate(settings.algorithm.advantage, batch)
     columns = [{"loss_mask": mask, "advantages": advantage} for mask, advantage in zip(masks, result.advantages, strict=True)]
@@ -152,8 +176,15 @@ def prepare(
         for column, returns in zip(columns, result.returns, strict=True):
             column["returns"] = returns
     train_batch = trajectory_pb2.TrainBatch(step=step, rows=refs, gids=[group.gid for group in groups], coefficients=coefficients(settings))
+    train_batch.greedy_rows.extend(group.greedy.row for group in groups if group.greedy is not None)
     train_batch.digest = _digest(refs, rows, columns)
     return train_batch, columns
+
+
+def _greedy_rewards(groups: Sequence[ScoredGroup], greedy_rows: Sequence[Mapping[str, Array]]) -> Array:
+    """float32 [B]: for each trajectory, all that the greedy response to its prompt earned."""
+    totals = [place_rewards(float(row["reward"][0]), row["response_mask"], row.get("token_rewards")).sum() for row in greedy_rows]
+    return np.repeat(np.array(totals, np.float32), [len(group.rows) for group in groups])
 
 
 def coefficients(settings: RunSettings) -> trajectory_pb2.Coefficients:

@@ -125,6 +125,7 @@ class Intake:
                 temperature=sampling.temperature, top_p=1.0, max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids
             ),
             run_seed=self._settings.run.seed,
+            greedy_response=self._settings.algorithm.wants_greedy_response,
         )
         # Known here before the store knows it: it may land, scored, before the store's answer.
         self._assembly.admitted(group.gid, self._publisher.published_step)

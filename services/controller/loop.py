@@ -20,6 +20,7 @@ from rolecall.store.ledger import Ledger
 from rolecall.store.position import Overdelivered
 from rolecall.store.rows import Rows
 from rolecall.telemetry import Metrics, attached, export, tracer
+from rolecall.trajectory import rows_of
 from rolecall.v1 import controller_pb2, training_pb2, trajectory_pb2
 from services.controller import assembly, measures
 from services.controller.admission import AdmissionPolicy
@@ -210,11 +211,15 @@ class Loop:
                 self._in_background(tasks, self._score(group))
 
     async def _score(self, group: trajectory_pb2.CommittedGroup) -> None:
+        if self._settings.algorithm.wants_greedy_response and not group.HasField("greedy_row"):
+            logger.warning("group %d was sampled for another estimator, without a greedy response; it is dropped", group.gid)
+            await self._drop(group.gid, rows_of(group), "no_greedy_response", "")
+            return
         with attached(group.traceparent), tracer().start_as_current_span("score", attributes={"gid": group.gid}):
             try:
                 scored = await self._parts.scorer.score(group)
             except ScorerError as error:
-                await self._drop(group.gid, group.rows, "scorer_error", str(error))
+                await self._drop(group.gid, rows_of(group), "scorer_error", str(error))
                 try:
                     self._parts.scorer.count_failure(error)
                 except BudgetSpentError as spent:
@@ -222,7 +227,7 @@ class Loop:
                 return
             except RowMissingError as error:
                 logger.error("group %d was committed and its rows are gone; it is dropped and another prompt takes its place: %s", group.gid, error)
-                await self._drop(group.gid, group.rows, "row_missing", str(error))
+                await self._drop(group.gid, rows_of(group), "row_missing", str(error))
                 return
             await self._parts.threads.call(self._parts.ledger.note, [group.gid], "scored", reward=float(scored.rewards_G.mean()))
             if self._settings.algorithm.drop_groups_without_signal and not scored.has_signal:
@@ -239,7 +244,7 @@ class Loop:
                     "the prompts are all solved or all hopeless for this policy"
                 )
             )
-        await self._drop(group.gid, group.rows, "without_signal", "")
+        await self._drop(group.gid, group.all_rows, "without_signal", "")
 
     async def _drop(self, gid: int, rows: Sequence[trajectory_pb2.RowRef], reason: str, error: str) -> None:
         await self._parts.threads.call(self._parts.ledger.drop, gid, reason, error)
@@ -357,7 +362,9 @@ class Loop:
         """Fixes the batch, then writes its columns: in this order, so that whoever crashes in between writes the same columns again."""
         parts = self._parts
         contents = await parts.threads.call(parts.rows.read, rows, assembly.columns_read(self._settings), assembly.OPTIONAL_COLUMNS)
-        batch, columns = await parts.threads.call(assembly.prepare, self._settings, self._step, groups, contents)
+        greedy = [group.greedy.row for group in groups if group.greedy is not None] if self._settings.algorithm.wants_greedy_response else []
+        greedy_contents = await parts.threads.call(parts.rows.read, greedy, assembly.GREEDY_COLUMNS, assembly.OPTIONAL_COLUMNS)
+        batch, columns = await parts.threads.call(assembly.prepare, self._settings, self._step, groups, contents, greedy_contents)
         self._step_metrics.merge(measures.of_batch(self._settings, self._step, groups, contents, parts.publisher.step_of_version))
         await parts.threads.call(parts.ledger.seal, batch)
         await parts.threads.call(parts.rows.put, rows, columns)

@@ -79,6 +79,8 @@ def of_batch(
         metrics.mean("reward/accuracy", float((group.rewards_G >= settings.reward.solved_at).mean()), size)
         for name, values in group.components.items():
             metrics.mean(f"reward/{name}", float(values.mean()), size)
+        if group.greedy is not None:
+            metrics.mean("reward/greedy", group.greedy.reward)
         metrics.mean("response/tokens", float(group.num_response_tokens_G.mean()), size)
         metrics.max("response/tokens_max", float(group.num_response_tokens_G.max()))
         metrics.mean("response/truncated", float(group.truncated_G.mean()), size)

@@ -17,11 +17,11 @@ from rolecall.scores import Failure, Score, score_item
 from rolecall.scoring import RewardClient
 from rolecall.settings import RunSettings
 from rolecall.store.rows import Rows
-from rolecall.trajectory import is_truncated
+from rolecall.trajectory import is_truncated, rows_of
 from rolecall.v1 import training_pb2, trajectory_pb2
 from rolecall.v1.reference_pb2_grpc import ReferenceServiceStub
 from rolecall.wire import Array
-from services.controller.assembly import ScoredGroup
+from services.controller.assembly import GreedyResponse, ScoredGroup
 from services.controller.tasks import first_error
 from services.controller.threads import StoreThreads
 
@@ -46,7 +46,7 @@ class GroupScorer:
         """Set once the run is locked."""
 
     async def score(self, group: trajectory_pb2.CommittedGroup) -> ScoredGroup:
-        """Reward columns and reference columns are in the group's rows when this returns.
+        """Reward columns and reference columns are in the group's rows when this returns; the greedy response has a reward alone.
 
         ScorerError when an item cannot be scored, RowMissingError when a row is gone, UnavailableError or DeadlineError when a role stayed away."""
         landed_at_s = time.monotonic()
@@ -62,29 +62,31 @@ class GroupScorer:
 
     async def _attempt(self, group: trajectory_pb2.CommittedGroup, landed_at_s: float) -> ScoredGroup:
         async with self._room:  # bounded: every call inside has a deadline, and admission bounds how many wait
-            refs = list(group.rows)
+            refs, num_responses = rows_of(group), len(group.rows)
             rows, metas = await self._threads.call(self._keep_and_read, refs)
             try:
                 async with asyncio.TaskGroup() as tasks:
                     scored_before = all("reward" in row for row in rows)
                     scoring = tasks.create_task(self._kept_scores(rows) if scored_before else self._reward_of(metas, rows))
                     for name, stub in self._references.items():
-                        tasks.create_task(self._ask(name, stub, refs))
+                        tasks.create_task(self._ask(name, stub, refs[:num_responses]))
             except BaseExceptionGroup as errors:
                 raise first_error(errors) from errors
             scores = scoring.result()
             await self._threads.call(self._rows.put, refs, [_reward_columns(score, row) for score, row in zip(scores, rows, strict=True)])
+        greedy = GreedyResponse(group.greedy_row, scores.pop().value) if group.HasField("greedy_row") else None
         return ScoredGroup(
             gid=group.gid,
-            rows=tuple(refs),
+            rows=tuple(group.rows),
             min_policy_version=group.min_policy_version,
             rewards_G=np.array([score.value for score in scores], np.float32),
             components={name: np.array([score.components[name] for score in scores], np.float32) for name in scores[0].components},
-            num_response_tokens_G=np.array([int(row["response_mask"].sum()) for row in rows], np.int32),
-            truncated_G=np.array([is_truncated(meta) for meta in metas]),
+            num_response_tokens_G=np.array([int(row["response_mask"].sum()) for row in rows[:num_responses]], np.int32),
+            truncated_G=np.array([is_truncated(meta) for meta in metas[:num_responses]]),
             generation_s=max(meta.generation_s for meta in metas),
             landed_at_s=landed_at_s,
             scored_at_s=time.monotonic(),
+            greedy=greedy,
         )
 
     def _keep_and_read(self, refs: Sequence[trajectory_pb2.RowRef]) -> tuple[list[dict[str, Array]], list[trajectory_pb2.TrajectoryMeta]]:
