@@ -8,12 +8,37 @@ A role without an `address` is local: `rolecall train` starts it on a free port.
 
 from rolecall.settings.advantages import AdvantageSection, GaeAdvantage, GrpoAdvantage, RemaxAdvantage, RlooAdvantage
 from rolecall.settings.algorithm import AlgorithmSection
-from rolecall.settings.correction import CorrectionSection
+from rolecall.settings.correction import (
+    CorrectionSection,
+    CorrectionWeight,
+    DivergenceBound,
+    IcePopWeight,
+    RatioBand,
+    Rejection,
+    SequenceWeight,
+    TokenWeight,
+)
 from rolecall.settings.data import DataSection, EvaluationSection, EvaluationSet, ModelSection, RunSection, SamplingSection
 from rolecall.settings.environment import child_environment, from_environment, incarnation_given, parent_to_die_with, rank_of_process, visible_gpus
 from rolecall.settings.kl import ACTOR_BASE, AdaptiveKl, KlEstimator, KlSection
 from rolecall.settings.load import load_settings, overrides_from, store_url_file, with_running_store
-from rolecall.settings.losses import Aggregation, EntropySection, PolicyLossSection, PpoLoss
+from rolecall.settings.losses import (
+    Aggregation,
+    CispoLoss,
+    ClipCovLoss,
+    CovarianceLoss,
+    DppoKlLoss,
+    DppoTvLoss,
+    DroLoss,
+    EntropySection,
+    GmpoLoss,
+    GspoLoss,
+    KlCovLoss,
+    PolicyLossSection,
+    PpoLoss,
+    ReinforceLoss,
+    SapoLoss,
+)
 from rolecall.settings.reward import (
     BoxedScorer,
     ExactMatchScorer,
@@ -23,7 +48,6 @@ from rolecall.settings.reward import (
     JsonScorer,
     LengthScorer,
     MathScorer,
-    OverlongScorer,
     RegexScorer,
     RewardComponent,
     RewardSection,
@@ -42,7 +66,8 @@ from rolecall.settings.services import (
     TrackersSection,
     WeightsSection,
 )
-from rolecall.settings.trainers import ActorSection, CriticSection, LoraSection, OptimizerSection, ParallelSection, ReferenceSection, TrainerSection
+from rolecall.settings.shaping import CurriculumSection, FiltersSection, OverlongSection, ShapingSection
+from rolecall.settings.trainers import ActorSection, CriticSection, LoraSection, MoeSection, OptimizerSection, ParallelSection, ReferenceSection, TrainerSection
 
 __all__ = [
     "ACTOR_BASE",
@@ -53,21 +78,35 @@ __all__ = [
     "AlgorithmSection",
     "BoxedScorer",
     "CheckpointUrl",
+    "CispoLoss",
+    "ClipCovLoss",
     "ConfigPath",
     "ControllerSection",
     "CorrectionSection",
+    "CorrectionWeight",
+    "CovarianceLoss",
     "CriticSection",
+    "CurriculumSection",
     "DataSection",
+    "DivergenceBound",
+    "DppoKlLoss",
+    "DppoTvLoss",
+    "DroLoss",
     "EntropySection",
     "EvaluationSection",
     "EvaluationSet",
     "ExactMatchScorer",
     "ExternalScorer",
+    "FiltersSection",
     "FormatScorer",
     "FunctionScorer",
     "GaeAdvantage",
+    "GmpoLoss",
     "GrpoAdvantage",
+    "GspoLoss",
+    "IcePopWeight",
     "JsonScorer",
+    "KlCovLoss",
     "KlEstimator",
     "KlSection",
     "LauncherSection",
@@ -75,16 +114,20 @@ __all__ = [
     "LoraSection",
     "MathScorer",
     "ModelSection",
+    "MoeSection",
     "NonNegativeFloat",
     "NonNegativeInt",
     "OptimizerSection",
-    "OverlongScorer",
+    "OverlongSection",
     "ParallelSection",
     "Pattern",
     "PolicyLossSection",
     "PpoLoss",
+    "RatioBand",
     "ReferenceSection",
     "RegexScorer",
+    "ReinforceLoss",
+    "Rejection",
     "RemaxAdvantage",
     "RewardComponent",
     "RewardSection",
@@ -94,12 +137,16 @@ __all__ = [
     "RunSection",
     "RunSettings",
     "SamplingSection",
+    "SapoLoss",
     "ScorerSection",
     "Section",
+    "SequenceWeight",
     "ServiceSection",
+    "ShapingSection",
     "StoreSection",
     "TelemetrySection",
     "TlsSection",
+    "TokenWeight",
     "TrackersSection",
     "TrainerSection",
     "UnitFloat",

@@ -111,6 +111,16 @@ class LoraSection(Section):
     """Names of the linear modules of the transformer blocks that get one; a model that lacks one of them is refused and those it has are listed."""
 
 
+class MoeSection(Section):
+    """What a mixture of experts adds to the loss, over all tokens of a mini-batch and all layers. With both 0 it is measured only, at the price of a pass
+    without gradients before each update, which counts each expert's tokens."""
+
+    balance_coef: NonNegativeFloat = 0.0
+    """Weight of the load-balancing loss (Switch, arXiv:2101.03961, eq. 4-6; pooled over layers as transformers does), which is even at K experts a token."""
+    z_coef: NonNegativeFloat = 0.0
+    """Weight of the router z-loss (ST-MoE, arXiv:2202.08906, eq. 5), which keeps router logits small."""
+
+
 class ActorSection(TrainerSection):
     """The policy's trainer."""
 
@@ -118,9 +128,13 @@ class ActorSection(TrainerSection):
     """Optimizer."""
     lora: LoraSection | None = None
     """Adapters to train instead of the model itself, which rollouts then read from model.path; absent: every parameter is trained."""
+    moe: MoeSection | None = None
+    """Auxiliary losses of a mixture of experts; absent: none, and nothing of its routers is measured."""
 
     @model_validator(mode="after")
     def _adapters_are_whole(self) -> Self:
+        if self.moe is not None and self.parallel.tensor > 1:
+            raise ValueError("moe: auxiliary losses are not computed where experts are spread over ranks (parallel.tensor); leave it at 1 and raise num_ranks")
         if self.lora is not None and self.parallel.tensor > 1:
             raise ValueError("parallel.tensor: matrices with adapters (lora) are not split over ranks; leave it at 1 and raise num_ranks, which shards them")
         return self

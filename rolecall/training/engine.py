@@ -12,10 +12,12 @@ from typing import Literal, Protocol, get_args
 
 import torch
 
+from rolecall.algorithms.losses.router import Routing
 from rolecall.checkpoints import StoredFile
 from rolecall.storage import Storage
 from rolecall.telemetry import Metrics
 from rolecall.training.group import CommandGroup
+from rolecall.training.logprobs import Wanted
 from rolecall.training.prefixes import SharedPrefixes
 
 
@@ -40,7 +42,7 @@ class Microbatch:
     prefixes: SharedPrefixes | None
     """What sequences have in common from their start; None: nothing worth sharing."""
     columns: Mapping[str, torch.Tensor]
-    """Per-token columns [N] that the loss reads (advantages, old_logprobs, ...), by their names in the trajectory schema."""
+    """Per-token columns, [N] or [N, k], that the loss reads (advantages, old_logprobs, ...), by their names in the trajectory schema."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,16 @@ class TokenOutputs:
     """float32 [N], temperature applied."""
     entropy_N: torch.Tensor
     """float32 [N], of the distribution that token t was drawn from; zeros unless asked for."""
+    routing: Routing | None = None
+    """What routers of experts said of the microbatch's tokens; None unless the engine was made to record it."""
+    target_logprobs_Nk: torch.Tensor | None = None
+    """float32 [N, k], of the ids in the column TOPK_IDS, where forward_backward finds one; they have the graph, too."""
+    top_ids_Nk: torch.Tensor | None = None
+    """int32 [N, k], of the highest probabilities; where `wanted`."""
+    top_logprobs_Nk: torch.Tensor | None = None
+    """float32 [N, k], theirs."""
+    sum_squared_probs_N: torch.Tensor | None = None
+    """float32 [N]; where `wanted`."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +103,12 @@ class TrainingEngine(Protocol):
     flops_done: float
     """This rank's share of all that was computed since the start, counted as flops.py says."""
 
-    def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False, base: bool = False) -> list[TokenOutputs | ValueOutputs]:
-        """Outputs without a graph, one per microbatch, in order. Leaves parameters sharded. `base`: those of the model without its adapters."""
+    def forward(
+        self, microbatches: Sequence[Microbatch], *, entropy: bool = False, base: bool = False, wanted: Wanted | None = None
+    ) -> list[TokenOutputs | ValueOutputs]:
+        """Outputs without a graph, one per microbatch, in order. Leaves parameters sharded. `base`: those of the model without its adapters.
+
+        `wanted`: what else is to be said of each distribution, in place of the entropy."""
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss, *, entropy: bool = False) -> Metrics:
         """Adds the gradients of the sum of losses over all microbatches of all ranks; returns this rank's metrics, merged over its microbatches."""

@@ -30,5 +30,7 @@ class EngineOptions:
     """Recompute activations in backward instead of keeping them."""
     activation_offload: bool = False
     """Keep activations in host memory between a layer's forward and its backward."""
+    routers: bool = False
+    """Record what routers of experts say (TokenOutputs.routing). ConfigError when the model has none."""
     seed: int = 0
     """Of new heads and of torch's generators."""

@@ -15,6 +15,7 @@ Shape legend as in training/engine.py.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -38,13 +39,16 @@ from rolecall.training.fsdp.layout import Layout
 from rolecall.training.fsdp.load import load_model
 from rolecall.training.fsdp.optimizer import Optimizer
 from rolecall.training.huggingface import ModelFiles
+from rolecall.training.logprobs import Wanted
 from rolecall.training.lora import adapters_off, add_adapters, base_digest, is_adapter, peft_name
 from rolecall.training.memory import PhaseMemory
 from rolecall.training.model import PolicyModel, build_model, layers
 from rolecall.training.options import EngineOptions
+from rolecall.training.routing import Routers
 from rolecall.training.schedule import learning_rate
 from rolecall.training.tensor_parallel import split_tensors
 from rolecall.training.vitals import nothing
+from rolecall.trajectory import TOPK_IDS
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +92,7 @@ class FsdpEngine:
             self._base = base_digest(ModelFiles(options.path), options.lora)
         if not trained:
             self._model.requires_grad_(False)
+        self._routers = Routers(self._model.hf) if options.routers else None
         self.flops = count_flops(self._model)
         """Of the whole model, all ranks."""
         if options.gradient_checkpointing:
@@ -107,11 +112,13 @@ class FsdpEngine:
         """Of the whole model, a tied tensor once."""
         return self._num_parameters
 
-    def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False, base: bool = False) -> list[TokenOutputs | ValueOutputs]:
+    def forward(
+        self, microbatches: Sequence[Microbatch], *, entropy: bool = False, base: bool = False, wanted: Wanted | None = None
+    ) -> list[TokenOutputs | ValueOutputs]:
         """TrainingEngine.forward."""
         self.onload("parameters")
         with self._memory.phase("forward"), torch.no_grad(), adapters_off(self._model.hf) if base else nullcontext():
-            outputs = [_narrow(self._run(microbatch, entropy), microbatch) for microbatch in microbatches]
+            outputs = [_narrow(self._run(microbatch, entropy, wanted), microbatch) for microbatch in microbatches]
         # After a pass without backward the parameters stay gathered, and an optimizer step would then change copies.
         for module in self._modules:
             module.reshard()
@@ -199,18 +206,23 @@ class FsdpEngine:
         for part in parts or STATE_PARTS:
             self._on_host.give_back(part)
 
-    def _run(self, microbatch: Microbatch, entropy: bool) -> TokenOutputs | ValueOutputs:
+    def _run(self, microbatch: Microbatch, entropy: bool, wanted: Wanted | None = None) -> TokenOutputs | ValueOutputs:
         # An empty microbatch still gathers and reduces: one token stands in, and its gradients are zeros.
         mb = microbatch if microbatch.lengths else _stand_in(self.device)
         prefixes = mb.prefixes if self.layout.sequence is None else None  # its runs are cut from the tokens of whole sequences
         packed = plan_attention(mb.lengths, mb.cu_seqlens, self.dtype, self.layout.sequence, prefixes)
-        first_N, second_N = self._model(mb.token_ids_N, mb.position_ids_N, mb.temperature_N, mb.score_mask_N, packed, entropy)
+        asked = {"targets_Nk": mb.columns.get(TOPK_IDS) if torch.is_grad_enabled() else None, "wanted": wanted} if isinstance(self._model, PolicyModel) else {}
+        with self._routers.recording() if self._routers else nullcontext([]) as router_logits:
+            first_N, second_N, *more = self._model(mb.token_ids_N, mb.position_ids_N, mb.temperature_N, mb.score_mask_N, packed, entropy, **asked)
         self._progressed()
         pass_flops = self.flops.update if torch.is_grad_enabled() else self.flops.forward
         num_saved = prefixes.num_saved if prefixes is not None else 0
         self.flops_done += pass_flops.total(microbatch.lengths, microbatch.num_scored, num_saved) / self._options.parallel.slot_size
+        if wanted is not None:
+            return _said(first_N, second_N, more[0], wanted)
         if isinstance(self._model, PolicyModel):
-            return TokenOutputs(first_N, second_N)
+            routing = self._routers.sums(router_logits, mb, packed) if self._routers else None
+            return TokenOutputs(first_N, second_N, routing, target_logprobs_Nk=more[0] if more else None)
         return ValueOutputs(first_N, second_N[mb.cu_seqlens[1:].long() - 1])
 
     def _reduce_gradients(self, now: bool) -> None:
@@ -299,10 +311,17 @@ def _zero_of(outputs: TokenOutputs | ValueOutputs) -> torch.Tensor:
     return (outputs.values_N.sum() + outputs.bootstrap_values_S.sum()) * 0.0
 
 
+def _said(logprobs_N: torch.Tensor, entropy_N: torch.Tensor, more_NC: torch.Tensor, wanted: Wanted) -> TokenOutputs:
+    k = wanted.top_k
+    ids_Nk, logprobs_Nk = more_NC[:, :k].to(torch.int32), more_NC[:, k : 2 * k]
+    return TokenOutputs(logprobs_N, entropy_N, top_ids_Nk=ids_Nk, top_logprobs_Nk=logprobs_Nk, sum_squared_probs_N=more_NC[:, 2 * k])
+
+
 def _narrow(outputs: TokenOutputs | ValueOutputs, microbatch: Microbatch) -> TokenOutputs | ValueOutputs:
     """What the stand-in of an empty microbatch computed is nobody's."""
     if microbatch.lengths:
         return outputs
     if isinstance(outputs, TokenOutputs):
-        return TokenOutputs(outputs.logprobs_N[:0], outputs.entropy_N[:0])
+        nothing = {name: part[:0] for name, part in vars(outputs).items() if isinstance(part, torch.Tensor)}
+        return replace(outputs, **nothing, routing=outputs.routing and outputs.routing.each(torch.zeros_like))
     return ValueOutputs(outputs.values_N[:0], outputs.bootstrap_values_S[:0])
