@@ -7,8 +7,29 @@ Shapes: N tokens of one microbatch, packed.
 """
 
 from rolecall.algorithms.losses.batch import PolicyBatch, TokenLosses
+from rolecall.algorithms.losses.cispo import cispo
+from rolecall.algorithms.losses.covariance import clip_cov, kl_cov
+from rolecall.algorithms.losses.dppo import dppo_kl, dppo_tv
+from rolecall.algorithms.losses.dro import dro
+from rolecall.algorithms.losses.gmpo import gmpo
+from rolecall.algorithms.losses.gspo import gspo
 from rolecall.algorithms.losses.ppo import ppo
-from rolecall.settings import PolicyLossSection, PpoLoss
+from rolecall.algorithms.losses.reinforce import reinforce
+from rolecall.algorithms.losses.sapo import sapo
+from rolecall.settings import (
+    CispoLoss,
+    ClipCovLoss,
+    DppoKlLoss,
+    DppoTvLoss,
+    DroLoss,
+    GmpoLoss,
+    GspoLoss,
+    KlCovLoss,
+    PolicyLossSection,
+    PpoLoss,
+    ReinforceLoss,
+    SapoLoss,
+)
 
 __all__ = ["PolicyBatch", "TokenLosses", "token_losses"]
 
@@ -18,3 +39,23 @@ def token_losses(section: PolicyLossSection, batch: PolicyBatch) -> TokenLosses:
     match section:
         case PpoLoss():
             return ppo(batch, clip_eps_low=section.clip_eps_low, clip_eps_high=section.clip_eps_high, dual_clip=section.dual_clip)
+        case GspoLoss():
+            return gspo(batch, clip_eps_low=section.clip_eps_low, clip_eps_high=section.clip_eps_high)
+        case CispoLoss():
+            return cispo(batch, clip_eps_low=section.clip_eps_low, clip_eps_high=section.clip_eps_high)
+        case GmpoLoss():
+            return gmpo(batch, clip_eps_low=section.clip_eps_low, clip_eps_high=section.clip_eps_high)
+        case SapoLoss():
+            return sapo(batch, tau_pos=section.tau_pos, tau_neg=section.tau_neg)
+        case ClipCovLoss():
+            return clip_cov(batch, clip_eps_low=section.clip_eps_low, clip_eps_high=section.clip_eps_high)
+        case KlCovLoss():
+            return kl_cov(batch, kl_coef=section.kl_coef)
+        case DppoTvLoss():
+            return dppo_tv(batch, max_divergence=section.max_divergence)
+        case DppoKlLoss():
+            return dppo_kl(batch, max_divergence=section.max_divergence)
+        case DroLoss():
+            return dro(batch, beta=section.beta)
+        case ReinforceLoss():
+            return reinforce(batch)

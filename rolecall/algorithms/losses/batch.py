@@ -10,6 +10,8 @@ import torch
 
 LOG_RATIO_BOUND = 20.0
 """log-ratios are held within +-this before exp, so that one stray token cannot make the loss inf."""
+SELECTED = "selected"
+"""bool column that training/selection.py makes for the losses of covariance.py; false outside the mask."""
 
 
 @dataclass(frozen=True)

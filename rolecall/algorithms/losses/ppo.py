@@ -14,15 +14,19 @@ def ppo(batch: PolicyBatch, *, clip_eps_low: float, clip_eps_high: float, dual_c
     With dual_clip c, where A < 0 the objective is at least c A (arXiv:1912.09729, eq. 5).
     """
     advantages_N = batch.advantages_N
-    ratio_N = batch.log_ratio_N().exp()
+    losses = clipped(batch.log_ratio_N().exp(), advantages_N, clip_eps_low, clip_eps_high)
+    if dual_clip is None:
+        return losses
+    ceiling_N = -dual_clip * advantages_N
+    over_N = (advantages_N < 0) & (losses.losses_N > ceiling_N)
+    low_N = losses.shown["clip_fraction_low"] | over_N
+    return TokenLosses(torch.where(over_N, ceiling_N, losses.losses_N), {**losses.shown, "clip_fraction_low": low_N})
+
+
+def clipped(ratio_N: torch.Tensor, advantages_N: torch.Tensor, clip_eps_low: float, clip_eps_high: float) -> TokenLosses:
+    """The clipped objective of any ratio; what is shown is where the clip took the gradient away."""
     free_N = -ratio_N * advantages_N
     bounded_N = -ratio_N.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages_N
-    losses_N = torch.maximum(free_N, bounded_N)
     clipped_N = bounded_N > free_N
-    low_N = clipped_N & (advantages_N < 0)
-    if dual_clip is not None:
-        ceiling_N = -dual_clip * advantages_N
-        over_N = (advantages_N < 0) & (losses_N > ceiling_N)
-        losses_N = torch.where(over_N, ceiling_N, losses_N)
-        low_N = low_N | over_N
-    return TokenLosses(losses_N, {"clip_fraction_high": clipped_N & (advantages_N > 0), "clip_fraction_low": low_N})
+    shown = {"clip_fraction_high": clipped_N & (advantages_N > 0), "clip_fraction_low": clipped_N & (advantages_N < 0)}
+    return TokenLosses(torch.maximum(free_N, bounded_N), shown)
