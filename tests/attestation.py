@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rolecall.store.connection import Connection
 from rolecall.store.ledger import Ledger
 from rolecall.store.rows import Rows
+from rolecall.trajectory import rows_of
 from rolecall.v1.trajectory_pb2 import TrajectoryMeta
 from rolecall.wire import Array
 
@@ -37,7 +38,7 @@ def read_attested(connection: Connection, run: str) -> dict[int, str]:
 
 def read_trajectories(ledger: Ledger, rows: Rows) -> list[Trajectory]:
     """All that is committed and not freed."""
-    refs = [ref for _, group in ledger.read_committed("0", 10_000, 0.0) for ref in group.rows]
+    refs = [ref for _, group in ledger.read_committed("0", 10_000, 0.0) for ref in rows_of(group)]
     return [Trajectory(meta, *(row[name] for name in COLUMNS)) for meta, row in zip(rows.read_meta(refs), rows.read(refs, list(COLUMNS)), strict=True)]
 
 

@@ -17,6 +17,7 @@ from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import Ledger
 from rolecall.store.prompts import Claim, PromptQueue
 from rolecall.store.rows import Rows
+from rolecall.trajectory import rows_of
 from rolecall.v1.trajectory_pb2 import CommittedGroup, Prompt, PromptGroup, RowRef, TrainBatch, TrajectoryMeta
 from rolecall.wire import Array
 
@@ -24,9 +25,10 @@ DIGEST = "d1"
 """What every version of these tests' weights digests to."""
 
 
-def sample_group(gid: int, num_responses: int = 2) -> PromptGroup:
+def sample_group(gid: int, num_responses: int = 2, *, greedy_response: bool = False) -> PromptGroup:
     """The smallest group to admit."""
-    return PromptGroup(gid=gid, prompt=Prompt(uid=f"prompt-{gid}", token_ids=np.arange(3, dtype="<i4").tobytes()), num_responses=num_responses)
+    prompt = Prompt(uid=f"prompt-{gid}", token_ids=np.arange(3, dtype="<i4").tobytes())
+    return PromptGroup(gid=gid, prompt=prompt, num_responses=num_responses, greedy_response=greedy_response)
 
 
 class ForgetfulRedis(redis.Redis):
@@ -59,11 +61,11 @@ class StoreUnderTest:
         self.opened.append(connect(self.section))
         return self.opened[-1]
 
-    def admit(self, count: int) -> None:
+    def admit(self, count: int, *, greedy_response: bool = False) -> None:
         """Admits the next `count` groups; the cursor after group g is b"after g"."""
         first = self.ledger.position().next_gid
         for gid in range(first, first + count):
-            self.ledger.admit(sample_group(gid), f"after {gid}".encode())
+            self.ledger.admit(sample_group(gid, greedy_response=greedy_response), f"after {gid}".encode())
 
     def publish(self, version: int, step: int, *consumers: str) -> None:
         """Begins a publish and attests it to `consumers`."""
@@ -81,19 +83,20 @@ class StoreUnderTest:
 
     def stage(self, claim: Claim, expiry_s: int = 60) -> CommittedGroup:
         """Writes the rows of `claim`, each of four tokens, and names them."""
-        refs = [self.rows.ref(f"{claim.group.gid}/{i}", claim.token, 4) for i in range(claim.group.num_responses)]
+        num_responses = claim.group.num_responses
+        refs = [self.rows.ref(f"{claim.group.gid}/{i}", claim.token, 4) for i in range(num_responses + claim.group.greedy_response)]
         columns: list[dict[str, Array]] = [
             {"token_ids": np.arange(4, dtype=np.int32) + i, "response_mask": np.array([0, 0, 1, 1], np.uint8)} for i in range(len(refs))
         ]
         metas = [TrajectoryMeta(id=ref.id, gid=claim.group.gid, index=i) for i, ref in enumerate(refs)]
         self.rows.stage_many(refs, columns, metas, expiry_s)
-        return CommittedGroup(gid=claim.group.gid, rows=refs)
+        return CommittedGroup(gid=claim.group.gid, rows=refs[:num_responses], greedy_row=refs[-1] if claim.group.greedy_response else None)
 
     def commit(self, queue: PromptQueue, claim: Claim, version: int = 0) -> CommittedGroup:
         """Stages, commits and persists what `claim` asked for."""
         group = self.stage(claim)
         assert queue.commit(claim, group, {(version, DIGEST)})
-        self.rows.persist(list(group.rows))
+        self.rows.persist(rows_of(group))
         return group
 
     def committed(self, count: int) -> list[CommittedGroup]:
@@ -105,7 +108,8 @@ class StoreUnderTest:
     def batch(self, step: int, groups: list[CommittedGroup], digest: str = "b1") -> TrainBatch:
         """A train batch of `groups`."""
         rows: list[RowRef] = [row for group in groups for row in group.rows]
-        return TrainBatch(step=step, digest=digest, rows=rows, gids=[group.gid for group in groups])
+        greedy_rows = [group.greedy_row for group in groups if group.HasField("greedy_row")]
+        return TrainBatch(step=step, digest=digest, rows=rows, gids=[group.gid for group in groups], greedy_rows=greedy_rows)
 
     def trained(self, count: int) -> TrainBatch:
         """`count` groups, committed, sealed and trained as step 0."""

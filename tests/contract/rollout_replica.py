@@ -73,7 +73,7 @@ class ReplicaUnderTest:
     async def info(self) -> rollout_pb2.GetRolloutInfoResponse:
         return await self.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest())
 
-    def admit(self, count: int, *, num_responses: int = 4, max_tokens: int = 20, prompt: tuple[int, ...] = PROMPT) -> None:
+    def admit(self, count: int, *, num_responses: int = 4, max_tokens: int = 20, prompt: tuple[int, ...] = PROMPT, greedy_response: bool = False) -> None:
         """Admits the next `count` groups."""
         first = self.store.ledger.position().next_gid
         for gid in range(first, first + count):
@@ -83,6 +83,7 @@ class ReplicaUnderTest:
                 num_responses=num_responses,
                 sampling=trajectory_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=max_tokens),
                 run_seed=11,
+                greedy_response=greedy_response,
             )
             assert self.store.ledger.admit(group, b"")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rolecall.errors import GenerationError, WeightsMismatchError, WorkerLostError
-from rolecall.trajectory import SAMPLED_COLUMNS, seed_of
+from rolecall.trajectory import SAMPLED_COLUMNS, rows_of, seed_of
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from services.rollout.scripted import ScriptedEngine, digest_of
 from tests.contract.rollout_replica import CONSUMER, MAX_GROUPS, PROMPT, ReplicaUnderTest, replica_under_test
@@ -47,6 +47,33 @@ async def test_every_admitted_group_is_committed_with_its_rows(rollout: ReplicaU
             assert [(span.policy_version, span.weights_digest, span.worker) for span in meta.spans] == [(1, digest_of(1), CONSUMER)]
             assert (meta.spans[0].start, meta.spans[-1].end) == (prompt, total)
     assert rollout.store.balance() == (10, 0, 0, 10)
+
+
+async def test_a_greedy_response_is_sampled_beside_the_others_and_marked_by_its_temperature(rollout: ReplicaUnderTest) -> None:
+    rollout.admit(3, num_responses=2, greedy_response=True)
+    await rollout.publish(1)
+    greedy = []
+    for committed in await rollout.committed(3):
+        refs = rows_of(committed)
+        metas = rollout.store.rows.read_meta(refs)
+        assert [(ref.id, meta.index, meta.sampling.temperature) for ref, meta in zip(refs, metas, strict=True)] == [
+            (f"{committed.gid}/0", 0, 1.0),
+            (f"{committed.gid}/1", 1, 1.0),
+            (f"{committed.gid}/2", 2, 0.0),
+        ]
+        assert (len(committed.rows), committed.greedy_row) == (2, refs[2])
+        (row,) = rollout.store.rows.read([committed.greedy_row], SAMPLED_COLUMNS)
+        assert not row["rollout_logprobs"].any()
+        assert metas[2].spans[-1].end == committed.greedy_row.num_tokens
+        greedy.append(row["token_ids"].tolist())
+    assert greedy[0] == greedy[1] == greedy[2]  # the same prompt, and no seed in it
+
+
+async def test_a_group_of_one_with_a_greedy_response_is_two_rows(rollout: ReplicaUnderTest) -> None:
+    rollout.admit(1, num_responses=1, greedy_response=True)
+    await rollout.publish(1)
+    (committed,) = await rollout.committed(1)
+    assert [ref.id for ref in rows_of(committed)] == ["0/0", "0/1"]
 
 
 async def test_a_groups_responses_follow_from_the_runs_seed_its_gid_and_the_index(rollout: ReplicaUnderTest) -> None:

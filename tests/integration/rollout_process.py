@@ -149,7 +149,9 @@ class RolloutProcess:
         return np.concatenate([[0.0], chosen.numpy()]).astype(np.float32)
 
 
-def group(gid: int, prompt: list[int], num_responses: int, *, max_tokens: int = 24, temperature: float = 0.8) -> trajectory_pb2.PromptGroup:
+def group(
+    gid: int, prompt: list[int], num_responses: int, *, max_tokens: int = 24, temperature: float = 0.8, greedy_response: bool = False
+) -> trajectory_pb2.PromptGroup:
     """A group to admit."""
     return trajectory_pb2.PromptGroup(
         gid=gid,
@@ -157,6 +159,7 @@ def group(gid: int, prompt: list[int], num_responses: int, *, max_tokens: int = 
         num_responses=num_responses,
         sampling=trajectory_pb2.SamplingParams(temperature=temperature, top_p=1.0, max_tokens=max_tokens),
         run_seed=7,
+        greedy_response=greedy_response,
     )
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from rolecall.rpc.process import RESTART
-from rolecall.trajectory import SAMPLED_COLUMNS
+from rolecall.trajectory import SAMPLED_COLUMNS, rows_of
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.wire import decode_tensor
 from tests.integration.rollout_process import PROBE, RolloutProcess, group, rollout_process
@@ -110,6 +110,25 @@ def test_pulled_groups_are_committed_with_rows_that_hugging_face_confirms(rollou
             assert (row["policy_versions"] == np.where(mask, 1, -1)).all()
             assert (meta.prompt.ground_truth, meta.prompt.token_ids, meta.gid) == ("x", b"", one.gid)
     assert worst < 1e-4
+
+
+def test_a_greedy_response_beside_the_others_takes_the_models_likeliest_token_each_time(rollout: RolloutProcess) -> None:
+    gid = rollout.ledger.position().next_gid
+    assert rollout.ledger.admit(group(gid, PROMPT, 3, greedy_response=True), b"")
+    deadline = time.monotonic() + 60
+    one = None
+    while one is None and time.monotonic() < deadline:
+        one = next((one for _, one in rollout.ledger.read_committed("0", 100, 0.5) if one.gid == gid), None)
+    assert one is not None
+    assert [ref.id for ref in rows_of(one)] == [f"{gid}/{i}" for i in range(4)]
+    metas = rollout.rows.read_meta(rows_of(one))
+    assert [round(meta.sampling.temperature, 3) for meta in metas] == [0.8, 0.8, 0.8, 0]
+    (row,) = rollout.rows.read([one.greedy_row], SAMPLED_COLUMNS)
+    assert not row["rollout_logprobs"].any()
+    ids = row["token_ids"].tolist()
+    for t in range(metas[3].num_prompt_tokens, len(ids)):
+        others = [rollout.logprobs([*ids[:t], other])[t] for other in range(0, 259, 7)]
+        assert rollout.logprobs(ids[: t + 1])[t] >= max(others) - 1e-4
 
 
 def test_groups_kept_over_a_publish_carry_the_version_of_every_token(rollout: RolloutProcess) -> None:

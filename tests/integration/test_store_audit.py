@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from rolecall.errors import InvalidInputError
 from rolecall.store.audit import Report, audit
 from rolecall.store.position import RunPosition
-from tests.fixtures_store import StoreUnderTest
+from rolecall.v1.trajectory_pb2 import CommittedGroup
+from tests.fixtures_store import DIGEST, StoreUnderTest
 
 
 def audited(store: StoreUnderTest, folder: Path) -> Report:
@@ -228,3 +230,36 @@ def test_the_audit_sees_a_planted_violation(store: StoreUnderTest, tmp_path: Pat
     plant(store)
     found = audited(store, tmp_path).problems
     assert any(text.startswith(PLANTED[plant]) for text in found), found
+
+
+def test_rows_of_greedy_responses_are_kept_and_deleted_with_their_groups(store: StoreUnderTest, tmp_path: Path) -> None:
+    """Groups 0 trained, 1 dropped, 2 committed: of each a greedy row beside its two."""
+    store.admit(3, greedy_response=True)
+    queue = store.attested("r.0")
+    groups = [store.commit(queue, claim) for claim in queue.claim(3)]
+    store.ledger.seal(store.batch(0, groups[:1]))
+    store.ledger.commit_step(0, [])
+    store.ledger.drop(1, "without_signal")
+    report = audited(store, tmp_path)
+    assert (report.problems, report.rows.needed, report.rows.garbage) == ((), 6, 3)
+    assert store.ledger.sweep(store.rows, 0) == 3
+    assert (audited(store, tmp_path).problems, len(store.rows.read([groups[0].greedy_row, groups[2].greedy_row], ["token_ids"]))) == ((), 2)
+    assert store.ledger.sweep(store.rows, 1) == 3
+    report = audited(store, tmp_path)
+    assert (report.problems, report.rows.needed, report.rows.garbage) == ((), 3, 0)
+    store.rows.delete([groups[2].greedy_row])
+    assert audited(store, tmp_path).problems == ("rows that are needed and gone: 2/2",)
+
+
+def test_a_group_that_wants_a_greedy_response_is_not_committed_without_it(store: StoreUnderTest) -> None:
+    store.admit(2, greedy_response=True)
+    queue = store.attested("r.0")
+    claim, other = queue.claim(2)
+    group = store.stage(claim)
+    without = CommittedGroup(gid=group.gid, rows=group.rows)
+    foreign = CommittedGroup(gid=group.gid, rows=group.rows, greedy_row=store.stage(other).greedy_row)
+    foreign.greedy_row.token = "r.1-1"
+    for wrong in (without, foreign):
+        with pytest.raises(InvalidInputError, match="needs 2 rows and a greedy one"):
+            queue.commit(claim, wrong, {(0, DIGEST)})
+    assert queue.commit(claim, group, {(0, DIGEST)})
