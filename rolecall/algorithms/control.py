@@ -1,6 +1,6 @@
 """Coefficients that adapt from step to step: of the KL to a reference, toward a target KL, and of the entropy bonus, toward a target entropy.
 
-Pure Python. What adapts is the state `Control`; whoever owns the steps keeps it, seals `coefficients` with each batch and moves it on by what the step measured.
+Pure Python. What adapts is the state `Control`; whoever owns the steps keeps it, seals `coefficients` with each batch and moves it on by what was measured.
 
     control = start(algorithm)
     batch.coefficients = coefficients(algorithm, control)
@@ -44,7 +44,7 @@ def coefficients(algorithm: AlgorithmSection, control: Control) -> Coefficients:
 
 
 def advance(algorithm: AlgorithmSection, control: Control, *, kl: float | None, entropy: float | None, num_samples: int) -> Control:
-    """After a step. `kl` and `entropy` are means per trained token, None where nothing was trained: that coefficient stays. `num_samples`: responses of the batch.
+    """After a step of `num_samples` responses. `kl` and `entropy` are means per trained token, None where nothing was trained: that coefficient stays.
 
     `kl` is of the configured estimator: metric actor/reference_kl where the KL is in the loss, the mean of the penalty where it is in the reward.
     `entropy` is metric actor/entropy.
@@ -61,9 +61,10 @@ def advance(algorithm: AlgorithmSection, control: Control, *, kl: float | None, 
 
 
 def kl_coef_next(coef: float, observed_kl: float, num_samples: int, *, target: float, horizon: int) -> float:
-    """coef (1 + K e), e = clip(observed_kl / target - 1, -0.2, 0.2): the proportional controller in log space of Ziegler et al. (arXiv:1909.08593, section 2.2).
+    """coef (1 + K e), e = clip(observed_kl / target - 1, -0.2, 0.2).
 
-    The paper's K is 0.1 a step; its code's is num_samples / horizon, which makes the pace independent of the batch's size. That is what is done here.
+    The log-space proportional controller of Ziegler et al. (arXiv:1909.08593, section 2.2). The paper's K is 0.1 a step, its code's num_samples / horizon,
+    which makes the pace independent of the batch's size: that is what is done here.
     """
     error = min(max(observed_kl / target - 1, -KL_ERROR_BOUND), KL_ERROR_BOUND)
     return coef * max(0.0, 1 + error * num_samples / horizon)
@@ -82,5 +83,5 @@ def entropy_coef_next(coef: float, observed_entropy: float, *, target: float, st
 
 
 def entropy_coef_applied(coef: float, observed_entropy: float | None, *, target: float) -> float:
-    """coef while the entropy is at most its target, else 0 (the same source): the bonus never pushes an entropy that is high enough. As given before the first."""
+    """coef while the entropy is at most its target, or not yet known, else 0 (the same source): the bonus never pushes an entropy that is high enough."""
     return coef if observed_entropy is None or observed_entropy <= target else 0.0

@@ -1,7 +1,10 @@
 """KL to a reference policy, estimated from sampled tokens, as a differentiable term of a loss. (As a reward: shaping.py, in numpy.)
 
 Pure torch. Estimators of KL(p || ref) under samples of p, r = ref / p (J. Schulman, http://joschu.net/blog/kl-approx.html):
-k1 = -log r, unbiased, high variance; k2 = (log r)^2 / 2, biased, its gradient is that of the true KL on-policy; k3 = (r - 1) - log r, unbiased, never negative.
+k1 = -log r, unbiased, high variance; k2 = (log r)^2 / 2, biased; k3 = (r - 1) - log r, unbiased, never negative; abs = |log r|, a distance and no KL.
+
+Gradients, on average over samples of p: that of k2 is the true KL's, that of k1 is 0, that of k3 is KL(ref || p)'s. So a value of one estimator may
+be wanted with the gradient of another: straight-through.
 
 Shapes: N tokens of one microbatch.
 """
@@ -10,15 +13,25 @@ from typing import Literal
 
 import torch
 
-KlEstimator = Literal["k1", "k2", "k3"]
+from rolecall.settings import KlEstimator
 
 LOG_RATIO_BOUND = 20.0
 """log r is held within +-this before exp: e^20 is far beyond any useful gradient and still finite in float32."""
 
 
-def kl_N(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
-    """float32 [N]: the estimate of each token. Differentiable in logprobs_N."""
+def kl_N(
+    logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor, estimator: KlEstimator, gradient: Literal["estimator", "k2"] = "estimator"
+) -> torch.Tensor:
+    """[N]: the estimate of each token. Differentiable in logprobs_N, with the estimator's own gradient or, straight-through, k2's."""
     log_ratio_N = (reference_logprobs_N - logprobs_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    value_N = _estimate_N(log_ratio_N, estimator)
+    if gradient == "estimator":
+        return value_N
+    k2_N = _estimate_N(log_ratio_N, "k2")
+    return value_N.detach() + (k2_N - k2_N.detach())
+
+
+def _estimate_N(log_ratio_N: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
     match estimator:
         case "k1":
             return -log_ratio_N
@@ -26,3 +39,5 @@ def kl_N(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor, estimator
             return 0.5 * log_ratio_N.square()
         case "k3":
             return torch.expm1(log_ratio_N) - log_ratio_N
+        case "abs":
+            return log_ratio_N.abs()

@@ -7,6 +7,7 @@ from rolecall.settings.correction import CorrectionSection
 from rolecall.settings.kl import KlSection
 from rolecall.settings.losses import Aggregation, EntropySection, PolicyLossSection, PpoLoss
 from rolecall.settings.section import NonNegativeInt, Section
+from rolecall.settings.shaping import CurriculumSection, FiltersSection, ShapingSection
 
 
 class AlgorithmSection(Section):
@@ -32,12 +33,14 @@ class AlgorithmSection(Section):
     """Entropy bonus; absent: none."""
     kl: KlSection | None = None
     """KL to a reference; absent: none, and no reference is asked."""
-    correction: CorrectionSection | None = None
-    """Off-policy correction of the loss; absent: metrics only."""
-    drop_groups_without_signal: bool = False
-    """Drop groups whose rewards are all equal and sample others instead (DAPO's dynamic sampling)."""
-    max_dropped_groups_per_step: PositiveInt = 1024
-    """Budget of groups dropped by filters within one step; spent, the run stops."""
+    correction: CorrectionSection | None = CorrectionSection()
+    """Off-policy correction of the loss; null: metrics only."""
+    shaping: ShapingSection = ShapingSection()
+    """From the raw reward to the one that advantages are computed from."""
+    filters: FiltersSection = FiltersSection()
+    """Which scored groups are dropped and replaced; by default none."""
+    curriculum: CurriculumSection | None = None
+    """Prompts by their success rate; absent: every prompt once an epoch."""
 
     @property
     def wants_greedy_response(self) -> bool:

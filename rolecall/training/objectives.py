@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from rolecall.algorithms.aggregation import Counts, sequence_index, token_weights
-from rolecall.algorithms.correction import truncated_weights_N
+from rolecall.algorithms.correction import correct
 from rolecall.algorithms.kl import kl_N
 from rolecall.algorithms.losses import PolicyBatch, token_losses
 from rolecall.algorithms.losses.entropy import entropy_bonus
@@ -67,17 +67,19 @@ class PolicyObjective:
             **{f"actor/{name}": value_N for name, value_N in losses.shown.items()},
         }
         losses_N = losses.losses_N
-        if algorithm.correction is not None:
-            shown["actor/correction_weight"] = correction_N = truncated_weights_N(old_N, rollout_N, algorithm.correction.tis_cap)
-            losses_N = losses_N * correction_N
-        loss = (losses_N * weights_N).sum()
         metrics = Metrics()
+        if algorithm.correction is not None:
+            correction = correct(algorithm.correction, batch, rollout_N)
+            losses_N = losses_N * correction.weights_N
+            shown |= {"actor/correction_weight": correction.weights_N, "actor/rejected_tokens": correction.rejected_N}
+            _add_rejected_sequences(metrics, batch, correction.weights_N)
+        loss = (losses_N * weights_N).sum()
         metrics.sum("actor/policy_loss", float(loss.detach()))
         if self.coefficients.entropy_coef:
             loss = loss - self.coefficients.entropy_coef * entropy_bonus(outputs.entropy_N, weights_N)
         kl = algorithm.kl
         if kl is not None and kl.placement == "loss":
-            reference_kl_N = kl_N(logprobs_N, columns[reference_column(kl.reference)], kl.estimator)
+            reference_kl_N = kl_N(logprobs_N, columns[reference_column(kl.reference)], kl.estimator, kl.gradient)
             loss = loss + self.coefficients.kl_coef * (reference_kl_N * weights_N).sum()
             shown["actor/reference_kl"] = reference_kl_N.detach()
         metrics.sum("actor/loss", float(loss.detach()))
@@ -132,6 +134,14 @@ class SupervisedObjective:
 
 def _sequences(microbatch: Microbatch) -> torch.Tensor:
     return sequence_index(microbatch.cu_seqlens, microbatch.token_ids_N.numel())
+
+
+def _add_rejected_sequences(metrics: Metrics, batch: PolicyBatch, weights_N: torch.Tensor) -> None:
+    """The share of sequences with trained tokens of which none weighs anything."""
+    trained_S = batch.sequence_sums_S(torch.ones_like(weights_N)) > 0
+    kept_S = batch.sequence_sums_S((weights_N > 0).to(weights_N.dtype)) > 0
+    num_trained, num_kept = torch.stack([trained_S.sum(), kept_S.sum()]).tolist()
+    metrics.mean("actor/rejected_sequences", (num_trained - num_kept) / max(num_trained, 1), num_trained)
 
 
 def _add_means(metrics: Metrics, shown: dict[str, torch.Tensor], mask_N: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
 """The actor on its ranks: PPO steps on sealed batches, old_logprobs, and the root of the weight channel. Knows tensors and no gRPC.
 
 A step: read this rank's rows; compute old_logprobs of every mini-batch but the first, whose own training pass gives them (none when the rows hold them
-already); then mini-batches and epochs of the configured objective. How far the sampler's logprobs are from the actor's is measured on the way.
+already, or when the sampler's take their place); then mini-batches and epochs of the configured objective. How far the sampler's logprobs are from the
+actor's is measured on the way.
 """
 
 import time
@@ -10,7 +11,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from rolecall.algorithms.correction import mismatch
+from rolecall.algorithms.aggregation import sequence_index
+from rolecall.algorithms.correction.mismatch import MismatchSums, mismatch, mismatch_sums, spread
 from rolecall.errors import OutOfOrderError, StaleVersionError
 from rolecall.settings import ACTOR_BASE, RunSettings
 from rolecall.store.connection import Connection
@@ -37,9 +39,22 @@ from services.actor import config
 ON_POLICY = "on_policy"
 """Derived column: 1 on the sampled tokens of a trajectory that was sampled wholly with the weights it is trained from."""
 OLD = "old_logprobs"
+SEEN = "seen_logprobs"
+"""Derived column under `proximal: bypass`: what the training pass of the first epoch gave, to measure the sampler by."""
 BASE = reference_column(ACTOR_BASE)
 """Logprobs of the actor's own model without its adapters: computed here, never stored."""
 _SUMS = ("actor/loss", "actor/policy_loss")
+_SHOWN = {
+    "kl": "mismatch_kl",
+    "kl_k1": "mismatch_kl_k1",
+    "reverse_kl": "mismatch_kl_reverse",
+    "sampler_perplexity": "sampler_perplexity",
+    "trainer_perplexity": "trainer_perplexity",
+    "ess_tokens": "ess_tokens",
+    "ess_sequences": "ess_sequences",
+    "correlation": "probs_correlation",
+}
+"""Metric of each field of Mismatch."""
 
 
 class PolicySteps:
@@ -72,7 +87,12 @@ class PolicySteps:
             derive=lambda row: _on_policy(row, versions),
         )
         read_s = time.perf_counter() - started
-        first, *later = share.minibatches
+        bypass = section.correction is not None and section.correction.proximal == "bypass"
+        if bypass:
+            for minibatch in share.minibatches:
+                minibatch.add_column(OLD, [each.columns["rollout_logprobs"] for each in minibatch.microbatches if each.lengths])
+        measured = SEEN if bypass else OLD
+        later = share.minibatches[1:]
         ahead = [microbatch for minibatch in later if not minibatch.has(OLD) for microbatch in minibatch.microbatches]
         num_base = len(share.microbatches) if BASE in policy_columns(section) else 0
         counted = Counted(progress, len(share.microbatches) * section.num_epochs + len(ahead) + num_base)
@@ -82,22 +102,20 @@ class PolicySteps:
             for minibatch in share.minibatches:
                 minibatch.add_column(BASE, _logprobs(bench.engine.forward(minibatch.microbatches, base=True)))
                 counted.advance(len(minibatch.microbatches))
-        kept: list[torch.Tensor] = []
+        kept: dict[int, list[torch.Tensor]] = {}
 
         def objective(minibatch: Minibatch) -> Loss:
             policy = PolicyObjective(section, minibatch.counts, batch.coefficients, self._length)
-            if minibatch is not first or first.has(OLD):
-                return policy
-            if kept:
-                first.add_column(OLD, kept)
-                return policy
-            return _keeping(policy, kept)
+            if id(minibatch) in kept:
+                minibatch.add_column(measured, kept.pop(id(minibatch)))
+            return policy if minibatch.has(measured) else _keeping(policy, kept.setdefault(id(minibatch), []))
 
         metrics, skipped = optimize(bench, share, objective, section.num_epochs, counted, "actor")
-        if not first.has(OLD):
-            first.add_column(OLD, kept)
+        for minibatch in share.minibatches:
+            if not minibatch.has(measured):
+                minibatch.add_column(measured, kept[id(minibatch)])
         metrics = per_update(metrics, _SUMS, section.num_minibatches * section.num_epochs)
-        _add_mismatch(metrics, [microbatch for microbatch in share.microbatches if microbatch.lengths])
+        _add_mismatch(bench, metrics, [microbatch for microbatch in share.microbatches if microbatch.lengths], measured)
         if bench.group.leads:
             metrics.mean("actor/read_s", read_s)
         effort.add_to(metrics, "actor", share.num_tokens)
@@ -228,23 +246,40 @@ def _keeping(policy: Loss, kept: list[torch.Tensor]) -> Loss:
     return loss
 
 
-def _add_mismatch(metrics: Metrics, microbatches: Sequence[Microbatch]) -> None:
-    """How far sampler and actor are apart: over trajectories sampled with these very weights, and (`mismatch_all`, `mismatch_kl`) over all."""
+def _add_mismatch(bench: Bench, metrics: Metrics, microbatches: Sequence[Microbatch], measured: str) -> None:
+    """How far sampler and actor are apart: over trajectories sampled with these very weights (`mismatch_*`), and over all. A collective.
+
+    `measured` is the column of the actor's logprobs. What adds up is summed over the slots and reported by rank 0, exact; order statistics are each rank's
+    own, of which the extreme is kept.
+    """
+    sums = sum((_mismatch_sums(each, measured) for each in microbatches), MismatchSums())
+    whole = mismatch(MismatchSums(*bench.group.sum_over_slots(np.array(sums.numbers())).tolist()))
+    if whole is not None and bench.group.leads:
+        for name, value in vars(whole).items():
+            if value is not None:
+                metrics.mean(f"actor/{_SHOWN[name]}", value)
     if not microbatches:
         return
-    old_N = torch.cat([each.columns[OLD] for each in microbatches])
+    trained_N = torch.cat([each.columns[measured] for each in microbatches])
     sampled_N = torch.cat([each.columns["rollout_logprobs"] for each in microbatches])
     all_N = torch.cat([each.score_mask_N for each in microbatches])
     pure_N = torch.cat([each.columns[ON_POLICY] for each in microbatches]) & all_N
-    pure, everything = mismatch(sampled_N, old_N, pure_N), mismatch(sampled_N, old_N, all_N)
-    metrics.mean("actor/mismatch_mean", pure.mean_abs, pure.num_tokens)
-    metrics.sum("actor/mismatch_tokens", pure.num_tokens)
-    metrics.mean("actor/mismatch_kl", everything.kl, everything.num_tokens)
-    for name, value, num_tokens in (
-        ("mismatch_max", pure.max_abs, pure.num_tokens),
-        ("mismatch_p999", pure.p999_abs, pure.num_tokens),
-        ("mismatch_all_max", everything.max_abs, everything.num_tokens),
-        ("mismatch_all_p999", everything.p999_abs, everything.num_tokens),
-    ):
-        if num_tokens:
-            metrics.max(f"actor/{name}", value)
+    num_pure = int(pure_N.sum())
+    metrics.sum("actor/mismatch_tokens", num_pure)
+    pure, everything = spread(sampled_N, trained_N, pure_N), spread(sampled_N, trained_N, all_N)
+    if pure is not None:
+        metrics.mean("actor/mismatch_mean", pure.mean_abs, num_pure)
+        metrics.max("actor/mismatch_max", pure.max_abs)
+        metrics.max("actor/mismatch_p999", pure.p999_abs)
+    if everything is not None:
+        metrics.max("actor/mismatch_all_max", everything.max_abs)
+        metrics.max("actor/mismatch_all_p999", everything.p999_abs)
+        metrics.min("actor/sampler_ratio_min", everything.ratio_min)
+        metrics.min("actor/sampler_ratio_p01", everything.ratio_p01)
+        metrics.max("actor/sampler_ratio_p99", everything.ratio_p99)
+        metrics.max("actor/sampler_ratio_max", everything.ratio_max)
+
+
+def _mismatch_sums(microbatch: Microbatch, measured: str) -> MismatchSums:
+    columns, index_N = microbatch.columns, sequence_index(microbatch.cu_seqlens, microbatch.token_ids_N.numel())
+    return mismatch_sums(columns["rollout_logprobs"], columns[measured], microbatch.score_mask_N, index_N, len(microbatch.lengths))

@@ -183,6 +183,15 @@ async def test_concurrent_calls_for_logprobs_agree_with_transformers(store: Stor
         np.testing.assert_allclose(read["old_logprobs"], expected, atol=1e-4)
 
 
+async def test_a_greedy_response_is_not_computed_with(store: StoreUnderTest, make_run: MakeRun) -> None:
+    store.admit(1, greedy_response=True)
+    queue = store.attested("r.0")
+    group = store.commit(queue, queue.claim(1)[0])
+    async with served_actor(make_run(), store) as (_, actor):
+        with pytest.raises(InvalidInputError, match="0/2 was sampled at temperature 0"):
+            await actor.ComputeLogprobs(ComputeColumnRequest(ctl=store.ledger.ctl, rows=[group.greedy_row]), timeout=30)
+
+
 async def test_a_step_is_the_same_whether_old_logprobs_were_written_before_or_not(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
     batch = batches.sealed(0)
     request = TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest)
@@ -202,7 +211,7 @@ async def test_kl_and_sampler_correction_are_terms_of_the_loss(store: StoreUnder
     batches.coefficients = Coefficients(kl_coef=0.5, entropy_coef=0.01)
     batch = batches.sealed(0)
     request = TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest)
-    algorithm = {"groups_per_batch": 4, "kl": {"reference": "ref", "kl_coef": 0.5}, "correction": {"tis_cap": 1.5}}
+    algorithm = {"groups_per_batch": 4, "kl": {"reference": "ref", "kl_coef": 0.5}, "correction": {"weight": {"kind": "token", "cap": 1.5}}}
     async with served_actor(make_run(algorithm=algorithm, references={"ref": {}}), store) as (rig, actor):
         with pytest.raises(RowMissingError, match="ref/logprobs"):
             await train(actor, request)

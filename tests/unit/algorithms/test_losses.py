@@ -1,4 +1,4 @@
-"""Losses, aggregation, KL and correction against numbers worked by hand, and their independence of how a mini-batch is cut."""
+"""Losses and aggregation against numbers worked by hand, and their independence of how a mini-batch is cut."""
 
 import math
 from itertools import pairwise
@@ -11,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.algorithms.aggregation import Counts, sequence_index, token_weights
-from rolecall.algorithms.correction import mismatch, truncated_weights_N
-from rolecall.algorithms.kl import KlEstimator, kl_N
 from rolecall.algorithms.losses import PolicyBatch
 from rolecall.algorithms.losses.entropy import entropy_bonus
 from rolecall.algorithms.losses.ppo import ppo
@@ -140,37 +138,3 @@ def test_loss_and_gradient_do_not_depend_on_how_the_minibatch_is_cut(lengths: li
     (gradient,) = torch.autograd.grad(total, leaf)
     torch.testing.assert_close(total, whole, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient, whole_gradient, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("estimator", "value", "gradient"), [("k1", 0.5, 1.0), ("k2", 0.125, 0.5), ("k3", math.exp(-0.5) - 0.5, 1 - math.exp(-0.5))])
-def test_kl_estimators_and_their_gradients(estimator: KlEstimator, value: float, gradient: float) -> None:
-    logprobs = torch.tensor([-1.0], requires_grad=True)
-    kl = kl_N(logprobs, torch.tensor([-1.5]), estimator)
-    kl.sum().backward()  # type: ignore[no-untyped-call]
-    assert logprobs.grad is not None
-    assert (float(kl.detach()), float(logprobs.grad)) == pytest.approx((value, gradient), rel=1e-5)
-
-
-def test_importance_weights_are_truncated_and_carry_no_gradient() -> None:
-    old = torch.tensor([-1.0, -1.0, -3.0], requires_grad=True)
-    weights = truncated_weights_N(old, torch.tensor([-1.5, -4.0, -1.0]), cap=2.0)
-    np.testing.assert_allclose(weights, [math.exp(0.5), 2.0, math.exp(-2.0)], rtol=1e-5)
-    assert not weights.requires_grad
-
-
-def test_mismatch_reports_divergence_and_the_tail_of_the_gaps() -> None:
-    rollout = torch.zeros(2000)
-    old = torch.zeros(2000)
-    old[0], old[1], old[2], old[3] = 0.4, -0.2, 0.1, 99.0
-    mask = torch.ones(2000, dtype=torch.bool)
-    mask[3] = False
-    result = mismatch(rollout, old, mask)
-    assert result.num_tokens == 1999
-    assert result.max_abs == pytest.approx(0.4)
-    assert result.p999_abs == pytest.approx(0.2)
-    assert result.mean_abs == pytest.approx(0.7 / 1999)
-    assert result.kl == pytest.approx(sum(math.exp(g) - 1 - g for g in (0.4, -0.2, 0.1)) / 1999, rel=1e-5)
-
-
-def test_mismatch_of_no_tokens_is_zero() -> None:
-    assert mismatch(torch.ones(2), torch.zeros(2), torch.zeros(2, dtype=torch.bool)).max_abs == 0.0

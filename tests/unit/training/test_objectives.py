@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rolecall.algorithms.aggregation import Counts
-from rolecall.settings import AlgorithmSection, CorrectionSection, KlSection
+from rolecall.settings import AlgorithmSection, CorrectionSection, KlSection, TokenWeight
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.objectives import PolicyObjective, ValueObjective, policy_columns
 from rolecall.training.packing import pack
@@ -36,7 +36,7 @@ def test_the_objective_adds_correction_entropy_and_reference_kl() -> None:
     algorithm = AlgorithmSection(
         groups_per_batch=1,
         kl=KlSection(reference="ref", kl_coef=0.5, estimator="k1"),
-        correction=CorrectionSection(tis_cap=2.0),
+        correction=CorrectionSection(weight=TokenWeight(cap=2.0)),
     )
     columns: dict[str, list[float]] = {"advantages": [0, 1, -1], "old_logprobs": [0, -1, -2], "rollout_logprobs": [0, -1, -9], "ref/logprobs": [0, -1.5, -2.5]}
     loss, metrics = PolicyObjective(algorithm, Counts(2, 1), Coefficients(kl_coef=0.5, entropy_coef=0.1), 1)(microbatch(**columns), outputs(0, -1, -2))
@@ -52,7 +52,7 @@ def test_the_objective_adds_correction_entropy_and_reference_kl() -> None:
 
 def test_without_old_logprobs_the_policy_is_compared_with_itself() -> None:
     logprobs = torch.tensor([0.0, -1.0, -2.0], requires_grad=True)
-    objective = PolicyObjective(AlgorithmSection(groups_per_batch=1), Counts(2, 1), Coefficients(), 1)
+    objective = PolicyObjective(AlgorithmSection(groups_per_batch=1, correction=None), Counts(2, 1), Coefficients(), 1)
     loss, metrics = objective(microbatch(advantages=[0, 1, 3], rollout_logprobs=[0, -1.5, -2]), TokenOutputs(logprobs, torch.zeros(3)))
     loss.backward()  # type: ignore[no-untyped-call]
     assert logprobs.grad is not None

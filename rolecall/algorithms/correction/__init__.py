@@ -1,0 +1,59 @@
+"""Sampler against trainer: weights and rejections that correct the loss for it, and numbers that show it. Torch.
+
+The sampler (rollout) and the trainer (actor) compute the same policy with other kernels and, when staleness is allowed, with other weights. `correct` is the
+one entry for a configured correction; mismatch.py measures. Sequences are whole within a microbatch, so what is asked of a sequence is computed there, and
+nothing here depends on how a mini-batch is cut.
+
+Left out: weights normalised to a mean of 1 over the batch. They would need every weight of the mini-batch, over all ranks, before its first loss.
+
+Shapes: N tokens of one microbatch; S its sequences.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from rolecall.algorithms.correction.rejection import rejected_N
+from rolecall.algorithms.correction.weights import icepop_weights_N, sequence_weights_N, token_weights_N
+from rolecall.algorithms.losses.batch import PolicyBatch
+from rolecall.settings import CorrectionSection, CorrectionWeight, IcePopWeight, SequenceWeight, TokenWeight
+
+__all__ = ["Correction", "correct"]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What multiplies the losses of tokens. The loss's normaliser stays the whole mini-batch's own count: a rejection never raises the weight of the rest."""
+
+    weights_N: torch.Tensor
+    """[N], without gradient; 0 where rejected and outside the mask."""
+    rejected_N: torch.Tensor
+    """bool [N]: tokens of the mask that weigh 0."""
+
+
+def correct(section: CorrectionSection, batch: PolicyBatch, sampled_N: torch.Tensor) -> Correction:
+    """The configured correction. `sampled_N` [N]: rollout_logprobs.
+
+    Weights and rejections compare the proximal policy (batch.old_logprobs_N) with the sampler. Under `proximal: bypass` these are the same, weights are 1, and
+    rejections compare the policy as it is with the sampler.
+    """
+    trainer_N = batch.old_logprobs_N if section.proximal == "recompute" else batch.logprobs_N.detach()
+    log_ratio_N = trainer_N - sampled_N
+    weight = section.weight if section.proximal == "recompute" else None
+    weights_N = _weights_N(weight, batch, log_ratio_N)
+    for rejection in section.reject:
+        weights_N = torch.where(rejected_N(rejection, batch, log_ratio_N), 0.0, weights_N)
+    weights_N = torch.where(batch.mask_N, weights_N, 0.0)
+    return Correction(weights_N, batch.mask_N & (weights_N == 0))
+
+
+def _weights_N(weight: CorrectionWeight | None, batch: PolicyBatch, log_ratio_N: torch.Tensor) -> torch.Tensor:
+    match weight:
+        case None:
+            return torch.ones_like(log_ratio_N)
+        case TokenWeight():
+            return token_weights_N(log_ratio_N, weight.cap)
+        case SequenceWeight():
+            return sequence_weights_N(batch, log_ratio_N, weight.cap)
+        case IcePopWeight():
+            return icepop_weights_N(log_ratio_N, weight.low, weight.high)
