@@ -1,14 +1,77 @@
-"""From raw rewards to per-token rewards, in numpy: placement of the scalar reward and the KL penalty of classic PPO.
+"""From raw rewards to those that advantages are computed from, in numpy: clipping, normalisation, DAPO's overlong punishment, placement on a token, and the
+KL penalty of classic PPO.
 
 Pure; raw columns are never overwritten, so shaping can be computed again. The KL term of a loss is in kl.py.
 
-Shapes: T tokens of one trajectory (prompt + response), another for each.
+Shapes: B trajectories of a batch; T tokens of one trajectory (prompt + response), another for each.
 """
+
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
 from rolecall.errors import InvalidInputError
+from rolecall.settings import ShapingSection
 from rolecall.wire import Array
+
+STD_EPS = 1e-6
+"""Added to a standard deviation before dividing: rewards without spread become 0, not nan."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Number, mean and spread of rewards seen so far."""
+
+    num: int = 0
+    mean: float = 0.0
+    deviations: float = 0.0
+    """Sum of the squared deviations from the mean."""
+
+    @classmethod
+    def of(cls, values_B: Array) -> Self:
+        """Of one batch."""
+        return cls(values_B.size, float(values_B.mean()), float(((values_B - values_B.mean()) ** 2).sum()))
+
+    def merged(self, other: "Moments") -> "Moments":
+        """Of both together (Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979, eq. 2.1)."""
+        num = self.num + other.num
+        if num == 0:
+            return self
+        delta = other.mean - self.mean
+        return Moments(num, self.mean + delta * other.num / num, self.deviations + other.deviations + delta**2 * self.num * other.num / num)
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of what was seen (n, not n - 1); 0 of nothing."""
+        return float(np.sqrt(self.deviations / max(self.num, 1)))
+
+
+def clip_rewards(section: ShapingSection, rewards_B: Array) -> Array:
+    """[B]: within clip_min..clip_max."""
+    low, high = section.clip_min, section.clip_max
+    return np.clip(rewards_B, -np.inf if low is None else low, np.inf if high is None else high)
+
+
+def shape_rewards(section: ShapingSection, rewards_B: Array, num_tokens_B: Array, moments: Moments, max_tokens: int) -> Array:
+    """[B]: clip, normalise by `moments`, punish the overlong. `moments`: of the clipped rewards that `normalize` names; `max_tokens`: the longest response."""
+    rewards_B = clip_rewards(section, rewards_B)
+    if section.normalize is not None:
+        rewards_B = (rewards_B - moments.mean) / (moments.std + STD_EPS)
+    if section.overlong is not None:
+        overlong = section.overlong
+        rewards_B = rewards_B + overlong.penalty * overlong_penalty(num_tokens_B, overlong.max_tokens or max_tokens, overlong.buffer_tokens)
+    return rewards_B
+
+
+def overlong_penalty(num_tokens_B: Array, max_tokens: int, buffer_tokens: int) -> Array:
+    """float64 [B]: 0 up to max_tokens - buffer_tokens, then linear to -1 at max_tokens and beyond (DAPO, arXiv:2503.14476, eq. 13)."""
+    return np.asarray(-np.clip((num_tokens_B - (max_tokens - buffer_tokens)) / buffer_tokens, 0.0, 1.0))
+
+
+def trained_mask(section: ShapingSection, response_mask_T: Array, is_truncated: bool) -> Array:
+    """uint8 [T]: the loss_mask of a response; 0 throughout when it was cut off and those are masked (overlong filtering, same paper, section 3.4)."""
+    return np.zeros_like(response_mask_T) if section.mask_truncated and is_truncated else response_mask_T
 
 
 def place_rewards(reward: float, response_mask_T: Array, token_rewards_T: Array | None = None) -> Array:

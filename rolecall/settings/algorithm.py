@@ -4,6 +4,7 @@ from pydantic import PositiveInt
 
 from rolecall.settings.advantages import AdvantageSection, GrpoAdvantage, RemaxAdvantage
 from rolecall.settings.correction import CorrectionSection
+from rolecall.settings.distillation import DistillationSection
 from rolecall.settings.kl import KlSection
 from rolecall.settings.losses import Aggregation, EntropySection, PolicyLossSection, PpoLoss
 from rolecall.settings.section import NonNegativeInt, Section
@@ -35,6 +36,8 @@ class AlgorithmSection(Section):
     """KL to a reference; absent: none, and no reference is asked."""
     correction: CorrectionSection | None = CorrectionSection()
     """Off-policy correction of the loss; null: metrics only."""
+    distillation: DistillationSection | None = None
+    """Teachers of the policy on its own samples; absent: none."""
     shaping: ShapingSection = ShapingSection()
     """From the raw reward to the one that advantages are computed from."""
     filters: FiltersSection = FiltersSection()

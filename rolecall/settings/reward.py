@@ -59,22 +59,6 @@ class LengthScorer(Section):
     """Length that counts -1."""
 
 
-class OverlongScorer(Section):
-    """DAPO's soft overlong penalty (arXiv:2503.14476, eq. 13): 0 up to max - buffer, then linear to -1 at max."""
-
-    kind: Literal["overlong"] = "overlong"
-    max_tokens: PositiveInt
-    """Length from which it is -1."""
-    buffer_tokens: PositiveInt
-    """Length over which it grows; at most max_tokens."""
-
-    @model_validator(mode="after")
-    def _buffer_fits(self) -> Self:
-        if self.buffer_tokens > self.max_tokens:
-            raise ValueError(f"buffer_tokens {self.buffer_tokens} exceeds max_tokens {self.max_tokens}; even an empty response would be punished")
-        return self
-
-
 class FunctionScorer(Section):
     """Your own function: `def score(item: rolecall.reward.Item) -> float | rolecall.reward.Score`."""
 
@@ -112,7 +96,7 @@ class ExternalScorer(Section):
 
 
 ScorerSection: TypeAlias = Annotated[
-    ExactMatchScorer | RegexScorer | BoxedScorer | MathScorer | JsonScorer | FormatScorer | LengthScorer | OverlongScorer | FunctionScorer | ExternalScorer,
+    ExactMatchScorer | RegexScorer | BoxedScorer | MathScorer | JsonScorer | FormatScorer | LengthScorer | FunctionScorer | ExternalScorer,
     Field(discriminator="kind"),
 ]
 

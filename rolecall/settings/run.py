@@ -7,6 +7,7 @@ from pydantic import model_validator
 from rolecall.settings.advantages import GaeAdvantage, RemaxAdvantage
 from rolecall.settings.algorithm import AlgorithmSection
 from rolecall.settings.data import DataSection, EvaluationSection, ModelSection, RunSection, SamplingSection
+from rolecall.settings.distillation import TEACHER
 from rolecall.settings.kl import ACTOR_BASE
 from rolecall.settings.reward import RewardSection
 from rolecall.settings.section import Section
@@ -68,9 +69,25 @@ class RunSettings(Section):
                 )
         elif kl is not None and kl.reference not in self.references:
             raise ValueError(f"algorithm.kl.reference {kl.reference!r} is not under references ({sorted(self.references)}); add it")
-        unused = sorted(set(self.references) - ({kl.reference} if kl else set()))
+        distillation = self.algorithm.distillation
+        teachers = distillation.instances if distillation else frozenset()
+        unused = sorted(set(self.references) - teachers - ({kl.reference} if kl else set()))
         if unused:
-            raise ValueError(f"references {unused} are read by nothing; remove them or name one in algorithm.kl.reference")
+            raise ValueError(f"references {unused} are read by nothing; remove them or name them in algorithm.kl.reference or algorithm.distillation")
+        return self
+
+    @model_validator(mode="after")
+    def _teachers_fit_the_algorithm(self) -> Self:
+        algorithm, distillation = self.algorithm, self.algorithm.distillation
+        if distillation is None:
+            return self
+        unknown = sorted(distillation.instances - set(self.references))
+        if unknown:
+            raise ValueError(f"algorithm.distillation names the teachers {unknown}, which are not under references ({sorted(self.references)}); add them")
+        if algorithm.kl is not None and algorithm.kl.reference == TEACHER:
+            raise ValueError(f"references.{TEACHER}: what teachers say is kept under this name, and algorithm.kl reads it too; give the instance another one")
+        if not distillation.task_coef and algorithm.filters.without_signal:
+            raise ValueError("algorithm.filters.without_signal drops groups by a reward that task_coef 0 does not train on; remove it or raise task_coef")
         return self
 
     @model_validator(mode="after")
@@ -78,8 +95,22 @@ class RunSettings(Section):
         rows = self.algorithm.groups_per_batch * self.sampling.num_responses
         if rows < self.algorithm.num_minibatches:
             raise ValueError(f"algorithm.num_minibatches {self.algorithm.num_minibatches} exceeds the batch's {rows} trajectories")
-        if not isinstance(self.algorithm.advantage, GaeAdvantage | RemaxAdvantage) and self.sampling.num_responses < 2:
+        is_task_trained = self.algorithm.distillation is None or self.algorithm.distillation.task_coef > 0
+        if is_task_trained and not isinstance(self.algorithm.advantage, GaeAdvantage | RemaxAdvantage) and self.sampling.num_responses < 2:
             raise ValueError(f"sampling.num_responses must be at least 2: {self.algorithm.advantage.kind} compares responses within a group")
+        return self
+
+    @model_validator(mode="after")
+    def _shaping_has_an_effect(self) -> Self:
+        overlong, filters = self.algorithm.shaping.overlong, self.algorithm.filters
+        longest = self.sampling.max_tokens if overlong is None or overlong.max_tokens is None else overlong.max_tokens
+        if overlong is not None and overlong.buffer_tokens > longest:
+            raise ValueError(
+                f"algorithm.shaping.overlong.buffer_tokens {overlong.buffer_tokens} exceeds the longest response, {longest} tokens; even an empty one would "
+                "be punished: lower it"
+            )
+        if filters.without_signal and self.responses_per_group < 2:
+            raise ValueError("algorithm.filters.without_signal: a group of one response never has any; raise sampling.num_responses, or remove the filter")
         return self
 
     @model_validator(mode="after")

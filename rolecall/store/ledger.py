@@ -19,7 +19,18 @@ from rolecall.disk import append_lines
 from rolecall.errors import RunLockedError
 from rolecall.store import history, scripts
 from rolecall.store.connection import MAX_BLOCK_S, Connection
-from rolecall.store.position import Garbage, GroupState, LiveGroup, Overdelivered, PendingEntry, RunPosition, Snapshot, decode_position, rows_of_garbage
+from rolecall.store.position import (
+    Garbage,
+    GroupState,
+    LiveGroup,
+    Overdelivered,
+    PendingEntry,
+    RunPosition,
+    Snapshot,
+    SuccessRate,
+    decode_position,
+    rows_of_garbage,
+)
 from rolecall.store.prompts import MAX_ERROR_CHARS
 from rolecall.store.rows import Rows
 from rolecall.v1.controller_pb2 import LedgerCounts
@@ -235,6 +246,16 @@ class Ledger:
         """Adds `event` with its `fields` to the history of groups. For what happens to them outside the ledger: "scored". A lost answer may note it twice."""
         if gids:
             self._call("note", " ".join(map(str, gids)), event, *(text for name, value in fields.items() for text in (name, str(value))))
+
+    def rate(self, uid: str, rate: SuccessRate) -> bool:
+        """Keeps the success rate of prompt `uid`, which outlives controllers and lineages. False when a rate as new is kept already."""
+        return self._call("rate", uid, rate.gid, repr(rate.rate)).fresh
+
+    def rates(self) -> dict[str, SuccessRate]:
+        """The success rates kept, by prompt uid."""
+        fields = self._connection.command("HGETALL", f"{self._prefix}rates")
+        found = ((uid.decode(), text.split(b" ")) for uid, text in fields.items())
+        return {uid: SuccessRate(int(gid), float(rate)) for uid, (gid, rate) in found}
 
     def step_of_version(self) -> dict[int, int]:
         """Steps applied in the weights of each attested version."""

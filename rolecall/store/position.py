@@ -44,6 +44,15 @@ class PendingEntry:
     """Delivery count, the second half of its token."""
 
 
+class SuccessRate(NamedTuple):
+    """How often a prompt was answered rightly of late."""
+
+    gid: int
+    """The newest group that counts in it."""
+    rate: float
+    """Between 0 and 1."""
+
+
 class Overdelivered(NamedTuple):
     """A group that was delivered too often: it waits to be dropped."""
 

@@ -438,6 +438,7 @@ class TrainBatch(_message.Message):
     GIDS_FIELD_NUMBER: _builtins.int
     COEFFICIENTS_FIELD_NUMBER: _builtins.int
     GREEDY_ROWS_FIELD_NUMBER: _builtins.int
+    STATISTICS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step this batch makes; 0 for the first."""
     digest: _builtins.str
@@ -458,6 +459,10 @@ class TrainBatch(_message.Message):
     def greedy_rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowRef]:
         """Rows of the groups' greedy responses, in the order of gids: nobody trains on them, and they are kept and deleted with the batch. Empty without any."""
 
+    @_builtins.property
+    def statistics(self) -> Global___BatchStatistics:
+        """What the algorithm measured of the batch and carries into the next step."""
+
     def __init__(
         self,
         *,
@@ -467,14 +472,75 @@ class TrainBatch(_message.Message):
         gids: _abc.Iterable[_builtins.int] | None = ...,
         coefficients: Global___Coefficients | None = ...,
         greedy_rows: _abc.Iterable[Global___RowRef] | None = ...,
+        statistics: Global___BatchStatistics | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["coefficients", b"coefficients"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["coefficients", b"coefficients", "statistics", b"statistics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coefficients", b"coefficients", "digest", b"digest", "gids", b"gids", "greedy_rows", b"greedy_rows", "rows", b"rows", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coefficients", b"coefficients", "digest", b"digest", "gids", b"gids", "greedy_rows", b"greedy_rows", "rows", b"rows", "statistics", b"statistics", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrainBatch: _TypeAlias = TrainBatch  # noqa: Y015
+
+@_typing.final
+class BatchStatistics(_message.Message):
+    """What of a batch is known before it is trained and what later steps depend on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REWARDS_FIELD_NUMBER: _builtins.int
+    KL_FIELD_NUMBER: _builtins.int
+    kl: _builtins.float
+    """Mean per sampled token of the KL that the rewards were lowered by, before its coefficient, nats; absent unless the KL is in the reward."""
+    @_builtins.property
+    def rewards(self) -> Global___Moments:
+        """Of the rewards of its rows, clipped; absent unless rewards are normalised by those of the whole run."""
+
+    def __init__(
+        self,
+        *,
+        rewards: Global___Moments | None = ...,
+        kl: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_kl", b"_kl", "kl", b"kl", "rewards", b"rewards"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kl", b"_kl", "kl", b"kl", "rewards", b"rewards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__kl: _TypeAlias = _typing.Literal["kl"]  # noqa: Y015
+    _WhichOneofArgType__kl: _TypeAlias = _typing.Literal["_kl", b"_kl"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl) -> _WhichOneofReturnType__kl | None: ...
+
+Global___BatchStatistics: _TypeAlias = BatchStatistics  # noqa: Y015
+
+@_typing.final
+class Moments(_message.Message):
+    """Number, mean and spread of some values."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_FIELD_NUMBER: _builtins.int
+    MEAN_FIELD_NUMBER: _builtins.int
+    DEVIATIONS_FIELD_NUMBER: _builtins.int
+    num: _builtins.int
+    """How many."""
+    mean: _builtins.float
+    """Mean; 0 of nothing."""
+    deviations: _builtins.float
+    """Sum of the squared deviations from the mean."""
+    def __init__(
+        self,
+        *,
+        num: _builtins.int = ...,
+        mean: _builtins.float = ...,
+        deviations: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deviations", b"deviations", "mean", b"mean", "num", b"num"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Moments: _TypeAlias = Moments  # noqa: Y015
 
 @_typing.final
 class Coefficients(_message.Message):

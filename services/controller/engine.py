@@ -20,6 +20,7 @@ from rolecall.store.connection import connect
 from rolecall.store.ledger import Ledger
 from rolecall.store.rows import Rows
 from rolecall.tokenizer import ChatTokenizer
+from rolecall.trackers import Trackers
 from rolecall.v1 import controller_pb2, reference_pb2
 from rolecall.v1.actor_pb2_grpc import ActorServiceStub
 from rolecall.v1.critic_pb2_grpc import CriticServiceStub
@@ -37,7 +38,6 @@ from services.controller.recovery import Recovery
 from services.controller.scoring import GroupScorer
 from services.controller.tasks import first_error
 from services.controller.threads import StoreThreads
-from services.controller.trackers import Trackers
 from services.controller.trainers import CriticTrainer, Trainer
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class ControllerEngine:
             critic=critic,
             scorer=GroupScorer(settings, rows, self._threads, reward, self._references),
             evaluation=Evaluation(settings, self._fleet, reward, load_sets(settings, renderer)),
-            prompts=PromptSequence(raw_prompts, renderer, seed=settings.run.seed, shuffle=settings.data.shuffle),
+            prompts=PromptSequence(raw_prompts, renderer, seed=settings.run.seed, shuffle=settings.data.shuffle, curriculum=settings.algorithm.curriculum),
             policy=policy,
             trackers=Trackers(settings),
             checkpoints=checkpoints,

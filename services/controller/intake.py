@@ -6,6 +6,7 @@ after it was admitted is the loop's affair.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 from rolecall.errors import StoreFullError
@@ -59,15 +60,15 @@ class Intake:
         """The gid at which this loop went on, and the prompts that were to be admitted from there."""
         self._refused: list[Admission] = []
         self._changed = asyncio.Event()
-        self.num_dropped = 0
-        """Groups dropped, of all reasons."""
+        self.dropped: Counter[str] = Counter()
+        """Groups dropped, by reason."""
         self.retained_bytes = 0
         """Bytes of trained rows that are kept until a checkpoint covers them."""
 
     def start_from(self, recovered: Recovered) -> None:
         """Takes over the counters of the ledger, and its live groups."""
         position = recovered.position
-        self._admitted, self.num_dropped, self._next_gid = position.admitted, position.num_dropped, position.next_gid
+        self._admitted, self.dropped, self._next_gid = position.admitted, Counter(position.dropped), position.next_gid
         self._backlog = list(recovered.backlog)
         self._recovered = position.next_gid, recovered.backlog
         self.retained_bytes = recovered.retained_bytes
@@ -109,7 +110,7 @@ class Intake:
     def _may_admit(self) -> bool:
         return not (self._board.paused or self._board.stop_requested) and self._policy.may_admit(
             admitted=self._admitted,
-            dropped=self.num_dropped,
+            dropped=self.dropped.total(),
             published_step=self._publisher.published_step,
             num_live=self._assembly.num_live,
             retained_bytes=self.retained_bytes,

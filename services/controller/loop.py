@@ -1,8 +1,8 @@
 """The run, as the algorithm reads: admit, score as groups land, assemble, advantages, seal, train actor and critic, commit, publish, evaluate, checkpoint.
 
-Synchronous training is max_staleness = 0 of this loop. Four activities share one event loop: admission (intake.py), collection (each committed group is
-scored as it lands), the return of abandoned groups (leases.py) and the steps themselves. Every decision is in the store before it is acted on, so a loop
-that starts over (engine.py, after the failure of a role or the store) goes on from there, in this process or another.
+Synchronous training is max_staleness = 0 of this loop. Four activities share one event loop: admission (intake.py), collection (collection.py: each
+committed group is scored as it lands), the return of abandoned groups (leases.py) and the steps themselves. Every decision is in the store before it is acted
+on, so a loop that starts over (engine.py, after the failure of a role or the store) goes on from there, in this process or another.
 """
 
 import asyncio
@@ -13,20 +13,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolecall.algorithms.advantages import needs
-from rolecall.errors import BudgetSpentError, DiskFullError, RoleCallError, RowMissingError, ScorerError, StoreRolledBackError
+from rolecall.errors import BudgetSpentError, DiskFullError, RoleCallError, StoreRolledBackError
 from rolecall.settings import RunSettings
 from rolecall.store.budget import batch_bytes
 from rolecall.store.ledger import Ledger
 from rolecall.store.position import Overdelivered
 from rolecall.store.rows import Rows
-from rolecall.telemetry import Metrics, attached, export, tracer
-from rolecall.trajectory import rows_of
+from rolecall.telemetry import Metrics, export, tracer
+from rolecall.trackers import Trackers
 from rolecall.v1 import controller_pb2, training_pb2, trajectory_pb2
 from services.controller import assembly, measures
+from services.controller.adaptive import AdaptiveState
 from services.controller.admission import AdmissionPolicy
 from services.controller.assembly import Assembly, ScoredGroup
 from services.controller.board import RunBoard
 from services.controller.checkpoints import Checkpoints, RunPoint
+from services.controller.collection import Collection
 from services.controller.evaluation import Evaluation
 from services.controller.fleet import Fleet
 from services.controller.intake import Intake
@@ -38,16 +40,9 @@ from services.controller.saving import NO_ROOM, CheckpointSaver
 from services.controller.scoring import GroupScorer
 from services.controller.tasks import first_error
 from services.controller.threads import StoreThreads
-from services.controller.trackers import Trackers
 from services.controller.trainers import CriticTrainer, Trainer
 
 logger = logging.getLogger(__name__)
-
-READ_BLOCK_S = 1.0
-"""Longest blocking read of the trajectories stream."""
-
-READ_COUNT = 256
-"""Most committed groups taken in one read."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,10 @@ class Loop:
         self._background: set[asyncio.Task[None]] = set()
         self._step = 0
         self._saver = CheckpointSaver(parts.trainers, parts.checkpoints, parts.threads, saved_step=0)
-        self._filtered_in_step = 0
+        self._collection = Collection(
+            parts.settings, parts.ledger, parts.rows, parts.threads, parts.scorer, parts.prompts, self._assembly, self._intake, self._stop_for
+        )
+        self._state = AdaptiveState.start(parts.settings.algorithm)
         self._num_dead_letters = 0
         self._spent: BudgetSpentError | None = None
         self._budget_spent = asyncio.Event()
@@ -110,7 +108,12 @@ class Loop:
     async def _run_activities(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                for activity in (self._intake.run(), self._collect(tasks), self._reap(), self._parts.fleet.trainer_lost()):
+                for activity in (
+                    self._intake.run(),
+                    self._collection.run(lambda scoring: self._in_background(tasks, scoring)),
+                    self._reap(),
+                    self._parts.fleet.trainer_lost(),
+                ):
                     self._in_background(tasks, activity)
                 await self._train()
                 for task in self._background:
@@ -157,11 +160,14 @@ class Loop:
         recovered = await self._parts.recovery.run(self._ctl)
         position, parts = recovered.position, self._parts
         self._step = parts.board.step = position.step
+        self._state = AdaptiveState.decode(self._settings.algorithm, position.algorithm_state)
         self._saver.saved_step = self._saver.step = recovered.saved_step
         parts.publisher.policy_version = recovered.policy_version
         parts.publisher.step_of_version.update(recovered.step_of_version)
         parts.scorer.num_failed_groups = position.dropped.get("scorer_error", 0)
         self._num_dead_letters = position.dropped.get("over_delivered", 0)
+        if self._settings.algorithm.curriculum is not None:
+            parts.prompts.rates = await parts.threads.call(parts.ledger.rates)
         self._intake.start_from(recovered)
         if parts.board.steered:  # perhaps before this process held the run
             await parts.threads.call(parts.ledger.pause, parts.board.paused)
@@ -190,7 +196,9 @@ class Loop:
         """A dead letter. BudgetSpentError ends the run when there are too many."""
         controller = self._settings.controller
         logger.error("group %d failed %d times and is dropped; the last: %s", group.gid, controller.max_deliveries, group.error)
-        await self._drop(group.gid, (), "over_delivered", f"given to a rollout {controller.max_deliveries} times and never committed; the last: {group.error}")
+        await self._collection.drop(
+            group.gid, (), "over_delivered", f"given to a rollout {controller.max_deliveries} times and never committed; the last: {group.error}"
+        )
         self._num_dead_letters += 1
         if self._num_dead_letters > controller.max_dead_letters:
             self._stop_for(
@@ -199,59 +207,6 @@ class Loop:
                     f"the last is group {group.gid}: {group.error}"
                 )
             )
-
-    # --- scoring as groups land ---------------------------------------------------------------------------------------------------------------------
-
-    async def _collect(self, tasks: asyncio.TaskGroup) -> None:
-        """Scores every committed group once, from the oldest that is not trained. Runs until cancelled."""
-        position = "0"
-        while True:
-            for entry, group in await self._parts.threads.call(self._parts.ledger.read_committed, position, READ_COUNT, READ_BLOCK_S):
-                position = entry
-                self._in_background(tasks, self._score(group))
-
-    async def _score(self, group: trajectory_pb2.CommittedGroup) -> None:
-        if self._settings.algorithm.wants_greedy_response and not group.HasField("greedy_row"):
-            logger.warning("group %d was sampled for another estimator, without a greedy response; it is dropped", group.gid)
-            await self._drop(group.gid, rows_of(group), "no_greedy_response", "")
-            return
-        with attached(group.traceparent), tracer().start_as_current_span("score", attributes={"gid": group.gid}):
-            try:
-                scored = await self._parts.scorer.score(group)
-            except ScorerError as error:
-                await self._drop(group.gid, rows_of(group), "scorer_error", str(error))
-                try:
-                    self._parts.scorer.count_failure(error)
-                except BudgetSpentError as spent:
-                    self._stop_for(spent)
-                return
-            except RowMissingError as error:
-                logger.error("group %d was committed and its rows are gone; it is dropped and another prompt takes its place: %s", group.gid, error)
-                await self._drop(group.gid, rows_of(group), "row_missing", str(error))
-                return
-            await self._parts.threads.call(self._parts.ledger.note, [group.gid], "scored", reward=float(scored.rewards_G.mean()))
-            if self._settings.algorithm.drop_groups_without_signal and not scored.has_signal:
-                await self._filter(scored)
-            else:
-                self._assembly.scored(scored)
-
-    async def _filter(self, group: ScoredGroup) -> None:
-        self._filtered_in_step += 1
-        if self._filtered_in_step > self._settings.algorithm.max_dropped_groups_per_step:
-            self._stop_for(
-                BudgetSpentError(
-                    f"{self._filtered_in_step} groups without signal in step {self._step}, more than algorithm.max_dropped_groups_per_step; "
-                    "the prompts are all solved or all hopeless for this policy"
-                )
-            )
-        await self._drop(group.gid, group.all_rows, "without_signal", "")
-
-    async def _drop(self, gid: int, rows: Sequence[trajectory_pb2.RowRef], reason: str, error: str) -> None:
-        await self._parts.threads.call(self._parts.ledger.drop, gid, reason, error)
-        await self._parts.threads.call(self._parts.rows.delete, list(rows))
-        self._intake.num_dropped += 1
-        self._assembly.dropped(gid)
-        self._intake.wake()
 
     # --- the steps ----------------------------------------------------------------------------------------------------------------------------------
 
@@ -298,10 +253,11 @@ class Loop:
         clock.lap("prepare")
         results = await self._apply(batch)
         clock.lap("train")
-        await self._parts.threads.call(self._parts.ledger.commit_step, self._step, results)
+        self._state = self._state.after(self._settings.algorithm, batch, results)
+        await self._parts.threads.call(self._parts.ledger.commit_step, self._step, results, self._state.encode())
         self._assembly.trained(batch.gids)
         self._intake.retained_bytes += batch_bytes(self._settings, batch)
-        self._filtered_in_step = 0
+        self._collection.begin_step()
         clock.lap("commit")
         self._step += 1
         await self._publish()
@@ -364,8 +320,9 @@ class Loop:
         contents = await parts.threads.call(parts.rows.read, rows, assembly.columns_read(self._settings), assembly.OPTIONAL_COLUMNS)
         greedy = [group.greedy.row for group in groups if group.greedy is not None] if self._settings.algorithm.wants_greedy_response else []
         greedy_contents = await parts.threads.call(parts.rows.read, greedy, assembly.GREEDY_COLUMNS, assembly.OPTIONAL_COLUMNS)
-        batch, columns = await parts.threads.call(assembly.prepare, self._settings, self._step, groups, contents, greedy_contents)
+        batch, columns = await parts.threads.call(assembly.prepare, self._settings, self._step, groups, contents, greedy_contents, self._state)
         self._step_metrics.merge(measures.of_batch(self._settings, self._step, groups, contents, parts.publisher.step_of_version))
+        self._step_metrics.merge(measures.of_sealed(self._settings, batch))
         await parts.threads.call(parts.ledger.seal, batch)
         await parts.threads.call(parts.rows.put, rows, columns)
         return batch
@@ -394,7 +351,9 @@ class Loop:
         metrics.merge(await measures.of_fleet(parts.fleet))
         metrics.max("data/epoch", parts.prompts.cursor.epoch)
         metrics.max("data/prompts_too_long", parts.prompts.cursor.num_too_long)
-        metrics.max("groups/dropped", self._intake.num_dropped)
+        metrics.max("groups/dropped", self._intake.dropped.total())
+        for reason, count in self._intake.dropped.items():
+            metrics.max(f"groups/dropped_{reason}", count)
         samples = await parts.threads.call(measures.samples, parts.rows, self._step, groups, self._settings.controller.num_samples_kept)
         await parts.threads.call(parts.trackers.log, self._step, metrics.values())
         await parts.threads.call(parts.trackers.keep_samples, samples)
@@ -461,4 +420,5 @@ class Loop:
             cursor=position.cursor.decode(),
             untrained=await self._parts.recovery.untrained_prompts(position.next_gid),
             waiting=encode_prompts(self._intake.waiting(position.next_gid)),
+            algorithm_state=position.algorithm_state.decode(),
         )

@@ -12,7 +12,7 @@ from rolecall.errors import RoleCallError
 from rolecall.settings import RunSettings
 from rolecall.store.rows import Rows
 from rolecall.telemetry import Metrics
-from rolecall.v1 import rollout_pb2
+from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.wire import Array
 from services.controller.assembly import ScoredGroup
 from services.controller.fleet import Fleet
@@ -95,6 +95,18 @@ def of_batch(
     metrics.sum("batch/response_tokens", sum(int(group.num_response_tokens_G.sum()) for group in groups))
     sampled = np.concatenate([row["rollout_logprobs"][row["response_mask"] != 0] for row in rows])
     metrics.mean("rollout/entropy_estimate", float(-sampled.mean()), sampled.size)
+    return metrics
+
+
+def of_sealed(settings: RunSettings, batch: trajectory_pb2.TrainBatch) -> Metrics:
+    """What the algorithm goes by in a step: its coefficients, where it has terms for them, and the KL that was taken from the rewards."""
+    metrics = Metrics()
+    if settings.algorithm.kl is not None:
+        metrics.max("algorithm/kl_coef", batch.coefficients.kl_coef)
+    if settings.algorithm.entropy is not None:
+        metrics.max("algorithm/entropy_coef", batch.coefficients.entropy_coef)
+    if batch.statistics.HasField("kl"):
+        metrics.mean("reward/kl", batch.statistics.kl)
     return metrics
 
 

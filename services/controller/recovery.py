@@ -19,6 +19,7 @@ from rolecall.store.ledger import Ledger
 from rolecall.store.position import RunPosition, Snapshot
 from rolecall.store.rows import Rows
 from rolecall.v1 import training_pb2, trajectory_pb2
+from services.controller.adaptive import AdaptiveState
 from services.controller.checkpoints import Checkpoints, RunPoint
 from services.controller.threads import StoreThreads
 from services.controller.trainers import Trainer
@@ -152,7 +153,9 @@ class Recovery:
             raise StoreRolledBackError(f"a trainer has applied step {step}, which the store never sealed: restore the store, or resume from a checkpoint")
         self.waiting(f"step {step}, which was applied and not counted")
         results = [await trainer.train(ctl, step, batch.digest, self.waiting) for trainer in self.trainers]
-        await self.threads.call(self.ledger.commit_step, step, results)
+        algorithm = self.settings.algorithm
+        state = AdaptiveState.decode(algorithm, (await self.threads.call(self.ledger.position)).algorithm_state).after(algorithm, batch, results)
+        await self.threads.call(self.ledger.commit_step, step, results, state.encode())
         logger.info("step %d had been applied and is counted now", step)
         return await self.threads.call(self.ledger.snapshot)
 

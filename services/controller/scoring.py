@@ -87,6 +87,7 @@ class GroupScorer:
             landed_at_s=landed_at_s,
             scored_at_s=time.monotonic(),
             greedy=greedy,
+            prompt_uid=metas[0].prompt.uid,
         )
 
     def _keep_and_read(self, refs: Sequence[trajectory_pb2.RowRef]) -> tuple[list[dict[str, Array]], list[trajectory_pb2.TrajectoryMeta]]:

@@ -17,7 +17,6 @@ from rolecall.settings import (
     JsonScorer,
     LengthScorer,
     MathScorer,
-    OverlongScorer,
     RegexScorer,
 )
 from rolecall.v1 import reward_pb2
@@ -26,10 +25,9 @@ from services.reward.scorers.exact_match import exact_match
 from services.reward.scorers.format import matches_format
 from services.reward.scorers.json_ import is_json
 from services.reward.scorers.length import length_cost
-from services.reward.scorers.overlong import overlong_penalty
 from services.reward.scorers.regex import regex_match
 
-LocalScorer: TypeAlias = ExactMatchScorer | RegexScorer | BoxedScorer | MathScorer | JsonScorer | FormatScorer | LengthScorer | OverlongScorer | FunctionScorer
+LocalScorer: TypeAlias = ExactMatchScorer | RegexScorer | BoxedScorer | MathScorer | JsonScorer | FormatScorer | LengthScorer | FunctionScorer
 """Every scorer that runs in a worker process: all but the external one."""
 
 COMPARES = (reward_pb2.SCORE_FIELD_RESPONSE_TEXT, reward_pb2.SCORE_FIELD_GROUND_TRUTH)
@@ -41,7 +39,7 @@ def describe(name: str, scorer: LocalScorer) -> reward_pb2.DescribeResponse:
         components = [component_spec(part, None, None) for part in scorer.components]
         reward = component_spec("", scorer.min, scorer.max)
         return reward_pb2.DescribeResponse(name=name, reads=ALL_FIELDS, reward=reward, components=components, token_rewards=scorer.token_rewards)
-    if isinstance(scorer, LengthScorer | OverlongScorer):
+    if isinstance(scorer, LengthScorer):
         return reward_pb2.DescribeResponse(name=name, reward=component_spec("", -1.0, 0.0))
     reads = (reward_pb2.SCORE_FIELD_RESPONSE_TEXT,) if isinstance(scorer, JsonScorer | FormatScorer) else COMPARES
     return reward_pb2.DescribeResponse(name=name, reads=reads, reward=component_spec("", 0.0, 1.0))
@@ -68,8 +66,6 @@ def bind(scorer: LocalScorer) -> ScoreFunction:
             return lambda item: matches_format(item.response_text, whole)
         case LengthScorer():
             return lambda item: length_cost(item.num_response_tokens, scorer.max_tokens)
-        case OverlongScorer():
-            return lambda item: overlong_penalty(item.num_response_tokens, scorer.max_tokens, scorer.buffer_tokens)
         case FunctionScorer():
             return _load(scorer.target)
 

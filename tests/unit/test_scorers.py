@@ -18,7 +18,6 @@ from services.reward.scorers.format import matches_format
 from services.reward.scorers.json_ import is_json
 from services.reward.scorers.length import length_cost
 from services.reward.scorers.math import math_equal
-from services.reward.scorers.overlong import overlong_penalty
 from services.reward.scorers.regex import regex_match
 
 SECTION: TypeAdapter[ScorerSection] = TypeAdapter(ScorerSection)
@@ -30,7 +29,6 @@ LOCAL_KINDS: list[dict[str, object]] = [
     {"kind": "json"},
     {"kind": "format", "pattern": ".*"},
     {"kind": "length", "max_tokens": 10},
-    {"kind": "overlong", "max_tokens": 10, "buffer_tokens": 5},
 ]
 COMPARING = [kind for kind in LOCAL_KINDS if kind["kind"] in ("exact_match", "regex", "boxed", "math")]
 
@@ -171,18 +169,10 @@ def test_length_costs_a_share_of_max_tokens(tokens: int, expected: float) -> Non
     assert length_cost(tokens, 10) == expected
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(0, 0.0), (16384, 0.0), (16385, -1 / 4096), (18432, -0.5), (20480, -1.0), (99999, -1.0)])
-def test_overlong_is_the_papers_piecewise_line(tokens: int, expected: float) -> None:
-    assert overlong_penalty(tokens, 20480, 4096) == expected
-
-
-@given(tokens=st.integers(0, 10**6), max_tokens=st.integers(1, 10**5), share=st.floats(0, 1))
-def test_penalties_never_leave_their_range_and_never_fall_with_fewer_tokens(tokens: int, max_tokens: int, share: float) -> None:
-    buffer_tokens = max(1, round(share * max_tokens))
-    for penalty in (length_cost(tokens, max_tokens), overlong_penalty(tokens, max_tokens, buffer_tokens)):
-        assert -1.0 <= penalty <= 0.0
+@given(tokens=st.integers(0, 10**6), max_tokens=st.integers(1, 10**5))
+def test_the_length_cost_never_leaves_its_range_and_never_falls_with_fewer_tokens(tokens: int, max_tokens: int) -> None:
+    assert -1.0 <= length_cost(tokens, max_tokens) <= 0.0
     assert length_cost(tokens + 1, max_tokens) <= length_cost(tokens, max_tokens)
-    assert overlong_penalty(tokens + 1, max_tokens, buffer_tokens) <= overlong_penalty(tokens, max_tokens, buffer_tokens)
 
 
 @pytest.mark.parametrize("kind", LOCAL_KINDS, ids=lambda kind: str(kind["kind"]))
@@ -211,7 +201,6 @@ def test_a_function_that_is_not_there_is_a_configuration_error() -> None:
     ("section", "message"),
     [
         ({"kind": "regex", "pattern": "("}, "not a Python regular expression"),
-        ({"kind": "overlong", "max_tokens": 4, "buffer_tokens": 5}, "exceeds max_tokens"),
         ({"kind": "function", "target": "no_colon"}, "String should match pattern"),
         ({"kind": "external", "address": "h:1", "bearer_token_file": "t"}, "need tls"),
     ],

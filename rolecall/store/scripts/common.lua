@@ -12,6 +12,7 @@
 --   batch:<step>   hash    sealed batch: group (TrainBatch), digest, gids, trained, result:<i>
 --   w:<consumer>   hash    version, digest, epoch of the attested weights; call and ids of the last claim
 --   versions       hash    policy version -> '<step> <digest> <ctl>', attested ones only
+--   rates          hash    prompt uid -> '<gid> <success rate>': the rate after that group; only with a curriculum
 --   garbage        hash    'group:<gid>' or 'batch:<lineage>.<step>' -> message that names rows nobody reads any more, until they are deleted
 --   dead, history  streams dead letters (gid, reason, error, last_error, group); transitions (gid, event and what belongs to it, see rolecall/store/history.py).
 --                          The first half of an id is the server's time in milliseconds. Drained to files, then deleted
@@ -23,7 +24,7 @@
 -- XLEN(trajectories) = committed + sealed.
 --
 -- Bounds: prompts, trajectories, live and g:* by the controller's admission; batch:* and garbage by its checkpoints; history and dead by how
--- often they are drained; w:* by the fleet; versions by the number of publishes. Nothing is ever trimmed. When the server is full, what brings new
+-- often they are drained; w:* by the fleet; versions by the number of publishes; rates by the prompts of the data. Nothing is ever trimmed. When the server is full, what brings new
 -- work in is refused (admit, and the staging of rows) and all else still runs (allow-oom), because only that frees memory again.
 --
 -- Answers: an array whose first element is OK, DONE (it had been done before) or the name of a refusal, whose second is for people.
@@ -32,6 +33,7 @@
 local prefix = KEYS[1]
 local run, prompts, trajectories, live = prefix .. 'run', prefix .. 'prompts', prefix .. 'trajectories', prefix .. 'live'
 local versions, garbage, dead, history = prefix .. 'versions', prefix .. 'garbage', prefix .. 'dead', prefix .. 'history'
+local rates = prefix .. 'rates'
 local FREE, OVER = '~free', '~over'
 
 local function group_key(gid) return prefix .. 'g:' .. gid end
