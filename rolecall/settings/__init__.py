@@ -6,7 +6,21 @@
 A role without an `address` is local: `rolecall train` starts it on a free port. One with an address runs elsewhere and is only called.
 """
 
-from rolecall.settings.advantages import AdvantageSection, GaeAdvantage, GrpoAdvantage, RemaxAdvantage, RlooAdvantage
+from rolecall.settings.advantages import (
+    AdvantageSection,
+    CustomAdvantage,
+    GaeAdvantage,
+    GdpoAdvantage,
+    GpgAdvantage,
+    GrpoAdvantage,
+    MaxrlAdvantage,
+    OpoAdvantage,
+    OptimalTokenBaselineAdvantage,
+    PassAtKAdvantage,
+    ReinforcePlusPlusAdvantage,
+    RemaxAdvantage,
+    RlooAdvantage,
+)
 from rolecall.settings.algorithm import AlgorithmSection
 from rolecall.settings.correction import (
     CorrectionSection,
@@ -18,10 +32,11 @@ from rolecall.settings.correction import (
     SequenceWeight,
     TokenWeight,
 )
-from rolecall.settings.data import DataSection, EvaluationSection, EvaluationSet, ModelSection, RunSection, SamplingSection
+from rolecall.settings.data import DataSection, EvaluationSection, EvaluationSet, JobSection, ModelSection, RunSection, SamplingSection
+from rolecall.settings.distillation import TEACHER, DistillationSection
 from rolecall.settings.environment import child_environment, from_environment, incarnation_given, parent_to_die_with, rank_of_process, visible_gpus
 from rolecall.settings.kl import ACTOR_BASE, AdaptiveKl, KlEstimator, KlSection
-from rolecall.settings.load import load_settings, overrides_from, store_url_file, with_running_store
+from rolecall.settings.load import checkpoints_of, load_settings, load_sft_settings, overrides_from, store_url_file, with_running_store
 from rolecall.settings.losses import (
     Aggregation,
     CispoLoss,
@@ -39,6 +54,7 @@ from rolecall.settings.losses import (
     ReinforceLoss,
     SapoLoss,
 )
+from rolecall.settings.plugin import FunctionName, PluginSection
 from rolecall.settings.reward import (
     BoxedScorer,
     ExactMatchScorer,
@@ -66,11 +82,13 @@ from rolecall.settings.services import (
     TrackersSection,
     WeightsSection,
 )
+from rolecall.settings.sft import SftDataSection, SftEvaluationSection, SftRunSection, SftSettings
 from rolecall.settings.shaping import CurriculumSection, FiltersSection, OverlongSection, ShapingSection
 from rolecall.settings.trainers import ActorSection, CriticSection, LoraSection, MoeSection, OptimizerSection, ParallelSection, ReferenceSection, TrainerSection
 
 __all__ = [
     "ACTOR_BASE",
+    "TEACHER",
     "ActorSection",
     "AdaptiveKl",
     "AdvantageSection",
@@ -87,7 +105,9 @@ __all__ = [
     "CovarianceLoss",
     "CriticSection",
     "CurriculumSection",
+    "CustomAdvantage",
     "DataSection",
+    "DistillationSection",
     "DivergenceBound",
     "DppoKlLoss",
     "DppoTvLoss",
@@ -99,12 +119,16 @@ __all__ = [
     "ExternalScorer",
     "FiltersSection",
     "FormatScorer",
+    "FunctionName",
     "FunctionScorer",
     "GaeAdvantage",
+    "GdpoAdvantage",
     "GmpoLoss",
+    "GpgAdvantage",
     "GrpoAdvantage",
     "GspoLoss",
     "IcePopWeight",
+    "JobSection",
     "JsonScorer",
     "KlCovLoss",
     "KlEstimator",
@@ -113,20 +137,26 @@ __all__ = [
     "LengthScorer",
     "LoraSection",
     "MathScorer",
+    "MaxrlAdvantage",
     "ModelSection",
     "MoeSection",
     "NonNegativeFloat",
     "NonNegativeInt",
+    "OpoAdvantage",
+    "OptimalTokenBaselineAdvantage",
     "OptimizerSection",
     "OverlongSection",
     "ParallelSection",
+    "PassAtKAdvantage",
     "Pattern",
+    "PluginSection",
     "PolicyLossSection",
     "PpoLoss",
     "RatioBand",
     "ReferenceSection",
     "RegexScorer",
     "ReinforceLoss",
+    "ReinforcePlusPlusAdvantage",
     "Rejection",
     "RemaxAdvantage",
     "RewardComponent",
@@ -142,6 +172,10 @@ __all__ = [
     "Section",
     "SequenceWeight",
     "ServiceSection",
+    "SftDataSection",
+    "SftEvaluationSection",
+    "SftRunSection",
+    "SftSettings",
     "ShapingSection",
     "StoreSection",
     "TelemetrySection",
@@ -151,10 +185,12 @@ __all__ = [
     "TrainerSection",
     "UnitFloat",
     "WeightsSection",
+    "checkpoints_of",
     "child_environment",
     "from_environment",
     "incarnation_given",
     "load_settings",
+    "load_sft_settings",
     "overrides_from",
     "parent_to_die_with",
     "rank_of_process",

@@ -7,8 +7,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from rolecall.settings.section import CheckpointUrl, ConfigPath, NonNegativeFloat, NonNegativeInt, Section, UnitFloat
 
 
-class RunSection(Section):
-    """What is run, where and for how long."""
+class JobSection(Section):
+    """What is run and where."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
     """Name of the run: the key prefix in the store and the name in trackers."""
@@ -16,13 +16,11 @@ class RunSection(Section):
     """Directory of logs, metrics, samples, checkpoints and the embedded store. Must not exist yet, unless resuming."""
     seed: NonNegativeInt = 0
     """Everything random derives from it: data order, sampling seeds, initial heads."""
-    num_steps: PositiveInt
-    """Train batches to apply."""
     checkpoint_url: CheckpointUrl | None = None
     """Where checkpoints live, a folder or an fsspec URL (s3://bucket/run; with the extra `s3`), reached by the controller and every rank of the trainers.
     Absent: the folder checkpoints of `dir`."""
     checkpoint_every_steps: PositiveInt = 20
-    """Steps between checkpoints; there is always one at the end. Rows of trained batches stay in the store until a checkpoint covers them."""
+    """Steps between checkpoints; there is always one at the end. Of a run, rows of trained batches stay in the store until a checkpoint covers them."""
     keep_checkpoints: PositiveInt = 2
     """Checkpoints kept; older committed ones are deleted."""
 
@@ -30,6 +28,13 @@ class RunSection(Section):
     def checkpoints(self) -> str:
         """Folder or URL of the checkpoints."""
         return self.checkpoint_url or str(self.dir / "checkpoints")
+
+
+class RunSection(JobSection):
+    """What is run, where and for how long."""
+
+    num_steps: PositiveInt
+    """Train batches to apply."""
 
 
 class ModelSection(Section):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import SecretStr, ValidationError
@@ -10,6 +10,10 @@ from pydantic import SecretStr, ValidationError
 from rolecall.errors import ConfigError
 from rolecall.settings.environment import from_environment
 from rolecall.settings.run import RunSettings
+from rolecall.settings.section import Section
+from rolecall.settings.sft import SftSettings
+
+_Settings = TypeVar("_Settings", bound=Section)
 
 
 def load_settings(path: Path, overrides: list[str] | None = None, recipe: Path | None = None) -> RunSettings:
@@ -26,11 +30,27 @@ def load_settings(path: Path, overrides: list[str] | None = None, recipe: Path |
     if recipe is not None:
         tree = _over(tree, _read(recipe))
     from_environment(tree)
+    return _valid(RunSettings, tree, path, f" with the recipe {recipe}" if recipe is not None else "")
+
+
+def load_sft_settings(path: Path, overrides: list[str] | None = None) -> SftSettings:
+    """The same for the file of a warm start, which has no recipe."""
+    tree = _read(path)
+    for override in overrides or []:
+        _override(tree, override)
+    return _valid(SftSettings, tree, path, "")
+
+
+def checkpoints_of(path: Path) -> str:
+    """Folder or URL of the checkpoints by the resolved configuration of a run or of a warm start."""
+    return load_sft_settings(path).run.checkpoints if "algorithm" not in _read(path) else load_settings(path).run.checkpoints
+
+
+def _valid(kind: type[_Settings], tree: dict[str, Any], path: Path, given: str) -> _Settings:
     try:
-        return RunSettings.model_validate(tree, context={"base": path.resolve().parent})
+        return kind.model_validate(tree, context={"base": path.resolve().parent})
     except ValidationError as error:
         lines = [f"  {'.'.join(str(part) for part in item['loc']) or 'configuration'}: {item['msg']}" for item in error.errors(include_url=False)]
-        given = f" with the recipe {recipe}" if recipe is not None else ""
         raise ConfigError(f"{path}{given} is not a valid configuration:\n" + "\n".join(lines)) from error
 
 

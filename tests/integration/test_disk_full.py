@@ -21,9 +21,9 @@ from rolecall.errors import DiskFullError, RoleCallError
 from rolecall.settings import RunSettings
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import Ledger
+from rolecall.trackers import Trackers
 from rolecall.v1 import controller_pb2
 from rolecall.v1.controller_pb2_grpc import ControllerServiceStub
-from services.controller.trackers import Trackers
 from tests.fixtures_store import StoreUnderTest
 from tests.light_roles import light_run
 

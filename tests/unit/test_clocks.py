@@ -17,7 +17,7 @@ ALLOWED = {
     "rolecall/processes.py": {"strftime"},  # the line that begins a start in a log
     "rolecall/ledger_story.py": {"fromtimestamp"},  # a story for people, of the stamps of the store
     "rolecall/telemetry.py": {"fromtimestamp"},  # log lines
-    "services/controller/trackers.py": {"time"},  # event files carry wall time, and are ordered by it in their names
+    "rolecall/trackers.py": {"time"},  # event files carry wall time, and are ordered by it in their names
 }
 """What only stamps a text for people."""
 

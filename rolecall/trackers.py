@@ -1,6 +1,7 @@
 """Where a run's numbers and samples go: JSONL always, TensorBoard, Weights & Biases and MLflow by their own libraries.
 
-Owns the files metrics.jsonl (one line per step or evaluation) and samples.jsonl (trajectories for people to read). Trackers are told, never asked.
+Owns the files metrics.jsonl (one line per step or evaluation) and samples.jsonl (trajectories for people to read). Trackers are told, never asked. The
+controller of a run and rank 0 of a warm start write here.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO, Protocol
 
 from rolecall.disk import append_lines
 from rolecall.errors import ConfigError, RoleCallError
-from rolecall.settings import RunSettings
+from rolecall.settings import RunSettings, SftSettings
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class TensorBoardTracker:
 class WandbTracker:
     """One Weights & Biases run, named like ours; resuming continues it."""
 
-    def __init__(self, settings: RunSettings, project: str) -> None:
+    def __init__(self, settings: RunSettings | SftSettings, project: str) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -133,7 +134,7 @@ class WandbTracker:
 class MlflowTracker:
     """One MLflow run in the experiment "rolecall"."""
 
-    def __init__(self, settings: RunSettings, uri: str) -> None:
+    def __init__(self, settings: RunSettings | SftSettings, uri: str) -> None:
         try:
             import mlflow
         except ImportError as error:
@@ -154,7 +155,7 @@ class MlflowTracker:
 class Trackers:
     """All configured trackers and the samples file."""
 
-    def __init__(self, settings: RunSettings) -> None:
+    def __init__(self, settings: RunSettings | SftSettings) -> None:
         """Opens them in the run directory, which exists. ConfigError when a tracker's library is missing."""
         run_dir, trackers = settings.run.dir, settings.trackers
         self._trackers: list[Tracker] = [JsonlTracker(run_dir / "metrics.jsonl")]

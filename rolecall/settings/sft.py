@@ -1,0 +1,76 @@
+"""The file of a warm start (`rolecall sft`): supervised training of the model that a run then starts from. Sections that a run has, too, are the same."""
+
+from typing import Literal, Self
+
+from pydantic import PositiveInt, model_validator
+
+from rolecall.settings.data import JobSection, ModelSection
+from rolecall.settings.section import ConfigPath, NonNegativeInt, Section
+from rolecall.settings.services import TelemetrySection, TrackersSection
+from rolecall.settings.trainers import ActorSection
+
+
+class SftRunSection(JobSection):
+    """What is run, where and for how long."""
+
+    num_steps: PositiveInt | None = None
+    """Optimizer steps; this or num_epochs."""
+    num_epochs: PositiveInt | None = None
+    """Passes over the examples; this or num_steps."""
+
+    @model_validator(mode="after")
+    def _length_is_given_once(self) -> Self:
+        if (self.num_steps is None) == (self.num_epochs is None):
+            raise ValueError("give one of num_steps and num_epochs")
+        return self
+
+
+class SftDataSection(Section):
+    """Examples: JSONL or parquet, one a row. The loss is on the response and on the token that ends it."""
+
+    train: ConfigPath
+    """File of training examples."""
+    prompt_field: str = "prompt"
+    """Field with the prompt: a string (one user message) or a list of {role, content}."""
+    response_field: str = "response"
+    """Field with the response: a string, or a list of one {role: assistant, content}."""
+    system_prompt: str | None = None
+    """A system message put before every prompt that has none."""
+    max_tokens: PositiveInt = 2048
+    """Longest prompt + response, the end included; longer examples are refused and counted, never truncated."""
+    batch_size: PositiveInt
+    """Examples in one optimizer step; an epoch's last step takes those that are left."""
+    shuffle: bool = True
+    """Another deterministic order in every epoch; false keeps the file's order."""
+
+
+class SftEvaluationSection(Section):
+    """Loss on held-out examples: at the start, every k steps and at the end."""
+
+    path: ConfigPath
+    """File of examples, same fields as the training data."""
+    every_steps: NonNegativeInt = 0
+    """Steps between evaluations; 0 evaluates only at the start and at the end."""
+
+
+class SftSettings(Section):
+    """The whole file."""
+
+    run: SftRunSection
+    model: ModelSection
+    data: SftDataSection
+    evaluation: SftEvaluationSection | None = None
+    aggregation: Literal["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean"
+    """How the losses of a step's tokens become one number, normalised by the whole step's own counts."""
+    actor: ActorSection = ActorSection()
+    """The trainer, as in the run that follows; what it says of calls (addresses and deadlines) means nothing here."""
+    telemetry: TelemetrySection = TelemetrySection()
+    trackers: TrackersSection = TrackersSection()
+
+    @model_validator(mode="after")
+    def _longest_example_fits(self) -> Self:
+        if self.actor.token_budget < self.data.max_tokens:
+            raise ValueError(f"actor.token_budget {self.actor.token_budget} is less than data.max_tokens {self.data.max_tokens}; raise it, or lower that")
+        if self.actor.address is not None:
+            raise ValueError("actor.address: a warm start calls no service and runs its ranks here; remove it")
+        return self
