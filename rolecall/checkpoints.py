@@ -9,14 +9,18 @@ old checkpoint or the new one, on any storage whose files appear whole.
 
 import hashlib
 import json
+import logging
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from rolecall.errors import CheckpointMismatchError, CheckpointMissingError
+from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, RoleCallError
 from rolecall.storage import Storage
+
+logger = logging.getLogger(__name__)
 
 COMMITTED = "COMMITTED"
 _CHUNK_BYTES = 64 * 2**20
@@ -77,7 +81,7 @@ class RunCheckpoints:
         return Attempt(step, self._storage.at(f"{folder_of(step)}/{name}"), name)
 
     def commit(self, attempt: Attempt, files: Sequence[StoredFile], state: Mapping[str, Any]) -> None:
-        """Makes the attempt, whose `files` are all written, the checkpoint of its step; then deletes what nobody needs any more."""
+        """Makes the attempt, whose `files` are all written, the checkpoint of its step; then deletes what nobody needs any more, as far as it can."""
         found = attempt.storage.files()
         if missing := [file.name for file in files if found.get(file.name) != file.num_bytes]:
             raise CheckpointMismatchError(f"{attempt.storage.url} lacks {len(missing)} files that were written, first {missing[0]}; who else deletes there?")
@@ -85,10 +89,16 @@ class RunCheckpoints:
         text = json.dumps(tree)
         data = json.dumps({"checkpoint": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}).encode()
         self._storage.write(f"{folder_of(attempt.step)}/{COMMITTED}", lambda file: file.write(data))
-        self._retain(attempt.step)
+        try:
+            self._retain(attempt.step)
+        except (RoleCallError, OSError) as error:
+            logger.warning("the checkpoint of step %d is committed, and what nobody needs any more goes with the next: %s", attempt.step, error)
 
     def discard(self, attempt: Attempt) -> None:
-        """Deletes what an attempt that was given up has written."""
+        """Deletes what an attempt that was given up has written, unless it is the checkpoint of its step, as after a commit that failed too late."""
+        with suppress(CheckpointMissingError):
+            if self.read(attempt.step).storage.url == attempt.storage.url:
+                return
         attempt.storage.remove(attempt.storage.files())
 
     def discard_uncommitted(self) -> None:

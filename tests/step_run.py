@@ -24,6 +24,7 @@ from rolecall.store.rows import Rows
 from rolecall.training.front import TrainerFront
 from rolecall.v1.trajectory_pb2 import CommittedGroup, Prompt, PromptGroup, RowRef, TrajectoryMeta
 from rolecall.wire import Array
+from services.controller.adaptive import AdaptiveState
 from services.controller.assembly import ScoredGroup, columns_read, prepare
 from services.controller.checkpoints import Checkpoints, RunPoint
 from services.controller.recovery import Recovered, Recovery, encode_prompts
@@ -86,6 +87,8 @@ class StepRun:
         self.sealed: dict[str, Sealed] = {}
         self.timeline: list[str] = []
         """Digests of the steps the store counts, in order."""
+        self.states: dict[tuple[str, ...], bytes] = {}
+        """Timeline -> what the algorithm carries on from there."""
         self.lineage = 0
         self.covered: dict[int, tuple[str, ...]] = {}
         """Step of each committed checkpoint -> the timeline then."""
@@ -152,7 +155,8 @@ class StepRun:
             await critic.compute_values(ledger.ctl, refs, step)
         self.arrows.at("values are computed")
         contents = self.rows.read(refs, columns_read(self.settings))
-        batch, columns = prepare(self.settings, step, groups, contents)
+        state = AdaptiveState.decode(self.settings.algorithm, ledger.position().algorithm_state)
+        batch, columns = prepare(self.settings, step, groups, contents, state=state)
         self.note_sealed(step, batch.digest, refs, contents, columns)
         self.arrows.at("batch is prepared")
         ledger.seal(batch)
@@ -162,7 +166,8 @@ class StepRun:
         async with asyncio.TaskGroup() as tasks:
             calls = [tasks.create_task(trainer.train(ledger.ctl, step, batch.digest, lambda what: None)) for trainer in (actor, critic)]
         self.arrows.at("trained")
-        ledger.commit_step(step, [call.result() for call in calls])
+        results = [call.result() for call in calls]
+        ledger.commit_step(step, results, state.after(self.settings.algorithm, batch, results).encode())
         self.arrows.at("step is committed")
         self.publish(step + 1)
 
@@ -175,10 +180,9 @@ class StepRun:
     async def checkpoint(self) -> None:
         step = self.ledger.position().step
         self.before_checkpoint()
-        timeline = tuple(self.timeline)
+        self.covered[step] = tuple(self.timeline)  # also when nobody hears that it is committed
 
         async def committed(path: str) -> None:
-            self.covered[step] = timeline
             self.arrows.at("checkpoint is committed")
             self.ledger.sweep(self.rows, step)
 
@@ -190,6 +194,7 @@ class StepRun:
             await saver.finish()
         finally:
             await saver.cancel()
+            await self.threads.settle()  # a commit goes on
 
     async def point(self, step: int) -> RunPoint:
         position = self.ledger.position()
@@ -197,6 +202,7 @@ class StepRun:
             raise StoreRolledBackError("restored from an older copy")
         untrained = await self.recovery().untrained_prompts(position.next_gid)
         counters = {"trained": position.trained, "dropped": dict(position.dropped), "cursor": position.cursor.decode(), "untrained": untrained}
+        counters["algorithm_state"] = position.algorithm_state.decode()
         counters["waiting"] = encode_prompts(self.backlog)
         return RunPoint(self.settings.run.name, position.lineage, step, self.version, position.epoch, position.next_gid, **counters)  # type: ignore[arg-type]
 
@@ -280,3 +286,5 @@ class StepRun:
                 assert step == len(self.timeline)
                 self.timeline.append(batch.digest)
             assert batch.digest == self.timeline[step]
+        known = self.states.setdefault(tuple(self.timeline[: position.step]), position.algorithm_state)
+        assert known == position.algorithm_state, "the same steps left another state"

@@ -75,7 +75,8 @@ class CheckpointSaver:
             await self.finish()
 
     async def cancel(self) -> None:
-        """Gives up the one in flight, if any: the loop is abandoned. What it has written goes with the next commit."""
+        """Gives up the one in flight, if any: the loop is abandoned. A commit that a thread has begun goes on and makes it a checkpoint; else what it has
+        written goes with the next commit."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})  # bounded: it is cancelled
@@ -114,10 +115,11 @@ class CheckpointSaver:
         try:
             files = await shares  # bounded: by the deadlines of the trainers' calls
             await self._threads.call(self._checkpoints.commit, attempt, files, point)
-        except BaseException:
+        except BaseException as error:
             self.step = self.saved_step
             given_up()
-            await self._give_up(attempt, shares)
+            if not isinstance(error, asyncio.CancelledError):  # else the commit may still go on in its thread, and needs the files
+                await self._give_up(attempt, shares)
             raise
         self.saved_step = attempt.step
         size = sum(file.num_bytes for file in files)
@@ -128,5 +130,5 @@ class CheckpointSaver:
         """Frees the space that was taken, where that is possible."""
         shares.cancel()
         await asyncio.wait({shares})  # bounded: it is cancelled
-        with contextlib.suppress(RoleCallError, asyncio.CancelledError):
+        with contextlib.suppress(RoleCallError, OSError, asyncio.CancelledError):
             await self._threads.call(self._checkpoints.discard, attempt)

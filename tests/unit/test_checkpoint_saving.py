@@ -1,0 +1,143 @@
+"""What is left of a checkpoint whose loop is abandoned while it is committed, and of one that was committed and cannot clean up after itself."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import pytest
+
+from rolecall.checkpoints import COMMITTED, Attempt, RunCheckpoints, store, verify
+from rolecall.errors import StorageUnavailableError
+from rolecall.settings import RunSettings
+from rolecall.storage import Storage, open_storage
+from rolecall.training.vitals import nothing
+from rolecall.v1 import training_pb2 as pb
+from services.controller.checkpoints import Checkpoints, RunPoint
+from services.controller.saving import CheckpointSaver
+from services.controller.threads import StoreThreads
+from services.controller.trainers import Trainer
+
+T = TypeVar("T")
+POINT = RunPoint("test", 0, 1, 1, 1, 2, 2, {}, "", [])
+DEADLINE_S = 10.0
+
+
+class WrappedStorage:
+    """A folder that leaves all to another."""
+
+    def __init__(self, inner: Storage) -> None:
+        self.inner = inner
+        self.url = inner.url
+
+    def at(self, name: str) -> Storage:
+        return self.inner.at(name)
+
+    def write(self, name: str, produce: Callable[[BinaryIO], T]) -> T:
+        return self.inner.write(name, produce)
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytearray:
+        return self.inner.read(name, start, end)
+
+    def files(self) -> dict[str, int]:
+        return self.inner.files()
+
+    def remove(self, names: Iterable[str]) -> None:
+        self.inner.remove(names)
+
+
+class SlowToCommit(WrappedStorage):
+    """Waits just before or just after COMMITTED is written until it may go on."""
+
+    def __init__(self, inner: Storage, *, after: bool) -> None:
+        super().__init__(inner)
+        self._after = after
+        self.reached, self.may_go_on = threading.Event(), threading.Event()
+
+    def write(self, name: str, produce: Callable[[BinaryIO], T]) -> T:
+        if not self._after:
+            self._wait()
+        result = self.inner.write(name, produce)
+        if self._after:
+            self._wait()
+        return result
+
+    def _wait(self) -> None:
+        self.reached.set()
+        assert self.may_go_on.wait(DEADLINE_S)
+
+
+class Undeletable(WrappedStorage):
+    """Refuses to delete."""
+
+    def remove(self, names: Iterable[str]) -> None:
+        raise StorageUnavailableError(f"cannot delete in {self.url}")
+
+
+class QuickStub:
+    """A trainer whose share is one file, written at once."""
+
+    async def SaveCheckpoint(self, request: pb.SaveTrainerCheckpointRequest, timeout: float) -> AsyncIterator[pb.SaveTrainerCheckpointResponse]:
+        yield pb.SaveTrainerCheckpointResponse(snapshot=pb.CheckpointSnapshot())
+        file = store(open_storage(request.path), "weights", lambda file: file.write(b"weights"))
+        written = pb.CheckpointFile(name=file.name, num_bytes=file.num_bytes, checksum=file.checksum)
+        yield pb.SaveTrainerCheckpointResponse(saved=pb.CheckpointFiles(files=[written]))
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before COMMITTED is written", "after it"])
+async def test_a_commit_whose_loop_is_abandoned_makes_a_whole_checkpoint(tmp_path: Path, make_settings: Callable[..., RunSettings], after: bool) -> None:
+    storage, threads, given_up = SlowToCommit(open_storage(str(tmp_path)), after=after), StoreThreads(), asyncio.Event()
+    trainer = Trainer("actor", QuickStub(), make_settings().actor)  # type: ignore[arg-type]
+    checkpoints = Checkpoints(storage, 1)
+    saver = CheckpointSaver([trainer], checkpoints, threads, saved_step=0)
+
+    async def point() -> RunPoint:
+        return POINT
+
+    async def committed(folder: str) -> None:
+        raise AssertionError("nobody is there any more to free rows")
+
+    await saver.begin(1, POINT.step, point, committed, given_up.set)
+    assert await asyncio.to_thread(storage.reached.wait, DEADLINE_S)
+    await asyncio.wait_for(saver.cancel(), DEADLINE_S)
+    assert given_up.is_set()
+    storage.may_go_on.set()
+    await threads.settle()
+    threads.close()
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert [file.name for file in latest[0].files] == ["actor/weights"]
+    verify(latest[0].storage, latest[0].files, nothing)
+
+
+def commit(checkpoints: RunCheckpoints, step: int) -> Attempt:
+    attempt = checkpoints.begin(step)
+    checkpoints.commit(attempt, [store(attempt.storage, "weights", lambda file: file.write(b"weights"))], {})
+    return attempt
+
+
+@pytest.mark.parametrize("folder", ["{}", "memory:/{}"], ids=["disk", "memory"])
+def test_an_attempt_that_became_a_checkpoint_is_not_discarded_and_another_at_its_step_is(tmp_path: Path, folder: str) -> None:
+    checkpoints = RunCheckpoints(open_storage(folder.format(tmp_path)), 1)
+    attempt, other = commit(checkpoints, 1), checkpoints.begin(1)
+    store(other.storage, "weights", lambda file: file.write(b"others"))
+    for each in (attempt, other):
+        checkpoints.discard(each)
+    latest = checkpoints.latest()
+    assert latest is not None
+    verify(latest.storage, latest.files, nothing)
+    assert not other.storage.files()
+
+
+def test_a_checkpoint_is_made_though_what_is_old_cannot_be_deleted_which_goes_with_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    storage = open_storage(str(tmp_path))
+    commit(RunCheckpoints(storage, 1), 1)
+    with caplog.at_level(logging.WARNING):
+        commit(RunCheckpoints(Undeletable(storage), 1), 2)
+    assert "the checkpoint of step 2 is committed" in caplog.text
+    assert RunCheckpoints(storage, 1).steps() == [1, 2]
+    commit(RunCheckpoints(storage, 1), 3)
+    assert {name.partition("/")[0] for name in storage.files()} == {"step-00000003"}
+    assert f"step-00000003/{COMMITTED}" in storage.files()
