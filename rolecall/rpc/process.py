@@ -41,7 +41,9 @@ LEAVE_S = 0.5
 _NUM_THREADS = 32
 """Bound on `asyncio.to_thread` calls at work in a process; further ones queue."""
 _END_GRACE_S = 5.0
-"""Wait at the end for tasks, and then for threads, that are still at work; the process exits without them."""
+"""From the end of a role to that of its process, which leaves what is still at work then."""
+_TASKS_GRACE_S = 2.0
+"""Wait in it for the tasks that are still at work, and again for generators."""
 _TRACEBACK_LINES = 12
 
 _USAGE = """usage: rolecall serve {role} --config FILE [--name INSTANCE] [--SECTION.KEY VALUE ...]
@@ -160,7 +162,7 @@ def way_out(role: str) -> Callable[[WorkerLostError], None]:
 def run(main: Callable[[], Awaitable[None]], role: str = "service") -> int:
     """Runs `main` on a new event loop; returns 0 when it ended or was stopped, else ends the process with FINAL or RESTART (the reason is printed).
 
-    The last thing a process does: return what it returns from there. Five seconds later the process is over, whatever its threads do.
+    The last thing a process does: return what it returns from there. Five seconds after the end of `main` the process is over, whatever else it runs.
 
     A signal sets `stop_requested()`, a second one cancels `main`. Ends with its launcher when ROLECALL_DIE_WITH_PARENT says so.
     """
@@ -173,19 +175,21 @@ def run(main: Callable[[], Awaitable[None]], role: str = "service") -> int:
     asyncio.set_event_loop(loop)
     try:
         loop.run_until_complete(_until_stopped(main))
-        code = 0
     except (Exception, asyncio.CancelledError) as error:  # entry point: whatever ended the role is said once, here
         code = _failed(role, error)
         if isinstance(error, WorkerLostError):
             logging.shutdown()
             os._exit(code)
+        _end_in_time(code)  # before anything that was left open is let go: a gRPC server that still serves can block for ever whoever frees it
+    else:
+        code = 0
+        _end_in_time(code)
     finally:
         _close(loop)
     if code:
         # Not by the interpreter's own end: it waits for what the failure left open, and a gRPC server that still serves can hold it for ever.
         logging.shutdown()
         os._exit(code)
-    _end_in_time()
     return code
 
 
@@ -265,24 +269,27 @@ def _close(loop: asyncio.AbstractEventLoop) -> None:
     for task in tasks:
         task.cancel()
     if tasks:
-        _, ignoring = loop.run_until_complete(asyncio.wait(tasks, timeout=_END_GRACE_S))
+        _, ignoring = loop.run_until_complete(asyncio.wait(tasks, timeout=_TASKS_GRACE_S))
         for task in ignoring:
             _LOG.warning("leaving a task that does not end when cancelled: %s", task.get_name())
     with contextlib.suppress(TimeoutError):
-        loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), _END_GRACE_S))
+        loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), _TASKS_GRACE_S))
     asyncio.set_event_loop(None)
     loop.close()
 
 
-def _end_in_time() -> None:
-    """At its end the interpreter joins every thread; one that hangs in a collective would hold the process for ever."""
+def _end_in_time(code: int) -> None:
+    """Ends the process with `code` after _END_GRACE_S: what the event loop lets go may block, and so may a thread, all of which the interpreter joins at its
+    end. Says nothing after a failure, whose reason is the last line."""
 
     def watch() -> None:
         time.sleep(_END_GRACE_S)
-        busy = [thread.name for thread in threading.enumerate() if thread.is_alive() and not thread.daemon and thread is not threading.main_thread()]
-        _LOG.error("leaving threads that did not end within %.0f s: %s", _END_GRACE_S, ", ".join(busy))
+        if not code:
+            main = threading.main_thread()
+            busy = [thread.name for thread in threading.enumerate() if thread.is_alive() and not thread.daemon and thread is not main] or [main.name]
+            _LOG.error("leaving threads that did not end within %.0f s: %s", _END_GRACE_S, ", ".join(busy))
         logging.shutdown()
-        os._exit(0)
+        os._exit(code)
 
     threading.Thread(target=watch, name="end", daemon=True).start()
 

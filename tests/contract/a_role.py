@@ -80,6 +80,33 @@ async def hang(args: process.ServiceArgs) -> None:
     await process.stop_requested().wait()
 
 
+async def block_at_its_end(args: process.ServiceArgs) -> None:
+    """Ends when told, and blocks its event loop then, as a gRPC server can that nobody stopped."""
+    _blocks = await what_blocks_when_cancelled()
+    say("up")
+    await process.stop_requested().wait()
+
+
+async def fail_and_block(args: process.ServiceArgs) -> None:
+    """Fails, and blocks alike."""
+    _blocks = await what_blocks_when_cancelled()
+    raise ValueError("shape (3, 4) is not (4, 3)")
+
+
+async def what_blocks_when_cancelled() -> asyncio.Task[None]:
+    """A task at work."""
+
+    async def block() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            time.sleep(60)
+
+    task = asyncio.create_task(block())
+    await asyncio.sleep(0)
+    return task
+
+
 async def hang_in_drain(args: process.ServiceArgs) -> None:
     """Cannot give its work back."""
     server = Server(args.settings.rpc, "127.0.0.1:0")
@@ -105,7 +132,8 @@ def say(word: str) -> None:
 
 
 WAYS: dict[str, Callable[[process.ServiceArgs], Awaitable[None]]] = {
-    way.__name__: way for way in (serve, lose_a_rank, be_lost, hang_for_good, refuse, crash, load, hang, hang_in_drain, name, incarnation)
+    way.__name__: way
+    for way in (serve, lose_a_rank, be_lost, hang_for_good, refuse, crash, load, hang, block_at_its_end, fail_and_block, hang_in_drain, name, incarnation)
 }
 
 

@@ -132,6 +132,21 @@ def test_a_thread_that_hangs_does_not_keep_the_process(launcher: Launcher) -> No
     assert "leaving threads that did not end within 5 s: device" in err
 
 
+def test_an_end_that_blocks_does_not_keep_a_role_that_was_stopped(launcher: Launcher) -> None:
+    role = up(launcher.start("block_at_its_end"))
+    role.send_signal(signal.SIGTERM)
+    _, err = role.communicate(timeout=30)
+    assert role.returncode == 0, err
+    assert "leaving threads that did not end within 5 s: MainThread" in err
+
+
+def test_an_end_that_blocks_does_not_keep_a_role_that_failed_and_the_reason_is_its_last_line(launcher: Launcher) -> None:
+    role = launcher.start("fail_and_block")
+    _, err = role.communicate(timeout=30)
+    assert role.returncode == process.RESTART, err
+    assert err.splitlines()[-1] == "actor failed: ValueError: shape (3, 4) is not (4, 3)", err
+
+
 def test_a_drain_that_hangs_does_not_keep_the_process(launcher: Launcher) -> None:
     role = up(launcher.start("hang_in_drain"))
     role.send_signal(signal.SIGTERM)
