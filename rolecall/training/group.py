@@ -19,8 +19,10 @@ import torch.distributed as dist
 
 from rolecall import errors
 from rolecall.errors import RoleCallError, WorkerLostError
+from rolecall.telemetry import Metrics
 from rolecall.training.watch import RankWatch
 from rolecall.v1.command_pb2 import KeepAliveCommand, StopCommand, TrainerCommand
+from rolecall.v1.training_pb2 import TrainResult
 from rolecall.wire import Array
 
 T = TypeVar("T")
@@ -138,6 +140,11 @@ class CommandGroup:
         everyone = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(everyone, own, group=self._group)
         return [tensor.numpy()[:size].tobytes() for tensor, size in zip(everyone, sizes, strict=True)]
+
+    def merge(self, metrics: Metrics) -> Metrics:
+        """All ranks' metrics, each slot counted once."""
+        mine = TrainResult(metrics=(metrics if self.speaks else metrics.extremes()).to_proto()).SerializeToString()
+        return Metrics.from_proto(metric for data in self.gather(mine) for metric in TrainResult.FromString(data).metrics)
 
     def barrier(self) -> None:
         """Returns when every rank is here."""

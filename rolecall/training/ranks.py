@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.rendezvous import rendezvous
 
 from rolecall.errors import ConfigError
-from rolecall.settings import LoraSection, OptimizerSection, RunSettings, TrainerSection, rank_of_process, visible_gpus
+from rolecall.settings import LoraSection, MoeSection, OptimizerSection, RunSettings, TrainerSection, rank_of_process, visible_gpus
 from rolecall.store.connection import Connection
 from rolecall.store.rows import Rows
 from rolecall.training.device import RankSpec, name_of, start_rank
@@ -23,7 +23,7 @@ from rolecall.training.group import CommandGroup
 from rolecall.training.memory import PhaseMemory
 from rolecall.training.options import EngineOptions
 from rolecall.training.peaks import peak_flops
-from rolecall.training.share import Bench
+from rolecall.training.share import Bench, Workplace
 from rolecall.training.vitals import UNWATCHED, Vitals
 from rolecall.training.watch import RankWatch
 
@@ -38,9 +38,29 @@ def start_bench(
     optimizer: OptimizerSection | None,
     total_steps: int,
     lora: LoraSection | None = None,
+    moe: MoeSection | None = None,
     vitals: Vitals = UNWATCHED,
 ) -> tuple[FsdpEngine, Bench]:
     """The engine with its model loaded, and what its rank works with. ConfigError when the ranks or devices are not as configured."""
+    options = EngineOptions(
+        path=path,
+        head=head,
+        dtype=settings.model.dtype,
+        optimizer=optimizer,
+        lora=lora,
+        total_steps=total_steps,
+        parallel=section.parallel,
+        gradient_checkpointing=section.gradient_checkpointing,
+        activation_offload=section.activation_offload,
+        routers=moe is not None,
+        seed=settings.run.seed,
+    )
+    engine, place = start_workplace(options, section, settings.run.dir, settings.controller.start_timeout_s, vitals)
+    return engine, Bench(**vars(place), rows=Rows(connection, settings.run.name, settings.store.num_shards))
+
+
+def start_workplace(options: EngineOptions, section: TrainerSection, run_dir: Path, timeout_s: float, vitals: Vitals) -> tuple[FsdpEngine, Workplace]:
+    """The same without a store. `timeout_s` bounds the time until all ranks have met."""
     rank, world_size, local_rank = rank_of_process()
     if world_size != section.num_ranks:
         raise ConfigError(f"num_ranks is {section.num_ranks}, but {world_size} ranks were started; use torchrun --nproc-per-node {section.num_ranks}")
@@ -54,27 +74,14 @@ def start_bench(
         timeout_s=COLLECTIVE_TIMEOUT_S,
     )
     # Held until the ranks have met: without torchrun rank 0 is its server, and a rank may ask it after rank 0 went on.
-    store = _meeting_store(rank, world_size, settings.controller.start_timeout_s) if world_size > 1 else None
-    watch = None if store is None else _watch_ranks(vitals, rank, world_size, store, settings.controller.start_timeout_s)
+    store = _meeting_store(rank, world_size, timeout_s) if world_size > 1 else None
+    watch = None if store is None else _watch_ranks(vitals, rank, world_size, store, timeout_s)
     device = start_rank(spec)
-    options = EngineOptions(
-        path=path,
-        head=head,
-        dtype=settings.model.dtype,
-        optimizer=optimizer,
-        lora=lora,
-        total_steps=total_steps,
-        parallel=section.parallel,
-        gradient_checkpointing=section.gradient_checkpointing,
-        activation_offload=section.activation_offload,
-        seed=settings.run.seed,
-    )
-    memory = PhaseMemory(device, role=vitals.role, rank=rank, folder=settings.run.dir / "memory")
+    memory = PhaseMemory(device, role=vitals.role, rank=rank, folder=run_dir / "memory")
     engine = FsdpEngine(options, device=device, memory=memory, progressed=vitals.progressed)
-    bench = Bench(
+    place = Workplace(
         engine=engine,
         group=CommandGroup.of_default(watch, section.parallel.slot_size),
-        rows=Rows(connection, settings.run.name, settings.store.num_shards),
         flops=engine.flops,
         device=device,
         token_budget=section.token_budget,
@@ -82,7 +89,7 @@ def start_bench(
         peak_flops=peak_flops(name_of(device), engine.dtype),
         progressed=vitals.progressed,
     )
-    return engine, bench
+    return engine, place
 
 
 def _meeting_store(rank: int, world_size: int, timeout_s: float) -> Store:

@@ -20,6 +20,7 @@ from rolecall.training.batching import row_key
 from rolecall.training.engine import Microbatch, TokenOutputs, TrainingEngine, ValueOutputs
 from rolecall.training.flops import ModelFlops
 from rolecall.training.group import CommandGroup
+from rolecall.training.logprobs import Wanted
 from rolecall.training.memory import PhaseMemory
 from rolecall.training.packing import RankPlan, Row, local_counts, pack, plan_batch
 from rolecall.training.vitals import nothing
@@ -31,12 +32,11 @@ READ_TOKENS = 2**20
 
 
 @dataclass(frozen=True)
-class Bench:
-    """What a rank works with, fixed at start."""
+class Workplace:
+    """What a rank computes with, fixed at start."""
 
     engine: TrainingEngine
     group: CommandGroup
-    rows: Rows
     flops: ModelFlops
     device: torch.device
     token_budget: int
@@ -46,12 +46,18 @@ class Bench:
     progressed: Callable[[], None] = nothing
     """Called for every READ_TOKENS read."""
 
-    def plan(self, rows: Sequence[RowRef], num_minibatches: int, seed: int) -> RankPlan:
-        """This rank's part, which is its slot's; every rank comes to the same partition."""
-        lengths = [row.num_tokens for row in rows]
+    def plan(self, lengths: Sequence[int], num_minibatches: int, seed: int) -> RankPlan:
+        """This rank's part of rows of `lengths` tokens, which is its slot's; every rank comes to the same partition."""
         cost, world_size = self.flops.forward, self.group.num_slots
         plans = plan_batch(lengths, num_minibatches=num_minibatches, token_budget=self.token_budget, world_size=world_size, cost=cost, seed=seed)
         return plans[self.group.slot]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench(Workplace):
+    """And what it works on."""
+
+    rows: Rows
 
 
 @dataclass
@@ -103,7 +109,7 @@ def read_share(
 
     The column `optional` is packed, on all ranks, when every row of the batch holds it. RowMissingError on every rank when a row or column is gone.
     """
-    plan = bench.plan(batch.rows, num_minibatches, seed)
+    plan = bench.plan([row.num_tokens for row in batch.rows], num_minibatches, seed)
     refs = [batch.rows[index] for index in plan.rows]
     wanted = list(dict.fromkeys(["token_ids", "response_mask", *columns]))
     read, temperatures = _read(bench, refs, wanted, [optional] if optional else [])
@@ -123,13 +129,18 @@ def read_share(
 
 
 def compute_column(
-    bench: Bench, refs: Sequence[RowRef], names: Sequence[str], encode: Callable[[Microbatch, TokenOutputs | ValueOutputs], list[dict[str, Array]]]
+    bench: Bench,
+    refs: Sequence[RowRef],
+    names: Sequence[str],
+    encode: Callable[[Microbatch, TokenOutputs | ValueOutputs], list[dict[str, Array]]],
+    wanted: Wanted | None = None,
 ) -> frozenset[str]:
     """Computes and writes the columns `names` of `refs`; the keys of the rows that held them before, on every rank.
 
-    `encode` turns a microbatch's outputs into the columns of its rows, in order. Rows that hold the columns are left out of the computation.
+    `encode` turns a microbatch's outputs into the columns of its rows, in order; `wanted` is what of them it needs beside logprobs. Rows that hold the columns
+    are left out of the computation.
     """
-    plan = bench.plan(refs, 1, 0)
+    plan = bench.plan([ref.num_tokens for ref in refs], 1, 0)
     mine = [refs[index] for index in plan.rows]
     read, temperatures = _read(bench, mine, ["token_ids", "response_mask"], names)
     by_index = dict(zip(plan.rows, zip(read, temperatures, strict=True), strict=True))
@@ -137,7 +148,7 @@ def compute_column(
     held = frozenset(key for part in bench.group.gather(seen.encode()) for key in part.decode().split("\n") if key)  # agreed: a slot computes the same rows
     todo = [tuple(index for index in indices if row_key(refs[index]) not in held) for indices in plan.microbatches]
     packed = [_pack(bench, [by_index[i] for i in indices], ()) for indices in todo]
-    outputs = bench.engine.forward(packed)
+    outputs = bench.engine.forward(packed, wanted=wanted)
     encoded = [columns for microbatch, output in zip(packed, outputs, strict=True) for columns in encode(microbatch, output)]
     written = [refs[index] for indices in todo for index in indices]
     bench.group.agree(lambda: bench.rows.put(written, encoded) if bench.group.speaks else None)

@@ -14,7 +14,7 @@ from rolecall.errors import OutOfMemoryError, RoleCallError
 from rolecall.telemetry import Metrics
 from rolecall.training.chain import Progress
 from rolecall.training.engine import Loss, Microbatch, TokenOutputs, ValueOutputs
-from rolecall.training.share import Bench, Minibatch, TrainShare
+from rolecall.training.share import Minibatch, TrainShare, Workplace
 from rolecall.v1.trajectory_pb2 import REDUCTION_SUM
 
 
@@ -35,10 +35,10 @@ class Counted:
 class Effort:
     """What a step takes: begun when the step begins."""
 
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
+    def __init__(self, place: Workplace) -> None:
+        self._place = place
         self._started = time.perf_counter()
-        self._flops = bench.engine.flops_done
+        self._flops = place.engine.flops_done
 
     def add_to(self, metrics: Metrics, role: str, num_tokens: int) -> None:
         """Adds speed, utilisation and the peak of each phase since they were last added. `num_tokens` of the whole batch, by all ranks.
@@ -46,44 +46,44 @@ class Effort:
         FLOP/s are a device's, over the whole step with its waiting; MFU (arXiv:2204.02311, appendix B) is absent where the peak is not known.
         """
         seconds = time.perf_counter() - self._started
-        rate = (self._bench.engine.flops_done - self._flops) / seconds
+        rate = (self._place.engine.flops_done - self._flops) / seconds
         metrics.mean(f"{role}/tflops", rate / 1e12)
-        if self._bench.peak_flops is not None:
-            metrics.mean(f"{role}/mfu", rate / self._bench.peak_flops)
-        for phase, num_bytes in self._bench.memory.take_peaks().items():
+        if self._place.peak_flops is not None:
+            metrics.mean(f"{role}/mfu", rate / self._place.peak_flops)
+        for phase, num_bytes in self._place.memory.take_peaks().items():
             metrics.max(f"{role}/{phase}_peak_bytes", num_bytes)
-        if self._bench.group.leads:
+        if self._place.group.leads:
             metrics.mean(f"{role}/tokens_per_s", num_tokens / seconds)
             metrics.sum(f"{role}/tokens", num_tokens)
 
 
-def optimize(bench: Bench, share: TrainShare, objective: Callable[[Minibatch], Loss], num_epochs: int, counted: Counted, role: str) -> tuple[Metrics, int]:
+def optimize(place: Workplace, share: TrainShare, objective: Callable[[Minibatch], Loss], num_epochs: int, counted: Counted, role: str) -> tuple[Metrics, int]:
     """Every mini-batch of every epoch: gradients, then one optimizer step. This rank's metrics and the number of skipped steps. A collective.
 
     Whatever fails here leaves a step that is partly applied: it ends the role, as a RuntimeError, which is never an answer (lane.py), or an OutOfMemoryError.
     """
     try:
-        return _updates(bench, share, objective, num_epochs, counted, role)
+        return _updates(place, share, objective, num_epochs, counted, role)
     except OutOfMemoryError:
         raise
     except RoleCallError as error:
         raise RuntimeError(f"a step failed when it may have been partly applied: {error.message}") from error
 
 
-def _updates(bench: Bench, share: TrainShare, objective: Callable[[Minibatch], Loss], num_epochs: int, counted: Counted, role: str) -> tuple[Metrics, int]:
+def _updates(place: Workplace, share: TrainShare, objective: Callable[[Minibatch], Loss], num_epochs: int, counted: Counted, role: str) -> tuple[Metrics, int]:
     metrics, skipped = Metrics(), 0
     for _ in range(num_epochs):
         for minibatch in share.minibatches:
             loss = _counting(objective(minibatch), counted)
-            metrics.merge(bench.engine.forward_backward(minibatch.microbatches, loss, entropy=True))
-            outcome = bench.engine.step()
+            metrics.merge(place.engine.forward_backward(minibatch.microbatches, loss, entropy=True))
+            outcome = place.engine.step()
             skipped += not outcome.applied
-            if bench.group.leads and outcome.applied:
+            if place.group.leads and outcome.applied:
                 metrics.mean(f"{role}/grad_norm", outcome.grad_norm)
                 metrics.max(f"{role}/grad_norm_max", outcome.grad_norm)
-            if bench.group.leads:
+            if place.group.leads:
                 metrics.mean(f"{role}/learning_rate", outcome.learning_rate)
-    if bench.group.leads:
+    if place.group.leads:
         metrics.sum(f"{role}/skipped_steps", skipped)
     return metrics, skipped
 

@@ -6,7 +6,7 @@ All methods block and are called by one thread. A method called on rank 0 announ
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -19,6 +19,7 @@ from rolecall.training.background import in_background
 from rolecall.training.chain import Progress
 from rolecall.training.engine import EngineState, Microbatch, StatePart, TokenOutputs, ValueOutputs
 from rolecall.training.group import CommandGroup
+from rolecall.training.logprobs import Wanted
 from rolecall.training.saving import Written
 from rolecall.training.share import Bench, compute_column
 from rolecall.v1 import command_pb2, training_pb2
@@ -45,6 +46,8 @@ class ColumnRecipe(Protocol):
 
     columns: tuple[str, ...]
     """Their names."""
+    wanted: Wanted | None
+    """What the columns need beside logprobs or values."""
 
     def encode(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> list[dict[str, Array]]:
         """The columns of each sequence, in order."""
@@ -60,20 +63,26 @@ class StepRecipe(ColumnRecipe, Protocol):
 class ColumnRanks:
     """front.ColumnEngine over the ranks of a group."""
 
-    def __init__(self, bench: Bench, recipe: ColumnRecipe, num_parameters: int) -> None:
+    def __init__(self, bench: Bench, recipe: ColumnRecipe, num_parameters: int, more: Mapping[str, ColumnRecipe] = {}) -> None:
+        """`more`: recipes by the prefix under which they are asked for."""
         self.bench = bench
         self.group = bench.group
         self.num_parameters = num_parameters
-        self._recipe = recipe
+        self._recipes = {"": recipe, **more}
 
     @property
     def world_size(self) -> int:
         """Ranks."""
         return self.group.world_size
 
-    def compute(self, rows: Sequence[RowRef]) -> frozenset[str]:
+    @property
+    def prefixes(self) -> Sequence[str]:
+        """front.ColumnEngine.prefixes."""
+        return list(self._recipes)
+
+    def compute(self, rows: Sequence[RowRef], prefix: str) -> frozenset[str]:
         """front.ColumnEngine.compute."""
-        return self._lead(TrainerCommand(compute=command_pb2.ComputeColumnCommand(rows=rows)), lambda: self._compute(rows))
+        return self._lead(TrainerCommand(compute=command_pb2.ComputeColumnCommand(rows=rows, prefix=prefix)), lambda: self._compute(rows, prefix))
 
     def keep_alive(self) -> None:
         """front.ColumnEngine.keep_alive."""
@@ -89,8 +98,9 @@ class ColumnRanks:
             self.group.announce(command)
             return work()
 
-    def _compute(self, rows: Sequence[RowRef]) -> frozenset[str]:
-        return compute_column(self.bench, rows, self._recipe.columns, self._recipe.encode)
+    def _compute(self, rows: Sequence[RowRef], prefix: str) -> frozenset[str]:
+        recipe = self._recipes[prefix]
+        return compute_column(self.bench, rows, recipe.columns, recipe.encode, recipe.wanted)
 
     def follow(self) -> None:
         """Does what rank 0 commands, until it stops the group. A RoleCallError is rank 0's to tell; anything else, and a lack of memory, ends this rank."""
@@ -107,7 +117,7 @@ class ColumnRanks:
         """One command of rank 0. InvalidInputError for one this role does not know."""
         if command.WhichOneof("work") != "compute":
             raise InvalidInputError(f"command {command.WhichOneof('work')} is not this role's; ranks of different roles or releases share a group")
-        self._compute(command.compute.rows)
+        self._compute(command.compute.rows, command.compute.prefix)
 
 
 class TrainerRanks(ColumnRanks):
@@ -169,11 +179,8 @@ class TrainerRanks(ColumnRanks):
         started = time.perf_counter()
         metrics, skipped = self._steps.apply(self.bench, batch, self.applied, progress)
         train_s = time.perf_counter() - started
-        counted = metrics if self.group.speaks else metrics.extremes()
-        mine = training_pb2.TrainResult(metrics=counted.to_proto()).SerializeToString()
-        everyone = [training_pb2.TrainResult.FromString(data) for data in self.group.gather(mine)]
-        merged = Metrics.from_proto(metric for result in everyone for metric in result.metrics)
-        result = training_pb2.TrainResult(step=batch.step, digest=batch.digest, metrics=merged.to_proto(), train_s=train_s)
+        merged = self.group.merge(metrics).to_proto()
+        result = training_pb2.TrainResult(step=batch.step, digest=batch.digest, metrics=merged, train_s=train_s)
         self.applied = self.applied.after_step(result, skipped)
         log.info("step %d applied in %.2f s", batch.step, train_s)
         return result
