@@ -23,22 +23,23 @@ KEYS = "token_keys"
 
 def select(group: CommandGroup, minibatch: Minibatch, loss: CovarianceLoss, seen: Sequence[TokenOutputs | ValueOutputs]) -> None:
     """Gives `minibatch` the column SELECTED. `seen` are its microbatches' outputs under the weights to be updated. A collective."""
-    parts = [_tokens(microbatch, outputs) for microbatch, outputs in zip(minibatch.microbatches, seen, strict=True)]
-    sums = group.sum_over_slots(np.sum([part.sums() for part in parts], axis=0))
+    full = [(microbatch, outputs) for microbatch, outputs in zip(minibatch.microbatches, seen, strict=True) if microbatch.lengths]
+    parts = [_tokens(microbatch, outputs) for microbatch, outputs in full]
+    sums = group.sum_over_slots(sum((part.sums() for part in parts), np.zeros(3)))
     num = num_selected(loss, int(sums[0]))
     orders = [order(loss, part, sums) for part in parts]
     last = _gathered(group, _joined(orders).first(num)).first(num)
     selected = []
-    for microbatch, ordered in zip(minibatch.microbatches, orders, strict=True):
+    for (microbatch, _), ordered in zip(full, orders, strict=True):
         mask_N = _trained_N(microbatch)
         selected_N = torch.zeros_like(mask_N)
         selected_N[mask_N] = torch.from_numpy(ordered.up_to(last)).to(mask_N.device)
         selected.append(selected_N)
-    minibatch.add_column(SELECTED, [column_N for column_N, each in zip(selected, minibatch.microbatches, strict=True) if each.lengths])
+    minibatch.add_column(SELECTED, selected)
 
 
 def _trained_N(microbatch: Microbatch) -> torch.Tensor:
-    return (microbatch.columns["loss_mask"] != 0) & microbatch.score_mask_N
+    return microbatch.columns["loss_mask"] & microbatch.score_mask_N
 
 
 def _tokens(microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> Tokens:
@@ -47,11 +48,12 @@ def _tokens(microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> Tok
     mask_N, columns = _trained_N(microbatch), microbatch.columns
     old_N = columns.get("old_logprobs", outputs.logprobs_N)
     logprobs_M, old_M, advantages_M = (each[mask_N].double().cpu().numpy() for each in (outputs.logprobs_N, old_N, columns["advantages"]))
-    return Tokens(logprobs_M, old_M, advantages_M, columns[KEYS][mask_N].cpu().numpy().astype(np.int64))
+    return Tokens(logprobs_M, old_M, advantages_M, columns[KEYS][mask_N].cpu().numpy())
 
 
 def _joined(orders: Sequence[Order]) -> Order:
-    return Order(np.concatenate([each.ranks_M for each in orders]), np.concatenate([each.keys_M for each in orders]))
+    ranks, keys = [np.zeros(0), *(each.ranks_M for each in orders)], [np.zeros(0, np.int64), *(each.keys_M for each in orders)]
+    return Order(np.concatenate(ranks), np.concatenate(keys))
 
 
 def _gathered(group: CommandGroup, own: Order) -> Order:

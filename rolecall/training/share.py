@@ -98,8 +98,8 @@ class TrainShare:
 class Derive(Protocol):
     """Adds columns of the role's own to a row before it is packed."""
 
-    def __call__(self, row: dict[str, Array]) -> Mapping[str, Array]:
-        """The new per-token columns of `row`."""
+    def __call__(self, row: dict[str, Array], ref: RowRef) -> Mapping[str, Array]:
+        """The new per-token columns of `row`, which is that of `ref`."""
 
 
 def read_share(
@@ -114,7 +114,7 @@ def read_share(
     wanted = list(dict.fromkeys(["token_ids", "response_mask", *columns]))
     read, temperatures = _read(bench, refs, wanted, [optional] if optional else [])
     num_lacking = bench.group.sum(np.array([sum(optional not in row for row in read)]))[0]
-    derived = [derive(row) for row in read] if derive is not None else []
+    derived = [derive(row, ref) for row, ref in zip(read, refs, strict=True)] if derive is not None else []
     for row, more in zip(read, derived, strict=False):
         row.update(more)
     packed_columns = [*columns, *(derived[0] if derived else ()), *([optional] if optional and not num_lacking else [])]

@@ -13,8 +13,9 @@ import torch
 
 from rolecall.algorithms.aggregation import sequence_index
 from rolecall.algorithms.correction.mismatch import MismatchSums, mismatch, mismatch_sums, spread
+from rolecall.algorithms.selection import token_keys
 from rolecall.errors import OutOfOrderError, StaleVersionError
-from rolecall.settings import ACTOR_BASE, RunSettings
+from rolecall.settings import ACTOR_BASE, CovarianceLoss, RunSettings
 from rolecall.store.connection import Connection
 from rolecall.telemetry import Metrics
 from rolecall.training.applied import Applied
@@ -23,14 +24,15 @@ from rolecall.training.engine import EngineState, Loss, Microbatch, TokenOutputs
 from rolecall.training.objectives import PolicyObjective, policy_columns
 from rolecall.training.packing import pack, unpack
 from rolecall.training.ranks import start_bench
-from rolecall.training.share import Bench, Minibatch, read_share
+from rolecall.training.selection import KEYS, select
+from rolecall.training.share import Bench, Derive, Minibatch, read_share
 from rolecall.training.steps import Counted, Effort, optimize, per_update
 from rolecall.training.trainer import TrainerRanks
 from rolecall.training.vitals import UNWATCHED, Vitals
 from rolecall.trajectory import reference_column, seed_of
 from rolecall.v1 import actor_pb2, command_pb2, weights_pb2
 from rolecall.v1.command_pb2 import TrainerCommand
-from rolecall.v1.trajectory_pb2 import TrainBatch
+from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
 from rolecall.wire import Array, decode_tensor, encode_tensor
@@ -66,6 +68,8 @@ class PolicySteps:
         self._algorithm = settings.algorithm
         self._length = settings.algorithm.aggregation_length or settings.sampling.max_tokens
         self._seed = settings.run.seed
+        loss = settings.algorithm.policy_loss
+        self._covariance = loss if isinstance(loss, CovarianceLoss) else None
 
     def encode(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> list[dict[str, Array]]:
         """ColumnRecipe.encode."""
@@ -84,7 +88,7 @@ class PolicySteps:
             section.num_minibatches,
             seed_of(self._seed, batch.step, 0),
             optional=OLD,
-            derive=lambda row: _on_policy(row, versions),
+            derive=self._derive(batch.step, versions),
         )
         read_s = time.perf_counter() - started
         bypass = section.correction is not None and section.correction.proximal == "bypass"
@@ -95,7 +99,8 @@ class PolicySteps:
         later = share.minibatches[1:]
         ahead = [microbatch for minibatch in later if not minibatch.has(OLD) for microbatch in minibatch.microbatches]
         num_base = len(share.microbatches) if BASE in policy_columns(section) else 0
-        counted = Counted(progress, len(share.microbatches) * section.num_epochs + len(ahead) + num_base)
+        passes = 2 if self._covariance else 1
+        counted = Counted(progress, len(share.microbatches) * section.num_epochs * passes + len(ahead) + num_base)
         _add_old_logprobs(bench, later, ahead)
         counted.advance(len(ahead))
         if BASE in policy_columns(section):
@@ -105,6 +110,9 @@ class PolicySteps:
         kept: dict[int, list[torch.Tensor]] = {}
 
         def objective(minibatch: Minibatch) -> Loss:
+            if self._covariance is not None:
+                select(bench.group, minibatch, self._covariance, bench.engine.forward(minibatch.microbatches))
+                counted.advance(len(minibatch.microbatches))
             policy = PolicyObjective(section, minibatch.counts, batch.coefficients, self._length)
             if id(minibatch) in kept:
                 minibatch.add_column(measured, kept.pop(id(minibatch)))
@@ -120,6 +128,13 @@ class PolicySteps:
             metrics.mean("actor/read_s", read_s)
         effort.add_to(metrics, "actor", share.num_tokens)
         return metrics, skipped
+
+    def _derive(self, step: int, versions: frozenset[int]) -> Derive:
+        def derive(row: dict[str, Array], ref: RowRef) -> Mapping[str, Array]:
+            keys = {KEYS: token_keys(f"{self._seed}/{step}/{ref.id}", ref.num_tokens)} if self._covariance else {}
+            return {**_on_policy(row, versions), **keys}
+
+        return derive
 
 
 def build(settings: RunSettings, connection: Connection, vitals: Vitals = UNWATCHED) -> "ActorEngine":

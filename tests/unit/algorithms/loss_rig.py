@@ -95,7 +95,7 @@ class Drawn:
 
 
 def draw(lengths: list[int], seed: int, *, per_token: bool = True) -> Drawn:
-    """Logprobs with a graph, ratios around 1, advantages of both signs, a third of the tokens not trained on; the first sequence not at all in a fourth of all."""
+    """Logprobs with a graph, ratios around 1, advantages of both signs, a third of the tokens not trained on; by some seeds nothing of the first sequence."""
     rng = np.random.default_rng(seed)
     num = sum(lengths)
     logprobs = -rng.exponential(size=num) - 1e-3
