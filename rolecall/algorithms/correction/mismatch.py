@@ -97,12 +97,16 @@ def mismatch(sums: MismatchSums) -> Mismatch | None:
         kl=sums.k3 / n,
         kl_k1=-sums.gap / n,
         reverse_kl=sums.reverse_k3 / n,
-        sampler_perplexity=math.exp(-sums.sampler_logprob / n),
-        trainer_perplexity=math.exp(-sums.trainer_logprob / n),
+        sampler_perplexity=_perplexity(sums.sampler_logprob / n),
+        trainer_perplexity=_perplexity(sums.trainer_logprob / n),
         ess_tokens=sums.ratio**2 / (sums.ratio_square * n),
         ess_sequences=sums.sequence_ratio**2 / (sums.sequence_ratio_square * sums.num_sequences),
         correlation=_correlation(sums),
     )
+
+
+def _perplexity(mean_logprob: float) -> float:
+    return math.exp(min(-mean_logprob, 700.0))  # what a float holds
 
 
 def _correlation(sums: MismatchSums) -> float | None:
