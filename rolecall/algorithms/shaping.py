@@ -87,7 +87,7 @@ def place_rewards(reward: float, response_mask_T: Array, token_rewards_T: Array 
 def penalise_kl(rewards_T: Array, logprobs_T: Array, reference_logprobs_T: Array, response_mask_T: Array, kl_coef: float, estimator: str = "k1") -> Array:
     """float32 [T]: rewards - kl_coef * KL estimate of each sampled token (InstructGPT, arXiv:2203.02155, eq. 2, token by token).
 
-    k1 = log(p / ref) is unbiased and what the paper uses; k2 and k3 as in kl.py.
+    k1 = log(p / ref) is unbiased and what the paper uses; the others as in kl.py.
     """
     kl_T = np.where(response_mask_T != 0, kl_estimate(logprobs_T, reference_logprobs_T, estimator), 0.0)
     return (rewards_T - kl_coef * kl_T).astype(np.float32)
@@ -103,4 +103,6 @@ def kl_estimate(logprobs: Array, reference_logprobs: Array, estimator: str) -> A
             return 0.5 * log_ratio**2
         case "k3":
             return np.expm1(log_ratio) - log_ratio
-    raise InvalidInputError(f"KL estimator {estimator!r} is none of k1, k2, k3")
+        case "abs":
+            return np.abs(log_ratio)
+    raise InvalidInputError(f"KL estimator {estimator!r} is none of k1, k2, k3, abs")
