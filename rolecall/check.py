@@ -114,7 +114,7 @@ def _data(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Iterator[It
 
 def _prompts(settings: RunSettings, tokenizer: ChatTokenizer | None, setting: str, path: Path, about: str) -> Iterator[str]:
     """Every row is read; the first ones are measured, and more only while none fits."""
-    prompts = load_prompts(path, settings.data, settings.reward)
+    prompts = load_prompts(path, settings.data, settings.reward, settings.algorithm.distillation if path == settings.data.train else None)
     yield f"{setting}: {path}, {len(prompts)} prompts{about}"
     if tokenizer is None:
         return

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.errors import ConfigError
-from rolecall.settings import BoxedScorer, DataSection, ExactMatchScorer, MathScorer, RegexScorer, RewardSection
+from rolecall.settings import BoxedScorer, DataSection, DistillationSection, ExactMatchScorer, MathScorer, RegexScorer, RewardSection
 
 _COMPARING = (ExactMatchScorer, RegexScorer, BoxedScorer, MathScorer)
 """Scorers that fail on an item without a ground truth."""
@@ -36,12 +36,13 @@ class RawPrompt:
         return [{"role": role, "content": content} for role, content in self.messages]
 
 
-def load_prompts(path: Path, data: DataSection, reward: RewardSection) -> list[RawPrompt]:
+def load_prompts(path: Path, data: DataSection, reward: RewardSection, distillation: DistillationSection | None = None) -> list[RawPrompt]:
     """All rows of `path` in the file's order. ConfigError names the line (from 1) and the field that is wrong.
 
-    A ground truth must be there when a component of `reward` compares with it; what scorers elsewhere need is theirs to say."""
+    A ground truth must be there when a component of `reward` compares with it; what scorers elsewhere need is theirs to say. A teacher must be there for every
+    prompt that is trained on with `distillation`."""
     comparing = next((name for name, component in reward.components.items() if isinstance(component.scorer, _COMPARING)), None)
-    prompts = [_parse(row, f"{path}, line {number}", str(number), data, comparing) for number, row in _rows(path)]
+    prompts = [_parse(row, f"{path}, line {number}", str(number), data, comparing) for number, row in read_rows(path, "data.train and evaluation.sets.*.path")]
     if not prompts:
         raise ConfigError(f"{path} holds no prompts; give a JSONL or parquet file with at least one row")
     seen: dict[str, int] = {}
@@ -49,13 +50,26 @@ def load_prompts(path: Path, data: DataSection, reward: RewardSection) -> list[R
         if prompt.uid in seen:
             raise ConfigError(f"{path}: rows {seen[prompt.uid]} and {number} share the {data.uid_field} {prompt.uid!r}; make it unique or remove the field")
         seen[prompt.uid] = number
+        if distillation is not None:
+            _check_teacher(prompt, distillation)
     return prompts
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _check_teacher(prompt: RawPrompt, distillation: DistillationSection) -> None:
+    value = prompt.metadata.get(distillation.field) if distillation.field is not None else None
+    if distillation.teacher_of(value) is None:
+        named = "missing" if value is None else f"{value!r}, which is none of {sorted(distillation.teachers)}"
+        raise ConfigError(
+            f"{prompt.where}, field {distillation.field!r}: {named}, so the prompt has no teacher; mend it, add it to algorithm.distillation.teachers, or set "
+            "algorithm.distillation.teacher for all others"
+        )
+
+
+def read_rows(path: Path, setting: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number from 1, fields) of each row of the file that `setting` names. ConfigError."""
     if not path.is_file():
         state = "is a folder" if path.is_dir() else "does not exist"
-        raise ConfigError(f"the dataset {path} {state}; give data.train and evaluation.sets.*.path a .jsonl or .parquet file")
+        raise ConfigError(f"the dataset {path} {state}; give {setting} a .jsonl or .parquet file")
     try:
         yield from _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
     except OSError as error:
@@ -96,7 +110,7 @@ def _json_row(line: bytes, where: str) -> dict[str, Any]:
 def _parse(row: dict[str, Any], where: str, default_uid: str, data: DataSection, comparing: str | None) -> RawPrompt:
     if data.prompt_field not in row:
         raise ConfigError(f"{where}: no field {data.prompt_field!r} (fields: {sorted(row)}); set data.prompt_field or mend the line")
-    messages = _messages(row[data.prompt_field], f"{where}, field {data.prompt_field!r}")
+    messages = parse_messages(row[data.prompt_field], f"{where}, field {data.prompt_field!r}")
     if data.system_prompt is not None and messages[0][0] != "system":
         messages = (("system", data.system_prompt), *messages)
     known = {data.prompt_field, data.ground_truth_field, data.uid_field}
@@ -125,7 +139,8 @@ def _ground_truth(row: dict[str, Any], where: str, data: DataSection, comparing:
     return truth or ""
 
 
-def _messages(value: object, where: str) -> tuple[tuple[str, str], ...]:
+def parse_messages(value: object, where: str) -> tuple[tuple[str, str], ...]:
+    """(role, content) of each turn of a prompt, which is text or a list of messages. ConfigError says what it is instead."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:

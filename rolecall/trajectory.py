@@ -16,6 +16,7 @@ from enum import Enum
 import numpy as np
 
 from rolecall.errors import InvalidInputError
+from rolecall.settings.distillation import TEACHER
 from rolecall.v1 import trajectory_pb2
 from rolecall.wire import Array, decode_array
 
@@ -60,7 +61,8 @@ _ALL = [
     _column("reward_components", "<f4", (-1,), False, Writer.CONTROLLER, "controller", "one value per name in the run's component list"),
     _column("values", "<f4", (-1,), True, Writer.CRITIC, "controller, critic", "value before token t; 0 where mask is 0"),
     _column("bootstrap_value", "<f4", (1,), False, Writer.CRITIC, "controller", "value after the last token"),
-    _column("old_logprobs", "<f4", (-1,), True, Writer.ACTOR, "actor", "policy's logprob before the batch's first update"),
+    _column("old_logprobs", "<f4", (-1,), True, Writer.ACTOR, "controller, actor", "policy's logprob before the batch's first update"),
+    _column("sum_squared_probs", "<f4", (-1,), True, Writer.ACTOR, "controller", "sum over the vocabulary of squared probabilities; 0 where mask is 0"),
     _column("loss_mask", "u1", (-1,), True, Writer.CONTROLLER, "actor, critic", "subset of response_mask that is trained on"),
     _column("advantages", "<f4", (-1,), True, Writer.CONTROLLER, "actor", "advantage of token t; 0 where loss_mask is 0"),
     _column("returns", "<f4", (-1,), True, Writer.CONTROLLER, "critic", "regression target of values; 0 where loss_mask is 0"),
@@ -72,8 +74,14 @@ SAMPLED_COLUMNS = ("token_ids", "response_mask", "rollout_logprobs", "policy_ver
 
 
 def reference_column(instance: str) -> str:
-    """Name of the column that the reference `instance` writes: float32 [T] logprobs, 0 where response_mask is 0."""
+    """Name of the column that the reference `instance` writes: float32 [T] logprobs, 0 where response_mask is 0. Also of TEACHER's."""
     return f"{instance}/logprobs"
+
+
+TOPK_IDS = f"{TEACHER}/topk_ids"
+"""int32 [T, k]: the ids that the teacher gives the highest probability, the highest first."""
+TOPK_LOGPROBS = f"{TEACHER}/topk_logprobs"
+"""float32 [T, k]: the teacher's logprobs of TOPK_IDS."""
 
 
 def column(name: str) -> Column:
@@ -82,6 +90,10 @@ def column(name: str) -> Column:
         return COLUMNS[name]
     if name.endswith("/logprobs"):
         return _column(name, "<f4", (-1,), True, Writer.REFERENCE, "controller, actor", "a reference's logprobs")
+    if name == TOPK_IDS:
+        return _column(name, "<i4", (-1, -1), True, Writer.REFERENCE, "actor", "ids of a teacher's highest probabilities; 0 where mask is 0")
+    if name == TOPK_LOGPROBS:
+        return _column(name, "<f4", (-1, -1), True, Writer.REFERENCE, "actor", "their logprobs; 0 where mask is 0")
     raise InvalidInputError(f"column {name!r} is not in the trajectory schema; use one of {sorted(COLUMNS)} or '<reference>/logprobs'")
 
 
@@ -90,23 +102,25 @@ def encode_column(name: str, array: Array, num_tokens: int) -> bytes:
     spec = column(name)
     if array.dtype != np.dtype(spec.dtype):
         raise InvalidInputError(f"column {name!r} is {np.dtype(spec.dtype)}, not {array.dtype}; convert before writing")
-    if array.ndim != 1 or (spec.per_token and array.shape[0] != num_tokens):
-        raise InvalidInputError(f"column {name!r} has shape {array.shape}; it needs [{num_tokens if spec.per_token else 'n'}]")
+    if array.ndim != len(spec.shape) or (spec.per_token and array.shape[0] != num_tokens):
+        needed = [num_tokens if spec.per_token else "n", *("k" for _ in spec.shape[1:])]
+        raise InvalidInputError(f"column {name!r} has shape {array.shape}; it needs [{', '.join(map(str, needed))}]")
     return array.tobytes()
 
 
 def decode_column(name: str, data: bytes, num_tokens: int) -> Array:
     """The read-only array in the bytes of column `name` of a trajectory of T = `num_tokens` tokens."""
     spec = column(name)
-    return decode_array(data, spec.dtype, (num_tokens,) if spec.per_token else spec.shape, f"column {name!r}")
+    return decode_array(data, spec.dtype, (num_tokens, *spec.shape[1:]) if spec.per_token else spec.shape, f"column {name!r}")
 
 
-def row_bytes(num_tokens: int, num_references: int, *, critic: bool) -> int:
+def row_bytes(num_tokens: int, num_references: int, *, critic: bool, top_k: int = 0) -> int:
     """Bytes of one stored trajectory of `num_tokens` tokens: its columns, and 2 KiB for keys, meta and the store's own overhead.
 
     Per token: token_ids 4, response_mask 1, rollout_logprobs 4, policy_versions 4, loss_mask 1, advantages 4, returns 4, old_logprobs 4, token_rewards 4,
-    values 4 with a critic, 4 for each reference; and 4 for the response's text, once in meta."""
-    per_token = 34 + 4 * critic + 4 * num_references
+    values 4 with a critic, 4 for each reference that speaks of the row, 8 for each of a teacher's `top_k` ids; sum_squared_probs 4 with an estimator that reads
+    it (count it as a reference); and 4 for the response's text, once in meta."""
+    per_token = 34 + 4 * critic + 4 * num_references + 8 * top_k
     return num_tokens * per_token + 2048
 
 

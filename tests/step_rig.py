@@ -19,6 +19,7 @@ from rolecall.storage import open_storage
 from rolecall.store.connection import Connection
 from rolecall.store.rows import Rows
 from rolecall.store.sealed import read_ctl, read_sealed
+from rolecall.telemetry import Metrics
 from rolecall.training.applied import FILE, Applied
 from rolecall.training.background import in_background
 from rolecall.training.chain import Progress
@@ -28,7 +29,7 @@ from rolecall.training.lane import Lane
 from rolecall.training.saving import Written
 from rolecall.training.vitals import nothing
 from rolecall.v1 import training_pb2 as pb
-from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
+from rolecall.v1.trajectory_pb2 import Metric, RowRef, TrainBatch
 from rolecall.wire import Array
 
 T = TypeVar("T")
@@ -94,6 +95,7 @@ class HashEngine:
 
     num_parameters = 1
     world_size = 1
+    prefixes = ("",)
 
     def __init__(self, name: str, rows: Rows, arrows: Arrows) -> None:
         self.name = name
@@ -114,12 +116,19 @@ class HashEngine:
         progress.report(1, 1)
         self.weights = next_weights(self.weights, inputs)
         self.log = (*self.log, Entry(batch.step, batch.digest, inputs))
-        result = pb.TrainResult(step=batch.step, digest=batch.digest)
+        result = pb.TrainResult(step=batch.step, digest=batch.digest, metrics=self.measure())
         self.applied = self.applied.after_step(result, 0)
         self.arrows.at(f"{self.name} applied")
         return result
 
-    def compute(self, rows: Sequence[RowRef]) -> frozenset[str]:
+    def measure(self) -> list[Metric]:
+        """What coefficients follow; another number for other weights."""
+        metrics = Metrics()
+        metrics.mean("actor/reference_kl", int(self.weights[:4], 16) / 2**16, 7)
+        metrics.mean("actor/entropy", int(self.weights[4:8], 16) / 2**16, 7)
+        return metrics.to_proto()
+
+    def compute(self, rows: Sequence[RowRef], prefix: str) -> frozenset[str]:
         """The critic's values, which depend on its weights."""
         scale = int(self.weights.encode().hex()[:4], 16) / 2**16
         columns: list[dict[str, Array]] = [

@@ -87,7 +87,7 @@ class StepRun:
         self.sealed: dict[str, Sealed] = {}
         self.timeline: list[str] = []
         """Digests of the steps the store counts, in order."""
-        self.states: dict[tuple[str, ...], bytes] = {}
+        self.states: dict[tuple[str, ...], bytes] = {(): b""}
         """Timeline -> what the algorithm carries on from there."""
         self.lineage = 0
         self.covered: dict[int, tuple[str, ...]] = {}
@@ -152,7 +152,7 @@ class StepRun:
         groups = self.next_groups(step)
         refs = [ref for group in groups for ref in group.rows]
         if self.needs_values(step):
-            await critic.compute_values(ledger.ctl, refs, step)
+            await critic.compute(ledger.ctl, refs, step)
         self.arrows.at("values are computed")
         contents = self.rows.read(refs, columns_read(self.settings))
         state = AdaptiveState.decode(self.settings.algorithm, ledger.position().algorithm_state)
@@ -284,7 +284,8 @@ class StepRun:
             assert batch is not None, f"batch {step} was freed before its time"
             if step >= len(self.timeline):
                 assert step == len(self.timeline)
+                before = AdaptiveState.decode(self.settings.algorithm, self.states[tuple(self.timeline)])
                 self.timeline.append(batch.digest)
+                self.states[tuple(self.timeline)] = before.after(self.settings.algorithm, batch, self.ledger.results(step)).encode()
             assert batch.digest == self.timeline[step]
-        known = self.states.setdefault(tuple(self.timeline[: position.step]), position.algorithm_state)
-        assert known == position.algorithm_state, "the same steps left another state"
+        assert position.algorithm_state == self.states[tuple(self.timeline)], "these steps leave another state"

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from rolecall.algorithms.advantages import needs
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 from rolecall.trajectory import row_bytes, rows_of
@@ -29,7 +30,7 @@ class StoreBudget:
         """ConfigError when the store cannot hold the batches that must exist at the same time."""
         algorithm = settings.algorithm
         tokens = settings.data.max_prompt_tokens + settings.sampling.max_tokens
-        group_bytes = settings.responses_per_group * row_bytes(tokens, len(settings.references), critic=settings.critic is not None)
+        group_bytes = settings.responses_per_group * _row_bytes(settings, tokens)
         budget = cls(int(settings.store.max_bytes * STORE_SHARE), group_bytes, algorithm.max_staleness + 2, algorithm.groups_per_batch * group_bytes)
         needed = budget.num_batches * budget.batch_bytes
         if needed > budget.max_bytes:
@@ -42,4 +43,13 @@ class StoreBudget:
 
 def batch_bytes(settings: RunSettings, batch: TrainBatch) -> int:
     """Bytes that the rows of a trained batch hold until a checkpoint covers it."""
-    return sum(row_bytes(ref.num_tokens, len(settings.references), critic=settings.critic is not None) for ref in rows_of(batch))
+    return sum(_row_bytes(settings, ref.num_tokens) for ref in rows_of(batch))
+
+
+def _row_bytes(settings: RunSettings, num_tokens: int) -> int:
+    """Each row has one teacher, however many there are."""
+    algorithm = settings.algorithm
+    squares = "sum_squared_probs" in needs(algorithm.advantage)
+    num_columns = (algorithm.kl is not None and algorithm.kl.reference in settings.references) + (algorithm.distillation is not None) + squares
+    top_k = algorithm.distillation.top_k or 0 if algorithm.distillation else 0
+    return row_bytes(num_tokens, num_columns, critic=settings.critic is not None, top_k=top_k)

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from rolecall.checkpoints import StoredFile
-from rolecall.errors import OutOfOrderError
+from rolecall.errors import InvalidInputError, OutOfOrderError
 from rolecall.training.applied import Applied
-from rolecall.training.batching import ColumnBatcher
+from rolecall.training.batching import ColumnBatcher, Compute
 from rolecall.training.chain import Progress, TrainChain
 from rolecall.training.fence import Fence
 from rolecall.training.lane import Lane, T
@@ -34,8 +34,12 @@ class ColumnEngine(Protocol):
     def world_size(self) -> int:
         """Ranks."""
 
-    def compute(self, rows: Sequence[RowRef]) -> frozenset[str]:
-        """Computes and writes the column of `rows`, each named once; returns the keys of those that held it before. RowMissingError."""
+    @property
+    def prefixes(self) -> Sequence[str]:
+        """Whose columns it computes: "" for the role's own."""
+
+    def compute(self, rows: Sequence[RowRef], prefix: str) -> frozenset[str]:
+        """Computes and writes the columns of `rows`, each named once; returns the keys of those that held them before. RowMissingError."""
 
     def keep_alive(self) -> None:
         """Shows the other ranks that this one lives."""
@@ -71,28 +75,35 @@ class ColumnFront:
         self._engine = engine
         self.lane = lane
         self.fence = fence
-        self._batcher = ColumnBatcher(self._in_lane, token_budget)
+        self._batchers = {prefix: ColumnBatcher(self._computing(prefix), token_budget) for prefix in engine.prefixes}
 
-    async def _in_lane(self, rows: Sequence[RowRef]) -> frozenset[str]:
-        return await self.lane.run(lambda: self._engine.compute(rows), "computing")
+    def _computing(self, prefix: str) -> Compute:
+        async def in_lane(rows: Sequence[RowRef]) -> frozenset[str]:
+            return await self.lane.run(lambda: self._engine.compute(rows, prefix), "computing")
+
+        return in_lane
 
     def start(self) -> None:
         """Starts serving calls."""
         if self._engine.world_size > 1:
             self.lane.start_keep_alive(self._engine.keep_alive)
-        self._batcher.start()
+        for batcher in self._batchers.values():
+            batcher.start()
 
     async def compute(self, request: training_pb2.ComputeColumnRequest) -> training_pb2.ComputeColumnResponse:
-        """Waits until the column is in the rows. FencedError, RowMissingError, ExhaustedError."""
+        """Waits until the column is in the rows. FencedError, RowMissingError, ExhaustedError; InvalidInputError for a prefix that is not the engine's."""
         self.fence.check(request.ctl)
-        return await self._batcher.compute(request.rows)
+        if request.prefix not in self._batchers:
+            raise InvalidInputError(f"prefix {request.prefix!r} is not among those this role writes under ({sorted(self._batchers)}); its settings differ")
+        return await self._batchers[request.prefix].compute(request.rows)
 
     async def drain(self) -> None:
         """Lets what is under way finish; nothing, for a column."""
 
     async def close(self) -> None:
         """Stops serving and lets the other ranks go."""
-        await self._batcher.close()
+        for batcher in self._batchers.values():
+            await batcher.close()
         await self.lane.close(self._engine.stop)
 
 

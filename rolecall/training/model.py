@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from rolecall.errors import ConfigError
 from rolecall.model_files import check_trainable
 from rolecall.training.attention import NAME, PackedPlan, TracedAttention
-from rolecall.training.logprobs import logprobs_and_entropy
+from rolecall.training.logprobs import Wanted, distribution, logprobs_and_entropy
 from rolecall.training.supported import check_head, without_dropout
 from rolecall.training.tensor_parallel import local_vocabulary
 
@@ -49,7 +49,7 @@ class PackedModel(nn.Module):
 
 
 class PolicyModel(PackedModel):
-    """Logprobs and entropy of scored tokens."""
+    """Logprobs and entropy of scored tokens, and what else is asked of their distributions."""
 
     def forward(
         self,
@@ -59,8 +59,14 @@ class PolicyModel(PackedModel):
         score_mask_N: torch.Tensor,
         packed: PackedPlan,
         entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logprobs_N, entropy_N), float32, 0 where not scored: token t is scored from the hidden state at t - 1."""
+        targets_Nk: torch.Tensor | None = None,
+        wanted: Wanted | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """(logprobs_N, entropy_N), float32, 0 where not scored: token t is scored from the hidden state at t - 1.
+
+        With `targets_Nk` (ids) their logprobs follow, [N, k]. With `wanted`, which has no graph, [N, 2 k + 1]: ids, which float32 holds exactly up to 2^24,
+        their logprobs, and the sum of squared probabilities.
+        """
         hidden_nH = self.hidden_NH(token_ids_N, position_ids_N, packed)
         run = _run(packed, token_ids_N.shape[0])
         scored_M = score_mask_N.nonzero().squeeze(1)
@@ -71,13 +77,24 @@ class PolicyModel(PackedModel):
         if packed.prefixes is not None:
             before_M = packed.prefixes.home_N.index_select(0, before_M)
         before_MH = hidden_nH.index_select(0, before_M)
-        logprobs_M, entropy_M = logprobs_and_entropy(before_MH, weight_VH, token_ids_N[scored_M], temperature_N[scored_M], entropy=entropy, vocab=vocab)
-        zeros_N = torch.zeros(token_ids_N.shape, dtype=torch.float32, device=token_ids_N.device)
-        logprobs_N, entropy_N = zeros_N.index_copy(0, scored_M, logprobs_M), zeros_N.index_copy(0, scored_M, entropy_M)
-        if packed.sequence is None:
-            return logprobs_N, entropy_N
-        both_2N = packed.sequence.whole(torch.stack([logprobs_N, entropy_N]))
-        return both_2N[0].clone(), both_2N[1].clone()  # not views: FSDP's hooks would be lost on them
+        token_ids_M, temperature_M = token_ids_N[scored_M], temperature_N[scored_M]
+        if wanted is not None:
+            said = distribution(before_MH, weight_VH, token_ids_M, temperature_M, wanted, vocab=vocab)
+            more_MC = torch.cat([said.top_ids_Mk.to(torch.float32), said.top_logprobs_Mk, said.sum_squared_probs_M[:, None]], 1)
+            outputs = [said.logprobs_M, torch.zeros_like(said.logprobs_M), more_MC]
+        elif targets_Nk is not None:
+            targets_MK = torch.cat([token_ids_M[:, None], targets_Nk[scored_M].long()], 1)
+            logprobs_MK, entropy_M = logprobs_and_entropy(before_MH, weight_VH, targets_MK, temperature_M, entropy=entropy, vocab=vocab)
+            outputs = [logprobs_MK[:, 0], entropy_M, logprobs_MK[:, 1:]]
+        else:
+            outputs = list(logprobs_and_entropy(before_MH, weight_VH, token_ids_M, temperature_M, entropy=entropy, vocab=vocab))
+        num_tokens = token_ids_N.shape[0]
+        whole = [output_M.new_zeros(num_tokens, *output_M.shape[1:]).index_copy(0, scored_M, output_M) for output_M in outputs]
+        if packed.sequence is not None:
+            together_NC = packed.sequence.whole(torch.cat([output.view(num_tokens, -1) for output in whole], 1))
+            parts = torch.split(together_NC, [output.view(num_tokens, -1).shape[1] for output in whole], 1)
+            whole = [part.reshape(output.shape).clone() for part, output in zip(parts, whole, strict=True)]  # not views: FSDP's hooks would be lost on them
+        return tuple(whole)
 
 
 class ValueModel(PackedModel):

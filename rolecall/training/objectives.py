@@ -9,6 +9,7 @@ Owns metric names and reductions (prefixes actor/ and critic/). Metrics are gath
 Shapes: N tokens of one microbatch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +18,14 @@ from rolecall.algorithms.aggregation import Counts, sequence_index, token_weight
 from rolecall.algorithms.correction import correct
 from rolecall.algorithms.kl import kl_N
 from rolecall.algorithms.losses import PolicyBatch, token_losses
+from rolecall.algorithms.losses.distillation import forward_topk_kl_N
 from rolecall.algorithms.losses.entropy import entropy_bonus
 from rolecall.algorithms.losses.supervised import supervised_loss
 from rolecall.algorithms.losses.value import value_loss
-from rolecall.settings import Aggregation, AlgorithmSection
+from rolecall.settings import TEACHER, Aggregation, AlgorithmSection, DistillationSection
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
-from rolecall.trajectory import reference_column
+from rolecall.trajectory import TOPK_IDS, TOPK_LOGPROBS, reference_column
 from rolecall.v1.trajectory_pb2 import Coefficients
 
 VALUE_COLUMNS = ("loss_mask", "values", "returns")
@@ -33,7 +35,13 @@ VALUE_COLUMNS = ("loss_mask", "values", "returns")
 def policy_columns(algorithm: AlgorithmSection) -> tuple[str, ...]:
     """What PolicyObjective reads. `old_logprobs` may be left out when the batch is one mini-batch and one epoch: then it is the policy itself."""
     reference = (reference_column(algorithm.kl.reference),) if algorithm.kl is not None and algorithm.kl.placement == "loss" else ()
-    return ("loss_mask", "advantages", "rollout_logprobs", "old_logprobs", *reference)
+    return ("loss_mask", "advantages", "rollout_logprobs", "old_logprobs", *reference, *_teacher_columns(algorithm.distillation))
+
+
+def _teacher_columns(distillation: DistillationSection | None) -> tuple[str, ...]:
+    if distillation is None or distillation.placement == "advantage":
+        return ()
+    return (TOPK_IDS, TOPK_LOGPROBS) if distillation.divergence == "forward_topk" else (reference_column(TEACHER),)
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,10 @@ class PolicyObjective:
             reference_kl_N = kl_N(logprobs_N, columns[reference_column(kl.reference)], kl.estimator, kl.gradient)
             loss = loss + self.coefficients.kl_coef * (reference_kl_N * weights_N).sum()
             shown["actor/reference_kl"] = reference_kl_N.detach()
+        if algorithm.distillation is not None and algorithm.distillation.placement == "loss":
+            teacher_kl_N = _teacher_kl_N(algorithm.distillation, outputs, columns)
+            loss = loss + algorithm.distillation.coef * (teacher_kl_N * weights_N).sum()
+            shown["actor/teacher_kl"] = teacher_kl_N.detach()
         metrics.sum("actor/loss", float(loss.detach()))
         _add_means(metrics, shown, mask_N)
         return loss, metrics
@@ -130,6 +142,14 @@ class SupervisedObjective:
         metrics = Metrics()
         metrics.sum("supervised/loss", float(loss.detach()))
         return loss, metrics
+
+
+def _teacher_kl_N(distillation: DistillationSection, outputs: TokenOutputs, columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    if distillation.divergence == "forward_topk":
+        assert outputs.target_logprobs_Nk is not None
+        return forward_topk_kl_N(outputs.target_logprobs_Nk, columns[TOPK_LOGPROBS])
+    # The sampled token's own estimate as the value; its gradient on-policy is 0 on average, k2's that of the KL.
+    return kl_N(outputs.logprobs_N, columns[reference_column(TEACHER)], "k1", "k2")
 
 
 def _sequences(microbatch: Microbatch) -> torch.Tensor:

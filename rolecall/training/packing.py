@@ -107,8 +107,8 @@ def pack(
 
 
 def unpack(values_N: torch.Tensor, lengths: Sequence[int]) -> list[Array]:
-    """One float32 array [T] per sequence of a microbatch, in order: what goes back into the rows."""
-    flat_N = values_N.detach().to("cpu", torch.float32).numpy()
+    """One float32 array [T], or [T, k], per sequence of a microbatch, in order: what goes back into the rows. Whole numbers stay what they are."""
+    flat_N = values_N.detach().to("cpu", torch.float32 if values_N.is_floating_point() else values_N.dtype).numpy()
     return [part.copy() for part in np.split(flat_N, np.cumsum(lengths)[:-1])] if lengths else []
 
 
@@ -120,6 +120,6 @@ def local_counts(rows: Sequence[Row], mask: str = "loss_mask") -> Counts:
 
 def _joined(rows: Sequence[Row], name: str, lengths: Sequence[int], empty: np.dtype[np.generic]) -> Array:
     for row, length in zip(rows, lengths, strict=True):
-        if row[name].shape != (length,):
+        if row[name].shape[:1] != (length,):
             raise InvalidInputError(f"column {name!r} has shape {row[name].shape} beside {length} token_ids; only per-token columns can be packed")
     return np.concatenate([row[name] for row in rows]) if rows else np.zeros(0, empty)

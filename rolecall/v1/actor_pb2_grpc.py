@@ -98,7 +98,8 @@ class ActorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ComputeLogprobs(self, request, context):
-        """Writes the old_logprobs column. Idempotent (write-once). Blocks on the queue of calls. NOT_FOUND: ROW_MISSING.
+        """Writes the old_logprobs column, and sum_squared_probs where the run's estimator reads it. Idempotent (write-once). Blocks on the queue of calls.
+        NOT_FOUND: ROW_MISSING. FAILED_PRECONDITION: OUT_OF_ORDER.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

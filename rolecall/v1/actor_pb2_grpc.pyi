@@ -24,7 +24,9 @@ class ActorServiceStub:
     FAILED_PRECONDITION: OUT_OF_ORDER, BATCH_MISMATCH, FENCED. NOT_FOUND: ROW_MISSING.
     """
     ComputeLogprobs: _aio.UnaryUnaryMultiCallable[_training_pb2.ComputeColumnRequest, _training_pb2.ComputeColumnResponse]
-    """Writes the old_logprobs column. Idempotent (write-once). Blocks on the queue of calls. NOT_FOUND: ROW_MISSING."""
+    """Writes the old_logprobs column, and sum_squared_probs where the run's estimator reads it. Idempotent (write-once). Blocks on the queue of calls.
+    NOT_FOUND: ROW_MISSING. FAILED_PRECONDITION: OUT_OF_ORDER.
+    """
     OpenWeightChannel: _aio.UnaryUnaryMultiCallable[_weights_pb2.OpenWeightChannelRequest, _weights_pb2.OpenWeightChannelResponse]
     """Opens an epoch of the weight channel; the rest of the rendezvous goes on after the answer.
     FAILED_PRECONDITION: STALE_EPOCH, FENCED.
@@ -67,7 +69,9 @@ class ActorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.ComputeColumnRequest,
         context: _aio.ServicerContext[_training_pb2.ComputeColumnRequest, _abc.Awaitable[_training_pb2.ComputeColumnResponse]],
     ) -> _abc.Awaitable[_training_pb2.ComputeColumnResponse]:
-        """Writes the old_logprobs column. Idempotent (write-once). Blocks on the queue of calls. NOT_FOUND: ROW_MISSING."""
+        """Writes the old_logprobs column, and sum_squared_probs where the run's estimator reads it. Idempotent (write-once). Blocks on the queue of calls.
+        NOT_FOUND: ROW_MISSING. FAILED_PRECONDITION: OUT_OF_ORDER.
+        """
 
     @_abc_1.abstractmethod
     def OpenWeightChannel(

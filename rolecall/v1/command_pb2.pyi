@@ -142,6 +142,9 @@ class ComputeColumnCommand(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROWS_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    prefix: _builtins.str
+    """As in ComputeColumnRequest."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.RowRef]:
         """Rows, each once."""
@@ -150,10 +153,11 @@ class ComputeColumnCommand(_message.Message):
         self,
         *,
         rows: _abc.Iterable[_trajectory_pb2.RowRef] | None = ...,
+        prefix: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

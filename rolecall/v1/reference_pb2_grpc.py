@@ -53,7 +53,7 @@ class ReferenceServiceServicer:
     """
 
     def ComputeLogprobs(self, request, context):
-        """Writes the "<instance>/logprobs" column. Idempotent (write-once). Blocks on the queue of calls. NOT_FOUND: ROW_MISSING.
+        """Writes the "<instance>/logprobs" column, or those of a teacher. Idempotent (write-once). Blocks on the queue of calls. NOT_FOUND: ROW_MISSING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -18,7 +18,7 @@ class ReferenceServiceStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ComputeLogprobs: _aio.UnaryUnaryMultiCallable[_training_pb2.ComputeColumnRequest, _training_pb2.ComputeColumnResponse]
-    """Writes the "<instance>/logprobs" column. Idempotent (write-once). Blocks on the queue of calls. NOT_FOUND: ROW_MISSING."""
+    """Writes the "<instance>/logprobs" column, or those of a teacher. Idempotent (write-once). Blocks on the queue of calls. NOT_FOUND: ROW_MISSING."""
     GetInfo: _aio.UnaryUnaryMultiCallable[_reference_pb2.GetReferenceInfoRequest, _reference_pb2.GetReferenceInfoResponse]
     """What the reference is. Idempotent. Blocks on nothing."""
 
@@ -31,7 +31,7 @@ class ReferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.ComputeColumnRequest,
         context: _aio.ServicerContext[_training_pb2.ComputeColumnRequest, _abc.Awaitable[_training_pb2.ComputeColumnResponse]],
     ) -> _abc.Awaitable[_training_pb2.ComputeColumnResponse]:
-        """Writes the "<instance>/logprobs" column. Idempotent (write-once). Blocks on the queue of calls. NOT_FOUND: ROW_MISSING."""
+        """Writes the "<instance>/logprobs" column, or those of a teacher. Idempotent (write-once). Blocks on the queue of calls. NOT_FOUND: ROW_MISSING."""
 
     @_abc_1.abstractmethod
     def GetInfo(

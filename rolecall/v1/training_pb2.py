@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from rolecall.v1 import trajectory_pb2 as rolecall_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arolecall/v1/training.proto\x12\x0brolecall.v1\x1a\x1crolecall/v1/trajectory.proto\"9\n\x0cTrainRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"4\n\rTrainProgress\x12\x10\n\x08num_done\x18\x01 \x01(\x05\x12\x11\n\tnum_total\x18\x02 \x01(\x05\"b\n\x0bTrainResult\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12$\n\x07metrics\x18\x03 \x03(\x0b\x32\x13.rolecall.v1.Metric\x12\x0f\n\x07train_s\x18\x04 \x01(\x01\"t\n\rTrainResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.rolecall.v1.TrainProgressH\x00\x12*\n\x06result\x18\x02 \x01(\x0b\x32\x18.rolecall.v1.TrainResultH\x00\x42\x07\n\x05\x65vent\"b\n\x14\x43omputeColumnRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12!\n\x04rows\x18\x02 \x03(\x0b\x32\x13.rolecall.v1.RowRef\x12\x11\n\x04step\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x07\n\x05_step\"H\n\x15\x43omputeColumnResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\x03\x12\x1b\n\x13num_already_written\x18\x02 \x01(\x05\"a\n\x1cSaveTrainerCheckpointRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03J\x04\x08\x04\x10\x05R\x12\x65xport_huggingface\"C\n\x0e\x43heckpointFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\t\"\x14\n\x12\x43heckpointSnapshot\"=\n\x0f\x43heckpointFiles\x12*\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1b.rolecall.v1.CheckpointFile\"\x9d\x01\n\x1dSaveTrainerCheckpointResponse\x12\x33\n\x08snapshot\x18\x02 \x01(\x0b\x32\x1f.rolecall.v1.CheckpointSnapshotH\x00\x12-\n\x05saved\x18\x03 \x01(\x0b\x32\x1c.rolecall.v1.CheckpointFilesH\x00\x42\x07\n\x05\x65ventJ\x04\x08\x01\x10\x02R\tnum_bytes\"e\n\x1cLoadTrainerCheckpointRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\x0c\n\x04path\x18\x02 \x01(\t\x12*\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x1b.rolecall.v1.CheckpointFile\"E\n\x1dLoadTrainerCheckpointResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"D\n\x0eOffloadRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12%\n\x05parts\x18\x02 \x03(\x0e\x32\x16.rolecall.v1.StatePart\"\x11\n\x0fOffloadResponse\"C\n\rOnloadRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12%\n\x05parts\x18\x02 \x03(\x0e\x32\x16.rolecall.v1.StatePart\"\x10\n\x0eOnloadResponse\"\x17\n\x15GetTrainerInfoRequest\"\xa9\x01\n\x16GetTrainerInfoResponse\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x12\n\nworld_size\x18\x04 \x01(\x05\x12\x16\n\x0enum_parameters\x18\x05 \x01(\x03\x12-\n\x0blast_result\x18\x06 \x01(\x0b\x32\x18.rolecall.v1.TrainResult*v\n\tStatePart\x12\x1a\n\x16STATE_PART_UNSPECIFIED\x10\x00\x12\x19\n\x15STATE_PART_PARAMETERS\x10\x01\x12\x18\n\x14STATE_PART_OPTIMIZER\x10\x02\x12\x18\n\x14STATE_PART_GRADIENTS\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arolecall/v1/training.proto\x12\x0brolecall.v1\x1a\x1crolecall/v1/trajectory.proto\"9\n\x0cTrainRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"4\n\rTrainProgress\x12\x10\n\x08num_done\x18\x01 \x01(\x05\x12\x11\n\tnum_total\x18\x02 \x01(\x05\"b\n\x0bTrainResult\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12$\n\x07metrics\x18\x03 \x03(\x0b\x32\x13.rolecall.v1.Metric\x12\x0f\n\x07train_s\x18\x04 \x01(\x01\"t\n\rTrainResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.rolecall.v1.TrainProgressH\x00\x12*\n\x06result\x18\x02 \x01(\x0b\x32\x18.rolecall.v1.TrainResultH\x00\x42\x07\n\x05\x65vent\"r\n\x14\x43omputeColumnRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12!\n\x04rows\x18\x02 \x03(\x0b\x32\x13.rolecall.v1.RowRef\x12\x11\n\x04step\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x0e\n\x06prefix\x18\x04 \x01(\tB\x07\n\x05_step\"H\n\x15\x43omputeColumnResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\x03\x12\x1b\n\x13num_already_written\x18\x02 \x01(\x05\"a\n\x1cSaveTrainerCheckpointRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03J\x04\x08\x04\x10\x05R\x12\x65xport_huggingface\"C\n\x0e\x43heckpointFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\t\"\x14\n\x12\x43heckpointSnapshot\"=\n\x0f\x43heckpointFiles\x12*\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1b.rolecall.v1.CheckpointFile\"\x9d\x01\n\x1dSaveTrainerCheckpointResponse\x12\x33\n\x08snapshot\x18\x02 \x01(\x0b\x32\x1f.rolecall.v1.CheckpointSnapshotH\x00\x12-\n\x05saved\x18\x03 \x01(\x0b\x32\x1c.rolecall.v1.CheckpointFilesH\x00\x42\x07\n\x05\x65ventJ\x04\x08\x01\x10\x02R\tnum_bytes\"e\n\x1cLoadTrainerCheckpointRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\x0c\n\x04path\x18\x02 \x01(\t\x12*\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x1b.rolecall.v1.CheckpointFile\"E\n\x1dLoadTrainerCheckpointResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"D\n\x0eOffloadRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12%\n\x05parts\x18\x02 \x03(\x0e\x32\x16.rolecall.v1.StatePart\"\x11\n\x0fOffloadResponse\"C\n\rOnloadRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12%\n\x05parts\x18\x02 \x03(\x0e\x32\x16.rolecall.v1.StatePart\"\x10\n\x0eOnloadResponse\"\x17\n\x15GetTrainerInfoRequest\"\xa9\x01\n\x16GetTrainerInfoResponse\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x12\n\nworld_size\x18\x04 \x01(\x05\x12\x16\n\x0enum_parameters\x18\x05 \x01(\x03\x12-\n\x0blast_result\x18\x06 \x01(\x0b\x32\x18.rolecall.v1.TrainResult*v\n\tStatePart\x12\x1a\n\x16STATE_PART_UNSPECIFIED\x10\x00\x12\x19\n\x15STATE_PART_PARAMETERS\x10\x01\x12\x18\n\x14STATE_PART_OPTIMIZER\x10\x02\x12\x18\n\x14STATE_PART_GRADIENTS\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rolecall.v1.training_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STATEPART']._serialized_start=1538
-  _globals['_STATEPART']._serialized_end=1656
+  _globals['_STATEPART']._serialized_start=1554
+  _globals['_STATEPART']._serialized_end=1672
   _globals['_TRAINREQUEST']._serialized_start=73
   _globals['_TRAINREQUEST']._serialized_end=130
   _globals['_TRAINPROGRESS']._serialized_start=132
@@ -43,33 +43,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAINRESPONSE']._serialized_start=286
   _globals['_TRAINRESPONSE']._serialized_end=402
   _globals['_COMPUTECOLUMNREQUEST']._serialized_start=404
-  _globals['_COMPUTECOLUMNREQUEST']._serialized_end=502
-  _globals['_COMPUTECOLUMNRESPONSE']._serialized_start=504
-  _globals['_COMPUTECOLUMNRESPONSE']._serialized_end=576
-  _globals['_SAVETRAINERCHECKPOINTREQUEST']._serialized_start=578
-  _globals['_SAVETRAINERCHECKPOINTREQUEST']._serialized_end=675
-  _globals['_CHECKPOINTFILE']._serialized_start=677
-  _globals['_CHECKPOINTFILE']._serialized_end=744
-  _globals['_CHECKPOINTSNAPSHOT']._serialized_start=746
-  _globals['_CHECKPOINTSNAPSHOT']._serialized_end=766
-  _globals['_CHECKPOINTFILES']._serialized_start=768
-  _globals['_CHECKPOINTFILES']._serialized_end=829
-  _globals['_SAVETRAINERCHECKPOINTRESPONSE']._serialized_start=832
-  _globals['_SAVETRAINERCHECKPOINTRESPONSE']._serialized_end=989
-  _globals['_LOADTRAINERCHECKPOINTREQUEST']._serialized_start=991
-  _globals['_LOADTRAINERCHECKPOINTREQUEST']._serialized_end=1092
-  _globals['_LOADTRAINERCHECKPOINTRESPONSE']._serialized_start=1094
-  _globals['_LOADTRAINERCHECKPOINTRESPONSE']._serialized_end=1163
-  _globals['_OFFLOADREQUEST']._serialized_start=1165
-  _globals['_OFFLOADREQUEST']._serialized_end=1233
-  _globals['_OFFLOADRESPONSE']._serialized_start=1235
-  _globals['_OFFLOADRESPONSE']._serialized_end=1252
-  _globals['_ONLOADREQUEST']._serialized_start=1254
-  _globals['_ONLOADREQUEST']._serialized_end=1321
-  _globals['_ONLOADRESPONSE']._serialized_start=1323
-  _globals['_ONLOADRESPONSE']._serialized_end=1339
-  _globals['_GETTRAINERINFOREQUEST']._serialized_start=1341
-  _globals['_GETTRAINERINFOREQUEST']._serialized_end=1364
-  _globals['_GETTRAINERINFORESPONSE']._serialized_start=1367
-  _globals['_GETTRAINERINFORESPONSE']._serialized_end=1536
+  _globals['_COMPUTECOLUMNREQUEST']._serialized_end=518
+  _globals['_COMPUTECOLUMNRESPONSE']._serialized_start=520
+  _globals['_COMPUTECOLUMNRESPONSE']._serialized_end=592
+  _globals['_SAVETRAINERCHECKPOINTREQUEST']._serialized_start=594
+  _globals['_SAVETRAINERCHECKPOINTREQUEST']._serialized_end=691
+  _globals['_CHECKPOINTFILE']._serialized_start=693
+  _globals['_CHECKPOINTFILE']._serialized_end=760
+  _globals['_CHECKPOINTSNAPSHOT']._serialized_start=762
+  _globals['_CHECKPOINTSNAPSHOT']._serialized_end=782
+  _globals['_CHECKPOINTFILES']._serialized_start=784
+  _globals['_CHECKPOINTFILES']._serialized_end=845
+  _globals['_SAVETRAINERCHECKPOINTRESPONSE']._serialized_start=848
+  _globals['_SAVETRAINERCHECKPOINTRESPONSE']._serialized_end=1005
+  _globals['_LOADTRAINERCHECKPOINTREQUEST']._serialized_start=1007
+  _globals['_LOADTRAINERCHECKPOINTREQUEST']._serialized_end=1108
+  _globals['_LOADTRAINERCHECKPOINTRESPONSE']._serialized_start=1110
+  _globals['_LOADTRAINERCHECKPOINTRESPONSE']._serialized_end=1179
+  _globals['_OFFLOADREQUEST']._serialized_start=1181
+  _globals['_OFFLOADREQUEST']._serialized_end=1249
+  _globals['_OFFLOADRESPONSE']._serialized_start=1251
+  _globals['_OFFLOADRESPONSE']._serialized_end=1268
+  _globals['_ONLOADREQUEST']._serialized_start=1270
+  _globals['_ONLOADREQUEST']._serialized_end=1337
+  _globals['_ONLOADRESPONSE']._serialized_start=1339
+  _globals['_ONLOADRESPONSE']._serialized_end=1355
+  _globals['_GETTRAINERINFOREQUEST']._serialized_start=1357
+  _globals['_GETTRAINERINFOREQUEST']._serialized_end=1380
+  _globals['_GETTRAINERINFORESPONSE']._serialized_start=1383
+  _globals['_GETTRAINERINFORESPONSE']._serialized_end=1552
 # @@protoc_insertion_point(module_scope)

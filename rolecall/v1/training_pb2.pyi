@@ -181,10 +181,15 @@ class ComputeColumnRequest(_message.Message):
     CTL_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
     ctl: _builtins.int
     """Controller's fencing number."""
     step: _builtins.int
     """Steps applied in the weights to compute with: a trainer that restarted must not answer with older ones (OUT_OF_ORDER). Absent: whatever it holds."""
+    prefix: _builtins.str
+    """"teacher": a reference writes what teaches the rows under this prefix, "teacher/logprobs" and with forward_topk "teacher/topk_ids" and
+    "teacher/topk_logprobs", whatever its name: of several teachers each row has one. Empty: the role's own columns. INVALID_ARGUMENT for another one.
+    """
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.RowRef]:
         """Rows to read; the answer is written to the same rows."""
@@ -195,10 +200,11 @@ class ComputeColumnRequest(_message.Message):
         ctl: _builtins.int = ...,
         rows: _abc.Iterable[_trajectory_pb2.RowRef] | None = ...,
         step: _builtins.int | None = ...,
+        prefix: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "ctl", b"ctl", "rows", b"rows", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "ctl", b"ctl", "prefix", b"prefix", "rows", b"rows", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from rolecall.algorithms.advantages import needs
 from rolecall.algorithms.aggregation import sequence_index
 from rolecall.algorithms.correction.mismatch import MismatchSums, mismatch, mismatch_sums, spread
 from rolecall.algorithms.selection import token_keys
@@ -21,6 +22,7 @@ from rolecall.telemetry import Metrics
 from rolecall.training.applied import Applied
 from rolecall.training.chain import Progress
 from rolecall.training.engine import EngineState, Loss, Microbatch, TokenOutputs, ValueOutputs
+from rolecall.training.logprobs import Wanted
 from rolecall.training.objectives import PolicyObjective, policy_columns
 from rolecall.training.packing import pack, unpack
 from rolecall.training.ranks import start_bench
@@ -62,10 +64,11 @@ _SHOWN = {
 class PolicySteps:
     """The actor's StepRecipe."""
 
-    columns: tuple[str, ...] = (OLD,)
-
     def __init__(self, settings: RunSettings) -> None:
         self._algorithm = settings.algorithm
+        squares = "sum_squared_probs" in needs(settings.algorithm.advantage)
+        self.columns: tuple[str, ...] = (OLD, "sum_squared_probs") if squares else (OLD,)
+        self.wanted = Wanted(squares=True) if squares else None
         self._length = settings.algorithm.aggregation_length or settings.sampling.max_tokens
         self._seed = settings.run.seed
         loss = settings.algorithm.policy_loss
@@ -74,7 +77,9 @@ class PolicySteps:
     def encode(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> list[dict[str, Array]]:
         """ColumnRecipe.encode."""
         assert isinstance(outputs, TokenOutputs)
-        return [{OLD: logprobs_T} for logprobs_T in unpack(outputs.logprobs_N, microbatch.lengths)]
+        said = [outputs.logprobs_N] if outputs.sum_squared_probs_N is None else [outputs.logprobs_N, outputs.sum_squared_probs_N]
+        rows = zip(*(unpack(each_N, microbatch.lengths) for each_N in said), strict=True)
+        return [dict(zip(self.columns, row, strict=True)) for row in rows]
 
     def apply(self, bench: Bench, batch: TrainBatch, applied: Applied, progress: Progress) -> tuple[Metrics, int]:
         """StepRecipe.apply."""

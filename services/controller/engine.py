@@ -38,7 +38,7 @@ from services.controller.recovery import Recovery
 from services.controller.scoring import GroupScorer
 from services.controller.tasks import first_error
 from services.controller.threads import StoreThreads
-from services.controller.trainers import CriticTrainer, Trainer
+from services.controller.trainers import ActorTrainer, CriticTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +69,14 @@ class ControllerEngine:
         }
         actor = ActorServiceStub(self._open("actor", settings.actor.address, "rolecall.v1.ActorService/ComputeLogprobs"))
         rows = Rows(self._connection, settings.run.name, settings.store.num_shards)
-        raw_prompts = load_prompts(settings.data.train, settings.data, settings.reward)
+        raw_prompts = load_prompts(settings.data.train, settings.data, settings.reward, settings.algorithm.distillation)
         critic = None
         if settings.critic is not None:
             stub = CriticServiceStub(self._open("critic", settings.critic.address, "rolecall.v1.CriticService/ComputeValues"))
             critic = CriticTrainer("critic", stub, settings.critic)
         self._reward = reward
-        trainers = [Trainer("actor", actor, settings.actor), *([critic] if critic else [])]
+        actor_trainer = ActorTrainer("actor", actor, settings.actor)
+        trainers = [actor_trainer, *([critic] if critic else [])]
         checkpoints = Checkpoints(open_storage(settings.run.checkpoints), settings.run.keep_checkpoints)
         self._parts = Parts(
             settings=settings,
@@ -84,7 +85,7 @@ class ControllerEngine:
             threads=self._threads,
             fleet=self._fleet,
             publisher=PolicyPublisher(settings, self._ledger, self._threads, self._fleet, actor, tokenizer.vocab_size),
-            actor=trainers[0],
+            actor=actor_trainer,
             critic=critic,
             scorer=GroupScorer(settings, rows, self._threads, reward, self._references),
             evaluation=Evaluation(settings, self._fleet, reward, load_sets(settings, renderer)),

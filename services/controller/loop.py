@@ -10,7 +10,7 @@ import logging
 from asyncio import FIRST_COMPLETED
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rolecall.algorithms.advantages import needs
 from rolecall.errors import BudgetSpentError, DiskFullError, RoleCallError, StoreRolledBackError
@@ -40,9 +40,11 @@ from services.controller.saving import NO_ROOM, CheckpointSaver
 from services.controller.scoring import GroupScorer
 from services.controller.tasks import first_error
 from services.controller.threads import StoreThreads
-from services.controller.trainers import CriticTrainer, Trainer
+from services.controller.trainers import ActorTrainer, CriticTrainer, Trainer
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Parts:
     threads: StoreThreads
     fleet: Fleet
     publisher: PolicyPublisher
-    actor: Trainer
+    actor: ActorTrainer
     critic: CriticTrainer | None
     scorer: GroupScorer
     evaluation: Evaluation
@@ -70,6 +72,10 @@ class Parts:
     def trainers(self) -> list[Trainer]:
         """Actor, and critic when there is one."""
         return [self.actor, self.critic] if self.critic else [self.actor]
+
+    def computing(self, columns: Sequence[str]) -> list[ActorTrainer | CriticTrainer]:
+        """The trainers that compute any of `columns`."""
+        return [trainer for trainer in (self.actor, self.critic) if trainer is not None and trainer.columns & set(columns)]
 
 
 class Loop:
@@ -243,11 +249,11 @@ class Loop:
         clock = self._clock
         self._step_metrics.merge(clock.waited(groups))
         rows = [ref for group in groups for ref in group.rows]
-        # A batch that an earlier loop sealed holds its values, and the critic may have applied it since: it could not compute them again.
-        wants_values = bool(needs(self._settings.algorithm.advantage))
-        if self._parts.critic and wants_values and await self._parts.threads.call(self._parts.ledger.sealed, self._step) is None:
-            self._parts.board.wait_for("the critic's values")
-            await self._parts.critic.compute_values(self._ctl, rows, self._step)
+        # A batch that an earlier loop sealed holds these columns, and a trainer may have applied it since: it could not compute them again.
+        asked = self._parts.computing(needs(self._settings.algorithm.advantage))
+        if asked and await self._parts.threads.call(self._parts.ledger.sealed, self._step) is None:
+            self._parts.board.wait_for(f"what the {' and the '.join(trainer.name for trainer in asked)} say of the batch")
+            await self._at_once([trainer.compute(self._ctl, rows, self._step) for trainer in asked])
             clock.lap("values")
         batch = await self._seal(groups, rows)
         clock.lap("prepare")
@@ -331,12 +337,16 @@ class Loop:
         """Actor and critic at the same time."""
         parts = self._parts
         parts.board.wait_for(f"training of step {batch.step}")
+        return await self._at_once([trainer.train(self._ctl, batch.step, batch.digest, parts.board.wait_for) for trainer in parts.trainers])
+
+    async def _at_once(self, calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """What `calls` return; the first error ends the others."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                calls = [tasks.create_task(trainer.train(self._ctl, batch.step, batch.digest, parts.board.wait_for)) for trainer in parts.trainers]
+                running = [tasks.create_task(call) for call in calls]
         except BaseExceptionGroup as group:
             raise first_error(group) from group
-        return [call.result() for call in calls]
+        return [task.result() for task in running]
 
     async def _publish(self) -> None:
         self._parts.board.wait_for(f"the fleet to take the weights of step {self._step}")

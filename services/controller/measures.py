@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from rolecall.errors import RoleCallError
-from rolecall.settings import RunSettings
+from rolecall.settings import TEACHER, RunSettings
 from rolecall.store.rows import Rows
 from rolecall.telemetry import Metrics
+from rolecall.trajectory import reference_column
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.wire import Array
 from services.controller.assembly import ScoredGroup
@@ -95,6 +96,9 @@ def of_batch(
     metrics.sum("batch/response_tokens", sum(int(group.num_response_tokens_G.sum()) for group in groups))
     sampled = np.concatenate([row["rollout_logprobs"][row["response_mask"] != 0] for row in rows])
     metrics.mean("rollout/entropy_estimate", float(-sampled.mean()), sampled.size)
+    if settings.algorithm.distillation is not None:
+        taught = np.concatenate([row[reference_column(TEACHER)][row["response_mask"] != 0] for row in rows])
+        metrics.mean("distillation/reverse_kl", float((sampled - taught).mean()), sampled.size)
     return metrics
 
 

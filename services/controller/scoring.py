@@ -15,7 +15,7 @@ import numpy as np
 from rolecall.errors import BudgetSpentError, DeadlineError, ScorerError, ScorerUnavailableError, UnavailableError
 from rolecall.scores import Failure, Score, score_item
 from rolecall.scoring import RewardClient
-from rolecall.settings import RunSettings
+from rolecall.settings import TEACHER, RunSettings
 from rolecall.store.rows import Rows
 from rolecall.trajectory import is_truncated, rows_of
 from rolecall.v1 import training_pb2, trajectory_pb2
@@ -68,8 +68,8 @@ class GroupScorer:
                 async with asyncio.TaskGroup() as tasks:
                     scored_before = all("reward" in row for row in rows)
                     scoring = tasks.create_task(self._kept_scores(rows) if scored_before else self._reward_of(metas, rows))
-                    for name, stub in self._references.items():
-                        tasks.create_task(self._ask(name, stub, refs[:num_responses]))
+                    for name, prefix in self._asked(metas[0].prompt):
+                        tasks.create_task(self._ask(name, prefix, refs[:num_responses]))
             except BaseExceptionGroup as errors:
                 raise first_error(errors) from errors
             scores = scoring.result()
@@ -108,9 +108,22 @@ class GroupScorer:
             scores.append(outcome)
         return scores
 
-    async def _ask(self, name: str, stub: ReferenceServiceStub, refs: list[trajectory_pb2.RowRef]) -> None:
-        timeout_s = self._settings.references[name].compute_timeout_s
-        await stub.ComputeLogprobs(training_pb2.ComputeColumnRequest(ctl=self.ctl, rows=refs), timeout=timeout_s)
+    def _asked(self, prompt: trajectory_pb2.Prompt) -> list[tuple[str, str]]:
+        """(instance, prefix of its columns) of the references that speak of this prompt's responses: the KL's, and the one teacher that is the prompt's."""
+        algorithm = self._settings.algorithm
+        asked = [(algorithm.kl.reference, "")] if algorithm.kl is not None and algorithm.kl.reference in self._references else []
+        distillation = algorithm.distillation
+        if distillation is not None:
+            field = distillation.field
+            teacher = distillation.teacher_of(prompt.metadata[field] if field is not None and field in prompt.metadata else None)
+            if teacher is None:
+                raise ScorerError(f"prompt {prompt.uid} has no teacher: its field {field!r} names none of {sorted(distillation.teachers)}")
+            asked.append((teacher, TEACHER))
+        return asked
+
+    async def _ask(self, name: str, prefix: str, refs: list[trajectory_pb2.RowRef]) -> None:
+        request = training_pb2.ComputeColumnRequest(ctl=self.ctl, rows=refs, prefix=prefix)
+        await self._references[name].ComputeLogprobs(request, timeout=self._settings.references[name].compute_timeout_s)
 
     def count_failure(self, error: ScorerError) -> None:
         """One more group was dropped for want of a score. BudgetSpentError past reward.max_failed_groups."""

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from rolecall.checkpoints import Committed, StoredFile
 from rolecall.errors import DeadlineError, UnavailableError, WorkerLostError
@@ -83,11 +83,24 @@ class Trainer:
 
 
 @dataclass(frozen=True)
+class ActorTrainer(Trainer):
+    """The actor, which is also asked for logprobs."""
+
+    stub: ActorServiceStub
+    columns: ClassVar[frozenset[str]] = frozenset({"old_logprobs", "sum_squared_probs"})
+
+    async def compute(self, ctl: int, rows: list[trajectory_pb2.RowRef], step: int) -> None:
+        """Has it write its columns to `rows`, from the weights after `step` steps; OutOfOrderError when it holds others."""
+        await self.stub.ComputeLogprobs(training_pb2.ComputeColumnRequest(ctl=ctl, rows=rows, step=step), timeout=self.section.compute_timeout_s)
+
+
+@dataclass(frozen=True)
 class CriticTrainer(Trainer):
     """The critic, which is also asked for values."""
 
     stub: CriticServiceStub
+    columns: ClassVar[frozenset[str]] = frozenset({"values", "bootstrap_value"})
 
-    async def compute_values(self, ctl: int, rows: list[trajectory_pb2.RowRef], step: int) -> None:
-        """Has it write values and bootstrap_value to `rows`, from the weights after `step` steps; OutOfOrderError when it holds others."""
+    async def compute(self, ctl: int, rows: list[trajectory_pb2.RowRef], step: int) -> None:
+        """As ActorTrainer.compute."""
         await self.stub.ComputeValues(training_pb2.ComputeColumnRequest(ctl=ctl, rows=rows, step=step), timeout=self.section.compute_timeout_s)

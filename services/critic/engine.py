@@ -10,6 +10,7 @@ from rolecall.telemetry import Metrics
 from rolecall.training.applied import Applied
 from rolecall.training.chain import Progress
 from rolecall.training.engine import EngineState, Microbatch, TokenOutputs, ValueOutputs
+from rolecall.training.logprobs import Wanted
 from rolecall.training.objectives import VALUE_COLUMNS, ValueObjective
 from rolecall.training.packing import unpack
 from rolecall.training.ranks import start_bench
@@ -29,6 +30,7 @@ class ValueSteps:
     """The critic's StepRecipe."""
 
     columns: tuple[str, ...] = ("values", "bootstrap_value")
+    wanted: Wanted | None = None
 
     def __init__(self, settings: RunSettings) -> None:
         self._clip_eps = config.section(settings).value_clip_eps

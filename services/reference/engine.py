@@ -1,20 +1,25 @@
-"""A reference on its ranks: logprobs of sampled tokens under frozen weights. Knows tensors and no gRPC."""
+"""A reference on its ranks: logprobs of sampled tokens under frozen weights, and what a teacher says besides. Knows tensors and no gRPC."""
 
-from rolecall.settings import RunSettings
+from rolecall.errors import ConfigError
+from rolecall.model_files import vocab_size
+from rolecall.settings import TEACHER, RunSettings
 from rolecall.store.connection import Connection
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
+from rolecall.training.logprobs import Wanted
 from rolecall.training.packing import unpack
 from rolecall.training.ranks import start_bench
 from rolecall.training.share import Bench
 from rolecall.training.trainer import ColumnRanks
 from rolecall.training.vitals import UNWATCHED, Vitals
-from rolecall.trajectory import reference_column
+from rolecall.trajectory import TOPK_IDS, TOPK_LOGPROBS, reference_column
 from rolecall.wire import Array
 from services.reference import config
 
 
 class ReferenceLogprobs:
     """The ColumnRecipe of the reference `instance`."""
+
+    wanted: Wanted | None = None
 
     def __init__(self, instance: str) -> None:
         self._column = reference_column(instance)
@@ -26,15 +31,49 @@ class ReferenceLogprobs:
         return [{self._column: logprobs_T} for logprobs_T in unpack(outputs.logprobs_N, microbatch.lengths)]
 
 
+class TeacherRanking:
+    """The ColumnRecipe of a teacher whose highest probabilities are wanted, too."""
+
+    columns: tuple[str, ...] = (reference_column(TEACHER), TOPK_IDS, TOPK_LOGPROBS)
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted: Wanted | None = wanted
+
+    def encode(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> list[dict[str, Array]]:
+        """ColumnRecipe.encode."""
+        assert isinstance(outputs, TokenOutputs)
+        assert outputs.top_ids_Nk is not None
+        assert outputs.top_logprobs_Nk is not None
+        tensors = (outputs.logprobs_N, outputs.top_ids_Nk, outputs.top_logprobs_Nk)
+        rows = zip(*(unpack(tensor, microbatch.lengths) for tensor in tensors), strict=True)
+        return [dict(zip(self.columns, row, strict=True)) for row in rows]
+
+
+def recipes(settings: RunSettings, instance: str) -> dict[str, ReferenceLogprobs | TeacherRanking]:
+    """By the prefix they are asked for; "" is the instance's own."""
+    own: dict[str, ReferenceLogprobs | TeacherRanking] = {"": ReferenceLogprobs(instance)}
+    distillation = settings.algorithm.distillation
+    if distillation is None or instance not in distillation.instances:
+        return own
+    if distillation.top_k is None:
+        return own | {TEACHER: ReferenceLogprobs(TEACHER)}
+    # The policy reads the ranking, so ids that only the teacher's (padded) vocabulary has are left out of it.
+    num_ids = vocab_size(settings.model.path)
+    if distillation.top_k >= num_ids:
+        raise ConfigError(f"algorithm.distillation.top_k {distillation.top_k} is not less than the {num_ids} ids of model.path; lower it")
+    return own | {TEACHER: TeacherRanking(Wanted(top_k=distillation.top_k, num_ids=num_ids))}
+
+
 def build(settings: RunSettings, instance: str, connection: Connection, vitals: Vitals = UNWATCHED) -> "ReferenceEngine":
     """This rank's engine, its model loaded; a collective. ConfigError."""
     section, path = config.section(settings, instance), config.model_path(settings, instance)
     engine, bench = start_bench(settings, section, connection, path=path, head="policy", optimizer=None, total_steps=1, vitals=vitals)
-    return ReferenceEngine(instance, bench, engine.num_parameters)
+    return ReferenceEngine(settings, instance, bench, engine.num_parameters)
 
 
 class ReferenceEngine(ColumnRanks):
     """front.ColumnEngine over the ranks of a group."""
 
-    def __init__(self, instance: str, bench: Bench, num_parameters: int) -> None:
-        super().__init__(bench, ReferenceLogprobs(instance), num_parameters)
+    def __init__(self, settings: RunSettings, instance: str, bench: Bench, num_parameters: int) -> None:
+        own, *more = recipes(settings, instance).items()
+        super().__init__(bench, own[1], num_parameters, dict(more))

@@ -47,6 +47,7 @@ class LightColumn:
 
     num_parameters = 1
     world_size = 1
+    prefixes = ("",)
 
     def __init__(self, settings: RunSettings, connection: Connection, hook: Hook, column: str) -> None:
         self.rows = Rows(connection, settings.run.name, settings.store.num_shards)
@@ -54,7 +55,7 @@ class LightColumn:
         self.model = LightModel(settings.run.seed)
         self._column = column
 
-    def compute(self, rows: Sequence[RowRef]) -> frozenset[str]:
+    def compute(self, rows: Sequence[RowRef], prefix: str) -> frozenset[str]:
         """front.ColumnEngine.compute."""
         self.hook.at("compute:start")
         read = self.rows.read(rows, ["token_ids", "response_mask"])
