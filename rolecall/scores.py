@@ -83,6 +83,8 @@ class Score:
     """Named parts, the names that the scorer declared."""
     token_rewards: NDArray[np.float32] | None = None
     """float32 [response tokens], when the scorer declared them."""
+    answer: str | None = None
+    """What was read from the response as its answer: equal strings vote together in maj@k (evaluation). None: the response takes no part in a vote."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,10 @@ def result_of(item: reward_pb2.ScoreItem, answer: object, spec: reward_pb2.Descr
     reward = reward_pb2.Reward(value=_number(score.value), components={name: _number(part) for name, part in score.components.items()})
     if score.token_rewards is not None:
         reward.token_rewards.CopyFrom(encode_tensor(np.asarray(score.token_rewards, np.float32)))
+    if score.answer is not None:
+        if not isinstance(score.answer, str):
+            raise ScorerError(f"the scorer {spec.name!r} returned an answer that is {type(score.answer).__name__}; it must be a str, or None")
+        reward.answer = score.answer
     problem = problem_of(reward, spec, item.num_response_tokens)
     if problem:
         raise ScorerError(f"the scorer {spec.name!r} {problem}")
@@ -213,7 +219,7 @@ def change_of(old: reward_pb2.DescribeResponse, new: reward_pb2.DescribeResponse
 def decode_reward(reward: reward_pb2.Reward) -> Score:
     """The plain form of a reward that `problem_of` found nothing wrong with."""
     tokens = decode_tensor(reward.token_rewards, "token_rewards") if reward.HasField("token_rewards") else None
-    return Score(reward.value, dict(reward.components), tokens)
+    return Score(reward.value, dict(reward.components), tokens, reward.answer if reward.HasField("answer") else None)
 
 
 def _bounds(spec: reward_pb2.ComponentSpec) -> tuple[float, float]:

@@ -86,7 +86,7 @@ class EvaluationSet(Section):
     path: ConfigPath
     """File of prompts, same fields as the training data."""
     num_responses: PositiveInt = 1
-    """Responses per prompt; metrics are means over all of them."""
+    """n, responses per prompt: reward and accuracy are means over all, pass@k and maj@k are reported for the powers of two up to n and for n."""
     temperature: NonNegativeFloat = 0.0
     """0 is greedy."""
     top_p: UnitFloat = 1.0

@@ -1,6 +1,7 @@
 """Held-out evaluation: every prompt of a set through Rollout.Generate on one pinned version, then the run's own scorer.
 
-Outside the ledger: nothing here is trained on. A prompt that no rollout could answer, or no scorer could score, is counted as missing and is in no mean.
+Outside the ledger: nothing here is trained on. A response that no rollout gave, or no scorer could score, is counted as missing and is in no mean: a prompt
+with fewer than k scored responses is in no pass@k and maj@k.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rolecall.algorithms.evaluation import majority_at_k, pass_at_k, subset_sizes
 from rolecall.dataset import load_prompts
 from rolecall.errors import RoleCallError, UnavailableError
 from rolecall.scores import Score, score_item
@@ -75,7 +77,7 @@ class Evaluation:
                 started = time.monotonic()
                 responses = await self._generate(held_out, step, policy_version)
                 scored = await self._score(responses)
-                self._summarise(held_out, responses, scored, metrics)
+                await asyncio.to_thread(self._summarise, held_out, responses, scored, metrics)
                 metrics.max(f"eval/{held_out.name}/time_s", time.monotonic() - started)
                 samples += [_sample(step, held_out.name, response, scored) for response in responses[: self._settings.evaluation.num_samples_kept]]
         return metrics, samples
@@ -136,6 +138,24 @@ class Evaluation:
             metrics.mean(f"{prefix}/accuracy", float(score.value >= self._settings.reward.solved_at))
             for name, value in score.components.items():
                 metrics.mean(f"{prefix}/{name}", value)
+        _summarise_prompts(prefix, held_out.section.num_responses, self._settings.reward.solved_at, scored, metrics)
+
+
+def _summarise_prompts(prefix: str, num_responses: int, solved_at: float, scored: dict[str, Score], metrics: Metrics) -> None:
+    """mean@n, and pass@k and maj@k by k, each a mean over prompts. maj@k only where the scorer named an answer to anything in the set."""
+    by_prompt: dict[str, list[Score]] = {}
+    for id, score in scored.items():
+        by_prompt.setdefault(id.rpartition("/")[0], []).append(score)
+    votes = any(score.answer is not None for score in scored.values())
+    for scores in by_prompt.values():
+        solved_N = np.array([score.value >= solved_at for score in scores])
+        sizes = [k for k in subset_sizes(num_responses) if k <= len(scores)]
+        metrics.mean(f"{prefix}/mean@{num_responses}", float(solved_N.mean()))
+        for k in sizes:
+            metrics.mean(f"{prefix}/pass@{k}", pass_at_k(len(scores), int(solved_N.sum()), k))
+        if votes:
+            for k, chance in majority_at_k([score.answer for score in scores], solved_N, sizes).items():
+                metrics.mean(f"{prefix}/maj@{k}", chance)
 
 
 def _token_ids(response: _Response) -> Array:

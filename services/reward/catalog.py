@@ -8,7 +8,7 @@ import re
 from typing import TypeAlias
 
 from rolecall.errors import BadGroundTruthError, ConfigError
-from rolecall.scores import ALL_FIELDS, Item, ScoreFunction, component_spec
+from rolecall.scores import ALL_FIELDS, Item, Score, ScoreFunction, component_spec
 from rolecall.settings import (
     BoxedScorer,
     ExactMatchScorer,
@@ -20,12 +20,12 @@ from rolecall.settings import (
     RegexScorer,
 )
 from rolecall.v1 import reward_pb2
-from services.reward.scorers.boxed import boxed_match
-from services.reward.scorers.exact_match import exact_match
+from services.reward.scorers.boxed import boxed_answer, boxed_match
+from services.reward.scorers.exact_match import exact_match, whole_answer
 from services.reward.scorers.format import matches_format
 from services.reward.scorers.json_ import is_json
 from services.reward.scorers.length import length_cost
-from services.reward.scorers.regex import regex_match
+from services.reward.scorers.regex import regex_answer, regex_match
 
 LocalScorer: TypeAlias = ExactMatchScorer | RegexScorer | BoxedScorer | MathScorer | JsonScorer | FormatScorer | LengthScorer | FunctionScorer
 """Every scorer that runs in a worker process: all but the external one."""
@@ -49,16 +49,19 @@ def bind(scorer: LocalScorer) -> ScoreFunction:
     """The function of `scorer`, its imports done. ConfigError when a user's function is not there."""
     match scorer:
         case ExactMatchScorer():
-            return lambda item: exact_match(item.response_text, _truth(item), ignore_case=scorer.ignore_case)
+            ignore_case = scorer.ignore_case
+            return lambda item: Score(
+                exact_match(item.response_text, _truth(item), ignore_case=ignore_case), answer=whole_answer(item.response_text, ignore_case=ignore_case)
+            )
         case RegexScorer():
             pattern = re.compile(scorer.pattern)
-            return lambda item: regex_match(item.response_text, _truth(item), pattern)
+            return lambda item: Score(regex_match(item.response_text, _truth(item), pattern), answer=regex_answer(item.response_text, pattern))
         case BoxedScorer():
-            return lambda item: boxed_match(item.response_text, _truth(item))
+            return lambda item: Score(boxed_match(item.response_text, _truth(item)), answer=boxed_answer(item.response_text))
         case MathScorer():
             from services.reward.scorers.math import math_equal  # sympy: half a second, and only in the extra `reward`
 
-            return lambda item: math_equal(item.response_text, _truth(item))
+            return lambda item: _math_score(*math_equal(item.response_text, _truth(item)))
         case JsonScorer():
             return lambda item: is_json(item.response_text, scorer.required_keys)
         case FormatScorer():
@@ -68,6 +71,10 @@ def bind(scorer: LocalScorer) -> ScoreFunction:
             return lambda item: length_cost(item.num_response_tokens, scorer.max_tokens)
         case FunctionScorer():
             return _load(scorer.target)
+
+
+def _math_score(value: float, answer: str | None) -> Score:
+    return Score(value, answer=answer)
 
 
 def _load(target: str) -> ScoreFunction:

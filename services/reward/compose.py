@@ -31,7 +31,8 @@ def compose_spec(name: str, specs: Mapping[str, reward_pb2.DescribeResponse], we
 
 
 def compose(item: reward_pb2.ScoreItem, outcomes: Mapping[str, Outcome], weights: Mapping[str, float]) -> reward_pb2.ScoreResult:
-    """The item's result: the weighted sum in the order of `outcomes`, or the error of the components that failed, never a partial sum."""
+    """The item's result: the weighted sum in the order of `outcomes`, or the error of the components that failed, never a partial sum. The answer is that
+    of the first component that reads one."""
     failures = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failure)}
     if failures:
         return _failed(item, failures)
@@ -41,6 +42,9 @@ def compose(item: reward_pb2.ScoreItem, outcomes: Mapping[str, Outcome], weights
         components[name] = score.value
         components.update({f"{name}/{inner}": value for inner, value in score.components.items()})
     reward = reward_pb2.Reward(value=sum(_scaled(weights[name], score.value) for name, score in scores.items()), components=components)
+    answers = [score.answer for score in scores.values() if score.answer is not None]
+    if answers:
+        reward.answer = answers[0]
     per_token = [np.float32(weights[name]) * score.token_rewards for name, score in scores.items() if score.token_rewards is not None]
     if per_token:
         reward.token_rewards.CopyFrom(encode_tensor(np.stack(per_token).sum(axis=0, dtype=np.float32)))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.errors import ScorerError
-from rolecall.scores import Failure, Item, Outcome, Score, component_spec, evaluate, problem_of, score_item, spec_problem
+from rolecall.scores import Failure, Item, Outcome, Score, component_spec, decode_reward, evaluate, problem_of, score_item, spec_problem
 from rolecall.scoring import believed, cut, only
 from rolecall.v1 import reward_pb2, trajectory_pb2
 from rolecall.wire import Array, decode_tensor, encode_tensor
@@ -35,6 +35,21 @@ def test_token_rewards_are_summed_with_the_weights() -> None:
     tokens = decode_tensor(result.reward.token_rewards, "token_rewards")
     assert tokens.dtype == np.float32
     assert tokens.tolist() == [7.0, 14.0]
+
+
+def test_the_answer_is_that_of_the_first_component_that_reads_one() -> None:
+    weights = {"a": 1.0, "b": 1.0, "c": 1.0}
+    result = compose(ITEM, {"a": Score(0.0), "b": Score(1.0, answer="7"), "c": Score(1.0, answer="seven")}, weights)
+    assert result.reward.answer == "7"
+    assert decode_reward(result.reward) == Score(2.0, {"a": 0.0, "b": 1.0, "c": 1.0}, answer="7")
+    assert not compose(ITEM, {"a": Score(0.0)}, weights).reward.HasField("answer")
+
+
+def test_an_answer_is_text_and_the_empty_text_is_one() -> None:
+    assert evaluate(lambda item: Score(1.0, answer=""), ITEM, spec()).reward.HasField("answer")
+    assert not evaluate(lambda item: 1.0, ITEM, spec()).reward.HasField("answer")
+    refused = evaluate(lambda item: Score(1.0, answer=7), ITEM, spec())  # type: ignore[arg-type]
+    assert "an answer that is int; it must be a str" in refused.error.message
 
 
 def test_a_failed_component_fails_the_item_and_is_named() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from rolecall.errors import BadGroundTruthError, ConfigError
-from rolecall.scores import Item
+from rolecall.scores import Item, Score
 from rolecall.settings import FunctionScorer, ScorerSection
 from services.reward import catalog
 from services.reward.scorers.boxed import boxed_match, last_boxed
@@ -120,7 +120,7 @@ def test_boxed_compares_texts_without_white_space(response: str, truth: str, exp
     ],
 )
 def test_math_finds_equal_expressions(response: str, truth: str, expected: float) -> None:
-    assert math_equal(response, truth) == expected
+    assert math_equal(response, truth)[0] == expected
 
 
 def test_math_refuses_a_ground_truth_without_an_expression() -> None:
@@ -180,9 +180,32 @@ def test_the_length_cost_never_leaves_its_range_and_never_falls_with_fewer_token
 def test_every_built_in_stays_within_the_range_it_describes(kind: dict[str, object], response: str, tokens: int) -> None:
     scorer = SECTION.validate_python(kind)
     spec = catalog.describe("x", scorer)  # type: ignore[arg-type]
-    value = catalog.bind(scorer)(Item("i", response_text=response, ground_truth="7", num_response_tokens=tokens))  # type: ignore[arg-type]
+    result = catalog.bind(scorer)(Item("i", response_text=response, ground_truth="7", num_response_tokens=tokens))  # type: ignore[arg-type]
+    value = result.value if isinstance(result, Score) else result
     assert isinstance(value, float)
     assert spec.reward.min <= value <= spec.reward.max
+
+
+@pytest.mark.parametrize(
+    ("kind", "response", "expected"),
+    [
+        ({"kind": "exact_match"}, " Paris\n", "Paris"),
+        ({"kind": "exact_match", "ignore_case": True}, "PARIS", "paris"),
+        ({"kind": "regex", "pattern": r"####\s*(-?\d+)"}, "#### 7 no, #### 8", "8"),
+        ({"kind": "regex", "pattern": r"####\s*(-?\d+)"}, "7", None),
+        ({"kind": "regex", "pattern": r"(\d+)|none"}, "none", None),
+        ({"kind": "boxed"}, r"\boxed{1} then \boxed{ 2, 3 }", "2,3"),
+        ({"kind": "boxed"}, "2, 3", None),
+        ({"kind": "math"}, r"so \boxed{\frac12}", "1/2"),
+        ({"kind": "math"}, "half of it is 1/2", "1/2"),
+        ({"kind": "math"}, "I do not know", None),
+        ({"kind": "math"}, r"\boxed{\binom{20000}{10000}}", r"\binom{20000}{10000}"),
+    ],
+)
+def test_a_comparing_scorer_names_the_answer_it_read(kind: dict[str, object], response: str, expected: str | None) -> None:
+    score = catalog.bind(SECTION.validate_python(kind))(Item("i", response_text=response, ground_truth="7"))  # type: ignore[arg-type]
+    assert isinstance(score, Score)
+    assert score.answer == expected
 
 
 @pytest.mark.parametrize("kind", COMPARING, ids=lambda kind: str(kind["kind"]))

@@ -14,12 +14,16 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
+def boxed_answer(text: str) -> str | None:
+    r"""Content of the last \boxed{...} without its white space; None when there is none."""
+    found = last_boxed(text)
+    return None if found is None else "".join(found.split())
+
+
 def boxed_match(response_text: str, ground_truth: str) -> float:
     r"""1.0 when the last \boxed{...} equals the ground truth (or the content of its own box), white space aside; else 0.0."""
-    found = last_boxed(response_text)
-    wanted = last_boxed(ground_truth)
-    truth = ground_truth if wanted is None else wanted
-    return float(found is not None and "".join(found.split()) == "".join(truth.split()))
+    wanted = boxed_answer(ground_truth)
+    return float(boxed_answer(response_text) == ("".join(ground_truth.split()) if wanted is None else wanted))
 
 
 def _balanced(text: str, start: int) -> str | None:
