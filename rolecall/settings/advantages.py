@@ -1,18 +1,22 @@
-"""Sections of the advantage estimators, one per method."""
+"""Sections of the advantage estimators, one per method. What each computes exactly stands in rolecall/algorithms/advantages/."""
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, PositiveInt, model_validator
 
+from rolecall.settings.plugin import PluginSection
 from rolecall.settings.section import Section, UnitFloat
 
 
 class GrpoAdvantage(Section):
-    """GRPO: reward minus the group's mean, over its standard deviation (arXiv:2402.03300, eq. 4 text)."""
+    """GRPO: reward minus the group's mean, over its standard deviation (arXiv:2402.03300, section 4.1)."""
 
     kind: Literal["grpo"] = "grpo"
     normalize_std: bool = True
     """Divide by the group's standard deviation; false is Dr.GRPO's centring (arXiv:2503.20783)."""
+    supervision: Literal["outcome", "process"] = "outcome"
+    """`outcome` compares whole responses. `process` compares the steps that a scorer rewards one by one (token_rewards), and a token gets the sum of the
+    normalised rewards from its step on."""
 
 
 class RlooAdvantage(Section):
@@ -39,4 +43,87 @@ class GaeAdvantage(Section):
     """Subtract the batch's mean and divide by its standard deviation, over trained tokens."""
 
 
-AdvantageSection: TypeAlias = Annotated[GrpoAdvantage | RlooAdvantage | RemaxAdvantage | GaeAdvantage, Field(discriminator="kind")]
+class ReinforcePlusPlusAdvantage(Section):
+    """REINFORCE++: the response's own reward to go, normalised over the whole batch instead of within groups (arXiv:2501.03262)."""
+
+    kind: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    gamma: UnitFloat = 1.0
+    """Discount per token."""
+    baseline: Literal["none", "group"] = "none"
+    """`group` subtracts the mean reward of the group before normalising (REINFORCE++ with baseline)."""
+
+    @model_validator(mode="after")
+    def _baseline_is_of_whole_responses(self) -> Self:
+        if self.baseline == "group" and self.gamma != 1:
+            raise ValueError("gamma: with baseline group, whole responses are compared and nothing is discounted; leave it at 1 or use baseline none")
+        return self
+
+
+class OpoAdvantage(Section):
+    """OPO: reward minus the group's mean weighted by length, the baseline of least variance (arXiv:2505.23585)."""
+
+    kind: Literal["opo"] = "opo"
+
+
+class GpgAdvantage(Section):
+    """GPG: reward minus the group's mean, scaled up by the share of responses in groups whose rewards differ (arXiv:2504.02546)."""
+
+    kind: Literal["gpg"] = "gpg"
+
+
+class MaxrlAdvantage(Section):
+    """MaxRL: reward minus the group's mean, over that mean; rewards are 0 or more (arXiv:2602.02710)."""
+
+    kind: Literal["maxrl"] = "maxrl"
+
+
+class PassAtKAdvantage(Section):
+    """Pass@k training: how much a response adds to the chance that k responses have a right one among them (arXiv:2508.10751)."""
+
+    kind: Literal["pass_at_k"] = "pass_at_k"
+    k: PositiveInt
+    """Responses that are tried; at most sampling.num_responses, and useful below it. 1 is GRPO of right and wrong."""
+    solved_at: float = 1.0
+    """A response is right when its reward, after shaping, is at least this."""
+
+
+class GdpoAdvantage(Section):
+    """GDPO: every component of the reward is normalised within its group by itself, then their weighted sum over the batch (arXiv:2601.05242)."""
+
+    kind: Literal["gdpo"] = "gdpo"
+    weights: dict[str, float] = {}
+    """Weight of each component; absent: those of reward.components. Shaping of the reward does not reach components."""
+
+
+class OptimalTokenBaselineAdvantage(Section):
+    """OTB: each token's reward to go minus a baseline of its own, the group's mean weighted by how uncertain the paths to it were (arXiv:2602.07078). Costs a
+    forward pass of the actor over every batch."""
+
+    kind: Literal["optimal_token_baseline"] = "optimal_token_baseline"
+
+
+class CustomAdvantage(PluginSection):
+    """Your own estimator, `def f(batch: ScoredBatch, **options) -> Estimate` of rolecall.algorithms.advantages. Called in the controller, which has numpy and
+    no torch; it must be a pure function, for a controller that starts again calls it again."""
+
+    kind: Literal["custom"] = "custom"
+    columns: tuple[str, ...] = ()
+    """Columns that it reads with `batch.column(name)`: values and bootstrap_value (they need the `critic` section), token_rewards, rollout_logprobs,
+    old_logprobs, sum_squared_probs, <reference>/logprobs."""
+
+
+AdvantageSection: TypeAlias = Annotated[
+    GrpoAdvantage
+    | RlooAdvantage
+    | RemaxAdvantage
+    | GaeAdvantage
+    | ReinforcePlusPlusAdvantage
+    | OpoAdvantage
+    | GpgAdvantage
+    | MaxrlAdvantage
+    | PassAtKAdvantage
+    | GdpoAdvantage
+    | OptimalTokenBaselineAdvantage
+    | CustomAdvantage,
+    Field(discriminator="kind"),
+]

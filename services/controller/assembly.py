@@ -12,8 +12,9 @@ import numpy as np
 
 from rolecall.algorithms import control
 from rolecall.algorithms.advantages import ScoredBatch, estimate, needs
+from rolecall.algorithms.distillation import distil
 from rolecall.algorithms.shaping import Moments, clip_rewards, kl_estimate, penalise_kl, place_rewards, shape_rewards, trained_mask
-from rolecall.settings import RunSettings
+from rolecall.settings import TEACHER, DistillationSection, RunSettings
 from rolecall.trajectory import reference_column
 from rolecall.v1 import trajectory_pb2
 from rolecall.wire import Array
@@ -127,9 +128,11 @@ class Assembly:
 def columns_read(settings: RunSettings) -> tuple[str, ...]:
     """Columns that `prepare` reads of every row of a batch."""
     columns = ["token_ids", "response_mask", "rollout_logprobs", "reward"]
-    columns += needs(settings.algorithm.advantage)
+    columns += [name for name in needs(settings.algorithm.advantage) if name not in (*columns, *OPTIONAL_COLUMNS)]
     if settings.algorithm.kl is not None and settings.algorithm.kl.placement == "reward":
         columns.append(reference_column(settings.algorithm.kl.reference))
+    if settings.algorithm.distillation is not None:
+        columns.append(reference_column(TEACHER))
     return tuple(columns)
 
 
@@ -174,21 +177,26 @@ def prepare(
         ]
         estimates = [kl_estimate(row["rollout_logprobs"], row[name], kl.estimator)[mask != 0] for row, mask in zip(rows, masks, strict=True)]
         statistics.kl = float(np.concatenate(estimates).mean())
-    columns_needed = {name: [row[name] for row in rows] for name in needs(settings.algorithm.advantage)}
+    columns_needed = {name: [row[name] for row in rows] for name in needs(settings.algorithm.advantage) if all(name in row for row in rows)}
     if "bootstrap_value" in columns_needed:
         columns_needed["bootstrap_value"] = [value * cut for value, cut in zip(columns_needed["bootstrap_value"], truncated, strict=True)]
-    batch = ScoredBatch(
+    batch = ScoredBatch.of_rows(
         gids=[group.gid for group in groups for _ in group.rows],
         rewards=rewards,
         response_masks=masks,
         loss_masks=loss_masks,
         columns=columns_needed,
+        components=_components(groups),
+        component_weights={name: component.weight for name, component in settings.reward.components.items()},
         greedy_rewards=_greedy_rewards(settings, groups, greedy_rows, moments) if settings.algorithm.wants_greedy_response else None,
     )
     result = estimate(settings.algorithm.advantage, batch)
-    columns = [{"loss_mask": mask, "advantages": advantage} for mask, advantage in zip(loss_masks, result.advantages, strict=True)]
-    if result.returns is not None:
-        for column, returns in zip(columns, result.returns, strict=True):
+    advantages = batch.rows(result.advantages_N)
+    if algorithm.distillation is not None:
+        advantages = _distilled(algorithm.distillation, advantages, rows, loss_masks)
+    columns = [{"loss_mask": mask, "advantages": advantage} for mask, advantage in zip(loss_masks, advantages, strict=True)]
+    if result.returns_N is not None:
+        for column, returns in zip(columns, batch.rows(result.returns_N), strict=True):
             column["returns"] = returns
     train_batch = trajectory_pb2.TrainBatch(
         step=step, rows=refs, gids=[group.gid for group in groups], coefficients=control.coefficients(algorithm, state.control), statistics=statistics
@@ -196,6 +204,12 @@ def prepare(
     train_batch.greedy_rows.extend(group.greedy.row for group in groups if group.greedy is not None)
     train_batch.digest = _digest(train_batch, rows, columns)
     return train_batch, columns
+
+
+def _distilled(section: DistillationSection, advantages: list[Array], rows: Sequence[Mapping[str, Array]], loss_masks: Sequence[Array]) -> list[Array]:
+    coef = section.coef if section.placement == "advantage" else 0.0
+    sampled, taught = [row["rollout_logprobs"] for row in rows], [row[reference_column(TEACHER)] for row in rows]
+    return distil(advantages, sampled, taught, loss_masks, coef=coef, task_coef=section.task_coef)
 
 
 def _raw_rewards(rows: Sequence[Mapping[str, Array]]) -> Array:
@@ -208,6 +222,12 @@ def _placed_rewards(settings: RunSettings, rows: Sequence[Mapping[str, Array]], 
     num_tokens_B = np.array([int(row["response_mask"].sum()) for row in rows])
     shaped_B = shape_rewards(settings.algorithm.shaping, _raw_rewards(rows), num_tokens_B, moments, settings.sampling.max_tokens)
     return [place_rewards(float(reward), row["response_mask"], row.get("token_rewards")) for reward, row in zip(shaped_B, rows, strict=True)]
+
+
+def _components(groups: Sequence[ScoredGroup]) -> dict[str, Array]:
+    """float32 [B] by name: the components that every group has."""
+    names = set.intersection(*(set(group.components) for group in groups))
+    return {name: np.concatenate([group.components[name] for group in groups]) for name in sorted(names)}
 
 
 def _greedy_rewards(settings: RunSettings, groups: Sequence[ScoredGroup], greedy_rows: Sequence[Mapping[str, Array]], moments: Moments) -> Array:

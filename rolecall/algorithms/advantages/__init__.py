@@ -1,42 +1,90 @@
 """Advantage estimators over one batch of ragged trajectories, in numpy: one file per family, `estimate` is the one entry for a configured estimator.
 
 Each estimator says which columns it `needs` beside the rewards. Pure: rewards come already shaped (shaping.py), results are new arrays.
-
-Shapes: B trajectories of the batch, in order; T tokens of one trajectory (prompt + response), another for each.
 """
 
-import numpy as np
-
+from rolecall.algorithms.advantages.baselines import gdpo, gpg, maxrl, opo
 from rolecall.algorithms.advantages.batch import Estimate, ScoredBatch
+from rolecall.algorithms.advantages.custom import custom
 from rolecall.algorithms.advantages.gae import gae
-from rolecall.algorithms.advantages.groups import spread, totals
-from rolecall.algorithms.advantages.grpo import grpo
+from rolecall.algorithms.advantages.groups import Groups
+from rolecall.algorithms.advantages.grpo import grpo, grpo_process
+from rolecall.algorithms.advantages.pass_at_k import pass_at_k
+from rolecall.algorithms.advantages.reinforce import reinforce_plus_plus, reinforce_plus_plus_baseline, remax
 from rolecall.algorithms.advantages.rloo import rloo
-from rolecall.algorithms.advantages.whiten import whiten
-from rolecall.settings import AdvantageSection, GaeAdvantage, GrpoAdvantage, RlooAdvantage
+from rolecall.algorithms.advantages.token_baseline import optimal_token_baseline
+from rolecall.settings import (
+    AdvantageSection,
+    CustomAdvantage,
+    GaeAdvantage,
+    GdpoAdvantage,
+    GpgAdvantage,
+    GrpoAdvantage,
+    MaxrlAdvantage,
+    OpoAdvantage,
+    OptimalTokenBaselineAdvantage,
+    PassAtKAdvantage,
+    ReinforcePlusPlusAdvantage,
+    RemaxAdvantage,
+    RlooAdvantage,
+)
+from rolecall.wire import Array
 
-__all__ = ["Estimate", "ScoredBatch", "estimate", "needs"]
+__all__ = ["Estimate", "Groups", "ScoredBatch", "estimate", "needs"]
 
 
 def needs(section: AdvantageSection) -> tuple[str, ...]:
-    """Columns of other roles that the estimator reads beside rewards and masks."""
-    return ("values", "bootstrap_value") if isinstance(section, GaeAdvantage) else ()
+    """Columns that the estimator reads beside rewards and masks."""
+    match section:
+        case GaeAdvantage():
+            return ("values", "bootstrap_value")
+        case GrpoAdvantage(supervision="process"):
+            return ("token_rewards",)
+        case OptimalTokenBaselineAdvantage():
+            return ("old_logprobs", "sum_squared_probs")
+        case CustomAdvantage():
+            return section.columns
+        case _:
+            return ()
 
 
 def estimate(section: AdvantageSection, batch: ScoredBatch) -> Estimate:
-    """Runs the configured estimator. InvalidInputError when a column it needs is missing."""
+    """Runs the configured estimator. InvalidInputError when something it needs is missing."""
+    match section:
+        case GrpoAdvantage(supervision="process"):
+            return grpo_process(batch, normalize_std=section.normalize_std)
+        case GaeAdvantage():
+            return gae(batch, gamma=section.gamma, gae_lambda=section.gae_lambda, whitened=section.whiten)
+        case ReinforcePlusPlusAdvantage(baseline="group"):
+            return reinforce_plus_plus_baseline(batch)
+        case ReinforcePlusPlusAdvantage():
+            return reinforce_plus_plus(batch, gamma=section.gamma)
+        case RemaxAdvantage():
+            return remax(batch)
+        case OptimalTokenBaselineAdvantage():
+            return optimal_token_baseline(batch)
+        case CustomAdvantage():
+            return custom(batch, section.function, section.options, section.search_path)
+        case _:
+            return Estimate(batch.spread(_of_trajectories(section, batch)))
+
+
+def _of_trajectories(
+    section: GrpoAdvantage | RlooAdvantage | OpoAdvantage | GpgAdvantage | MaxrlAdvantage | PassAtKAdvantage | GdpoAdvantage, batch: ScoredBatch
+) -> Array:
+    """float64 [B]: what estimators with one number for each trajectory give."""
     match section:
         case GrpoAdvantage():
-            return Estimate(spread(grpo(totals(batch.rewards), batch.gids, normalize_std=section.normalize_std), batch.loss_masks))
+            return grpo(batch.totals_B, batch.gids_B, normalize_std=section.normalize_std)
         case RlooAdvantage():
-            return Estimate(spread(rloo(totals(batch.rewards), batch.gids), batch.loss_masks))
-        case GaeAdvantage():
-            return _gae_estimate(section, batch)
-
-
-def _gae_estimate(section: GaeAdvantage, batch: ScoredBatch) -> Estimate:
-    bootstraps = [float(value[0]) for value in batch.column("bootstrap_value")]
-    advantages, returns = gae(batch.rewards, batch.column("values"), batch.response_masks, bootstraps, gamma=section.gamma, gae_lambda=section.gae_lambda)
-    if section.whiten:
-        advantages = whiten(advantages, batch.loss_masks)
-    return Estimate(*([np.where(mask != 0, a, np.float32(0)) for a, mask in zip(column, batch.loss_masks, strict=True)] for column in (advantages, returns)))
+            return rloo(batch.totals_B, batch.gids_B)
+        case OpoAdvantage():
+            return opo(batch.totals_B, batch.gids_B, batch.num_sampled_B)
+        case GpgAdvantage():
+            return gpg(batch.totals_B, batch.gids_B)
+        case MaxrlAdvantage():
+            return maxrl(batch.totals_B, batch.gids_B)
+        case PassAtKAdvantage():
+            return pass_at_k(batch.totals_B, batch.gids_B, k=section.k, solved_at=section.solved_at)
+        case GdpoAdvantage():
+            return gdpo(batch, section.weights or batch.component_weights)

@@ -1,11 +1,16 @@
-"""What every estimator reads and gives. Numpy.
+"""What every estimator reads and gives: trajectories laid end to end, so that no estimator loops over them. Numpy.
 
-Shapes: B trajectories of the batch, in order; T tokens of one trajectory (prompt + response), another for each. Alignment is that of rolecall/trajectory.py:
-a reward at t arrives after token t.
+Shapes: B trajectories of the batch, in order; T tokens of one trajectory (prompt + response), another for each; N tokens of the whole batch, trajectory after
+trajectory; M sampled tokens among them. Alignment is that of rolecall/trajectory.py: a reward at t arrives after token t.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Self
+
+import numpy as np
 
 from rolecall.errors import InvalidInputError
 from rolecall.wire import Array
@@ -16,34 +21,104 @@ STD_EPS = 1e-6
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """What estimators read. Every sequence has B entries."""
+    """What estimators read. Made by `of_rows`."""
 
-    gids: Sequence[int]
-    """Admission number of each trajectory's group; equal numbers are compared with one another."""
-    rewards: Sequence[Array]
-    """float32 [T] per-token rewards, after shaping; 0 where nothing was sampled."""
-    response_masks: Sequence[Array]
-    """uint8 [T], 1 = sampled by the policy."""
-    loss_masks: Sequence[Array]
-    """uint8 [T], subset of response_masks that is trained on."""
-    columns: Mapping[str, Sequence[Array]] = field(default_factory=dict)
-    """What `needs` asks for, by column name: "values" float32 [T], "bootstrap_value" float32 [1] (0 where the response stopped), ..."""
+    gids_B: Array
+    """int64: admission number of each trajectory's group; equal numbers are compared with one another."""
+    offsets: Array
+    """int64 [B + 1]: trajectory b is [offsets[b], offsets[b + 1]) of everything [N]."""
+    rewards_N: Array
+    """float32 per-token rewards, after shaping; float64 stays float64, and results are of the same type."""
+    totals_B: Array
+    """float64: the sum of each trajectory's rewards."""
+    response_mask_N: Array
+    """uint8, 1 = sampled by the policy."""
+    loss_mask_N: Array
+    """uint8, subset of response_mask_N that is trained on."""
+    columns: Mapping[str, Array] = field(default_factory=dict)
+    """What `needs` asks for, by column name: "values" [N], "bootstrap_value" [B] (0 where the response stopped), ..."""
     components: Mapping[str, Array] = field(default_factory=dict)
     """float32 [B] by name: the reward's components as the scorer gave them, before weights; only for estimators that read them."""
+    component_weights: Mapping[str, float] = field(default_factory=dict)
+    """Weight of each component, by name."""
     greedy_rewards: Array | None = None
     """float32 [B]: the reward of the greedy response to the trajectory's prompt; only for estimators that ask for it."""
 
-    def column(self, name: str) -> Sequence[Array]:
-        """InvalidInputError when nobody has written it."""
+    @classmethod
+    def of_rows(
+        cls,
+        gids: Sequence[int],
+        rewards: Sequence[Array],
+        response_masks: Sequence[Array],
+        loss_masks: Sequence[Array],
+        columns: Mapping[str, Sequence[Array]] | None = None,
+        components: Mapping[str, Array] | None = None,
+        component_weights: Mapping[str, float] | None = None,
+        greedy_rewards: Array | None = None,
+    ) -> Self:
+        """Lays B >= 1 trajectories of [T] each end to end."""
+        return cls(
+            gids_B=np.asarray(gids, np.int64),
+            offsets=np.cumsum([0, *(mask_T.size for mask_T in response_masks)]),
+            rewards_N=np.concatenate(rewards),
+            totals_B=np.array([rewards_T.sum(dtype=np.float64) for rewards_T in rewards]),
+            response_mask_N=np.concatenate(response_masks),
+            loss_mask_N=np.concatenate(loss_masks),
+            columns={name: np.concatenate(rows) for name, rows in (columns or {}).items()},
+            components=components or {},
+            component_weights=component_weights or {},
+            greedy_rewards=greedy_rewards,
+        )
+
+    def column(self, name: str) -> Array:
+        """[N], or [B] of a column with one number each. InvalidInputError when nobody has written it."""
         if name not in self.columns:
             raise InvalidInputError(f"the estimator reads the column {name}, which nobody has written")
         return self.columns[name]
 
+    @cached_property
+    def num_tokens_B(self) -> Array:
+        """int64: T of each trajectory."""
+        return np.diff(self.offsets)
+
+    @cached_property
+    def sampled_M(self) -> Array:
+        """int64: where in [N] the sampled tokens are. `x[sampled_M]` steps over prompts and what an environment said."""
+        return np.flatnonzero(self.response_mask_N)
+
+    @cached_property
+    def sampled_offsets(self) -> Array:
+        """int64 [B + 1]: trajectory b is [sampled_offsets[b], sampled_offsets[b + 1]) of everything [M]."""
+        return np.searchsorted(self.sampled_M, self.offsets)
+
+    @cached_property
+    def num_sampled_B(self) -> Array:
+        """int64: sampled tokens of each trajectory."""
+        return np.diff(self.sampled_offsets)
+
+    def spread(self, values_B: Array) -> Array:
+        """[N]: each trajectory's number on the tokens trained on, 0 elsewhere."""
+        spread_N = np.repeat(values_B.astype(self.rewards_N.dtype), self.num_tokens_B)
+        spread_N *= self.loss_mask_N
+        return spread_N
+
+    def scatter(self, values_M: Array) -> Array:
+        """[N]: sampled tokens' numbers at their places where trained on, 0 elsewhere."""
+        scattered_N = np.zeros_like(self.rewards_N)
+        scattered_N[self.sampled_M] = values_M
+        scattered_N *= self.loss_mask_N
+        return scattered_N
+
+    def rows(self, values_N: Array) -> list[Array]:
+        """B views [T] of something [N]."""
+        bounds = self.offsets.tolist()
+        return [values_N[start:stop] for start, stop in pairwise(bounds)]
+
 
 @dataclass(frozen=True)
 class Estimate:
-    """Columns to write, float32 [T] each, 0 where loss_mask is 0."""
+    """Columns to write, [N] each in the rewards' dtype, 0 where loss_mask_N is 0."""
 
-    advantages: list[Array]
-    returns: list[Array] | None = None
+    advantages_N: Array
+    returns_N: Array | None = None
     """Targets of the value model; None from estimators without one."""

@@ -1,36 +1,33 @@
-"""GAE over a critic's values. Numpy, one vectorised backward pass over time.
+"""GAE over a critic's values. Numpy.
 
-Shapes: B trajectories; T tokens of one trajectory, another for each; L sampled tokens of the longest response. values_T[t] is the value before token t.
+Shapes: B trajectories; M sampled tokens of the batch; N tokens of the batch. values_N[t] is the value before token t.
 """
-
-from collections.abc import Sequence
 
 import numpy as np
 
-from rolecall.algorithms.advantages.groups import compact, scatter
-from rolecall.wire import Array
+from rolecall.algorithms.advantages.batch import Estimate, ScoredBatch
+from rolecall.algorithms.advantages.time import discounted
+from rolecall.algorithms.advantages.whiten import whiten
 
 
-def gae(
-    rewards: Sequence[Array], values: Sequence[Array], masks: Sequence[Array], bootstrap_values: Sequence[float], *, gamma: float, gae_lambda: float
-) -> tuple[list[Array], list[Array]]:
-    """(advantages, returns), float32 [T] each, 0 where the mask is 0 (GAE, arXiv:1506.02438, eq. 16; returns = advantages + values).
+def gae(batch: ScoredBatch, *, gamma: float, gae_lambda: float, whitened: bool = False) -> Estimate:
+    """delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lambda A_{t+1} (GAE, arXiv:1506.02438, eq. 16); returns = A + V.
 
-    Time runs over sampled tokens: tokens of an environment between two turns are stepped over, with no discount. After the last sampled token comes
-    the bootstrap value. One vectorised backward pass over [B, L].
+    Time runs over sampled tokens: what an environment said between two turns is stepped over, with no discount. After the last sampled token comes the
+    column bootstrap_value; a one-token response gets r + gamma * bootstrap - V. Groups do not matter. A trajectory that is masked out gets 0 and has no part
+    in whitening. InvalidInputError without the critic's columns.
     """
-    positions = [np.flatnonzero(mask_T) for mask_T in masks]
-    lengths_B = np.array([p.size for p in positions])
-    valid_BL = np.arange(lengths_B.max(initial=0))[None, :] < lengths_B[:, None]
-    rewards_BL, values_BL = compact(rewards, positions, valid_BL), compact(values, positions, valid_BL)
-    next_values_BL = np.zeros_like(values_BL)
-    next_values_BL[:, :-1] = values_BL[:, 1:]
-    rows = np.flatnonzero(lengths_B)
-    next_values_BL[rows, lengths_B[rows] - 1] = np.asarray(bootstrap_values, np.float64)[rows]
-    deltas_BL = np.where(valid_BL, rewards_BL + gamma * next_values_BL - values_BL, 0.0)
-    advantages_BL = np.zeros_like(deltas_BL)
-    running_B = np.zeros(len(positions))
-    for t in range(valid_BL.shape[1] - 1, -1, -1):
-        running_B = deltas_BL[:, t] + gamma * gae_lambda * running_B
-        advantages_BL[:, t] = running_B
-    return scatter(advantages_BL, positions, masks), scatter(advantages_BL + values_BL, positions, masks)
+    values_M = batch.column("values")[batch.sampled_M].astype(np.float64)
+    lasts_B = batch.sampled_offsets[1:] - 1
+    sampled_B = batch.num_sampled_B > 0
+    deltas_M = batch.rewards_N[batch.sampled_M].astype(np.float64)
+    deltas_M -= values_M
+    next_values_M = np.empty_like(values_M)
+    next_values_M[:-1] = values_M[1:]
+    next_values_M[lasts_B[sampled_B]] = batch.column("bootstrap_value")[sampled_B]
+    next_values_M *= gamma
+    deltas_M += next_values_M
+    advantages_M = discounted(deltas_M, batch.sampled_offsets, gamma * gae_lambda)
+    advantages_N = batch.scatter(advantages_M)
+    advantages_M += values_M
+    return Estimate(whiten(advantages_N, batch.loss_mask_N) if whitened else advantages_N, batch.scatter(advantages_M))

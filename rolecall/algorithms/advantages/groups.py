@@ -1,62 +1,49 @@
-"""Statistics of groups and of ragged rows: the primitives that estimators are made of. Numpy, no loop over tokens of Python objects.
+"""Statistics of groups: the primitive that group-relative estimators are made of. Numpy.
 
-Shapes: B trajectories; G groups; T tokens of one trajectory; L sampled tokens of the longest response.
+Shapes: B things that belong to groups (trajectories, or steps of them); G groups.
 """
-
-from collections.abc import Sequence
 
 import numpy as np
 
+from rolecall.algorithms.advantages.batch import STD_EPS
 from rolecall.wire import Array
 
 
 class Groups:
-    """Which trajectories are compared with one another."""
+    """Which things are compared with one another."""
 
-    def __init__(self, gids: Sequence[int]) -> None:
-        _, self.index_B, self.counts_G = np.unique(np.asarray(gids), return_inverse=True, return_counts=True)
+    def __init__(self, gids_B: Array) -> None:
+        """`gids_B`: equal numbers are one group, whatever the order."""
+        _, self.index_B, self.counts_G = np.unique(gids_B, return_inverse=True, return_counts=True)
 
     @property
     def counts_B(self) -> Array:
-        """Size of each trajectory's group."""
+        """Size of each one's group."""
         return np.asarray(self.counts_G[self.index_B])
 
     def sum(self, values_B: Array) -> Array:
-        """float64 [B]: the sum over each trajectory's group."""
+        """float64 [B]: the sum over each one's group."""
         return np.asarray(np.bincount(self.index_B, values_B, self.counts_G.size)[self.index_B])
 
     def mean(self, values_B: Array) -> Array:
-        """float64 [B]: the mean over each trajectory's group."""
+        """float64 [B]: the mean over each one's group."""
         return np.asarray(self.sum(values_B) / self.counts_B)
 
+    def centred(self, values_B: Array) -> Array:
+        """float64 [B]: the distance from the group's mean; 0 in a group of one. Exactly 0 in a group of equal numbers, which rounding would not give."""
+        return np.asarray(np.where(self.differs(values_B), values_B - self.mean(values_B), 0.0))
+
     def std(self, values_B: Array) -> Array:
-        """float64 [B]: the sample standard deviation (n - 1) of each trajectory's group; 0 in a group of one."""
-        return np.asarray(np.sqrt(self.sum((values_B - self.mean(values_B)) ** 2) / np.maximum(self.counts_B - 1, 1)))
+        """float64 [B]: the sample standard deviation (n - 1) of each one's group; 0 in a group of one."""
+        return np.asarray(np.sqrt(self.sum(self.centred(values_B) ** 2) / np.maximum(self.counts_B - 1, 1)))
 
+    def normalized(self, values_B: Array) -> Array:
+        """float64 [B]: centred over std; 0 in groups of one and of equal numbers."""
+        return np.asarray(self.centred(values_B) / (self.std(values_B) + STD_EPS))
 
-def totals(rewards: Sequence[Array]) -> Array:
-    """float64 [B]: the sum of each trajectory's rewards."""
-    return np.array([float(rewards_T.sum(dtype=np.float64)) for rewards_T in rewards])
-
-
-def compact(columns: Sequence[Array], positions: Sequence[Array], valid_BL: Array) -> Array:
-    """float64 [B, L]: each row's sampled tokens, left-aligned."""
-    out_BL = np.zeros(valid_BL.shape)
-    if columns:
-        out_BL[valid_BL] = np.concatenate([column_T[p] for column_T, p in zip(columns, positions, strict=True)])
-    return out_BL
-
-
-def scatter(values_BL: Array, positions: Sequence[Array], masks: Sequence[Array]) -> list[Array]:
-    """B arrays float32 [T]: `compact` undone, 0 elsewhere."""
-    columns = []
-    for values_L, p, mask_T in zip(values_BL, positions, masks, strict=True):
-        column_T = np.zeros(mask_T.shape, np.float32)
-        column_T[p] = values_L[: p.size]
-        columns.append(column_T)
-    return columns
-
-
-def spread(values_B: Array, masks: Sequence[Array]) -> list[Array]:
-    """B arrays float32 [T]: each trajectory's number on the tokens of its mask, 0 elsewhere."""
-    return [np.where(mask_T != 0, np.float32(value), np.float32(0)) for value, mask_T in zip(values_B, masks, strict=True)]
+    def differs(self, values_B: Array) -> Array:
+        """bool [B]: whether the group has two different numbers."""
+        low_G, high_G = np.full(self.counts_G.size, np.inf), np.full(self.counts_G.size, -np.inf)
+        np.minimum.at(low_G, self.index_B, values_B)
+        np.maximum.at(high_G, self.index_B, values_B)
+        return np.asarray((low_G < high_G)[self.index_B])

@@ -1,9 +1,7 @@
 """Whitening over the whole batch. Numpy.
 
-Shapes: T tokens of one trajectory, another for each.
+Shapes: N tokens of the batch.
 """
-
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,10 +9,12 @@ from rolecall.algorithms.advantages.batch import STD_EPS
 from rolecall.wire import Array
 
 
-def whiten(advantages: Sequence[Array], masks: Sequence[Array]) -> list[Array]:
-    """Zero mean and unit standard deviation over the masked tokens of the whole batch; 0 elsewhere."""
-    chosen = np.concatenate([a[mask != 0] for a, mask in zip(advantages, masks, strict=True)]).astype(np.float64)
-    if not chosen.size:
-        return [np.zeros_like(a) for a in advantages]
-    mean, std = chosen.mean(), chosen.std()
-    return [np.where(mask != 0, (a - mean) / (std + STD_EPS), 0.0).astype(np.float32) for a, mask in zip(advantages, masks, strict=True)]
+def whiten(advantages_N: Array, mask_N: Array) -> Array:
+    """[N]: zero mean and unit standard deviation (n) over the masked tokens of the whole batch; 0 elsewhere, and everywhere when all are equal or none is."""
+    chosen_M = advantages_N[mask_N != 0].astype(np.float64)
+    if not chosen_M.size or chosen_M.min() == chosen_M.max():
+        return np.zeros_like(advantages_N)
+    whitened_N = advantages_N - chosen_M.mean()
+    whitened_N /= chosen_M.std() + STD_EPS
+    whitened_N *= mask_N
+    return np.asarray(whitened_N)

@@ -1,0 +1,31 @@
+"""An advantage estimator that somebody else wrote. Numpy."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rolecall.algorithms.advantages.batch import Estimate, ScoredBatch
+from rolecall.errors import InvalidInputError
+from rolecall.plugins import load_function
+from rolecall.wire import Array
+
+
+def custom(batch: ScoredBatch, function: str, options: Mapping[str, Any], search_path: Path) -> Estimate:
+    """What `function(batch, **options)` estimates, 0 outside the loss mask. ConfigError when there is no such function, InvalidInputError when it answers
+    anything but an Estimate of finite numbers for all N tokens."""
+    result = load_function(function, "algorithm.advantage.function", search_path)(batch, **options)
+    if not isinstance(result, Estimate):
+        raise InvalidInputError(f"algorithm.advantage.function {function!r} returned {type(result).__name__}; return an Estimate")
+    returns_N = None if result.returns_N is None else _checked(batch, result.returns_N, function, "returns_N")
+    return Estimate(_checked(batch, result.advantages_N, function, "advantages_N"), returns_N)
+
+
+def _checked(batch: ScoredBatch, values_N: Array, function: str, what: str) -> Array:
+    if values_N.shape != batch.rewards_N.shape:
+        raise InvalidInputError(f"algorithm.advantage.function {function!r}: {what} has shape {values_N.shape}; the batch has {batch.rewards_N.shape}")
+    trained_N = np.where(batch.loss_mask_N != 0, values_N, 0).astype(batch.rewards_N.dtype)
+    if not np.isfinite(trained_N).all():
+        raise InvalidInputError(f"algorithm.advantage.function {function!r}: {what} has numbers that are not finite")
+    return trained_N

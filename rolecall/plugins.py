@@ -1,0 +1,28 @@
+"""Functions that users name in their configuration as `module:function`. No torch."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rolecall.errors import ConfigError
+
+
+def load_function(target: str, field: str, search_path: Path | None = None) -> Callable[..., Any]:
+    """The function that `target` names; `search_path` is added to the end of this process's import path. ConfigError names `field` when there is none; what a
+    module raises while it is imported passes through."""
+    module_name, _, function_name = target.partition(":")
+    if search_path is not None and str(search_path) not in sys.path:
+        sys.path.append(str(search_path))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        where = f" in {search_path} or among the installed packages" if search_path is not None else ""
+        raise ConfigError(f"{field} {target!r}: there is no module {error.name!r}{where}; correct the name or the search path") from error
+    function = vars(module).get(function_name)
+    if not callable(function):
+        raise ConfigError(f"{field} {target!r}: the module {module_name!r} has no function {function_name!r}; correct it")
+    return function  # type: ignore[no-any-return]
