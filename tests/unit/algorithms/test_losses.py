@@ -1,87 +1,163 @@
-"""Losses and aggregation against numbers worked by hand, and their independence of how a mini-batch is cut."""
+"""Policy losses against numbers worked by hand from the papers' equations, and what they are to each other."""
 
 import math
-from itertools import pairwise
-from typing import get_args
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, settings
 
-from rolecall.algorithms.aggregation import Counts, sequence_index, token_weights
-from rolecall.algorithms.losses import PolicyBatch
+from rolecall.algorithms.losses import PolicyBatch, token_losses
 from rolecall.algorithms.losses.entropy import entropy_bonus
-from rolecall.algorithms.losses.ppo import ppo
 from rolecall.algorithms.losses.supervised import supervised_loss
-from rolecall.algorithms.losses.value import value_loss
-from rolecall.settings import Aggregation
+from rolecall.settings import (
+    CispoLoss,
+    ClipCovLoss,
+    DppoKlLoss,
+    DppoTvLoss,
+    DroLoss,
+    GmpoLoss,
+    GspoLoss,
+    KlCovLoss,
+    PolicyLossSection,
+    PpoLoss,
+    ReinforceLoss,
+    SapoLoss,
+)
+from tests.unit.algorithms.loss_rig import Drawn, drawn, name
 
-AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
-CLIP: dict[str, float] = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
+LOGPROB = -1.0
+"""The logprob of a token whose ratio is given: the old one lies a log-ratio below it."""
 
 
-def batch_of(logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> PolicyBatch:
-    """One sequence whose every token is trained on."""
-    return PolicyBatch(logprobs, old, advantages, torch.ones_like(old, dtype=torch.bool), torch.zeros_like(old, dtype=torch.int64), 1, {})
+def batch_of(ratios: list[float], advantages: list[float], *, selected: bool = False, logprob: float = LOGPROB) -> PolicyBatch:
+    """One sequence whose every token is trained on, with the graph in logprobs_N."""
+    logprobs = torch.full((len(ratios),), logprob, dtype=torch.float64, requires_grad=True)
+    old = logprobs.detach() - torch.tensor(ratios, dtype=torch.float64).log()
+    ones = torch.ones(len(ratios), dtype=torch.bool)
+    advantages_N = torch.tensor(advantages, dtype=torch.float64)
+    return PolicyBatch(logprobs, old, advantages_N, ones, torch.zeros(len(ratios), dtype=torch.int64), 1, {"selected": ones & selected})
 
 
-def one_token_loss(ratio: float, advantage: float, dual_clip: float | None = None) -> tuple[float, float]:
-    """(loss, gradient at the logprob) of one token."""
-    logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
-    loss = ppo(batch_of(logprobs, torch.zeros(1), torch.tensor([advantage])), **CLIP, dual_clip=dual_clip).losses_N.sum()
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert logprobs.grad is not None
-    return float(loss.detach()), float(logprobs.grad)
+def gradient(loss: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """d loss / d at."""
+    return torch.autograd.grad(loss, at)[0]
+
+
+CAP = PpoLoss(clip_eps_low=0.2, clip_eps_high=0.28)
+BINARY = 0.2 * math.log(0.2 / 0.3) + 0.8 * math.log(0.8 / 0.7)
+"""KL of (0.2, 0.8) to (0.3, 0.7): 0.0257 nats."""
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient"),
+    ("section", "ratio", "advantage", "loss", "slope"),
     [
-        (1.1, 2.0, -2.2, -2.2),
-        (1.5, 1.0, -1.28, 0.0),  # rewarded and already far above: clipped high
-        (0.5, 1.0, -0.5, -0.5),  # rewarded and far below: free to come back
-        (0.5, -1.0, 0.8, 0.0),  # punished and already far below: clipped low
-        (1.5, -1.0, 1.5, 1.5),
+        # PPO eq. 7: -min(r A, clip(r, 0.8, 1.28) A)
+        (CAP, 1.1, 2.0, -2.2, -2.2),
+        (CAP, 1.5, 1.0, -1.28, 0.0),  # rewarded and already far above: clipped high
+        (CAP, 0.5, 1.0, -0.5, -0.5),  # rewarded and far below: free to come back
+        (CAP, 0.5, -1.0, 0.8, 0.0),  # punished and already far below: clipped low
+        (CAP, 1.5, -1.0, 1.5, 1.5),
+        # dual clip, arXiv:1912.09729 eq. 5: the objective is at least 3 A where A < 0
+        (CAP, 5.0, -1.0, 5.0, 5.0),
+        (PpoLoss(dual_clip=3.0), 5.0, -1.0, 3.0, 0.0),
+        (PpoLoss(dual_clip=3.0), 5.0, 1.0, -1.28, 0.0),
+        # CISPO eq. 4 and 5: -min(r, 5) A log pi, log pi = -1
+        (CispoLoss(), 2.0, 3.0, 6.0, -6.0),
+        (CispoLoss(), 8.0, 3.0, 15.0, -15.0),
+        (CispoLoss(), 0.1, -1.0, -0.1, 0.1),
+        (CispoLoss(clip_eps_low=0.5), 0.1, -1.0, -0.5, 0.5),
+        # GMPO of one token: -A e^min(log r, 0.4) where A > 0, -A e^max(log r, -0.4) where A < 0
+        (GmpoLoss(), math.exp(0.5), 2.0, -2 * math.exp(0.4), 0.0),
+        (GmpoLoss(), math.exp(-0.5), 2.0, -2 * math.exp(-0.5), -2 * math.exp(-0.5)),
+        (GmpoLoss(), math.exp(-0.5), -2.0, 2 * math.exp(-0.4), 0.0),
+        # SAPO: -(4 / tau) sigmoid(tau (r - 1)) A; at r = 1 the sigmoid is 1/2 and the slope -A
+        (SapoLoss(), 1.0, 1.0, -2.0, -1.0),
+        (SapoLoss(tau_neg=2.0), 1.0, -1.0, 1.0, 1.0),
+        (SapoLoss(tau_pos=1.0), 1 + math.log(3), 1.0, -3.0, -0.75 * (1 + math.log(3))),  # sigmoid(log 3) = 3/4
+        # DRO: -(A log pi - beta / 2 (log r)^2), log pi = -1, log r = 0.5
+        (DroLoss(beta=0.4), math.exp(0.5), 2.0, 2.0 + 0.05, -2.0 + 0.2),
+        # REINFORCE: -A log pi
+        (ReinforceLoss(), 7.0, 2.0, 2.0, -2.0),
     ],
+    ids=str,
 )
-def test_the_clipped_objective_token_by_token(ratio: float, advantage: float, loss: float, gradient: float) -> None:
-    assert one_token_loss(ratio, advantage) == pytest.approx((loss, gradient), rel=1e-5)
+def test_the_loss_of_one_token_and_its_slope(section: PolicyLossSection, ratio: float, advantage: float, loss: float, slope: float) -> None:
+    batch = batch_of([ratio], [advantage])
+    losses = token_losses(section, batch).losses_N.sum()
+    assert (float(losses.detach()), float(gradient(losses, batch.logprobs_N))) == pytest.approx((loss, slope), rel=1e-9)
 
 
-def test_dual_clip_bounds_the_loss_of_a_punished_token() -> None:
-    assert one_token_loss(5.0, -1.0) == pytest.approx((5.0, 5.0), rel=1e-5)
-    assert one_token_loss(5.0, -1.0, dual_clip=3.0) == pytest.approx((3.0, 0.0), rel=1e-5)
-    assert one_token_loss(5.0, 1.0, dual_clip=3.0) == pytest.approx((-1.28, 0.0), rel=1e-5)
+@pytest.mark.parametrize(
+    ("section", "old", "now", "advantage", "loss"),
+    [
+        # |0.3 - 0.2| = 0.1 of total variation: within 0.15, beyond 0.05
+        (DppoTvLoss(), 0.2, 0.3, 1.0, -1.5),
+        (DppoTvLoss(max_divergence=0.05), 0.2, 0.3, 1.0, 0.0),
+        (DppoTvLoss(max_divergence=0.05), 0.3, 0.2, 1.0, -2 / 3),  # on its way back: free
+        (DppoTvLoss(max_divergence=0.05), 0.3, 0.2, -1.0, 0.0),
+        (DppoTvLoss(), 1e-5, 1e-3, 1.0, -100.0),  # a ratio of 100 on a rare token moves little mass
+        # the KL of two outcomes, 0.0257 nats
+        (DppoKlLoss(max_divergence=BINARY + 1e-9), 0.2, 0.3, 1.0, -1.5),
+        (DppoKlLoss(max_divergence=BINARY - 1e-9), 0.2, 0.3, 1.0, 0.0),
+        (DppoKlLoss(max_divergence=BINARY - 1e-9), 0.2, 0.3, -1.0, 1.5),
+        (DppoKlLoss(), 0.5, 1.0, 1.0, 0.0),  # a certain token: infinitely far by definition
+    ],
+    ids=str,
+)
+def test_a_token_that_would_leave_the_trust_region_has_no_loss(section: PolicyLossSection, old: float, now: float, advantage: float, loss: float) -> None:
+    batch = batch_of([now / old], [advantage], logprob=math.log(now))
+    assert float(token_losses(section, batch).losses_N.detach().sum()) == pytest.approx(loss, rel=1e-9, abs=1e-12)
 
 
-def test_the_clip_fractions_say_which_bound_held() -> None:
-    logprobs = torch.tensor([1.5, 0.5, 1.0]).log()
-    shown = ppo(batch_of(logprobs, torch.zeros(3), torch.tensor([1.0, -1.0, 1.0])), **CLIP).shown
-    assert shown["clip_fraction_high"].tolist() == [True, False, False]
-    assert shown["clip_fraction_low"].tolist() == [False, True, False]
+def test_gspo_clips_by_the_geometric_mean_of_the_ratios() -> None:
+    section = GspoLoss(clip_eps_low=0.2, clip_eps_high=0.28)
+    batch = batch_of([1.2, 1.2 / 1.44], [2.0, 2.0])  # the mean log-ratio is 0
+    losses = token_losses(section, batch).losses_N
+    assert losses.tolist() == pytest.approx([-2.0, -2.0])
+    assert gradient(losses.sum(), batch.logprobs_N).tolist() == pytest.approx([-2.0, -2.0])
+    batch = batch_of([1.0, 4.0], [1.0, -1.0])  # the mean is 2: beyond the bound, which a negative advantage does not heed
+    losses = token_losses(section, batch).losses_N
+    assert losses.tolist() == pytest.approx([-1.28, 2.0])
+    assert gradient(losses.sum(), batch.logprobs_N).tolist() == pytest.approx([0.0, 2.0])
 
 
-def test_a_stray_token_cannot_make_the_loss_infinite() -> None:
-    losses = ppo(batch_of(torch.tensor([0.0]), torch.tensor([-1e9]), torch.tensor([-1.0])), **CLIP)
-    assert torch.isfinite(losses.losses_N).all()
+def test_gmpo_gives_every_token_its_sequences_loss() -> None:
+    batch = batch_of([math.exp(0.9), math.exp(-0.2)], [2.0, 1.0])  # log-ratios 0.4 (clipped) and -0.2, mean advantage 1.5
+    losses = token_losses(GmpoLoss(), batch).losses_N
+    assert losses.tolist() == pytest.approx([-1.5 * math.exp(0.1)] * 2)
+    assert gradient(losses.mean(), batch.logprobs_N).tolist() == pytest.approx([0.0, -0.75 * math.exp(0.1)])
 
 
-def test_the_value_loss_takes_the_worse_of_free_and_clipped() -> None:
-    values = torch.tensor([1.0, 1.0], requires_grad=True)
-    loss, terms = value_loss(values, torch.tensor([2.0, 0.9]), torch.tensor([0.0, 0.9]), torch.full((2,), 0.5), clip_eps=0.2)
-    # token 0: free (1-2)^2 = 1, clipped (0.2-2)^2 = 3.24; token 1: 0.01 both ways
-    assert float(loss.detach()) == pytest.approx(0.5 * 0.5 * (3.24 + 0.01), rel=1e-5)
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert values.grad is not None
-    np.testing.assert_allclose(values.grad, [0.0, 0.05], atol=1e-6)
-    assert terms.clipped_N.tolist() == [True, False]
+def test_selected_tokens_are_held_back() -> None:
+    clip, kl = ClipCovLoss(), KlCovLoss(kl_coef=0.5)
+    chosen, other = batch_of([1.5, 0.5], [1.0, 1.0], selected=True), batch_of([1.5, 0.5], [1.0, 1.0])
+    assert token_losses(clip, chosen).losses_N.tolist() == [0.0, 0.0]
+    assert token_losses(clip, other).losses_N.tolist() == pytest.approx([-1.5, -0.5])
+    assert token_losses(kl, other).losses_N.tolist() == pytest.approx([-1.5, -0.5])
+    losses = token_losses(kl, chosen).losses_N
+    assert losses.tolist() == pytest.approx([-1.5 + 0.5 * math.log(1.5), -0.5 + 0.5 * math.log(2)])
+    assert gradient(losses.sum(), chosen.logprobs_N).tolist() == pytest.approx([-1.5 + 0.5, -0.5 - 0.5])
+    assert [token_losses(kl, each).shown["selected_fraction"].tolist() for each in (chosen, other)] == [[True, True], [False, False]]
 
 
-def test_without_a_clip_the_value_loss_is_half_the_square() -> None:
-    loss, _ = value_loss(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([0.0]), torch.ones(1), clip_eps=None)
-    assert float(loss) == pytest.approx(2.0)
+@pytest.mark.parametrize(
+    ("section", "high", "low"),
+    [
+        (PpoLoss(), [True, False, False, False], [False, True, False, False]),
+        (PpoLoss(dual_clip=1.2), [True, False, False, False], [False, True, False, True]),
+        (CispoLoss(clip_eps_low=0.2, clip_eps_high=0.28), [True, False, False, True], [False, True, False, False]),
+        (DppoTvLoss(max_divergence=0.1), [True, False, False, False], [False, True, False, False]),
+    ],
+    ids=str,
+)
+def test_the_clip_fractions_say_which_bound_held(section: PolicyLossSection, high: list[bool], low: list[bool]) -> None:
+    shown = token_losses(section, batch_of([1.5, 0.5, 1.0, 1.5], [1.0, -1.0, 1.0, -1.0])).shown
+    assert (shown["clip_fraction_high"].tolist(), shown["clip_fraction_low"].tolist()) == (high, low)
+
+
+def test_sapo_shows_how_far_its_gate_is_open() -> None:
+    assert token_losses(SapoLoss(), batch_of([1.0, 1 + math.log(3)], [1.0, 1.0])).shown["gate"].tolist() == pytest.approx([1.0, 0.75])
 
 
 def test_entropy_and_supervised_terms_are_weighted_sums() -> None:
@@ -90,51 +166,95 @@ def test_entropy_and_supervised_terms_are_weighted_sums() -> None:
     assert float(supervised_loss(torch.tensor([-1.0, -2.0]), weights)) == pytest.approx(1.0)
 
 
+def sums(section: PolicyLossSection, minibatch: Drawn) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the sum of the trained tokens' losses, its gradient)."""
+    loss = minibatch.loss(section, "token_sum", range(len(minibatch.lengths)))
+    return loss.detach(), gradient(loss, minibatch.logprobs)
+
+
+def on_policy(minibatch: Drawn) -> Drawn:
+    """The same, at ratio 1."""
+    return Drawn(minibatch.lengths, minibatch.logprobs, minibatch.logprobs.detach().clone(), minibatch.advantages, minibatch.mask, minibatch.selected)
+
+
 @pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("token_mean", [0, 0.2, 0.2, 0, 0.2]),
-        ("seq_mean_token_mean", [0, 0.125, 0.125, 0, 0.25]),
-        ("seq_mean_token_sum", [0, 0.25, 0.25, 0, 0.25]),
-        ("seq_mean_token_sum_norm", [0, 0.025, 0.025, 0, 0.025]),
-        ("token_sum", [0, 1, 1, 0, 1]),
-    ],
+    "section",
+    [PpoLoss(), PpoLoss(dual_clip=3.0), GspoLoss(), CispoLoss(), SapoLoss(), KlCovLoss(kl_coef=0.0), DppoTvLoss(), DppoKlLoss(), DroLoss(beta=0.4)],
+    ids=name,
 )
-def test_token_weights_by_hand(kind: Aggregation, expected: list[float]) -> None:
-    mask = torch.tensor([False, True, True, False, True])
-    weights = token_weights(mask, torch.tensor([0, 0, 0, 1, 1]), 2, kind, Counts(num_tokens=5, num_sequences=4), length=10)
-    np.testing.assert_allclose(weights, expected)
+@settings(deadline=None, max_examples=20)
+@given(minibatch=drawn())
+def test_at_ratio_one_the_gradient_is_that_of_reinforce(section: PolicyLossSection, minibatch: Drawn) -> None:
+    minibatch = on_policy(minibatch)
+    torch.testing.assert_close(sums(section, minibatch)[1], sums(ReinforceLoss(), minibatch)[1])
 
 
-def test_a_value_within_its_bounds_is_not_counted_as_clipped_for_a_last_bit() -> None:
-    old = torch.arange(1, 1000) / 7
-    _, terms = value_loss(old + 0.1, old - 1.0, old, torch.ones(999), clip_eps=0.2)
-    assert not terms.clipped_N.any()
+@settings(deadline=None, max_examples=30)
+@given(minibatch=drawn(per_token=False))
+def test_at_ratio_one_gmpo_of_one_advantage_per_sequence_has_the_gradient_of_reinforce(minibatch: Drawn) -> None:
+    minibatch = on_policy(minibatch)
+    torch.testing.assert_close(sums(GmpoLoss(), minibatch)[1], sums(ReinforceLoss(), minibatch)[1])
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(0, 2**32 - 1), st.sampled_from(AGGREGATIONS), st.data())
-def test_loss_and_gradient_do_not_depend_on_how_the_minibatch_is_cut(lengths: list[int], seed: int, kind: Aggregation, data: st.DataObject) -> None:
-    rng = np.random.default_rng(seed)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    leaf = torch.from_numpy(rng.normal(size=starts[-1]).astype(np.float32)).requires_grad_()
-    old, advantages = (torch.from_numpy(rng.normal(size=starts[-1]).astype(np.float32)) for _ in range(2))
-    mask = torch.from_numpy(rng.random(starts[-1]) < 0.6)
-    trained = [bool(mask[a:b].any()) for a, b in pairwise(starts)]
-    counts = Counts(int(mask.sum()), sum(trained))
+@pytest.mark.parametrize(
+    ("section", "ppo"),
+    [
+        (GspoLoss(clip_eps_low=0.2, clip_eps_high=0.28), PpoLoss(clip_eps_low=0.2, clip_eps_high=0.28)),
+        (GmpoLoss(), PpoLoss(clip_eps_low=1 - math.exp(-0.4), clip_eps_high=math.exp(0.4) - 1)),
+    ],
+    ids=str,
+)
+@settings(deadline=None, max_examples=30)
+@given(minibatch=drawn())
+def test_a_sequence_ratio_of_one_token_responses_is_ppos(section: PolicyLossSection, ppo: PolicyLossSection, minibatch: Drawn) -> None:
+    short = Drawn([1] * sum(minibatch.lengths), minibatch.logprobs, minibatch.old, minibatch.advantages, minibatch.mask, minibatch.selected)
+    for ours, theirs in zip(sums(section, short), sums(ppo, short), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
-    def loss_of(sequences: list[int]) -> torch.Tensor:
-        index = torch.from_numpy(np.concatenate([np.arange(starts[s], starts[s + 1]) for s in sequences]))
-        cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum([lengths[s] for s in sequences])]))
-        sequence = sequence_index(cu_seqlens, len(index))
-        batch = PolicyBatch(leaf[index], old[index], advantages[index], mask[index], sequence, len(sequences), {})
-        return (ppo(batch, **CLIP, dual_clip=3.0).losses_N * token_weights(mask[index], sequence, len(sequences), kind, counts, length=10)).sum()
 
-    whole = loss_of(list(range(len(lengths))))
-    (whole_gradient,) = torch.autograd.grad(whole, leaf)
-    order = data.draw(st.permutations(range(len(lengths))))
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(lengths)))) | {0, len(lengths)})
-    parts = [loss_of(list(order[a:b])) for a, b in pairwise(cuts)]
-    total = torch.stack(parts).sum()
-    (gradient,) = torch.autograd.grad(total, leaf)
-    torch.testing.assert_close(total, whole, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(gradient, whole_gradient, rtol=1e-5, atol=1e-5)
+@settings(deadline=None, max_examples=30)
+@given(minibatch=drawn(per_token=False))
+def test_gspo_of_tokens_is_gspo_of_sequences(minibatch: Drawn) -> None:
+    """arXiv:2507.18071, eq. 5: the mean over sequences of min(s A, clip(s) A), with the gradient of s itself."""
+    section = GspoLoss(clip_eps_low=0.05, clip_eps_high=0.1)
+    loss = minibatch.loss(section, "seq_mean_token_mean", range(len(minibatch.lengths)))
+    total = torch.zeros((), dtype=torch.float64)
+    for start, length in zip(minibatch.starts, minibatch.lengths, strict=False):
+        trained = [t for t in range(start, start + length) if minibatch.mask[t]]
+        if trained:
+            ratio = (minibatch.logprobs[trained] - minibatch.old[trained]).mean().exp()
+            gain = torch.minimum(ratio * minibatch.advantages[start], ratio.clamp(0.95, 1.1) * minibatch.advantages[start])
+            total = total - gain / minibatch.counts.num_sequences + 0 * minibatch.logprobs.sum()
+    torch.testing.assert_close(loss, total)
+    if total.requires_grad:
+        torch.testing.assert_close(gradient(loss, minibatch.logprobs), gradient(total, minibatch.logprobs))
+
+
+@pytest.mark.parametrize(
+    "section", [CispoLoss(clip_eps_high=1e9), KlCovLoss(kl_coef=0.0), DppoTvLoss(max_divergence=1.0), PpoLoss(clip_eps_low=1.0, clip_eps_high=1e9)]
+)
+@settings(deadline=None, max_examples=20)
+@given(minibatch=drawn())
+def test_without_bounds_the_gradient_is_that_of_reinforce_with_importance_weights(section: PolicyLossSection, minibatch: Drawn) -> None:
+    ratio = (minibatch.logprobs - minibatch.old).detach().exp()
+    expected = torch.where(minibatch.mask, -ratio * minibatch.advantages, 0.0)
+    torch.testing.assert_close(sums(section, minibatch)[1], expected)
+
+
+@settings(deadline=None, max_examples=20)
+@given(minibatch=drawn())
+def test_clip_cov_without_selected_tokens_is_ppo(minibatch: Drawn) -> None:
+    minibatch.selected[:] = False
+    bounds = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
+    for ours, theirs in zip(sums(ClipCovLoss(**bounds), minibatch), sums(PpoLoss(**bounds), minibatch), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@settings(deadline=None, max_examples=20)
+@given(minibatch=drawn(per_token=False))
+def test_dr_grpo_is_the_group_centred_reward_over_a_constant_length(minibatch: Drawn) -> None:
+    """arXiv:2503.20783: with advantages that are centred rewards, each trained token weighs 1 / (sequences x the constant), whatever its sequence's length."""
+    loss = minibatch.loss(PpoLoss(clip_eps_low=1.0, clip_eps_high=1e9), "seq_mean_token_sum_norm", range(len(minibatch.lengths)))
+    ratio = (minibatch.logprobs - minibatch.old).exp()
+    total = sum(float(-ratio[t].detach() * minibatch.advantages[t]) for t in range(len(ratio)) if minibatch.mask[t])
+    np.testing.assert_allclose(float(loss.detach()), total / (max(minibatch.counts.num_sequences, 1) * 10), rtol=1e-6, atol=1e-12)

@@ -54,7 +54,7 @@ def test_gradients_are_those_of_finite_differences(section: PolicyLossSection, s
         moved = Drawn(minibatch.lengths, logprobs, old, minibatch.advantages, minibatch.mask, minibatch.selected)
         return moved.loss(section, kind, range(4))
 
-    assert torch.autograd.gradcheck(loss, [minibatch.logprobs.detach().clone().requires_grad_()])  # type: ignore[no-untyped-call]
+    assert torch.autograd.gradcheck(loss, [minibatch.logprobs.detach().clone().requires_grad_()])
 
 
 @pytest.mark.parametrize("kind", AGGREGATIONS)
