@@ -56,6 +56,8 @@ class Server:
         self._setting = setting
         self._client_certificates = client_certificates
         self._names: list[str] = []
+        # Held for the life of the process: freed with a server that still serves, gRPC's queue would wait without end for what nobody ends.
+        grpc.aio.init_grpc_aio()
         tracing = aio_server_interceptor(filter_=filters.negate(filters.health_check()))  # type: ignore[no-untyped-call]
         self._server = grpc.aio.server(
             interceptors=[tracing, ServerCalls()], options=server_options(), maximum_concurrent_rpcs=MAX_CALLS, compression=grpc.Compression.NoCompression
