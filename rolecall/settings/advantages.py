@@ -107,9 +107,11 @@ class CustomAdvantage(PluginSection):
     no torch; it must be a pure function, for a controller that starts again calls it again."""
 
     kind: Literal["custom"] = "custom"
-    columns: tuple[str, ...] = ()
-    """Columns that it reads with `batch.column(name)`: values and bootstrap_value (they need the `critic` section), token_rewards, rollout_logprobs,
-    old_logprobs, sum_squared_probs, <reference>/logprobs."""
+    columns: tuple[
+        Literal["values", "bootstrap_value", "token_rewards", "token_ids", "rollout_logprobs", "policy_versions", "old_logprobs", "sum_squared_probs"], ...
+    ] = ()
+    """Columns that it reads with `batch.column(name)`, described in rolecall/trajectory.py. values and bootstrap_value need the `critic` section, which is
+    trained on the `returns_N` that the function must then give; the last two cost a forward pass of the actor over every batch."""
 
 
 AdvantageSection: TypeAlias = Annotated[
@@ -127,3 +129,15 @@ AdvantageSection: TypeAlias = Annotated[
     | CustomAdvantage,
     Field(discriminator="kind"),
 ]
+
+
+def reads_values(section: AdvantageSection) -> bool:
+    """Whether a critic has to say them."""
+    return isinstance(section, GaeAdvantage) or (isinstance(section, CustomAdvantage) and bool({"values", "bootstrap_value"} & set(section.columns)))
+
+
+def compares_responses(section: AdvantageSection) -> bool:
+    """Whether a group of one response gets no advantage."""
+    if isinstance(section, ReinforcePlusPlusAdvantage):
+        return section.baseline == "group"
+    return not isinstance(section, GaeAdvantage | RemaxAdvantage | CustomAdvantage)

@@ -4,12 +4,12 @@ from typing import Self
 
 from pydantic import model_validator
 
-from rolecall.settings.advantages import GaeAdvantage, RemaxAdvantage
+from rolecall.settings.advantages import CustomAdvantage, GdpoAdvantage, GrpoAdvantage, PassAtKAdvantage, compares_responses, reads_values
 from rolecall.settings.algorithm import AlgorithmSection
 from rolecall.settings.data import DataSection, EvaluationSection, ModelSection, RunSection, SamplingSection
 from rolecall.settings.distillation import TEACHER
 from rolecall.settings.kl import ACTOR_BASE
-from rolecall.settings.reward import RewardSection
+from rolecall.settings.reward import ExternalScorer, FunctionScorer, RewardSection
 from rolecall.settings.section import Section
 from rolecall.settings.services import (
     ControllerSection,
@@ -53,11 +53,12 @@ class RunSettings(Section):
 
     @model_validator(mode="after")
     def _roles_fit_the_algorithm(self) -> Self:
-        needs_critic = isinstance(self.algorithm.advantage, GaeAdvantage)
-        if needs_critic and self.critic is None:
-            raise ValueError("algorithm.advantage gae reads values: add a critic section (critic: {} takes all defaults)")
-        if self.critic is not None and not needs_critic:
-            raise ValueError("critic: algorithm.advantage does not read values; remove the section or use kind: gae")
+        advantage = self.algorithm.advantage
+        if reads_values(advantage) and self.critic is None:
+            raise ValueError(f"algorithm.advantage {advantage.kind} reads values: add a critic section (critic: {{}} takes all defaults)")
+        if self.critic is not None and not reads_values(advantage):
+            remedy = "name values in its columns" if isinstance(advantage, CustomAdvantage) else "use kind: gae"
+            raise ValueError(f"critic: algorithm.advantage {advantage.kind} does not read values; remove the section or {remedy}")
         kl = self.algorithm.kl
         if ACTOR_BASE in self.references:
             raise ValueError(f"references.{ACTOR_BASE}: this name means the actor's own model without its adapters; give the instance another one")
@@ -96,8 +97,36 @@ class RunSettings(Section):
         if rows < self.algorithm.num_minibatches:
             raise ValueError(f"algorithm.num_minibatches {self.algorithm.num_minibatches} exceeds the batch's {rows} trajectories")
         is_task_trained = self.algorithm.distillation is None or self.algorithm.distillation.task_coef > 0
-        if is_task_trained and not isinstance(self.algorithm.advantage, GaeAdvantage | RemaxAdvantage) and self.sampling.num_responses < 2:
+        if is_task_trained and compares_responses(self.algorithm.advantage) and self.sampling.num_responses < 2:
             raise ValueError(f"sampling.num_responses must be at least 2: {self.algorithm.advantage.kind} compares responses within a group")
+        return self
+
+    @model_validator(mode="after")
+    def _advantage_gets_its_rewards(self) -> Self:
+        advantage, scorers = self.algorithm.advantage, {name: component.scorer for name, component in self.reward.components.items()}
+        adds_kl = self.algorithm.kl is not None and self.algorithm.kl.placement == "reward"
+        if isinstance(advantage, PassAtKAdvantage) and advantage.k > self.sampling.num_responses:
+            raise ValueError(f"algorithm.advantage.k {advantage.k} exceeds sampling.num_responses {self.sampling.num_responses}; lower it")
+        if isinstance(advantage, GrpoAdvantage) and advantage.supervision == "process":
+            if scorers and not any(
+                isinstance(scorer, ExternalScorer) or (isinstance(scorer, FunctionScorer) and scorer.token_rewards) for scorer in scorers.values()
+            ):
+                raise ValueError(
+                    "algorithm.advantage.supervision process compares rewarded steps, and no scorer gives token_rewards; use one that does, or outcome"
+                )
+            if adds_kl:
+                raise ValueError("algorithm.kl.placement reward would make a step of every token under supervision process; use placement loss")
+        if isinstance(advantage, GdpoAdvantage):
+            unknown = sorted(name for name in advantage.weights if scorers and name.partition("/")[0] not in scorers)
+            if unknown or not (scorers or advantage.weights):
+                raise ValueError(
+                    f"algorithm.advantage.weights: gdpo weighs reward components, {unknown or 'none'} named, {sorted(scorers)} under reward.components"
+                )
+            shaping = self.algorithm.shaping.model_dump(include={"clip_min", "clip_max", "normalize", "overlong"}, exclude_none=True)
+            if adds_kl or shaping:
+                raise ValueError(
+                    f"algorithm.advantage gdpo reads the reward's components, which {sorted(shaping) or 'KL in the reward'} does not reach; remove it"
+                )
         return self
 
     @model_validator(mode="after")

@@ -18,6 +18,8 @@ def custom(batch: ScoredBatch, function: str, options: Mapping[str, Any], search
     result = load_function(function, "algorithm.advantage.function", search_path)(batch, **options)
     if not isinstance(result, Estimate):
         raise InvalidInputError(f"algorithm.advantage.function {function!r} returned {type(result).__name__}; return an Estimate")
+    if result.returns_N is None and "values" in batch.columns:
+        raise InvalidInputError(f"algorithm.advantage.function {function!r} reads values and gave no returns_N; the critic is trained on those")
     returns_N = None if result.returns_N is None else _checked(batch, result.returns_N, function, "returns_N")
     return Estimate(_checked(batch, result.advantages_N, function, "advantages_N"), returns_N)
 
