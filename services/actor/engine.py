@@ -106,8 +106,9 @@ class PolicySteps:
         num_base = len(share.microbatches) if BASE in policy_columns(section) else 0
         passes = 2 if self._covariance else 1
         counted = Counted(progress, len(share.microbatches) * section.num_epochs * passes + len(ahead) + num_base)
-        _add_old_logprobs(bench, later, ahead)
-        counted.advance(len(ahead))
+        if ahead:
+            _add_old_logprobs(bench, later, ahead)
+            counted.advance(len(ahead))
         if BASE in policy_columns(section):
             for minibatch in share.minibatches:
                 minibatch.add_column(BASE, _logprobs(bench.engine.forward(minibatch.microbatches, base=True)))
@@ -244,9 +245,9 @@ def _on_policy(row: Mapping[str, Array], versions: frozenset[int]) -> dict[str, 
 
 
 def _add_old_logprobs(bench: Bench, minibatches: Sequence[Minibatch], ahead: Sequence[Microbatch]) -> None:
-    """Computes old_logprobs of the microbatches `ahead`, all those of `minibatches` or none, before the first update; a collective."""
+    """Computes old_logprobs of the microbatches `ahead`, all those of `minibatches`, before the first update; a collective."""
     outputs = iter(bench.engine.forward(ahead))
-    for minibatch in minibatches if ahead else ():
+    for minibatch in minibatches:
         minibatch.add_column(OLD, _logprobs([next(outputs) for _ in minibatch.microbatches]))
 
 

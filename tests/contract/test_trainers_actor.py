@@ -304,6 +304,32 @@ async def test_mismatch_is_told_apart_for_trajectories_of_the_trained_weights(st
     assert values_of(second)["actor/mismatch_all_max"] > 1e-4
 
 
+@pytest.mark.parametrize("proximal", ["recompute", "bypass"])
+async def test_the_proximal_policy_is_recomputed_or_the_sampler(store: StoreUnderTest, make_run: MakeRun, batches: Batches, proximal: str) -> None:
+    """In the second step the actor is no longer the sampler; two mini-batches would cost a pass ahead of the updates."""
+    algorithm = {"groups_per_batch": 4, "num_minibatches": 2, "correction": {"proximal": proximal}}
+    async with served_actor(make_run(algorithm=algorithm), store) as (rig, actor):
+        first = await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest=batches.sealed(0).digest))
+        batches.commit(first)
+        bench, batch = rig.engine.bench, batches.sealed(1)
+        flops = bench.engine.flops_done
+        metrics = values_of(await train(actor, TrainRequest(ctl=store.ledger.ctl, step=1, digest=batch.digest)))
+        num_passes = (bench.engine.flops_done - flops) / bench.flops.forward.costs([row.num_tokens for row in batch.rows]).sum()
+    assert num_passes == pytest.approx(3.35 if proximal == "recompute" else 2.85, abs=0.2)  # the head runs over scored tokens only
+    assert metrics["actor/mismatch_all_max"] > 1e-4
+    assert metrics["actor/mismatch_kl"] > 0
+    assert 0 < metrics["actor/ess_sequences"] <= metrics["actor/ess_tokens"] + 1e-3 <= 1.001
+    assert metrics["actor/sampler_perplexity"] == pytest.approx(metrics["actor/trainer_perplexity"], rel=0.2)
+    assert metrics["actor/sampler_ratio_min"] <= metrics["actor/sampler_ratio_p01"] <= metrics["actor/sampler_ratio_p99"] <= metrics["actor/sampler_ratio_max"]
+    assert metrics["actor/probs_correlation"] > 0.9
+    assert metrics["actor/rejected_tokens"] == metrics["actor/rejected_sequences"] == 0
+    if proximal == "bypass":
+        assert metrics["actor/correction_weight"] == 1.0
+        assert metrics["actor/old_kl"] == pytest.approx(metrics["actor/mismatch_kl"], rel=1e-3)
+    else:
+        assert metrics["actor/old_kl"] < metrics["actor/mismatch_kl"]
+
+
 async def test_a_restored_actor_goes_on_as_if_it_had_never_stopped(store: StoreUnderTest, make_run: MakeRun, batches: Batches, tmp_path: Path) -> None:
     ctl, path = store.ledger.ctl, str(tmp_path / "checkpoints" / "actor")
     zero = TrainRequest(ctl=ctl, step=0, digest=batches.sealed(0).digest)

@@ -15,9 +15,9 @@ from rolecall.algorithms.correction.mismatch import Mismatch, MismatchSums, mism
 def measured(sampler: list[list[float]], trainer: list[list[float]], masks: list[list[bool]] | None = None) -> Mismatch | None:
     """Of ragged probabilities."""
     index = torch.tensor([s for s, row in enumerate(sampler) for _ in row])
-    flat = [torch.tensor([p for row in rows for p in row], dtype=torch.float64).log() for rows in (sampler, trainer)]
+    sampled, trained = (torch.tensor([p for row in rows for p in row], dtype=torch.float64).log() for rows in (sampler, trainer))
     mask = torch.tensor([flag for row in masks or [[True] * len(row) for row in sampler] for flag in row], dtype=torch.bool)
-    return mismatch(mismatch_sums(*flat, mask, index, len(sampler)))
+    return mismatch(mismatch_sums(sampled, trained, mask, index, len(sampler)))
 
 
 def test_mismatch_by_hand() -> None:
@@ -88,9 +88,9 @@ def test_sums_of_parts_amount_to_what_a_loop_finds_in_the_whole(lengths: list[in
     total = MismatchSums()
     for start, stop in pairwise(cuts):
         index = torch.tensor([s for s, row in enumerate(sampler[start:stop]) for _ in row])
-        flat = [torch.tensor([x for row in rows[start:stop] for x in row], dtype=torch.float64) for rows in (sampler, trainer)]
+        sampled, trained = (torch.tensor([x for row in rows[start:stop] for x in row], dtype=torch.float64) for rows in (sampler, trainer))
         mask = torch.tensor([flag for row in masks[start:stop] for flag in row], dtype=torch.bool)
-        total += mismatch_sums(*flat, mask, index, stop - start)
+        total += mismatch_sums(sampled, trained, mask, index, stop - start)
     result = mismatch(total)
     assert result is not None
     assert {name: value for name, value in vars(result).items() if name != "correlation"} == pytest.approx(slow(sampler, trainer, masks), rel=1e-6, abs=1e-9)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rolecall.algorithms.aggregation import Counts
-from rolecall.settings import AlgorithmSection, CorrectionSection, KlSection, TokenWeight
+from rolecall.settings import AlgorithmSection, CorrectionSection, KlSection, RatioBand, TokenWeight
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.objectives import PolicyObjective, ValueObjective, policy_columns
 from rolecall.training.packing import pack
@@ -59,6 +59,30 @@ def test_without_old_logprobs_the_policy_is_compared_with_itself() -> None:
     assert logprobs.grad.tolist() == [0.0, -0.5, -1.5]
     assert metrics.values()["actor/ratio"] == 1.0
     assert metrics.values()["actor/sampler_kl"] == pytest.approx((math.exp(0.5) - 1 - 0.5) / 2, rel=1e-5)
+
+
+def test_bypass_with_one_minibatch_is_ppo_against_the_sampler() -> None:
+    rows: dict[str, list[float]] = {"advantages": [0, 1, -3], "rollout_logprobs": [0, -1.2, -1.9]}
+    gradients = []
+    against = {**rows, "old_logprobs": rows["rollout_logprobs"]}
+    weighed = CorrectionSection(weight=TokenWeight(cap=None))  # the proximal policy is the policy: the weight is the ratio, while no clip binds
+    for correction, columns in ((CorrectionSection(proximal="bypass"), against), (None, against), (weighed, rows)):
+        logprobs = torch.tensor([0.0, -1.0, -2.0], requires_grad=True)
+        objective = PolicyObjective(AlgorithmSection(groups_per_batch=1, correction=correction), Counts(2, 1), Coefficients(), 1)
+        loss, _ = objective(microbatch(**columns), TokenOutputs(logprobs, torch.zeros(3)))
+        gradients.append(torch.autograd.grad(loss, logprobs)[0])
+    torch.testing.assert_close(gradients[0], gradients[1])
+    torch.testing.assert_close(gradients[0], gradients[2])
+    assert gradients[0][1] == pytest.approx(-math.exp(0.2) / 2)
+
+
+def test_what_is_rejected_is_counted_by_token_and_by_response() -> None:
+    correction = CorrectionSection(reject=(RatioBand(over="token", low=0.5, high=2.0),))
+    objective = PolicyObjective(AlgorithmSection(groups_per_batch=1, correction=correction), Counts(2, 1), Coefficients(), 1)
+    for rollout, tokens, responses in (([0.0, -1.0, -9.0], 0.5, 0.0), ([0.0, -9.0, -9.0], 1.0, 1.0)):
+        _, metrics = objective(microbatch(advantages=[0, 1, 3], rollout_logprobs=rollout), outputs(0, -1, -2))
+        assert metrics.values()["actor/rejected_tokens"] == tokens
+        assert metrics.values()["actor/rejected_sequences"] == responses
 
 
 def test_a_kl_that_shapes_rewards_asks_the_trainer_for_nothing() -> None:
