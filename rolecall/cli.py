@@ -1,4 +1,4 @@
-"""The `rolecall` command: train, check and serve from a configuration; status, watch, pause, resume and stop a run; audit its ledger; export a checkpoint.
+"""The `rolecall` command: warm-start, train, check and serve from a configuration; status, watch, pause, resume and stop a run; audit its ledger; export.
 
 Parses arguments and the configuration first and imports heavy things after, so that --help and mistakes are answered at once.
 Exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted.
@@ -52,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("config", type=Path, metavar="CONFIG", help="the run's YAML file")
     for reader in (train, check):
         reader.add_argument("--recipe", type=Path, metavar="FILE", help="a method's keys (examples/recipes/), for what the file does not set itself")
+    sft = command("sft", "warm-start a model on prompts with responses, for a run to start from", _OVERRIDES)
+    sft.add_argument("--config", type=Path, required=True, metavar="FILE", help="the warm start's YAML file (rolecall/settings/sft.py)")
+    sft.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in run.dir")
     serve = command("serve", "run one role: rolecall serve ROLE --config FILE [--name INSTANCE]", _OVERRIDES)
     serve.add_argument("role", choices=ROLES, metavar="ROLE", help=", ".join(ROLES))
     for name, help in [
@@ -85,6 +88,13 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
         require(settings)
         return train(settings, arguments.config, resume=arguments.resume)
+    if arguments.command == "sft":
+        from rolecall.settings import load_sft_settings
+
+        sft_settings = load_sft_settings(arguments.config, overrides_from(rest))
+        from rolecall.sft import warm_start
+
+        return warm_start(sft_settings, resume=arguments.resume)
     if rest:
         from rolecall.errors import ConfigError
 

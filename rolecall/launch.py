@@ -9,7 +9,7 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ import yaml
 from rolecall.disk import writing
 from rolecall.errors import NotFoundError, RunExistsError, RunLockedError
 from rolecall.processes import Worker
-from rolecall.settings import RunSettings, ServiceSection, TrainerSection
+from rolecall.settings import RunSettings, ServiceSection, SftSettings, TrainerSection
 
 _PORTS = range(20_000, 32_768)
 """Where free ports are looked for: below those that the kernel lends to outgoing connections, so that none takes the port of a role that is being
@@ -28,7 +28,7 @@ restarted (and a client that calls it meanwhile does not, as TCP allows, connect
 _Service = TypeVar("_Service", bound=ServiceSection)
 
 
-def prepare_run_dir(settings: RunSettings, *, resume: bool) -> int:
+def prepare_run_dir(settings: RunSettings | SftSettings, *, resume: bool) -> int:
     """Makes the run directory and returns a descriptor that holds its lock for as long as this process lives.
 
     RunExistsError when it holds a run and `resume` is false, NotFoundError when it does not and it is true, RunLockedError when a launcher works in it."""
@@ -49,7 +49,7 @@ def _lock(directory: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(lock)
-        raise RunLockedError(f"another `rolecall train` works in {directory}; stop it first, or name another with --run.dir") from error
+        raise RunLockedError(f"another `rolecall train` or `sft` works in {directory}; stop it first, or name another with --run.dir") from error
     return lock
 
 
@@ -67,7 +67,7 @@ def resolve(settings: RunSettings, config_path: Path) -> RunSettings:
     return settings.model_copy(update=changes)
 
 
-def write_config(settings: RunSettings) -> Path:
+def write_config(settings: RunSettings | SftSettings) -> Path:
     """Writes the resolved configuration, without the store's URL, to <run dir>/config.yaml, readable by the owner alone."""
     path = settings.run.dir / "config.yaml"
     text = yaml.safe_dump(settings.model_dump(mode="json", exclude={"store": {"url"}}), sort_keys=False)
@@ -91,14 +91,26 @@ def plan_workers(configured: RunSettings, resolved: RunSettings, store_url: str,
 
 def _worker(module: str, name: str, resolved: RunSettings, store_url: str, section: ServiceSection | None) -> Worker:
     arguments = [module, "--config", str(resolved.run.dir / "config.yaml"), "--name", name]
-    command = [sys.executable, "-P", "-m", *arguments]
     num_ranks = section.num_ranks if isinstance(section, TrainerSection) else 1
-    if num_ranks > 1:
-        torchrun = ["torch.distributed.run", "--nnodes=1", f"--nproc-per-node={num_ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-        command = [sys.executable, "-P", "-m", *torchrun, "--local-addr=127.0.0.1", "-m", *arguments]
     # "1", not our pid: the role's own children (ranks under torchrun, engine processes) read it too and are tied to their own parent.
     environment = {**role_environment(section), "ROLECALL_STORE_URL": store_url, "ROLECALL_DIE_WITH_PARENT": "1"}
-    return Worker(module.rpartition(".")[2], name, tuple(command), environment, resolved.run.dir / "logs" / f"{name}.log", through_torchrun=num_ranks > 1)
+    return Worker(
+        module.rpartition(".")[2],
+        name,
+        ranks_command(num_ranks, arguments),
+        environment,
+        resolved.run.dir / "logs" / f"{name}.log",
+        through_torchrun=num_ranks > 1,
+    )
+
+
+def ranks_command(num_ranks: int, arguments: Sequence[str]) -> tuple[str, ...]:
+    """The module and arguments `arguments` as that many ranks, through torchrun where they are several."""
+    command = [sys.executable, "-P", "-m"]
+    if num_ranks > 1:
+        command += ["torch.distributed.run", "--nnodes=1", f"--nproc-per-node={num_ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+        command += ["--local-addr=127.0.0.1", "-m"]
+    return (*command, *arguments)
 
 
 def role_environment(section: ServiceSection | None) -> dict[str, str]:

@@ -34,10 +34,10 @@ class ChatTokenizer:
         self.digest = hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()
         """Hex digest of the tokenizer and its template."""
 
-    def render(self, messages: Sequence[dict[str, str]]) -> str:
-        """The conversation as the text that is tokenized, generation prompt included. InvalidInputError when the template refuses it."""
+    def render(self, messages: Sequence[dict[str, str]], *, generate: bool = True) -> str:
+        """The conversation as the text that is tokenized, generation prompt included if `generate`. InvalidInputError when the template refuses it."""
         try:
-            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate))
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in messages)
             raise InvalidInputError(f"the chat template cannot render the turns {roles} ({error}); mend the conversation or the template") from error

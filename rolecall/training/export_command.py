@@ -11,7 +11,7 @@ from pathlib import Path
 from rolecall.checkpoints import Committed, RunCheckpoints, read_committed
 from rolecall.cli import print_error
 from rolecall.errors import CheckpointMissingError, ConfigError, RoleCallError
-from rolecall.settings import load_settings
+from rolecall.settings import checkpoints_of
 from rolecall.storage import open_storage
 
 
@@ -46,7 +46,7 @@ def find(place: str) -> Committed:
         return read_committed(storage)
     except CheckpointMissingError:
         config = Path(place) / "config.yaml"
-        url = load_settings(config).run.checkpoints if config.is_file() else place
+        url = checkpoints_of(config) if config.is_file() else place
         latest = RunCheckpoints(open_storage(url), 1).latest()
     if latest is None:
         raise CheckpointMissingError(f"{url} holds no committed checkpoint; name a run directory, a folder of checkpoints, or one of its steps")

@@ -57,25 +57,31 @@ class Effort:
             metrics.sum(f"{role}/tokens", num_tokens)
 
 
-def optimize(place: Workplace, share: TrainShare, objective: Callable[[Minibatch], Loss], num_epochs: int, counted: Counted, role: str) -> tuple[Metrics, int]:
+def optimize(
+    place: Workplace, share: TrainShare, objective: Callable[[Minibatch], Loss], num_epochs: int, counted: Counted, role: str, *, entropy: bool = True
+) -> tuple[Metrics, int]:
     """Every mini-batch of every epoch: gradients, then one optimizer step. This rank's metrics and the number of skipped steps. A collective.
+
+    `entropy`: whether the objective reads it.
 
     Whatever fails here leaves a step that is partly applied: it ends the role, as a RuntimeError, which is never an answer (lane.py), or an OutOfMemoryError.
     """
     try:
-        return _updates(place, share, objective, num_epochs, counted, role)
+        return _updates(place, share, objective, num_epochs, counted, role, entropy)
     except OutOfMemoryError:
         raise
     except RoleCallError as error:
         raise RuntimeError(f"a step failed when it may have been partly applied: {error.message}") from error
 
 
-def _updates(place: Workplace, share: TrainShare, objective: Callable[[Minibatch], Loss], num_epochs: int, counted: Counted, role: str) -> tuple[Metrics, int]:
+def _updates(
+    place: Workplace, share: TrainShare, objective: Callable[[Minibatch], Loss], num_epochs: int, counted: Counted, role: str, entropy: bool
+) -> tuple[Metrics, int]:
     metrics, skipped = Metrics(), 0
     for _ in range(num_epochs):
         for minibatch in share.minibatches:
             loss = _counting(objective(minibatch), counted)
-            metrics.merge(place.engine.forward_backward(minibatch.microbatches, loss, entropy=True))
+            metrics.merge(place.engine.forward_backward(minibatch.microbatches, loss, entropy=entropy))
             outcome = place.engine.step()
             skipped += not outcome.applied
             if place.group.leads and outcome.applied:
