@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, PositiveFloat, model_validator
 
+from rolecall.settings.plugin import PluginSection
 from rolecall.settings.section import NonNegativeFloat, Section, UnitFloat
 
 
@@ -125,8 +126,18 @@ class ReinforceLoss(Section):
     kind: Literal["reinforce"] = "reinforce"
 
 
+class CustomLoss(PluginSection):
+    """Your own loss, `def f(batch: PolicyBatch, **options) -> TokenLosses` of rolecall.algorithms.losses, called on the actor's ranks once per microbatch.
+
+    examples/custom_loss shows one."""
+
+    kind: Literal["custom"] = "custom"
+    columns: tuple[str, ...] = ()
+    """Per-token columns of the rows that it reads from `batch.columns`, as token_rewards, values or <reference>/logprobs."""
+
+
 PolicyLossSection: TypeAlias = Annotated[
-    PpoLoss | GspoLoss | CispoLoss | GmpoLoss | SapoLoss | ClipCovLoss | KlCovLoss | DppoTvLoss | DppoKlLoss | DroLoss | ReinforceLoss,
+    PpoLoss | GspoLoss | CispoLoss | GmpoLoss | SapoLoss | ClipCovLoss | KlCovLoss | DppoTvLoss | DppoKlLoss | DroLoss | ReinforceLoss | CustomLoss,
     Field(discriminator="kind"),
 ]
 

@@ -22,7 +22,7 @@ from rolecall.algorithms.losses.distillation import forward_topk_kl_N
 from rolecall.algorithms.losses.entropy import entropy_bonus
 from rolecall.algorithms.losses.supervised import supervised_loss
 from rolecall.algorithms.losses.value import value_loss
-from rolecall.settings import TEACHER, Aggregation, AlgorithmSection, DistillationSection
+from rolecall.settings import TEACHER, Aggregation, AlgorithmSection, CustomLoss, DistillationSection
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.trajectory import TOPK_IDS, TOPK_LOGPROBS, reference_column
@@ -35,7 +35,8 @@ VALUE_COLUMNS = ("loss_mask", "values", "returns")
 def policy_columns(algorithm: AlgorithmSection) -> tuple[str, ...]:
     """What PolicyObjective reads. `old_logprobs` may be left out when the batch is one mini-batch and one epoch: then it is the policy itself."""
     reference = (reference_column(algorithm.kl.reference),) if algorithm.kl is not None and algorithm.kl.placement == "loss" else ()
-    return ("loss_mask", "advantages", "rollout_logprobs", "old_logprobs", *reference, *_teacher_columns(algorithm.distillation))
+    own = algorithm.policy_loss.columns if isinstance(algorithm.policy_loss, CustomLoss) else ()
+    return tuple(dict.fromkeys(("loss_mask", "advantages", "rollout_logprobs", "old_logprobs", *reference, *_teacher_columns(algorithm.distillation), *own)))
 
 
 def _teacher_columns(distillation: DistillationSection | None) -> tuple[str, ...]:

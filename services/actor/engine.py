@@ -14,9 +14,10 @@ import torch
 from rolecall.algorithms.advantages import needs
 from rolecall.algorithms.aggregation import sequence_index
 from rolecall.algorithms.correction.mismatch import MismatchSums, mismatch, mismatch_sums, spread
+from rolecall.algorithms.losses.custom import load
 from rolecall.algorithms.selection import token_keys
 from rolecall.errors import OutOfOrderError, StaleVersionError
-from rolecall.settings import ACTOR_BASE, CovarianceLoss, RunSettings
+from rolecall.settings import ACTOR_BASE, CovarianceLoss, CustomLoss, RunSettings
 from rolecall.store.connection import Connection
 from rolecall.telemetry import Metrics
 from rolecall.training.applied import Applied
@@ -73,6 +74,8 @@ class PolicySteps:
         self._seed = settings.run.seed
         loss = settings.algorithm.policy_loss
         self._covariance = loss if isinstance(loss, CovarianceLoss) else None
+        if isinstance(loss, CustomLoss):
+            load(loss)  # not there: known at the start
 
     def encode(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> list[dict[str, Array]]:
         """ColumnRecipe.encode."""

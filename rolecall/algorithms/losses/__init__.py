@@ -9,6 +9,7 @@ Shapes: N tokens of one microbatch, packed.
 from rolecall.algorithms.losses.batch import PolicyBatch, TokenLosses
 from rolecall.algorithms.losses.cispo import cispo
 from rolecall.algorithms.losses.covariance import clip_cov, kl_cov
+from rolecall.algorithms.losses.custom import custom
 from rolecall.algorithms.losses.dppo import dppo_kl, dppo_tv
 from rolecall.algorithms.losses.dro import dro
 from rolecall.algorithms.losses.gmpo import gmpo
@@ -19,6 +20,7 @@ from rolecall.algorithms.losses.sapo import sapo
 from rolecall.settings import (
     CispoLoss,
     ClipCovLoss,
+    CustomLoss,
     DppoKlLoss,
     DppoTvLoss,
     DroLoss,
@@ -59,3 +61,5 @@ def token_losses(section: PolicyLossSection, batch: PolicyBatch) -> TokenLosses:
             return dro(batch, beta=section.beta)
         case ReinforceLoss():
             return reinforce(batch)
+        case CustomLoss():
+            return custom(batch, section)
