@@ -83,8 +83,9 @@ Rejection: TypeAlias = Annotated[RatioBand | DivergenceBound, Field(discriminato
 class CorrectionSection(Section):
     """Off-policy correction of the policy loss (docs/adr/0028-corrected-by-default.md).
 
-    Sampler and trainer compute the same policy with other kernels (bfloat16: a few tokens in a thousand differ much) and, with max_staleness, other weights.
-    By default tokens are weighed, up to 2, and nothing is rejected. A rejected token weighs 0 and still counts in the loss's normaliser.
+    Sampler and trainer compute the same policy with other kernels (in bfloat16 rare tokens differ widely) and, with max_staleness, other weights. By default
+    tokens are weighed, up to 2: what a clip of 0.28 may raise a ratio by in three steps, so that a staleness of 1 to 4 passes and a broken token counts at most
+    twice. In float32 and in step the weights are 1. Nothing is rejected; a rejected token would weigh 0 and still count in the loss's normaliser.
     """
 
     weight: CorrectionWeight | None = TokenWeight()
