@@ -21,25 +21,29 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from rolecall.algorithms.aggregation import Counts
+from rolecall.algorithms.selection import token_keys
 from rolecall.errors import RoleCallError
 from rolecall.settings import (
     Aggregation,
     AlgorithmSection,
     CorrectionSection,
+    CovarianceLoss,
     KlSection,
     LoraSection,
     OptimizerSection,
     ParallelSection,
-    PpoLoss,
     child_environment,
 )
 from rolecall.telemetry import Metrics
 from rolecall.training.device import RankSpec, start_rank, stop_rank
-from rolecall.training.engine import Loss, TokenOutputs
+from rolecall.training.engine import Loss, Microbatch, TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
+from rolecall.training.group import CommandGroup
 from rolecall.training.objectives import VALUE_COLUMNS, PolicyObjective, SupervisedObjective, ValueObjective, policy_columns
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing import Row, local_counts, pack, plan_batch, unpack
+from rolecall.training.selection import KEYS, select
+from rolecall.training.share import Minibatch
 from rolecall.v1.training_pb2 import TrainResult
 from rolecall.v1.trajectory_pb2 import Coefficients
 
@@ -63,6 +67,7 @@ class Job:
     out: str
     """Folder where rank 0 writes gradients.safetensors or weights.safetensors."""
     objective: Objective = "policy"
+    policy_loss: dict[str, Any] = field(default_factory=lambda: {"kind": "ppo", "dual_clip": 3.0})
     aggregation: Aggregation = "token_mean"
     token_budget: int = 1_000_000
     seed: int = 0
@@ -107,22 +112,17 @@ def read_rows(path: Path) -> tuple[list[Row], list[float]]:
     return list(rows), temperatures
 
 
-def policy_algorithm(aggregation: Aggregation) -> AlgorithmSection:
+def policy_algorithm(job: Job) -> AlgorithmSection:
     """Every piece of the policy's objective at once."""
-    return AlgorithmSection(
-        groups_per_batch=1,
-        policy_loss=PpoLoss(dual_clip=3.0),
-        aggregation=aggregation,
-        kl=KlSection(reference="ref", kl_coef=0.1),
-        correction=CorrectionSection(),
-    )
+    pieces = {"kl": KlSection(reference="ref", kl_coef=0.1), "correction": CorrectionSection()}
+    return AlgorithmSection.model_validate({"groups_per_batch": 1, "policy_loss": job.policy_loss, "aggregation": job.aggregation, **pieces})
 
 
 def make_loss(job: Job, counts: Counts) -> tuple[Loss, tuple[str, ...]]:
     """The objective of `job` and the columns it reads."""
     match job.objective:
         case "policy":
-            algorithm = policy_algorithm(job.aggregation)
+            algorithm = policy_algorithm(job)
             return PolicyObjective(algorithm, counts, Coefficients(kl_coef=0.1, entropy_coef=0.01), LENGTH), policy_columns(algorithm)
         case "supervised":
             return SupervisedObjective(counts, job.aggregation), ("loss_mask",)
@@ -169,6 +169,9 @@ class Rank:
             ]
             for indices, microbatch, output in zip(plan.microbatches, packed, engine.forward(packed, entropy=True), strict=True):
                 outputs.update(zip(indices, _columns(output, microbatch.lengths), strict=True))
+            covariance = policy_algorithm(job).policy_loss
+            if isinstance(covariance, CovarianceLoss):
+                packed = _with_selected(engine, packed, covariance, plan.microbatches)
             metrics = engine.forward_backward(packed, loss, entropy=True)
             losses.append(_summed_loss(metrics))
             if job.optimizer is None:
@@ -259,6 +262,16 @@ def living_ranks(world_size: int, folder: Path) -> Iterator[Ranks]:
                 process.kill()
             for process in processes:
                 process.communicate()
+
+
+def _with_selected(engine: FsdpEngine, packed: list[Microbatch], loss: CovarianceLoss, microbatches: Sequence[Sequence[int]]) -> list[Microbatch]:
+    """`packed` with the tokens that `loss` singles out; a collective."""
+    minibatch = Minibatch(packed, Counts(0, 0))
+    keys = [[token_keys(str(i), length) for i, length in zip(rows, each.lengths, strict=True)] for rows, each in zip(microbatches, packed, strict=True)]
+    minibatch.add_column(KEYS, [torch.from_numpy(np.concatenate(each)) for each in keys if each])
+    group = CommandGroup.of_default(slot_size=engine.layout.world_size // engine.layout.data_size)
+    select(group, minibatch, loss, engine.forward(packed))
+    return minibatch.microbatches
 
 
 def _columns(output: Any, lengths: tuple[int, ...]) -> list[Any]:

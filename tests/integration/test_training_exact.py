@@ -210,6 +210,36 @@ def test_gradients_do_not_depend_on_the_layout_over_ranks(
     assert_same(gradients, expected)
 
 
+LOSSES: list[dict[str, Any]] = [
+    {"kind": "gspo", "clip_eps_low": 0.05, "clip_eps_high": 0.1},
+    {"kind": "cispo"},
+    {"kind": "gmpo"},
+    {"kind": "sapo"},
+    {"kind": "clip_cov", "fraction": 0.2, "cov_low": 0.1, "clip_eps_low": 0.7},
+    {"kind": "kl_cov", "fraction": 0.1},
+    {"kind": "dppo_tv", "max_divergence": 1e-3},
+    {"kind": "dppo_kl", "max_divergence": 1e-4},
+    {"kind": "dro", "beta": 0.5},
+    {"kind": "reinforce"},
+]
+"""Every other policy loss; bounds that the tiny model's probabilities cross."""
+
+
+@pytest.mark.parametrize("policy_loss", LOSSES, ids=lambda section: section["kind"])
+def test_every_policy_loss_has_one_ranks_gradients_on_many_and_under_other_cuts(bench: Bench, ranks: dict[int, Ranks], policy_loss: dict[str, Any]) -> None:
+    job = bench.job("dense", *make_rows(bench, "dense", (SHAPE, 11)), policy_loss=policy_loss, aggregation="seq_mean_token_mean")
+    whole, expected = bench.alone(job)
+    if policy_loss["kind"] in ("clip_cov", "kl_cov"):
+        assert 0 < whole.metrics["actor/selected_fraction"] <= policy_loss["fraction"]
+    cut, gradients = bench.alone(replace(job, token_budget=30, seed=3))
+    assert_same_answer(cut, whole)
+    assert_same(gradients, expected)
+    for layout in (Layout(2, {}), Layout(2, {"sequence": 2}), Layout(4, {})):
+        spread, gradients = bench.spread(ranks[layout.world_size], replace(job, parallel=layout.parallel, token_budget=25, seed=5))
+        assert_same_answer(spread, whole)
+        assert_same(gradients, expected)
+
+
 SHAPE: list[Shape] = [
     (9, 3, True, False),
     (24, 8, True, False),
