@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import numpy as np
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.server import Server
@@ -53,18 +53,22 @@ def settings_tree(store: StoreUnderTest, model: Path, run_dir: Path, **sections:
     return tree | sections
 
 
+def true_distribution(model: Path, token_ids: Array, temperature: float) -> Array:
+    """float32 [T, V] by plain transformers: the oracle's log-probabilities of every id in the place of token t; row 0 is zeros."""
+    with torch.no_grad():
+        logits = _network(model)(torch.from_numpy(token_ids.astype(np.int64))[None]).logits[0] / temperature
+    log_p = np.asarray(torch.log_softmax(logits, -1).numpy(), np.float32)
+    return np.concatenate([np.zeros_like(log_p[:1]), log_p[:-1]])
+
+
 def true_logprobs(model: Path, token_ids: Array, temperature: float) -> Array:
     """float32 [T] by plain transformers: the oracle."""
-    network = _network(model)
-    with torch.no_grad():
-        logits = network(torch.from_numpy(token_ids.astype(np.int64))[None]).logits[0] / temperature
-    logprobs = torch.log_softmax(logits[:-1], -1).gather(1, torch.from_numpy(token_ids[1:].astype(np.int64))[:, None])[:, 0]
-    return np.concatenate([np.zeros(1, np.float32), np.asarray(logprobs.numpy(), np.float32)])
+    return np.take_along_axis(true_distribution(model, token_ids, temperature), token_ids.astype(np.int64)[:, None], 1)[:, 0]
 
 
 @functools.cache
-def _network(model: Path) -> Qwen3ForCausalLM:
-    return Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+def _network(model: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
 
 @dataclass
