@@ -28,10 +28,12 @@ from rolecall.storage import open_storage
 from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
 from rolecall.store.sealed import read_sealed
+from rolecall.telemetry import Metrics
 from rolecall.tokenizer import ChatTokenizer
 from rolecall.training.fence import Fence
 from rolecall.v1 import actor_pb2, actor_pb2_grpc, controller_pb2, controller_pb2_grpc, critic_pb2_grpc, reward_pb2_grpc, rollout_pb2_grpc, weights_pb2
 from rolecall.v1 import training_pb2 as pb
+from rolecall.v1.trajectory_pb2 import TrainBatch
 from rolecall.wire import Array, encode_tensor
 from services.controller.engine import ControllerEngine
 from services.controller.service import ControllerServicer
@@ -80,9 +82,13 @@ class LightTrainer:
             await asyncio.to_thread(self.store.rows.read, list(batch.rows), ["token_ids", "advantages", "loss_mask"])
             yield pb.TrainResponse(progress=pb.TrainProgress(num_done=1, num_total=1))
             self.trained += [ref.id for ref in batch.rows]
-            self.records.append(pb.TrainResult(step=request.step, digest=batch.digest))
+            self.records.append(pb.TrainResult(step=request.step, digest=batch.digest, metrics=self.metrics_of(batch).to_proto()))
             self.step += 1
         yield pb.TrainResponse(result=self.records[request.step])
+
+    def metrics_of(self, batch: TrainBatch) -> Metrics:
+        """What the step says of itself."""
+        return Metrics()
 
     async def save(self, request: pb.SaveTrainerCheckpointRequest) -> AsyncIterator[pb.SaveTrainerCheckpointResponse]:
         if self.disk_is_full:

@@ -442,14 +442,6 @@ async def test_too_many_dead_letters_end_the_run_and_the_last_is_named(store: St
     assert latest is not None
 
 
-async def test_groups_without_signal_are_replaced_up_to_their_budget(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
-    algorithm = {"groups_per_batch": 4, "drop_groups_without_signal": True, "max_dropped_groups_per_step": 5}
-    async with light_run(store, tmp_path, make_settings, score=lambda item: 1.0, algorithm=algorithm) as run:
-        async with run.controller() as (_, running), run.rollout("rollout-0"):
-            with pytest.raises(BudgetSpentError, match="groups without signal"):
-                await asyncio.wait_for(running, RUN_S)
-
-
 async def test_a_torn_receiver_gets_the_weights_again_under_a_new_version(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
     async with light_run(store, tmp_path, make_settings) as run, run.controller() as (_, running), run.rollout("rollout-0") as engine:
         engine.failures.append(RoleCallError("the load broke"))

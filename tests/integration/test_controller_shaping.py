@@ -1,0 +1,172 @@
+"""Whole runs with light roles whose groups are filtered, whose coefficients adapt and whose prompts are chosen by success: counts, budgets, restarts."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.errors import BudgetSpentError
+from rolecall.scores import Item
+from rolecall.settings import RunSettings
+from rolecall.storage import open_storage
+from rolecall.store.ledger import Ledger
+from rolecall.telemetry import Metrics
+from rolecall.v1 import controller_pb2 as pb
+from rolecall.v1.trajectory_pb2 import TrainBatch
+from services.controller.adaptive import AdaptiveState
+from services.controller.checkpoints import Checkpoints
+from tests.fixtures_store import StoreUnderTest
+from tests.light_roles import LightRun, LightTrainer, light_run, parity
+
+MakeSettings = Callable[..., RunSettings]
+RUN_S = 60.0
+"""Deadline of one light run, which takes a second or two on a quiet machine."""
+
+ADAPTIVE: dict[str, Any] = {
+    "groups_per_batch": 4,
+    "entropy": {"entropy_coef": 0.001, "target": 0.5, "coef_step": 0.0005},
+    "shaping": {"normalize": "running"},
+}
+
+
+def counts_of(run: LightRun) -> dict[str, int]:
+    """Groups dropped, by reason; the ledger balances, and every batch was full."""
+    counts = Ledger(run.store.connection, run.store.run).counts()
+    assert counts.admitted == counts.trained + sum(counts.dropped.values()) + counts.live
+    assert counts.trained == 4 * len(run.actor.trainer.records)
+    return dict(counts.dropped)
+
+
+def by_number(item: Item) -> float:
+    """With 0.5 for solved: of four prompts one has no signal, one is solved, one is hopeless and one depends on the response."""
+    first = item.id.endswith("/0")
+    return {0: 0.25, 1: 0.7 if first else 0.6, 2: 0.2 if first else 0.1}.get(int(item.ground_truth) % 4, parity(item))
+
+
+async def test_batches_are_full_of_groups_that_passed_and_every_drop_has_its_reason(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    filters = {"without_signal": True, "min_success_rate": 0.1, "max_success_rate": 0.9}
+    algorithm = {"groups_per_batch": 4, "max_staleness": 1, "filters": filters}
+    async with light_run(store, tmp_path, make_settings, score=by_number, algorithm=algorithm, reward={"solved_at": 0.5}) as run:
+        async with run.controller() as (_, running), run.rollout("rollout-0"):
+            await asyncio.wait_for(running, RUN_S)
+    dropped = counts_of(run)
+    assert set(dropped) == {"without_signal", "too_hard", "too_easy"}
+    assert len(run.actor.trainer.trained) == 3 * 4 * 2
+    last = run.metrics()[-1]
+    assert last["groups/without_signal"] == 0
+    assert {name: last[f"groups/dropped_{name}"] for name in dropped} == dropped
+    assert last["groups/dropped"] == sum(dropped.values())
+
+
+async def test_a_run_whose_filters_drop_too_much_ends_and_says_how_much_of_what(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    filters = {"without_signal": True, "max_dropped_per_step": 5}
+    async with light_run(store, tmp_path, make_settings, score=lambda item: 1.0, algorithm={"groups_per_batch": 4, "filters": filters}) as run:
+        async with run.controller() as (_, running), run.rollout("rollout-0"):
+            with pytest.raises(
+                BudgetSpentError, match=r"dropped 6 groups within a step \(6 without_signal\), more than algorithm\.filters\.max_dropped_per_step"
+            ):
+                await asyncio.wait_for(running, RUN_S)
+    assert counts_of(run)["without_signal"] >= 6
+
+
+class MeasuringTrainer(LightTrainer):
+    """Says an entropy that depends on what it trained."""
+
+    def metrics_of(self, batch: TrainBatch) -> Metrics:
+        metrics = Metrics()
+        metrics.mean("actor/entropy", (int(batch.digest[:4], 16) % 100) / 100)
+        return metrics
+
+
+async def states_by_step(run: LightRun) -> list[bytes]:
+    """What each step should leave, from what it was sealed with and what the actor recorded."""
+    ledger, state = Ledger(run.store.connection, run.store.run), AdaptiveState.start(run.settings.algorithm)
+    states = [b""]
+    for step, record in enumerate(run.actor.trainer.records):
+        batch = ledger.sealed(step)
+        assert batch is not None
+        coef = batch.coefficients.entropy_coef
+        assert coef in (0.0, state.control.entropy_coef), "a batch is sealed with what the step before left"
+        state = state.after(run.settings.algorithm, batch, [record])
+        states.append(state.encode())
+    return states
+
+
+async def test_what_adapts_is_carried_from_step_to_step_by_however_many_controllers(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    section = {"num_steps": 6, "checkpoint_every_steps": 1000}
+    async with light_run(store, tmp_path, make_settings, algorithm=ADAPTIVE, run=section) as run, run.rollout("rollout-0", token_s=0.002):
+        run.actor.trainer = MeasuringTrainer(store)
+        for stop_at in (1, 3, 4):
+            async with run.controller() as (stub, running):
+                while (await stub.GetRun(pb.GetRunRequest())).status.step < stop_at:
+                    assert not running.done(), running.exception()
+                    await asyncio.sleep(0.01)
+        position = Ledger(store.connection, store.run).position()
+        assert position.algorithm_state == (await states_by_step(run))[position.step]
+        async with run.controller() as (_, running):
+            kept = await asyncio.wait_for(asyncio.shield(running), RUN_S)
+            assert kept is None
+    latest = Checkpoints(open_storage(run.settings.run.checkpoints), 2).latest()
+    assert latest is not None
+    position = Ledger(store.connection, store.run).position()
+    assert latest[1].algorithm_state.encode() == position.algorithm_state
+    state = AdaptiveState.decode(run.settings.algorithm, position.algorithm_state)
+    assert state.rewards.num == 6 * 8
+    coefs = [line["algorithm/entropy_coef"] for line in run.metrics()]
+    assert len(set(coefs)) > 1, "the coefficient never moved"
+
+
+async def test_a_lineage_begins_with_the_state_of_its_checkpoint(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    async with light_run(store, tmp_path, make_settings, algorithm=ADAPTIVE, run={"num_steps": 4}) as run:
+        async with run.rollout("rollout-0"), run.controller() as (stub, _):
+            while (await stub.GetRun(pb.GetRunRequest())).status.step < 3:
+                await asyncio.sleep(0.01)
+        latest = Checkpoints(open_storage(run.settings.run.checkpoints), 2).latest()
+        assert latest is not None
+        for key in store.connection.ledger.scan_iter(f"{{rl:{store.run}*"):
+            store.connection.ledger.delete(key)
+        run.actor.trainer = LightTrainer(store)
+        async with run.controller() as (stub, _):
+            while not (await stub.GetRun(pb.GetRunRequest())).status.ledger.admitted:
+                await asyncio.sleep(0.01)
+            assert Ledger(store.connection, store.run).position().algorithm_state == latest[1].algorithm_state.encode()
+        async with run.rollout("rollout-0"), run.controller() as (_, running):
+            await asyncio.wait_for(running, RUN_S)
+    state = AdaptiveState.decode(run.settings.algorithm, Ledger(store.connection, store.run).position().algorithm_state)
+    assert state.rewards.num == 4 * 8, "each batch counts once, also those that were trained again"
+
+
+def visits(run: LightRun) -> Counter[str]:
+    """How often each prompt was admitted."""
+    lines = [json.loads(line) for line in (run.settings.run.dir / "history.jsonl").read_text().splitlines()]
+    return Counter(line["prompt"] for line in lines if line["event"] == "admitted")
+
+
+async def test_solved_prompts_are_visited_less_often_also_by_the_next_controller(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    solved = {str(number) for number in range(20)}
+
+    def score(item: Item) -> float:
+        return 1.0 if item.ground_truth in solved else parity(item) / 2
+
+    curriculum = {"max_success_rate": 0.9, "revisit_epochs": 5}
+    algorithm = {"groups_per_batch": 4, "curriculum": curriculum}
+    async with light_run(store, tmp_path, make_settings, score=score, algorithm=algorithm, run={"num_steps": 15, "checkpoint_every_steps": 100}) as run, run.rollout("rollout-0"):
+        async with run.controller() as (stub, running):
+            while (await stub.GetRun(pb.GetRunRequest())).status.step < 6:
+                assert not running.done(), running.exception()
+                await asyncio.sleep(0.01)
+        rates = Ledger(store.connection, store.run).rates()
+        assert {rate.rate for uid, rate in rates.items() if str(int(uid) - 1) in solved} == {1.0}
+        async with run.controller() as (_, running):
+            await asyncio.wait_for(running, RUN_S)
+    counted = visits(run)
+    assert counted.total() == 60
+    outside = [counted[str(number + 1)] for number in range(20)]
+    inside = [counted[str(number + 1)] for number in range(20, 30)]
+    assert min(inside) >= max(outside), (inside, outside)
+    assert min(outside) >= 1
+    assert sum(outside) / 20 < 0.6 * sum(inside) / 10
