@@ -49,10 +49,10 @@ def write_qwen3(
     return path
 
 
-def write_qwen3_moe(path: Path, *, seed: int = 0) -> Path:
+def write_qwen3_moe(path: Path, *, vocab: int = 150, seed: int = 0) -> Path:
     """A random mixture of four experts, two active: parameters that transformers fuses and checkpoints do not. No tokenizer. Returns `path`."""
     config = Qwen3MoeConfig(
-        vocab_size=150,
+        vocab_size=vocab,
         hidden_size=64,
         intermediate_size=96,
         moe_intermediate_size=32,
@@ -62,6 +62,7 @@ def write_qwen3_moe(path: Path, *, seed: int = 0) -> Path:
         head_dim=16,
         num_experts=4,
         num_experts_per_tok=2,
+        eos_token_id=EOS_TOKEN_ID,
         initializer_range=0.2,
         max_position_embeddings=256,
     )

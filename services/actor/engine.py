@@ -27,6 +27,7 @@ from rolecall.training.logprobs import Wanted
 from rolecall.training.objectives import PolicyObjective, policy_columns
 from rolecall.training.packing import pack, unpack
 from rolecall.training.ranks import start_bench
+from rolecall.training.routing import RouterLosses, router_load
 from rolecall.training.selection import KEYS, select
 from rolecall.training.share import Bench, Derive, Minibatch, read_share
 from rolecall.training.steps import Counted, Effort, optimize, per_update
@@ -48,7 +49,7 @@ SEEN = "seen_logprobs"
 """Derived column under `proximal: bypass`: what the training pass of the first epoch gave, to measure the sampler by."""
 BASE = reference_column(ACTOR_BASE)
 """Logprobs of the actor's own model without its adapters: computed here, never stored."""
-_SUMS = ("actor/loss", "actor/policy_loss")
+_SUMS = ("actor/loss", "actor/policy_loss", "actor/router_balance", "actor/router_z")
 _SHOWN = {
     "kl": "mismatch_kl",
     "kl_k1": "mismatch_kl_k1",
@@ -74,6 +75,8 @@ class PolicySteps:
         self._seed = settings.run.seed
         loss = settings.algorithm.policy_loss
         self._covariance = loss if isinstance(loss, CovarianceLoss) else None
+        self._moe = settings.actor.moe
+        self._looks_first = self._covariance is not None or self._moe is not None
         if isinstance(loss, CustomLoss):
             load(loss)  # not there: known at the start
 
@@ -107,7 +110,7 @@ class PolicySteps:
         later = share.minibatches[1:]
         ahead = [microbatch for minibatch in later if not minibatch.has(OLD) for microbatch in minibatch.microbatches]
         num_base = len(share.microbatches) if BASE in policy_columns(section) else 0
-        passes = 2 if self._covariance else 1
+        passes = 2 if self._looks_first else 1
         counted = Counted(progress, len(share.microbatches) * section.num_epochs * passes + len(ahead) + num_base)
         if ahead:
             _add_old_logprobs(bench, later, ahead)
@@ -119,10 +122,13 @@ class PolicySteps:
         kept: dict[int, list[torch.Tensor]] = {}
 
         def objective(minibatch: Minibatch) -> Loss:
+            seen = bench.engine.forward(minibatch.microbatches) if self._looks_first else []
+            counted.advance(len(seen))
             if self._covariance is not None:
-                select(bench.group, minibatch, self._covariance, bench.engine.forward(minibatch.microbatches))
-                counted.advance(len(minibatch.microbatches))
-            policy = PolicyObjective(section, minibatch.counts, batch.coefficients, self._length)
+                select(bench.group, minibatch, self._covariance, seen)
+            policy: Loss = PolicyObjective(section, minibatch.counts, batch.coefficients, self._length)
+            if self._moe is not None:
+                policy = RouterLosses(policy, self._moe, router_load(bench.group, seen), "actor")
             if id(minibatch) in kept:
                 minibatch.add_column(measured, kept.pop(id(minibatch)))
             return policy if minibatch.has(measured) else _keeping(policy, kept.setdefault(id(minibatch), []))
@@ -156,6 +162,7 @@ def build(settings: RunSettings, connection: Connection, vitals: Vitals = UNWATC
         head="policy",
         optimizer=settings.actor.optimizer,
         lora=settings.actor.lora,
+        moe=settings.actor.moe,
         total_steps=config.num_optimizer_steps(settings),
         vitals=vitals,
     )

@@ -30,6 +30,7 @@ from rolecall.settings import (
     CovarianceLoss,
     KlSection,
     LoraSection,
+    MoeSection,
     OptimizerSection,
     ParallelSection,
     child_environment,
@@ -42,6 +43,7 @@ from rolecall.training.group import CommandGroup
 from rolecall.training.objectives import VALUE_COLUMNS, PolicyObjective, SupervisedObjective, ValueObjective, policy_columns
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing import Row, local_counts, pack, plan_batch, unpack
+from rolecall.training.routing import RouterLosses, router_load
 from rolecall.training.selection import KEYS, select
 from rolecall.training.share import Minibatch
 from rolecall.v1.training_pb2 import TrainResult
@@ -78,6 +80,8 @@ class Job:
     """Further options of the engine."""
     lora: dict[str, Any] | None = None
     """Adapters to train instead of the model."""
+    moe: dict[str, Any] | None = None
+    """Losses of the routers of experts to add; the options must say that routers are recorded."""
     optimizer: dict[str, Any] | None = None
     """Of training; absent: gradients are computed and nothing is changed."""
     num_steps: int = 1
@@ -167,7 +171,11 @@ class Rank:
             packed = [
                 pack([rows[i] for i in indices], columns, temperature=[temperatures[i] for i in indices], device=engine.device) for indices in plan.microbatches
             ]
-            for indices, microbatch, output in zip(plan.microbatches, packed, engine.forward(packed, entropy=True), strict=True):
+            seen = engine.forward(packed, entropy=True)
+            if job.moe is not None:
+                load = router_load(CommandGroup.of_default(slot_size=engine.layout.world_size // layout.data_size), seen)
+                loss = RouterLosses(loss, MoeSection(**job.moe), load, job.objective)
+            for indices, microbatch, output in zip(plan.microbatches, packed, seen, strict=True):
                 outputs.update(zip(indices, _columns(output, microbatch.lengths), strict=True))
             covariance = policy_algorithm(job).policy_loss
             if isinstance(covariance, CovarianceLoss):

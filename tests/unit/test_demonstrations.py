@@ -1,0 +1,113 @@
+"""Examples of a warm start: what is read, what the loss is on, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rolecall.demonstrations import Demonstration, end_of_response, load_demonstrations, tokenize
+from rolecall.errors import ConfigError
+from rolecall.settings import SftDataSection
+from rolecall.tokenizer import ChatTokenizer
+from tests.tiny_tokenizer import EOS_TOKEN_ID, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_tokenizer(path)
+    (path / "config.json").write_text(json.dumps({"eos_token_id": EOS_TOKEN_ID}))
+    return path
+
+
+def load(tmp_path: Path, *rows: Any, **fields: Any) -> list[Demonstration]:
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_demonstrations(file, SftDataSection(train=file, batch_size=1, **fields), "data.train")
+
+
+def test_the_loss_is_on_the_response_and_the_token_that_ends_it(model: Path, tmp_path: Path) -> None:
+    tokenizer = ChatTokenizer(model)
+    (row,) = tokenize(load(tmp_path, {"prompt": "sort: 21", "response": "12"}), tokenizer, EOS_TOKEN_ID, 100).rows
+    prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": "sort: 21"}]))
+    assert row["token_ids"].tolist() == [*prompt, *tokenizer.encode("12"), EOS_TOKEN_ID]
+    assert row["loss_mask"].tolist() == [0] * len(prompt) + [1, 1, 1]
+    assert row["response_mask"].tolist() == row["loss_mask"].tolist()
+
+
+def test_a_response_that_ends_itself_is_not_ended_twice(model: Path, tmp_path: Path) -> None:
+    tokenizer = ChatTokenizer(model)
+    (row,) = tokenize(load(tmp_path, {"prompt": "a", "response": "b<|im_end|>"}), tokenizer, EOS_TOKEN_ID, 100).rows
+    assert row["token_ids"].tolist().count(EOS_TOKEN_ID) == 2  # the prompt's own turn, and the response's
+
+
+def test_prompts_and_responses_may_be_messages(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    (found,) = load(tmp_path, {"question": turns, "answer": [{"role": "assistant", "content": "d"}]}, prompt_field="question", response_field="answer")
+    assert found.messages == (("user", "a"), ("assistant", "b"), ("user", "c"))
+    assert found.response == "d"
+
+
+def test_a_system_prompt_goes_before_prompts_without_one(tmp_path: Path) -> None:
+    own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "a"}]
+    first, second = load(tmp_path, {"prompt": "a", "response": "b"}, {"prompt": own, "response": "b"}, system_prompt="ours")
+    assert first.messages[0] == ("system", "ours")
+    assert second.messages[0] == ("system", "mine")
+
+
+def test_what_is_too_long_is_refused_and_counted_and_never_cut(model: Path, tmp_path: Path) -> None:
+    tokenizer = ChatTokenizer(model)
+    found = load(tmp_path, {"prompt": "a", "response": "b"}, {"prompt": "a", "response": "b" * 200})
+    short = tokenize(found[:1], tokenizer, EOS_TOKEN_ID, 1000).rows[0]
+    examples = tokenize(found, tokenizer, EOS_TOKEN_ID, len(short["token_ids"]))
+    assert examples.num_too_long == 1
+    assert [row["token_ids"].tolist() for row in examples.rows] == [short["token_ids"].tolist()]
+    assert tokenize(found, tokenizer, EOS_TOKEN_ID, len(short["token_ids"]) - 1).rows == ()
+
+
+def test_the_digest_is_of_what_is_trained_on(model: Path, tmp_path: Path) -> None:
+    tokenizer = ChatTokenizer(model)
+
+    def digest(*responses: str) -> str:
+        return tokenize(load(tmp_path, *({"prompt": "a", "response": response} for response in responses)), tokenizer, EOS_TOKEN_ID, 60).digest
+
+    assert digest("b", "c") == digest("b", "c") == digest("b", "x" * 200, "c")
+    assert len({digest("b", "c"), digest("c", "b"), digest("bc")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"prompt": "a"}, r"line 1: no field 'response'.*data\.response_field"),
+        ({"response": "a"}, r"line 1: no field 'prompt'.*data\.prompt_field"),
+        ({"prompt": "a", "response": ""}, "field 'response': empty"),
+        ({"prompt": "a", "response": 7}, "field 'response': a int"),
+        ({"prompt": "a", "response": [{"role": "user", "content": "b"}]}, "one message of the assistant"),
+        ({"prompt": 7, "response": "b"}, "field 'prompt'"),
+    ],
+)
+def test_a_row_that_is_no_example_is_named(tmp_path: Path, row: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load(tmp_path, row)
+
+
+def test_a_missing_or_empty_file_names_its_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train"):
+        load(tmp_path)
+    with pytest.raises(ConfigError, match=r"evaluation\.path"):
+        load_demonstrations(tmp_path / "none.jsonl", SftDataSection(train=tmp_path, batch_size=1), "evaluation.path")
+
+
+@pytest.mark.parametrize(
+    ("stops", "after", "expected"),
+    [([2], "<|im_end|>\n", 2), ([2, 0], "<|im_end|>\n", 2), ([0], "<|im_end|>\n", 0), ([0, 2], "\n", 2), ([1], "", 1)],
+    ids=["the template's", "of several", "one where rollouts stop", "the tokenizer's", "the model's"],
+)
+def test_a_response_ends_where_rollouts_stop_and_as_the_template_says_if_they_stop_there(tmp_path: Path, stops: list[int], after: str, expected: int) -> None:
+    fast: PreTrainedTokenizerFast = write_tokenizer(tmp_path)
+    fast.chat_template = "{% for message in messages %}{{ message['content'] + " + json.dumps(after) + " }}{% endfor %}"
+    fast.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": stops}))
+    assert end_of_response(tmp_path, ChatTokenizer(tmp_path)) == expected
