@@ -1,12 +1,14 @@
 """The section of the algorithm: what a batch is and what is computed from it. Its parts have files of their own."""
 
-from pydantic import PositiveInt
+from typing import Self
+
+from pydantic import PositiveInt, model_validator
 
 from rolecall.settings.advantages import AdvantageSection, GrpoAdvantage, RemaxAdvantage
 from rolecall.settings.correction import CorrectionSection
 from rolecall.settings.distillation import DistillationSection
 from rolecall.settings.kl import KlSection
-from rolecall.settings.losses import Aggregation, EntropySection, PolicyLossSection, PpoLoss
+from rolecall.settings.losses import Aggregation, EntropySection, PolicyLossSection, PpoLoss, ReinforceLoss
 from rolecall.settings.section import NonNegativeInt, Section
 from rolecall.settings.shaping import CurriculumSection, FiltersSection, ShapingSection
 
@@ -49,3 +51,12 @@ class AlgorithmSection(Section):
     def wants_greedy_response(self) -> bool:
         """Whether every group has a greedy response beside its sampled ones."""
         return isinstance(self.advantage, RemaxAdvantage)
+
+    @model_validator(mode="after")
+    def _bypass_has_a_ratio(self) -> Self:
+        if self.correction is not None and self.correction.proximal == "bypass" and isinstance(self.policy_loss, ReinforceLoss):
+            raise ValueError(
+                "correction.proximal bypass leaves the correction to the loss's ratio, and policy_loss reinforce has none; use proximal: recompute, which "
+                "weighs tokens, or another loss"
+            )
+        return self

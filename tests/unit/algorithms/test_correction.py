@@ -21,6 +21,7 @@ from rolecall.settings import (
     DivergenceBound,
     IcePopWeight,
     RatioBand,
+    ReinforceLoss,
     Rejection,
     SequenceWeight,
     TokenWeight,
@@ -226,6 +227,11 @@ def test_a_weight_under_bypass_is_refused() -> None:
     with pytest.raises(ValidationError, match="remove weight, or use proximal: recompute"):
         CorrectionSection(proximal="bypass", weight=TokenWeight())
     assert CorrectionSection(proximal="bypass", weight=None).weight is None
+
+
+def test_bypass_of_a_loss_without_a_ratio_is_refused() -> None:
+    with pytest.raises(ValidationError, match="policy_loss reinforce has none; use proximal: recompute"):
+        AlgorithmSection(groups_per_batch=1, policy_loss=ReinforceLoss(), correction=CorrectionSection(proximal="bypass"))
 
 
 def test_an_empty_band_is_refused() -> None:
