@@ -114,6 +114,8 @@ class LightActor(actor_pb2_grpc.ActorServiceServicer):
         self.trainer = trainer
         self.publishes: list[tuple[int, int]] = []
         """(step, version) of each publish."""
+        self.columns_asked: list[tuple[int, int]] = []
+        """(step, rows) of each call for logprobs."""
         self.lie = False
         """While true, the digest it names is another than the one it sent."""
 
@@ -122,7 +124,15 @@ class LightActor(actor_pb2_grpc.ActorServiceServicer):
             yield event
 
     async def ComputeLogprobs(self, request: pb.ComputeColumnRequest, context: Any) -> pb.ComputeColumnResponse:
-        return pb.ComputeColumnResponse()
+        if request.step != self.trainer.step:
+            raise OutOfOrderError(f"logprobs of step {request.step} were asked for at step {self.trainer.step}")
+        refs = list(request.rows)
+        self.columns_asked.append((request.step, len(refs)))
+        rows = await asyncio.to_thread(self.trainer.store.rows.read, refs, ["rollout_logprobs", "response_mask"])
+        columns: list[dict[str, Array]] = [
+            {"old_logprobs": row["rollout_logprobs"], "sum_squared_probs": row["response_mask"].astype(np.float32) / 2} for row in rows
+        ]
+        return pb.ComputeColumnResponse(num_already_written=await asyncio.to_thread(self.trainer.store.rows.put, refs, columns))
 
     async def OpenWeightChannel(self, request: weights_pb2.OpenWeightChannelRequest, context: Any) -> weights_pb2.OpenWeightChannelResponse:
         return weights_pb2.OpenWeightChannelResponse(address="127.0.0.1:1")
