@@ -153,8 +153,8 @@ async def test_components_are_summed_and_reported(start_service: StartService) -
     async with client_of(address) as client:
         right, wrong = await client.score(items_of("42", "no", truth="42"))
         spec = await client.describe()
-    assert right == Score(1.0 + 0.2 - 0.05, {"correct": 1.0, "shape": 1.0, "length": -0.1, "seen": 1.0})
-    assert wrong == Score(-0.05, {"correct": 0.0, "shape": 0.0, "length": -0.1, "seen": 0.0})
+    assert right == Score(1.0 + 0.2 - 0.05, {"correct": 1.0, "shape": 1.0, "length": -0.1, "seen": 1.0}, answer="42")
+    assert wrong == Score(-0.05, {"correct": 0.0, "shape": 0.0, "length": -0.1, "seen": 0.0}, answer="no")
     assert (spec.reward.min, spec.reward.max) == (-0.5, 1.2)
     assert list(spec.reads) == [reward_pb2.SCORE_FIELD_RESPONSE_TEXT, reward_pb2.SCORE_FIELD_GROUND_TRUTH]
 
@@ -220,7 +220,7 @@ async def test_an_external_scorer_is_a_component_over_tls_with_a_token(start_ser
     try:
         address = await start_service(half={"scorer": scorer, "weight": 3.0}, correct={"scorer": {"kind": "exact_match"}})
         async with client_of(address) as client:
-            assert await client.score(items_of("1", truth="1")) == [Score(2.5, {"half": 0.5, "correct": 1.0})]
+            assert await client.score(items_of("1", truth="1")) == [Score(2.5, {"half": 0.5, "correct": 1.0}, answer="1")]
         (folder / "token").write_text("wrong")
         with pytest.raises(UnauthenticatedError, match="bearer_token_file"):
             await start_service(half={"scorer": scorer})
