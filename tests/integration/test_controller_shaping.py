@@ -154,7 +154,10 @@ async def test_solved_prompts_are_visited_less_often_also_by_the_next_controller
 
     curriculum = {"max_success_rate": 0.9, "revisit_epochs": 5}
     algorithm = {"groups_per_batch": 4, "curriculum": curriculum}
-    async with light_run(store, tmp_path, make_settings, score=score, algorithm=algorithm, run={"num_steps": 15, "checkpoint_every_steps": 100}) as run, run.rollout("rollout-0"):
+    async with (
+        light_run(store, tmp_path, make_settings, score=score, algorithm=algorithm, run={"num_steps": 15, "checkpoint_every_steps": 100}) as run,
+        run.rollout("rollout-0"),
+    ):
         async with run.controller() as (stub, running):
             while (await stub.GetRun(pb.GetRunRequest())).status.step < 6:
                 assert not running.done(), running.exception()

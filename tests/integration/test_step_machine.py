@@ -31,7 +31,7 @@ from rolecall.training.front import TrainerFront
 from rolecall.v1 import training_pb2 as pb
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 from rolecall.wire import Array
-from services.controller.recovery import Recovered
+from services.controller.recovery import Recovered, Recovery
 from services.controller.tasks import first_error
 from services.controller.trainers import Trainer
 from tests.step_rig import BASE, TRAINED_COLUMNS, Entry, HashEngine, Killed, TrainerProcess, cut_connection, digest_of_inputs, next_weights
@@ -362,7 +362,14 @@ class OverwrittenColumns(StepMachine):
         return True
 
 
-GAE = {"groups_per_batch": B, "advantage": {"kind": "gae"}}
+ADAPTIVE = {
+    "groups_per_batch": B,
+    "advantage": {"kind": "gae"},
+    "kl": {"reference": "ref", "kl_coef": 0.1, "adaptive": {"target": 0.5, "horizon": 40}},
+    "entropy": {"entropy_coef": 0.001, "target": 0.5, "coef_step": 0.0005},
+    "shaping": {"normalize": "running"},
+}
+"""Values, and all that is carried from step to step."""
 
 
 @pytest.fixture
@@ -371,7 +378,7 @@ def make_machine(make_settings: Callable[..., RunSettings], tmp_path: Path) -> C
     numbers = itertools.count()
 
     def of_kind(kind: type[StepMachine]) -> Callable[[], StepMachine]:
-        return lambda: kind(make_settings(algorithm=GAE, critic={}), tmp_path / str(next(numbers)))
+        return lambda: kind(make_settings(algorithm=ADAPTIVE, critic={}, references={"ref": {}}), tmp_path / str(next(numbers)))
 
     return of_kind
 
@@ -424,10 +431,19 @@ def test_prompts_that_wait_for_their_lineage_outlive_its_first_checkpoint(make_m
     machine.teardown()
 
 
+class ForgottenState(StepMachine):
+    """What a step leaves is lost when another controller counts it."""
+
+    def recovery(self) -> Recovery:
+        plain = self.settings.algorithm.model_copy(update={"kl": None})
+        return replace(super().recovery(), settings=self.settings.model_copy(update={"algorithm": plain}))
+
+
 SCENARIOS: dict[type[StepMachine], Callable[[StepMachine], None]] = {
     SkippedReplay: lambda machine: machine.recovery_that_fails({"actor"}, "actor loaded", "controller dies"),
     UnchainedTrainer: lambda machine: machine.step_that_fails("Train answered by actor", "connection is cut"),
     EarlySweep: lambda machine: machine.checkpoint_that_fails("SaveCheckpoint sent to actor", "actor dies"),
+    ForgottenState: lambda machine: machine.step_that_fails("trained", "controller dies"),
     OverwrittenColumns: lambda machine: machine.step_that_fails("columns are written", "controller dies"),
 }
 

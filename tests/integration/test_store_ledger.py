@@ -207,6 +207,16 @@ def test_a_step_is_committed_once_and_keeps_its_results(store: StoreUnderTest) -
     assert not store.ledger.seal(batch), "a batch that was trained is sealed already"
 
 
+def test_the_success_rate_of_a_prompt_is_that_of_its_newest_group_and_outlives_lineages(store: StoreUnderTest) -> None:
+    assert store.ledger.rate("a prompt", SuccessRate(3, 0.1))
+    assert not store.ledger.rate("a prompt", SuccessRate(3, 0.9))
+    assert not store.ledger.rate("a prompt", SuccessRate(2, 0.9))
+    assert store.ledger.rate("a prompt", SuccessRate(11, 1 / 3))
+    assert store.ledger.rate("another", SuccessRate(0, 1.0))
+    store.ledger.start_lineage(RunPosition(lineage=1))
+    assert store.ledger.rates() == {"a prompt": SuccessRate(11, 1 / 3), "another": SuccessRate(0, 1.0)}
+
+
 def test_a_group_is_dropped_once_from_wherever_it_is(store: StoreUnderTest) -> None:
     store.committed(1)
     store.admit(2)

@@ -6,10 +6,14 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from rolecall.algorithms.curriculum import is_visited
 from rolecall.dataset import RawPrompt, load_prompts
 from rolecall.errors import ConfigError
-from rolecall.settings import DataSection, RewardSection
+from rolecall.settings import CurriculumSection, DataSection, RewardSection
+from rolecall.store.position import SuccessRate
 from rolecall.tokenizer import ChatTokenizer
 from services.controller.prompts import Cursor, PromptRenderer, PromptSequence
 from tests.tiny_tokenizer import write_tokenizer
@@ -105,9 +109,16 @@ def renderer(tmp_path: Path) -> PromptRenderer:
     return PromptRenderer(ChatTokenizer(tmp_path / "tokenizer"), max_prompt_tokens=48)
 
 
-def sequence(renderer: PromptRenderer, texts: list[str], cursor: Cursor = Cursor(), shuffle: bool = True) -> PromptSequence:
+def sequence(
+    renderer: PromptRenderer,
+    texts: list[str],
+    cursor: Cursor = Cursor(),
+    shuffle: bool = True,
+    seed: int = 3,
+    curriculum: CurriculumSection | None = None,
+) -> PromptSequence:
     prompts = [RawPrompt(str(i), (("user", text),), "", {}) for i, text in enumerate(texts)]
-    result = PromptSequence(prompts, renderer, seed=3, shuffle=shuffle)
+    result = PromptSequence(prompts, renderer, seed=seed, shuffle=shuffle, curriculum=curriculum)
     result.move_to(cursor)
     return result
 
@@ -122,9 +133,59 @@ def test_a_restored_cursor_continues_the_same_sequence_across_epochs(renderer: P
     assert [resumed.next().uid for _ in range(5)] == [uid for uid, _ in uids[7:]]
 
 
+LONG = "1 2 3 4 5 6 7 8 9 " * 10
+CURRICULUM = CurriculumSection(min_success_rate=0.3, max_success_rate=0.7, revisit_epochs=3)
+
+
+@given(
+    fits=st.lists(st.booleans(), min_size=1, max_size=6).filter(any),
+    rates=st.lists(st.none() | st.floats(0, 1), min_size=6, max_size=6),
+    seed=st.integers(0, 20),
+    shuffle=st.booleans(),
+    curriculum=st.sampled_from([None, CURRICULUM]),
+    stop_at=st.integers(0, 20),
+)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_the_cursor_a_resumed_sequence_is_the_same(
+    renderer: PromptRenderer, fits: list[bool], rates: list[float | None], seed: int, shuffle: bool, curriculum: CurriculumSection | None, stop_at: int
+) -> None:
+    texts = [str(i) if short else LONG for i, short in enumerate(fits)]
+    known = {str(i): SuccessRate(i, rate) for i, rate in enumerate(rates) if rate is not None} if curriculum else {}
+    whole = sequence(renderer, texts, shuffle=shuffle, seed=seed, curriculum=curriculum)
+    whole.rates = dict(known)
+    seen = [(prompt.uid, prompt.epoch, whole.cursor) for prompt in (whole.next() for _ in range(30))]
+    cursor = seen[stop_at - 1][2] if stop_at else Cursor()
+    resumed = sequence(renderer, texts, Cursor.decode(cursor.encode()), shuffle=shuffle, seed=seed, curriculum=curriculum)
+    resumed.rates = dict(known)
+    assert [(prompt.uid, prompt.epoch, resumed.cursor) for prompt in (resumed.next() for _ in range(30 - stop_at))] == seen[stop_at:]
+    whole_epochs = {epoch for _, epoch, _ in seen} - {seen[-1][1]}
+    for epoch in whole_epochs:
+        visited = sorted(uid for uid, of_epoch, _ in seen if of_epoch == epoch)
+        fitting = [str(i) for i, short in enumerate(fits) if short]
+        assert visited == [uid for uid in fitting if curriculum is None or is_visited(curriculum, seed, epoch, uid, known[uid].rate if uid in known else None)]
+
+
+def test_a_visit_counts_once_and_a_prompt_outside_the_band_waits_for_its_turn(renderer: PromptRenderer) -> None:
+    prompts = sequence(renderer, ["0", "1", "2", "3"], curriculum=CURRICULUM)
+    assert prompts.visited("2", 7, 1.0) == SuccessRate(7, 1.0)
+    assert prompts.visited("2", 7, 0.0) is None
+    assert prompts.visited("2", 5, 0.0) is None, "an older group that was scored late"
+    uids = [prompts.next().uid for _ in range(10)]
+    assert uids.count("2") == 1
+    assert all(uids.count(uid) == 3 for uid in ("0", "1", "3"))
+    assert prompts.visited("2", 9, 0.0) == SuccessRate(9, 0.5)
+
+
+def test_without_a_curriculum_no_rate_is_kept(renderer: PromptRenderer) -> None:
+    prompts = sequence(renderer, ["0"])
+    assert prompts.visited("0", 0, 1.0) is None
+    assert prompts.rates == {}
+
+
 def test_over_long_prompts_are_refused_and_counted_never_truncated(renderer: PromptRenderer) -> None:
     prompts = sequence(renderer, ["1", "1 2 3 4 5 6 7 8 9 " * 10, "2"], shuffle=False)
     assert [prompts.next().uid for _ in range(3)] == ["0", "2", "0"]
     assert prompts.cursor.num_too_long == 1
-    with pytest.raises(ConfigError, match="max_prompt_tokens"):
-        sequence(renderer, ["1 2 3 4 5 6 7 8 9 " * 10]).next()
+    for curriculum in (None, CURRICULUM):
+        with pytest.raises(ConfigError, match="max_prompt_tokens"):
+            sequence(renderer, [LONG], curriculum=curriculum).next()
