@@ -2,6 +2,7 @@
 
 The base is warm-started on sorted digits, 30% ascending and 70% descending, so it can sort and prefers the wrong order: reinforcement
 learning then *selects* an ordering that the base already knows. It is not a demonstration of learning to sort.
+With --teacher a second model beside it, of other random weights, which was shown ascending answers only and longer: what examples/distillation learns from.
 Everything derives from the seed. Owns its output folder; knows nothing of RoleCall.
 """
 
@@ -33,10 +34,11 @@ WARM_STEPS = 220
 WARM_BATCH = 48
 WARM_LEARNING_RATE = 3e-3
 ASCENDING_SHARE = 0.3
+TEACHER_STEPS = 300
 
 
-def prepare(folder: Path, seed: int) -> None:
-    """Writes `folder`/model, `folder`/train.jsonl and `folder`/heldout.jsonl. Held-out prompts are in neither training set."""
+def prepare(folder: Path, seed: int, *, teacher: bool = False, warm_steps: int = WARM_STEPS) -> None:
+    """Writes `folder`/model, `folder`/train.jsonl, `folder`/heldout.jsonl and perhaps `folder`/teacher. Held-out prompts are in neither training set."""
     transformers_logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
@@ -45,9 +47,12 @@ def prepare(folder: Path, seed: int) -> None:
     write_prompts(folder / "train.jsonl", train)
     write_prompts(folder / "heldout.jsonl", heldout)
     tokenizer = make_tokenizer()
-    model = warm_start(make_model(tokenizer, seed), tokenizer, train, rng)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    models = {"model": warm_start(make_model(tokenizer, seed), tokenizer, train, rng, warm_steps, ASCENDING_SHARE)}
+    if teacher:
+        models["teacher"] = warm_start(make_model(tokenizer, seed + 1), tokenizer, train, rng, TEACHER_STEPS, 1.0)
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
 
 
 def distinct_numbers(rng: random.Random, count: int) -> list[str]:
@@ -98,15 +103,17 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
     return Qwen3ForCausalLM(config).to(torch.float32)
 
 
-def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, numbers: list[str], rng: random.Random) -> Qwen3ForCausalLM:
-    """Supervised steps on answers that are mostly descending; the loss is over the answer's tokens."""
+def warm_start(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, numbers: list[str], rng: random.Random, num_steps: int, ascending_share: float
+) -> Qwen3ForCausalLM:
+    """Supervised steps on answers of which `ascending_share` are ascending, the others descending; the loss is over the answer's tokens."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
-    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / WARM_STEPS)) / 2)
+    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / num_steps)) / 2)
     model.train()
     columns = (TextColumn("warm start"), BarColumn(), TextColumn("{task.completed}/{task.total} steps  loss {task.fields[loss]}"), TimeElapsedColumn())
     with Progress(*columns) as bar:
-        task = bar.add_task("", total=WARM_STEPS, loss="-")
-        for token_ids, labels in batches(tokenizer, numbers, rng):
+        task = bar.add_task("", total=num_steps, loss="-")
+        for token_ids, labels in batches(tokenizer, numbers, rng, num_steps, ascending_share):
             loss = model(input_ids=token_ids, labels=labels, use_cache=False).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -117,12 +124,14 @@ def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, numb
     return model.eval()
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, numbers: list[str], rng: random.Random) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """WARM_STEPS pairs (token ids, labels), int64 [B, T]; every sequence is equally long, labels are -100 on the prompt."""
-    for step in range(WARM_STEPS):
+def batches(
+    tokenizer: PreTrainedTokenizerFast, numbers: list[str], rng: random.Random, num_steps: int, ascending_share: float
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """`num_steps` pairs (token ids, labels), int64 [B, T]; every sequence is equally long, labels are -100 on the prompt."""
+    for step in range(num_steps):
         rows, masked = [], []
         # The share is met by every batch, not only on average, so that bases of different seeds are alike.
-        num_ascending = round((step + 1) * WARM_BATCH * ASCENDING_SHARE) - round(step * WARM_BATCH * ASCENDING_SHARE)
+        num_ascending = round((step + 1) * WARM_BATCH * ascending_share) - round(step * WARM_BATCH * ascending_share)
         for index, number in enumerate(rng.choices(numbers, k=WARM_BATCH)):
             prompt = tokenizer.apply_chat_template([{"role": "user", "content": f"sort: {number}"}], add_generation_prompt=True, tokenize=False)
             answer = "".join(sorted(number, reverse=index >= num_ascending)) + END
@@ -137,8 +146,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--teacher", action="store_true", help="also make the model that examples/distillation learns from")
     arguments = parser.parse_args()
-    prepare(arguments.folder, arguments.seed)
+    prepare(arguments.folder, arguments.seed, teacher=arguments.teacher)
 
 
 if __name__ == "__main__":

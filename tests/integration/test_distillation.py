@@ -1,4 +1,4 @@
-"""Distillation through a whole light run: each prompt's own teacher is asked, and what it says is what is trained on; trainers' columns come before the seal."""
+"""Distillation through a whole light run: each prompt's own teacher is asked, and what it says is trained on; trainers' columns come before the seal."""
 
 import asyncio
 import json
