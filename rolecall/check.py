@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from rolecall.dataset import RawPrompt, load_prompts
 from rolecall.errors import ConfigError, RoleCallError
+from rolecall.explain import explain
 from rolecall.model_files import (
     ModelFacts,
     check_cpu_adapters,
@@ -30,7 +31,7 @@ from rolecall.model_files import (
 )
 from rolecall.rpc.address import is_unix
 from rolecall.rpc.listening import why_not
-from rolecall.settings import CriticSection, GaeAdvantage, OptimizerSection, ReferenceSection, RunSettings, ServiceSection, TrainerSection
+from rolecall.settings import CriticSection, OptimizerSection, ReferenceSection, RunSettings, ServiceSection, TrainerSection
 from rolecall.storage import DiskStorage, open_storage
 from rolecall.store.budget import StoreBudget
 from rolecall.tokenizer import ChatTokenizer
@@ -186,9 +187,7 @@ def _batches(settings: RunSettings) -> Iterator[str]:
         f"{settings.run.num_steps * algorithm.num_epochs * algorithm.num_minibatches} optimizer steps in the run"
     )
     yield f"staleness: at most {algorithm.max_staleness} steps; at most {(1 + algorithm.max_staleness) * algorithm.groups_per_batch} groups in flight"
-    values = "the critic's values" if isinstance(algorithm.advantage, GaeAdvantage) else "no critic"
-    kl = f"KL to {algorithm.kl.reference} ({algorithm.kl.kl_coef})" if algorithm.kl else "no KL"
-    yield f"algorithm: {algorithm.advantage.kind}, {values}, {kl}"
+    yield from explain(settings)
 
 
 def _memory(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:

@@ -1,0 +1,31 @@
+"""Every recipe trains the sort-digits model for two steps through the whole system: real processes, real rollouts, the roles that the method needs."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from examples.sort_digits import prepare as sort_digits
+from examples.sort_digits.quickstart import RECIPES, read_jsonl, train_command
+
+FEW = ["--run.num_steps=2", "--algorithm.groups_per_batch=4", "--evaluation.sets={}", "--launcher.max_restarts=0"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As prepare.py makes it, after a tenth of the warm start: nobody looks at accuracy here."""
+    path = tmp_path_factory.mktemp("sort_digits")
+    sort_digits.prepare(path, 0, warm_steps=sort_digits.WARM_STEPS // 10)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_the_recipe_trains(recipe: str, folder: Path, tmp_path: Path) -> None:
+    command = [*train_command(folder, 0, recipe), *FEW, f"--run.dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout
+    steps = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "actor/grad_norm" in row]
+    assert len(steps) == 2, done.stdout
+    assert all(row["actor/skipped_steps"] == 0 for row in steps)

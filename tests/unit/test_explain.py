@@ -1,0 +1,74 @@
+"""What `rolecall check` says of an algorithm."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from rolecall.explain import explain
+from rolecall.settings import AdvantageSection, PolicyLossSection, RunSettings, load_settings
+from tests.light_run import write_light_config
+
+RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_light_config(tmp_path)
+
+
+def words(settings: RunSettings) -> str:
+    return "\n".join(explain(settings))
+
+
+def test_the_default_algorithm_in_words(config: Path) -> None:
+    assert list(explain(load_settings(config))) == [
+        "reward: 1 x correct",
+        "advantages: reward minus the group's mean, over the group's standard deviation (GRPO)",
+        "loss: ratio to the old policy x advantage, the ratio clipped to 0.8 .. 1.28 (PPO); every trained token of a mini-batch counts the same",
+        "correction: tokens weighed by trainer / sampler, at most 2",
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_has_words_of_its_own(path: Path, config: Path) -> None:
+    others = {words(load_settings(config, ["sampling.num_responses=8"], other)) for other in RECIPES.glob("*.yaml") if other != path}
+    assert words(load_settings(config, ["sampling.num_responses=8"], path)) not in others
+
+
+def kinds(union: Any) -> list[type]:
+    return list(get_args(get_args(union)[0]))
+
+
+NEEDED: dict[str, dict[str, Any]] = {"pass_at_k": {"k": 2}, "custom": {"function": "mine:function"}, "dro": {"beta": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("field", "section"), [("advantage", kind) for kind in kinds(AdvantageSection)] + [("policy_loss", kind) for kind in kinds(PolicyLossSection)]
+)
+def test_every_kind_has_words(field: str, section: Any, config: Path) -> None:
+    settings = load_settings(config)
+    kind = section.model_fields["kind"].default
+    chosen = section(**NEEDED.get(kind, {}))
+    algorithm = settings.algorithm.model_copy(update={field: chosen})
+    said = words(settings.model_copy(update={"algorithm": algorithm}))
+    assert said.splitlines()[1 if field == "advantage" else 2].partition(": ")[2]
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("filters={without_signal: true}", "groups: dropped and replaced when all rewards are equal (dynamic sampling); at most 1024 a step"),
+        ("filters={max_success_rate: 0.9}", "more than 90% of the responses reach 1"),
+        ("shaping={clip_max: 2.0, overlong: {buffer_tokens: 2}}", "reward: 1 x correct; then bounded to - .. 2; then up to 1 less from 6 to 8 tokens"),
+        ("aggregation=seq_mean_token_sum_norm", "over the constant 8"),
+        ("entropy={entropy_coef: 0.001, target: 0.3}", "minus 0.001 (adapted to keep the entropy at 0.3) x entropy"),
+        ("correction=null", "correction: none"),
+        ("correction={proximal: bypass}", "correction: the sampler is the old policy"),
+        ("correction={weight: {kind: icepop}}", "within 0.5 .. 5, and by 0 outside"),
+        ("correction={reject: [{kind: k3, over: sequence_mean, bound: 0.1}]}", "responses rejected by k3 above 0.1 (sequence mean)"),
+        ("curriculum={max_success_rate: 0.9}", "prompts: those whose success rate is within 0 to 0.9 in every epoch, the others in one of 4"),
+    ],
+)
+def test_what_is_set_is_told(override: str, told: str, config: Path) -> None:
+    assert told in words(load_settings(config, [f"algorithm.{override}"]))
