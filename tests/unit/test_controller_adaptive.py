@@ -128,7 +128,7 @@ def test_a_truncated_response_is_masked_and_its_reward_still_compared_with() -> 
 def test_the_overlong_are_punished_after_normalisation_and_the_greedy_response_as_the_others() -> None:
     shaping = {"clip_max": 1.0, "overlong": {"buffer_tokens": 4}}
     settings = run_settings(advantage={"kind": "remax"}, shaping=shaping)
-    greedy_row = {"response_mask": np.array([0, 0, 1, 1], np.uint8), "reward": np.array([9.0], np.float32)}
+    greedy_row: dict[str, Array] = {"response_mask": np.array([0, 0, 1, 1], np.uint8), "reward": np.array([9.0], np.float32)}
     _, columns = prepare(settings, 0, [group(5.0, 0.0, greedy=9.0)], [row(5.0), row(0.0)], [greedy_row])
     # All three are two tokens long and lose a half; the greedy 9 is clipped to 1.
     np.testing.assert_allclose([column["advantages"][2] for column in columns], [0.0, -1.0])
