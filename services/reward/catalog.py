@@ -3,11 +3,11 @@
 `describe` is cheap and runs in the service; `bind` imports scorers, users' modules among them, and runs only in worker processes.
 """
 
-import importlib
 import re
 from typing import TypeAlias
 
-from rolecall.errors import BadGroundTruthError, ConfigError
+from rolecall.errors import BadGroundTruthError
+from rolecall.plugins import load_function
 from rolecall.scores import ALL_FIELDS, Item, Score, ScoreFunction, component_spec
 from rolecall.settings import (
     BoxedScorer,
@@ -70,20 +70,11 @@ def bind(scorer: LocalScorer) -> ScoreFunction:
         case LengthScorer():
             return lambda item: length_cost(item.num_response_tokens, scorer.max_tokens)
         case FunctionScorer():
-            return _load(scorer.target)
+            return load_function(scorer.target, "the scorer's target")
 
 
 def _math_score(value: float, answer: str | None) -> Score:
     return Score(value, answer=answer)
-
-
-def _load(target: str) -> ScoreFunction:
-    module_name, _, function_name = target.partition(":")
-    module = importlib.import_module(module_name)
-    function = vars(module).get(function_name)
-    if not callable(function):
-        raise ConfigError(f"the module {module_name!r} has no function {function_name!r}; correct the scorer's target {target!r}")
-    return function  # type: ignore[no-any-return]
 
 
 def _truth(item: Item) -> str:

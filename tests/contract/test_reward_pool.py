@@ -148,7 +148,7 @@ async def test_what_a_killed_function_had_started_ends_with_it(start_pool: Start
         pytest.fail("the child of a killed worker lives on")
 
 
-@pytest.mark.parametrize(("target", "message"), [("behaviour:absent", "has no function 'absent'"), ("no_such_module:f", "No module named 'no_such_module'")])
+@pytest.mark.parametrize(("target", "message"), [("behaviour:absent", "has no function 'absent'"), ("no_such_module:f", "there is no module 'no_such_module'")])
 async def test_a_function_that_cannot_be_imported_stops_the_start_and_is_named(start_pool: StartPool, target: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as failed:
         await start_pool(mine=FunctionScorer(target=target))

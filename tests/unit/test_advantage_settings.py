@@ -1,0 +1,75 @@
+"""Which estimators a run can feed: what is refused names the field and the remedy."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rolecall.settings import RunSettings
+from tests.unit.test_controller_batches import run_settings
+
+SCORED = {"components": {"right": {"scorer": {"kind": "exact_match"}}, "short": {"scorer": {"kind": "length", "max_tokens": 9}, "weight": 0.5}}}
+STEPS = {"components": {"steps": {"scorer": {"kind": "function", "target": "mine:score", "token_rewards": True}}}}
+KL = {"reference": "ref", "kl_coef": 0.1, "placement": "reward"}
+
+
+def with_advantage(advantage: dict[str, Any], num_responses: int = 4, algorithm: dict[str, Any] | None = None, **sections: Any) -> RunSettings:
+    return run_settings(algorithm={"groups_per_batch": 2, "advantage": advantage, **(algorithm or {})}, sampling={"num_responses": num_responses}, **sections)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "opo", "gpg", "maxrl", "optimal_token_baseline"])
+def test_estimators_that_compare_responses_refuse_groups_of_one(kind: str) -> None:
+    with_advantage({"kind": kind}, 2)
+    with pytest.raises(ValidationError, match=f"num_responses must be at least 2: {kind}"):
+        with_advantage({"kind": kind}, 1)
+
+
+def test_estimators_that_do_not_compare_take_groups_of_one() -> None:
+    with_advantage({"kind": "gae"}, 1, critic={})
+    with_advantage({"kind": "reinforce_plus_plus"}, 1)
+    with_advantage({"kind": "remax"}, 1)
+    with_advantage({"kind": "custom", "function": "mine:f"}, 1)
+    with pytest.raises(ValidationError, match="reinforce_plus_plus compares"):
+        with_advantage({"kind": "reinforce_plus_plus", "baseline": "group"}, 1)
+
+
+def test_a_critic_is_there_exactly_when_values_are_read() -> None:
+    mine = {"kind": "custom", "function": "mine:f", "columns": ["values"]}
+    with_advantage(mine, critic={})
+    with pytest.raises(ValidationError, match="custom reads values: add a critic"):
+        with_advantage(mine)
+    with pytest.raises(ValidationError, match="rloo does not read values"):
+        with_advantage({"kind": "rloo"}, critic={})
+
+
+def test_k_of_pass_at_k_is_within_the_group() -> None:
+    with_advantage({"kind": "pass_at_k", "k": 4})
+    with pytest.raises(ValidationError, match=r"k 5 exceeds sampling\.num_responses 4"):
+        with_advantage({"kind": "pass_at_k", "k": 5})
+
+
+def test_process_supervision_wants_a_scorer_of_steps_and_no_kl_among_them() -> None:
+    process = {"kind": "grpo", "supervision": "process"}
+    with_advantage(process, reward=STEPS)
+    with pytest.raises(ValidationError, match="no scorer gives token_rewards"):
+        with_advantage(process, reward=SCORED)
+    with pytest.raises(ValidationError, match="step of every token"):
+        with_advantage(process, reward=STEPS, algorithm={"kl": KL}, references={"ref": {}})
+
+
+def test_gdpo_weighs_components_that_exist_and_nothing_that_does_not_reach_them() -> None:
+    with_advantage({"kind": "gdpo"}, reward=SCORED)
+    with_advantage({"kind": "gdpo", "weights": {"right": 1, "short/part": 2}}, reward=SCORED)
+    for advantage, sections in (
+        ({"kind": "gdpo"}, {}),
+        ({"kind": "gdpo", "weights": {"long": 1}}, {"reward": SCORED}),
+        ({"kind": "gdpo"}, {"reward": SCORED, "algorithm": {"shaping": {"clip_max": 1.0}}}),
+        ({"kind": "gdpo"}, {"reward": SCORED, "algorithm": {"kl": KL}, "references": {"ref": {}}}),
+    ):
+        with pytest.raises(ValidationError, match="gdpo"):
+            with_advantage(advantage, **sections)
+
+
+def test_a_discount_and_a_group_baseline_exclude_each_other() -> None:
+    with pytest.raises(ValidationError, match="nothing is discounted"):
+        with_advantage({"kind": "reinforce_plus_plus", "baseline": "group", "gamma": 0.9})
