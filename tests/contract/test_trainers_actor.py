@@ -15,6 +15,7 @@ from rolecall.errors import (
     ChannelBrokenError,
     CheckpointMismatchError,
     CheckpointMissingError,
+    ConfigError,
     FencedError,
     InvalidInputError,
     NotFoundError,
@@ -223,6 +224,27 @@ async def test_kl_and_sampler_correction_are_terms_of_the_loss(store: StoreUnder
     assert metrics["actor/correction_weight"] == pytest.approx(1.0, abs=1e-3)
     expected = metrics["actor/policy_loss"] + 0.5 * metrics["actor/reference_kl"] - 0.01 * metrics["actor/entropy"]
     assert metrics["actor/loss"] == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["clip_cov", "kl_cov"])
+async def test_tokens_are_singled_out_before_every_update(store: StoreUnderTest, make_run: MakeRun, batches: Batches, kind: str) -> None:
+    batch = batches.sealed(0)
+    policy_loss = {"kind": kind, "fraction": 0.2} | ({"cov_low": 0.0, "cov_high": 100.0} if kind == "clip_cov" else {})
+    algorithm = {"groups_per_batch": 4, "num_minibatches": 2, "num_epochs": 2, "policy_loss": policy_loss}
+    async with served_actor(make_run(algorithm=algorithm), store) as (rig, actor):
+        events = [event async for event in actor.Train(TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest), timeout=60)]
+        assert rig.engine.bench.engine.num_updates == 4
+    metrics = values_of(events[-1].result)
+    assert 0.1 < metrics["actor/selected_fraction"] <= 0.2
+    progress = [event.progress for event in events if event.HasField("progress")]
+    assert all(0 < each.num_done <= each.num_total for each in progress)
+
+
+async def test_a_policy_loss_that_is_not_there_is_known_at_the_start(store: StoreUnderTest, make_run: MakeRun, tmp_path: Path) -> None:
+    policy_loss = {"kind": "custom", "function": "nowhere_to_be_found:loss", "search_path": str(tmp_path)}
+    with pytest.raises(ConfigError, match=r"algorithm\.policy_loss\.function"):
+        async with served_actor(make_run(algorithm={"groups_per_batch": 4, "policy_loss": policy_loss}), store):
+            pass
 
 
 async def test_a_missing_row_fails_only_the_call_that_named_it(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
