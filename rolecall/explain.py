@@ -1,4 +1,4 @@
-"""What a configuration's algorithm computes, in words and in the order of the computation: for `rolecall check`. A sentence per stage, no numbers but the configured.
+"""What a configuration's algorithm computes, in words and in the order of the computation, for `rolecall check`: a sentence per stage.
 
 Every kind of every section has its words here, and a type checker that finds one without.
 """
