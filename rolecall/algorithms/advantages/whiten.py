@@ -14,7 +14,7 @@ def whiten(advantages_N: Array, mask_N: Array) -> Array:
     chosen_M = advantages_N[mask_N != 0].astype(np.float64)
     if not chosen_M.size or chosen_M.min() == chosen_M.max():
         return np.zeros_like(advantages_N)
-    whitened_N = advantages_N - chosen_M.mean()
-    whitened_N /= chosen_M.std() + STD_EPS
+    whitened_N = advantages_N - float(chosen_M.mean())  # a NumPy scalar would make float32 columns float64
+    whitened_N /= float(chosen_M.std()) + STD_EPS
     whitened_N *= mask_N
     return np.asarray(whitened_N)
