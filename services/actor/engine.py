@@ -122,6 +122,8 @@ class PolicySteps:
         kept: dict[int, list[torch.Tensor]] = {}
 
         def objective(minibatch: Minibatch) -> Loss:
+            if id(minibatch) in kept:
+                minibatch.add_column(measured, kept.pop(id(minibatch)))
             seen = bench.engine.forward(minibatch.microbatches) if self._looks_first else []
             counted.advance(len(seen))
             if self._covariance is not None:
@@ -129,8 +131,6 @@ class PolicySteps:
             policy: Loss = PolicyObjective(section, minibatch.counts, batch.coefficients, self._length)
             if self._moe is not None:
                 policy = RouterLosses(policy, self._moe, router_load(bench.group, seen), "actor")
-            if id(minibatch) in kept:
-                minibatch.add_column(measured, kept.pop(id(minibatch)))
             return policy if minibatch.has(measured) else _keeping(policy, kept.setdefault(id(minibatch), []))
 
         metrics, skipped = optimize(bench, share, objective, section.num_epochs, counted, "actor")

@@ -240,6 +240,17 @@ async def test_tokens_are_singled_out_before_every_update(store: StoreUnderTest,
     assert all(0 < each.num_done <= each.num_total for each in progress)
 
 
+async def test_a_second_epoch_draws_no_token_that_ppos_clip_already_holds(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+    batch = batches.sealed(0)
+    policy_loss = {"kind": "clip_cov", "fraction": 0.5, "cov_low": -100.0, "cov_high": 100.0, "clip_eps_low": 1e-6, "clip_eps_high": 1e-6}
+    algorithm = {"groups_per_batch": 4, "num_epochs": 2, "policy_loss": policy_loss}
+    async with served_actor(make_run(algorithm=algorithm), store) as (_, actor):
+        metrics = values_of(await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest)))
+    clipped = metrics["actor/clip_fraction_high"] + metrics["actor/clip_fraction_low"]
+    assert clipped > 0.3  # over both epochs; most of the second, none of the first
+    assert metrics["actor/selected_fraction"] == pytest.approx(min(0.5 + (1 - 2 * clipped), 1.0) / 2, abs=0.01)
+
+
 async def test_a_policy_loss_that_is_not_there_is_known_at_the_start(store: StoreUnderTest, make_run: MakeRun, tmp_path: Path) -> None:
     policy_loss = {"kind": "custom", "function": "nowhere_to_be_found:loss", "search_path": str(tmp_path)}
     with pytest.raises(ConfigError, match=r"algorithm\.policy_loss\.function"):
