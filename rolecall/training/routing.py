@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
 
 from rolecall.algorithms.losses.router import RouterLoad, Routing, balance_loss, sum_routing, z_loss
 from rolecall.errors import ConfigError
@@ -34,8 +35,8 @@ class Routers:
 
     def __init__(self, hf: PreTrainedModel) -> None:
         """ConfigError when it has none whose balance transformers knows a loss for."""
-        recorder = (hf._can_record_outputs or {}).get("router_logits")
-        routers = [] if recorder is None or isinstance(recorder, list) else [each for each in hf.modules() if isinstance(each, recorder.target_class)]
+        recorder: Any = (hf._can_record_outputs or {}).get("router_logits")
+        routers = [each for each in hf.modules() if isinstance(recorder, OutputRecorder) and isinstance(each, recorder.target_class)]
         config = hf.config.get_text_config()
         if not routers or not hasattr(config, "router_aux_loss_coef"):
             raise ConfigError(f"actor.moe: {type(hf).__name__} has no routers of experts that a balancing loss is known for; remove actor.moe")

@@ -158,7 +158,7 @@ def _read(settings: SftSettings) -> tuple[Examples, Examples | None]:
     data, tokenizer = settings.data, ChatTokenizer(settings.model.path)
     end = end_of_response(settings.model.path, tokenizer)
     found = []
-    for setting, path in (("data.train", data.train), ("evaluation.path", settings.evaluation and settings.evaluation.path)):
+    for setting, path in (("data.train", data.train), ("evaluation.path", settings.evaluation.path if settings.evaluation is not None else None)):
         examples = None if path is None else tokenize(load_demonstrations(path, data, setting), tokenizer, end, data.max_tokens)
         if examples is not None and not examples.rows:
             raise ConfigError(f"{setting}: no example of {path} fits data.max_tokens {data.max_tokens}; raise it or shorten the examples")

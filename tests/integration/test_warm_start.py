@@ -1,0 +1,209 @@
+"""`rolecall sft` as people call it: the same losses on one rank and on two, the same bits after kill -9, and a model that a run can start from."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rolecall.checkpoints import RunCheckpoints
+from rolecall.cli import main
+from rolecall.model_files import read_model
+from rolecall.storage import open_storage
+from rolecall.tokenizer import ChatTokenizer
+from tests.tiny_models import write_qwen3, write_qwen3_moe, write_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+NUM_STEPS = 12
+PROMPT_TOKENS = 200
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3(tmp_path_factory.mktemp("model") / "dense", hidden=32)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 29 examples 28 fit; batches of 8 leave 4 for the last of each epoch."""
+    folder, rng = tmp_path_factory.mktemp("data"), random.Random(1)
+    rows = [{"prompt": f"sort: {''.join(rng.sample('0123456789', k=2 + i % 7))}"} for i in range(28)]
+    rows = [{**row, "response": "".join(sorted(row["prompt"][6:]))} for row in rows] + [{"prompt": "x" * 2 * PROMPT_TOKENS, "response": "too long"}]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
+    return folder
+
+
+def write_config(folder: Path, model: Path, data: Path, **sections: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    tree = {
+        "run": {"name": "warm", "dir": "run", "num_steps": NUM_STEPS, "checkpoint_every_steps": 4, "seed": 5},
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"train": str(data / "train.jsonl"), "max_tokens": PROMPT_TOKENS, "batch_size": 8},
+        "evaluation": {"path": str(data / "heldout.jsonl"), "every_steps": 6},
+        "actor": {"num_threads": 1, "token_budget": PROMPT_TOKENS, "optimizer": {"learning_rate": 1e-3}},
+        "trackers": {"tensorboard": False},
+    }
+    path = folder / "sft.yaml"
+    path.write_text(yaml.safe_dump(tree | sections))
+    return path
+
+
+def command(config: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "rolecall.cli", "sft", "--config", str(config), *more]
+
+
+def warm_start(config: Path, *more: str) -> str:
+    """What the command says; it must succeed."""
+    answer = subprocess.run(command(config, *more), capture_output=True, text=True, timeout=300, check=False)
+    assert answer.returncode == 0, answer.stderr + (config.parent / "run" / "logs" / "sft.log").read_text()[-3000:]
+    return answer.stdout
+
+
+def metrics_of(config: Path, name: str) -> dict[int, float]:
+    """By step; of a step that was made twice the last."""
+    lines = (config.parent / "run" / "metrics.jsonl").read_text().splitlines()
+    return {row["step"]: row[name] for row in map(json.loads, lines) if name in row}
+
+
+def exported(config: Path) -> dict[str, torch.Tensor]:
+    model = config.parent / "exported"
+    subprocess.run([sys.executable, "-m", "rolecall.cli", "export", str(config.parent / "run"), str(model)], check=True, timeout=120, capture_output=True)
+    return load_file(model / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, model: Path, data: Path) -> tuple[Path, str]:
+    """A warm start on one rank that nothing disturbed: its configuration and what it said."""
+    config = write_config(tmp_path_factory.mktemp("whole") / "job", model, data)
+    return config, warm_start(config)
+
+
+def test_it_says_what_it_does_and_how_to_go_on(whole: tuple[Path, str]) -> None:
+    config, said = whole
+    assert "28 examples, 1 refused (longer than data.max_tokens), 12 steps of 4 an epoch" in said
+    assert f"rolecall export {config.parent / 'run'} MODEL" in said
+    assert metrics_of(config, "data/too_long") == {0: 1.0}
+    heldout = metrics_of(config, "eval/loss")
+    assert sorted(heldout) == [0, 6, 12]
+    assert heldout[12] < heldout[6] < heldout[0]
+    assert sorted(metrics_of(config, "supervised/loss")) == list(range(1, NUM_STEPS + 1))
+
+
+def test_its_checkpoint_becomes_the_model_of_a_run(whole: tuple[Path, str], data: Path) -> None:
+    config, _ = whole
+    weights = exported(config)
+    path = config.parent / "exported"
+    assert read_model(path).num_parameters == sum(tensor.numel() for tensor in weights.values())
+    tokenizer, network = ChatTokenizer(path), AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    total, num_tokens = 0.0, 0
+    for row in map(json.loads, (data / "heldout.jsonl").read_text().splitlines()):
+        prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": row["prompt"]}]))
+        response = [*tokenizer.encode(row["response"]), 2]
+        with torch.no_grad():
+            logprobs = network(torch.tensor([[*prompt, *response]])).logits[0, :-1].log_softmax(-1)
+        total -= float(logprobs[len(prompt) - 1 :].gather(1, torch.tensor(response)[:, None]).sum())
+        num_tokens += len(response)
+    assert metrics_of(config, "eval/loss")[NUM_STEPS] == pytest.approx(total / num_tokens, rel=1e-5)
+
+
+@pytest.mark.parametrize("sequence", [1, 2])
+def test_two_ranks_have_the_losses_of_one(whole: tuple[Path, str], model: Path, data: Path, tmp_path: Path, sequence: int) -> None:
+    config = write_config(tmp_path / "job", model, data)
+    warm_start(config, "--actor.num_ranks", "2", f"--actor.parallel.sequence={sequence}")
+    for name in ("supervised/loss", "eval/loss", "supervised/grad_norm"):
+        assert metrics_of(config, name) == pytest.approx(metrics_of(whole[0], name), rel=1e-5), name
+
+
+def test_killed_at_any_step_it_goes_on_bit_by_bit(whole: tuple[Path, str], model: Path, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "job", model, data)
+    process = subprocess.Popen(command(config), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    checkpoints, deadline = RunCheckpoints(open_storage(str(config.parent / "run" / "checkpoints")), 2), time.monotonic() + 200
+    while not checkpoints.steps():
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(20)
+    _wait_until_unlocked(config.parent / "run", deadline)
+    assert checkpoints.steps()[-1] < NUM_STEPS, "it was done before it was killed"
+    said = warm_start(config, "--resume")
+    assert f"from step {checkpoints.steps()[-1] and _resumed_at(said)}" in said
+    assert 0 < _resumed_at(said) < NUM_STEPS
+    for name in ("supervised/loss", "supervised/grad_norm", "supervised/learning_rate"):
+        assert metrics_of(config, name) == metrics_of(whole[0], name), name
+    ours, theirs = exported(config), load_file(_exported_once(whole[0]) / "model.safetensors")
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def test_what_a_checkpoint_was_made_with_must_not_change(whole: tuple[Path, str]) -> None:
+    answer = subprocess.run(command(whole[0], "--resume", "--data.batch_size", "4"), capture_output=True, text=True, timeout=200, check=False)
+    assert answer.returncode == 1
+    assert "other batch_size" in answer.stderr
+
+
+def test_adapters_and_mixtures_are_warm_started_too(data: Path, tmp_path: Path) -> None:
+    moe = write_qwen3_moe(tmp_path / "moe", vocab=288)
+    write_tokenizer(moe)
+    config = write_config(tmp_path / "job", moe, data)
+    more = ["--run.num_steps", "2", "--actor.moe.balance_coef", "0.01", "--actor.lora.rank", "2", "--actor.lora.target_modules", "[q_proj]"]
+    warm_start(config, *more)
+    assert set(metrics_of(config, "supervised/router_balance")) == {1, 2}
+    assert set(metrics_of(config, "supervised/expert_load_max")) == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("--run.num_epochs=2", "run: Value error, give one of num_steps and num_epochs"),
+        ("--data.max_tokens=9999", "actor.token_budget"),
+        ("--actor.address=localhost:1", "actor.address"),
+        ("--data.train=none.jsonl", "data.train"),
+        ("--evaluation.path=none.jsonl", "evaluation.path"),
+        ("--data.response_field=answer", "data.response_field"),
+        ("--model.path=nowhere", "model.path"),
+        ("--data.nonsense=1", "data.nonsense"),
+    ],
+)
+def test_mistakes_are_answered_before_anything_starts(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, complaint: str
+) -> None:
+    assert main(["sft", "--config", str(write_config(tmp_path / "job", model, data)), override]) == 2
+    assert complaint in capsys.readouterr().err
+    assert not (tmp_path / "job" / "run").exists()
+
+
+def _resumed_at(said: str) -> int:
+    return int(said.partition("from step ")[2].split()[0])
+
+
+def _exported_once(config: Path) -> Path:
+    if not (config.parent / "exported").exists():
+        exported(config)
+    return config.parent / "exported"
+
+
+def _wait_until_unlocked(run: Path, deadline: float) -> None:
+    """The killed one's rank may still write: it is ended by the kernel, a moment later."""
+    pattern = str(run)
+    while any(pattern in _command_line(folder) and "sft_command" in _command_line(folder) for folder in Path("/proc").iterdir() if folder.name.isdigit()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _command_line(folder: Path) -> str:
+    try:
+        return (folder / "cmdline").read_text()
+    except OSError:
+        return ""
