@@ -1,6 +1,7 @@
 """The configured objective against its pieces, and the metrics it brings."""
 
 import math
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -74,6 +75,17 @@ def test_bypass_with_one_minibatch_is_ppo_against_the_sampler() -> None:
     torch.testing.assert_close(gradients[0], gradients[1])
     torch.testing.assert_close(gradients[0], gradients[2])
     assert gradients[0][1] == pytest.approx(-math.exp(0.2) / 2)
+
+
+@pytest.mark.parametrize(("gradient", "slope"), [("estimator", 1.0), ("k2", 0.5)])
+def test_the_kl_term_has_the_gradient_it_is_given(gradient: Literal["estimator", "k2"], slope: float) -> None:
+    algorithm = AlgorithmSection(groups_per_batch=1, kl=KlSection(reference="ref", kl_coef=0.5, estimator="k1", gradient=gradient))
+    columns: dict[str, list[float]] = {"advantages": [0, 0, 0], "rollout_logprobs": [0, -1, -2], "ref/logprobs": [0, -1.5, -2.5]}
+    logprobs = torch.tensor([0.0, -1.0, -2.0], requires_grad=True)
+    loss, metrics = PolicyObjective(algorithm, Counts(2, 1), Coefficients(kl_coef=0.3), 1)(microbatch(**columns), TokenOutputs(logprobs, torch.zeros(3)))
+    (given,) = torch.autograd.grad(loss, logprobs)
+    assert given.tolist() == pytest.approx([0.0, 0.3 * slope / 2, 0.3 * slope / 2])
+    assert metrics.values()["actor/reference_kl"] == pytest.approx(0.5)
 
 
 def test_what_is_rejected_is_counted_by_token_and_by_response() -> None:
