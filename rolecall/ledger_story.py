@@ -86,6 +86,6 @@ def _row(id: str, events: Sequence[Event], rows: Rows) -> str:
     sampled = sum(span.end - span.start for span in meta.spans)
     spans = ", ".join(f"{span.start}-{span.end} by {span.worker} at version {span.policy_version}" for span in meta.spans)
     score = f"reward {reward[0]:g}" if reward.size else "not scored"
-    return (
-        f"{meta.num_prompt_tokens} + {sampled} tokens, {FinishReason.Name(meta.finish_reason).removeprefix('FINISH_REASON_').lower()}, {score}; tokens {spans}"
-    )
+    reason = FinishReason.Name(meta.finish_reason).removeprefix("FINISH_REASON_").lower()
+    greedy = "; sampled greedily, as a baseline that nothing is trained on" if meta.sampling.temperature == 0 else ""
+    return f"{meta.num_prompt_tokens} + {sampled} tokens, {reason}, {score}; tokens {spans}{greedy}"

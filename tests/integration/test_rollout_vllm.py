@@ -127,7 +127,7 @@ def test_a_greedy_response_beside_the_others_takes_the_models_likeliest_token_ea
     assert not row["rollout_logprobs"].any()
     ids = row["token_ids"].tolist()
     for t in range(metas[3].num_prompt_tokens, len(ids)):
-        others = [rollout.logprobs([*ids[:t], other])[t] for other in range(0, 259, 7)]
+        others = [rollout.logprobs([*ids[:t], other])[t] for other in range(0, 259, 29)]
         assert rollout.logprobs(ids[: t + 1])[t] >= max(others) - 1e-4
 
 
