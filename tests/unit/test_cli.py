@@ -29,11 +29,33 @@ def test_a_bad_configuration_is_answered_before_grpc_or_torch_is_imported(tmp_pa
     assert "run.num_steps" in answer.stderr
 
 
-@pytest.mark.parametrize("words", [[], ["fly"], ["serve", "cook"], ["train"]])
+@pytest.mark.parametrize("words", [[], ["fly"], ["serve", "cook"], ["train"], ["sft"]])
 def test_bad_usage_exits_with_2(words: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
+
+
+def test_help_tells_of_the_warm_start_and_of_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--help"], ["sft", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert "warm-start a model" in said
+    assert "--config FILE" in said
+    assert "--resume" in said
+    assert "--section.key value" in said
+
+
+def test_a_warm_start_with_a_bad_file_is_answered_before_grpc_or_torch_is_imported(tmp_path: Path) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text("run: {name: x}\n")
+    words = ["sft", "--config", str(file)]
+    code = f"import sys; from rolecall import cli; code = cli.main({words!r}); print(code, sorted({{'grpc', 'torch'}} & set(sys.modules)))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stdout.splitlines()[-1] == "2 []"
+    assert "data" in answer.stderr
 
 
 def test_a_missing_file_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

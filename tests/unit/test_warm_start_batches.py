@@ -1,0 +1,49 @@
+"""Which examples a step of a warm start takes, and how long it goes on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolecall.settings import SftSettings
+from rolecall.training.warm_start import Batches
+
+
+@given(num_examples=st.integers(1, 40), batch_size=st.integers(1, 12), seed=st.integers(0, 99), shuffle=st.booleans())
+def test_every_epoch_takes_every_example_once(num_examples: int, batch_size: int, seed: int, shuffle: bool) -> None:
+    batches = Batches(num_examples, batch_size, seed=seed, shuffle=shuffle)
+    for epoch in range(3):
+        taken = [batches.of_step(epoch * batches.num_per_epoch + index) for index in range(batches.num_per_epoch)]
+        assert sorted(index for batch in taken for index in batch) == list(range(num_examples))
+        assert all(len(batch) == batch_size for batch in taken[:-1])
+
+
+@given(step=st.integers(0, 60), seed=st.integers(0, 99))
+def test_a_step_takes_the_same_whatever_was_asked_before(step: int, seed: int) -> None:
+    walked, jumped = (Batches(23, 4, seed=seed, shuffle=True) for _ in range(2))
+    for earlier in range(step):
+        walked.of_step(earlier)
+    assert walked.of_step(step) == jumped.of_step(step)
+
+
+def test_epochs_differ_in_order_unless_the_files_order_is_kept() -> None:
+    shuffled, kept = (Batches(50, 50, seed=0, shuffle=shuffle) for shuffle in (True, False))
+    assert shuffled.of_step(0) != shuffled.of_step(1)
+    assert kept.of_step(0) == kept.of_step(7) == list(range(50))
+
+
+def tree(tmp_path: Path, **run: Any) -> dict[str, Any]:
+    return {
+        "run": {"name": "warm", "dir": str(tmp_path / "run"), **run},
+        "model": {"path": str(tmp_path / "model")},
+        "data": {"train": str(tmp_path / "train.jsonl"), "batch_size": 2},
+    }
+
+
+def test_the_length_is_given_in_steps_or_in_epochs(tmp_path: Path) -> None:
+    assert SftSettings.model_validate(tree(tmp_path, num_epochs=2)).run.checkpoints == str(tmp_path / "run" / "checkpoints")
+    for run in ({}, {"num_epochs": 2, "num_steps": 4}):
+        with pytest.raises(ValueError, match="one of num_steps and num_epochs"):
+            SftSettings.model_validate(tree(tmp_path, **run))
