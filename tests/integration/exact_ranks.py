@@ -40,6 +40,7 @@ from rolecall.training.device import RankSpec, start_rank, stop_rank
 from rolecall.training.engine import Loss, Microbatch, TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.group import CommandGroup
+from rolecall.training.logprobs import Wanted
 from rolecall.training.objectives import VALUE_COLUMNS, PolicyObjective, SupervisedObjective, ValueObjective, policy_columns
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing import Row, local_counts, pack, plan_batch, unpack
@@ -71,6 +72,10 @@ class Job:
     objective: Objective = "policy"
     policy_loss: dict[str, Any] = field(default_factory=lambda: {"kind": "ppo", "dual_clip": 3.0})
     aggregation: Aggregation = "token_mean"
+    distillation: dict[str, Any] | None = None
+    """A teacher's part in the policy's objective."""
+    top_k: int = 0
+    """Outputs are those that a teacher writes, with a ranking of so many ids."""
     token_budget: int = 1_000_000
     seed: int = 0
     """Of the plan: who computes which row, in which order."""
@@ -95,7 +100,7 @@ class Answer:
     grad_norms: list[float]
     losses: list[float]
     outputs: dict[int, Any]
-    """float32 [2, T] by row: logprobs and entropy, or values and bootstrap value."""
+    """float32 [2, T] by row: logprobs and entropy, or values and bootstrap value; with top_k [2 + 2 k, T]."""
 
 
 def write_rows(path: Path, rows: Sequence[Row], temperatures: list[float]) -> None:
@@ -118,7 +123,7 @@ def read_rows(path: Path) -> tuple[list[Row], list[float]]:
 
 def policy_algorithm(job: Job) -> AlgorithmSection:
     """Every piece of the policy's objective at once."""
-    pieces = {"kl": KlSection(reference="ref", kl_coef=0.1), "correction": CorrectionSection()}
+    pieces = {"kl": KlSection(reference="ref", kl_coef=0.1), "correction": CorrectionSection(), "distillation": job.distillation}
     return AlgorithmSection.model_validate({"groups_per_batch": 1, "policy_loss": job.policy_loss, "aggregation": job.aggregation, **pieces})
 
 
@@ -171,7 +176,7 @@ class Rank:
             packed = [
                 pack([rows[i] for i in indices], columns, temperature=[temperatures[i] for i in indices], device=engine.device) for indices in plan.microbatches
             ]
-            seen = engine.forward(packed, entropy=True)
+            seen = engine.forward(packed, entropy=True, wanted=Wanted(top_k=job.top_k, squares=True) if job.top_k else None)
             if job.moe is not None:
                 load = router_load(CommandGroup.of_default(slot_size=engine.layout.world_size // layout.data_size), seen)
                 loss = RouterLosses(loss, MoeSection(**job.moe), load, job.objective)
@@ -283,6 +288,10 @@ def _with_selected(engine: FsdpEngine, packed: list[Microbatch], loss: Covarianc
 
 
 def _columns(output: Any, lengths: tuple[int, ...]) -> list[Any]:
+    if isinstance(output, TokenOutputs) and output.sum_squared_probs_N is not None:
+        tensors = [output.logprobs_N, output.sum_squared_probs_N, output.top_logprobs_Nk, output.top_ids_Nk]
+        parts = zip(*(unpack(tensor, lengths) for tensor in tensors if tensor is not None), strict=True)
+        return [np.concatenate([part.reshape(len(part), -1).T for part in row]) for row in parts]
     if isinstance(output, TokenOutputs):
         return [np.stack(pair) for pair in zip(unpack(output.logprobs_N, lengths), unpack(output.entropy_N, lengths), strict=True)]
     values, bootstrap = unpack(output.values_N, lengths), output.bootstrap_values_S.tolist()

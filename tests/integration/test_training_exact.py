@@ -240,6 +240,56 @@ def test_every_policy_loss_has_one_ranks_gradients_on_many_and_under_other_cuts(
         assert_same(gradients, expected)
 
 
+NUM_TAUGHT = 4
+"""Ids that the teacher of these tests ranks."""
+FORWARD_TOPK = {"teacher": "wise", "divergence": "forward_topk", "placement": "loss", "top_k": NUM_TAUGHT, "coef": 0.5}
+
+
+def taught(rows: list[Row], seed: int) -> list[Row]:
+    """`rows` with a teacher's ids, the sampled one sometimes among them, and their logprobs."""
+    rng, taught_rows = np.random.default_rng(seed), []
+    for row in rows:
+        ids = np.array([rng.permutation(VOCAB)[:NUM_TAUGHT] for _ in row["token_ids"]], np.int32).reshape(-1, NUM_TAUGHT)
+        ids[::3, 0] = np.where((ids[::3] == row["token_ids"][::3, None]).any(1), ids[::3, 0], row["token_ids"][::3])
+        logprobs = np.log(rng.dirichlet(np.ones(NUM_TAUGHT + 1), len(ids))[:, :NUM_TAUGHT] + 1e-3).astype(np.float32)
+        taught_rows.append({**row, "teacher/topk_ids": ids, "teacher/topk_logprobs": logprobs - np.float32(0.01)})
+    return list(taught_rows)
+
+
+def oracle_taught_loss(model: PreTrainedModel, rows: list[Row], temperatures: list[float]) -> torch.Tensor:
+    """The whole objective, with the teacher's part outcome by outcome."""
+    num_tokens, total = local_counts(rows).num_tokens, oracle_loss(model, rows, temperatures, "token_mean")
+    for row, temperature in zip(rows, temperatures, strict=True):
+        ids = torch.from_numpy(row["token_ids"].astype(np.int64))
+        log_p = (model(ids[None], use_cache=False).logits[0] / temperature).log_softmax(-1)
+        for t in range(1, len(ids)):
+            if row["loss_mask"][t]:
+                rest, teacher_rest = torch.ones(()), 1.0
+                for id, log_t in zip(row["teacher/topk_ids"][t].tolist(), row["teacher/topk_logprobs"][t].tolist(), strict=True):
+                    total = total + 0.5 / num_tokens * np.exp(log_t) * (log_t - log_p[t - 1, id])
+                    rest, teacher_rest = rest - log_p[t - 1, id].exp(), teacher_rest - np.exp(log_t)
+                total = total + 0.5 / num_tokens * max(teacher_rest, 1e-6) * (np.log(max(teacher_rest, 1e-6)) - rest.log())
+    return total
+
+
+@pytest.mark.parametrize("kind", ["dense", "tied"])
+def test_a_teachers_ranking_is_written_and_learnt_alike_on_every_layout_and_as_by_hugging_face(bench: Bench, ranks: dict[int, Ranks], kind: str) -> None:
+    rows, temperatures = make_rows(bench, kind, (SHAPE, 13))
+    job = bench.job(kind, taught(rows, 13), temperatures, distillation=FORWARD_TOPK, top_k=3)
+    whole, expected = bench.alone(job)
+    model = bench.oracle(kind)
+    loss = oracle_taught_loss(model, taught(rows, 13), temperatures)
+    model.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert whole.losses == pytest.approx([float(loss.detach())], rel=TOLERANCE)
+    assert_same(expected, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None})
+    for layout in [None, *LAYOUTS]:
+        elsewhere = replace(job, token_budget=25, seed=5, parallel=layout.parallel if layout else {})
+        answer, gradients = bench.spread(ranks[layout.world_size], elsewhere) if layout else bench.alone(elsewhere)
+        assert_same_answer(answer, whole)
+        assert_same(gradients, expected)
+
+
 SHAPE: list[Shape] = [
     (9, 3, True, False),
     (24, 8, True, False),
