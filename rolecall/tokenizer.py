@@ -53,6 +53,10 @@ class ChatTokenizer:
         """Text without special tokens: for people and scorers."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def spell(self, token_ids: Sequence[int]) -> str:
+        """Text with special tokens: for people who want to see them."""
+        return str(self._tokenizer.decode([int(token) for token in token_ids]))
+
     @property
     def eos_token_id(self) -> int | None:
         """The tokenizer's own end-of-sequence id."""

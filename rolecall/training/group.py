@@ -74,7 +74,7 @@ class CommandGroup:
     def stop(self) -> None:
         """Rank 0: the last command; from here on every rank may go."""
         self.announce(TrainerCommand(stop=StopCommand()))
-        self._leave()
+        self.leave()
 
     def commands(self) -> Iterator[TrainerCommand]:
         """A follower's commands, keep-alives left out, until rank 0 stops the group. WorkerLostError when rank 0 is silent or gone."""
@@ -86,7 +86,7 @@ class CommandGroup:
                 raise WorkerLostError(f"rank 0 sent nothing for {COMMAND_TIMEOUT_S:.0f} s or is gone ({error}); this rank ends") from error
             work = command.WhichOneof("work")
             if work == "stop":
-                self._leave()
+                self.leave()
                 return
             self._tell_phase(command)
             if work != "keep_alive":
@@ -155,7 +155,8 @@ class CommandGroup:
             work = command.WhichOneof("work")
             self._watch.phase = "idle" if work is None or work == "keep_alive" else f"at {work}"
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """From here on this rank may go, and so may every other."""
         if self._watch is not None:
             self._watch.leave()
 

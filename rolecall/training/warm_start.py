@@ -31,6 +31,9 @@ from rolecall.training.warm_start_checkpoints import WarmStartCheckpoints
 
 log = logging.getLogger(__name__)
 
+NUM_SAMPLES = 8
+"""Examples of the first batch that are written to samples.jsonl, for people to look at."""
+
 
 class Batches:
     """Which examples each step takes: epoch after epoch, each in an order of its own; an epoch's last batch is what is left."""
@@ -61,7 +64,8 @@ class WarmStart:
         """Reads the data and loads the model; a collective. ConfigError. `lost` ends the process."""
         self._settings = settings
         run, actor = settings.run, settings.actor
-        self._examples, self._heldout = _read(settings)
+        self._tokenizer = ChatTokenizer(settings.model.path)
+        self._examples, self._heldout = _read(settings, self._tokenizer)
         batches = Batches(len(self._examples.rows), settings.data.batch_size, seed=run.seed, shuffle=settings.data.shuffle)
         self._batches = batches
         self._num_steps = run.num_steps or (run.num_epochs or 0) * batches.num_per_epoch
@@ -93,6 +97,7 @@ class WarmStart:
         account = Account(settings, self._num_steps, self._batches.num_per_epoch) if leads else None
         if account is not None:
             account.begin(step, len(self._examples.rows), self._examples.num_too_long)
+            account.keep_samples([self._sample(index) for index in self._batches.of_step(step)[:NUM_SAMPLES]])
         if step == 0 and self._heldout is not None:
             self._tell(account, 0, self._evaluate(self._heldout))
         while step < self._num_steps:
@@ -106,6 +111,13 @@ class WarmStart:
         checkpoints.finish()
         if account is not None:
             account.close()
+        self._place.group.leave()
+
+    def _sample(self, index: int) -> dict[str, str]:
+        """An example as the policy meets it, special tokens included."""
+        row = self._examples.rows[index]
+        trained = row["loss_mask"] != 0
+        return {name: self._tokenizer.spell(row["token_ids"][which]) for name, which in (("prompt", ~trained), ("response", trained))}
 
     def _is_due(self, step: int) -> bool:
         every = self._settings.evaluation.every_steps if self._settings.evaluation is not None else 0
@@ -153,9 +165,9 @@ class WarmStart:
         return metrics
 
 
-def _read(settings: SftSettings) -> tuple[Examples, Examples | None]:
+def _read(settings: SftSettings, tokenizer: ChatTokenizer) -> tuple[Examples, Examples | None]:
     """Training and held-out examples. ConfigError when none fits data.max_tokens."""
-    data, tokenizer = settings.data, ChatTokenizer(settings.model.path)
+    data = settings.data
     end = end_of_response(settings.model.path, tokenizer)
     found = []
     for setting, path in (("data.train", data.train), ("evaluation.path", settings.evaluation.path if settings.evaluation is not None else None)):

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from rolecall.settings import SftSettings
@@ -32,6 +32,10 @@ class Account:
         sys.stdout.write(f"{num_examples} examples{refused}, {self._num_steps} steps of {self._num_per_epoch} an epoch, from step {step}\n")
         sys.stdout.flush()
         self._trackers.log(step, {"data/examples": num_examples, "data/too_long": num_too_long})
+
+    def keep_samples(self, samples: Sequence[Mapping[str, str]]) -> None:
+        """Appends to samples.jsonl."""
+        self._trackers.keep_samples(samples)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Metrics after `step` steps."""

@@ -95,6 +95,10 @@ def test_it_says_what_it_does_and_how_to_go_on(whole: tuple[Path, str]) -> None:
     assert "28 examples, 1 refused (longer than data.max_tokens), 12 steps of 4 an epoch" in said
     assert f"rolecall export {config.parent / 'run'} MODEL" in said
     assert metrics_of(config, "data/too_long") == {0: 1.0}
+    sample = json.loads((config.parent / "run" / "samples.jsonl").read_text().splitlines()[0])
+    assert sample["prompt"].startswith("<|im_start|>user\nsort: ")
+    assert sample["prompt"].endswith("<|im_start|>assistant\n")
+    assert sample["response"].endswith("<|im_end|>")
     heldout = metrics_of(config, "eval/loss")
     assert sorted(heldout) == [0, 6, 12]
     assert heldout[12] < heldout[6] < heldout[0]
