@@ -49,7 +49,7 @@ from rolecall.wire import decode_tensor, encode_tensor
 from tests.checkpoint_rig import exported
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_qwen3
-from tests.trainer_rig import Batches, saved, served_actor, settings_tree, train, true_logprobs, values_of
+from tests.trainer_rig import Batches, saved, served_actor, settings_tree, train, true_distribution, true_logprobs, values_of
 
 MakeRun = Callable[..., RunSettings]
 MANY_UPDATES = {"groups_per_batch": 4, "num_minibatches": 2, "num_epochs": 20}
@@ -391,3 +391,32 @@ async def test_a_restored_actor_goes_on_as_if_it_had_never_stopped(store: StoreU
         assert values_of(again)[name] == pytest.approx(values_of(expected)[name], rel=1e-5)
     model = Qwen3ForCausalLM.from_pretrained(exported(Path(path)), dtype=torch.float32)
     assert sum(parameter.numel() for parameter in model.parameters()) > 0
+
+
+async def test_sums_of_squared_probabilities_are_written_beside_logprobs_where_the_estimator_reads_them(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches, model: Path
+) -> None:
+    batch = batches.sealed(0)
+    run = make_run(algorithm={"groups_per_batch": 4, "advantage": {"kind": "optimal_token_baseline"}})
+    async with served_actor(run, store) as (_, actor):
+        with pytest.raises(OutOfOrderError, match="step 1"):
+            await actor.ComputeLogprobs(ComputeColumnRequest(ctl=store.ledger.ctl, rows=batch.rows, step=1), timeout=30)
+        await actor.ComputeLogprobs(ComputeColumnRequest(ctl=store.ledger.ctl, rows=batch.rows, step=0), timeout=30)
+        metrics = values_of(await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest)))
+    assert metrics["actor/ratio"] == pytest.approx(1.0, abs=1e-5)
+    for read in store.rows.read(batch.rows, ["token_ids", "response_mask", "old_logprobs", "sum_squared_probs"]):
+        log_p = true_distribution(model, read["token_ids"], batches.temperature)
+        np.testing.assert_allclose(read["sum_squared_probs"], np.exp(2 * log_p).sum(1) * read["response_mask"], atol=1e-5)
+        np.testing.assert_allclose(read["old_logprobs"], true_logprobs(model, read["token_ids"], batches.temperature) * read["response_mask"], atol=1e-4)
+
+
+async def test_a_teachers_reverse_kl_is_a_term_of_the_loss(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+    batch = batches.sealed(0)
+    distillation = {"teacher": "wise", "placement": "loss", "coef": 0.5}
+    run = make_run(algorithm={"groups_per_batch": 4, "distillation": distillation}, references={"wise": {}})
+    rows = store.rows.read(batch.rows, ["response_mask", "rollout_logprobs"])
+    store.rows.put(batch.rows, [{"teacher/logprobs": row["rollout_logprobs"] - np.float32(0.25) * row["response_mask"]} for row in rows])
+    async with served_actor(run, store) as (_, actor):
+        metrics = values_of(await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest)))
+    assert metrics["actor/teacher_kl"] == pytest.approx(0.25, abs=1e-3)
+    assert metrics["actor/loss"] == pytest.approx(metrics["actor/policy_loss"] + 0.5 * metrics["actor/teacher_kl"], abs=1e-4)
