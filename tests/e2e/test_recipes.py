@@ -8,7 +8,7 @@ import pytest
 from examples.sort_digits import prepare as sort_digits
 from examples.sort_digits.quickstart import RECIPES, read_jsonl, train_command
 
-FEW = ["--run.num_steps=2", "--algorithm.groups_per_batch=4", "--evaluation.sets={}", "--launcher.max_restarts=0"]
+FEW = ["--run.num_steps=2", "--algorithm.groups_per_batch=4", "--evaluation.sets={}"]
 
 
 @pytest.fixture(scope="module")
