@@ -6,7 +6,6 @@ The run directory is laid out as a run's: config.yaml, logs/sft.log, metrics.jso
 import os
 import subprocess
 import sys
-import time
 
 from rolecall.demonstrations import end_of_response, load_demonstrations
 from rolecall.errors import ConfigError, RoleCallError
@@ -66,11 +65,11 @@ def _plan(settings: SftSettings, resume: bool) -> Worker:
 def _run(worker: Worker) -> int:
     """Its exit code. Progress goes to our stdout, everything else to the log."""
     with worker.log.open("ab") as log:
-        log.write(f"{STARTED} {worker.name} at {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+        log.write(f"{STARTED} {worker.name}\n".encode())
         log.flush()
         process = subprocess.Popen(tied(worker.command), stdin=subprocess.DEVNULL, stderr=log, env=child_environment(worker.environment))
     try:
-        return process.wait()  # bounded: by nothing, on purpose: until training ends or is interrupted
+        return process.wait()  # bounded: by the training, whose ranks watch each other
     except KeyboardInterrupt:
         try:
             process.wait(STOP_TIMEOUT_S)  # it was interrupted, too

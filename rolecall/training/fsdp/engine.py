@@ -14,7 +14,7 @@ Shape legend as in training/engine.py.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -212,7 +212,8 @@ class FsdpEngine:
         prefixes = mb.prefixes if self.layout.sequence is None else None  # its runs are cut from the tokens of whole sequences
         packed = plan_attention(mb.lengths, mb.cu_seqlens, self.dtype, self.layout.sequence, prefixes)
         asked = {"targets_Nk": mb.columns.get(TOPK_IDS) if torch.is_grad_enabled() else None, "wanted": wanted} if isinstance(self._model, PolicyModel) else {}
-        with self._routers.recording() if self._routers else nullcontext([]) as router_logits:
+        recording: AbstractContextManager[list[torch.Tensor]] = self._routers.recording() if self._routers else nullcontext([])
+        with recording as router_logits:
             first_N, second_N, *more = self._model(mb.token_ids_N, mb.position_ids_N, mb.temperature_N, mb.score_mask_N, packed, entropy, **asked)
         self._progressed()
         pass_flops = self.flops.update if torch.is_grad_enabled() else self.flops.forward
