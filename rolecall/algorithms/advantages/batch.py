@@ -19,6 +19,26 @@ STD_EPS = 1e-6
 """Added to a standard deviation before dividing: groups and batches without spread get advantage 0, not nan."""
 
 
+class Runs:
+    """Sampled tokens as runs of consecutive ones, a few for each trajectory: what is copied run by run costs no index for each token.
+
+    `places` (start, stop, first): tokens [start, stop) of [N] are [first, ...) of [M]; `trajectories` whose each run is; `remaining` tokens of its trajectory
+    from the run's first on."""
+
+    def __init__(self, response_mask_N: Array, offsets: Array) -> None:
+        sampled_N = response_mask_N.astype(bool)
+        cuts = np.union1d(np.flatnonzero(sampled_N[1:] != sampled_N[:-1]) + 1, offsets)
+        is_run = sampled_N[cuts[:-1]]
+        starts, stops = cuts[:-1][is_run], cuts[1:][is_run]
+        lengths, trajectories = stops - starts, np.searchsorted(offsets, starts, side="right") - 1
+        firsts = np.cumsum(lengths) - lengths
+        self.num_sampled_B = np.bincount(trajectories, lengths, offsets.size - 1).astype(np.int64)
+        self.offsets = np.concatenate([[0], np.cumsum(self.num_sampled_B)])
+        self.places = list(zip(starts.tolist(), stops.tolist(), firsts.tolist(), strict=True))
+        self.trajectories = trajectories.tolist()
+        self.remaining = (self.offsets[trajectories + 1] - firsts).tolist()
+
+
 @dataclass(frozen=True)
 class ScoredBatch:
     """What estimators read. Made by `of_rows`."""
@@ -82,19 +102,19 @@ class ScoredBatch:
         return np.diff(self.offsets)
 
     @cached_property
-    def sampled_M(self) -> Array:
-        """int64: where in [N] the sampled tokens are. `x[sampled_M]` steps over prompts and what an environment said."""
-        return np.flatnonzero(self.response_mask_N)
+    def runs(self) -> Runs:
+        """Where the sampled tokens are."""
+        return Runs(self.response_mask_N, self.offsets)
 
-    @cached_property
-    def sampled_offsets(self) -> Array:
-        """int64 [B + 1]: trajectory b is [sampled_offsets[b], sampled_offsets[b + 1]) of everything [M]."""
-        return np.searchsorted(self.sampled_M, self.offsets)
-
-    @cached_property
+    @property
     def num_sampled_B(self) -> Array:
         """int64: sampled tokens of each trajectory."""
-        return np.diff(self.sampled_offsets)
+        return self.runs.num_sampled_B
+
+    @property
+    def sampled_offsets(self) -> Array:
+        """int64 [B + 1]: trajectory b is [sampled_offsets[b], sampled_offsets[b + 1]) of everything [M]."""
+        return self.runs.offsets
 
     def spread(self, values_B: Array) -> Array:
         """[N]: each trajectory's number on the tokens trained on, 0 elsewhere."""
@@ -105,9 +125,34 @@ class ScoredBatch:
     def scatter(self, values_M: Array) -> Array:
         """[N]: sampled tokens' numbers at their places where trained on, 0 elsewhere."""
         scattered_N = np.zeros_like(self.rewards_N)
-        scattered_N[self.sampled_M] = values_M
+        for start, stop, first in self.runs.places:
+            scattered_N[start:stop] = values_M[first : first + stop - start]
         scattered_N *= self.loss_mask_N
         return scattered_N
+
+    def at_sampled(self, values_N: Array) -> Array:
+        """[M]: the numbers of the sampled tokens. Steps over prompts and what an environment said."""
+        return np.concatenate([values_N[start:stop] for start, stop, _ in self.runs.places] or [values_N[:0]])
+
+    def in_time(self, values_N: Array) -> Array:
+        """float64 [B, L]: the numbers of the sampled tokens, each trajectory's last one in the last column; 0 before its first.
+
+        L is made odd: columns of rows that are a power of two apart would all fall into the same few lines of the processor's cache."""
+        width = int(self.runs.num_sampled_B.max(initial=0)) | 1
+        time_BL = np.zeros((self.gids_B.size, width))
+        for (start, stop, _), trajectory, remaining in zip(self.runs.places, self.runs.trajectories, self.runs.remaining, strict=True):
+            column = width - remaining
+            time_BL[trajectory, column : column + stop - start] = values_N[start:stop]
+        return time_BL
+
+    def from_time(self, time_BL: Array) -> Array:
+        """[N]: `in_time` undone, where trained on; 0 elsewhere."""
+        width, values_N = time_BL.shape[1], np.zeros_like(self.rewards_N)
+        for (start, stop, _), trajectory, remaining in zip(self.runs.places, self.runs.trajectories, self.runs.remaining, strict=True):
+            column = width - remaining
+            values_N[start:stop] = time_BL[trajectory, column : column + stop - start]
+        values_N *= self.loss_mask_N
+        return values_N
 
     def rows(self, values_N: Array) -> list[Array]:
         """B views [T] of something [N]."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from rolecall.algorithms.advantages.batch import Estimate, ScoredBatch
 from rolecall.algorithms.advantages.groups import Groups
-from rolecall.algorithms.advantages.time import discounted
+from rolecall.algorithms.advantages.time import backward_sums
 from rolecall.wire import Array
 
 
@@ -28,9 +28,9 @@ def grpo_process(batch: ScoredBatch, *, normalize_std: bool = True) -> Estimate:
     InvalidInputError when no scorer gave token_rewards.
     """
     batch.column("token_rewards")
-    rewards_M = batch.rewards_N[batch.sampled_M]
+    rewards_M = batch.at_sampled(batch.rewards_N)
     steps_S = np.flatnonzero(rewards_M)
     trajectory_S = np.searchsorted(batch.sampled_offsets, steps_S, side="right") - 1
     normalized_M = np.zeros(rewards_M.size)
     normalized_M[steps_S] = grpo(rewards_M[steps_S].astype(np.float64), batch.gids_B[trajectory_S], normalize_std=normalize_std)
-    return Estimate(batch.scatter(discounted(normalized_M, batch.sampled_offsets, 1.0)))
+    return Estimate(batch.scatter(backward_sums(normalized_M, batch.sampled_offsets)))

@@ -1,21 +1,19 @@
 """Advantages from a trajectory's own rewards to go: REINFORCE++ and ReMax. Numpy.
 
-Shapes: B trajectories; M sampled tokens of the batch; N tokens of the batch.
+Shapes: B trajectories; L steps of time; N tokens of the batch.
 """
-
-import numpy as np
 
 from rolecall.algorithms.advantages.batch import Estimate, ScoredBatch
 from rolecall.algorithms.advantages.groups import Groups
-from rolecall.algorithms.advantages.time import discounted
+from rolecall.algorithms.advantages.time import discount
 from rolecall.algorithms.advantages.whiten import whiten
 from rolecall.errors import InvalidInputError
 from rolecall.wire import Array
 
 
 def rewards_to_go(batch: ScoredBatch, gamma: float) -> Array:
-    """float64 [M]: G_t = r_t + gamma G_{t+1} over a trajectory's sampled tokens; what an environment said is stepped over."""
-    return discounted(batch.rewards_N[batch.sampled_M], batch.sampled_offsets, gamma)
+    """float64 [B, L]: G_t = r_t + gamma G_{t+1} over a trajectory's sampled tokens; what an environment said is stepped over."""
+    return discount(batch.in_time(batch.rewards_N), gamma)
 
 
 def reinforce_plus_plus(batch: ScoredBatch, *, gamma: float) -> Estimate:
@@ -24,7 +22,7 @@ def reinforce_plus_plus(batch: ScoredBatch, *, gamma: float) -> Estimate:
 
     Groups do not matter: a group of one is like any other. A batch whose returns are all equal gets 0.
     """
-    return Estimate(whiten(batch.scatter(rewards_to_go(batch, gamma)), batch.loss_mask_N))
+    return Estimate(whiten(batch.from_time(rewards_to_go(batch, gamma)), batch.loss_mask_N))
 
 
 def reinforce_plus_plus_baseline(batch: ScoredBatch) -> Estimate:
@@ -42,4 +40,4 @@ def remax(batch: ScoredBatch) -> Estimate:
     """
     if batch.greedy_rewards is None:
         raise InvalidInputError("remax subtracts the greedy response's reward, and the batch has none")
-    return Estimate(batch.scatter(rewards_to_go(batch, 1.0) - np.repeat(batch.greedy_rewards, batch.num_sampled_B)))
+    return Estimate(batch.from_time(rewards_to_go(batch, 1.0) - batch.greedy_rewards[:, None]))

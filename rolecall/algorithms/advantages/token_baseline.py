@@ -7,7 +7,7 @@ import numpy as np
 
 from rolecall.algorithms.advantages.batch import Estimate, ScoredBatch
 from rolecall.algorithms.advantages.groups import Groups
-from rolecall.algorithms.advantages.reinforce import rewards_to_go
+from rolecall.algorithms.advantages.time import backward_sums, forward_sums
 
 ENERGY_EPS = 1e-8
 """A group's energy up to this is that of a certain policy and rounding."""
@@ -21,12 +21,10 @@ def optimal_token_baseline(batch: ScoredBatch) -> Estimate:
     left to compare with. (verl gives those the reward to go as an option.) Where all of W is 0, the policy having been certain, the baseline is 0.
     InvalidInputError without the columns.
     """
-    to_go_M = rewards_to_go(batch, 1.0)
-    probs_M = np.exp(batch.column("old_logprobs")[batch.sampled_M].astype(np.float64))
-    energy_M = np.cumsum(1 - 2 * probs_M + batch.column("sum_squared_probs")[batch.sampled_M])
-    starts_B = batch.sampled_offsets[:-1]
-    energy_M -= np.repeat(np.concatenate([[0.0], energy_M])[starts_B], batch.num_sampled_B)
-    position_M = np.arange(energy_M.size) - np.repeat(starts_B, batch.num_sampled_B)
+    to_go_M = backward_sums(batch.at_sampled(batch.rewards_N), batch.sampled_offsets)
+    probs_M = np.exp(batch.at_sampled(batch.column("old_logprobs")).astype(np.float64))
+    energy_M = forward_sums(1 - 2 * probs_M + batch.at_sampled(batch.column("sum_squared_probs")), batch.sampled_offsets)
+    position_M = np.arange(energy_M.size) - np.repeat(batch.sampled_offsets[:-1], batch.num_sampled_B)
     groups = Groups(batch.gids_B)
     cell_M = np.repeat(groups.index_B, batch.num_sampled_B) * int(batch.num_sampled_B.max()) + position_M
     weights_C = np.bincount(cell_M, energy_M)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.algorithms.advantages import ScoredBatch, estimate
-from rolecall.algorithms.advantages.time import discounted
+from rolecall.algorithms.advantages.time import backward_sums, discount, forward_sums
 from rolecall.algorithms.advantages.whiten import whiten
 from rolecall.errors import InvalidInputError
 from rolecall.settings import AdvantageSection, GaeAdvantage, OptimalTokenBaselineAdvantage, ReinforcePlusPlusAdvantage, RemaxAdvantage
@@ -113,7 +113,7 @@ def test_reinforce_plus_plus_with_baseline_centres_by_group_and_whitens_by_batch
 
 @pytest.mark.parametrize("section", [ReinforcePlusPlusAdvantage(), ReinforcePlusPlusAdvantage(baseline="group")])
 def test_a_batch_of_equal_rewards_is_whitened_to_nothing(section: AdvantageSection) -> None:
-    assert not estimate(section, outcomes([0, 0, 1], [0.1, 0.1, 0.1], lengths=[3, 1, 2])).advantages_N.any()
+    np.testing.assert_allclose(estimate(section, outcomes([0, 0, 1], [0.1, 0.1, 0.1], lengths=[3, 1, 2])).advantages_N, 0, atol=1e-9)
 
 
 @given(ragged_batches(), st.floats(0.1, 1))
@@ -190,17 +190,22 @@ def test_whitening_nothing_is_nothing() -> None:
     np.testing.assert_array_equal(whiten(f32(1, 2), mask(0, 0)), [0, 0])
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.floats(0.1, 1), st.integers(0, 2**32 - 1))
-def test_sums_backward_over_time_agree_with_a_loop_whatever_the_lengths(lengths: list[int], decay: float, seed: int) -> None:
-    offsets = np.cumsum([0, *lengths])
-    values = np.random.default_rng(seed).normal(size=offsets[-1])
-    slow = np.zeros(values.size)
+@given(ragged_batches(), st.floats(0.1, 1))
+def test_time_runs_over_sampled_tokens_and_back(batch: ScoredBatch, decay: float) -> None:
+    sampled = batch.at_sampled(batch.rewards_N)
+    np.testing.assert_array_equal(sampled, batch.rewards_N[batch.response_mask_N != 0])
+    np.testing.assert_array_equal(batch.from_time(batch.in_time(batch.rewards_N)), batch.rewards_N * batch.loss_mask_N)
+    np.testing.assert_array_equal(batch.scatter(sampled), batch.rewards_N * batch.loss_mask_N)
+    slow = only_trained(batch, to_go_slowly(batch, decay))
+    np.testing.assert_allclose(batch.from_time(discount(batch.in_time(batch.rewards_N), decay)), np.concatenate(slow), atol=1e-12)
+
+
+@given(ragged_batches())
+def test_sums_over_time_start_anew_with_every_trajectory(batch: ScoredBatch) -> None:
+    values, offsets = batch.at_sampled(batch.rewards_N), batch.sampled_offsets
     for start, stop in pairwise(offsets.tolist()):
-        running = 0.0
-        for t in reversed(range(start, stop)):
-            running = values[t] + decay * running
-            slow[t] = running
-    np.testing.assert_allclose(discounted(values, offsets, decay), slow, atol=1e-12)
+        np.testing.assert_allclose(forward_sums(values, offsets)[start:stop], np.cumsum(values[start:stop]), atol=1e-12)
+        np.testing.assert_allclose(backward_sums(values, offsets)[start:stop], np.cumsum(values[start:stop][::-1])[::-1], atol=1e-12)
 
 
 def every_kind() -> list[AdvantageSection]:
