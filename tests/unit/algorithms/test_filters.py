@@ -96,8 +96,8 @@ def test_a_prompt_outside_the_band_comes_exactly_once_in_so_many_epochs(seed: in
     epochs = range(first_epoch, first_epoch + revisit_epochs)
     for rate in (0.0, 0.19, 0.81, 1.0):
         assert sum(is_visited(section, seed, epoch, uid, rate) for epoch in epochs) == 1
-    for rate in (None, 0.2, 0.5, 0.8):
-        assert all(is_visited(section, seed, epoch, uid, rate) for epoch in epochs)
+    for inside in (None, 0.2, 0.5, 0.8):
+        assert all(is_visited(section, seed, epoch, uid, inside) for epoch in epochs)
 
 
 def test_an_epoch_has_about_its_share_of_the_prompts_outside() -> None:
