@@ -173,6 +173,9 @@ def _fit(settings: RunSettings, tokenizer: ChatTokenizer) -> Iterator[str]:
             check_tokenizer(section.path, tokenizer.num_ids, setting)
     known = vocab_size(settings.model.path)
     yield f"tokenizer: ids up to {tokenizer.num_ids - 1}, the model knows {known}"
+    distillation = settings.algorithm.distillation
+    if distillation is not None and distillation.top_k is not None and distillation.top_k >= known:
+        raise ConfigError(f"algorithm.distillation.top_k {distillation.top_k} is not less than the {known} ids of the model; lower it")
     unknown = [token for token in settings.sampling.stop_token_ids if token < 0 or token >= known > 0]
     if unknown:
         raise ConfigError(f"sampling.stop_token_ids {unknown} are not ids of the model, which knows 0 to {known - 1}; correct them")

@@ -35,7 +35,7 @@ def greedy_accuracy(model: Path, prompts: Path) -> float:
     with torch.no_grad():
         answers = network.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)[:, ids.shape[1] :]
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    return sum(text.strip() == row["ground_truth"] for text, row in zip(texts, rows, strict=True)) / len(rows)
+    return sum(bool(text.strip() == row["ground_truth"]) for text, row in zip(texts, rows, strict=True)) / len(rows)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from rolecall.settings import DataSection, DistillationSection, RewardSection, R
 from rolecall.store.budget import StoreBudget
 from rolecall.trajectory import TOPK_IDS, TOPK_LOGPROBS, decode_column, encode_column
 from rolecall.v1 import trajectory_pb2
+from rolecall.wire import Array
 from services.controller.assembly import ScoredGroup, columns_read, prepare
 
 MakeSettings = Callable[..., RunSettings]
@@ -121,7 +122,7 @@ def scored(*rewards: float) -> ScoredGroup:
 def test_a_batch_is_sealed_with_what_the_teacher_says(make_settings: MakeSettings, section: dict[str, Any], expected: list[float]) -> None:
     settings = distilling(make_settings, {"teacher": "wise", **section}, "wise")
     assert "teacher/logprobs" in columns_read(settings)
-    rows = [
+    rows: list[dict[str, Array]] = [
         {
             "token_ids": np.array([1, 2, 3, 4], np.int32),
             "response_mask": np.array([0, 0, 1, 1], np.uint8),
