@@ -108,7 +108,7 @@ class WarmStart:
             self._tell(account, step, metrics)
             if step % settings.run.checkpoint_every_steps == 0 or step == self._num_steps:
                 checkpoints.save(step)
-        checkpoints.finish()
+        checkpoints.wait_until_written()
         if account is not None:
             account.close()
         self._place.group.leave()

@@ -56,7 +56,7 @@ class WarmStartCheckpoints:
     def save(self, step: int) -> None:
         """Takes the state of `step` and begins to write it, once the one before is written. What the storage refuses costs this checkpoint only."""
         try:
-            self.finish()
+            self.wait_until_written()
         except (DiskFullError, StorageUnavailableError) as error:
             log.warning("the last checkpoint was not written, training goes on: %s", error.message)
         group = self._place.group
@@ -65,7 +65,7 @@ class WarmStartCheckpoints:
         snapshot = self._state.snapshot()
         self._writing = in_background(lambda: self._write(snapshot, attempt), "checkpoint")
 
-    def finish(self) -> None:
+    def wait_until_written(self) -> None:
         """Waits for the one in flight. DiskFullError, StorageUnavailableError."""
         writing, self._writing = self._writing, None
         if writing is not None:
