@@ -97,7 +97,7 @@ class KlCovLoss(Section):
 
 class DppoTvLoss(Section):
     """DPPO (arXiv:2602.04879) by total variation: a token that would leave the trust region has no gradient. The two outcomes of the divergence are the
-    sampled token and any other. The paper puts the region around the sampler: algorithm.correction with `bypass`."""
+    sampled token and any other. The paper puts the region around the sampler: correction.proximal `bypass`."""
 
     kind: Literal["dppo_tv"] = "dppo_tv"
     max_divergence: UnitFloat = 0.15
