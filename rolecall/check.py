@@ -21,6 +21,7 @@ from rolecall.model_files import (
     check_cpu_adapters,
     check_cpu_attention,
     check_parallel,
+    check_routers,
     check_tokenizer,
     check_trainable,
     eos_token_ids,
@@ -147,6 +148,10 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     also = settings.sampling.stop_token_ids
     check_trainable(path)
     check_parallel(path, settings.actor.parallel)
+    if settings.actor.moe is not None:
+        check_routers(path)
+        moe = settings.actor.moe
+        yield f"routers: balance_coef {moe.balance_coef:g}, z_coef {moe.z_coef:g}, over all tokens of a mini-batch, prompts included"
     yield f"EOS ids: {', '.join(map(str, eos_token_ids(path)))}" + (f"; also stops at {', '.join(map(str, also))}" if also else "")
     longest = settings.data.max_prompt_tokens + settings.sampling.max_tokens
     bound = settings.model.max_model_tokens or max_model_tokens(path)

@@ -147,6 +147,12 @@ def check_parallel(path: Path, parallel: ParallelSection, setting: str = "model.
         )
 
 
+def check_routers(path: Path) -> None:
+    """ConfigError when actor.moe is set and the model is no mixture of experts."""
+    if "num_experts_per_tok" not in _text(_json(path / "config.json")):
+        raise ConfigError(f"actor.moe: model.path {path} is no mixture of experts (its config.json has no num_experts_per_tok); remove actor.moe")
+
+
 def _text(config: dict[str, Any]) -> dict[str, Any]:
     """The language model's part of a configuration, which is the whole of most."""
     return dict(config.get("text_config") or config)

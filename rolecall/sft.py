@@ -12,7 +12,7 @@ from rolecall.errors import ConfigError, RoleCallError
 from rolecall.last_words import describe_failure, final_line
 from rolecall.launch import prepare_run_dir, ranks_command, role_environment, write_config
 from rolecall.lifeline import tied
-from rolecall.model_files import check_parallel, check_tokenizer, check_trainable, max_model_tokens, num_adapter_parameters, read_model
+from rolecall.model_files import check_parallel, check_routers, check_tokenizer, check_trainable, max_model_tokens, num_adapter_parameters, read_model
 from rolecall.processes import STARTED, STOP_TIMEOUT_S, Worker
 from rolecall.settings import SftSettings, child_environment
 from rolecall.tokenizer import ChatTokenizer
@@ -24,6 +24,8 @@ def require(settings: SftSettings) -> None:
     read_model(path)
     check_trainable(path)
     check_parallel(path, actor.parallel)
+    if actor.moe is not None:
+        check_routers(path)
     if actor.lora is not None:
         num_adapter_parameters(path, actor.lora.rank, actor.lora.target_modules)
     tokenizer = ChatTokenizer(path)

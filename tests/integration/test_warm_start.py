@@ -178,6 +178,7 @@ def test_adapters_and_mixtures_are_warm_started_too(data: Path, tmp_path: Path) 
         ("--data.response_field=answer", "data.response_field"),
         ("--model.path=nowhere", "model.path"),
         ("--data.nonsense=1", "data.nonsense"),
+        ("--actor.moe.z_coef=0.1", "actor.moe"),
     ],
 )
 def test_mistakes_are_answered_before_anything_starts(

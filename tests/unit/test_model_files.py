@@ -188,3 +188,7 @@ def test_experts_with_adapters_are_refused_where_vllm_would_die_of_the_probe(con
     save_matrices(config, f"{LAYER}.q_proj.weight", f"{LAYER}.v_proj.weight", "model.layers.0.mlp.experts.0.gate_proj.weight")
     assert any("with adapters on GPUs only" in problem for problem in problems(config, LORA, "rollout.num_replicas=1"))
     assert problems(config, LORA, "rollout.num_replicas=0") == []
+
+
+def test_losses_of_routers_are_refused_where_there_are_none(config: Path) -> None:
+    assert any("actor.moe" in problem and "no mixture of experts" in problem for problem in problems(config, "actor.moe.balance_coef=0.1"))
