@@ -48,7 +48,7 @@ def row(reward: float, **columns: Array) -> dict[str, Array]:
 
 
 def test_remax_columns_of_a_batch_are_the_hand_worked_ones_and_the_greedy_rows_are_not_among_them() -> None:
-    """Li et al., arXiv:2310.10505, section 4: the advantage is the reward minus that of the greedy response to the same prompt."""
+    """ReMax, arXiv:2310.10505: the advantage is the reward minus that of the greedy response to the same prompt."""
     groups = [group(5, 0.25, 1.0, 0.0), group(6, 1.0, 1.0)]
     batch, columns = prepare(run_settings(), 3, groups, [row(1), row(0), row(1)], [row(0.25), row(1)])
     assert [ref.id for ref in batch.rows] == ["5/0", "5/1", "6/0"]
