@@ -1,4 +1,4 @@
-"""The configuration of a light run: every role, PPO so that there is a critic, KL so that there is a reference."""
+"""The configuration of a light run: every role, PPO so that there is a critic, KL so that there is a reference, and all that adapts from step to step."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,10 @@ def write_config(folder: Path, *, seed: int, num_steps: int, max_staleness: int,
             "groups_per_batch": 4,
             "max_staleness": max_staleness,
             "advantage": {"kind": "gae"},
-            "kl": {"reference": "ref", "kl_coef": 0.1, "placement": "reward"},
+            "kl": {"reference": "ref", "kl_coef": 0.1, "placement": "reward", "adaptive": {"target": 0.1, "horizon": 100}},
+            "entropy": {"entropy_coef": 0.001, "target": 0.5},
+            "shaping": {"normalize": "running"},
+            "filters": {"max_mean_tokens": 10},
         },
         "controller": {
             "lease_s": lease_s,

@@ -20,6 +20,7 @@ from rolecall.settings import RunSettings
 from rolecall.storage import open_storage
 from rolecall.store.connection import Connection
 from rolecall.store.rows import Rows
+from rolecall.telemetry import Metrics
 from rolecall.training.applied import FILE, Applied
 from rolecall.training.background import in_background
 from rolecall.training.chain import Progress
@@ -120,7 +121,8 @@ class LightTrainer(LightColumn):
             progress.report(index + 1, NUM_MICROBATCHES)
             if index == 1:
                 self.hook.at("train:middle")
-        weights = self.model.trained(rows)
+        coefficients = np.array([batch.coefficients.kl_coef, batch.coefficients.entropy_coef])
+        weights = self.model.trained([*rows, {"coefficients": coefficients}])
         self.hook.at("train:computed")
         spans = sorted({(span.policy_version, span.weights_digest) for meta in metas for span in meta.spans})
         self.journal.note(
@@ -137,7 +139,9 @@ class LightTrainer(LightColumn):
         )
         self.hook.at("train:noted")
         self.model.weights = weights
-        result = training_pb2.TrainResult(step=batch.step, digest=batch.digest, train_s=NUM_MICROBATCHES * MICROBATCH_S)
+        metrics = Metrics()
+        metrics.mean("actor/entropy", int(self.model.digest[:4], 16) / 2**16)  # what the next coefficient follows
+        result = training_pb2.TrainResult(step=batch.step, digest=batch.digest, train_s=NUM_MICROBATCHES * MICROBATCH_S, metrics=metrics.to_proto())
         self.applied = self.applied.after_step(result, 0)
         self.hook.at("train:applied")
         return result

@@ -30,7 +30,7 @@ from rolecall.store.audit import audit
 from rolecall.store.connection import Connection
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import Ledger
-from rolecall.store.position import GroupState, RunPosition
+from rolecall.store.position import GroupState, RunPosition, SuccessRate
 from rolecall.store.prompts import Claim, PromptQueue
 from rolecall.store.rows import Rows
 from rolecall.v1.training_pb2 import TrainResult
@@ -41,7 +41,7 @@ WORKERS = ("r.0", "r.1", "r.2")
 MAX_DELIVERIES = 3
 EXPIRY_S = 60
 REPEATABLE = {"admit", "attest", "begin_publish", "claim", "commit", "commit_step", "drop", "forget", "free_rows", "persist", "put_columns", "release"}
-REPEATABLE |= {"renew", "seal", "stage", "start_lineage"}
+REPEATABLE |= {"rate", "renew", "seal", "stage", "start_lineage"}
 """Scripts whose calls may arrive again at any later time."""
 workers = st.sampled_from(WORKERS)
 
@@ -115,6 +115,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.version = -1
         self.step = 0
         self.algorithm_state = b""
+        self.rates: dict[str, SuccessRate] = {}
         self.sealed: list[int] = []
         self.lineage = 0
         self.checkpoints: list[Checkpoint] = []
@@ -235,6 +236,12 @@ class LedgerMachine(RuleBasedStateMachine):
         before = self.rows.read(refs, [], ["reward"])[0].get("reward", np.array([value], np.float32))
         self.rows.put(refs, [{"reward": np.array([value], np.float32)}])
         assert self.rows.read(refs, ["reward"])[0]["reward"] == before, "a column is written once"
+
+    @rule(uid=st.sampled_from(["prompt-0", "prompt-1"]), gid=st.integers(0, 9), value=st.floats(0, 1))
+    def rate(self, uid: str, gid: int, value: float) -> None:
+        self.ledger.rate(uid, SuccessRate(gid, value))
+        if uid not in self.rates or self.rates[uid].gid < gid:
+            self.rates[uid] = SuccessRate(gid, value)
 
     @rule()
     def drain(self) -> None:
@@ -464,6 +471,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert counts.admitted == len(self.state) - len(self.in_state("undone")) == counts.trained + sum(counts.dropped.values()) + counts.live
         assert (counts.trained, position.step) == (len(self.in_state("trained")), self.step)
         assert position.algorithm_state == self.algorithm_state
+        assert self.ledger.rates() == self.rates
         assert {group.gid: group.state for group in snapshot.groups} == {
             gid: GroupState(self.state[gid]) for gid in self.in_state("admitted", "committed", "sealed")
         }
