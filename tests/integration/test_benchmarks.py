@@ -1,4 +1,4 @@
-"""The benchmarks of store, controller and training still run. What they measure is no test's business."""
+"""The benchmarks of store, controller, training and algorithms still run. What they measure is no test's business."""
 
 import re
 import subprocess
@@ -37,3 +37,9 @@ def test_the_training_benchmark_makes_its_one_table() -> None:
     output = quick("training.py")
     parts = ("packed, tokens/s", "logprobs and entropy, float32, s", "4,096 sequences over 64 parts, CPU ms", "loop blocked", "export of")
     assert [part for part in parts if part not in output] == []
+
+
+def test_the_algorithms_benchmark_agrees_with_its_plain_loops() -> None:
+    output = quick("algorithms.py")
+    kinds = ("grpo", "rloo", "opo", "gpg", "maxrl", "pass_at_k", "gdpo", "remax", "reinforce_plus_plus", "gae", "optimal_token_baseline")
+    assert [kind for kind in kinds if not re.search(rf"^{kind}\b.* \d", output, re.MULTILINE)] == []

@@ -26,9 +26,8 @@ class Runs:
     from the run's first on."""
 
     def __init__(self, response_mask_N: Array, offsets: Array) -> None:
-        sampled_N = response_mask_N.astype(bool)
-        cuts = np.union1d(np.flatnonzero(sampled_N[1:] != sampled_N[:-1]) + 1, offsets)
-        is_run = sampled_N[cuts[:-1]]
+        cuts = np.union1d(np.flatnonzero(response_mask_N[1:] != response_mask_N[:-1]) + 1, offsets)
+        is_run = response_mask_N[cuts[:-1]] != 0
         starts, stops = cuts[:-1][is_run], cuts[1:][is_run]
         lengths, trajectories = stops - starts, np.searchsorted(offsets, starts, side="right") - 1
         firsts = np.cumsum(lengths) - lengths

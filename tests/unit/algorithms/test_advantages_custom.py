@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,7 +12,16 @@ import yaml
 from rolecall.algorithms.advantages import ScoredBatch, estimate, needs
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.plugins import load_function
-from rolecall.settings import CustomAdvantage, GaeAdvantage, GrpoAdvantage, OptimalTokenBaselineAdvantage, RlooAdvantage
+from rolecall.settings import (
+    AdvantageSection,
+    CustomAdvantage,
+    GaeAdvantage,
+    GrpoAdvantage,
+    OptimalTokenBaselineAdvantage,
+    PassAtKAdvantage,
+    RlooAdvantage,
+    Section,
+)
 from tests.unit.algorithms.advantage_rig import f32, mask, outcomes
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_advantage"
@@ -79,6 +88,21 @@ def test_a_function_or_module_that_does_not_exist_is_named_with_its_field(folder
         load_function("math:g", "field")
     with pytest.raises(ModuleNotFoundError, match="nothing_of_the_kind"):
         load_function("mine_for_a_test:f", "field", folder)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in get_args(get_args(AdvantageSection)[0]) if kind is not CustomAdvantage])
+def test_float32_rows_get_finite_float32_columns(kind: type[Section]) -> None:
+    masks, tokens = [mask(0, 1, 1), mask(0, 1)], [f32(0, -1, -2), f32(0, -1)]
+    columns = {"values": tokens, "token_rewards": tokens, "old_logprobs": tokens, "sum_squared_probs": [f32(0, 0.5, 0.5), f32(0, 0.5)]}
+    batch = ScoredBatch.of_rows(
+        [4, 4], [f32(0, 0, 1), f32(0, 0.5)], masks, masks, columns | {"bootstrap_value": [f32(0), f32(1)]}, {"right": f32(1, 0)}, {"right": 1}, f32(0, 1)
+    )
+    given = {"k": 1} if kind is PassAtKAdvantage else {}
+    result = estimate(kind(**given), batch)  # type: ignore[arg-type]
+    for values_N in [result.advantages_N] + ([] if result.returns_N is None else [result.returns_N]):
+        assert values_N.dtype == np.float32
+        assert np.isfinite(values_N).all()
+        assert not values_N[batch.loss_mask_N == 0].any()
 
 
 def test_estimators_ask_only_for_the_columns_they_read() -> None:
