@@ -85,8 +85,10 @@ def _over(tree: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
     merged = dict(recipe)
     for key, value in tree.items():
         below = recipe.get(key)
-        same_kind = isinstance(value, dict) and isinstance(below, dict) and value.get("kind", below.get("kind")) == below.get("kind")
-        merged[key] = _over(value, below) if same_kind else value
+        if isinstance(value, dict) and isinstance(below, dict) and value.get("kind", below.get("kind")) == below.get("kind"):
+            merged[key] = _over(value, below)
+        else:
+            merged[key] = value
     return merged
 
 
