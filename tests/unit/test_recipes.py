@@ -26,7 +26,7 @@ def test_a_recipe_is_short_cites_its_source_and_sets_the_method_alone(path: Path
     tree = yaml.safe_load(text)
     assert tree.keys() <= {"algorithm", "critic", "references"}
     assert not TASK_SETS & tree["algorithm"].keys()
-    load_settings(config, recipe=path)
+    load_settings(config, ["sampling.num_responses=8"], path)
 
 
 def test_what_the_file_sets_goes_before_the_recipe(config: Path, tmp_path: Path) -> None:
