@@ -19,9 +19,10 @@ def gae(batch: ScoredBatch, *, gamma: float, gae_lambda: float, whitened: bool =
     """
     values_BL, deltas_BL = batch.in_time(batch.column("values")), batch.in_time(batch.rewards_N)
     deltas_BL -= values_BL
-    deltas_BL[:, :-1] += gamma * values_BL[:, 1:]
+    values_BL *= gamma
+    deltas_BL[:, :-1] += values_BL[:, 1:]
     deltas_BL[:, -1] += gamma * batch.column("bootstrap_value").astype(np.float64)
-    advantages_BL = discount(deltas_BL, gamma * gae_lambda)
-    advantages_N = batch.from_time(advantages_BL)
-    advantages_BL += values_BL
-    return Estimate(whiten(advantages_N, batch.loss_mask_N) if whitened else advantages_N, batch.from_time(advantages_BL))
+    advantages_N = batch.from_time(discount(deltas_BL, gamma * gae_lambda))
+    returns_N = advantages_N + batch.column("values")
+    returns_N *= batch.loss_mask_N
+    return Estimate(whiten(advantages_N, batch.loss_mask_N) if whitened else advantages_N, returns_N)

@@ -29,7 +29,7 @@ def grpo_process(batch: ScoredBatch, *, normalize_std: bool = True) -> Estimate:
     """
     batch.column("token_rewards")
     rewards_M = batch.at_sampled(batch.rewards_N)
-    steps_S = np.flatnonzero(rewards_M)
+    steps_S = np.flatnonzero(rewards_M != 0)
     trajectory_S = np.searchsorted(batch.sampled_offsets, steps_S, side="right") - 1
     normalized_M = np.zeros(rewards_M.size)
     normalized_M[steps_S] = grpo(rewards_M[steps_S].astype(np.float64), batch.gids_B[trajectory_S], normalize_std=normalize_std)
