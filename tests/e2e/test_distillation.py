@@ -10,7 +10,8 @@ import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-FORWARD_TOPK = "--algorithm.distillation={teacher: teacher, divergence: forward_topk, placement: loss, top_k: 8}"
+FORWARD_TOPK = ("--algorithm.distillation={teacher: teacher, divergence: forward_topk, placement: loss, top_k: 8}", "--run.num_steps=24")
+"""It covers what the policy samples in the wrong order as well as the right one, so it takes longer."""
 
 
 def run(*command: str) -> None:
@@ -40,7 +41,7 @@ def greedy_accuracy(model: Path, prompts: Path) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("overrides", [(), (FORWARD_TOPK,)], ids=["reverse KL as advantage", "forward KL as loss"])
+@pytest.mark.parametrize("overrides", [(), FORWARD_TOPK], ids=["reverse KL as advantage", "forward KL as loss"])
 def test_a_student_reaches_its_teachers_accuracy_without_a_reward(work: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     files = {"model.path": "model", "data.train": "train.jsonl", "evaluation.sets.heldout.path": "heldout.jsonl", "references.teacher.path": "teacher"}
     paths = [f"--{key}={work / name}" for key, name in files.items()]
