@@ -153,7 +153,8 @@ class PolicySteps:
 
 
 def build(settings: RunSettings, connection: Connection, vitals: Vitals = UNWATCHED) -> "ActorEngine":
-    """This rank's engine, its model loaded; a collective. ConfigError."""
+    """This rank's engine, its model loaded; a collective. ConfigError, of a plug-in before anything is started."""
+    steps = PolicySteps(settings)
     engine, bench = start_bench(
         settings,
         settings.actor,
@@ -166,15 +167,15 @@ def build(settings: RunSettings, connection: Connection, vitals: Vitals = UNWATC
         total_steps=config.num_optimizer_steps(settings),
         vitals=vitals,
     )
-    return ActorEngine(settings, bench, engine, engine.num_parameters)
+    return ActorEngine(settings, bench, steps, engine, engine.num_parameters)
 
 
 class ActorEngine(TrainerRanks):
     """service.ActorEngine over the ranks of a group."""
 
-    def __init__(self, settings: RunSettings, bench: Bench, state: EngineState, num_parameters: int) -> None:
+    def __init__(self, settings: RunSettings, bench: Bench, steps: PolicySteps, state: EngineState, num_parameters: int) -> None:
         """A collective: the manifest is made by gathering every parameter once."""
-        super().__init__(bench, PolicySteps(settings), state, num_parameters)
+        super().__init__(bench, steps, state, num_parameters)
         self._settings = settings
         lora = settings.actor.lora
         adapter = weights_pb2.LoraAdapter(rank=lora.rank, alpha=lora.alpha) if lora is not None else None
