@@ -3,6 +3,8 @@
 Shapes: N tokens of the batch.
 """
 
+import math
+
 import numpy as np
 
 from rolecall.algorithms.advantages.batch import STD_EPS
@@ -15,5 +17,5 @@ def whiten(advantages_N: Array, mask_N: Array) -> Array:
     num_tokens = max(int(np.count_nonzero(mask_N)), 1)
     whitened_N = advantages_N - float(advantages_N.sum(dtype=np.float64)) / num_tokens
     whitened_N *= mask_N
-    whitened_N /= np.sqrt(np.square(whitened_N).sum(dtype=np.float64) / num_tokens) + STD_EPS
+    whitened_N /= math.sqrt(np.square(whitened_N).sum(dtype=np.float64) / num_tokens) + STD_EPS
     return np.asarray(whitened_N)
