@@ -45,9 +45,7 @@ class WarmStartCheckpoints:
             return 0
         changed = sorted(name for name, value in self._identity.items() if found.state.get(name) != value)
         if changed:
-            raise CheckpointMismatchError(
-                f"{found.storage.url} was made with other {', '.join(changed)}; resume with the same, or start anew"
-            )
+            raise CheckpointMismatchError(f"{found.storage.url} was made with other {', '.join(changed)}; resume with the same, or start anew")
         storage, files = found.share(ROLE)
         group.agree(lambda: verify(storage, files[group.rank :: group.world_size], self._place.progressed))
         self._state.load(storage)
