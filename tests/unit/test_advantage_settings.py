@@ -1,11 +1,13 @@
 """Which estimators a run can feed: what is refused names the field and the remedy."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
-from rolecall.settings import RunSettings
+from rolecall.settings import CustomAdvantage, RunSettings, load_settings
 from tests.unit.test_controller_batches import run_settings
 
 SCORED = {"components": {"right": {"scorer": {"kind": "exact_match"}}, "short": {"scorer": {"kind": "length", "max_tokens": 9}, "weight": 0.5}}}
@@ -73,3 +75,11 @@ def test_gdpo_weighs_components_that_exist_and_nothing_that_does_not_reach_them(
 def test_a_discount_and_a_group_baseline_exclude_each_other() -> None:
     with pytest.raises(ValidationError, match="nothing is discounted"):
         with_advantage({"kind": "reinforce_plus_plus", "baseline": "group", "gamma": 0.9})
+
+
+def test_a_users_module_is_looked_for_beside_the_configuration(tmp_path: Path) -> None:
+    settings = with_advantage({"kind": "custom", "function": "mine:f"}).model_dump(mode="json", exclude_unset=True)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    advantage = load_settings(tmp_path / "run.yaml", []).algorithm.advantage
+    assert isinstance(advantage, CustomAdvantage)
+    assert advantage.search_path == tmp_path
