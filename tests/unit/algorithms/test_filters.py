@@ -84,7 +84,7 @@ def test_filters_agree_with_loops(
 
 
 def test_a_band_that_no_group_can_meet_is_refused() -> None:
-    with pytest.raises(ValidationError, match="min_success_rate 0.8 exceeds max_success_rate 0.2"):
+    with pytest.raises(ValidationError, match=r"min_success_rate 0\.8 exceeds max_success_rate 0\.2"):
         filters(min_success_rate=0.8, max_success_rate=0.2)
     with pytest.raises(ValidationError, match="every prompt would be outside"):
         CurriculumSection(min_success_rate=0.8, max_success_rate=0.2)
