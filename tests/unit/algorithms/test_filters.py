@@ -59,9 +59,7 @@ def test_filters_agree_with_loops(
     group: list[tuple[float, bool, int]], without_signal: bool, rates: tuple[float, float], all_truncated: bool, max_mean_tokens: int | None
 ) -> None:
     low, high = sorted(rates)
-    section = filters(
-        without_signal=without_signal, min_success_rate=low, max_success_rate=high, all_truncated=all_truncated, max_mean_tokens=max_mean_tokens
-    )
+    section = filters(without_signal=without_signal, min_success_rate=low, max_success_rate=high, all_truncated=all_truncated, max_mean_tokens=max_mean_tokens)
     num_right, num_cut, num_tokens, differs = 0, 0, 0, False
     for reward, cut, length in group:
         num_right += reward >= 1

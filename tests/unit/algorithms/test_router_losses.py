@@ -61,8 +61,7 @@ def test_they_are_those_of_loops_however_the_tokens_are_cut(layers: int, tokens:
     num_chosen = 1 + seed % (experts - 1)
     edges = sorted({0, tokens, *(min(cut, tokens) for cut in cuts)})
     parts = [
-        sum_routing([logits_NE[start:stop] for logits_NE in logits_LNE], torch.ones(stop - start), num_chosen)
-        for start, stop in itertools.pairwise(edges)
+        sum_routing([logits_NE[start:stop] for logits_NE in logits_LNE], torch.ones(stop - start), num_chosen) for start, stop in itertools.pairwise(edges)
     ]
     load = load_of(*parts)
     balance, z = slow_losses(logits_LNE, num_chosen)
