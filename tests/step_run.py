@@ -25,8 +25,9 @@ from rolecall.training.front import TrainerFront
 from rolecall.v1.trajectory_pb2 import CommittedGroup, Prompt, PromptGroup, RowRef, TrajectoryMeta
 from rolecall.wire import Array
 from services.controller.adaptive import AdaptiveState
-from services.controller.assembly import ScoredGroup, columns_read, prepare
+from services.controller.assembly import ScoredGroup
 from services.controller.checkpoints import Checkpoints, RunPoint
+from services.controller.preparation import columns_read, prepare
 from services.controller.recovery import Recovered, Recovery, encode_prompts
 from services.controller.saving import CheckpointSaver
 from services.controller.threads import StoreThreads

@@ -22,7 +22,7 @@ from rolecall.store.rows import Rows
 from rolecall.telemetry import Metrics, export, tracer
 from rolecall.trackers import Trackers
 from rolecall.v1 import controller_pb2, training_pb2, trajectory_pb2
-from services.controller import assembly, measures
+from services.controller import measures, preparation
 from services.controller.adaptive import AdaptiveState
 from services.controller.admission import AdmissionPolicy
 from services.controller.assembly import Assembly, ScoredGroup
@@ -323,10 +323,10 @@ class Loop:
     async def _seal(self, groups: Sequence[ScoredGroup], rows: list[trajectory_pb2.RowRef]) -> trajectory_pb2.TrainBatch:
         """Fixes the batch, then writes its columns: in this order, so that whoever crashes in between writes the same columns again."""
         parts = self._parts
-        contents = await parts.threads.call(parts.rows.read, rows, assembly.columns_read(self._settings), assembly.OPTIONAL_COLUMNS)
+        contents = await parts.threads.call(parts.rows.read, rows, preparation.columns_read(self._settings), preparation.OPTIONAL_COLUMNS)
         greedy = [group.greedy.row for group in groups if group.greedy is not None] if self._settings.algorithm.wants_greedy_response else []
-        greedy_contents = await parts.threads.call(parts.rows.read, greedy, assembly.GREEDY_COLUMNS, assembly.OPTIONAL_COLUMNS)
-        batch, columns = await parts.threads.call(assembly.prepare, self._settings, self._step, groups, contents, greedy_contents, self._state)
+        greedy_contents = await parts.threads.call(parts.rows.read, greedy, preparation.GREEDY_COLUMNS, preparation.OPTIONAL_COLUMNS)
+        batch, columns = await parts.threads.call(preparation.prepare, self._settings, self._step, groups, contents, greedy_contents, self._state)
         self._step_metrics.merge(measures.of_batch(self._settings, self._step, groups, contents, parts.publisher.step_of_version))
         self._step_metrics.merge(measures.of_sealed(self._settings, batch))
         await parts.threads.call(parts.ledger.seal, batch)

@@ -16,7 +16,8 @@ from rolecall.v1 import trajectory_pb2
 from rolecall.v1.training_pb2 import TrainResult
 from rolecall.wire import Array
 from services.controller.adaptive import AdaptiveState
-from services.controller.assembly import GreedyResponse, ScoredGroup, prepare
+from services.controller.assembly import GreedyResponse, ScoredGroup
+from services.controller.preparation import prepare
 
 ADAPTIVE: dict[str, Any] = {
     "groups_per_batch": 1,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rolecall.errors import InvalidInputError
-from services.controller.assembly import columns_read, prepare
+from services.controller.preparation import columns_read, prepare
 from tests.unit.test_controller_batches import group, row, run_settings
 
 SCORED = {"components": {"right": {"scorer": {"kind": "exact_match"}}, "short": {"scorer": {"kind": "length", "max_tokens": 9}, "weight": 0.5}}}

@@ -12,9 +12,10 @@ from rolecall.storage import open_storage
 from rolecall.v1 import actor_pb2, controller_pb2, rollout_pb2, trajectory_pb2, weights_pb2
 from rolecall.wire import Array, encode_tensor
 from services.controller.admission import AdmissionPolicy
-from services.controller.assembly import Assembly, ScoredGroup, columns_read, prepare
+from services.controller.assembly import Assembly, ScoredGroup
 from services.controller.board import RunBoard
 from services.controller.checkpoints import Checkpoints, RunPoint
+from services.controller.preparation import columns_read, prepare
 from services.controller.publish import difference, make_probe
 
 

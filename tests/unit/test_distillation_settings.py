@@ -16,7 +16,8 @@ from rolecall.store.budget import StoreBudget
 from rolecall.trajectory import TOPK_IDS, TOPK_LOGPROBS, decode_column, encode_column
 from rolecall.v1 import trajectory_pb2
 from rolecall.wire import Array
-from services.controller.assembly import ScoredGroup, columns_read, prepare
+from services.controller.assembly import ScoredGroup
+from services.controller.preparation import columns_read, prepare
 
 MakeSettings = Callable[..., RunSettings]
 ELSEWHERE = RewardSection(address="scorer:1")

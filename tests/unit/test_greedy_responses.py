@@ -13,7 +13,8 @@ from rolecall.trajectory import row_bytes, rows_of
 from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, TrainBatch
 from rolecall.wire import Array
 from services.controller import measures
-from services.controller.assembly import GreedyResponse, ScoredGroup, prepare
+from services.controller.assembly import GreedyResponse, ScoredGroup
+from services.controller.preparation import prepare
 from services.rollout.config import configure
 
 REMAX = {"groups_per_batch": 2, "advantage": {"kind": "remax"}}
