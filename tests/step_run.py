@@ -168,7 +168,7 @@ class StepRun:
             calls = [tasks.create_task(trainer.train(ledger.ctl, step, batch.digest, lambda what: None)) for trainer in (actor, critic)]
         self.arrows.at("trained")
         results = [call.result() for call in calls]
-        ledger.commit_step(step, results, state.after(self.settings.algorithm, batch, results).encode())
+        ledger.commit_step(step, results, state.after(self.settings.algorithm, batch, results).encode(self.settings.algorithm))
         self.arrows.at("step is committed")
         self.publish(step + 1)
 
@@ -285,8 +285,9 @@ class StepRun:
             assert batch is not None, f"batch {step} was freed before its time"
             if step >= len(self.timeline):
                 assert step == len(self.timeline)
-                before = AdaptiveState.decode(self.settings.algorithm, self.states[tuple(self.timeline)])
+                algorithm = self.settings.algorithm
+                before = AdaptiveState.decode(algorithm, self.states[tuple(self.timeline)])
                 self.timeline.append(batch.digest)
-                self.states[tuple(self.timeline)] = before.after(self.settings.algorithm, batch, self.ledger.results(step)).encode()
+                self.states[tuple(self.timeline)] = before.after(algorithm, batch, self.ledger.results(step)).encode(algorithm)
             assert batch.digest == self.timeline[step]
         assert position.algorithm_state == self.states[tuple(self.timeline)], "these steps leave another state"

@@ -31,23 +31,17 @@ class AdaptiveState:
         """Before the first step."""
         return cls(control.start(algorithm))
 
-    def encode(self) -> bytes:
-        """Bytes for the ledger and checkpoints; floats come back bit by bit."""
-        return json.dumps(asdict(self)).encode()
+    def encode(self, algorithm: AlgorithmSection) -> bytes:
+        """What of it adapts, as bytes for the ledger and checkpoints; floats come back bit by bit. Empty when nothing does."""
+        adapting, everything = _adapting(algorithm), {**asdict(self.control), "rewards": asdict(self.rewards)}
+        return json.dumps({name: everything[name] for name in adapting}).encode() if adapting else b""
 
     @classmethod
     def decode(cls, algorithm: AlgorithmSection, data: bytes) -> "AdaptiveState":
-        """What `encode` wrote, of that what adapts; empty bytes are the start."""
-        state = cls.start(algorithm)
-        if not data:
-            return state
-        tree = json.loads(data)
-        kept, started = Control(**tree["control"]), state.control
-        if algorithm.kl is not None and algorithm.kl.adaptive is not None:
-            started = replace(started, kl_coef=kept.kl_coef)
-        if algorithm.entropy is not None and algorithm.entropy.target is not None:
-            started = replace(started, entropy_coef=kept.entropy_coef, entropy=kept.entropy)
-        return cls(started, Moments(**tree["rewards"]))
+        """What `encode` wrote, of that what adapts; the rest, and what did not adapt then, is at its start."""
+        kept = {name: value for name, value in json.loads(data or b"{}").items() if name in _adapting(algorithm)}
+        rewards = Moments(**kept.pop("rewards", {}))
+        return cls(replace(control.start(algorithm), **kept), rewards)
 
     def after(self, algorithm: AlgorithmSection, batch: trajectory_pb2.TrainBatch, results: Sequence[training_pb2.TrainResult]) -> "AdaptiveState":
         """Before the next step: `batch` was applied with `results`, the actor's first. What is not finite was not measured."""
@@ -56,3 +50,9 @@ class AdaptiveState:
         moved = control.advance(algorithm, self.control, kl=kl, entropy=measured.get("actor/entropy"), num_samples=len(batch.rows))
         rewards = batch.statistics.rewards
         return AdaptiveState(moved, self.rewards.merged(Moments(rewards.num, rewards.mean, rewards.deviations)))
+
+
+def _adapting(algorithm: AlgorithmSection) -> list[str]:
+    names = ["kl_coef"] if algorithm.kl is not None and algorithm.kl.adaptive is not None else []
+    names += ["entropy_coef", "entropy"] if algorithm.entropy is not None and algorithm.entropy.target is not None else []
+    return [*names, *(["rewards"] if algorithm.shaping.normalize == "running" else [])]

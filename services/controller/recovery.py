@@ -155,7 +155,7 @@ class Recovery:
         results = [await trainer.train(ctl, step, batch.digest, self.waiting) for trainer in self.trainers]
         algorithm = self.settings.algorithm
         state = AdaptiveState.decode(algorithm, (await self.threads.call(self.ledger.position)).algorithm_state).after(algorithm, batch, results)
-        await self.threads.call(self.ledger.commit_step, step, results, state.encode())
+        await self.threads.call(self.ledger.commit_step, step, results, state.encode(algorithm))
         logger.info("step %d had been applied and is counted now", step)
         return await self.threads.call(self.ledger.snapshot)
 

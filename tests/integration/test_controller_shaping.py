@@ -92,7 +92,7 @@ async def states_by_step(run: LightRun) -> list[bytes]:
         coef = batch.coefficients.entropy_coef
         assert coef in (0.0, state.control.entropy_coef), "a batch is sealed with what the step before left"
         state = state.after(run.settings.algorithm, batch, [record])
-        states.append(state.encode())
+        states.append(state.encode(run.settings.algorithm))
     return states
 
 

@@ -72,7 +72,8 @@ def result_of(**metrics: float) -> list[TrainResult]:
 @given(floats=st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=5, max_size=5), num=st.integers(0, 2**40))
 def test_a_state_comes_back_bit_by_bit(floats: list[float], num: int) -> None:
     state = AdaptiveState(Control(*floats[:3]), Moments(num, *floats[3:]))
-    assert AdaptiveState.decode(algorithm(), state.encode()) == state
+    adapting = algorithm(shaping={"normalize": "running"})
+    assert AdaptiveState.decode(adapting, state.encode(adapting)) == state
 
 
 def test_nothing_kept_is_the_start() -> None:
@@ -80,9 +81,19 @@ def test_nothing_kept_is_the_start() -> None:
 
 
 def test_a_coefficient_that_does_not_adapt_is_the_settings_also_when_they_change() -> None:
-    kept = AdaptiveState(Control(0.7, 0.003, 0.4), Moments(3, 1.0, 2.0)).encode()
+    kept = AdaptiveState(Control(0.7, 0.003, 0.4), Moments(3, 1.0, 2.0)).encode(algorithm(shaping={"normalize": "running"}))
     plain = algorithm(kl={"reference": "ref", "kl_coef": 0.2}, entropy={"entropy_coef": 0.01})
-    assert AdaptiveState.decode(plain, kept) == AdaptiveState(Control(0.2, 0.01), Moments(3, 1.0, 2.0))
+    assert AdaptiveState.decode(plain, kept) == AdaptiveState(Control(0.2, 0.01))
+
+
+@pytest.mark.parametrize("before", [{"kl": None, "entropy": None}, {"kl": {"reference": "ref", "kl_coef": 0.2}, "entropy": {"entropy_coef": 0.01}}])
+def test_what_begins_to_adapt_begins_at_its_settings(before: dict[str, Any]) -> None:
+    """A KL coefficient that began at the 0 of a run without KL would stay 0 for ever."""
+    kept = AdaptiveState.start(algorithm(**before)).encode(algorithm(**before))
+    assert kept == b""
+    assert AdaptiveState.decode(algorithm(), kept) == AdaptiveState.start(algorithm())
+    half = algorithm(kl=before["kl"])
+    assert AdaptiveState.decode(algorithm(), AdaptiveState.start(half).encode(half)).control.kl_coef == 0.5
 
 
 def test_a_step_moves_the_coefficients_by_what_it_measured() -> None:
