@@ -9,11 +9,8 @@ Pure Python. What adapts is the state `Control`; whoever owns the steps keeps it
 
 from dataclasses import dataclass, replace
 
-from rolecall.settings import AlgorithmSection
+from rolecall.settings import KL_ERROR_BOUND, AlgorithmSection
 from rolecall.v1.trajectory_pb2 import Coefficients
-
-KL_ERROR_BOUND = 0.2
-"""The relative error counts up to this, either way: Ziegler et al.'s constant."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from rolecall.settings.correction import (
 from rolecall.settings.data import DataSection, EvaluationSection, EvaluationSet, JobSection, ModelSection, RunSection, SamplingSection
 from rolecall.settings.distillation import TEACHER, DistillationSection
 from rolecall.settings.environment import child_environment, from_environment, incarnation_given, parent_to_die_with, rank_of_process, visible_gpus
-from rolecall.settings.kl import ACTOR_BASE, AdaptiveKl, KlEstimator, KlSection
+from rolecall.settings.kl import ACTOR_BASE, KL_ERROR_BOUND, AdaptiveKl, KlEstimator, KlSection
 from rolecall.settings.load import checkpoints_of, load_settings, load_sft_settings, overrides_from, store_url_file, with_running_store
 from rolecall.settings.losses import (
     Aggregation,
@@ -89,6 +89,7 @@ from rolecall.settings.trainers import ActorSection, CriticSection, LoraSection,
 
 __all__ = [
     "ACTOR_BASE",
+    "KL_ERROR_BOUND",
     "TEACHER",
     "ActorSection",
     "AdaptiveKl",

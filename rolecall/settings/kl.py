@@ -9,6 +9,9 @@ from rolecall.settings.section import NonNegativeFloat, Section
 ACTOR_BASE = "base"
 """The reference that is the actor's own model without its adapters; no instance under `references` has this name."""
 
+KL_ERROR_BOUND = 0.2
+"""The relative error of an adaptive coefficient's KL counts up to this, either way: Ziegler et al.'s constant."""
+
 KlEstimator: TypeAlias = Literal["k1", "k2", "k3", "abs"]
 """How the KL is estimated from sampled tokens (rolecall/algorithms/kl.py)."""
 

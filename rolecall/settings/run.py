@@ -1,14 +1,24 @@
 """The whole file: all sections, and the checks that need more than one of them."""
 
-from typing import Self
+from typing import Any, Self
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
-from rolecall.settings.advantages import CustomAdvantage, GdpoAdvantage, GrpoAdvantage, PassAtKAdvantage, compares_responses, reads_values
+from rolecall.settings.advantages import (
+    CustomAdvantage,
+    GdpoAdvantage,
+    GrpoAdvantage,
+    MaxrlAdvantage,
+    OptimalTokenBaselineAdvantage,
+    PassAtKAdvantage,
+    RemaxAdvantage,
+    compares_responses,
+    reads_values,
+)
 from rolecall.settings.algorithm import AlgorithmSection
 from rolecall.settings.data import DataSection, EvaluationSection, ModelSection, RunSection, SamplingSection
 from rolecall.settings.distillation import TEACHER
-from rolecall.settings.kl import ACTOR_BASE
+from rolecall.settings.kl import ACTOR_BASE, KL_ERROR_BOUND
 from rolecall.settings.reward import ExternalScorer, FunctionScorer, RewardSection
 from rolecall.settings.section import Section
 from rolecall.settings.services import (
@@ -51,6 +61,12 @@ class RunSettings(Section):
         """Responses that a rollout samples for one group: sampling.num_responses, and the greedy one where the estimator wants it."""
         return self.sampling.num_responses + self.algorithm.wants_greedy_response
 
+    @field_validator("references", mode="before")
+    @classmethod
+    def _without_those_set_to_null(cls, references: Any) -> Any:
+        """So that a file can leave out an instance that its recipe has."""
+        return {name: section for name, section in references.items() if section is not None} if isinstance(references, dict) else references
+
     @model_validator(mode="after")
     def _roles_fit_the_algorithm(self) -> Self:
         advantage = self.algorithm.advantage
@@ -58,7 +74,7 @@ class RunSettings(Section):
             raise ValueError(f"algorithm.advantage {advantage.kind} reads values: add a critic section (critic: {{}} takes all defaults)")
         if self.critic is not None and not reads_values(advantage):
             remedy = "name values in its columns" if isinstance(advantage, CustomAdvantage) else "use kind: gae"
-            raise ValueError(f"critic: algorithm.advantage {advantage.kind} does not read values; remove the section or {remedy}")
+            raise ValueError(f"critic: algorithm.advantage {advantage.kind} does not read values; remove the section (critic: null where a recipe has it) or {remedy}")
         kl = self.algorithm.kl
         if ACTOR_BASE in self.references:
             raise ValueError(f"references.{ACTOR_BASE}: this name means the actor's own model without its adapters; give the instance another one")
@@ -74,7 +90,10 @@ class RunSettings(Section):
         teachers = distillation.instances if distillation else frozenset()
         unused = sorted(set(self.references) - teachers - ({kl.reference} if kl else set()))
         if unused:
-            raise ValueError(f"references {unused} are read by nothing; remove them or name them in algorithm.kl.reference or algorithm.distillation")
+            raise ValueError(
+                f"references {unused} are read by nothing; remove them (references.{unused[0]}: null where a recipe has it) or name them in "
+                "algorithm.kl.reference or algorithm.distillation"
+            )
         return self
 
     @model_validator(mode="after")
@@ -89,6 +108,11 @@ class RunSettings(Section):
             raise ValueError(f"references.{TEACHER}: what teachers say is kept under this name, and algorithm.kl reads it too; give the instance another one")
         if not distillation.task_coef and algorithm.filters.without_signal:
             raise ValueError("algorithm.filters.without_signal drops groups by a reward that task_coef 0 does not train on; remove it or raise task_coef")
+        if not distillation.task_coef and algorithm.kl is not None and algorithm.kl.placement == "reward":
+            raise ValueError("algorithm.kl.placement reward: with task_coef 0 rewards are not trained on, nor is their KL; use placement: loss or raise task_coef")
+        advantage = algorithm.advantage
+        if not distillation.task_coef and (reads_values(advantage) or isinstance(advantage, RemaxAdvantage | OptimalTokenBaselineAdvantage)):
+            raise ValueError(f"algorithm.advantage {advantage.kind} costs another pass, of which task_coef 0 makes nothing; use kind: grpo or raise task_coef")
         return self
 
     @model_validator(mode="after")
@@ -99,6 +123,12 @@ class RunSettings(Section):
         is_task_trained = self.algorithm.distillation is None or self.algorithm.distillation.task_coef > 0
         if is_task_trained and compares_responses(self.algorithm.advantage) and self.sampling.num_responses < 2:
             raise ValueError(f"sampling.num_responses must be at least 2: {self.algorithm.advantage.kind} compares responses within a group")
+        adaptive = self.algorithm.kl.adaptive if self.algorithm.kl is not None else None
+        if adaptive is not None and rows * KL_ERROR_BOUND >= adaptive.horizon:
+            raise ValueError(
+                f"algorithm.kl.adaptive.horizon {adaptive.horizon}: one step of {rows} responses could take kl_coef to 0, where it stays; raise it above "
+                f"{rows * KL_ERROR_BOUND:g}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -116,11 +146,15 @@ class RunSettings(Section):
                 )
             if adds_kl:
                 raise ValueError("algorithm.kl.placement reward would make a step of every token under supervision process; use placement loss")
+        if isinstance(advantage, MaxrlAdvantage | PassAtKAdvantage) and (adds_kl or self.algorithm.shaping.normalize is not None):
+            what, meant = ("kl.placement reward", "kl.placement loss") if adds_kl else ("shaping.normalize", "no normalize")
+            raise ValueError(f"algorithm.{what} moves the rewards that {advantage.kind} reads as right or wrong, from 0 up; use {meant}, or another estimator")
         if isinstance(advantage, GdpoAdvantage):
             unknown = sorted(name for name in advantage.weights if scorers and name.partition("/")[0] not in scorers)
             if unknown or not (scorers or advantage.weights):
                 raise ValueError(
-                    f"algorithm.advantage.weights: gdpo weighs reward components, {unknown or 'none'} named, {sorted(scorers)} under reward.components"
+                    f"algorithm.advantage.weights: gdpo weighs reward components, {unknown or 'none'} named, {sorted(scorers)} under reward.components; "
+                    "name those that the scorers give"
                 )
             shaping = self.algorithm.shaping.model_dump(include={"clip_min", "clip_max", "normalize", "overlong"}, exclude_none=True)
             if adds_kl or shaping:
@@ -138,6 +172,13 @@ class RunSettings(Section):
                 f"algorithm.shaping.overlong.buffer_tokens {overlong.buffer_tokens} exceeds the longest response, {longest} tokens; even an empty one would "
                 "be punished: lower it"
             )
+        if overlong is not None and longest - overlong.buffer_tokens >= self.sampling.max_tokens:
+            raise ValueError(
+                f"algorithm.shaping.overlong punishes beyond {longest - overlong.buffer_tokens} tokens, and sampling.max_tokens is {self.sampling.max_tokens}: "
+                "no response is that long; lower overlong.max_tokens, or leave it out"
+            )
+        if overlong is not None and isinstance(self.algorithm.advantage, MaxrlAdvantage):
+            raise ValueError("algorithm.shaping.overlong: maxrl divides by the group's mean reward, which this would bring near 0; remove one of them")
         if filters.without_signal and self.responses_per_group < 2:
             raise ValueError("algorithm.filters.without_signal: a group of one response never has any; raise sampling.num_responses, or remove the filter")
         return self

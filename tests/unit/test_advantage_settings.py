@@ -50,6 +50,25 @@ def test_k_of_pass_at_k_is_within_the_group() -> None:
         with_advantage({"kind": "pass_at_k", "k": 5})
 
 
+@pytest.mark.parametrize("advantage", [{"kind": "maxrl"}, {"kind": "pass_at_k", "k": 2}])
+def test_estimators_of_right_and_wrong_refuse_what_moves_a_right_reward(advantage: dict[str, Any]) -> None:
+    with_advantage(advantage, algorithm={"kl": {**KL, "placement": "loss"}, "shaping": {"clip_max": 1.0}}, references={"ref": {}})
+    with pytest.raises(ValidationError, match=r"kl\.placement reward moves the rewards"):
+        with_advantage(advantage, algorithm={"kl": KL}, references={"ref": {}})
+    with pytest.raises(ValidationError, match=r"shaping\.normalize moves the rewards"):
+        with_advantage(advantage, algorithm={"shaping": {"normalize": "batch"}})
+
+
+def test_an_adaptive_coefficient_cannot_be_taken_to_nothing_by_one_step() -> None:
+    def with_horizon(horizon: int) -> RunSettings:
+        kl = {**KL, "adaptive": {"target": 0.1, "horizon": horizon}}
+        return with_advantage({"kind": "rloo"}, 10, algorithm={"kl": kl}, references={"ref": {}})  # 2 groups of 10
+
+    with_horizon(5)
+    with pytest.raises(ValidationError, match=r"horizon 4: one step of 20 responses could take kl_coef to 0"):
+        with_horizon(4)
+
+
 def test_process_supervision_wants_a_scorer_of_steps_and_no_kl_among_them() -> None:
     process = {"kind": "grpo", "supervision": "process"}
     with_advantage(process, reward=STEPS)

@@ -19,11 +19,13 @@ def optimal_token_baseline(batch: ScoredBatch) -> Estimate:
     G_t is the reward to go and W_t = sum_{s <= t} (1 - 2 pi_s + sum_v pi_s(v)^2), the squared norms of the score with respect to the logits, summed up to t:
     the energy of a path. Reads old_logprobs and sum_squared_probs. A group of one gets 0, and so do tokens beyond the second longest response: nothing is
     left to compare with. (verl gives those the reward to go as an option.) Where all of W is 0, the policy having been certain, the baseline is 0.
+    A norm that rounding made negative counts as 0, so that a baseline never leaves the range of its G_t.
     InvalidInputError without the columns.
     """
     to_go_M = backward_sums(batch.at_sampled(batch.rewards_N), batch.sampled_offsets)
     probs_M = np.exp(batch.at_sampled(batch.column("old_logprobs")).astype(np.float64))
-    energy_M = forward_sums(1 - 2 * probs_M + batch.at_sampled(batch.column("sum_squared_probs")), batch.sampled_offsets)
+    norms_M = np.maximum(1 - 2 * probs_M + batch.at_sampled(batch.column("sum_squared_probs")), 0)
+    energy_M = forward_sums(norms_M, batch.sampled_offsets)
     position_M = np.arange(energy_M.size) - np.repeat(batch.sampled_offsets[:-1], batch.num_sampled_B)
     groups = Groups(batch.gids_B)
     cell_M = np.repeat(groups.index_B, batch.num_sampled_B) * int(batch.num_sampled_B.max()) + position_M

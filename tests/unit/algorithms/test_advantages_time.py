@@ -162,6 +162,14 @@ def test_the_optimal_token_baseline_gives_nothing_to_a_group_of_one_and_to_what_
     np.testing.assert_allclose(estimate(OptimalTokenBaselineAdvantage(), batch).advantages_N, [0, 0, 0, 2.0 * certain, 2.0 * certain, 0], atol=1e-12)
 
 
+def test_the_optimal_token_baseline_of_a_nearly_certain_policy_stays_among_the_returns() -> None:
+    """Float32 says 1 - 2 p + sum p^2 of a certain token a little above 0 or below; weights of both signs would put the baseline anywhere."""
+    masks = [mask(1), mask(1)]
+    columns = {"old_logprobs": [f32(0), f32(0)], "sum_squared_probs": [f32(1 + 1e-6), f32(1 - 9e-7)]}
+    batch = ScoredBatch.of_rows([0, 0], [f32(1), f32(0)], masks, masks, columns)
+    np.testing.assert_allclose(estimate(OptimalTokenBaselineAdvantage(), batch).advantages_N, [0, -1], atol=1e-6)
+
+
 @given(ragged_batches())
 def test_the_optimal_token_baseline_agrees_with_a_loop(batch: ScoredBatch) -> None:
     logprobs, squares, sampled = (trajectories(batch, x) for x in (batch.columns["old_logprobs"], batch.columns["sum_squared_probs"], batch.response_mask_N))
