@@ -29,7 +29,7 @@ class AlgorithmSection(Section):
     policy_loss: PolicyLossSection = PpoLoss()
     """Loss of the actor."""
     aggregation: Aggregation = "token_mean"
-    """How the actor's token losses become one number, normalised by the whole mini-batch's own counts."""
+    """How the actor's token losses become one number, normalised (token_sum: not) by the whole mini-batch's own counts."""
     aggregation_length: PositiveInt | None = None
     """The constant of seq_mean_token_sum_norm; absent: sampling.max_tokens."""
     entropy: EntropySection | None = None
@@ -51,6 +51,12 @@ class AlgorithmSection(Section):
     def wants_greedy_response(self) -> bool:
         """Whether every group has a greedy response beside its sampled ones."""
         return isinstance(self.advantage, RemaxAdvantage)
+
+    @model_validator(mode="after")
+    def _length_is_used(self) -> Self:
+        if self.aggregation_length is not None and self.aggregation != "seq_mean_token_sum_norm":
+            raise ValueError(f"aggregation_length: {self.aggregation} divides by no constant; remove it, or use aggregation: seq_mean_token_sum_norm")
+        return self
 
     @model_validator(mode="after")
     def _bypass_has_a_ratio(self) -> Self:

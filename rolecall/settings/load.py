@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import yaml
 from pydantic import SecretStr, ValidationError
+from pydantic_core import ErrorDetails
 
 from rolecall.errors import ConfigError
 from rolecall.settings.environment import from_environment
@@ -50,8 +51,15 @@ def _valid(kind: type[_Settings], tree: dict[str, Any], path: Path, given: str) 
     try:
         return kind.model_validate(tree, context={"base": path.resolve().parent})
     except ValidationError as error:
-        lines = [f"  {'.'.join(str(part) for part in item['loc']) or 'configuration'}: {item['msg']}" for item in error.errors(include_url=False)]
+        lines = [f"  {'.'.join(str(part) for part in item['loc']) or 'configuration'}: {_said(item)}" for item in error.errors(include_url=False)]
         raise ConfigError(f"{path}{given} is not a valid configuration:\n" + "\n".join(lines)) from error
+
+
+def _said(item: ErrorDetails) -> str:
+    """What is wrong, as whoever wrote the file would say it."""
+    if item["type"] == "union_tag_not_found":
+        return "kind is missing; add it, for it says what the other fields mean"
+    return item["msg"].removeprefix("Value error, ")
 
 
 def store_url_file(run_dir: Path) -> Path:
@@ -98,9 +106,15 @@ def _override(tree: dict[str, Any], override: str) -> None:
     if not separator or not all([*parents, leaf]):
         raise ConfigError(f"override {override!r} is not of the form section.key=value")
     for name in parents:
-        tree[name] = dict(tree.get(name) or {})
+        below = tree.get(name) or {}
+        if not isinstance(below, dict):
+            raise ConfigError(f"override {override!r}: {name} is {below!r} and has no keys")
+        tree[name] = dict(below)
         tree = tree[name]
-    tree[leaf] = yaml.safe_load(value)
+    try:
+        tree[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: its value is not YAML: {error}") from error
 
 
 def overrides_from(arguments: Sequence[str]) -> list[str]:

@@ -81,6 +81,12 @@ class ClipCovLoss(Section):
     clip_eps_high: NonNegativeFloat = 1.0
     """Ratios above 1 + this are clipped."""
 
+    @model_validator(mode="after")
+    def _band_is_not_empty(self) -> Self:
+        if not self.cov_low < self.cov_high:
+            raise ValueError(f"cov_low {self.cov_low:g} is not below cov_high {self.cov_high:g}: no token would be drawn; move one of them")
+        return self
+
 
 class KlCovLoss(Section):
     """KL-Cov (arXiv:2505.22617): importance-weighted policy gradient, with a KL penalty on the tokens whose logprob and advantage vary most together.

@@ -74,7 +74,9 @@ class RunSettings(Section):
             raise ValueError(f"algorithm.advantage {advantage.kind} reads values: add a critic section (critic: {{}} takes all defaults)")
         if self.critic is not None and not reads_values(advantage):
             remedy = "name values in its columns" if isinstance(advantage, CustomAdvantage) else "use kind: gae"
-            raise ValueError(f"critic: algorithm.advantage {advantage.kind} does not read values; remove the section (critic: null where a recipe has it) or {remedy}")
+            raise ValueError(
+                f"critic: algorithm.advantage {advantage.kind} does not read values; remove the section (critic: null where a recipe has it) or {remedy}"
+            )
         kl = self.algorithm.kl
         if ACTOR_BASE in self.references:
             raise ValueError(f"references.{ACTOR_BASE}: this name means the actor's own model without its adapters; give the instance another one")
@@ -109,7 +111,9 @@ class RunSettings(Section):
         if not distillation.task_coef and algorithm.filters.without_signal:
             raise ValueError("algorithm.filters.without_signal drops groups by a reward that task_coef 0 does not train on; remove it or raise task_coef")
         if not distillation.task_coef and algorithm.kl is not None and algorithm.kl.placement == "reward":
-            raise ValueError("algorithm.kl.placement reward: with task_coef 0 rewards are not trained on, nor is their KL; use placement: loss or raise task_coef")
+            raise ValueError(
+                "algorithm.kl.placement reward: with task_coef 0 rewards are not trained on, nor is their KL; use placement: loss or raise task_coef"
+            )
         advantage = algorithm.advantage
         if not distillation.task_coef and (reads_values(advantage) or isinstance(advantage, RemaxAdvantage | OptimalTokenBaselineAdvantage)):
             raise ValueError(f"algorithm.advantage {advantage.kind} costs another pass, of which task_coef 0 makes nothing; use kind: grpo or raise task_coef")

@@ -61,7 +61,7 @@ class SftSettings(Section):
     data: SftDataSection
     evaluation: SftEvaluationSection | None = None
     aggregation: Literal["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean"
-    """How the losses of a step's tokens become one number, normalised by the whole step's own counts."""
+    """How the losses of a step's tokens become one number, normalised (token_sum: not) by the whole step's own counts."""
     actor: ActorSection = ActorSection()
     """The trainer, as in the run that follows; what it says of calls (addresses and deadlines) means nothing here."""
     telemetry: TelemetrySection = TelemetrySection()

@@ -61,7 +61,9 @@ class FiltersSection(Section):
     @model_validator(mode="after")
     def _some_rate_passes(self) -> Self:
         if self.min_success_rate > self.max_success_rate:
-            raise ValueError(f"min_success_rate {self.min_success_rate:g} exceeds max_success_rate {self.max_success_rate:g}; no group would be left")
+            raise ValueError(
+                f"min_success_rate {self.min_success_rate:g} exceeds max_success_rate {self.max_success_rate:g}; no group would be left; move one of them"
+            )
         return self
 
 
@@ -80,5 +82,9 @@ class CurriculumSection(Section):
     @model_validator(mode="after")
     def _some_rate_is_inside(self) -> Self:
         if self.min_success_rate > self.max_success_rate:
-            raise ValueError(f"min_success_rate {self.min_success_rate:g} exceeds max_success_rate {self.max_success_rate:g}; every prompt would be outside")
+            raise ValueError(
+                f"min_success_rate {self.min_success_rate:g} exceeds max_success_rate {self.max_success_rate:g}; all prompts would be outside; move one of them"
+            )
+        if self.min_success_rate == 0 and self.max_success_rate == 1:
+            raise ValueError("every success rate is within 0 .. 1, so that no prompt is visited less often; set min_success_rate or max_success_rate")
         return self

@@ -84,7 +84,7 @@ def test_filters_agree_with_loops(
 def test_a_band_that_no_group_can_meet_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"min_success_rate 0\.8 exceeds max_success_rate 0\.2"):
         filters(min_success_rate=0.8, max_success_rate=0.2)
-    with pytest.raises(ValidationError, match="every prompt would be outside"):
+    with pytest.raises(ValidationError, match="all prompts would be outside"):
         CurriculumSection(min_success_rate=0.8, max_success_rate=0.2)
 
 
@@ -106,7 +106,7 @@ def test_an_epoch_has_about_its_share_of_the_prompts_outside() -> None:
 
 
 def test_a_rate_is_a_moving_average_that_begins_at_its_first_visit() -> None:
-    section = CurriculumSection(memory=0.75)
+    section = CurriculumSection(max_success_rate=0.9, memory=0.75)
     # 1; then 0.75 * 1 + 0.25 * 0; then 0.75 * 0.75 + 0.25 * 0.5.
     first = updated_rate(section, None, 1.0)
     second = updated_rate(section, first, 0.0)

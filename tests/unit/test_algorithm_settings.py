@@ -1,0 +1,69 @@
+"""What a file may say of the algorithm: settings without effect and settings that undo each other are refused, in words that name field and remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from rolecall.errors import ConfigError
+from rolecall.settings import load_settings
+from tests.light_run import write_light_config
+
+RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_light_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "complaint"),
+    [
+        ("aggregation_length=100", r"aggregation_length: token_mean divides by no constant; remove it"),
+        ("policy_loss={kind: clip_cov, cov_low: 5, cov_high: 1}", "no token would be drawn; move one"),
+        ("policy_loss={clip_eps_high: 0.3}", r"policy_loss: kind is missing; add it"),
+        ("curriculum={revisit_epochs: 3}", r"no prompt is visited less often; set min_success_rate"),
+        ("shaping={overlong: {buffer_tokens: 2, max_tokens: 10}}", r"punishes beyond 8 tokens, and sampling.max_tokens is 8: .*lower overlong.max_tokens"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(config: Path, algorithm: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        load_settings(config, [f"algorithm.{algorithm}"])
+    assert "Value error" not in str(caught.value)
+
+
+def test_maxrl_takes_no_reward_that_a_punishment_brings_near_nothing(config: Path) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.shaping\.overlong: maxrl divides"):
+        load_settings(config, ["algorithm.advantage={kind: maxrl}", "algorithm.shaping={overlong: {buffer_tokens: 2}}"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["references={wise: {}, ref: {}}", "algorithm.kl={reference: ref, kl_coef: 0.1, placement: reward}"], "kl.placement reward: with task_coef 0"),
+        (["algorithm.advantage={kind: gae}", "critic={}"], "gae costs another pass, of which task_coef 0 makes nothing"),
+        (["algorithm.advantage={kind: remax}"], "remax costs another pass"),
+        (["algorithm.advantage={kind: optimal_token_baseline}"], "optimal_token_baseline costs another pass"),
+    ],
+)
+def test_nothing_is_computed_of_a_reward_that_is_not_trained_on(config: Path, overrides: list[str], complaint: str) -> None:
+    taught = ["references={wise: {}}", *overrides]
+    with pytest.raises(ConfigError, match=complaint):
+        load_settings(config, [*taught, "algorithm.distillation={teacher: wise}"])
+    assert load_settings(config, [*taught, "algorithm.distillation={teacher: wise, task_coef: 0.5}"])
+
+
+def test_a_reference_that_a_recipe_has_can_be_left_out(config: Path) -> None:
+    without_kl = ["algorithm.kl=null", "sampling.num_responses=8"]
+    with pytest.raises(ConfigError, match=r"references\.ref: null where a recipe has it"):
+        load_settings(config, without_kl, RECIPES / "grpo.yaml")
+    assert load_settings(config, [*without_kl, "references.ref=null"], RECIPES / "grpo.yaml").references == {}
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [("algorithm.advantage={kind: rloo", "its value is not YAML"), ("run.name.first=me", "name is 'light' and has no keys")],
+)
+def test_an_override_that_cannot_be_read_is_named(config: Path, override: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_settings(config, [override])
