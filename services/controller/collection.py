@@ -57,6 +57,8 @@ class Collection:
         self._assembly = assembly
         self._intake = intake
         self._stop_for = stop_for
+        self.sealed: frozenset[int] = frozenset()
+        """Groups of the batch that an earlier loop sealed: they are trained, whatever the settings say of them now."""
         self._filtered: Counter[str] = Counter()
         """Groups that the filters dropped since the last step, by reason."""
 
@@ -81,7 +83,7 @@ class Collection:
         self._filtered.clear()
 
     async def _score(self, group: trajectory_pb2.CommittedGroup) -> None:
-        if self._settings.algorithm.wants_greedy_response and not group.HasField("greedy_row"):
+        if self._settings.algorithm.wants_greedy_response and not group.HasField("greedy_row") and group.gid not in self.sealed:
             logger.warning("group %d was sampled for another estimator, without a greedy response; it is dropped", group.gid)
             await self.drop(group.gid, rows_of(group), "no_greedy_response", "")
             return
@@ -116,7 +118,7 @@ class Collection:
             has_signal=group.has_signal,
             solved_at=solved_at,
         )
-        if reason is None:
+        if reason is None or group.gid in self.sealed:
             self._assembly.scored(group)
             return
         self._filtered[reason] += 1

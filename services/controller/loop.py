@@ -8,7 +8,7 @@ on, so a loop that starts over (engine.py, after the failure of a role or the st
 import asyncio
 import logging
 from asyncio import FIRST_COMPLETED
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from rolecall.store.rows import Rows
 from rolecall.telemetry import Metrics, export, tracer
 from rolecall.trackers import Trackers
 from rolecall.v1 import controller_pb2, training_pb2, trajectory_pb2
+from rolecall.wire import Array
 from services.controller import measures, preparation
 from services.controller.adaptive import AdaptiveState
 from services.controller.admission import AdmissionPolicy
@@ -174,6 +175,8 @@ class Loop:
         self._num_dead_letters = position.dropped.get("over_delivered", 0)
         if self._settings.algorithm.curriculum is not None:
             parts.prompts.rates = await parts.threads.call(parts.ledger.rates)
+        sealed = await parts.threads.call(parts.ledger.sealed, self._step)
+        self._collection.sealed = frozenset(sealed.gids) if sealed is not None else frozenset()
         self._intake.start_from(recovered)
         if parts.board.steered:  # perhaps before this process held the run
             await parts.threads.call(parts.ledger.pause, parts.board.paused)
@@ -249,13 +252,14 @@ class Loop:
         clock = self._clock
         self._step_metrics.merge(clock.waited(groups))
         rows = [ref for group in groups for ref in group.rows]
+        sealed = await self._parts.threads.call(self._parts.ledger.sealed, self._step)
         # A batch that an earlier loop sealed holds these columns, and a trainer may have applied it since: it could not compute them again.
-        asked = self._parts.computing(needs(self._settings.algorithm.advantage))
-        if asked and await self._parts.threads.call(self._parts.ledger.sealed, self._step) is None:
+        asked = self._parts.computing(needs(self._settings.algorithm.advantage)) if sealed is None else []
+        if asked:
             self._parts.board.wait_for(f"what the {' and the '.join(trainer.name for trainer in asked)} say of the batch")
             await self._at_once([trainer.compute(self._ctl, rows, self._step) for trainer in asked])
             clock.lap("values")
-        batch = await self._seal(groups, rows)
+        batch = await self._take_up(sealed, groups, rows) if sealed is not None else await self._seal(groups, rows)
         clock.lap("prepare")
         results = await self._apply(batch)
         clock.lap("train")
@@ -327,11 +331,23 @@ class Loop:
         greedy = [group.greedy.row for group in groups if group.greedy is not None] if self._settings.algorithm.wants_greedy_response else []
         greedy_contents = await parts.threads.call(parts.rows.read, greedy, preparation.GREEDY_COLUMNS, preparation.OPTIONAL_COLUMNS)
         batch, columns = await parts.threads.call(preparation.prepare, self._settings, self._step, groups, contents, greedy_contents, self._state)
-        self._step_metrics.merge(measures.of_batch(self._settings, self._step, groups, contents, parts.publisher.step_of_version))
-        self._step_metrics.merge(measures.of_sealed(self._settings, batch))
+        self._measure(batch, groups, contents)
         await parts.threads.call(parts.ledger.seal, batch)
         await parts.threads.call(parts.rows.put, rows, columns)
         return batch
+
+    async def _take_up(self, batch: trajectory_pb2.TrainBatch, groups: Sequence[ScoredGroup], rows: list[trajectory_pb2.RowRef]) -> trajectory_pb2.TrainBatch:
+        """A batch that an earlier loop sealed stands as it is, whatever the settings are now; its columns are written where that loop did not get to it."""
+        parts = self._parts
+        contents = await parts.threads.call(parts.rows.read, rows, preparation.columns_reported(self._settings), ["advantages"])
+        if not all("advantages" in row for row in contents):
+            return await self._seal(groups, rows)
+        self._measure(batch, groups, contents)
+        return batch
+
+    def _measure(self, batch: trajectory_pb2.TrainBatch, groups: Sequence[ScoredGroup], contents: Sequence[Mapping[str, Array]]) -> None:
+        self._step_metrics.merge(measures.of_batch(self._settings, self._step, groups, contents, self._parts.publisher.step_of_version))
+        self._step_metrics.merge(measures.of_sealed(self._settings, batch))
 
     async def _apply(self, batch: trajectory_pb2.TrainBatch) -> list[training_pb2.TrainResult]:
         """Actor and critic at the same time."""

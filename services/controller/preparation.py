@@ -23,13 +23,17 @@ from services.controller.assembly import ScoredGroup
 
 def columns_read(settings: RunSettings) -> tuple[str, ...]:
     """Columns that `prepare` reads of every row of a batch."""
-    columns = ["token_ids", "response_mask", "rollout_logprobs", "reward"]
+    columns = [*columns_reported(settings), "reward"]
     columns += [name for name in needs(settings.algorithm.advantage) if name not in (*columns, *OPTIONAL_COLUMNS)]
     if settings.algorithm.kl is not None and settings.algorithm.kl.placement == "reward":
         columns.append(reference_column(settings.algorithm.kl.reference))
-    if settings.algorithm.distillation is not None:
-        columns.append(reference_column(TEACHER))
     return tuple(columns)
+
+
+def columns_reported(settings: RunSettings) -> tuple[str, ...]:
+    """Those of them that measures.of_batch reads, too."""
+    sampled = ("token_ids", "response_mask", "rollout_logprobs")
+    return sampled if settings.algorithm.distillation is None else (*sampled, reference_column(TEACHER))
 
 
 GREEDY_COLUMNS = ("response_mask", "reward")

@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -142,6 +143,35 @@ async def test_a_controller_that_starts_again_goes_on_where_the_last_one_stopped
     check_trained_once(run.actor.trainer, 48)
     versions = [version for _, version in run.actor.publishes]
     assert versions == sorted(set(versions))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"advantage": {"kind": "rloo"}, "entropy": {"entropy_coef": 0.1}},
+        {"advantage": {"kind": "remax"}},
+        {"advantage": {"kind": "optimal_token_baseline"}},
+        {"filters": {"without_signal": True}},
+    ],
+    ids=["another estimator", "greedy responses", "the actor's columns", "a filter"],
+)
+async def test_a_batch_that_was_sealed_is_trained_as_it_is_also_under_other_settings(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings, changed: dict[str, Any]
+) -> None:
+    async with light_run(store, tmp_path, make_settings) as run, run.rollout("rollout-0"):
+        run.actor.trainer.failures.append(InvalidInputError("the run ends with its first batch sealed"))
+        async with run.controller() as (_, running):
+            with pytest.raises(InvalidInputError):
+                await asyncio.wait_for(running, RUN_S)
+        sealed = Ledger(store.connection, store.run).sealed(0)
+        tree = run.settings.model_dump(exclude_defaults=True)
+        run.settings = run.settings.model_copy(update={"algorithm": make_settings(**{**tree, "algorithm": {"groups_per_batch": 4, **changed}}).algorithm})
+        async with run.controller() as (_, running):
+            await asyncio.wait_for(running, RUN_S)
+    assert sealed is not None
+    assert run.actor.trainer.records[0].digest == sealed.digest
+    assert run.actor.trainer.trained[:8] == [ref.id for ref in sealed.rows]
+    assert len(run.actor.trainer.records) == 3
 
 
 async def test_a_trainer_that_lost_its_steps_loads_the_checkpoint_and_applies_the_same_batches_again(
