@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from rolecall.algorithms.advantages.custom import load as load_advantage
 from rolecall.dataset import RawPrompt, load_prompts
 from rolecall.errors import ConfigError, RoleCallError
 from rolecall.explain import explain
@@ -32,7 +33,7 @@ from rolecall.model_files import (
 )
 from rolecall.rpc.address import is_unix
 from rolecall.rpc.listening import why_not
-from rolecall.settings import CriticSection, OptimizerSection, ReferenceSection, RunSettings, ServiceSection, TrainerSection
+from rolecall.settings import CriticSection, CustomAdvantage, OptimizerSection, ReferenceSection, RunSettings, ServiceSection, TrainerSection
 from rolecall.storage import DiskStorage, open_storage
 from rolecall.store.budget import StoreBudget
 from rolecall.tokenizer import ChatTokenizer
@@ -77,7 +78,7 @@ def find_problems(settings: RunSettings, out: TextIO) -> list[str]:
             problems.append(error.message)
     facts: ModelFacts | None = found.get("facts")
     tokenizer: ChatTokenizer | None = found.get("tokenizer")
-    sections = [_run(settings), *_data(settings, tokenizer), _batches(settings)]
+    sections = [_run(settings), *_data(settings, tokenizer), _batches(settings), _functions(settings)]
     if facts is not None:
         sections += [_model(settings, facts), _memory(settings, facts)]
         sections += [_fit(settings, tokenizer)] if tokenizer is not None else []
@@ -196,6 +197,13 @@ def _batches(settings: RunSettings) -> Iterator[str]:
     )
     yield f"staleness: at most {algorithm.max_staleness} steps; at most {(1 + algorithm.max_staleness) * algorithm.groups_per_batch} groups in flight"
     yield from explain(settings)
+
+
+def _functions(settings: RunSettings) -> Iterator[str]:
+    """A policy loss of the user's is not looked at: it imports torch, and the actor loads it first of all."""
+    if isinstance(settings.algorithm.advantage, CustomAdvantage):
+        load_advantage(settings.algorithm.advantage)
+        yield f"algorithm.advantage.function: {settings.algorithm.advantage.function} is found and takes its options"
 
 
 def _memory(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:

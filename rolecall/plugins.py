@@ -1,12 +1,14 @@
 """Functions that users name in their configuration as `module:function`. No torch."""
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rolecall.errors import ConfigError
+from rolecall.settings import PluginSection
 
 
 def load_function(target: str, field: str, search_path: Path | None = None) -> Callable[..., Any]:
@@ -26,3 +28,16 @@ def load_function(target: str, field: str, search_path: Path | None = None) -> C
     if not callable(function):
         raise ConfigError(f"{field} {target!r}: the module {module_name!r} has no function {function_name!r}; correct it")
     return function  # type: ignore[no-any-return]
+
+
+def load_plugin(section: PluginSection, field: str) -> Callable[..., Any]:
+    """The function of `section`, which is called with a batch and the section's options. ConfigError names `field` when there is none, or none that takes
+    them."""
+    function = load_function(section.function, field, section.search_path)
+    try:
+        inspect.signature(function).bind(None, **section.options)
+    except TypeError as error:
+        raise ConfigError(
+            f"{field} {section.function!r} cannot be called with a batch and the options {sorted(section.options)}: {error}; correct one of them"
+        ) from error
+    return function

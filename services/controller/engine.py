@@ -10,11 +10,12 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 
+from rolecall.algorithms.advantages.custom import load as load_advantage
 from rolecall.dataset import load_prompts
 from rolecall.errors import BudgetSpentError, DeadlineError, FencedError, RoleCallError, StoreUnavailableError, UnavailableError
 from rolecall.rpc.channel import open_channel
 from rolecall.scoring import open_client
-from rolecall.settings import RunSettings
+from rolecall.settings import CustomAdvantage, RunSettings
 from rolecall.storage import open_storage
 from rolecall.store.connection import connect
 from rolecall.store.ledger import Ledger
@@ -50,9 +51,11 @@ class ControllerEngine:
     """One run. `run` drives it; the other methods are called by the servicer while it runs."""
 
     def __init__(self, settings: RunSettings) -> None:
-        """Reads the data and connects to the store; ConfigError and StoreUnavailableError come from here."""
+        """Reads the data and the user's estimator and connects to the store; ConfigError and StoreUnavailableError come from here."""
         self._settings = settings
         policy = admission_policy(settings)
+        if isinstance(settings.algorithm.advantage, CustomAdvantage):
+            load_advantage(settings.algorithm.advantage)  # what is wrong with it is said now, not when the first batch is sampled
         self._threads = StoreThreads()
         self._connection = connect(settings.store)
         self._ledger = Ledger(self._connection, settings.run.name)

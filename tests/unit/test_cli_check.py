@@ -35,6 +35,14 @@ def test_a_sound_configuration_gives_a_line_per_derived_value(config: Path) -> N
     assert not (config.parent / "run").exists()
 
 
+def test_a_users_estimator_is_found_and_takes_its_options(config: Path) -> None:
+    (config.parent / "median_for_a_check.py").write_text("def f(batch, *, scale):\n    raise AssertionError('not called')\n")
+    advantage = "algorithm.advantage={kind: custom, function: 'median_for_a_check:f', options: {%s: 2}}"
+    assert "median_for_a_check:f is found" in findings(load_settings(config, [advantage % "scale"]))[1]
+    code, text = findings(load_settings(config, [advantage % "size"]))
+    assert (code, "the options ['size']" in text) == (2, True), text
+
+
 def test_moments_that_wait_on_the_host_are_told(config: Path) -> None:
     assert "moments, are in host memory" not in findings(load_settings(config))[1]
     assert "moments, are in host memory" in findings(load_settings(config, ["actor.optimizer.offload=true"]))[1]
@@ -50,6 +58,7 @@ def test_moments_that_wait_on_the_host_are_told(config: Path) -> None:
         ("model.path=elsewhere", "must be a Hugging Face model directory"),
         ("store.max_bytes=1000", "store.max_bytes 1000"),
         ("actor.devices=[7]", "GPU 7"),
+        ("algorithm.advantage={kind: custom, function: 'mine:f'}", "there is no module 'mine'"),
     ],
 )
 def test_a_mistake_is_named(config: Path, override: str, told: str) -> None:

@@ -64,7 +64,7 @@ def estimate(section: AdvantageSection, batch: ScoredBatch) -> Estimate:
         case OptimalTokenBaselineAdvantage():
             return optimal_token_baseline(batch)
         case CustomAdvantage():
-            return custom(batch, section.function, section.options, section.search_path)
+            return custom(batch, section)
         case _:
             return Estimate(batch.spread(_of_trajectories(section, batch)))
 

@@ -1,21 +1,26 @@
 """An advantage estimator that somebody else wrote. Numpy."""
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from rolecall.algorithms.advantages.batch import Estimate, ScoredBatch
 from rolecall.errors import InvalidInputError
-from rolecall.plugins import load_function
+from rolecall.plugins import load_plugin
+from rolecall.settings import CustomAdvantage
 from rolecall.wire import Array
 
 
-def custom(batch: ScoredBatch, function: str, options: Mapping[str, Any], search_path: Path) -> Estimate:
-    """What `function(batch, **options)` estimates, 0 outside the loss mask. ConfigError when there is no such function, InvalidInputError when it answers
-    anything but an Estimate of finite numbers for all N tokens."""
-    result = load_function(function, "algorithm.advantage.function", search_path)(batch, **options)
+def load(section: CustomAdvantage) -> Callable[..., Any]:
+    """The function that `section` names. ConfigError when there is none that takes its options."""
+    return load_plugin(section, "algorithm.advantage.function")
+
+
+def custom(batch: ScoredBatch, section: CustomAdvantage) -> Estimate:
+    """What the function estimates for `batch`, 0 outside the loss mask. InvalidInputError when it answers anything but an Estimate of finite numbers for all N
+    tokens."""
+    function, result = section.function, load(section)(batch, **section.options)
     if not isinstance(result, Estimate):
         raise InvalidInputError(f"algorithm.advantage.function {function!r} returned {type(result).__name__}; return an Estimate")
     if result.returns_N is None and "values" in batch.columns:

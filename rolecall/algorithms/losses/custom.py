@@ -6,13 +6,13 @@ import torch
 
 from rolecall.algorithms.losses.batch import PolicyBatch, TokenLosses
 from rolecall.errors import InvalidInputError
-from rolecall.plugins import load_function
+from rolecall.plugins import load_plugin
 from rolecall.settings import CustomLoss
 
 
 def load(section: CustomLoss) -> Any:
-    """The function that `section` names. ConfigError when there is none."""
-    return load_function(section.function, "algorithm.policy_loss.function", section.search_path)
+    """The function that `section` names. ConfigError when there is none that takes its options."""
+    return load_plugin(section, "algorithm.policy_loss.function")
 
 
 def custom(batch: PolicyBatch, section: CustomLoss) -> TokenLosses:

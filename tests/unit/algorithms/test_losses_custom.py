@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rolecall.algorithms.losses import PolicyBatch, token_losses
+from rolecall.algorithms.losses.custom import load
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import AlgorithmSection, CustomLoss
 from rolecall.training.objectives import policy_columns
@@ -41,6 +42,11 @@ def test_its_columns_are_packed_for_it() -> None:
 def test_a_function_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.policy_loss\.function 'unlikely:likely'"):
         token_losses(CustomLoss(function="unlikely:likely", search_path=EXAMPLE), batch())
+
+
+def test_options_that_the_function_does_not_take_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"'unlikely:unlikely' cannot be called with a batch and the options \['max_probb'\]: .*missing.*'max_prob'"):
+        load(CustomLoss(function="unlikely:unlikely", options={"max_probb": 0.9}, search_path=EXAMPLE))
 
 
 def test_anything_but_a_loss_per_token_is_refused(tmp_path: Path) -> None:
