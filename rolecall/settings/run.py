@@ -153,8 +153,6 @@ class RunSettings(Section):
         if isinstance(advantage, MaxrlAdvantage | PassAtKAdvantage) and (adds_kl or self.algorithm.shaping.normalize is not None):
             what, meant = ("kl.placement reward", "kl.placement loss") if adds_kl else ("shaping.normalize", "no normalize")
             raise ValueError(f"algorithm.{what} moves the rewards that {advantage.kind} reads as right or wrong, from 0 up; use {meant}, or another estimator")
-        if isinstance(advantage, MaxrlAdvantage) and self.algorithm.shaping.overlong is not None:
-            raise ValueError("algorithm.shaping.overlong takes rewards below 0, and maxrl divides by their mean; remove it, or use another estimator")
         if isinstance(advantage, GdpoAdvantage):
             unknown = sorted(name for name in advantage.weights if scorers and name.partition("/")[0] not in scorers)
             if unknown or not (scorers or advantage.weights):

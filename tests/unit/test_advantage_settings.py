@@ -59,13 +59,6 @@ def test_estimators_of_right_and_wrong_refuse_what_moves_a_right_reward(advantag
         with_advantage(advantage, algorithm={"shaping": {"normalize": "batch"}})
 
 
-def test_an_estimator_that_divides_by_the_mean_refuses_a_punishment() -> None:
-    overlong = {"shaping": {"overlong": {"buffer_tokens": 4}}}
-    with_advantage({"kind": "pass_at_k", "k": 2}, algorithm=overlong)
-    with pytest.raises(ValidationError, match="overlong takes rewards below 0"):
-        with_advantage({"kind": "maxrl"}, algorithm=overlong)
-
-
 def test_an_adaptive_coefficient_cannot_be_taken_to_nothing_by_one_step() -> None:
     def with_horizon(horizon: int) -> RunSettings:
         kl = {**KL, "adaptive": {"target": 0.1, "horizon": horizon}}
