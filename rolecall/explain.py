@@ -66,6 +66,8 @@ def explain(settings: RunSettings) -> Iterator[str]:
     yield f"reward: {'; then '.join(_reward(settings))}"
     yield f"advantages: {_advantages(algorithm)}"
     yield f"loss: {_loss(algorithm.policy_loss)}; {_aggregation(settings)}"
+    if _ratio_is_one(algorithm):
+        yield "  one update per batch, so the ratio is 1 and what bounds or penalises it does nothing; num_minibatches or num_epochs above 1 make it count"
     yield from _terms(algorithm)
     yield f"correction: {_correction(algorithm.correction)}"
 
@@ -80,9 +82,9 @@ def _filters(section: FiltersSection, solved_at: float) -> list[str]:
     if section.without_signal:
         dropped.append("all rewards are equal (dynamic sampling)")
     if section.min_success_rate > 0:
-        dropped.append(f"fewer than {section.min_success_rate:.0%} of the responses reach {solved_at:g}")
+        dropped.append(f"fewer than {100 * section.min_success_rate:g}% of the responses reach {solved_at:g}")
     if section.max_success_rate < 1:
-        dropped.append(f"more than {section.max_success_rate:.0%} of the responses reach {solved_at:g}")
+        dropped.append(f"more than {100 * section.max_success_rate:g}% of the responses reach {solved_at:g}")
     if section.all_truncated:
         dropped.append("every response was cut off")
     if section.max_mean_tokens is not None:
@@ -141,7 +143,7 @@ def _estimator(section: AdvantageSection) -> str:
             return f"GAE over the critic's values, gamma {section.gamma:g}, lambda {section.gae_lambda:g}{whitened}"
         case ReinforcePlusPlusAdvantage():
             centred = "reward minus the group's mean" if section.baseline == "group" else f"reward to go, gamma {section.gamma:g}"
-            return f"{centred}, whitened over the batch (REINFORCE++)"
+            return f"{centred}, whitened over the batch (REINFORCE++{' with baseline' if section.baseline == 'group' else ''})"
         case OpoAdvantage():
             return "reward minus the group's mean weighted by response length (OPO)"
         case GpgAdvantage():
@@ -177,11 +179,12 @@ def _loss(section: PolicyLossSection) -> str:
             return f"a sigmoid gate on the ratio, temperatures {section.tau_pos:g} and {section.tau_neg:g} by the advantage's sign (SAPO)"
         case ClipCovLoss():
             return (
-                f"PPO's, and {section.fraction:g} of the mini-batch's tokens, drawn among those whose covariance of logprob and advantage is within "
+                f"PPO's, and {100 * section.fraction:g}% of the mini-batch's tokens, drawn among those whose covariance of logprob and advantage is within "
                 f"{section.cov_low:g} .. {section.cov_high:g}, without gradient (Clip-Cov)"
             )
         case KlCovLoss():
-            return f"importance-weighted policy gradient, and {section.kl_coef:g} x |log ratio| on the {section.fraction:g} of tokens that covary most (KL-Cov)"
+            penalised = f"{section.kl_coef:g} x |log ratio| on the {100 * section.fraction:g}% of tokens that covary most"
+            return f"importance-weighted policy gradient, and {penalised} (KL-Cov)"
         case DppoTvLoss():
             return f"ratio x advantage while |probability - old probability| stays within {section.max_divergence:g} (DPPO)"
         case DppoKlLoss():
@@ -194,6 +197,13 @@ def _loss(section: PolicyLossSection) -> str:
             return f"your function {section.function}"
         case _:
             assert_never(section)
+
+
+def _ratio_is_one(algorithm: AlgorithmSection) -> bool:
+    """Whether every update is a batch's first, and the ratio is to the policy that makes it."""
+    first = algorithm.num_minibatches == algorithm.num_epochs == 1
+    bypassed = algorithm.correction is not None and algorithm.correction.proximal == "bypass"
+    return first and not bypassed and not isinstance(algorithm.policy_loss, ReinforceLoss | CustomLoss)
 
 
 def _band(low: float, high: float) -> str:
@@ -212,6 +222,8 @@ def _terms(algorithm: AlgorithmSection) -> Iterator[str]:
     kl, entropy, distillation = algorithm.kl, algorithm.entropy, algorithm.distillation
     if kl is not None and kl.placement == "loss":
         gradient = ", with k2's gradient" if kl.gradient == "k2" else ""
+        if kl.estimator == "k1" and not gradient:
+            gradient = ", whose own gradient is 0 on average: gradient: k2 has the KL's"
         yield f"  plus {_coefficient(kl)} x KL to {kl.reference} ({kl.estimator}{gradient})"
     if distillation is not None and distillation.placement == "loss":
         yield f"  plus {distillation.coef:g} x {_divergence(distillation)}"

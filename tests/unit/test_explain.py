@@ -26,6 +26,7 @@ def test_the_default_algorithm_in_words(config: Path) -> None:
         "reward: 1 x correct",
         "advantages: reward minus the group's mean, over the group's standard deviation (GRPO)",
         "loss: ratio to the old policy x advantage, the ratio clipped to 0.8 .. 1.28 (PPO); every trained token of a mini-batch counts the same",
+        "  one update per batch, so the ratio is 1 and what bounds or penalises it does nothing; num_minibatches or num_epochs above 1 make it count",
         "correction: tokens weighed by trainer / sampler, at most 2",
     ]
 
@@ -60,6 +61,7 @@ def test_every_kind_has_words(field: str, section: Any, config: Path) -> None:
     [
         ("filters={without_signal: true}", "groups: dropped and replaced when all rewards are equal (dynamic sampling); at most 1024 a step"),
         ("filters={max_success_rate: 0.9}", "more than 90% of the responses reach 1"),
+        ("filters={min_success_rate: 0.125}", "fewer than 12.5% of the responses reach 1"),
         ("shaping={clip_max: 2.0, overlong: {buffer_tokens: 2}}", "reward: 1 x correct; then bounded to - .. 2; then up to 1 less from 6 to 8 tokens"),
         ("aggregation=seq_mean_token_sum_norm", "over the constant 8"),
         ("entropy={entropy_coef: 0.001, target: 0.3}", "minus 0.001 (adapted to keep the entropy at 0.3) x entropy"),
@@ -72,3 +74,19 @@ def test_every_kind_has_words(field: str, section: Any, config: Path) -> None:
 )
 def test_what_is_set_is_told(override: str, told: str, config: Path) -> None:
     assert told in words(load_settings(config, [f"algorithm.{override}"]))
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["num_minibatches=2", "num_epochs=2", "correction={proximal: bypass}", "policy_loss={kind: reinforce}", "policy_loss={kind: custom, function: 'a:f'}"],
+)
+def test_a_ratio_that_moves_or_is_not_there_is_not_told_to_be_one(more: str, config: Path) -> None:
+    assert "the ratio is 1" not in words(load_settings(config, [f"algorithm.{more}"]))
+
+
+def test_a_kl_without_a_gradient_is_told(config: Path) -> None:
+    k1 = ["references={ref: {}}", "algorithm.kl={reference: ref, kl_coef: 0.1, estimator: k1}"]
+    told = "(k1, whose own gradient is 0 on average: gradient: k2 has the KL's)"
+    assert told in words(load_settings(config, k1))
+    assert told not in words(load_settings(config, [*k1, "algorithm.kl.gradient=k2"]))
+    assert told not in words(load_settings(config, [*k1, "algorithm.kl.placement=reward"]))

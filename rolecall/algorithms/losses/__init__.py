@@ -1,6 +1,6 @@
 """Losses over packed tokens, in torch: one file per family, `token_losses` is the one entry for a configured policy loss.
 
-A policy loss gives the losses of tokens and what is to be shown of them; the caller aggregates (aggregation.py), corrects (correction.py) and turns what is
+A policy loss gives the losses of tokens and what is to be shown of them; the caller aggregates (aggregation.py), corrects (correction/) and turns what is
 shown into typed reductions (training/objectives.py).
 
 Shapes: N tokens of one microbatch, packed.

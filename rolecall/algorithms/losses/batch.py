@@ -51,7 +51,7 @@ class PolicyBatch:
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """A loss before it is aggregated: the loss of a mini-batch is sum(weights_N * losses_N), with weights of aggregation.py times those of correction.py."""
+    """A loss before it is aggregated: the loss of a mini-batch is sum(weights_N * losses_N), with weights of aggregation.py times those of correction/."""
 
     losses_N: torch.Tensor
     """[N] with the graph; finite everywhere, meaningful where the mask is true."""
