@@ -41,7 +41,7 @@ def coefficients(algorithm: AlgorithmSection, control: Control) -> Coefficients:
 
 
 def advance(algorithm: AlgorithmSection, control: Control, *, kl: float | None, entropy: float | None, num_samples: int) -> Control:
-    """After a step of `num_samples` responses. `kl` and `entropy` are means per trained token, None where nothing was trained: that coefficient stays.
+    """After a step of `num_samples` responses. `kl` and `entropy` are means per token, None where nothing was trained: that coefficient stays.
 
     `kl` is of the configured estimator: metric actor/reference_kl where the KL is in the loss, the mean of the penalty where it is in the reward.
     `entropy` is metric actor/entropy.

@@ -20,7 +20,8 @@ class AdaptiveKl(Section):
     """The coefficient follows the KL toward a target (Ziegler et al., arXiv:1909.08593, section 2.2)."""
 
     target: PositiveFloat
-    """The KL to be held, as the estimator measures it: nats per trained token, a mean over the batch. (The paper's is per response.)"""
+    """The KL to be held, as the estimator measures it: nats per token, a mean over the batch: over trained tokens with placement loss, over sampled ones with
+    placement reward. (The paper's is per response.)"""
     horizon: PositiveInt = 10_000
     """Responses over which the coefficient may change by a fifth."""
 
