@@ -92,7 +92,8 @@ class GdpoAdvantage(Section):
 
     kind: Literal["gdpo"] = "gdpo"
     weights: dict[str, float] = {}
-    """Weight of each component; absent: those of reward.components. Shaping of the reward does not reach components."""
+    """Weight of each component; absent: those of reward.components. Shaping of the reward does not reach components, and filters.without_signal compares
+    whole rewards: it also drops groups whose components differ and add up to the same."""
 
 
 class OptimalTokenBaselineAdvantage(Section):
