@@ -247,7 +247,7 @@ def _divergence(section: DistillationSection) -> str:
 
 def _teachers(section: DistillationSection) -> str:
     if not section.teachers:
-        return f"teacher {section.teacher}"
+        return f"teacher {section.teacher!r}"
     named = ", ".join(f"{name} for {value!r}" for value, name in sorted(section.teachers.items()))
     return f"teacher by {section.field} ({named}{f', else {section.teacher}' if section.teacher else ''})"
 

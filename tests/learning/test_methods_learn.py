@@ -16,8 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "runs" / "learning.md"
 EVERY_STEPS = 5
 METHODS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gspo", "cispo", "dapo", "remax", "ppo")
-SETS: dict[str, tuple[str, ...]] = {}
-"""What this task sets for a method beyond task.yaml: optimizer, batch and lengths."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("method", METHODS)
 def test_the_method_takes_the_model_above_nine_tenths(method: str, folder: Path, tmp_path: Path) -> None:
     started = time.monotonic()
-    command = [*train_command(folder, 0, method), f"--evaluation.every_steps={EVERY_STEPS}", *SETS.get(method, ()), f"--run.dir={tmp_path / 'run'}"]
+    command = [*train_command(folder, 0, method), f"--evaluation.every_steps={EVERY_STEPS}", f"--run.dir={tmp_path / 'run'}"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1100, check=False)
     assert done.returncode == 0, done.stdout
     curve = [row[EVALUATION] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if EVALUATION in row]

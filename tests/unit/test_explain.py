@@ -90,3 +90,17 @@ def test_a_kl_without_a_gradient_is_told(config: Path) -> None:
     assert told in words(load_settings(config, k1))
     assert told not in words(load_settings(config, [*k1, "algorithm.kl.gradient=k2"]))
     assert told not in words(load_settings(config, [*k1, "algorithm.kl.placement=reward"]))
+
+
+@pytest.mark.parametrize(
+    ("distillation", "told"),
+    [
+        ("{teacher: wise, coef: 2}", "advantages: rewards teach nothing, minus 2 x log(policy / teacher 'wise') of each token"),
+        ("{teacher: wise, task_coef: 0.5}", "advantages: 0.5 x (reward minus the group's mean, over the group's standard deviation (GRPO)), minus 1 x log("),
+        ("{teacher: wise, placement: loss}", "  plus 1 x KL from the policy to teacher 'wise', of the sampled tokens"),
+        ("{teacher: wise, placement: loss, divergence: forward_topk, top_k: 4}", "KL from teacher 'wise' to the policy over the teacher's 4 likeliest tokens"),
+        ("{teacher: wise, field: subject, teachers: {math: wise}}", "log(policy / teacher by subject (wise for 'math', else wise)) of each token"),
+    ],
+)
+def test_who_teaches_what_is_told(distillation: str, told: str, config: Path) -> None:
+    assert told in words(load_settings(config, ["references={wise: {}}", f"algorithm.distillation={distillation}"]))
