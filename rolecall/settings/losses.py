@@ -139,7 +139,8 @@ class CustomLoss(PluginSection):
 
     kind: Literal["custom"] = "custom"
     columns: tuple[str, ...] = ()
-    """Per-token columns of the rows that it reads from `batch.columns`, as token_rewards, values or <reference>/logprobs."""
+    """Per-token columns of the rows that it reads from `batch.columns`: token_rewards, values and returns with a critic, <reference>/logprobs of the KL's
+    reference, teacher/logprobs with distillation, and what every row has (rolecall/trajectory.py)."""
 
 
 PolicyLossSection: TypeAlias = Annotated[

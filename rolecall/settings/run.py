@@ -19,6 +19,7 @@ from rolecall.settings.algorithm import AlgorithmSection
 from rolecall.settings.data import DataSection, EvaluationSection, ModelSection, RunSection, SamplingSection
 from rolecall.settings.distillation import TEACHER
 from rolecall.settings.kl import ACTOR_BASE, KL_ERROR_BOUND
+from rolecall.settings.losses import CustomLoss
 from rolecall.settings.reward import ExternalScorer, FunctionScorer, RewardSection
 from rolecall.settings.section import Section
 from rolecall.settings.services import (
@@ -60,6 +61,13 @@ class RunSettings(Section):
     def responses_per_group(self) -> int:
         """Responses that a rollout samples for one group: sampling.num_responses, and the greedy one where the estimator wants it."""
         return self.sampling.num_responses + self.algorithm.wants_greedy_response
+
+    @property
+    def _may_have_token_rewards(self) -> bool:
+        """Whether some scorer may give them; what one elsewhere gives is not known before it is asked."""
+        scorers = [component.scorer for component in self.reward.components.values()]
+        given = (isinstance(scorer, ExternalScorer) or (isinstance(scorer, FunctionScorer) and scorer.token_rewards) for scorer in scorers)
+        return not scorers or any(given)
 
     @field_validator("references", mode="before")
     @classmethod
@@ -142,9 +150,7 @@ class RunSettings(Section):
         if isinstance(advantage, PassAtKAdvantage) and advantage.k > self.sampling.num_responses:
             raise ValueError(f"algorithm.advantage.k {advantage.k} exceeds sampling.num_responses {self.sampling.num_responses}; lower it")
         if isinstance(advantage, GrpoAdvantage) and advantage.supervision == "process":
-            if scorers and not any(
-                isinstance(scorer, ExternalScorer) or (isinstance(scorer, FunctionScorer) and scorer.token_rewards) for scorer in scorers.values()
-            ):
+            if not self._may_have_token_rewards:
                 raise ValueError(
                     "algorithm.advantage.supervision process compares rewarded steps, and no scorer gives token_rewards; use one that does, or outcome"
                 )
@@ -165,6 +171,20 @@ class RunSettings(Section):
                 raise ValueError(
                     f"algorithm.advantage gdpo reads the reward's components, which {sorted(shaping) or 'KL in the reward'} does not reach; remove it"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _loss_reads_what_is_there(self) -> Self:
+        loss, kl, distillation = self.algorithm.policy_loss, self.algorithm.kl, self.algorithm.distillation
+        if isinstance(loss, CustomLoss):
+            there = {"token_ids", "response_mask", "rollout_logprobs", "policy_versions", "loss_mask", "advantages", "old_logprobs"}
+            there |= {"token_rewards"} if self._may_have_token_rewards else set()
+            there |= {"values", "returns"} if self.critic is not None else set()
+            there |= {f"{kl.reference}/logprobs"} if kl is not None else set()
+            there |= {f"{TEACHER}/logprobs"} if distillation is not None else set()
+            absent = sorted(set(loss.columns) - there)
+            if absent:
+                raise ValueError(f"algorithm.policy_loss.columns {absent} are not in the rows of this run; there are {sorted(there)}")
         return self
 
     @model_validator(mode="after")

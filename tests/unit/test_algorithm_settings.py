@@ -67,3 +67,14 @@ def test_a_reference_that_a_recipe_has_can_be_left_out(config: Path) -> None:
 def test_an_override_that_cannot_be_read_is_named(config: Path, override: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         load_settings(config, [override])
+
+
+def test_a_users_loss_reads_columns_that_the_run_writes(config: Path) -> None:
+    loss = "algorithm.policy_loss={kind: custom, function: 'mine:f', columns: [%s]}"
+    assert load_settings(config, [loss % "rollout_logprobs, policy_versions"])
+    kl = ["references={ref: {}}", "algorithm.kl={reference: ref, kl_coef: 0.1}"]
+    assert load_settings(config, [*kl, loss % "ref/logprobs"])
+    assert load_settings(config, ["critic={}", "algorithm.advantage={kind: gae}", loss % "values, returns"])
+    for absent in ("bogus", "values", "ref/logprobs", "token_rewards", "reward"):
+        with pytest.raises(ConfigError, match=rf"algorithm\.policy_loss\.columns \['{absent}'\] are not in the rows"):
+            load_settings(config, [loss % absent])
