@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rolecall.algorithms.aggregation import Counts
-from rolecall.settings import AlgorithmSection, CorrectionSection, KlSection, RatioBand, TokenWeight
+from rolecall.settings import AlgorithmSection, CorrectionSection, DistillationSection, KlSection, RatioBand, TokenWeight
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.objectives import PolicyObjective, ValueObjective, policy_columns
 from rolecall.training.packing import pack
@@ -86,6 +86,18 @@ def test_the_kl_term_has_the_gradient_it_is_given(gradient: Literal["estimator",
     (given,) = torch.autograd.grad(loss, logprobs)
     assert given.tolist() == pytest.approx([0.0, 0.3 * slope / 2, 0.3 * slope / 2])
     assert metrics.values()["actor/reference_kl"] == pytest.approx(0.5)
+
+
+def test_a_teachers_reverse_kl_has_the_gradient_of_the_kl() -> None:
+    """Value log(policy / teacher) of the sampled token, whose own gradient is 0 on average; so the gradient is k2's, log(policy / teacher) d log policy."""
+    algorithm = AlgorithmSection(groups_per_batch=1, distillation=DistillationSection(teacher="wise", placement="loss", coef=0.3))
+    columns: dict[str, list[float]] = {"advantages": [0, 0, 0], "rollout_logprobs": [0, -1, -2], "teacher/logprobs": [0, -1.5, -1.0]}
+    logprobs = torch.tensor([0.0, -1.0, -2.0], requires_grad=True)
+    loss, metrics = PolicyObjective(algorithm, Counts(2, 1), Coefficients(), 1)(microbatch(**columns), TokenOutputs(logprobs, torch.zeros(3)))
+    (given,) = torch.autograd.grad(loss, logprobs)
+    assert given.tolist() == pytest.approx([0.0, 0.3 * 0.5 / 2, -0.3 * 1.0 / 2])
+    assert float(loss.detach()) == pytest.approx(0.3 * (0.5 - 1.0) / 2)
+    assert metrics.values()["actor/teacher_kl"] == pytest.approx(-0.25)
 
 
 def test_what_is_rejected_is_counted_by_token_and_by_response() -> None:
