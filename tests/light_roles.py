@@ -116,6 +116,8 @@ class LightActor(actor_pb2_grpc.ActorServiceServicer):
         """(step, version) of each publish."""
         self.columns_asked: list[tuple[int, int]] = []
         """(step, rows) of each call for logprobs."""
+        self.failures: deque[RoleCallError] = deque()
+        """Errors that the next calls for logprobs answer, one each, when these are written."""
         self.lie = False
         """While true, the digest it names is another than the one it sent."""
 
@@ -132,7 +134,10 @@ class LightActor(actor_pb2_grpc.ActorServiceServicer):
         columns: list[dict[str, Array]] = [
             {"old_logprobs": row["rollout_logprobs"], "sum_squared_probs": row["response_mask"].astype(np.float32) / 2} for row in rows
         ]
-        return pb.ComputeColumnResponse(num_already_written=await asyncio.to_thread(self.trainer.store.rows.put, refs, columns))
+        num_already_written = await asyncio.to_thread(self.trainer.store.rows.put, refs, columns)
+        if self.failures:
+            raise self.failures.popleft()
+        return pb.ComputeColumnResponse(num_already_written=num_already_written)
 
     async def OpenWeightChannel(self, request: weights_pb2.OpenWeightChannelRequest, context: Any) -> weights_pb2.OpenWeightChannelResponse:
         return weights_pb2.OpenWeightChannelResponse(address="127.0.0.1:1")

@@ -141,6 +141,14 @@ class Ledger:
         """
         return self._call("drop", gid, reason, error[:MAX_ERROR_CHARS]).fresh
 
+    def begin_batch(self, step: int, gids: Sequence[int]) -> None:
+        """Remembers the groups that trainers are asked about for the batch of `step`, before it is sealed. OutOfOrderError for another step."""
+        self._call("begin_batch", step, *gids)
+
+    def begun(self, step: int) -> list[int]:
+        """The groups that trainers were asked about for the batch of `step`; empty when they were not."""
+        return list(map(int, (self._connection.command("HGET", f"{self._prefix}batch:{step}", "begun") or b"").split()))
+
     def seal(self, batch: TrainBatch) -> bool:
         """Fixes the batch of the next step: ids, order, digest. False when it was sealed with the same digest before.
 

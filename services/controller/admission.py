@@ -38,13 +38,14 @@ class AdmissionPolicy:
         fits = retained_bytes + (num_live + 1) * self.group_bytes <= self.max_bytes
         return in_window and fits
 
-    def choose(self, batch: int, ready: Collection[int], live: Mapping[int, int]) -> Sequence[int] | None:
+    def choose(self, batch: int, ready: Collection[int], live: Mapping[int, int], begun: Collection[int] = ()) -> Sequence[int] | None:
         """The gids of batch number `batch`, oldest first, or None while it must wait.
 
-        `ready` holds gids that could be trained now, a subset of `live`, which maps the gid of every group not terminal to its admit_step."""
-        if len(ready) < self.groups_per_batch:
+        `ready` holds gids that could be trained now, a subset of `live`, which maps the gid of every group not terminal to its admit_step. `begun`, another,
+        are those that trainers were asked about for this batch already: they come before older ones."""
+        if len(ready) < self.groups_per_batch or not set(begun) <= set(ready):
             return None
-        chosen = sorted(ready)[: self.groups_per_batch]
+        chosen = sorted([*sorted(begun), *sorted(set(ready) - set(begun))][: self.groups_per_batch])
         taken = set(chosen)
         left = [step for gid, step in live.items() if gid not in taken]
         for j in range(batch, batch + self.max_staleness + 1):

@@ -4,7 +4,7 @@ Owns the groups between their commit and their seal. The choice of groups is adm
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,9 +99,11 @@ class Assembly:
         """Groups that could be trained."""
         return len(self._ready)
 
-    async def next_batch(self, batch: int, stall_timeout_s: float) -> list[ScoredGroup]:
-        """The groups of batch number `batch`, oldest first; they stay live until `trained`. TimeoutError when nothing changes for stall_timeout_s."""
-        while (gids := self._policy.choose(batch, self._ready.keys(), self._live)) is None:
+    async def next_batch(self, batch: int, stall_timeout_s: float, begun: Collection[int] = ()) -> list[ScoredGroup]:
+        """The groups of batch number `batch`, oldest first, of which those in `begun` that are live must be; they stay live until `trained`.
+
+        TimeoutError when nothing changes for stall_timeout_s."""
+        while (gids := self._policy.choose(batch, self._ready.keys(), self._live, self._live.keys() & set(begun))) is None:
             await self._change(stall_timeout_s)
         return [self._ready[gid] for gid in gids]
 

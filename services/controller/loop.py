@@ -257,6 +257,8 @@ class Loop:
         asked = self._parts.computing(needs(self._settings.algorithm.advantage)) if sealed is None else []
         if asked:
             self._parts.board.wait_for(f"what the {' and the '.join(trainer.name for trainer in asked)} say of the batch")
+            # What they say is written once: a loop that starts over after this must choose these groups, not keep what it says of them for a later step.
+            await self._parts.threads.call(self._parts.ledger.begin_batch, self._step, [group.gid for group in groups])
             await self._at_once([trainer.compute(self._ctl, rows, self._step) for trainer in asked])
             clock.lap("values")
         batch = await self._take_up(sealed, groups, rows) if sealed is not None else await self._seal(groups, rows)
@@ -293,7 +295,8 @@ class Loop:
         if sealed is not None:
             waiting = asyncio.create_task(self._assembly.groups(sealed.gids, stall_timeout_s))
         else:
-            waiting = asyncio.create_task(self._assembly.next_batch(self._step, stall_timeout_s))
+            begun = await self._parts.threads.call(self._parts.ledger.begun, self._step)
+            waiting = asyncio.create_task(self._assembly.next_batch(self._step, stall_timeout_s, begun))
         try:
             while not waiting.done():
                 await asyncio.wait([waiting, ending] if sealed is None else [waiting], timeout=self._settings.controller.lease_s, return_when=FIRST_COMPLETED)

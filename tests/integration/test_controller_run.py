@@ -25,7 +25,7 @@ from rolecall.scores import Item
 from rolecall.settings import RunSettings
 from rolecall.storage import open_storage
 from rolecall.store.ledger import Ledger
-from rolecall.store.position import RunPosition
+from rolecall.store.position import GroupState, RunPosition
 from rolecall.trajectory import seed_of
 from rolecall.v1 import controller_pb2 as pb
 from rolecall.v1.controller_pb2_grpc import ControllerServiceStub
@@ -172,6 +172,27 @@ async def test_a_batch_that_was_sealed_is_trained_as_it_is_also_under_other_sett
     assert run.actor.trainer.records[0].digest == sealed.digest
     assert run.actor.trainer.trained[:8] == [ref.id for ref in sealed.rows]
     assert len(run.actor.trainer.records) == 3
+
+
+async def test_groups_that_the_actor_was_asked_about_are_in_the_batch_also_when_older_ones_have_come_since(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    algorithm = {"groups_per_batch": 4, "max_staleness": 1, "advantage": {"kind": "optimal_token_baseline"}}
+    async with light_run(store, tmp_path, make_settings, algorithm=algorithm) as run, run.rollout("rollout-0"):
+        run.actor.failures.append(InvalidInputError("the run ends when the actor's columns are written"))
+        async with run.controller() as (_, running):
+            with pytest.raises(InvalidInputError):
+                await asyncio.wait_for(running, RUN_S)
+        ledger = Ledger(store.connection, store.run)
+        assert (ledger.begun(0), ledger.sealed(0)) == ([0, 1, 2, 3], None)
+        async with asyncio.timeout(RUN_S):
+            while list(ledger.live().values()).count(GroupState.COMMITTED) < 8:
+                await asyncio.sleep(0.02)
+        store.connection.command("HSET", f"{{rl:{store.run}}}:batch:0", "begun", "4 5 6 7")  # as when these had landed first
+        async with run.controller() as (_, running):
+            await asyncio.wait_for(running, RUN_S)
+    assert [int(id.partition("/")[0]) for id in run.actor.trainer.trained[:16:2]] == [4, 5, 6, 7, 0, 1, 2, 3]
+    assert [step for step, _ in run.actor.columns_asked] == [0, 0, 1, 2]
 
 
 async def test_a_trainer_that_lost_its_steps_loads_the_checkpoint_and_applies_the_same_batches_again(

@@ -207,6 +207,23 @@ def test_a_step_is_committed_once_and_keeps_its_results(store: StoreUnderTest) -
     assert not store.ledger.seal(batch), "a batch that was trained is sealed already"
 
 
+def test_what_trainers_were_asked_about_is_known_until_its_batch_is_freed_or_undone(store: StoreUnderTest) -> None:
+    groups = store.committed(2)
+    with pytest.raises(OutOfOrderError):
+        store.ledger.begin_batch(1, [0, 1])
+    store.ledger.begin_batch(0, [0])
+    store.ledger.begin_batch(0, [1, 0])
+    assert store.ledger.begun(0) == [1, 0]
+    assert store.ledger.sealed(0) is None
+    store.ledger.seal(store.batch(0, groups))
+    store.ledger.commit_step(0, [])
+    store.ledger.begin_batch(1, [7])
+    store.ledger.free_rows(1)
+    assert store.ledger.begun(0) == []
+    store.ledger.start_lineage(RunPosition(lineage=1, step=1, next_gid=2))
+    assert store.ledger.begun(1) == []
+
+
 def test_the_success_rate_of_a_prompt_is_that_of_its_newest_group_and_outlives_lineages(store: StoreUnderTest) -> None:
     assert store.ledger.rate("a prompt", SuccessRate(3, 0.1))
     assert not store.ledger.rate("a prompt", SuccessRate(3, 0.9))

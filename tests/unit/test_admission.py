@@ -18,7 +18,7 @@ def policy(groups_per_batch: int = 4, max_staleness: int = 0, num_steps: int = 1
 class OldestReady(AdmissionPolicy):
     """A planted violation: takes the oldest ready groups without looking at who would be late."""
 
-    def choose(self, batch, ready, live):  # type: ignore[no-untyped-def]
+    def choose(self, batch, ready, live, begun=()):  # type: ignore[no-untyped-def]
         return sorted(ready)[: self.groups_per_batch] if len(ready) >= self.groups_per_batch else None
 
 
@@ -160,3 +160,12 @@ def test_a_late_group_holds_the_batch_up_only_when_its_bound_needs_it() -> None:
 def test_row_bytes_grow_with_every_column() -> None:
     assert row_bytes(1000, 0, critic=False) == 34_000 + 2048
     assert row_bytes(1000, 2, critic=True) - row_bytes(1000, 0, critic=False) == 12_000
+
+
+def test_groups_that_trainers_were_asked_about_come_before_older_ones_and_are_waited_for() -> None:
+    relaxed = policy(groups_per_batch=2, max_staleness=1)
+    live = {0: 0, 1: 0, 2: 0, 3: 0}
+    assert relaxed.choose(0, {0, 1, 2, 3}, live) == [0, 1]
+    assert relaxed.choose(0, {0, 1, 2, 3}, live, begun={1, 3}) == [1, 3]
+    assert relaxed.choose(0, {0, 1, 2, 3}, live, begun={3}) == [0, 3], "the other was dropped since"
+    assert relaxed.choose(0, {0, 1, 2}, live, begun={1, 3}) is None

@@ -9,7 +9,7 @@
 --   live           zset    gids not yet terminal, scored by gid
 --   g:<gid>        hash    state (admitted, committed, sealed, trained), entry, trajectory, token, excused, error, admit_step,
 --                          admit_published_step, batch; deleted when the group is dropped, or its batch freed
---   batch:<step>   hash    sealed batch: group (TrainBatch), digest, gids, trained, result:<i>
+--   batch:<step>   hash    sealed batch: group (TrainBatch), digest, gids, trained, result:<i>; before that, begun: gids trainers were asked about
 --   w:<consumer>   hash    version, digest, epoch of the attested weights; call and ids of the last claim
 --   versions       hash    policy version -> '<step> <digest> <ctl>', attested ones only
 --   rates          hash    prompt uid -> '<gid> <success rate>': the rate after that group; only with a curriculum
@@ -102,7 +102,10 @@ end
 local function free_batch(step)
   local key = batch_key(step)
   local message = redis.call('HGET', key, 'group')
-  if not message then return end
+  if not message then
+    redis.call('DEL', key)
+    return
+  end
   redis.call('HSET', garbage, 'batch:' .. number(run, 'lineage', 0) .. '.' .. step, message)
   for gid in string.gmatch(redis.call('HGET', key, 'gids'), '%S+') do redis.call('DEL', group_key(gid)) end
   redis.call('DEL', key)
