@@ -11,12 +11,10 @@ from typing import Self
 
 import numpy as np
 
+from rolecall.algorithms.advantages.batch import STD_EPS
 from rolecall.errors import InvalidInputError
 from rolecall.settings import ShapingSection
 from rolecall.wire import Array
-
-STD_EPS = 1e-6
-"""Added to a standard deviation before dividing: rewards without spread become 0, not nan."""
 
 
 @dataclass(frozen=True)

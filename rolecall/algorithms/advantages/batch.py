@@ -16,7 +16,7 @@ from rolecall.errors import InvalidInputError
 from rolecall.wire import Array
 
 STD_EPS = 1e-6
-"""Added to a standard deviation before dividing: groups and batches without spread get advantage 0, not nan."""
+"""Added to a standard deviation before dividing, of advantages and of rewards: what is without spread becomes 0, not nan."""
 
 
 class Runs:
