@@ -57,8 +57,15 @@ def _valid(kind: type[_Settings], tree: dict[str, Any], path: Path, given: str) 
 
 def _said(item: ErrorDetails) -> str:
     """What is wrong, as whoever wrote the file would say it."""
-    if item["type"] == "union_tag_not_found":
-        return "kind is missing; add it, for it says what the other fields mean"
+    match item["type"]:
+        case "union_tag_not_found":
+            return "kind is missing; add it, for it says what the other fields mean"
+        case "union_tag_invalid":
+            return f"there is no kind {item['ctx']['tag']!r}; there are {item['ctx']['expected_tags']}"
+        case "model_attributes_type" | "model_type":
+            return "a section is wanted; give its fields, as in {field: value}"
+        case "extra_forbidden":
+            return "there is no such setting; correct or remove it"
     return item["msg"].removeprefix("Value error, ")
 
 

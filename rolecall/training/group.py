@@ -146,10 +146,6 @@ class CommandGroup:
         mine = TrainResult(metrics=(metrics if self.speaks else metrics.extremes()).to_proto()).SerializeToString()
         return Metrics.from_proto(metric for data in self.gather(mine) for metric in TrainResult.FromString(data).metrics)
 
-    def barrier(self) -> None:
-        """Returns when every rank is here."""
-        self.sum(np.zeros(1))
-
     def _tell_phase(self, command: TrainerCommand) -> None:
         if self._watch is not None:
             work = command.WhichOneof("work")

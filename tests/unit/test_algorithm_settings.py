@@ -32,6 +32,20 @@ def test_what_would_have_no_effect_is_refused(config: Path, algorithm: str, comp
     assert "Value error" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("policy_loss=gspo", r"algorithm\.policy_loss: a section is wanted"),
+        ("policy_loss={kind: grpo}", r"algorithm\.policy_loss: there is no kind 'grpo'; there are 'ppo', 'gspo'"),
+        ("correction=off", r"algorithm\.correction: a section is wanted"),
+        ("policy_loss={kind: ppo, aggregation: token_mean}", r"algorithm\.policy_loss\.ppo\.aggregation: there is no such setting"),
+    ],
+)
+def test_a_section_that_is_none_is_told_in_the_words_of_the_file(config: Path, override: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_settings(config, [f"algorithm.{override}"])
+
+
 def test_maxrl_takes_no_reward_that_a_punishment_brings_near_nothing(config: Path) -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.shaping\.overlong: maxrl divides"):
         load_settings(config, ["algorithm.advantage={kind: maxrl}", "algorithm.shaping={overlong: {buffer_tokens: 2}}"])
