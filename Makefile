@@ -20,7 +20,7 @@ quickstart: setup ## Train the sort-digits example through the whole system (SEE
 test: setup ## Pass every test that this machine can run
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-learning: setup ## Train the sort-digits example by nine published methods, each above 0.9 (about half an hour); the curves go to runs/learning.md
+test-learning: setup ## Train the sort-digits example by nine published methods, each above 0.9 (about 20 minutes); the curves go to runs/learning.md
 	@$(BIN)/python -m pytest -m learning tests/learning
 
 chaos: setup ## Kill, stop and cut a running system (SEED=0, KILLS=100; REAL=1 with torch and vLLM) and check that nothing is lost
