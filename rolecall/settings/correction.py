@@ -96,10 +96,13 @@ class CorrectionSection(Section):
     """The policy that the loss's ratio is against. `recompute`: the trainer before the batch's first update; its pass costs nothing with one mini-batch and one
     epoch. `bypass`: the sampler itself: no pass, the ratio is the importance weight and the loss's clip its bound; `weight` has nothing left to correct."""
 
-    @model_validator(mode="after")
-    def _bypass_weighs_once(self) -> Self:
-        if self.proximal == "bypass" and self.weight is not None and "weight" in self.model_fields_set:
+    @model_validator(mode="before")
+    @classmethod
+    def _bypass_weighs_once(cls, given: object) -> object:
+        if not isinstance(given, dict) or given.get("proximal") != "bypass":
+            return given
+        if given.get("weight") is not None:
             raise ValueError(
                 "weight corrects the proximal policy for the sampler, and proximal: bypass makes them one; remove weight, or use proximal: recompute"
             )
-        return self
+        return {**given, "weight": None}

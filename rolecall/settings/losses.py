@@ -171,7 +171,8 @@ class EntropySection(Section):
 
     @model_validator(mode="after")
     def _starts_within_its_bounds(self) -> Self:
-        if self.target is None and self.model_fields_set & {"coef_step", "min_coef", "max_coef"}:
+        fields = type(self).model_fields
+        if self.target is None and any(getattr(self, name) != fields[name].default for name in ("coef_step", "min_coef", "max_coef")):
             raise ValueError("coef_step, min_coef and max_coef move the weight toward a target; set target, or remove them")
         if self.target is not None and not self.min_coef <= self.entropy_coef <= self.max_coef:
             raise ValueError(f"entropy_coef {self.entropy_coef} is not within min_coef {self.min_coef} .. max_coef {self.max_coef}; move one of them")

@@ -13,9 +13,8 @@ FEW = ["--run.num_steps=2", "--algorithm.groups_per_batch=4", "--evaluation.sets
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As prepare.py makes it, after a tenth of the warm start: nobody looks at accuracy here."""
     path = tmp_path_factory.mktemp("sort_digits")
-    sort_digits.prepare(path, 0, warm_steps=sort_digits.WARM_STEPS // 10)
+    sort_digits.prepare(path, 0)
     return path
 
 

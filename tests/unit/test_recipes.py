@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from rolecall.errors import ConfigError
+from rolecall.launch import resolve, write_config
 from rolecall.settings import GrpoAdvantage, RlooAdvantage, load_settings
 from tests.light_run import write_light_config
 
@@ -27,6 +28,14 @@ def test_a_recipe_is_short_cites_its_source_and_sets_the_method_alone(path: Path
     assert tree.keys() <= {"algorithm", "critic", "references"}
     assert not TASK_SETS & tree["algorithm"].keys()
     load_settings(config, ["sampling.num_responses=8"], path)
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_reads_back_the_same_from_what_is_written_for_the_roles(path: Path, config: Path) -> None:
+    overrides = ["sampling.num_responses=8", "algorithm.entropy={entropy_coef: 0.01}"]
+    resolved = resolve(load_settings(config, overrides, path), config)
+    resolved.run.dir.mkdir()
+    assert load_settings(write_config(resolved)) == resolved
 
 
 def test_what_the_file_sets_goes_before_the_recipe(config: Path, tmp_path: Path) -> None:
