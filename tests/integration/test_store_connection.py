@@ -15,6 +15,7 @@ import redis
 from pydantic import SecretStr
 from redis.cluster import RedisCluster
 
+from rolecall.algorithms.curriculum import SuccessRate
 from rolecall.errors import ConfigError, StoreUnavailableError
 from rolecall.settings import StoreSection
 from rolecall.store import scripts
@@ -197,6 +198,8 @@ def test_a_whole_life_of_a_group_survives_the_loss_of_every_answer(store_server:
     losing(lambda: rows.put([ref], [{"reward": np.ones(1, np.float32)}]))
     losing(lambda: ledger.expel("r.0"))
     losing(lambda: ledger.drop(1, "filtered"))
+    assert not losing(lambda: ledger.rate("p", SuccessRate(0, 0.5))), "it is kept, and the answer lost"
+    losing(lambda: ledger.begin_batch(0, [0]))
     losing(lambda: ledger.seal(TrainBatch(step=0, digest="b", rows=[ref], gids=[0])))
     losing(lambda: ledger.commit_step(0, []))
     counts = ledger.counts()
