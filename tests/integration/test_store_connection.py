@@ -15,7 +15,6 @@ import redis
 from pydantic import SecretStr
 from redis.cluster import RedisCluster
 
-from rolecall.algorithms.curriculum import SuccessRate
 from rolecall.errors import ConfigError, StoreUnavailableError
 from rolecall.settings import StoreSection
 from rolecall.store import scripts
@@ -23,7 +22,7 @@ from rolecall.store.audit import audit
 from rolecall.store.connection import Connection, connect
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import Ledger
-from rolecall.store.position import Garbage, RunPosition
+from rolecall.store.position import Garbage, RunPosition, SuccessRate
 from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
 from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, TrainBatch, TrajectoryMeta
