@@ -71,7 +71,7 @@ def test_a_second_launcher_in_the_same_directory_is_refused_with_and_without_res
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=30)
     assert [second.returncode for second in seconds] == [1, 1]
-    assert all(f"another `rolecall train` works in {tmp_path / 'run'}; stop it first, or name another with --run.dir" in output for output in outputs)
+    assert all(f"another `rolecall train` or `sft` works in {tmp_path / 'run'}; stop it first, or name another with --run.dir" in output for output in outputs)
 
 
 def test_the_first_failure_is_shown_with_its_role_its_last_lines_and_its_log(tmp_path: Path) -> None:
