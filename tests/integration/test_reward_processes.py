@@ -127,7 +127,7 @@ async def test_the_reward_service_puts_the_example_beside_its_own(start: StartPr
     assert await health_of(address) == health_pb2.HealthCheckResponse.SERVING
     async with client_of(address) as client:
         outcomes = await client.score(items_of("to be", "be", truth="to be"))
-    assert outcomes == [Score(1.0, {"words": 1.0, "correct": 1.0}), Score(0.25, {"words": 0.5, "correct": 0.0})]
+    assert outcomes == [Score(1.0, {"words": 1.0, "correct": 1.0}, answer="to be"), Score(0.25, {"words": 0.5, "correct": 0.0}, answer="be")]
 
 
 async def test_the_service_joins_its_run_and_leaves_no_process(start: StartProcess, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_component_that_cannot_start_is_said_in_one_line(start: StartProcess, 
     service = start("-m", "services.reward", "--config", str(path))
     assert service.process.wait(timeout=60) == 1
     service.end()
-    assert "component 'mine' cannot start: ModuleNotFoundError: No module named 'absent'" in service.lines[-1]
+    assert "component 'mine' cannot start: ConfigError: the scorer's target 'absent:f': there is no module 'absent'" in service.lines[-1]
     assert sum("Traceback" in line for line in service.lines) == 1
 
 
