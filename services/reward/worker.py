@@ -8,10 +8,11 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 from pydantic import Field
 
+from rolecall.errors import ConfigError
 from rolecall.lifeline import die_with_parent
 from rolecall.scores import ScoreFunction, evaluate
 from rolecall.settings import Section
@@ -66,12 +67,18 @@ def _set_up(payload: bytes, answers: int) -> list[tuple[ScoreFunction, reward_pb
     for name, scorer in setup.components.items():
         try:
             scorers.append((bind(scorer), describe(name, scorer)))
+        except ConfigError as error:
+            _give_up(answers, name, error.message)
         except Exception as error:  # the entry point of modules that are not ours: any of them may fail to import
             logging.exception("component %s cannot start", name)
-            _write(answers, frame(f"component {name!r} cannot start: {type(error).__name__}: {error}".encode()))
-            sys.exit(1)
+            _give_up(answers, name, f"{type(error).__name__}: {error}")
     _write(answers, frame(b""))
     return scorers
+
+
+def _give_up(answers: int, name: str, why: str) -> NoReturn:
+    _write(answers, frame(f"component {name!r} cannot start: {why}".encode()))
+    sys.exit(1)
 
 
 def _write(descriptor: int, data: bytes) -> None:

@@ -177,8 +177,8 @@ def test_a_component_that_cannot_start_is_said_in_one_line(start: StartProcess, 
     service = start("-m", "services.reward", "--config", str(path))
     assert service.process.wait(timeout=60) == 1
     service.end()
-    assert "component 'mine' cannot start: ConfigError: the scorer's target 'absent:f': there is no module 'absent'" in service.lines[-1]
-    assert sum("Traceback" in line for line in service.lines) == 1
+    assert "component 'mine' cannot start: the scorer's target 'absent:f': there is no module 'absent'" in service.lines[-1]
+    assert not any("Traceback" in line for line in service.lines)
 
 
 def test_a_service_whose_scoring_process_is_killed_at_the_start_asks_to_be_started_again(start: StartProcess, tmp_path: Path) -> None:

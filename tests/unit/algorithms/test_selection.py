@@ -68,8 +68,9 @@ def test_the_choice_does_not_depend_on_how_the_minibatch_is_cut(loss: Covariance
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.kind)
-@given(num=st.integers(1, 60), seed=st.integers(0, 2**32 - 1))
+@given(num=st.integers(3, 60), seed=st.integers(0, 2**32 - 1))
 def test_the_choice_is_that_of_a_sort_token_by_token(loss: CovarianceLoss, num: int, seed: int) -> None:
+    # Of two tokens both have the same covariance, and rounding decides.
     tokens = draw(num, seed)
     logprobs, old, advantages, keys = (column.tolist() for column in vars(tokens).values())
     covariance = [(p - sum(logprobs) / num) * (a - sum(advantages) / num) for p, a in zip(logprobs, advantages, strict=True)]
