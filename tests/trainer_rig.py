@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from rolecall.errors import RoleCallError
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.server import Server
 from rolecall.settings import RunSettings
@@ -157,7 +158,7 @@ async def served_actor(settings: RunSettings, store: StoreUnderTest) -> AsyncIte
     """An actor at step 0."""
     connection = store.connect()
     lane = Lane()
-    engine = await lane.run(lambda: actor_engine.build(settings, connection, Vitals("actor", lane.progressed)), "loading")
+    engine = await _built(lane, lambda: actor_engine.build(settings, connection, Vitals("actor", lane.progressed)))
     front = _front(settings, engine, lane, store, settings.actor.token_budget)
     server = Server(settings.rpc, "127.0.0.1:0")
     server.add(actor_pb2_grpc.add_ActorServiceServicer_to_server, ActorServicer(engine, front), "rolecall.v1.ActorService")
@@ -172,7 +173,7 @@ async def served_critic(settings: RunSettings, store: StoreUnderTest) -> AsyncIt
     assert settings.critic is not None
     connection = store.connect()
     lane = Lane()
-    engine = await lane.run(lambda: critic_engine.build(settings, connection, Vitals("critic", lane.progressed)), "loading")
+    engine = await _built(lane, lambda: critic_engine.build(settings, connection, Vitals("critic", lane.progressed)))
     front = _front(settings, engine, lane, store, settings.critic.token_budget)
     server = Server(settings.rpc, "127.0.0.1:0")
     server.add(critic_pb2_grpc.add_CriticServiceServicer_to_server, CriticServicer(front), "rolecall.v1.CriticService")
@@ -185,13 +186,23 @@ async def served_reference(settings: RunSettings, instance: str, store: StoreUnd
     """The reference `instance`."""
     connection = store.connect()
     lane = Lane()
-    engine = await lane.run(lambda: reference_engine.build(settings, instance, connection), "loading")
+    engine = await _built(lane, lambda: reference_engine.build(settings, instance, connection))
     front = ColumnFront(engine, lane, Fence(read_ctl(connection, settings.run.name)), settings.references[instance].token_budget)
     server = Server(settings.rpc, "127.0.0.1:0")
     servicer = ReferenceServicer(engine, front, instance, "ref.1")
     server.add(reference_pb2_grpc.add_ReferenceServiceServicer_to_server, servicer, "rolecall.v1.ReferenceService")
     async with _served(settings, server, engine, front) as rig:
         yield reference_pb2_grpc.ReferenceServiceStub(rig.channel)
+
+
+async def _built(lane: Lane, build: Callable[[], Any]) -> Any:
+    """The engine; a rank that could not load leaves nothing to the next test."""
+    try:
+        return await lane.run(build, "loading")
+    except RoleCallError:
+        if torch.distributed.is_initialized():
+            stop_rank()
+        raise
 
 
 def _front(settings: RunSettings, engine: Any, lane: Lane, store: StoreUnderTest, token_budget: int) -> TrainerFront:
