@@ -256,7 +256,7 @@ class Supervisor:
         """Asks the controller whether it lives, its messages being answers, too; kills it when it falls silent, or is not heard within start_timeout_s.
 
         The seconds of probes that had no answer are summed: a launcher that was itself stopped for a while has not heard silence."""
-        silent_s, limit_s, period_s = 0.0, self._resolved.controller.start_timeout_s, FIRST_PROBE_S
+        silent_s, limit_s, period_s, heard_at = 0.0, self._resolved.controller.start_timeout_s, FIRST_PROBE_S, self._heard_at
         assert self._resolved.controller.address is not None
         async with open_channel(self._resolved.controller.address, self._resolved.rpc) as channel:
             stub = cast(Any, health_pb2_grpc.HealthStub)(channel)  # its published types lack the calls
@@ -268,7 +268,8 @@ class Supervisor:
                     silent_s, limit_s, period_s = 0.0, MAX_SILENCE_S, PROBE_TIMEOUT_S
                 except RoleCallError:
                     silent_s += min(max(time.monotonic() - began, period_s), PROBE_TIMEOUT_S)
-                if self._heard_at > began:
+                if self._heard_at > heard_at:  # also while no probe was under way
+                    heard_at = self._heard_at
                     silent_s, limit_s, period_s = 0.0, MAX_SILENCE_S, PROBE_TIMEOUT_S
                 await asyncio.sleep(max(0.0, began + period_s - time.monotonic()))
         self._condemn(start.worker.name, f"{start.worker.name} did not answer for {limit_s:g} s and was killed")
