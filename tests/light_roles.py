@@ -6,7 +6,7 @@ the scripted engine, whose weights of version v have a known digest and probe; t
 
 import asyncio
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ from rolecall.rpc.server import Server
 from rolecall.scores import Item, ScoreFunction
 from rolecall.settings import RpcSection, RunSettings
 from rolecall.storage import open_storage
+from rolecall.store.ledger import Ledger
 from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
 from rolecall.store.sealed import read_sealed
@@ -33,6 +34,7 @@ from rolecall.tokenizer import ChatTokenizer
 from rolecall.training.fence import Fence
 from rolecall.v1 import actor_pb2, actor_pb2_grpc, controller_pb2, controller_pb2_grpc, critic_pb2_grpc, reward_pb2_grpc, rollout_pb2_grpc, weights_pb2
 from rolecall.v1 import training_pb2 as pb
+from rolecall.v1.controller_pb2_grpc import ControllerServiceStub
 from rolecall.v1.trajectory_pb2 import TrainBatch
 from rolecall.wire import Array, encode_tensor
 from services.controller.engine import ControllerEngine
@@ -227,7 +229,7 @@ class LightRun:
     stack: AsyncExitStack
 
     @asynccontextmanager
-    async def controller(self) -> AsyncIterator[tuple[controller_pb2_grpc.ControllerServiceStub, "asyncio.Task[None]"]]:
+    async def controller(self) -> AsyncIterator[tuple[ControllerServiceStub, "asyncio.Task[None]"]]:
         """A served controller and the task that runs its loop; both end with the context."""
         engine = ControllerEngine(self.settings)
         server = Server(RpcSection(), str(self.settings.controller.address))
@@ -236,7 +238,7 @@ class LightRun:
         channel = open_channel(str(self.settings.controller.address), RpcSection())
         running = asyncio.create_task(engine.run())
         try:
-            yield controller_pb2_grpc.ControllerServiceStub(channel), running
+            yield ControllerServiceStub(channel), running
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -333,3 +335,22 @@ async def _free_port() -> str:
     server.close()
     await server.wait_closed()
     return f"127.0.0.1:{port}"
+
+
+def balance(run: LightRun) -> tuple[int, int, int, int]:
+    """admitted, trained, dropped, live; they balance."""
+    counts = Ledger(run.store.connection, run.store.run).counts()
+    dropped = sum(counts.dropped.values())
+    assert counts.admitted == counts.trained + dropped + counts.live
+    return counts.admitted, counts.trained, dropped, counts.live
+
+
+def check_trained_once(trainer: LightTrainer, num_rows: int) -> None:
+    """`num_rows` rows were trained, each once."""
+    assert max(Counter(trainer.trained).values()) == 1
+    assert len(trainer.trained) == num_rows
+
+
+async def saved(stub: ControllerServiceStub) -> None:
+    """Returns when a checkpoint was made."""
+    await stub.SaveCheckpoint(controller_pb2.SaveCheckpointRequest(), timeout=60.0)

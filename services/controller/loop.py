@@ -1,7 +1,7 @@
 """The run, as the algorithm reads: admit, score as groups land, assemble, advantages, seal, train actor and critic, commit, publish, evaluate, checkpoint.
 
 Synchronous training is max_staleness = 0 of this loop. Four activities share one event loop: admission (intake.py), collection (collection.py: each
-committed group is scored as it lands), the return of abandoned groups (leases.py) and the steps themselves. Every decision is in the store before it is acted
+committed group is scored as it lands), the return of abandoned groups (reaping.py) and the steps themselves. Every decision is in the store before it is acted
 on, so a loop that starts over (engine.py, after the failure of a role or the store) goes on from there, in this process or another.
 """
 
@@ -17,7 +17,6 @@ from rolecall.errors import BudgetSpentError, DiskFullError, RoleCallError, Stor
 from rolecall.settings import RunSettings
 from rolecall.store.budget import batch_bytes
 from rolecall.store.ledger import Ledger
-from rolecall.store.position import Overdelivered
 from rolecall.store.rows import Rows
 from rolecall.telemetry import Metrics, export, tracer
 from rolecall.trackers import Trackers
@@ -33,9 +32,9 @@ from services.controller.collection import Collection
 from services.controller.evaluation import Evaluation
 from services.controller.fleet import Fleet
 from services.controller.intake import Intake
-from services.controller.leases import Leases
 from services.controller.prompts import PromptSequence
 from services.controller.publish import PolicyPublisher
+from services.controller.reaping import Reaper
 from services.controller.recovery import Recovery, encode_prompts
 from services.controller.saving import NO_ROOM, CheckpointSaver
 from services.controller.scoring import GroupScorer
@@ -94,8 +93,8 @@ class Loop:
         self._collection = Collection(
             parts.settings, parts.ledger, parts.rows, parts.threads, parts.scorer, parts.prompts, self._assembly, self._intake, self._stop_for
         )
+        self._reaper = Reaper(parts.settings.controller, parts.ledger, parts.threads, self._collection, self._stop_for)
         self._state = AdaptiveState.start(parts.settings.algorithm)
-        self._num_dead_letters = 0
         self._spent: BudgetSpentError | None = None
         self._budget_spent = asyncio.Event()
         self._step_metrics = Metrics()
@@ -118,7 +117,7 @@ class Loop:
                 for activity in (
                     self._intake.run(),
                     self._collection.run(lambda scoring: self._in_background(tasks, scoring)),
-                    self._reap(),
+                    self._reaper.run(),
                     self._parts.fleet.trainer_lost(),
                 ):
                     self._in_background(tasks, activity)
@@ -172,7 +171,7 @@ class Loop:
         parts.publisher.policy_version = recovered.policy_version
         parts.publisher.step_of_version.update(recovered.step_of_version)
         parts.scorer.num_failed_groups = position.dropped.get("scorer_error", 0)
-        self._num_dead_letters = position.dropped.get("over_delivered", 0)
+        self._reaper.num_dead_letters = position.dropped.get("over_delivered", 0)
         if self._settings.algorithm.curriculum is not None:
             parts.prompts.rates = await parts.threads.call(parts.ledger.rates)
         sealed = await parts.threads.call(parts.ledger.sealed, self._step)
@@ -185,37 +184,6 @@ class Loop:
         attested = position.begun_version == position.policy_version == parts.publisher.policy_version
         if recovered.is_actor_restored or not (attested and parts.publisher.holds(self._step)):
             await self._publish()
-
-    # --- groups that their worker gave up ---------------------------------------------------------------------------------------------------------
-
-    async def _reap(self) -> None:
-        """Gives unrenewed groups to others, and drops those that were delivered too often. Runs until cancelled."""
-        parts, controller = self._parts, self._settings.controller
-        leases = Leases(controller.lease_s)
-        while True:
-            for entry in leases.expired(await parts.threads.call(parts.ledger.pending)):
-                error = f"not renewed for {controller.lease_s:g} s"
-                logger.warning("entry %s of %s was %s; another rollout gets its group", entry.entry_id, entry.consumer, error)
-                await parts.threads.call(parts.ledger.reap, entry.consumer, entry.entry_id, controller.max_deliveries, error=error)
-            for group in await parts.threads.call(parts.ledger.overdelivered):
-                await self._bury(group)
-            await asyncio.sleep(controller.lease_s / 4)
-
-    async def _bury(self, group: Overdelivered) -> None:
-        """A dead letter. BudgetSpentError ends the run when there are too many."""
-        controller = self._settings.controller
-        logger.error("group %d failed %d times and is dropped; the last: %s", group.gid, controller.max_deliveries, group.error)
-        await self._collection.drop(
-            group.gid, (), "over_delivered", f"given to a rollout {controller.max_deliveries} times and never committed; the last: {group.error}"
-        )
-        self._num_dead_letters += 1
-        if self._num_dead_letters > controller.max_dead_letters:
-            self._stop_for(
-                BudgetSpentError(
-                    f"{self._num_dead_letters} groups killed or failed every rollout they were given to, more than controller.max_dead_letters; "
-                    f"the last is group {group.gid}: {group.error}"
-                )
-            )
 
     # --- the steps ----------------------------------------------------------------------------------------------------------------------------------
 
@@ -420,12 +388,12 @@ class Loop:
         requests, parts.board.checkpoint_requests = parts.board.checkpoint_requests, []
 
         async def committed(path: str) -> None:
+            for request in requests:  # before the sweep, which may fail and be made up for by the next one
+                if not request.done():
+                    request.set_result((path, step))
             await parts.threads.call(parts.ledger.sweep, parts.rows, step)
             self._intake.retained_bytes -= covered_bytes
             self._intake.wake()
-            for request in requests:
-                if not request.done():
-                    request.set_result((path, step))
 
         await self._saver.begin(self._ctl, step, self._point, committed, lambda: parts.board.checkpoint_requests.extend(requests))
 

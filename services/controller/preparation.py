@@ -157,7 +157,8 @@ def _greedy_rewards(settings: RunSettings, groups: Sequence[ScoredGroup], greedy
 
 
 def _digest(batch: trajectory_pb2.TrainBatch, rows: Sequence[Mapping[str, Array]], columns: Sequence[Mapping[str, Array]]) -> str:
-    """Over ids, attempts, order, coefficients and the bits of what is trained on."""
+    """Over ids, attempts, order, coefficients and the bits of what the controller read and computed. What only a trainer reads of a row is not in it: the
+    attempt's token stands for that."""
     state = hashlib.blake2b(digest_size=16)
     state.update(f"{batch.coefficients.kl_coef!r} {batch.coefficients.entropy_coef!r}".encode())
     for ref, row, column in zip(batch.rows, rows, columns, strict=True):

@@ -1,0 +1,61 @@
+"""The return of abandoned groups: what its worker no longer renews goes to another one, and what no worker ever finishes becomes a dead letter.
+
+Owns how often a group may be given away and how many dead letters a run may have. Whether a lease has expired is leases.py's.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from rolecall.errors import BudgetSpentError
+from rolecall.settings import ControllerSection
+from rolecall.store.ledger import Ledger
+from rolecall.store.position import Overdelivered
+from services.controller.collection import Collection
+from services.controller.leases import Leases
+from services.controller.threads import StoreThreads
+
+logger = logging.getLogger(__name__)
+
+
+class Reaper:
+    """Of one run. Used from one event loop."""
+
+    def __init__(
+        self, settings: ControllerSection, ledger: Ledger, threads: StoreThreads, collection: Collection, stop_for: Callable[[BudgetSpentError], None]
+    ) -> None:
+        """`stop_for` is told when there are too many dead letters."""
+        self._settings = settings
+        self._ledger = ledger
+        self._threads = threads
+        self._collection = collection
+        self._stop_for = stop_for
+        self.num_dead_letters = 0
+        """Of the whole run."""
+
+    async def run(self) -> None:
+        """Gives unrenewed groups to others, and drops those that were delivered too often. Runs until cancelled."""
+        lease_s = self._settings.lease_s
+        leases = Leases(lease_s)
+        while True:
+            for entry in leases.expired(await self._threads.call(self._ledger.pending)):
+                error = f"not renewed for {lease_s:g} s"
+                logger.warning("entry %s of %s was %s; another rollout gets its group", entry.entry_id, entry.consumer, error)
+                await self._threads.call(self._ledger.reap, entry.consumer, entry.entry_id, self._settings.max_deliveries, error=error)
+            for group in await self._threads.call(self._ledger.overdelivered):
+                await self._bury(group)
+            await asyncio.sleep(lease_s / 4)
+
+    async def _bury(self, group: Overdelivered) -> None:
+        max_deliveries, max_dead_letters = self._settings.max_deliveries, self._settings.max_dead_letters
+        logger.error("group %d failed %d times and is dropped; the last: %s", group.gid, max_deliveries, group.error)
+        error = f"given to a rollout {max_deliveries} times and never committed; the last: {group.error}"
+        await self._collection.drop(group.gid, (), "over_delivered", error)
+        self.num_dead_letters += 1
+        if self.num_dead_letters > max_dead_letters:
+            self._stop_for(
+                BudgetSpentError(
+                    f"{self.num_dead_letters} groups killed or failed every rollout they were given to, more than controller.max_dead_letters; "
+                    f"the last is group {group.gid}: {group.error}"
+                )
+            )
