@@ -20,8 +20,8 @@ quickstart: setup ## Train the sort-digits example through the whole system (SEE
 test: setup ## Pass every test that this machine can run
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-learning: setup ## Train the sort-digits example by nine published methods, each above 0.9 (about 20 minutes); the curves go to runs/learning.md
-	@$(BIN)/python -m pytest -m learning tests/learning
+test-learning: setup ## Train the sort-digits example by nine published methods, each above 0.9; the curves go to runs/learning.md. Then two steps of every recipe (40 minutes in all)
+	@$(BIN)/python -m pytest -m learning tests/learning tests/e2e
 
 chaos: setup ## Kill, stop and cut a running system (SEED=0, KILLS=100; REAL=1 with torch and vLLM) and check that nothing is lost
 	@$(BIN)/python -m tests.chaos --seed $(SEED) --kills $(KILLS) $(if $(REAL),--real)

@@ -1,5 +1,6 @@
 """What every test may use: where GPU tests are skipped, and the smallest valid run."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ import pytest
 from rolecall.settings import RunSettings
 
 pytest_plugins = ["tests.fixtures_rank", "tests.fixtures_store"]
+
+# Read when torch is loaded, here and in children: two workers' idle threads would spin on two cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A deadline per example would fail on a busy machine; every test has a timeout of its own.
 hypothesis.settings.register_profile("rolecall", deadline=None)

@@ -29,10 +29,10 @@ def short_path() -> Iterator[Path]:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("seed", "max_staleness"), [(0, 0), (1, 2)])
 def test_kills_stops_and_cuts_lose_nothing_train_nothing_twice_and_change_no_weight(short_path: Path, seed: int, max_staleness: int) -> None:
-    story, verdict = light_chaos(short_path, seed, kills=30, staleness=max_staleness, lease_s=2.0, hang_s=6.0)
+    story, verdict = light_chaos(short_path, seed, kills=15, staleness=max_staleness, lease_s=2.0, hang_s=6.0)
     assert verdict.problems == []
     assert (verdict.figures["lost"], verdict.figures["trained twice"], verdict.figures["unattested"]) == (0, 0, 0)
-    assert story.num_kills >= 30
+    assert story.num_kills >= 15
     assert verdict.figures["trained"] > 0
     assert verdict.figures["spans"] > 0
 

@@ -41,7 +41,10 @@ def greedy_accuracy(model: Path, prompts: Path) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("overrides", [(), FORWARD_TOPK], ids=["reverse KL as advantage", "forward KL as loss"])
+@pytest.mark.parametrize(
+    "overrides",
+    [pytest.param((), id="reverse KL as advantage"), pytest.param(FORWARD_TOPK, id="forward KL as loss", marks=pytest.mark.learning)],
+)
 def test_a_student_reaches_its_teachers_accuracy_without_a_reward(work: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     files = {"model.path": "model", "data.train": "train.jsonl", "evaluation.sets.heldout.path": "heldout.jsonl", "references.teacher.path": "teacher"}
     paths = [f"--{key}={work / name}" for key, name in files.items()]
