@@ -10,8 +10,11 @@ import os
 import signal
 import sys
 
-import torch  # noqa: F401
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
+import services.actor.engine
+import services.critic.engine
+import services.reference.engine  # noqa: F401
 
 
 def main() -> None:

@@ -49,9 +49,9 @@ class Nursery:
         self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._answer() == "ready"
 
-    def fork(self, role: str, log: Path, config: Path) -> int:
+    def fork(self, role: str, log: Path, config: Path, *arguments: str) -> int:
         """Starts `role`; its process id."""
-        return int(self._ask(["fork", role, str(log), "--config", str(config)]))
+        return int(self._ask(["fork", role, str(log), "--config", str(config), *arguments]))
 
     def kill(self, pid: int) -> None:
         """SIGKILL; returns when it is gone."""
@@ -222,8 +222,8 @@ class DigestEngine(ScriptedEngine):
     """A rollout's engine that receives weights over the real channel and samples by their digest."""
 
     def __init__(self, model: Path) -> None:
-        super().__init__(vocab_size=200)
         self._model = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        super().__init__(vocab_size=200, eos_token_id=self._model.config.eos_token_id)
         self._digest = ""
         self._channel: Channel | None = None
 

@@ -1,4 +1,8 @@
-"""Every recipe trains the sort-digits model for two steps through the whole system: real processes, real rollouts, the roles that the method needs."""
+"""Every recipe trains the sort-digits model for two steps through the whole system: real processes, vLLM, the roles that the method needs.
+
+`make test` runs one, which asks vLLM for greedy responses, too, and reads a reference; `make test-learning` runs the others, which `make test` trains without
+vLLM (tests/integration/test_recipes_train.py).
+"""
 
 import subprocess
 from pathlib import Path
@@ -8,8 +12,6 @@ import pytest
 from examples.sort_digits import prepare as sort_digits
 from examples.sort_digits.quickstart import RECIPES, read_jsonl, train_command
 
-ALWAYS = frozenset({"dapo", "remax", "reinforce_plus_plus"})
-"""Part of `make test`, for what they have beside their loss: replaced groups, a greedy response, a reference. `make test-learning` runs all."""
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 FEW = ["--run.num_steps=2", "--algorithm.groups_per_batch=4", "--evaluation.sets={}"]
 
@@ -23,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("recipe", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.learning) for name in NAMES])
+@pytest.mark.parametrize("recipe", [pytest.param(name, marks=() if name == "remax" else pytest.mark.learning) for name in NAMES])
 def test_the_recipe_trains(recipe: str, folder: Path, tmp_path: Path) -> None:
     command = [*train_command(folder, 0, recipe), *FEW, f"--run.dir={tmp_path / 'run'}"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280, check=False)

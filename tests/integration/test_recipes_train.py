@@ -1,0 +1,97 @@
+"""Every recipe trains the sort-digits model for two steps: real trainers, reference, reward, controller, store and weight channel.
+
+Plain transformers sample from the weights that arrive: vLLM knows nothing of recipes, and takes most of a minute to start (tests/e2e/test_recipes.py has it).
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from examples.sort_digits import prepare as sort_digits
+from examples.sort_digits.quickstart import HERE, RECIPES
+from rolecall.launch import write_config
+from rolecall.settings import RunSettings
+from rolecall.store.embedded import EmbeddedStore
+from services.rollout.sampling import SampleRequest
+from tests.fixtures_store import StoreUnderTest
+from tests.light_roles import light_run
+from tests.ports import free_port
+from tests.replay_rig import DigestEngine, Nursery
+
+TASK = HERE / "task.yaml"
+NUM_STEPS = 2
+RUN_S = 180.0
+
+
+class PolicyEngine(DigestEngine):
+    """Samples from the weights it received."""
+
+    @torch.no_grad()
+    def _next(self, request: SampleRequest, position: int) -> tuple[int, float]:
+        token_ids = [*request.prompt_token_ids, *self._running[request.request_id].tokens]
+        logits = self._model(torch.tensor([token_ids])).logits[0, -1]
+        if request.sampling.temperature == 0:
+            return int(logits.argmax()), 0.0
+        logprobs = torch.log_softmax(logits / request.sampling.temperature, -1).double().numpy()
+        token = np.random.default_rng([request.seed, position]).choice(logprobs.size, p=np.exp(logprobs) / np.exp(logprobs).sum())
+        return int(token), float(logprobs[token])
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sort-digits job's model and prompts."""
+    folder = tmp_path_factory.mktemp("sort_digits")
+    sort_digits.prepare(folder, 0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def nursery(store_server: EmbeddedStore) -> Iterator[Nursery]:
+    """One for all recipes."""
+    nursery = Nursery(store_server.url)
+    yield nursery
+    nursery.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+async def test_the_recipe_trains(
+    recipe: str, work: Path, store: StoreUnderTest, nursery: Nursery, tmp_path: Path, make_settings: Callable[..., RunSettings]
+) -> None:
+    task = yaml.safe_load(TASK.read_text())
+    sections: dict[str, Any] = {name: task[name] for name in ("actor", "reward", "sampling")} | yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())
+    sections |= {
+        "run": {"num_steps": NUM_STEPS},
+        "model": {"path": str(work / "model"), "dtype": "float32"},
+        "data": {"train": str(work / "train.jsonl"), "max_prompt_tokens": 40},
+        "algorithm": {**sections["algorithm"], "groups_per_batch": 4, "num_minibatches": 2},
+        "controller": {"lease_s": 4.0, "start_timeout_s": 60.0, "stall_timeout_s": 60.0},  # the machine may be busy with other tests
+    }
+    references = sections.get("references", {})
+    roles = {name: name for name in ("actor", "critic", "reward") if name in sections} | dict.fromkeys(references, "reference")
+    for name in roles:
+        section = references if name in references else sections
+        section[name] = {**section[name], "address": f"127.0.0.1:{free_port()}"}
+    store.ledger.unlock()
+    async with light_run(store, tmp_path, make_settings, **sections) as run:
+        config = write_config(run.settings)
+        started = [nursery.fork(role, tmp_path / f"{name}.log", config, "--name", name) for name, role in roles.items()]
+        engine = PolicyEngine(work / "model")
+        try:
+            async with run.rollout("rollout-0", engine=engine), run.controller() as (_, running):
+                await asyncio.wait_for(running, RUN_S)
+        finally:
+            await engine.close()
+            for pid in started:
+                await asyncio.to_thread(nursery.kill, pid)
+    steps = run.metrics()
+    assert len(steps) == NUM_STEPS
+    assert all(step["actor/grad_norm"] > 0 and step["actor/skipped_steps"] == 0 for step in steps)
+    assert recipe == "dppo" or steps[0]["actor/mismatch_max"] < 1e-4, "dppo alone has no proximal pass, which compares with the sampler before the first update"
