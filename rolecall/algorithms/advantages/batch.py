@@ -1,7 +1,7 @@
 """What every estimator reads and gives: trajectories laid end to end, so that no estimator loops over them. Numpy.
 
 Shapes: B trajectories of the batch, in order; T tokens of one trajectory (prompt + response), another for each; N tokens of the whole batch, trajectory after
-trajectory; M sampled tokens among them. Alignment is that of rolecall/trajectory.py: a reward at t arrives after token t.
+trajectory; M sampled tokens among them; L steps of time. Alignment is that of rolecall/trajectory.py: a reward at t arrives after token t.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ STD_EPS = 1e-6
 class Runs:
     """Sampled tokens as runs of consecutive ones, a few for each trajectory: what is copied run by run costs no index for each token.
 
-    `places` (start, stop, first): tokens [start, stop) of [N] are [first, ...) of [M]; `trajectories` whose each run is; `remaining` tokens of its trajectory
-    from the run's first on."""
+    `places` (start, stop, first): tokens [start, stop) of [N] are [first, ...) of [M]; `trajectories` whose each run is; `columns` where it begins in time,
+    which is `width` long."""
 
     def __init__(self, response_mask_N: Array, offsets: Array) -> None:
         cuts = np.union1d(np.flatnonzero(response_mask_N[1:] != response_mask_N[:-1]) + 1, offsets)
@@ -35,7 +35,9 @@ class Runs:
         self.offsets = np.concatenate([[0], np.cumsum(self.num_sampled_B)])
         self.places = list(zip(starts.tolist(), stops.tolist(), firsts.tolist(), strict=True))
         self.trajectories = trajectories.tolist()
-        self.remaining = (self.offsets[trajectories + 1] - firsts).tolist()
+        # Odd: columns of rows that are a power of two apart would all fall into the same few lines of the processor's cache.
+        self.width = int(self.num_sampled_B.max(initial=0)) | 1
+        self.columns = (self.width - (self.offsets[trajectories + 1] - firsts)).tolist()
 
 
 @dataclass(frozen=True)
@@ -133,23 +135,27 @@ class ScoredBatch:
         """[M]: the numbers of the sampled tokens. Steps over prompts and what an environment said."""
         return np.concatenate([values_N[start:stop] for start, stop, _ in self.runs.places] or [values_N[:0]])
 
-    def in_time(self, values_N: Array) -> Array:
-        """float64 [B, L]: the numbers of the sampled tokens, each trajectory's last one in the last column; 0 before its first.
+    def zeros_in_time(self) -> Array:
+        """float64 [B, L] of 0: the sampled tokens in time, each trajectory's last one in the last column."""
+        return np.zeros((self.gids_B.size, self.runs.width))
 
-        L is made odd: columns of rows that are a power of two apart would all fall into the same few lines of the processor's cache."""
-        width = int(self.runs.num_sampled_B.max(initial=0)) | 1
-        time_BL = np.zeros((self.gids_B.size, width))
-        for (start, stop, _), trajectory, remaining in zip(self.runs.places, self.runs.trajectories, self.runs.remaining, strict=True):
-            column = width - remaining
-            time_BL[trajectory, column : column + stop - start] = values_N[start:stop]
+    def runs_in(self, time_BL: Array) -> list[tuple[int, int, int, Array]]:
+        """(start, stop, trajectory, view of time_BL) of each run: tokens [start, stop) of [N] and their place in time."""
+        placed = zip(self.runs.places, self.runs.trajectories, self.runs.columns, strict=True)
+        return [(start, stop, trajectory, time_BL[trajectory, column : column + stop - start]) for (start, stop, _), trajectory, column in placed]
+
+    def in_time(self, values_N: Array) -> Array:
+        """float64 [B, L]: the numbers of the sampled tokens; 0 before each trajectory's first."""
+        time_BL = self.zeros_in_time()
+        for start, stop, _, in_time in self.runs_in(time_BL):
+            in_time[:] = values_N[start:stop]
         return time_BL
 
     def from_time(self, time_BL: Array) -> Array:
         """[N]: `in_time` undone, where trained on; 0 elsewhere."""
-        width, values_N = time_BL.shape[1], np.zeros_like(self.rewards_N)
-        for (start, stop, _), trajectory, remaining in zip(self.runs.places, self.runs.trajectories, self.runs.remaining, strict=True):
-            column = width - remaining
-            values_N[start:stop] = time_BL[trajectory, column : column + stop - start]
+        values_N = np.zeros_like(self.rewards_N)
+        for start, stop, _, in_time in self.runs_in(time_BL):
+            values_N[start:stop] = in_time
         values_N *= self.loss_mask_N
         return values_N
 

@@ -3,11 +3,24 @@
 Shapes: B trajectories; L steps of time; N tokens of the batch. values[t] is the value before token t.
 """
 
-import numpy as np
-
 from rolecall.algorithms.advantages.batch import Estimate, ScoredBatch
 from rolecall.algorithms.advantages.time import discount
 from rolecall.algorithms.advantages.whiten import whiten
+from rolecall.wire import Array
+
+
+def deltas(batch: ScoredBatch, gamma: float) -> Array:
+    """float64 [B, L]: r_t + gamma V_{t+1} - V_t. Run by run, the last first, so that a run stays in the processor's cache until it is done."""
+    values_N, following_B = batch.column("values"), batch.column("bootstrap_value").tolist()
+    deltas_BL = batch.zeros_in_time()
+    for start, stop, trajectory, deltas_T in reversed(batch.runs_in(deltas_BL)):
+        deltas_T[:-1] = values_N[start + 1 : stop]
+        deltas_T[-1] = following_B[trajectory]
+        deltas_T *= gamma
+        deltas_T -= values_N[start:stop]
+        deltas_T += batch.rewards_N[start:stop]
+        following_B[trajectory] = float(values_N[start])
+    return deltas_BL
 
 
 def gae(batch: ScoredBatch, *, gamma: float, gae_lambda: float, whitened: bool = False) -> Estimate:
@@ -17,12 +30,7 @@ def gae(batch: ScoredBatch, *, gamma: float, gae_lambda: float, whitened: bool =
     column bootstrap_value; a one-token response gets r + gamma * bootstrap - V. Groups do not matter. A trajectory that is masked out gets 0 and has no part
     in whitening. InvalidInputError without the critic's columns.
     """
-    values_BL, deltas_BL = batch.in_time(batch.column("values")), batch.in_time(batch.rewards_N)
-    deltas_BL -= values_BL
-    values_BL *= gamma
-    deltas_BL[:, :-1] += values_BL[:, 1:]
-    deltas_BL[:, -1] += gamma * batch.column("bootstrap_value").astype(np.float64)
-    advantages_N = batch.from_time(discount(deltas_BL, gamma * gae_lambda))
+    advantages_N = batch.from_time(discount(deltas(batch, gamma), gamma * gae_lambda))
     returns_N = advantages_N + batch.column("values")
     returns_N *= batch.loss_mask_N
     return Estimate(whiten(advantages_N, batch.loss_mask_N) if whitened else advantages_N, returns_N)
