@@ -18,7 +18,7 @@ quickstart: setup ## Train the sort-digits example through the whole system (SEE
 	@$(BIN)/python examples/sort_digits/quickstart.py --seed $(SEED)
 
 test: setup ## Pass every test that this machine can run
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder  # files in their order: those of long tests first, so that both workers end together
 
 test-learning: setup ## Train the sort-digits example by nine published methods, each above 0.9; the curves go to runs/learning.md. Then two steps of every recipe (40 minutes in all)
 	@$(BIN)/python -m pytest -m learning tests/learning tests/e2e

@@ -12,7 +12,8 @@ from rolecall.settings import RunSettings
 
 pytest_plugins = ["tests.fixtures_rank", "tests.fixtures_store"]
 
-# Read when torch is loaded, here and in children: two workers' idle threads would spin on two cores.
+# Read when torch is loaded, here and in children that do not say otherwise: each of two workers has one core, on which idle threads would spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A deadline per example would fail on a busy machine; every test has a timeout of its own.

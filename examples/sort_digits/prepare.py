@@ -37,8 +37,8 @@ ASCENDING_SHARE = 0.3
 TEACHER_STEPS = 300
 
 
-def prepare(folder: Path, seed: int, *, teacher: bool = False) -> None:
-    """Writes `folder`/model, `folder`/train.jsonl, `folder`/heldout.jsonl and perhaps `folder`/teacher. Held-out prompts are in neither training set."""
+def prepare(folder: Path, seed: int, *, num_steps: int = WARM_STEPS, teacher: bool = False) -> None:
+    """Writes `folder`/model, warm after `num_steps`, train.jsonl, heldout.jsonl and perhaps teacher. Held-out prompts are in neither training set."""
     transformers_logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
@@ -47,7 +47,7 @@ def prepare(folder: Path, seed: int, *, teacher: bool = False) -> None:
     write_prompts(folder / "train.jsonl", train)
     write_prompts(folder / "heldout.jsonl", heldout)
     tokenizer = make_tokenizer()
-    models = {"model": warm_start(make_model(tokenizer, seed), tokenizer, train, rng, WARM_STEPS, ASCENDING_SHARE)}
+    models = {"model": warm_start(make_model(tokenizer, seed), tokenizer, train, rng, num_steps, ASCENDING_SHARE)}
     if teacher:
         models["teacher"] = warm_start(make_model(tokenizer, seed + 1), tokenizer, train, rng, TEACHER_STEPS, 1.0)
     for name, model in models.items():

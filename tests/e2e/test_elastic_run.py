@@ -1,4 +1,4 @@
-"""A run of real processes with vLLM and torch whose fleet grows while it runs, and which is resumed afterwards."""
+"""A run of real processes with vLLM, torch and a critic whose fleet grows while it runs, and which is resumed afterwards."""
 
 import json
 import os
@@ -29,8 +29,9 @@ def write_config(folder: Path) -> Path:
         "model": {"path": "model", "dtype": "float32"},
         "data": {"train": "train.jsonl", "max_prompt_tokens": 64},
         "sampling": {"num_responses": 4, "max_tokens": 24},
-        "algorithm": {"groups_per_batch": 8, "max_staleness": 1, "num_minibatches": 2},
+        "algorithm": {"groups_per_batch": 8, "max_staleness": 1, "num_minibatches": 2, "advantage": {"kind": "gae"}},
         "actor": {"optimizer": {"learning_rate": 1e-4}},
+        "critic": {"optimizer": {"learning_rate": 1e-3}},
         "reward": {"components": {"short": {"scorer": {"kind": "length", "max_tokens": 24}}}},
         "rollout": {"kv_cache_bytes": 2**26, "num_threads": 1},
     }
@@ -117,3 +118,4 @@ def check_bounds(folder: Path, num_steps: int) -> None:
     assert max(row.get("actor/mismatch_max", 0.0) for row in rows) <= 1e-4
     assert max(row.get("actor/mismatch_p999", 0.0) for row in rows) <= 2e-5
     assert any("actor/mismatch_max" in row for row in rows)
+    assert all(row["critic/grad_norm"] > 0 for row in rows)

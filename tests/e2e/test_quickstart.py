@@ -32,14 +32,3 @@ def test_grpo_selects_the_ascending_order_through_the_whole_system(tmp_path: Pat
     assert (tmp_path / "work" / "run" / "curves.png").stat().st_size > 10_000
     assert read_model(tmp_path / "work" / "trained").num_parameters == 1_033_600
     assert not [path for path in tmp_path.rglob("*") if path.is_socket()]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_ppo_trains_a_critic_beside_the_actor(tmp_path: Path) -> None:
-    done = quickstart(tmp_path / "work", "--seed", "0", "--recipe", "ppo", "--run.num_steps=3")
-    assert done.returncode == 0, done.stdout
-    rows = [json.loads(line) for line in (tmp_path / "work" / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "reward/mean" in row]
-    assert len(steps) == 3
-    assert any(name.startswith("critic/") for name in steps[-1])

@@ -1,7 +1,6 @@
 """Every recipe trains the sort-digits model for two steps through the whole system: real processes, vLLM, the roles that the method needs.
 
-`make test` runs one, which asks vLLM for greedy responses, too, and reads a reference; `make test-learning` runs the others, which `make test` trains without
-vLLM (tests/integration/test_recipes_train.py).
+Part of `make test-learning`; `make test` trains them all without vLLM (tests/integration/test_recipes_train.py).
 """
 
 import subprocess
@@ -12,7 +11,6 @@ import pytest
 from examples.sort_digits import prepare as sort_digits
 from examples.sort_digits.quickstart import RECIPES, read_jsonl, train_command
 
-NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 FEW = ["--run.num_steps=2", "--algorithm.groups_per_batch=4", "--evaluation.sets={}"]
 
 
@@ -23,9 +21,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.learning
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("recipe", [pytest.param(name, marks=() if name == "remax" else pytest.mark.learning) for name in NAMES])
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
 def test_the_recipe_trains(recipe: str, folder: Path, tmp_path: Path) -> None:
     command = [*train_command(folder, 0, recipe), *FEW, f"--run.dir={tmp_path / 'run'}"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280, check=False)
