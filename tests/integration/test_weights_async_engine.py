@@ -11,8 +11,6 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # an engine with two workers takes a minute to start
 
-NUM_WORKERS = 2
-
 
 def _is_alive(pid: int) -> bool:
     try:
@@ -21,9 +19,11 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < NUM_WORKERS, reason="each worker needs a core of its own")
-def test_tensor_parallel_workers_receive_exact_weights_and_end_when_the_service_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.integration.weights_async_engine_process", str(tmp_path), str(NUM_WORKERS)]
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_tensor_parallel_workers_receive_exact_weights_and_end_when_the_service_is_killed(tmp_path: Path, num_workers: int) -> None:
+    if num_workers > len(os.sched_getaffinity(0)):
+        pytest.skip("each worker needs a core of its own")
+    command = [sys.executable, "-m", "tests.integration.weights_async_engine_process", str(tmp_path), str(num_workers)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as service:
         assert service.stdout is not None
         try:
@@ -32,7 +32,7 @@ def test_tensor_parallel_workers_receive_exact_weights_and_end_when_the_service_
         finally:
             service.kill()
     assert done, "the service ended before it was done"
-    assert done["num_ranks"] == NUM_WORKERS
+    assert done["num_ranks"] == num_workers
     assert max(done["gaps"]) < 2e-5
     deadline = time.monotonic() + 15
     while any(_is_alive(pid) for pid in done["children"]) and time.monotonic() < deadline:
