@@ -159,6 +159,7 @@ async def test_heartbeats_go_over_mutual_tls(peer: Peer, make_settings: MakeSett
     rpc = RpcSection(tls=tls)
     async with serving(peer, rpc) as (_, address), started(make_settings(controller={"address": address}, rpc=rpc.model_dump())) as member:
         await member.joined()
+        await until(lambda: bool(peer.beats))
 
 
 async def test_a_stopped_worker_is_silent(peer: Peer, make_settings: MakeSettings) -> None:

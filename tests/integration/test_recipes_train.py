@@ -14,7 +14,8 @@ import torch
 import yaml
 
 from examples.sort_digits import prepare as sort_digits
-from examples.sort_digits.quickstart import HERE, RECIPES
+from examples.sort_digits.quickstart import HERE, RECIPES, train_command
+from rolecall.cli import main
 from rolecall.launch import write_config
 from rolecall.settings import RunSettings
 from rolecall.store.embedded import EmbeddedStore
@@ -25,6 +26,7 @@ from tests.ports import free_port
 from tests.replay_rig import DigestEngine, Nursery
 
 TASK = HERE / "task.yaml"
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 NUM_WARM_STEPS = 90
 NUM_STEPS = 2
 RUN_S = 180.0
@@ -72,7 +74,7 @@ def nursery(store_server: EmbeddedStore) -> Iterator[Nursery]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(480)
-@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+@pytest.mark.parametrize("recipe", NAMES)
 async def test_the_recipe_trains(
     recipe: str, work: Path, store: StoreUnderTest, nursery: Nursery, tmp_path: Path, make_settings: Callable[..., RunSettings]
 ) -> None:
@@ -106,3 +108,14 @@ async def test_the_recipe_trains(
     assert len(steps) == NUM_STEPS
     assert all(step["actor/grad_norm"] > 0 and step["actor/skipped_steps"] == 0 for step in steps)
     assert recipe == "dppo" or steps[0]["actor/mismatch_max"] < 1e-4, "dppo alone has no proximal pass, which compares with the sampler before the first update"
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_the_quickstarts_command_is_accepted_with_the_recipe(recipe: str, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, _, train, *words = train_command(work, 0, recipe)
+    assert train == "train"
+    assert main(["check", *words]) == 0
+    sections = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())
+    said = capsys.readouterr().out
+    assert ("\n  critic " in said) == ("critic" in sections)
+    assert all(f"\n  reference {name} " in said for name in sections.get("references", {}))
