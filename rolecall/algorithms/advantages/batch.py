@@ -147,15 +147,15 @@ class ScoredBatch:
     def in_time(self, values_N: Array) -> Array:
         """float64 [B, L]: the numbers of the sampled tokens; 0 before each trajectory's first."""
         time_BL = self.zeros_in_time()
-        for start, stop, _, in_time in self.runs_in(time_BL):
-            in_time[:] = values_N[start:stop]
+        for start, stop, _, run_T in self.runs_in(time_BL):
+            run_T[:] = values_N[start:stop]
         return time_BL
 
     def from_time(self, time_BL: Array) -> Array:
         """[N]: `in_time` undone, where trained on; 0 elsewhere."""
         values_N = np.zeros_like(self.rewards_N)
-        for start, stop, _, in_time in self.runs_in(time_BL):
-            values_N[start:stop] = in_time
+        for start, stop, _, run_T in self.runs_in(time_BL):
+            values_N[start:stop] = run_T
         values_N *= self.loss_mask_N
         return values_N
 
