@@ -23,14 +23,15 @@ Each leaf has a canonical status, a stable `reason` (google.rpc.ErrorInfo, AIP-1
     │   ├── WrongVersionError     another policy version is held
     │   ├── VersionMismatchError  contracts of another release
     │   ├── RunExistsError        run directory exists, no --resume
-    │   ├── CheckpointMismatchError  checkpoint of another model
+    │   ├── CheckpointMismatchError  checkpoint of another model  INVALID_ARGUMENT    never retry
     │   └── StoreRolledBackError  the store is older than the trainers
     ├── UnavailableError          a peer or its state is not ready         UNAVAILABLE          retry
     │   ├── NotAttestedError      the rollout holds no attested weights
     │   ├── ChannelBrokenError    the weight channel failed; open a new epoch
     │   ├── StoreUnavailableError the store does not answer
     │   ├── StorageUnavailableError the place of checkpoints does not answer
-    │   └── ScorerUnavailableError a scorer does not answer
+    │   ├── ScorerUnavailableError a scorer does not answer
+    │   └── WorkerLostError       a process or rank died
     ├── DeadlineError             a wait ended without its event           DEADLINE_EXCEEDED    retry
     ├── ExhaustedError            a bound or budget is spent               RESOURCE_EXHAUSTED   never retry
     │   ├── StoreFullError        back-pressure of the store               (retry)
@@ -41,7 +42,6 @@ Each leaf has a canonical status, a stable `reason` (google.rpc.ErrorInfo, AIP-1
     ├── WeightsMismatchError      fingerprints, coverage or probe differ   DATA_LOSS            never retry
     ├── GenerationError           the engine failed on a request           INTERNAL             never retry
     ├── ScorerError               a scorer's answer cannot be believed     INTERNAL             never retry
-    ├── WorkerLostError           a process or rank died                   UNAVAILABLE          retry
     └── NotOnThisDeviceError      the device cannot do it                  UNIMPLEMENTED        never retry
 
 `retryable` says that the same call may succeed later, not that it is safe to repeat: idempotency is the method's affair.

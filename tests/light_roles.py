@@ -1,6 +1,6 @@
 """A whole run in one process with light roles: the real controller, rollout service, store, gRPC and membership around engines without a model.
 
-The trainers keep what protocol rule 2 asks of them (chain, digest, record) and note which rows they trained, so that a test can count. The rollouts sample by
+The trainers apply a step once and in order (chain, digest, record) and note which rows they trained, so that a test can count. The rollouts sample by
 the scripted engine, whose weights of version v have a known digest and probe; the light actor publishes exactly those.
 """
 

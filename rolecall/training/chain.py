@@ -1,4 +1,4 @@
-"""The chained, idempotent Train of protocol.md rule 2: which step may be applied, what a repeated call gets, and who listens. No torch, no gRPC.
+"""The chained, idempotent Train (ARCHITECTURE.md, "Exactly once"): which step may be applied, what a repeated call gets, and who listens. No torch, no gRPC.
 
 A step lives in a task of its own. A caller only watches it: when the caller leaves, the step goes on; when it comes back, it attaches.
 

@@ -188,7 +188,7 @@ class HeartbeatRequest(_message.Message):
     incarnation: _builtins.str
     """As in JoinRequest."""
     progress: _builtins.int
-    """Grows whenever the worker's main loop turned; a number that stands still while there is work means a hang."""
+    """Grows whenever work moved: a token, a microbatch, a bucket. Not when the main loop merely turned. A number that stands still while `busy` means a hang."""
     phase: _builtins.str
     """What it is doing, for people: "generating", "idle", "loading weights"..."""
     busy: _builtins.bool

@@ -1,4 +1,4 @@
-"""Leases of claimed groups: which entries their worker no longer renews, judged by this process's clock (protocol, rule 4).
+"""Leases of claimed groups: which entries their worker no longer renews, judged by this process's clock.
 
 A worker renews what it works on. The server's idle time is read only to see whether it fell since the last look: a stopped server or a jump of its clock
 expires nothing. After an outage, in which nobody could renew, everyone gets a full lease again.

@@ -1,4 +1,4 @@
-"""A worker as the controller sees it, and the verdict on whether it lives: by its heartbeats and this process's monotonic clock alone (protocol, rule 4).
+"""A worker as the controller sees it, and the verdict on whether it lives: by its heartbeats and this process's monotonic clock alone.
 
     silent   no heartbeat for controller.lease_s: dead, cut off or stopped. It may join again when it wakes up; what it held has passed on
     hung     its heartbeats come, it says that it has work, and its progress has not moved for hang_s of its section. Given up for good

@@ -1,6 +1,6 @@
 """Scores each group as it lands: the reward and every reference at the same time, no barrier between generation and scoring.
 
-Owns what a failure means (design, section 2): a scorer's failure is never a number. Items are retried by the client. After that, bad data drops the group and
+Owns what a failure means: a scorer's failure is never a number. Items are retried by the client. After that, bad data drops the group and
 counts against reward.max_failed_groups; infrastructure that is away is waited for, up to controller.stall_timeout_s. Both budgets, spent, stop the run with a
 message that names the scorer. A group that was scored before (the loop started over since) keeps its scores: a scorer need not answer twice alike.
 """

@@ -1,6 +1,6 @@
 """Calls to actor and critic: Train that survives a broken connection, checkpoints of both, replay of batches they missed.
 
-Owns no tensor. A Train call may be repeated at will: it is sealed, chained and idempotent (protocol, rule 2).
+Owns no tensor. A Train call may be repeated at will: it is sealed, chained and idempotent (ARCHITECTURE.md, "Exactly once").
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Publishing as a whole, model-checked (protocol, state machine 4): rollouts join, leave, die, hang, stop, wake up, come late and lie, in any phase of any
+"""Publishing as a whole, model-checked: rollouts join, leave, die, hang, stop, wake up, come late and lie, in any phase of any
 publish; publishes are cancelled; the actor fails.
 
 After every move: no committed token is of torn or unattested weights and a version is one digest (tests/attestation.py, which asks nobody but the store);

@@ -1,0 +1,66 @@
+"""What is drawn and listed about the code is what the code is: the tree of errors, the files of a service, the links between pages."""
+
+import re
+from pathlib import Path
+
+import grpc
+import pytest
+
+from rolecall import errors
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path
+    for folder in (ROOT, ROOT / "docs", ROOT / "services", ROOT / "examples", ROOT / "benchmarks")
+    for path in folder.glob("*.md" if folder == ROOT else "**/*.md")
+)
+READMES_WITH_FILES = [path for path in sorted((ROOT / "services").glob("*/README.md")) if "| file |" in path.read_text()]
+
+
+def drawn() -> dict[str, tuple[str, list[str]]]:
+    """Class name -> its base and the words right of it, as `errors.py` draws them."""
+    found, above = {}, ["RoleCallError"]
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.match(r"    ([│├└─ ]*)([A-Z]\w+Error)(.*)", line)
+        if match and match[1]:
+            depth = len(match[1]) // 4
+            above[depth:] = [match[2]]
+            found[match[2]] = (above[depth - 1], match[3].split())
+    return found
+
+
+def test_the_tree_of_errors_is_drawn_as_it_is() -> None:
+    classes = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
+    assert {name: base for name, (base, _) in drawn().items()} == {
+        name: kind.__bases__[0].__name__ for name, kind in classes.items() if kind is not errors.RoleCallError and issubclass(kind, Exception)
+    }
+
+
+def test_the_drawing_gives_the_status_and_whether_asking_again_can_help() -> None:
+    for name, (base, words) in drawn().items():
+        kind, parent = vars(errors)[name], vars(errors)[base]
+        status = [word for word in words if word in grpc.StatusCode.__members__]
+        assert [kind.status] == status or (not status and kind.status == parent.status), name
+        retryable = (words[-2:] != ["never", "retry"]) if status else parent.retryable or "(retry)" in words
+        assert kind.retryable == retryable, name
+
+
+@pytest.mark.parametrize("readme", READMES_WITH_FILES, ids=lambda path: path.parent.name)
+def test_a_service_s_readme_lists_its_files(readme: Path) -> None:
+    listed = set(re.findall(r"`(\w+\.py)`", "".join(line for line in readme.read_text().splitlines() if line.startswith("| `"))))
+    assert listed == {path.name for path in readme.parent.glob("*.py")} - {"__init__.py"}
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub makes them."""
+    lines = [line.lstrip("#").strip().lower() for line in page.read_text().splitlines() if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", line).replace(" ", "-") for line in lines}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+        name, _, anchor = target.partition("#")
+        there = (page.parent / name).resolve() if name else page
+        assert there.exists(), f"{target}: there is no such file"
+        assert not anchor or there.suffix != ".md" or anchor in headings(there), f"{target}: there is no such heading"
