@@ -140,7 +140,8 @@ def _estimator(section: AdvantageSection) -> str:
             return "reward minus that of a greedy response to the same prompt, which is sampled beside the group (ReMax)"
         case GaeAdvantage():
             whitened = ", whitened over the batch" if section.whiten else ""
-            return f"GAE over the critic's values, gamma {section.gamma:g}, lambda {section.gae_lambda:g}{whitened}"
+            cut_off = ", and the critic's value after a response that was cut off" if section.bootstrap_truncated else ""
+            return f"GAE over the critic's values, gamma {section.gamma:g}, lambda {section.gae_lambda:g}{cut_off}{whitened}"
         case ReinforcePlusPlusAdvantage():
             centred = "reward minus the group's mean" if section.baseline == "group" else f"reward to go, gamma {section.gamma:g}"
             return f"{centred}, whitened over the batch (REINFORCE++{' with baseline' if section.baseline == 'group' else ''})"

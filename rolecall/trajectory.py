@@ -4,7 +4,7 @@ A trajectory is a row of the store and a field is a column. T = prompt + respons
 
 Alignment: index t of every per-token column speaks of `token_ids[t]`. `logprobs[t]` is of token t given the tokens before it; index 0 is 0.
 The stop token is kept and has mask 1. `values[t]` is the value before token t (head output at t-1); a reward at t arrives after token t.
-A truncated trajectory bootstraps from `bootstrap_value`, a stopped one from 0.
+Under `bootstrap_truncated` a truncated trajectory bootstraps from `bootstrap_value`; a stopped one never does.
 
 Ids: a group's `gid` is its admission number; a trajectory is `<gid>/<i>`, 0 <= i < G; the greedy response beside them, where there is one, is `<gid>/<G>`.
 """

@@ -37,10 +37,13 @@ class GaeAdvantage(Section):
     kind: Literal["gae"] = "gae"
     gamma: UnitFloat = 1.0
     """Discount per token."""
-    gae_lambda: UnitFloat = 1.0
-    """Trace decay per token."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Trace decay per token; 0 is TD(0)."""
     whiten: bool = True
     """Subtract the batch's mean and divide by its standard deviation, over trained tokens."""
+    bootstrap_truncated: bool = False
+    """After the last token of a response that was cut off at sampling.max_tokens comes the critic's value there instead of 0. For rewards that say nothing of
+    the rest; a scorer's reward for a response that never came to its answer is final, and with a bootstrap not finishing would cost nothing."""
 
 
 class ReinforcePlusPlusAdvantage(Section):

@@ -22,6 +22,18 @@ def test_gdpo_weighs_components_as_the_reward_does() -> None:
     np.testing.assert_allclose([column["advantages"][3] for column in columns], [1, -1], atol=1e-4)
 
 
+@pytest.mark.parametrize(("asked", "cut_off"), [({}, 0.25), ({"bootstrap_truncated": True}, 2.25)], ids=["final", "bootstrapped"])
+def test_the_reward_of_a_response_that_was_cut_off_is_final_unless_a_bootstrap_is_asked_for(asked: dict[str, bool], cut_off: float) -> None:
+    advantage = {"kind": "gae", "whiten": False, **asked}
+    settings = run_settings(algorithm={"groups_per_batch": 1, "advantage": advantage}, critic={})
+    assert ("bootstrap_value" in columns_read(settings)) == bool(asked)
+    scored = replace(group(1, 1.0, 1.0), truncated_G=np.array([True, False]))
+    values = {"values": np.array([0, 0, 0.5, 0.75], np.float32), "bootstrap_value": np.array([2], np.float32)}
+    _, columns = prepare(settings, 0, [scored], [{**row(1), **values}] * 2)
+    # The last token's reward 1 less its value 0.75; V = 2 after it counts only where the response was cut off, and only if asked for.
+    np.testing.assert_allclose([column["advantages"][3] for column in columns], [cut_off, 0.25])
+
+
 def test_process_supervision_uses_the_token_rewards_where_they_are_and_refuses_a_batch_without() -> None:
     settings = run_settings(algorithm={"groups_per_batch": 1, "advantage": {"kind": "grpo", "supervision": "process", "normalize_std": False}})
     assert "token_rewards" not in columns_read(settings)  # asked for as optional: a scorer may leave them out

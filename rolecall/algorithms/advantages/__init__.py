@@ -3,6 +3,8 @@
 Each estimator says which columns it `needs` beside the rewards. Pure: rewards come already shaped (shaping.py), results are new arrays.
 """
 
+import numpy as np
+
 from rolecall.algorithms.advantages.baselines import gdpo, gpg, maxrl, opo
 from rolecall.algorithms.advantages.batch import Estimate, ScoredBatch
 from rolecall.algorithms.advantages.custom import custom
@@ -37,7 +39,7 @@ def needs(section: AdvantageSection) -> tuple[str, ...]:
     """Columns that the estimator reads beside rewards and masks."""
     match section:
         case GaeAdvantage():
-            return ("values", "bootstrap_value")
+            return ("values", "bootstrap_value") if section.bootstrap_truncated else ("values",)
         case GrpoAdvantage(supervision="process"):
             return ("token_rewards",)
         case OptimalTokenBaselineAdvantage():
@@ -54,7 +56,8 @@ def estimate(section: AdvantageSection, batch: ScoredBatch) -> Estimate:
         case GrpoAdvantage(supervision="process"):
             return grpo_process(batch, normalize_std=section.normalize_std)
         case GaeAdvantage():
-            return gae(batch, gamma=section.gamma, gae_lambda=section.gae_lambda, whitened=section.whiten)
+            bootstrap_B = batch.column("bootstrap_value") if section.bootstrap_truncated else np.zeros(batch.gids_B.size)
+            return gae(batch, bootstrap_B, gamma=section.gamma, gae_lambda=section.gae_lambda, whitened=section.whiten)
         case ReinforcePlusPlusAdvantage(baseline="group"):
             return reinforce_plus_plus_baseline(batch)
         case ReinforcePlusPlusAdvantage():

@@ -106,7 +106,8 @@ def test_float32_rows_get_finite_float32_columns(kind: type[Section]) -> None:
 
 
 def test_estimators_ask_only_for_the_columns_they_read() -> None:
-    assert needs(GaeAdvantage()) == ("values", "bootstrap_value")
+    assert needs(GaeAdvantage()) == ("values",)
+    assert needs(GaeAdvantage(bootstrap_truncated=True)) == ("values", "bootstrap_value")
     assert needs(GrpoAdvantage()) == needs(RlooAdvantage()) == ()
     assert needs(GrpoAdvantage(supervision="process")) == ("token_rewards",)
     assert needs(OptimalTokenBaselineAdvantage()) == ("old_logprobs", "sum_squared_probs")

@@ -39,18 +39,29 @@ def only_trained(batch: ScoredBatch, rows: list[list[float]]) -> list[list[float
     return [[x * kept for x, kept in zip(row, trained, strict=True)] for row, trained in zip(rows, trajectories(batch, batch.loss_mask_N), strict=True)]
 
 
-def test_gae_of_two_tokens_by_hand() -> None:
-    # delta_2 = 1 + .5 * 2 - .25 = 1.75; delta_1 = 0 + .5 * .25 - .5 = -.375; A_1 = -.375 + .25 * 1.75
+@pytest.mark.parametrize(
+    ("bootstrap", "gae_lambda", "advantages", "returns"),
+    [
+        # delta_2 = 1 - .25 = .75, or + .5 * 2 = 1.75; delta_1 = 0 + .5 * .25 - .5 = -.375; A_1 = -.375 + .5 lambda A_2
+        (False, 0.5, [-0.1875, 0.75], [0.3125, 1.0]),
+        (True, 0.5, [0.0625, 1.75], [0.5625, 2.0]),
+        (False, 0.0, [-0.375, 0.75], [0.125, 1.0]),  # TD(0): A_1 = delta_1
+        (True, 0.0, [-0.375, 1.75], [0.125, 2.0]),
+    ],
+)
+def test_gae_of_two_tokens_by_hand(bootstrap: bool, gae_lambda: float, advantages: list[float], returns: list[float]) -> None:
     batch = valued([f32(0, 0, 0, 1)], [f32(9, 9, 0.5, 0.25)], [mask(0, 0, 1, 1)], [2.0])
-    result = estimate(GaeAdvantage(gamma=0.5, gae_lambda=0.5, whiten=False), batch)
-    np.testing.assert_allclose(result.advantages_N, [0, 0, 0.0625, 1.75])
+    result = estimate(GaeAdvantage(gamma=0.5, gae_lambda=gae_lambda, whiten=False, bootstrap_truncated=bootstrap), batch)
+    np.testing.assert_allclose(result.advantages_N, [0, 0, *advantages])
     assert result.returns_N is not None
-    np.testing.assert_allclose(result.returns_N, [0, 0, 0.5625, 2.0])
+    np.testing.assert_allclose(result.returns_N, [0, 0, *returns])
 
 
-def test_gae_of_one_token_is_the_reward_and_the_bootstrap_less_the_value() -> None:
-    result = estimate(GaeAdvantage(gamma=0.5, gae_lambda=0.3, whiten=False), valued([f32(0, 1)], [f32(0, 0.25)], [mask(0, 1)], [2.0]))
-    np.testing.assert_allclose(result.advantages_N, [0, 1.75])
+@pytest.mark.parametrize(("bootstrap", "advantage"), [(False, 0.75), (True, 1.75)])
+def test_gae_of_one_token_is_the_reward_less_the_value_and_with_the_bootstrap_where_that_is_asked_for(bootstrap: bool, advantage: float) -> None:
+    section = GaeAdvantage(gamma=0.5, gae_lambda=0.3, whiten=False, bootstrap_truncated=bootstrap)
+    result = estimate(section, valued([f32(0, 1)], [f32(0, 0.25)], [mask(0, 1)], [2.0]))
+    np.testing.assert_allclose(result.advantages_N, [0, advantage])
 
 
 def test_gae_steps_over_tokens_that_the_environment_said() -> None:
@@ -64,22 +75,22 @@ def test_gae_steps_over_tokens_that_the_environment_said() -> None:
 def test_gae_without_the_critics_columns_is_refused(missing: str) -> None:
     columns = {name: [f32(0, 0)] for name in ("values", "bootstrap_value") if name != missing}
     with pytest.raises(InvalidInputError, match=missing):
-        estimate(GaeAdvantage(), ScoredBatch.of_rows([0], [f32(0, 1)], [mask(0, 1)], [mask(0, 1)], columns))
+        estimate(GaeAdvantage(bootstrap_truncated=True), ScoredBatch.of_rows([0], [f32(0, 1)], [mask(0, 1)], [mask(0, 1)], columns))
 
 
-@given(ragged_batches(), st.floats(0.1, 1), st.floats(0.1, 1), st.booleans())
-def test_gae_agrees_with_a_loop(batch: ScoredBatch, gamma: float, gae_lambda: float, whitened: bool) -> None:
+@given(ragged_batches(), st.floats(0.1, 1), st.floats(0, 1), st.booleans(), st.booleans())
+def test_gae_agrees_with_a_loop(batch: ScoredBatch, gamma: float, gae_lambda: float, whitened: bool, bootstrapped: bool) -> None:
     advantages, returns = [], []
     columns = (trajectories(batch, x) for x in (batch.rewards_N, batch.columns["values"], batch.response_mask_N))
     for rewards, values, sampled, bootstrap in zip(*columns, batch.columns["bootstrap_value"], strict=True):
-        row, following, running = [0.0] * len(rewards), float(bootstrap), 0.0
+        row, following, running = [0.0] * len(rewards), float(bootstrap) * bootstrapped, 0.0
         for t in reversed(range(len(rewards))):
             if sampled[t]:
                 running = rewards[t] + gamma * following - values[t] + gamma * gae_lambda * running
                 row[t], following = running, values[t]
         advantages.append(row)
         returns.append([a + v if s else 0.0 for a, v, s in zip(row, values, sampled, strict=True)])
-    result = estimate(GaeAdvantage(gamma=gamma, gae_lambda=gae_lambda, whiten=whitened), batch)
+    result = estimate(GaeAdvantage(gamma=gamma, gae_lambda=gae_lambda, whiten=whitened, bootstrap_truncated=bootstrapped), batch)
     agrees(batch, result, whiten_slowly(batch, advantages) if whitened else only_trained(batch, advantages))
     assert result.returns_N is not None
     np.testing.assert_allclose(result.returns_N, np.concatenate(only_trained(batch, returns)), atol=1e-6)
@@ -92,7 +103,7 @@ def test_gae_with_lambda_1_is_the_monte_carlo_return_less_the_value(batch: Score
         batch.rows(batch.rewards_N),
         batch.rows(batch.response_mask_N),
         batch.rows(batch.loss_mask_N),
-        {"values": batch.rows(batch.columns["values"]), "bootstrap_value": [np.zeros(1)] * batch.gids_B.size},
+        {"values": batch.rows(batch.columns["values"])},
     )
     returns = np.concatenate([np.array(row) for row in to_go_slowly(stopped, 0.9)])
     expected = (returns - stopped.columns["values"]) * stopped.loss_mask_N
