@@ -36,6 +36,8 @@ class RunBoard:
         """Those who wait for a checkpoint of the next boundary, each for its (path, step)."""
         self.steered = False
         """Whether this process knows if people want a pause; else the store does."""
+        self.newest_landed = (0, 0)
+        """Stream position of the newest committed group that a loop of this process has seen."""
         self.num_recoveries = 0
         self.last_failure = ""
         self._resumed = asyncio.Event()

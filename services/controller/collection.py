@@ -12,6 +12,7 @@ from typing import Any
 from rolecall.algorithms.filters import reason_to_drop
 from rolecall.errors import BudgetSpentError, RowMissingError, ScorerError
 from rolecall.settings import RunSettings
+from rolecall.store.history import order
 from rolecall.store.ledger import Ledger
 from rolecall.store.rows import Rows
 from rolecall.telemetry import attached, tracer
@@ -59,6 +60,8 @@ class Collection:
         self._stop_for = stop_for
         self.sealed: frozenset[int] = frozenset()
         """Groups of the batch that an earlier loop sealed: they are trained, whatever the settings say of them now."""
+        self.newest = (0, 0)
+        """Stream position of the newest group that was read."""
         self._filtered: Counter[str] = Counter()
         """Groups that the filters dropped since the last step, by reason."""
 
@@ -67,7 +70,7 @@ class Collection:
         position = "0"
         while True:
             for entry, group in await self._threads.call(self._ledger.read_committed, position, READ_COUNT, READ_BLOCK_S):
-                position = entry
+                position, self.newest = entry, order(entry)
                 start(self._score(group))
 
     async def drop(self, gid: int, rows: Sequence[trajectory_pb2.RowRef], reason: str, error: str) -> None:

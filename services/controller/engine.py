@@ -138,12 +138,13 @@ class ControllerEngine:
         while True:
             try:
                 if await self._wait_for_roles():
+                    budget.recovered()
                     await Loop(self._parts, ctl).run()
                 return
             except RoleCallError as error:
                 if not starts_over(error):
                     raise
-                budget.spend(error, self._board.step)
+                budget.spend(error, self._board.step, self._board.newest_landed, paused=self._board.paused)
                 logger.warning("starting over from the store after step %d: %s", self._board.step, error.message)
                 self._board.start_over(error.message)
             await self._threads.settle()

@@ -30,6 +30,7 @@ from services.controller.board import RunBoard
 from services.controller.checkpoints import Checkpoints, RunPoint
 from services.controller.collection import Collection
 from services.controller.evaluation import Evaluation
+from services.controller.failures import StallClock
 from services.controller.fleet import Fleet
 from services.controller.intake import Intake
 from services.controller.prompts import PromptSequence
@@ -109,6 +110,7 @@ class Loop:
             await self._run_activities()
             await self._end()
         finally:
+            self._parts.board.newest_landed = max(self._parts.board.newest_landed, self._collection.newest)
             await self._saver.cancel()
 
     async def _run_activities(self) -> None:
@@ -256,33 +258,42 @@ class Loop:
 
     async def _next_groups(self) -> list[ScoredGroup] | None:
         """The groups of this step's batch: those sealed by an earlier loop, or the ones admission.py chooses; None when the run is to end before it."""
-        stall_timeout_s = self._settings.controller.stall_timeout_s
         sealed = await self._parts.threads.call(self._parts.ledger.sealed, self._step)
-        self._tell_what_is_awaited()
         ending = asyncio.create_task(self._budget_spent.wait())
         if sealed is not None:
-            waiting = asyncio.create_task(self._assembly.groups(sealed.gids, stall_timeout_s))
+            waiting = asyncio.create_task(self._assembly.groups(sealed.gids))
         else:
             begun = await self._parts.threads.call(self._parts.ledger.begun, self._step)
-            waiting = asyncio.create_task(self._assembly.next_batch(self._step, stall_timeout_s, begun))
+            waiting = asyncio.create_task(self._assembly.next_batch(self._step, begun))
+        stall = StallClock(self._settings.controller.stall_timeout_s)
         try:
-            while not waiting.done():
-                await asyncio.wait([waiting, ending] if sealed is None else [waiting], timeout=self._settings.controller.lease_s, return_when=FIRST_COMPLETED)
+            while True:
+                self._tell_what_is_awaited()
+                await asyncio.wait([waiting, ending] if sealed is None else [waiting], timeout=stall.look_s, return_when=FIRST_COMPLETED)
+                if not waiting.done() and stall.has_stalled(self._what_moves(), paused=self._parts.board.paused):
+                    self._stop_for(self._stalled())
+                    return None
                 if sealed is None and self._ends_now():
                     return None
-                if not waiting.done() and self._parts.publisher.nobody_serves():
+                if waiting.done():
+                    return waiting.result()
+                if self._parts.publisher.nobody_serves():
                     # All that held the weights are gone and others wait for theirs: no step boundary would come.
                     await self._publish()
-                self._tell_what_is_awaited()
-            return waiting.result()
-        except TimeoutError as error:
-            raise BudgetSpentError(
-                f"step {self._step}: no group was finished for controller.stall_timeout_s = {stall_timeout_s:.0f} s; {self._assembly.num_live} are live, "
-                f"{self._assembly.num_ready} ready, rollouts: {[rollout.consumer + ' ' + rollout.phase for rollout in self._parts.fleet.rollouts()]}"
-            ) from error
         finally:
             waiting.cancel()
             ending.cancel()
+
+    def _what_moves(self) -> object:
+        """What changes while a batch is on its way: groups end, or rollouts sample; the longest responses take longer than controller.stall_timeout_s."""
+        return self._assembly.num_changes, [(rollout.consumer, rollout.progress) for rollout in self._parts.fleet.rollouts()]
+
+    def _stalled(self) -> BudgetSpentError:
+        return BudgetSpentError(
+            f"step {self._step}: no group was finished for controller.stall_timeout_s = {self._settings.controller.stall_timeout_s:.0f} s; "
+            f"{self._assembly.num_live} are live, {self._assembly.num_ready} ready, "
+            f"rollouts: {[rollout.consumer + ' ' + rollout.phase for rollout in self._parts.fleet.rollouts()]}"
+        )
 
     def _ends_now(self) -> bool:
         """Whether the batch that is awaited is not to be trained any more: a budget is spent, or a stop was asked for and nobody samples or scores."""

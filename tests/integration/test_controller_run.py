@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,6 +111,41 @@ async def test_a_rollout_that_replaces_the_only_one_inside_a_step_gets_the_weigh
     assert balance(run) == (16, 16, 0, 0)
     check_trained_once(run.actor.trainer, 32)
     assert run.actor.publishes[:2] == [(0, 0), (0, 1)]
+
+
+async def test_a_pause_that_outlasts_the_stall_timeout_is_no_stall_also_after_a_restart(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    async with light_run(store, tmp_path, make_settings) as run, run.rollout("rollout-0"):
+        patient = run.settings
+        run.settings = patient.model_copy(update={"controller": patient.controller.model_copy(update={"stall_timeout_s": 0.1})})
+        for start in range(2):
+            async with run.controller() as (stub, running):
+                if start == 0:
+                    await stub.PauseRun(pb.PauseRunRequest())
+                while (await stub.GetRun(pb.GetRunRequest())).status.state != pb.RUN_STATE_PAUSED:
+                    assert not running.done(), running.exception()
+                    await asyncio.sleep(0.02)
+                assert not (await asyncio.wait([running], timeout=0.5))[0], running.exception()
+        run.settings = patient
+        async with run.controller() as (stub, running):
+            await stub.ResumeRun(pb.ResumeRunRequest())
+            await asyncio.wait_for(running, RUN_S)
+    assert balance(run) == (12, 12, 0, 0)
+
+
+async def test_a_run_that_stalls_ends_with_a_checkpoint_of_where_it_stands(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    sections: dict[str, Any] = {"run": {"num_steps": 1000, "checkpoint_every_steps": 1000}, "controller": {"stall_timeout_s": 2.0}}
+    async with light_run(store, tmp_path, make_settings, **sections) as run, run.controller() as (stub, running), run.rollout("rollout-0") as engine:
+        while (await stub.GetRun(pb.GetRunRequest())).status.step < 1:
+            await asyncio.sleep(0.02)
+        engine.hold = True
+        with pytest.raises(BudgetSpentError, match=r"no group was finished for controller.stall_timeout_s = 2 s; 4 are live, \d ready, rollouts: \['rollout-0"):
+            await asyncio.wait_for(running, RUN_S)
+        step = (await stub.GetRun(pb.GetRunRequest())).status.step
+    latest = Checkpoints(open_storage(run.settings.run.checkpoints), 2).latest()
+    assert latest is not None
+    assert latest[1].step == step >= 1
 
 
 async def test_groups_that_cannot_be_scored_are_dropped_and_replaced(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
