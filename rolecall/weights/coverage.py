@@ -36,6 +36,16 @@ class Coverage:
         written = {key: _num_elements(regions) for key, regions in self._regions.items()}
         return {name: (written[key], expected) for key, (name, expected) in self._wanted.items() if written[key] != expected}
 
+    def missing_of_tied(self, tied: Iterable[Sequence[str]]) -> dict[str, tuple[int, int]]:
+        """As `missing`, where each of `tied` names one parameter: it is whole when it is under any of its names, for
+        after the reload they are one memory again.
+        """
+        missing = self.missing()
+        for names in tied:
+            if any(name not in missing for name in names):
+                missing = {name: counts for name, counts in missing.items() if name not in names}
+        return missing
+
     def _record(self, target: torch.Tensor) -> None:
         regions = self._regions.get(_storage(target))
         if regions is not None and target.numel():

@@ -8,10 +8,11 @@ import ctypes
 import threading
 import time
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from rolecall.errors import ChannelBrokenError, NotOnThisDeviceError
+from rolecall.errors import ChannelBrokenError, NotOnThisDeviceError, RoleCallError
 from rolecall.weights.rendezvous import Rendezvous
 
 _UINT8 = 1
@@ -90,6 +91,27 @@ class NcclLibrary:
             raise ChannelBrokenError(f"NCCL: {self._library.ncclGetErrorString(code).decode()}; open a new epoch")
 
 
+class Beginner(Protocol):
+    """The calls of NcclLibrary with which a communicator begins."""
+
+    def unique_id(self) -> bytes:
+        """NcclLibrary.unique_id."""
+
+    def begin_init(self, unique_id: bytes, rank: int, world_size: int) -> ctypes.c_void_p:
+        """NcclLibrary.begin_init."""
+
+
+def begin(library: Beginner, rendezvous: Rendezvous, world_size: int, timeout_s: float) -> ctypes.c_void_p:
+    """A communicator that is meeting the other ranks of the epoch. ChannelBrokenError when this rank cannot; the epoch is aborted then, for they would wait."""
+    try:
+        if rendezvous.rank == 0:
+            rendezvous.offer("comm/nccl", library.unique_id())
+        return library.begin_init(rendezvous.take("comm/nccl", timeout_s), rendezvous.rank, world_size)
+    except RoleCallError as error:
+        rendezvous.blame(error.message)
+        raise
+
+
 class NcclChannel:
     """A raw NCCL communicator on a stream of its own. Buckets lie on the GPU."""
 
@@ -101,10 +123,7 @@ class NcclChannel:
         deadline = time.monotonic() + timeout_s
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            if rendezvous.rank == 0:
-                rendezvous.offer("comm/nccl", self._library.unique_id())
-            unique_id = rendezvous.take("comm/nccl", timeout_s)
-            self._comm: ctypes.c_void_p | None = self._library.begin_init(unique_id, rendezvous.rank, world_size)
+            self._comm: ctypes.c_void_p | None = begin(self._library, rendezvous, world_size, timeout_s)
         rendezvous.on_broken(self.close)
         self._settle(deadline, f"the ranks did not meet within {timeout_s:g} s")
 
@@ -115,8 +134,8 @@ class NcclChannel:
         with self._lock, torch.cuda.device(self.device):  # bounded: held for calls that only enqueue
             if self._comm is not None:
                 self._library.broadcast(bucket, self._comm, self._stream)
+        bucket.record_stream(self._stream)  # before anything can fail: the kernel may still write when the bucket is freed
         self._settle(deadline, f"a bucket took more than {timeout_s:g} s")
-        bucket.record_stream(self._stream)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(self._stream)
         return NcclTransfer(done, self)

@@ -49,14 +49,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from rolecall import errors
-from rolecall.errors import ChannelBrokenError, DeadlineError, RoleCallError, StaleEpochError, StaleVersionError, TornWeightsError, WeightsMismatchError
+from rolecall.errors import ChannelBrokenError, DeadlineError, RoleCallError, StaleEpochError, StaleVersionError, TornWeightsError
 from rolecall.lifeline import die_with_parent, parent_of
 from rolecall.training.device import wait_for
 from rolecall.v1 import weights_pb2
 from rolecall.weights import adapter, reload
 from rolecall.weights.channel import Channel, join
 from rolecall.weights.rendezvous import Rendezvous
+from rolecall.weights.report import Report, State, agreed_report, raise_reported, wire_error
 from rolecall.weights.transfer import Reception, Transferred, agreed_manifest
 
 log = logging.getLogger(__name__)
@@ -66,24 +66,6 @@ _JOIN_POLL_S = 0.02
 """Seconds between two looks at whether the workers have met."""
 _PARENT_WATCH_S = 1.0
 """Seconds between two looks at whether the service still lives."""
-
-State = Literal["empty", "loading", "loaded", "torn"]
-"""What a worker holds: nothing yet, a load in progress, one whole version, or parts of several."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a replica holds after a load; of several workers, the first's, when all agree."""
-
-    policy_version: int
-    names: tuple[str, ...]
-    """Hugging Face names, in the order sent."""
-    fingerprints: tuple[int, ...]
-    """Unsigned 64-bit, of what arrived, in the same order."""
-    digest: str
-    num_bytes: int
-    transfer_s: float
-    """Seconds from the first bucket to the last tensor loaded."""
 
 
 @dataclass
@@ -150,7 +132,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
                 self._error = failed
             elif failed is not None:
                 raise failed
-        return {"done": self._error is not None or self._joined.done(), "error": _wire_error(self._error)}
+        return {"done": self._error is not None or self._joined.done(), "error": wire_error(self._error)}
 
     def start_weight_update(self) -> None:
         """Nothing: see the class."""
@@ -183,7 +165,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         """State, version, error ([reason, message] or None) and what arrived, of plain types."""
         arrived = asdict(self._arrived) if self._arrived else None
         names = [spec.name for spec in self._manifest.parameters] if self._manifest and arrived else []
-        return {"state": self._state, "policy_version": self._policy_version, "error": _wire_error(self._error), "names": names, "arrived": arrived}
+        return {"state": self._state, "policy_version": self._policy_version, "error": wire_error(self._error), "names": names, "arrived": arrived}
 
     def shutdown(self) -> None:
         """Leaves the epoch: frees whoever waits in it here. The other ranks are told."""
@@ -312,7 +294,7 @@ async def open_channel(
         workers = await llm.collective_rpc("weights_joined")
         on_answer()
         for worker in workers:
-            _raise(worker["error"])
+            raise_reported(worker["error"])
         if all(worker["done"] for worker in workers):
             return len(workers)
         if time.monotonic() > deadline:
@@ -335,28 +317,10 @@ async def receive_version(llm: Engine, *, epoch: int, policy_version: int, bucke
         await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
         await llm.finish_weight_update()
     reports = await llm.collective_rpc("weights_report")
-    for report in reports:
-        if report["error"] is not None and report["state"] == "torn":
-            raise TornWeightsError(f"policy version {policy_version} did not load: {report['error'][1]}", cause=report["error"][0])
-        _raise(report["error"])
-    if any(report["arrived"]["digest"] != reports[0]["arrived"]["digest"] for report in reports):
-        raise WeightsMismatchError(f"the workers of one replica received different weights for policy version {policy_version}")
+    report = agreed_report(policy_version, reports)
     await llm.update_weight_version(str(policy_version))
     await llm.reset_prefix_cache()
-    arrived = reports[0]["arrived"]
-    return Report(policy_version, tuple(reports[0]["names"]), tuple(arrived["fingerprints"]), arrived["digest"], arrived["num_bytes"], arrived["transfer_s"])
-
-
-def _raise(error: list[str] | None) -> None:
-    if error is not None:
-        raise _BY_REASON[error[0]](error[1])
-
-
-def _wire_error(error: RoleCallError | None) -> list[str] | None:
-    return None if error is None else [error.reason, error.message]
-
-
-_BY_REASON: dict[str, type[RoleCallError]] = {kind.reason: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, RoleCallError)}
+    return report
 
 
 def _die_with_parent() -> None:

@@ -35,7 +35,7 @@ def load_model(model: torch.nn.Module, config: ModelConfig, device: torch.device
         for named in reception:
             if failure is None:
                 failure = _load_bucket(model, named, coverage)
-        missing = _missing(coverage, tied)
+        missing = coverage.missing_of_tied(tied)
         if failure is not None or missing:
             raise TornWeightsError(_why(failure, missing)) from failure
         whole = True
@@ -66,15 +66,6 @@ def _tied_groups(model: torch.nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
     return [names for names in groups.values() if len(names) > 1]
-
-
-def _missing(coverage: Coverage, tied: list[list[str]]) -> dict[str, tuple[int, int]]:
-    """What `coverage` misses, where a tied parameter is whole when it is under any of its names: after the reload they are one memory again."""
-    missing = coverage.missing()
-    for names in tied:
-        if any(name not in missing for name in names):
-            missing = {name: counts for name, counts in missing.items() if name not in names}
-    return missing
 
 
 def _why(failure: Exception | None, missing: dict[str, tuple[int, int]]) -> str:

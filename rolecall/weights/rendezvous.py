@@ -1,6 +1,6 @@
 """Where the ranks of the weight channel meet and tell each other what bytes cannot: the manifest, progress, and that it is over.
 
-Owns one TCPStore, served by the actor for as long as its process lives, with a prefix per epoch. Each rank keeps a connection for the calls of
+Owns one TCPStore per epoch, served by the actor until two epochs later, when nobody can be in it any more. Each rank keeps a connection for the calls of
 its own threads, one for its communicator, and one for a watcher, which learns within WATCH_S that somebody aborted the epoch, or that the actor is gone, and
 frees whatever of this rank is stuck. It moves no weights.
 
@@ -33,7 +33,7 @@ _STORE_TIMEOUT = timedelta(seconds=10)
 
 
 class RendezvousHost:
-    """The store, listening on `host` alone. One per actor process; epochs are prefixes in it."""
+    """The store of an epoch, listening on `host` alone. It ends with the last reference to it."""
 
     def __init__(self, host: str) -> None:
         listener = socket.create_server((host, 0))

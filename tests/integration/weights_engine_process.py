@@ -37,7 +37,8 @@ from rolecall.errors import RoleCallError
 from rolecall.weights.fingerprint import fingerprint
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
-from rolecall.weights.receiver import Report, open_channel, receive_version
+from rolecall.weights.receiver import open_channel, receive_version
+from rolecall.weights.report import Report
 from tests.integration.weights_models import greedy, make_model, named_weights
 
 PROMPT = [5, 9, 23, 77, 4]

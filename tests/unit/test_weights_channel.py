@@ -1,5 +1,6 @@
 """The weight channel over Gloo between threads of one process: transfers, the rules of epochs and versions, deadlines and aborts."""
 
+import ctypes
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from rolecall.errors import ChannelBrokenError, DeadlineError, NotOnThisDeviceEr
 from rolecall.weights.channel import Channel, Transfer, join
 from rolecall.weights.fingerprint import fingerprint
 from rolecall.weights.manifest import build_manifest
-from rolecall.weights.nccl import NcclLibrary
+from rolecall.weights.nccl import NcclLibrary, begin
 from rolecall.weights.publisher import Publisher
 from rolecall.weights.rendezvous import WATCH_S, Rendezvous, RendezvousHost
 from rolecall.weights.transfer import Reception, Transferred, agreed_manifest, offer_manifest, send
@@ -231,6 +232,48 @@ def test_after_a_broken_epoch_a_new_one_works() -> None:
         receiver = pool.submit(receive, address, 2, 1, 2)
         sent = root.publish(iter(weights()), manifest, epoch=2, policy_version=2, bucket_timeout_s=MEET_S)
         assert receiver.result()[0][1].digest == sent.digest
+
+
+def test_what_an_epoch_leaves_in_the_rendezvous_goes_with_it_and_late_ranks_still_hear_that_it_is_over() -> None:
+    manifest = build_manifest(weights(), 1024)
+    with publisher() as root:
+        addresses = []
+        for epoch in range(1, 5):
+            addresses.append(root.open(epoch, 1, "127.0.0.1", "gloo", MEET_S))
+            root.publish(iter(weights()), manifest, epoch=epoch, policy_version=epoch, bucket_timeout_s=MEET_S)
+        for epoch, address in enumerate(addresses[:2], start=1):
+            with pytest.raises(ChannelBrokenError, match="nobody answers"):
+                Rendezvous(address, epoch, 1, 0.5)
+        late = Rendezvous(addresses[2], 3, 1, MEET_S)
+        with pytest.raises(ChannelBrokenError, match="epoch 4 was opened"):
+            late.take("never offered", MEET_S)
+        late.close()
+
+
+class FailingLibrary:
+    """NCCL that cannot begin: no memory, or a peer of another release."""
+
+    def unique_id(self) -> bytes:
+        """As NcclLibrary."""
+        return bytes(128)
+
+    def begin_init(self, unique_id: bytes, rank: int, world_size: int) -> ctypes.c_void_p:
+        """As NcclLibrary, which raises what its `check` makes of a code."""
+        raise ChannelBrokenError("NCCL: unhandled cuda error; open a new epoch")
+
+
+def test_a_rank_whose_communicator_cannot_begin_frees_those_that_wait_for_it() -> None:
+    host = RendezvousHost("127.0.0.1")
+    root, other = host.enter(1), Rendezvous(host.address, 1, 1, MEET_S)
+    freed = threading.Event()
+    root.on_broken(freed.set)
+    root.offer("comm/nccl", bytes(128))
+    with pytest.raises(ChannelBrokenError, match="unhandled cuda error"):
+        begin(FailingLibrary(), other, 2, MEET_S)
+    assert freed.wait(MEET_S)
+    assert "rank 1: NCCL: unhandled cuda error" in (root.broken or "")
+    root.close()
+    other.close()
 
 
 class SkippingChannel:

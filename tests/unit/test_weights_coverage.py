@@ -66,3 +66,19 @@ def test_writes_outside_the_watch_and_into_other_tensors_do_not_count() -> None:
     with coverage.watch():
         torch.empty(12, 4, device="meta").copy_(torch.zeros(12, 4))
     assert coverage.missing() == {"qkv": (0, 48)}
+
+
+def test_a_tied_parameter_is_whole_under_any_of_its_names_and_is_named_when_it_is_under_none() -> None:
+    embedding, head, norm = (torch.nn.Parameter(torch.empty(*shape, device="meta"), requires_grad=False) for shape in ((6, 4), (6, 4), (4,)))
+    names, parameters = ("embed", "head", "norm"), (embedding, head, norm)
+    coverage = Coverage((name, parameter, parameter.numel()) for name, parameter in zip(names, parameters, strict=True))
+    tied = [["embed", "head"]]
+    with coverage.watch():
+        norm.data.copy_(torch.zeros(4))
+    assert coverage.missing_of_tied(tied) == {"embed": (0, 24), "head": (0, 24)}
+    with coverage.watch():
+        embedding.data[:3].copy_(torch.zeros(3, 4))
+    assert coverage.missing_of_tied(tied) == {"embed": (12, 24), "head": (0, 24)}
+    with coverage.watch():
+        embedding.data[3:].copy_(torch.zeros(3, 4))
+    assert coverage.missing_of_tied(tied) == {}

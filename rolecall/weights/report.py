@@ -1,0 +1,70 @@
+"""What the workers of one replica say of a load, and what follows from it for the replica.
+
+Owns the report as it crosses vLLM's `collective_rpc`, in plain types, because an exception would lose its type on the way.
+It needs no vLLM.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rolecall import errors
+from rolecall.errors import RoleCallError, TornWeightsError, WeightsMismatchError
+
+State = Literal["empty", "loading", "loaded", "torn"]
+"""What a worker holds: nothing yet, a load in progress, one whole version, or parts of several."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a replica holds after a load; of several workers, the first's, when all agree."""
+
+    policy_version: int
+    names: tuple[str, ...]
+    """Hugging Face names, in the order sent."""
+    fingerprints: tuple[int, ...]
+    """Unsigned 64-bit, of what arrived, in the same order."""
+    digest: str
+    num_bytes: int
+    transfer_s: float
+    """Seconds from the first bucket to the last tensor loaded."""
+
+
+def agreed_report(policy_version: int, workers: Sequence[dict[str, Any]]) -> Report:
+    """What all workers hold, from each one's Receiver.report.
+
+    TornWeightsError when any of them is torn, whatever the others say; else the first error; WeightsMismatchError when
+    they received different weights.
+    """
+    failed = [worker for worker in workers if worker["error"] is not None]
+    for worker in failed:
+        if worker["state"] == "torn":
+            reason, message = worker["error"]
+            raise TornWeightsError(f"policy version {policy_version} did not load: {message}", cause=reason)
+    for worker in failed:
+        raise_reported(worker["error"])
+    arrived = workers[0]["arrived"]
+    if any(worker["arrived"]["digest"] != arrived["digest"] for worker in workers):
+        raise WeightsMismatchError(f"the workers of one replica received different weights for policy version {policy_version}")
+    return Report(
+        policy_version,
+        tuple(workers[0]["names"]),
+        tuple(arrived["fingerprints"]),
+        arrived["digest"],
+        arrived["num_bytes"],
+        arrived["transfer_s"],
+    )
+
+
+def wire_error(error: RoleCallError | None) -> list[str] | None:
+    """The reason and message of an error; None for none."""
+    return None if error is None else [error.reason, error.message]
+
+
+def raise_reported(error: Sequence[str] | None) -> None:
+    """Raises what `wire_error` wrote, if it is an error."""
+    if error is not None:
+        raise _BY_REASON[error[0]](error[1])
+
+
+_BY_REASON: dict[str, type[RoleCallError]] = {kind.reason: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, RoleCallError)}

@@ -1,0 +1,37 @@
+"""What a replica makes of its workers' reports of one load."""
+
+from typing import Any
+
+import pytest
+
+from rolecall.errors import ChannelBrokenError, TornWeightsError, WeightsMismatchError
+from rolecall.weights.report import agreed_report, wire_error
+
+
+def worker(digest: str = "d", **more: Any) -> dict[str, Any]:
+    arrived = {"fingerprints": [1, 2], "digest": digest, "num_bytes": 8, "transfer_s": 0.5}
+    return {"state": "loaded", "policy_version": 7, "error": None, "names": ["q", "k"], "arrived": arrived, **more}
+
+
+def test_workers_that_agree_make_one_report() -> None:
+    report = agreed_report(7, [worker(), worker()])
+    assert (report.policy_version, report.names, report.fingerprints, report.digest) == (7, ("q", "k"), (1, 2), "d")
+
+
+@pytest.mark.parametrize("torn_is_last", [True, False])
+def test_one_torn_worker_tears_the_replica_whatever_the_others_say(torn_is_last: bool) -> None:
+    broken = wire_error(ChannelBrokenError("the epoch is over"))
+    untouched, torn = worker(error=broken, arrived=None), worker(error=broken, arrived=None, state="torn")
+    with pytest.raises(TornWeightsError, match="the epoch is over") as raised:
+        agreed_report(7, [untouched, torn] if torn_is_last else [torn, untouched])
+    assert raised.value.details["cause"] == ChannelBrokenError.reason
+
+
+def test_an_error_before_anything_was_touched_keeps_its_kind() -> None:
+    with pytest.raises(ChannelBrokenError, match="over"):
+        agreed_report(7, [worker(), worker(error=wire_error(ChannelBrokenError("over")))])
+
+
+def test_workers_that_received_different_weights_are_refused() -> None:
+    with pytest.raises(WeightsMismatchError, match="different weights"):
+        agreed_report(7, [worker("d"), worker("e")])
