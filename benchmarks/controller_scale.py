@@ -89,13 +89,13 @@ class Cluster:
         """Starts everything; nothing is waited for but the store."""
         config = self._configure(self._store.start())
         fakes = [sys.executable, str(HERE / "fake_roles.py")]
-        self._start("controller", [sys.executable, "-m", "services.controller", "--config", str(config)])
-        self._start("trainer and scorer", [*fakes, "trainer", "--config", str(config)])
+        self._start("controller", [sys.executable, "-m", "services.controller", str(config)])
+        self._start("trainer and scorer", [*fakes, "trainer", str(config)])
         most = -(-self._load.num_rollouts // NUM_PROCESSES)
         for first in range(0, self._load.num_rollouts, most):
             number = min(most, self._load.num_rollouts - first)
             plan = ["--first", str(first), "--number", str(number), "--latency", str(self._load.latency_s)]
-            self._start("rollouts", [*fakes, "rollouts", "--config", str(config), *plan])
+            self._start("rollouts", [*fakes, "rollouts", str(config), *plan])
         self._ledger = Ledger(connect(StoreSection(url=SecretStr(self._store.url))), RUN)
         self._client = raw_client(self._store.url)
 

@@ -1,7 +1,7 @@
 """Roles without models for controller_scale.py, in processes of their own, so that the controller's CPU is its own.
 
-    python benchmarks/fake_roles.py trainer --config FILE          the actor and an instant scorer
-    python benchmarks/fake_roles.py rollouts --config FILE ...     replicas: the real pull loop, gate and gRPC service around an engine that waits
+    python benchmarks/fake_roles.py trainer CONFIG          the actor and an instant scorer
+    python benchmarks/fake_roles.py rollouts CONFIG ...     replicas: the real pull loop, gate and gRPC service around an engine that waits
 
 Everything that touches the store and the controller is the real thing; what is made up are the tokens, the weights and the training.
 """
@@ -136,7 +136,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("role", choices=["trainer", "rollouts"])
-    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("config", type=Path)
     parser.add_argument("--first", type=int, default=0, help="number of the first replica")
     parser.add_argument("--number", type=int, default=1, help="replicas of this process")
     parser.add_argument("--latency", type=float, default=0.1, metavar="SECONDS", help="of a response, in the mean")

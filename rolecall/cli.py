@@ -53,9 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     for reader in (train, check):
         reader.add_argument("--recipe", type=Path, metavar="FILE", help="a method's keys (examples/recipes/), for what the file does not set itself")
     sft = command("sft", "warm-start a model on prompts with responses, for a run to start from", _OVERRIDES)
-    sft.add_argument("--config", type=Path, required=True, metavar="FILE", help="the warm start's YAML file (rolecall/settings/sft.py)")
+    sft.add_argument("config", type=Path, metavar="CONFIG", help="the warm start's YAML file (rolecall/settings/sft.py)")
     sft.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in run.dir")
-    serve = command("serve", "run one role: rolecall serve ROLE --config FILE [--name INSTANCE]", _OVERRIDES)
+    serve = command("serve", "run one role: rolecall serve ROLE CONFIG [--name INSTANCE]", _OVERRIDES)
     serve.add_argument("role", choices=ROLES, metavar="ROLE", help=", ".join(ROLES))
     for name, help in [
         ("status", "print the run as it stands"),

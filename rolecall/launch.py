@@ -90,7 +90,7 @@ def plan_workers(configured: RunSettings, resolved: RunSettings, store_url: str,
 
 
 def _worker(module: str, name: str, resolved: RunSettings, store_url: str, section: ServiceSection | None) -> Worker:
-    arguments = [module, "--config", str(resolved.run.dir / "config.yaml"), "--name", name]
+    arguments = [module, str(resolved.run.dir / "config.yaml"), "--name", name]
     num_ranks = section.num_ranks if isinstance(section, TrainerSection) else 1
     # "1", not our pid: the role's own children (ranks under torchrun, engine processes) read it too and are tied to their own parent.
     environment = {**role_environment(section), "ROLECALL_STORE_URL": store_url, "ROLECALL_DIE_WITH_PARENT": "1"}

@@ -51,7 +51,7 @@ class Nursery:
 
     def fork(self, role: str, log: Path, config: Path, *arguments: str) -> int:
         """Starts `role`; its process id."""
-        return int(self._ask(["fork", role, str(log), "--config", str(config), *arguments]))
+        return int(self._ask(["fork", role, str(log), str(config), *arguments]))
 
     def kill(self, pid: int) -> None:
         """SIGKILL; returns when it is gone."""

@@ -46,9 +46,9 @@ _TASKS_GRACE_S = 2.0
 """Wait in it for the tasks that are still at work, and again for generators."""
 _TRACEBACK_LINES = 12
 
-_USAGE = """usage: rolecall serve {role} --config FILE [--name INSTANCE] [--SECTION.KEY VALUE ...]
+_USAGE = """usage: rolecall serve {role} CONFIG [--name INSTANCE] [--SECTION.KEY VALUE ...]
 
-  --config FILE           the run's YAML file
+  CONFIG                  the run's YAML file
   --name INSTANCE         name of this worker (default: {default})
   --SECTION.KEY VALUE     overrides one key of the file, e.g. --telemetry.log_level DEBUG; the value is read as YAML
   --help                  this text
@@ -79,29 +79,32 @@ def parse_args(role: str, argv: Sequence[str] | None = None) -> ServiceArgs:
 
 
 def _parse(role: str, words: list[str]) -> ServiceArgs:
-    own: dict[str, str] = {}
+    files: list[str] = []
     others: list[str] = []
+    name: str | None = None
     while words:
         word = words.pop(0)
         key, equals, value = word.partition("=")
         if word in ("-h", "--help"):
             sys.stdout.write(_USAGE.format(role=role, default="rollout-<random>" if role == "rollout" else role))
             raise SystemExit(0)
-        if key not in ("--config", "--name"):
+        if not word.startswith("-") and not files:
+            files = [word]
+        elif key == "--name":
+            if not equals and not words:
+                raise ConfigError(f"--name needs a value; see rolecall serve {role} --help")
+            name = value if equals else words.pop(0)
+        else:
             # An override; its value goes with it, so that a value that reads "--help" is a value.
             others += [word] if equals else [word, *words[:1]]
             words = words if equals else words[1:]
-            continue
-        if not equals and not words:
-            raise ConfigError(f"{key} needs a value; see rolecall serve {role} --help")
-        own[key] = value if equals else words.pop(0)
     overrides = overrides_from(others)
-    if "--config" not in own:
-        raise ConfigError(f"--config FILE is missing; see rolecall serve {role} --help")
-    path = Path(own["--config"])
+    if not files:
+        raise ConfigError(f"CONFIG, the run's YAML file, is missing; see rolecall serve {role} --help")
+    path = Path(files[0])
     settings = with_running_store(load_settings(path, overrides))
     incarnation = incarnation_given() or uuid.uuid4().hex[:8]
-    return ServiceArgs(settings, own.get("--name") or _default_name(role, settings, incarnation), incarnation, path)
+    return ServiceArgs(settings, name or _default_name(role, settings, incarnation), incarnation, path)
 
 
 def _default_name(role: str, settings: RunSettings, incarnation: str) -> str:

@@ -1,4 +1,4 @@
-"""Starts the actor: `rolecall serve actor --config run.yaml`; with num_ranks > 1, under torchrun."""
+"""Starts the actor: `rolecall serve actor run.yaml`; with num_ranks > 1, under torchrun."""
 
 import asyncio
 import sys

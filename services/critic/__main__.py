@@ -1,4 +1,4 @@
-"""Starts the critic: `rolecall serve critic --config run.yaml`; with num_ranks > 1, under torchrun."""
+"""Starts the critic: `rolecall serve critic run.yaml`; with num_ranks > 1, under torchrun."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""Starts a reference: `rolecall serve reference --config run.yaml --name ref` (or ref/0, ref/1: replicas); with num_ranks > 1, under torchrun."""
+"""Starts a reference: `rolecall serve reference run.yaml --name ref` (or ref/0, ref/1: replicas); with num_ranks > 1, under torchrun."""
 
 import asyncio
 import sys

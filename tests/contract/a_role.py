@@ -1,4 +1,4 @@
-"""A role for the process tests: `python -m tests.contract.a_role HOW --config FILE ...` serves nothing, and ends in the way HOW says."""
+"""A role for the process tests: `python -m tests.contract.a_role HOW CONFIG ...` serves nothing, and ends in the way HOW says."""
 
 import asyncio
 import sys

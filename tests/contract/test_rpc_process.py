@@ -34,7 +34,7 @@ class Launcher:
         self._roles: list[Role] = []
 
     def start(self, how: str, *arguments: str, **environment: str) -> Role:
-        command = [sys.executable, "-W", "error", "-m", "tests.contract.a_role", how, "--config", str(self._config), *arguments]
+        command = [sys.executable, "-W", "error", "-m", "tests.contract.a_role", how, str(self._config), *arguments]
         role = subprocess.Popen(command, cwd=ROOT, env=child_environment(environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._roles.append(role)
         return role
@@ -93,7 +93,7 @@ def test_a_failure_in_the_background_ends_the_role_with_its_message(launcher: La
 
 
 def test_a_log_that_finds_no_space_makes_no_failure_final(config: Path) -> None:
-    command = [sys.executable, "-m", "tests.contract.a_role", "lose_a_rank", "--config", str(config)]
+    command = [sys.executable, "-m", "tests.contract.a_role", "lose_a_rank", str(config)]
     with open("/dev/full", "w") as full:
         code = subprocess.run(command, cwd=ROOT, stdout=full, stderr=full, timeout=60).returncode
     assert code in (process.RESTART, 120), "120: the interpreter could not flush its own streams, which no launcher takes for final either"
@@ -158,7 +158,7 @@ def test_a_drain_that_hangs_does_not_keep_the_process(launcher: Launcher) -> Non
 def test_a_role_ends_when_its_launcher_is_killed(config: Path, tmp_path: Path) -> None:
     starter = (
         "import subprocess, sys; "
-        "p = subprocess.Popen([sys.executable, '-m', 'tests.contract.a_role', 'load', '--config', sys.argv[1]], stdout=subprocess.PIPE, text=True); "
+        "p = subprocess.Popen([sys.executable, '-m', 'tests.contract.a_role', 'load', sys.argv[1]], stdout=subprocess.PIPE, text=True); "
         "print(p.stdout.readline().strip(), p.pid, flush=True); p.wait()"
     )
     environment = child_environment({"ROLECALL_DIE_WITH_PARENT": "1"})
@@ -182,10 +182,10 @@ def test_overrides_name_and_file_reach_the_role(launcher: Launcher) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--config", "absent.yaml"], "actor failed: cannot read the configuration absent.yaml"),
-        ([], "actor failed: --config FILE is missing"),
-        (["--config"], "actor failed: --config needs a value"),
-        (["serve"], "actor failed: unexpected argument 'serve'"),
+        (["absent.yaml"], "actor failed: cannot read the configuration absent.yaml"),
+        ([], "actor failed: CONFIG, the run's YAML file, is missing"),
+        (["run.yaml", "--name"], "actor failed: --name needs a value"),
+        (["run.yaml", "again.yaml"], "actor failed: unexpected argument 'again.yaml'"),
         (["--speed", "3"], "actor failed: unexpected argument '--speed'"),
     ],
 )
@@ -198,7 +198,7 @@ def test_a_bad_command_line_is_one_line_and_exit_code_2(arguments: list[str], li
 
 def test_a_bad_override_names_its_key(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        process.parse_args("actor", ["--config", str(config), "--run.num_steps=-1"])
+        process.parse_args("actor", [str(config), "--run.num_steps=-1"])
     assert "run.num_steps" in capsys.readouterr().err
 
 
@@ -210,29 +210,30 @@ def test_the_launcher_s_incarnation_is_the_role_s(launcher: Launcher) -> None:
 
 def test_a_role_started_by_hand_finds_the_embedded_store_of_its_run(config: Path, tmp_path: Path) -> None:
     file = store_url_file(tmp_path / "run")
-    assert process.parse_args("rollout", ["--config", str(config)]).settings.store.url is None
+    assert process.parse_args("rollout", [str(config)]).settings.store.url is None
     file.parent.mkdir(parents=True)
     file.write_text("unix:///run/store.sock\n")
-    found = process.parse_args("rollout", ["--config", str(config)]).settings.store.url
+    found = process.parse_args("rollout", [str(config)]).settings.store.url
     assert found is not None
     assert found.get_secret_value() == "unix:///run/store.sock"
-    given = process.parse_args("rollout", ["--config", str(config), "--store.url", "redis://elsewhere"]).settings.store.url
+    given = process.parse_args("rollout", [str(config), "--store.url", "redis://elsewhere"]).settings.store.url
     assert given is not None
     assert given.get_secret_value() == "redis://elsewhere"
 
 
 def test_each_start_is_another_incarnation_and_every_worker_has_a_name(config: Path) -> None:
-    first, second = (process.parse_args("rollout", ["--config", str(config)]) for _ in range(2))
+    first, second = (process.parse_args("rollout", [str(config)]) for _ in range(2))
     assert first.incarnation != second.incarnation
     assert first.worker != second.worker
-    assert process.parse_args("reward", [f"--config={config}"]).worker == "reward"
+    assert process.parse_args("reward", ["--name=b", str(config)]).worker == "b"
+    assert process.parse_args("reward", [str(config)]).worker == "reward"
 
 
 def test_a_reference_is_named_after_its_instance(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kl = ["--references.ref", "{}", "--algorithm.kl", "{reference: ref, kl_coef: 0.1}"]
-    assert process.parse_args("reference", ["--config", str(config), *kl]).worker == "ref"
+    assert process.parse_args("reference", [str(config), *kl]).worker == "ref"
     with pytest.raises(SystemExit):
-        process.parse_args("reference", ["--config", str(config)])
+        process.parse_args("reference", [str(config)])
     assert "--name is missing" in capsys.readouterr().err
 
 
@@ -245,7 +246,7 @@ def test_help_and_bad_configurations_are_instant_and_load_nothing_heavy() -> Non
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
     assert result.returncode == 0, result.stderr
-    assert "usage: rolecall serve actor --config FILE" in result.stdout
+    assert "usage: rolecall serve actor CONFIG" in result.stdout
 
 
 def _alive(pid: int) -> bool:

@@ -69,7 +69,7 @@ def test_a_rollout_that_joins_late_samples_for_the_run_and_the_run_can_be_resume
         wait_for_step(tmp_path, 1, train)
         pause = subprocess.run(command("pause", str(tmp_path / "run")), capture_output=True, text=True, timeout=30, check=False)
         assert pause.returncode == 0, pause.stderr
-        serve = command("serve", "rollout", "--config", str(tmp_path / "run" / "config.yaml"), "--name", "rollout-1")
+        serve = command("serve", "rollout", str(tmp_path / "run" / "config.yaml"), "--name", "rollout-1")
         with (tmp_path / "late.log").open("w") as log:
             late = subprocess.Popen(serve, env=environment, stdout=log, stderr=log)
         status = ""

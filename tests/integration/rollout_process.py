@@ -198,7 +198,7 @@ def rollout_process(directory: Path, model_path: Path, **sections: dict[str, Any
     for name, section in sections.items():
         tree[name] = {**tree.get(name, {}), **section}
     (directory / "run.yaml").write_text(yaml.safe_dump(tree))
-    command = [sys.executable, "-m", "services.rollout", "--config", str(directory / "run.yaml"), "--name", "rollout-0"]
+    command = [sys.executable, "-m", "services.rollout", str(directory / "run.yaml"), "--name", "rollout-0"]
     process = subprocess.Popen(command, cwd=Path(__file__).parents[2], env={**os.environ, "ROLECALL_DIE_WITH_PARENT": "1"})
     try:
         deadline = time.monotonic() + 240

@@ -56,7 +56,7 @@ class Replicas:
         """Starts replicas and waits until they have joined."""
         joined = len(self.peer.joins)
         for index in indices:
-            arguments = ["--config", str(self.config), "--name", self.name(index), self.option, f"127.0.0.1:{self.ports[index]}"]
+            arguments = [str(self.config), "--name", self.name(index), self.option, f"127.0.0.1:{self.ports[index]}"]
             command = [sys.executable, "-m", f"services.{self.role}", *arguments]
             self.processes[index] = subprocess.Popen(command, env=child_environment({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}))
         async with asyncio.timeout(START_TIMEOUT_S):

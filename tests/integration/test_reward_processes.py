@@ -122,7 +122,7 @@ async def test_the_reward_service_puts_the_example_beside_its_own(start: StartPr
     example = start(str(EXAMPLE / "scorer.py"), "127.0.0.1:0")
     reward = yaml.safe_load((EXAMPLE / "run.yaml").read_text())["reward"]
     reward["components"]["words"]["scorer"]["address"] = await example.address()
-    service = start("-m", "services.reward", "--config", str(write_run(tmp_path, reward)))
+    service = start("-m", "services.reward", str(write_run(tmp_path, reward)))
     address = await service.address()
     assert await health_of(address) == health_pb2.HealthCheckResponse.SERVING
     async with client_of(address) as client:
@@ -134,7 +134,7 @@ async def test_the_service_joins_its_run_and_leaves_no_process(start: StartProce
     controller = peer.Peer()
     async with peer.serving(controller) as (_, controller_address):
         path = write_run(tmp_path, {"components": {"correct": {"scorer": {"kind": "exact_match"}}}}, controller={"address": controller_address})
-        service = start("-m", "services.reward", "--config", str(path))
+        service = start("-m", "services.reward", str(path))
         address = await service.address()
         async with asyncio.timeout(20):
             while len(controller.beats) < 3:
@@ -150,7 +150,7 @@ async def test_the_service_joins_its_run_and_leaves_no_process(start: StartProce
 
 async def test_scores_go_on_when_workers_are_killed_at_any_instant(start: StartProcess, tmp_path: Path) -> None:
     path = write_run(tmp_path, {"components": {"correct": {"scorer": {"kind": "exact_match"}, "max_attempts": 5}}})
-    service = start("-m", "services.reward", "--config", str(path))
+    service = start("-m", "services.reward", str(path))
     address = await service.address()
     stopping = asyncio.Event()
 
@@ -174,7 +174,7 @@ async def test_scores_go_on_when_workers_are_killed_at_any_instant(start: StartP
 
 def test_a_component_that_cannot_start_is_said_in_one_line(start: StartProcess, tmp_path: Path) -> None:
     path = write_run(tmp_path, {"components": {"mine": {"scorer": {"kind": "function", "target": "absent:f"}}}})
-    service = start("-m", "services.reward", "--config", str(path))
+    service = start("-m", "services.reward", str(path))
     assert service.process.wait(timeout=60) == 1
     service.end()
     assert "component 'mine' cannot start: the scorer's target 'absent:f': there is no module 'absent'" in service.lines[-1]
@@ -184,7 +184,7 @@ def test_a_component_that_cannot_start_is_said_in_one_line(start: StartProcess, 
 def test_a_service_whose_scoring_process_is_killed_at_the_start_asks_to_be_started_again(start: StartProcess, tmp_path: Path) -> None:
     (tmp_path / "killed.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     path = write_run(tmp_path, {"components": {"mine": {"scorer": {"kind": "function", "target": "killed:score"}}}})
-    service = start("-m", "services.reward", "--config", str(path))
+    service = start("-m", "services.reward", str(path))
     assert service.process.wait(timeout=60) == RESTART
     service.end()
     assert "exit status -9" in service.lines[-1]
@@ -201,7 +201,7 @@ async def test_the_service_is_not_serving_before_its_scorers_are(start: StartPro
     (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(3)\ndef score(item): return 1.0\n")
     scorer = {"kind": "function", "target": "slow_to_import:score"}
     path = write_run(tmp_path, {"bind": f"unix:{tmp_path / 's'}", "components": {"mine": {"scorer": scorer}}})
-    start("-m", "services.reward", "--config", str(path))
+    start("-m", "services.reward", str(path))
     seen: list[int] = []
     async with asyncio.timeout(60):
         while not seen or seen[-1] != health_pb2.HealthCheckResponse.SERVING:

@@ -81,7 +81,7 @@ async def actor_process(config: Path, num_ranks: int, peer: Judge, role: str = "
     torchrun = ["torch.distributed.run", "--nnodes=1", f"--nproc-per-node={num_ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
     launcher = [*torchrun, "--local-addr=127.0.0.1", "-m"] if num_ranks > 1 else []
     num_joins = len(peer.joins)
-    arguments = [sys.executable, "-m", *launcher, f"services.{role}", "--config", str(config), f"--{role}.num_ranks", str(num_ranks)]
+    arguments = [sys.executable, "-m", *launcher, f"services.{role}", str(config), f"--{role}.num_ranks", str(num_ranks)]
     environment = child_environment({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "ROLECALL_DIE_WITH_PARENT": "1"})
     log = config.parent / f"{role}-{num_joins}.log"
     with log.open("wb") as output:
@@ -200,7 +200,7 @@ async def ranks_of_two_machines(config: Path, peer: Judge) -> AsyncIterator[tupl
         "OMP_WAIT_POLICY": "PASSIVE",
     }
     logs = [config.parent / f"rank-{rank}.log" for rank in (0, 1)]
-    command = [sys.executable, "-m", "services.actor", "--config", str(config), "--actor.num_ranks", "2"]
+    command = [sys.executable, "-m", "services.actor", str(config), "--actor.num_ranks", "2"]
     processes = []
     try:
         for rank, log in enumerate(logs):

@@ -42,7 +42,7 @@ async def actor_process(config: Path, num_ranks: int, sequence: int, peer: Peer)
     torchrun = ["torch.distributed.run", "--nnodes=1", f"--nproc-per-node={num_ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
     launcher = [*torchrun, "--local-addr=127.0.0.1", "-m"] if num_ranks > 1 else []
     num_joins = len(peer.joins)
-    arguments = ["services.actor", "--config", str(config), "--actor.num_ranks", str(num_ranks), "--actor.parallel.sequence", str(sequence)]
+    arguments = ["services.actor", str(config), "--actor.num_ranks", str(num_ranks), "--actor.parallel.sequence", str(sequence)]
     environment = child_environment({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", *launcher, *arguments, env=environment)
     try:

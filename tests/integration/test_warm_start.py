@@ -61,7 +61,7 @@ def write_config(folder: Path, model: Path, data: Path, **sections: Any) -> Path
 
 
 def command(config: Path, *more: str) -> list[str]:
-    return [sys.executable, "-m", "rolecall.cli", "sft", "--config", str(config), *more]
+    return [sys.executable, "-m", "rolecall.cli", "sft", str(config), *more]
 
 
 def warm_start(config: Path, *more: str) -> str:
@@ -183,7 +183,7 @@ def test_adapters_and_mixtures_are_warm_started_too(data: Path, tmp_path: Path) 
 def test_mistakes_are_answered_before_anything_starts(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, complaint: str
 ) -> None:
-    assert main(["sft", "--config", str(write_config(tmp_path / "job", model, data)), override]) == 2
+    assert main(["sft", str(write_config(tmp_path / "job", model, data)), override]) == 2
     assert complaint in capsys.readouterr().err
     assert not (tmp_path / "job" / "run").exists()
 

@@ -83,7 +83,7 @@ async def test_a_port_that_is_given_up_in_a_moment_is_waited_for() -> None:
 
 
 def test_a_role_whose_port_is_taken_ends_for_good_and_names_the_setting(tmp_path: Path, taken: str) -> None:
-    command = [sys.executable, "-m", "services.reward", "--config", str(write_light_config(tmp_path)), "--reward.bind", taken]
+    command = [sys.executable, "-m", "services.reward", str(write_light_config(tmp_path)), "--reward.bind", taken]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1, "restarting cannot help"
     assert ended.stderr.splitlines()[-1].startswith(
