@@ -5,22 +5,27 @@ scaled_dot_product_attention over buckets of sequences of similar length, padded
 right, so no mask is needed). Many short sequences then cost one call, one long sequence costs no padding. Where sequences share their beginnings
 (prefixes.py), each still attends as a whole, and of what is computed more than once the first is taken.
 
+What the kernels of a device take is given to them: flash attention one head size, a multiple of 8, so the smaller of keys' and values' (latent attention) is
+padded with zeros; SDPA's kernels without an L x L matrix on GPUs as many key heads as query heads.
+
 Models must run with use_cache=False and get the plan as the keyword `packed`. Left out: attention dropout, logit soft-capping, attention sinks; models that
 need them are refused.
 
-Shapes: N tokens of the pack; S sequences; b sequences of a bucket, L its longest; H query heads, K key heads, D head size.
+Shapes: N tokens of the pack; S sequences; b sequences of a bucket, L its longest; H query heads, K key heads, D head size, E of values.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rolecall.errors import ConfigError
-from rolecall.training.device import attends_packed
+from rolecall.training.device import attends_packed, groups_heads
 from rolecall.training.prefixes import SharedPrefixes
 from rolecall.training.sequence import SequenceShare
 
@@ -30,6 +35,9 @@ NAME = "rolecall_packed"
 PADDING_RATIO = 1.25
 """A bucket ends where padding every sequence to its longest would cost more than this over the bucket's own tokens."""
 
+FLASH_MULTIPLE = 8
+"""Flash attention's head sizes are multiples of it."""
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -38,7 +46,7 @@ class Bucket:
     gather_bL: torch.Tensor
     """int64 [b, L], index into the queries; padding repeats the sequence's last token."""
     kept: torch.Tensor | None
-    """int64, flat positions in [b * L] whose outputs are wanted; None: all, there is no padding and nothing shared."""
+    """int64, flat positions in [b * L] that are no padding; None: all."""
     scatter: torch.Tensor
     """int64, their indices into the output."""
 
@@ -88,9 +96,10 @@ def plan_attention(
     dtype: torch.dtype,
     sequence: SequenceShare | None = None,
     prefixes: SharedPrefixes | None = None,
+    head_size: int = 0,
 ) -> PackedPlan:
-    """The plan for sequences of these lengths (at least one) on cu_seqlens' device, computing in `dtype`."""
-    if attends_packed(cu_seqlens.device, dtype):
+    """The plan for sequences of these lengths (at least one) on cu_seqlens' device, computing in `dtype`, heads at most `head_size` wide."""
+    if attends_packed(cu_seqlens.device, dtype, head_size):
         return PackedPlan(cu_seqlens, max(lengths), (), sum(lengths), sequence, prefixes)
     starts = [0]
     for length in lengths:
@@ -99,25 +108,20 @@ def plan_attention(
     buckets, members, tokens = [], [by_length[0]], lengths[by_length[0]]
     for i in by_length[1:]:
         if lengths[members[0]] * (len(members) + 1) > PADDING_RATIO * (tokens + lengths[i]):
-            buckets.append(_bucket(members, lengths, starts, cu_seqlens.device, prefixes))
+            buckets.append(_bucket(members, lengths, starts, cu_seqlens.device))
             members, tokens = [], 0
         members.append(i)
         tokens += lengths[i]
-    buckets.append(_bucket(members, lengths, starts, cu_seqlens.device, prefixes))
+    buckets.append(_bucket(members, lengths, starts, cu_seqlens.device))
     return PackedPlan(cu_seqlens, max(lengths), tuple(buckets), sum(lengths), sequence, prefixes)
 
 
-def _bucket(members: Sequence[int], lengths: Sequence[int], starts: Sequence[int], device: torch.device, prefixes: SharedPrefixes | None) -> Bucket:
+def _bucket(members: Sequence[int], lengths: Sequence[int], starts: Sequence[int], device: torch.device) -> Bucket:
     start_b = torch.tensor([starts[i] for i in members])
     length_b = torch.tensor([lengths[i] for i in members])
     offset_L = torch.arange(int(length_b.max()))
     gather_bL = start_b[:, None] + torch.minimum(offset_L, length_b[:, None] - 1)
     real_bL = offset_L < length_b[:, None]
-    if prefixes is not None:
-        home_N, first_C = prefixes.home_N.cpu(), prefixes.first_C.cpu()
-        home_bL = home_N[gather_bL]
-        real_bL &= first_C[home_bL] == gather_bL
-        gather_bL = home_bL
     scatter = gather_bL[real_bL]
     kept = None if bool(real_bL.all()) else real_bL.flatten().nonzero().squeeze(1).to(device)
     return Bucket(gather_bL.to(device), kept, scatter.to(device))
@@ -138,7 +142,7 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, H, N, D], key and value [1, K, N, D] -> ([1, N, H, D], None). Causal within each sequence."""
+    """transformers' attention interface: query [1, H, N, D], key [1, K, N, D], value [1, K, N, E] -> ([1, N, H, E], None). Causal within each sequence."""
     if packed is None:
         raise ConfigError(f"{type(module).__name__} is not told how sequences are packed: its model does not hand on what it does not know; use another model")
     if attention_mask is not None or dropout or softcap is not None or s_aux is not None:
@@ -153,26 +157,33 @@ def packed_attention(
 
 
 def _attend(
-    query_NHD: torch.Tensor, key_NKD: torch.Tensor, value_NKD: torch.Tensor, packed: PackedPlan, scaling: float | None, sliding_window: int | None
+    query_NHD: torch.Tensor, key_NKD: torch.Tensor, value_NKE: torch.Tensor, packed: PackedPlan, scaling: float | None, sliding_window: int | None
 ) -> torch.Tensor:
-    if not packed.buckets and packed.prefixes is not None:
-        home_N, first_C = packed.prefixes.home_N, packed.prefixes.first_C
-        query_NHD, key_NKD, value_NKD = (x.index_select(0, home_N) for x in (query_NHD, key_NKD, value_NKD))
-        return _flash(query_NHD, key_NKD, value_NKD, packed, scaling, sliding_window).index_select(0, first_C)
-    if not packed.buckets:
-        return _flash(query_NHD, key_NKD, value_NKD, packed, scaling, sliding_window)
-    attended, order = [], []
+    attend = _in_buckets if packed.buckets else _flash
+    if packed.prefixes is None:
+        return attend(query_NHD, key_NKD, value_NKE, packed, scaling, sliding_window)
+    query_NHD, key_NKD, value_NKE = (packed.prefixes.spread(x) for x in (query_NHD, key_NKD, value_NKE))
+    return attend(query_NHD, key_NKD, value_NKE, packed, scaling, sliding_window).index_select(0, packed.prefixes.first_C)
+
+
+def _in_buckets(
+    query_NHD: torch.Tensor, key_NKD: torch.Tensor, value_NKE: torch.Tensor, packed: PackedPlan, scaling: float | None, sliding_window: int | None
+) -> torch.Tensor:
+    if not groups_heads(query_NHD.device):
+        key_NKD, value_NKE = _repeated(key_NKD, query_NHD.shape[1]), _repeated(value_NKE, query_NHD.shape[1])
+    outputs, order = [], []
     for bucket in packed.buckets:
         # index_select, not indexing: its backward (index_add) is several times faster on CPUs.
         gather, shape = bucket.gather_bL.flatten(), bucket.gather_bL.shape
-        q, k, v = (x.index_select(0, gather).view(*shape, *x.shape[1:]).transpose(1, 2) for x in (query_NHD, key_NKD, value_NKD))
+        q, k, v = (x.index_select(0, gather).view(*shape, *x.shape[1:]).transpose(1, 2) for x in (query_NHD, key_NKD, value_NKE))
         length = q.shape[2]
         window = None if sliding_window is None or sliding_window >= length else _window_mask(length, sliding_window, q.device)
         out = scaled_dot_product_attention(q, k, v, attn_mask=window, is_causal=window is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
         flat = out.transpose(1, 2).flatten(0, 1)
-        attended.append(flat if bucket.kept is None else flat.index_select(0, bucket.kept))
+        outputs.append(flat if bucket.kept is None else flat.index_select(0, bucket.kept))
         order.append(bucket.scatter)
-    return torch.empty_like(query_NHD).index_copy(0, torch.cat(order), torch.cat(attended))
+    together = torch.cat(outputs)
+    return torch.empty_like(together).index_copy(0, torch.cat(order), together)
 
 
 def _window_mask(length: int, sliding_window: int, device: torch.device) -> torch.Tensor:
@@ -182,24 +193,52 @@ def _window_mask(length: int, sliding_window: int, device: torch.device) -> torc
 
 
 def _flash(
-    query_NHD: torch.Tensor, key_NKD: torch.Tensor, value_NKD: torch.Tensor, packed: PackedPlan, scaling: float | None, window: int | None
+    query_NHD: torch.Tensor, key_NKD: torch.Tensor, value_NKE: torch.Tensor, packed: PackedPlan, scaling: float | None, sliding_window: int | None
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn  # CUDA only: imported where it is used
 
-    out = varlen_attn(
-        query_NHD.contiguous(),
-        key_NKD.contiguous(),
-        value_NKD.contiguous(),
+    kernel: Callable[..., torch.Tensor] = varlen_attn  # type: ignore[assignment]  # a tuple only where return_aux is given
+    grouped = _takes_grouped_heads(kernel)
+    query, key, value, scale = flash_operands(query_NHD, key_NKD, value_NKE, scaling, grouped=grouped)
+    out = kernel(
+        query,
+        key,
+        value,
         packed.cu_seqlens,
         packed.cu_seqlens,
         packed.max_length,
         packed.max_length,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query_NHD.shape[1] != key_NKD.shape[1],
+        scale=scale,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        **({"enable_gqa": query.shape[1] != key.shape[1]} if grouped else {}),
     )
-    assert isinstance(out, torch.Tensor)
-    return out
+    return out[..., : value_NKE.shape[2]]
+
+
+def flash_operands(
+    query_NHD: torch.Tensor, key_NKD: torch.Tensor, value_NKE: torch.Tensor, scaling: float | None, *, grouped: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """(query, key, value, scale) that mean the same to flash attention, whose output's first E numbers of a head are the wanted ones.
+
+    Heads of one size, a multiple of FLASH_MULTIPLE; as many key heads as query heads unless the kernel takes them `grouped`.
+    """
+    size = -(-max(key_NKD.shape[2], value_NKE.shape[2]) // FLASH_MULTIPLE) * FLASH_MULTIPLE
+    query, key, value = (pad(x, (0, size - x.shape[2])).contiguous() for x in (query_NHD, key_NKD, value_NKE))
+    if not grouped:
+        key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
+    return query, key, value, query_NHD.shape[2] ** -0.5 if scaling is None else scaling
+
+
+def _repeated(x_NKD: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """[N, H, D]: every query head's own key head."""
+    num_queries = num_heads // x_NKD.shape[1]
+    return x_NKD if num_queries == 1 else x_NKD.repeat_interleave(num_queries, dim=1)
+
+
+@cache
+def _takes_grouped_heads(varlen_attn: Callable[..., Any]) -> bool:
+    """Whether this torch's variable-length attention takes fewer key heads than query heads: from 2.12 on."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 _CPU_IS_FULL = "DefaultCPUAllocator: can't allocate memory"
 """How torch says it of host memory: in a RuntimeError."""
+FLASH_HEAD_SIZE = 256
+"""Widest head of flash attention."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,17 @@ def name_of(device: torch.device) -> str | None:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
-def attends_packed(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch has variable-length flash attention for tensors of `dtype` there."""
-    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+def attends_packed(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether torch has variable-length flash attention there for tensors of `dtype` whose heads are `head_size` wide."""
+    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and head_size <= FLASH_HEAD_SIZE
+
+
+def groups_heads(device: torch.device) -> bool:
+    """Whether scaled_dot_product_attention takes fewer key heads than query heads there without a matrix of all scores.
+
+    Not on GPUs: of their kernels flash attention alone groups heads, and it is not what buckets are computed by (float32, or wide heads).
+    """
+    return device.type != "cuda"
 
 
 def wait_for(device: torch.device) -> None:

@@ -81,6 +81,8 @@ class ModelFlops:
     """A pass without gradients."""
     update: CostModel
     """Forward and backward."""
+    head_size: int
+    """Width of the widest head of keys or values: which attention kernels take the model depends on it."""
 
 
 def count_flops(model: PackedModel) -> ModelFlops:
@@ -101,7 +103,8 @@ def count_flops(model: PackedModel) -> ModelFlops:
         pairs[layer.sliding_window] += 2 * layer.num_heads * (layer.key_size + layer.value_size)
     attention = [tuple(AttentionCost(float(times * per_pair), window) for window, per_pair in pairs.items()) for times in (1, 3 if trains else 1)]
     head_update = head * (1 + trains + _head(model).requires_grad)
-    return ModelFlops(CostModel(forward, attention[0], head), CostModel(forward + backward, attention[1], head_update))
+    head_size = max((size for layer in trace.layers for size in (layer.key_size, layer.value_size)), default=0)
+    return ModelFlops(CostModel(forward, attention[0], head), CostModel(forward + backward, attention[1], head_update), head_size)
 
 
 @contextmanager

@@ -73,10 +73,9 @@ class PolicyModel(PackedModel):
         if packed.sequence is not None:
             scored_M = scored_M[(scored_M > run.start) & (scored_M <= run.stop)]
         weight_VH, vocab = local_vocabulary(self.hf.get_output_embeddings().weight)
-        before_M = scored_M - 1 - run.start
         if packed.prefixes is not None:
-            before_M = packed.prefixes.home_N.index_select(0, before_M)
-        before_MH = hidden_nH.index_select(0, before_M)
+            hidden_nH = packed.prefixes.spread(hidden_nH)
+        before_MH = hidden_nH.index_select(0, scored_M - 1 - run.start)
         token_ids_M, temperature_M = token_ids_N[scored_M], temperature_N[scored_M]
         if wanted is not None:
             said = distribution(before_MH, weight_VH, token_ids_M, temperature_M, wanted, vocab=vocab)
@@ -118,7 +117,7 @@ class ValueModel(PackedModel):
         hidden_nH = self.hidden_NH(token_ids_N, position_ids_N, packed)
         outputs_N = linear(hidden_nH.float(), head.weight.float(), head.bias.float()).squeeze(1)
         if packed.prefixes is not None:
-            outputs_N = outputs_N.index_select(0, packed.prefixes.home_N)
+            outputs_N = packed.prefixes.spread(outputs_N)
         if packed.sequence is not None:
             num_tokens = token_ids_N.shape[0]
             run = packed.sequence.run(num_tokens)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
-from transformers.distributed.tensor_parallel import apply_expert_parallelism, apply_tensor_parallelism, replace_layer_number_by_wildcard
+from transformers import __version__ as transformers_version
 
 from rolecall.errors import ConfigError
 from rolecall.training.logprobs import VocabShard
@@ -31,6 +31,13 @@ def split_tensors(hf: PreTrainedModel, mesh: DeviceMesh) -> None:
 
     That heads divide is model_files.check_parallel's to see.
     """
+    try:  # only here: ranks that keep whole matrices need none of it
+        from transformers.distributed.tensor_parallel import apply_expert_parallelism, apply_tensor_parallelism, replace_layer_number_by_wildcard
+    except ImportError as error:
+        raise ConfigError(
+            f"parallel.tensor needs transformers 5.19, which first cuts experts, too; {transformers_version} is installed: install the extra `trainer`, or set "
+            "parallel.tensor to 1"
+        ) from error
     name, size = type(hf).__name__, mesh.size()
     plan = {module: style for module, style in (hf.tp_plan or {}).items() if module not in _named(hf, hf.get_output_embeddings())}
     if not plan:

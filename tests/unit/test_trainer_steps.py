@@ -60,7 +60,7 @@ def share_of(*minibatches: Sequence[int]) -> TrainShare:
 
 def bench_of(engine: Any) -> Bench:
     unused: Any = None
-    cpu, flops = torch.device("cpu"), ModelFlops(CostModel(1.0), CostModel(3.0))
+    cpu, flops = torch.device("cpu"), ModelFlops(CostModel(1.0), CostModel(3.0), head_size=8)
     return Bench(engine, CommandGroup(0, 1, None), flops, cpu, 64, PhaseMemory(cpu), rows=unused)
 
 

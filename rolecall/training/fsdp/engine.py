@@ -210,7 +210,7 @@ class FsdpEngine:
         # An empty microbatch still gathers and reduces: one token stands in, and its gradients are zeros.
         mb = microbatch if microbatch.lengths else _stand_in(self.device)
         prefixes = mb.prefixes if self.layout.sequence is None else None  # its runs are cut from the tokens of whole sequences
-        packed = plan_attention(mb.lengths, mb.cu_seqlens, self.dtype, self.layout.sequence, prefixes)
+        packed = plan_attention(mb.lengths, mb.cu_seqlens, self.dtype, self.layout.sequence, prefixes, self.flops.head_size)
         asked = {"targets_Nk": mb.columns.get(TOPK_IDS) if torch.is_grad_enabled() else None, "wanted": wanted} if isinstance(self._model, PolicyModel) else {}
         recording: AbstractContextManager[list[torch.Tensor]] = self._routers.recording() if self._routers else nullcontext([])
         with recording as router_logits:

@@ -11,14 +11,16 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from rolecall.errors import ConfigError
-from rolecall.training.attention import packed_attention, plan_attention
+from rolecall.training.attention import _takes_grouped_heads, flash_operands, packed_attention, plan_attention
+from rolecall.training.device import attends_packed, groups_heads
 
 MODULE = torch.nn.Identity()
 
 
-def random_qkv(num_tokens: int, heads: int = 4, kv_heads: int = 2, size: int = 8) -> list[torch.Tensor]:
+def random_qkv(num_tokens: int, heads: int = 4, kv_heads: int = 2, size: int = 8, value_size: int | None = None) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(num_tokens)
-    return [torch.randn(1, h, num_tokens, size, generator=generator).requires_grad_() for h in (heads, kv_heads, kv_heads)]
+    shapes = ((heads, size), (kv_heads, size), (kv_heads, value_size or size))
+    return [torch.randn(1, h, num_tokens, width, generator=generator).requires_grad_() for h, width in shapes]
 
 
 def oracle(qkv: list[torch.Tensor], starts: list[int], window: int | None = None) -> torch.Tensor:
@@ -61,6 +63,47 @@ def test_sequences_of_one_length_cost_one_call_and_no_padding() -> None:
     assert plan.buckets[0].kept is None
 
 
+def test_values_may_be_narrower_than_keys() -> None:
+    qkv, lengths = random_qkv(20, value_size=6), [3, 12, 5]
+    ours, theirs = packed(qkv, lengths), oracle(qkv, [0, *np.cumsum(lengths)])
+    assert ours.shape == (1, 20, 4, 6)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize(("size", "value_size", "padded"), [(12, 8, 16), (8, 8, 8), (6, 10, 16), (192, 128, 192)])
+def test_what_flash_attention_is_given_means_what_the_model_asked(grouped: bool, size: int, value_size: int, padded: int) -> None:
+    qkv = random_qkv(9, size=size, value_size=value_size)
+    wanted = oracle(qkv, [0, 9])
+    query_NHD, key_NKD, value_NKE = (x[0].transpose(0, 1) for x in qkv)
+    query, key, value, scale = flash_operands(query_NHD, key_NKD, value_NKE, None, grouped=grouped)
+    assert query.shape == (9, 4, padded)
+    assert key.shape == value.shape == (9, 2 if grouped else 4, padded)
+    assert all(x.is_contiguous() for x in (query, key, value))
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped).transpose(1, 2)
+    torch.testing.assert_close(out[..., :value_size], wanted, rtol=1e-4, atol=1e-5)
+    assert flash_operands(query_NHD, key_NKD, value_NKE, 0.3, grouped=grouped)[3] == 0.3
+
+
+def test_which_kernel_computes_depends_on_device_dtype_and_width() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert attends_packed(cuda, torch.bfloat16, head_size=256)
+    assert not attends_packed(cuda, torch.bfloat16, head_size=257)
+    assert not attends_packed(cuda, torch.float32, head_size=128)
+    assert not attends_packed(cpu, torch.bfloat16, head_size=128)
+    assert groups_heads(cpu)
+    assert not groups_heads(cuda), "its kernels without a matrix of all scores group no heads in float32"
+
+
+def test_grouped_heads_are_asked_for_only_where_the_kernel_has_them() -> None:
+    def of_torch_2_11(query: Any, key: Any, value: Any, *, scale: Any = None) -> None: ...
+    def of_torch_2_13(query: Any, key: Any, value: Any, *, scale: Any = None, enable_gqa: bool = False) -> None: ...
+
+    assert not _takes_grouped_heads(of_torch_2_11)
+    assert _takes_grouped_heads(of_torch_2_13)
+
+
 @pytest.mark.parametrize("extra", [{"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.zeros(4)}])
 def test_what_packed_attention_does_not_have_is_refused(extra: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
@@ -68,10 +111,11 @@ def test_what_packed_attention_does_not_have_is_refused(extra: dict[str, Any]) -
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("value_size", [64, 40])
 @pytest.mark.parametrize("window", [None, 7])
-def test_flash_attention_on_a_gpu_agrees_with_buckets(window: int | None) -> None:
+def test_flash_attention_on_a_gpu_agrees_with_buckets(window: int | None, value_size: int) -> None:
     lengths = [3, 40, 17]
-    query, key, value = (x.detach().cuda().bfloat16() for x in random_qkv(60, size=64))
+    query, key, value = (x.detach().cuda().bfloat16() for x in random_qkv(60, size=64, value_size=value_size))
     cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cuda")
     flash, buckets = (
         packed_attention(MODULE, query, key, value, None, packed=plan_attention(lengths, cu_seqlens, dtype), sliding_window=window)[0]
