@@ -9,35 +9,36 @@ be wanted with the gradient of another: straight-through.
 Shapes: N tokens of one microbatch.
 """
 
+import math
 from typing import Literal
 
 import torch
 
+from rolecall.algorithms.bounds import LOG_RATIO_BOUND
 from rolecall.settings import KlEstimator
-
-LOG_RATIO_BOUND = 20.0
-"""log r is held within +-this before exp: e^20 is far beyond any useful gradient and still finite in float32."""
 
 
 def kl_N(
     logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor, estimator: KlEstimator, gradient: Literal["estimator", "k2"] = "estimator"
 ) -> torch.Tensor:
     """[N]: the estimate of each token. Differentiable in logprobs_N, with the estimator's own gradient or, straight-through, k2's."""
-    log_ratio_N = (reference_logprobs_N - logprobs_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    value_N = _estimate_N(log_ratio_N, estimator)
+    log_ratio_N = reference_logprobs_N - logprobs_N
+    value_N = estimates(log_ratio_N, estimator)
     if gradient == "estimator":
         return value_N
-    k2_N = _estimate_N(log_ratio_N, "k2")
+    k2_N = estimates(log_ratio_N, "k2")
     return value_N.detach() + (k2_N - k2_N.detach())
 
 
-def _estimate_N(log_ratio_N: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
+def estimates(log_ratios: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
+    """The estimate of each log r, of any shape. Only k3 exponentiates: above the bound its e^x goes on as the tangent there, finite and as steep."""
     match estimator:
         case "k1":
-            return -log_ratio_N
+            return -log_ratios
         case "k2":
-            return 0.5 * log_ratio_N.square()
+            return 0.5 * log_ratios.square()
         case "k3":
-            return torch.expm1(log_ratio_N) - log_ratio_N
+            held = log_ratios.clamp(max=LOG_RATIO_BOUND)
+            return torch.expm1(held) + math.exp(LOG_RATIO_BOUND) * (log_ratios - held) - log_ratios
         case "abs":
-            return log_ratio_N.abs()
+            return log_ratios.abs()

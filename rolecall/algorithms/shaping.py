@@ -12,6 +12,7 @@ from typing import Self
 import numpy as np
 
 from rolecall.algorithms.advantages.batch import STD_EPS
+from rolecall.algorithms.bounds import LOG_RATIO_BOUND
 from rolecall.errors import InvalidInputError
 from rolecall.settings import ShapingSection
 from rolecall.wire import Array
@@ -92,7 +93,7 @@ def penalise_kl(rewards_T: Array, logprobs_T: Array, reference_logprobs_T: Array
 
 
 def kl_estimate(logprobs: Array, reference_logprobs: Array, estimator: str) -> Array:
-    """Schulman's estimators of KL(p || ref) from samples of p (http://joschu.net/blog/kl-approx.html), elementwise, float64."""
+    """Schulman's estimators of KL(p || ref) from samples of p (http://joschu.net/blog/kl-approx.html), elementwise, float64; k3 bounded as kl.py's."""
     log_ratio = reference_logprobs.astype(np.float64) - logprobs.astype(np.float64)
     match estimator:
         case "k1":
@@ -100,7 +101,8 @@ def kl_estimate(logprobs: Array, reference_logprobs: Array, estimator: str) -> A
         case "k2":
             return 0.5 * log_ratio**2
         case "k3":
-            return np.expm1(log_ratio) - log_ratio
+            held = np.minimum(log_ratio, LOG_RATIO_BOUND)
+            return np.asarray(np.expm1(held) + np.exp(LOG_RATIO_BOUND) * (log_ratio - held) - log_ratio)
         case "abs":
             return np.abs(log_ratio)
     raise InvalidInputError(f"KL estimator {estimator!r} is none of k1, k2, k3, abs")

@@ -69,7 +69,7 @@ class PolicyObjective:
         batch = PolicyBatch(logprobs_N, old_N, columns["advantages"], mask_N, sequence_N, num_sequences, columns)
         losses = token_losses(algorithm.policy_loss, batch)
         shown: dict[str, torch.Tensor] = {
-            "actor/ratio": batch.log_ratio_N().detach().exp(),
+            "actor/ratio": batch.ratio_N().detach(),
             "actor/entropy": outputs.entropy_N.detach(),
             "actor/old_kl": kl_N(old_N, logprobs_N.detach(), "k3"),
             "actor/sampler_kl": kl_N(rollout_N, old_N, "k3"),

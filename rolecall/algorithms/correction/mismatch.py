@@ -11,7 +11,8 @@ from typing import Self
 
 import torch
 
-from rolecall.algorithms.losses.batch import LOG_RATIO_BOUND
+from rolecall.algorithms.bounds import LOG_RATIO_BOUND
+from rolecall.algorithms.kl import estimates
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,13 @@ def mismatch_sums(sampled_N: torch.Tensor, trained_N: torch.Tensor, mask_N: torc
     log_ratio_M = gap_M.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio_M = log_ratio_M.exp()
     p_M, q_M = sampler_M.exp(), trainer_M.exp()
-    k3_M = torch.expm1(log_ratio_M) - log_ratio_M
     counts_S, gaps_S = (torch.zeros(num_sequences, dtype=torch.float64, device=gap_M.device) for _ in range(2))
     counts_S.index_add_(0, sequence_N[mask_N], torch.ones_like(gap_M))
     gaps_S.index_add_(0, sequence_N[mask_N], gap_M)
     ratio_S = torch.where(counts_S > 0, gaps_S.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp(), 0.0)
     columns = [
-        torch.ones_like(gap_M), gap_M, k3_M, ratio_M * log_ratio_M - torch.expm1(log_ratio_M), sampler_M, trainer_M, ratio_M, ratio_M.square(),
-        p_M, q_M, p_M.square(), q_M.square(), p_M * q_M,
+        torch.ones_like(gap_M), gap_M, estimates(gap_M, "k3"), ratio_M * log_ratio_M - torch.expm1(log_ratio_M),
+        sampler_M, trainer_M, ratio_M, ratio_M.square(), p_M, q_M, p_M.square(), q_M.square(), p_M * q_M,
     ]  # fmt: skip
     sums = [*(column.sum() for column in columns), (counts_S > 0).sum(), ratio_S.sum(), ratio_S.square().sum()]
     return MismatchSums(*torch.stack([number.double() for number in sums]).tolist())

@@ -10,13 +10,14 @@ import math
 
 import torch
 
-from rolecall.algorithms.losses.batch import LOG_RATIO_BOUND, PolicyBatch
+from rolecall.algorithms.kl import estimates
+from rolecall.algorithms.losses.batch import PolicyBatch
 from rolecall.settings import DivergenceBound, RatioBand, Rejection
 
 
 def rejected_N(rejection: Rejection, batch: PolicyBatch, log_ratio_N: torch.Tensor) -> torch.Tensor:
     """bool [N]: tokens that are rejected; outside the mask it does not matter. log_ratio_N is log trainer - log sampler."""
-    log_ratio_N = log_ratio_N.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    log_ratio_N = log_ratio_N.detach()
     match rejection:
         case RatioBand(over="sequence_max"):
             outside_N = _outside(log_ratio_N, rejection)
@@ -24,8 +25,7 @@ def rejected_N(rejection: Rejection, batch: PolicyBatch, log_ratio_N: torch.Tens
         case RatioBand(over=over):
             return _outside(_spread_N(batch, log_ratio_N, over), rejection)
         case DivergenceBound(kind=kind, over=over):
-            estimate_N = 0.5 * log_ratio_N.square() if kind == "k2" else torch.expm1(log_ratio_N) - log_ratio_N
-            return _spread_N(batch, estimate_N, over) > rejection.bound
+            return _spread_N(batch, estimates(log_ratio_N, kind), over) > rejection.bound
 
 
 def _outside(log_ratio: torch.Tensor, band: RatioBand) -> torch.Tensor:

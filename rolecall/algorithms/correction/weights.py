@@ -5,7 +5,7 @@ Log-ratios are log trainer - log sampler, of each token. Shapes: N tokens of one
 
 import torch
 
-from rolecall.algorithms.losses.batch import LOG_RATIO_BOUND, PolicyBatch
+from rolecall.algorithms.losses.batch import PolicyBatch, ratios
 
 
 def token_weights_N(log_ratio_N: torch.Tensor, cap: float | None) -> torch.Tensor:
@@ -25,4 +25,4 @@ def icepop_weights_N(log_ratio_N: torch.Tensor, low: float, high: float) -> torc
 
 
 def _truncated(log_ratio: torch.Tensor, cap: float | None) -> torch.Tensor:
-    return log_ratio.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().clamp(max=cap if cap is not None else torch.inf)
+    return ratios(log_ratio.detach()).clamp(max=cap if cap is not None else torch.inf)

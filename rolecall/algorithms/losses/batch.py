@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-LOG_RATIO_BOUND = 20.0
-"""log-ratios are held within +-this before exp, so that one stray token cannot make the loss inf."""
+from rolecall.algorithms.bounds import LOG_RATIO_BOUND
+
 SELECTED = "selected"
 """bool column that training/selection.py makes for the losses of covariance.py; false outside the mask."""
 
@@ -35,9 +35,12 @@ class PolicyBatch:
     """[N] each, by their names in the trajectory schema."""
 
     def log_ratio_N(self) -> torch.Tensor:
-        """float32 [N]: log pi / pi_old, bounded, with the graph; 0 outside the mask."""
-        log_ratio_N = (self.logprobs_N - self.old_logprobs_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        return torch.where(self.mask_N, log_ratio_N, 0.0)
+        """float32 [N]: log pi / pi_old with the graph; 0 outside the mask. Not bounded: what is exponentiated is `ratios` of it, or of its mean."""
+        return torch.where(self.mask_N, self.logprobs_N - self.old_logprobs_N, 0.0)
+
+    def ratio_N(self) -> torch.Tensor:
+        """float32 [N]: pi / pi_old with the graph; 1 outside the mask."""
+        return ratios(self.log_ratio_N())
 
     def sequence_sums_S(self, values_N: torch.Tensor) -> torch.Tensor:
         """[S]: the sum of `values_N` over each sequence's tokens of the mask."""
@@ -47,6 +50,11 @@ class PolicyBatch:
     def sequence_means_S(self, values_N: torch.Tensor) -> torch.Tensor:
         """[S]: the mean of `values_N` over each sequence's tokens of the mask; 0 where it has none."""
         return self.sequence_sums_S(values_N) / self.sequence_sums_S(torch.ones_like(values_N)).clamp(min=1)
+
+
+def ratios(log_ratios: torch.Tensor) -> torch.Tensor:
+    """e^log_ratios, of any shape, finite: held at the bound above it, where the gradient is 0."""
+    return log_ratios.clamp(max=LOG_RATIO_BOUND).exp()
 
 
 @dataclass(frozen=True)

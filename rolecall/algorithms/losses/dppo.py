@@ -15,17 +15,16 @@ def dppo_tv(batch: PolicyBatch, *, max_divergence: float) -> TokenLosses:
 
     That direction: up with A > 0 and r > 1, down with A < 0 and r < 1.
     """
-    log_ratio_N = batch.log_ratio_N()
     divergence_N = (batch.logprobs_N.detach().exp() - batch.old_logprobs_N.exp()).abs()
-    return _within(batch, log_ratio_N, divergence_N, max_divergence)
+    return _within(batch, divergence_N, max_divergence)
 
 
 def dppo_kl(batch: PolicyBatch, *, max_divergence: float) -> TokenLosses:
     """dppo_tv with the divergence p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)), in nats."""
-    log_ratio_N, old_N = batch.log_ratio_N(), batch.old_logprobs_N
+    old_N = batch.old_logprobs_N
     other_N = _log_of_others(old_N) - _log_of_others(batch.logprobs_N.detach())
-    divergence_N = -old_N.exp() * log_ratio_N.detach() - torch.expm1(old_N) * other_N
-    return _within(batch, log_ratio_N, divergence_N, max_divergence)
+    divergence_N = -old_N.exp() * batch.log_ratio_N().detach() - torch.expm1(old_N) * other_N
+    return _within(batch, divergence_N, max_divergence)
 
 
 def _log_of_others(logprobs_N: torch.Tensor) -> torch.Tensor:
@@ -33,9 +32,9 @@ def _log_of_others(logprobs_N: torch.Tensor) -> torch.Tensor:
     return (-torch.expm1(logprobs_N)).clamp(min=torch.finfo(logprobs_N.dtype).eps).log()
 
 
-def _within(batch: PolicyBatch, log_ratio_N: torch.Tensor, divergence_N: torch.Tensor, max_divergence: float) -> TokenLosses:
-    outside_N = divergence_N > max_divergence
-    high_N = outside_N & (batch.advantages_N > 0) & (log_ratio_N > 0)
-    low_N = outside_N & (batch.advantages_N < 0) & (log_ratio_N < 0)
-    losses_N = torch.where(high_N | low_N, 0.0, -log_ratio_N.exp() * batch.advantages_N)
+def _within(batch: PolicyBatch, divergence_N: torch.Tensor, max_divergence: float) -> TokenLosses:
+    outside_N, ratio_N = divergence_N > max_divergence, batch.ratio_N()
+    high_N = outside_N & (batch.advantages_N > 0) & (ratio_N > 1)
+    low_N = outside_N & (batch.advantages_N < 0) & (ratio_N < 1)
+    losses_N = torch.where(high_N | low_N, 0.0, -ratio_N * batch.advantages_N)
     return TokenLosses(losses_N, {"clip_fraction_high": high_N, "clip_fraction_low": low_N})

@@ -5,7 +5,7 @@ Shapes: N tokens of one microbatch; S its sequences.
 
 import torch
 
-from rolecall.algorithms.losses.batch import PolicyBatch, TokenLosses
+from rolecall.algorithms.losses.batch import PolicyBatch, TokenLosses, ratios
 
 
 def gmpo(batch: PolicyBatch, *, clip_eps_low: float, clip_eps_high: float) -> TokenLosses:
@@ -19,5 +19,5 @@ def gmpo(batch: PolicyBatch, *, clip_eps_low: float, clip_eps_high: float) -> To
     advantages_N = advantages_S[batch.sequence_N]
     high_N, low_N = (advantages_N > 0) & (log_ratio_N > clip_eps_high), (advantages_N < 0) & (log_ratio_N < -clip_eps_low)
     bounded_N = torch.where(high_N, clip_eps_high, torch.where(low_N, -clip_eps_low, log_ratio_N))
-    losses_S = -advantages_S * batch.sequence_means_S(bounded_N).exp()
+    losses_S = -advantages_S * ratios(batch.sequence_means_S(bounded_N))
     return TokenLosses(losses_S[batch.sequence_N], {"clip_fraction_high": high_N, "clip_fraction_low": low_N})

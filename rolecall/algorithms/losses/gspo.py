@@ -3,7 +3,7 @@
 Shapes: N tokens of one microbatch.
 """
 
-from rolecall.algorithms.losses.batch import PolicyBatch, TokenLosses
+from rolecall.algorithms.losses.batch import PolicyBatch, TokenLosses, ratios
 from rolecall.algorithms.losses.ppo import clipped
 
 
@@ -14,5 +14,5 @@ def gspo(batch: PolicyBatch, *, clip_eps_low: float, clip_eps_high: float) -> To
     advantage per sequence, values and gradients are those of GSPO itself.
     """
     mean_N = batch.sequence_means_S(batch.log_ratio_N().detach())[batch.sequence_N]
-    ratio_N = (mean_N + batch.logprobs_N - batch.logprobs_N.detach()).exp()
+    ratio_N = ratios(mean_N + batch.logprobs_N - batch.logprobs_N.detach())
     return clipped(ratio_N, batch.advantages_N, clip_eps_low, clip_eps_high)

@@ -14,7 +14,7 @@ def ppo(batch: PolicyBatch, *, clip_eps_low: float, clip_eps_high: float, dual_c
     With dual_clip c, where A < 0 the objective is at least c A (arXiv:1912.09729, eq. 5).
     """
     advantages_N = batch.advantages_N
-    losses = clipped(batch.log_ratio_N().exp(), advantages_N, clip_eps_low, clip_eps_high)
+    losses = clipped(batch.ratio_N(), advantages_N, clip_eps_low, clip_eps_high)
     if dual_clip is None:
         return losses
     ceiling_N = -dual_clip * advantages_N

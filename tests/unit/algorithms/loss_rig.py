@@ -95,7 +95,8 @@ class Drawn:
 
 
 def draw(lengths: list[int], seed: int, *, per_token: bool = True) -> Drawn:
-    """Logprobs with a graph, ratios around 1, advantages of both signs, a third of the tokens not trained on; by some seeds nothing of the first sequence."""
+    """Logprobs with a graph, ratios around 1, advantages of both signs, a third of the tokens not trained on; by some seeds a stray token, or nothing of the
+    first sequence."""
     rng = np.random.default_rng(seed)
     num = sum(lengths)
     logprobs = -rng.exponential(size=num) - 1e-3
@@ -104,6 +105,8 @@ def draw(lengths: list[int], seed: int, *, per_token: bool = True) -> Drawn:
     if seed % 4 == 0:
         mask[: lengths[0]] = False
     old = np.minimum(logprobs + rng.normal(scale=0.5, size=num), -1e-4)
+    if seed % 3 == 0:
+        logprobs[rng.integers(num)] -= 35  # one stray token, whose ratio is e^-35
     arrays = [torch.from_numpy(each) for each in (logprobs, old, advantages, mask, mask & (rng.random(num) < 0.3))]
     return Drawn(lengths, arrays[0].requires_grad_(), *arrays[1:])
 

@@ -27,6 +27,9 @@ from rolecall.settings import (
     TokenWeight,
 )
 
+STRAY = [[1e-15, 1.0, 1.0]]
+"""A ratio of e^-34.5 beside two of 1: k2 596.5, k3 33.5, geometric mean 1e-5."""
+
 WEIGHTS: tuple[CorrectionWeight | None, ...] = (None, TokenWeight(), TokenWeight(cap=None), SequenceWeight(), SequenceWeight(cap=None), IcePopWeight())
 REJECTIONS: tuple[Rejection, ...] = (
     RatioBand(over="token", low=0.6, high=1.6),
@@ -80,6 +83,19 @@ RATIOS = [[0.4, 1.5, 1.2], [3.0], [1.0, 1.0]]
 def test_weights_by_hand(section: CorrectionSection, expected: list[float]) -> None:
     """Sources: settings/correction.py, each of its sections."""
     assert weights_of(section, RATIOS) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("rejection", "kept"),
+    [
+        (RatioBand(over="sequence_mean", low=0.9e-5, high=2.0), 1.0),
+        (RatioBand(over="sequence_mean", low=1.1e-5, high=2.0), 0.0),
+        (DivergenceBound(kind="k2", over="sequence_max", bound=590.0), 0.0),
+        (DivergenceBound(kind="k3", over="sequence_sum", bound=33.0), 0.0),
+    ],
+)
+def test_a_stray_token_counts_whole_in_what_is_asked_of_its_response(rejection: Rejection, kept: float) -> None:
+    assert weights_of(CorrectionSection(weight=None, reject=(rejection,)), STRAY) == [kept] * 3
 
 
 def slow_weight(weight: CorrectionWeight | None, ratio: float, ratios: list[float]) -> float:

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rolecall.algorithms.kl import LOG_RATIO_BOUND, kl_N
-from rolecall.algorithms.shaping import kl_estimate
+from rolecall.algorithms.bounds import LOG_RATIO_BOUND
+from rolecall.algorithms.kl import kl_N
+from rolecall.algorithms.shaping import kl_estimate, penalise_kl
 from rolecall.settings import AdaptiveKl, KlEstimator, KlSection
 
 ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)
@@ -45,7 +46,7 @@ def test_where_the_reference_is_likelier_k1_is_negative_and_the_others_are_not()
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@given(st.lists(st.tuples(st.floats(-15, 0), st.floats(-15, 0)), min_size=1, max_size=20))
+@given(st.lists(st.tuples(st.floats(-60, 0), st.floats(-60, 0)), min_size=1, max_size=20))
 def test_torch_and_numpy_estimate_the_same(estimator: KlEstimator, pairs: list[tuple[float, float]]) -> None:
     logprobs, reference = np.array(pairs).T
     np.testing.assert_allclose(
@@ -98,8 +99,32 @@ def test_the_gradient_on_policy_is_on_average_that_of(estimator: str, of: str) -
     torch.testing.assert_close(gradient, expected)
 
 
-def test_a_ratio_beyond_the_bound_counts_as_the_bound() -> None:
-    assert value_and_gradient("k2", -100.0, 0.0)[0] == 0.5 * LOG_RATIO_BOUND**2
+STEEPEST = math.exp(LOG_RATIO_BOUND)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "through", "log_ratio", "value", "gradient"),
+    [
+        # Nothing of k1, k2 and abs is exponentiated, so nothing bounds them; the gradients in log p are 1, -log r and the sign of -log r.
+        ("k1", "estimator", -35.0, 35.0, 1.0),
+        ("k1", "k2", -35.0, 35.0, 35.0),
+        ("k2", "estimator", -35.0, 612.5, 35.0),
+        ("k2", "estimator", 35.0, 612.5, -35.0),
+        ("abs", "estimator", 35.0, 35.0, -1.0),
+        # k3 where the reference finds the token impossible: r is 0, k3 is -log r - 1, its gradient 1 - r.
+        ("k3", "estimator", -35.0, 34.0, 1.0),
+        # Above the bound e^x goes on as its tangent there: finite, and as steep as at the bound.
+        ("k3", "estimator", 35.0, STEEPEST * (1 + 15) - 36, 1 - STEEPEST),
+    ],
+)
+def test_a_stray_token_keeps_its_gradient(estimator: KlEstimator, through: str, log_ratio: float, value: float, gradient: float) -> None:
+    assert value_and_gradient(estimator, -100.0, log_ratio - 100, gradient=through) == pytest.approx((value, gradient), rel=1e-9)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_stray_token_leaves_a_reward_finite(estimator: KlEstimator) -> None:
+    stray, mask = np.array([-2000.0, -1.0], np.float32), np.ones(2, np.uint8)
+    assert np.isfinite(penalise_kl(np.zeros(2, np.float32), stray, stray[::-1], mask, 0.1, estimator)).all()
 
 
 def test_a_gradient_of_a_reward_is_refused() -> None:
