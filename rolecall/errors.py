@@ -21,6 +21,7 @@ Each leaf has a canonical status, a stable `reason` (google.rpc.ErrorInfo, AIP-1
     │   ├── StaleEpochError       a weight-channel epoch was seen before
     │   ├── StaleVersionError     a policy version would go back
     │   ├── WrongVersionError     another policy version is held
+    │   ├── AsleepError           the rollout's engine sleeps
     │   ├── VersionMismatchError  contracts of another release
     │   ├── RunExistsError        run directory exists, no --resume
     │   ├── CheckpointMismatchError  checkpoint of another model  INVALID_ARGUMENT    never retry
@@ -133,6 +134,10 @@ class StaleVersionError(ConflictError):
 
 class WrongVersionError(ConflictError):
     reason = "WRONG_VERSION"
+
+
+class AsleepError(ConflictError):
+    reason = "ASLEEP"
 
 
 class VersionMismatchError(ConflictError):

@@ -30,6 +30,8 @@ class RolloutSection(Section):
     """vLLM's share of a GPU when kv_cache_bytes is absent."""
     enforce_eager: bool | None = None
     """No CUDA graphs; absent: true on CPUs."""
+    sleep_mode: bool = False
+    """GPUs: lets the RPC Sleep free their memory, for which vLLM keeps weights and KV cache in a pool of its own."""
     num_threads: PositiveInt | None = None
     """Threads of a replica on CPUs; absent: the machine's cores over local replicas. Replicas never share a core when there are enough."""
     pause_mode: Literal["keep", "wait", "abort"] = "keep"

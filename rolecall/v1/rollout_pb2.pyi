@@ -67,6 +67,8 @@ class _WeightsStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightsS
     """Whole and attested: served."""
     WEIGHTS_STATE_TORN: _WeightsState.ValueType  # 5
     """A load did not finish: serves nothing, must be loaded in full."""
+    WEIGHTS_STATE_ASLEEP: _WeightsState.ValueType  # 6
+    """Put to sleep: nothing is loaded or served until WakeUp."""
 
 class WeightsState(_WeightsState, metaclass=_WeightsStateEnumTypeWrapper):
     """State of the engine's weights."""
@@ -83,6 +85,8 @@ WEIGHTS_STATE_ATTESTED: WeightsState.ValueType  # 4
 """Whole and attested: served."""
 WEIGHTS_STATE_TORN: WeightsState.ValueType  # 5
 """A load did not finish: serves nothing, must be loaded in full."""
+WEIGHTS_STATE_ASLEEP: WeightsState.ValueType  # 6
+"""Put to sleep: nothing is loaded or served until WakeUp."""
 Global___WeightsState: _TypeAlias = WeightsState  # noqa: Y015
 
 @_typing.final

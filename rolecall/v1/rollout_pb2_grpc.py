@@ -108,6 +108,7 @@ class RolloutServiceServicer:
         """Receives one version over the open channel, concurrently with the actor's PublishWeights: pauses the engine, loads,
         checks coverage, fingerprints. The weights are then loaded and not attested: nothing is served until Resume.
         Not idempotent. DATA_LOSS (TORN_WEIGHTS) when the load did not finish: the engine serves nothing until a full load does.
+        FAILED_PRECONDITION (ASLEEP) until WakeUp.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,7 +122,8 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Serves again. Names the attested version; FAILED_PRECONDITION (TORN_WEIGHTS, WRONG_VERSION) when the engine does not hold it whole. Idempotent.
+        """Serves again. Names the attested version; DATA_LOSS (TORN_WEIGHTS) or FAILED_PRECONDITION (WRONG_VERSION) when the engine does not hold it whole,
+        FAILED_PRECONDITION (ASLEEP) until WakeUp. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,15 +137,17 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Frees the engine's GPU memory (KV cache, and weights at level 2). The engine must be paused. Idempotent.
-        UNIMPLEMENTED (NOT_ON_THIS_DEVICE) on CPUs.
+        """Frees the engine's GPU memory (KV cache, and weights at level 2): ASLEEP until WakeUp. The engine must be paused.
+        Idempotent at one level; FAILED_PRECONDITION (ASLEEP) at another. UNIMPLEMENTED (NOT_ON_THIS_DEVICE) on CPUs and
+        without rollout.sleep_mode.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WakeUp(self, request, context):
-        """Takes the memory back. After level 2 the engine is TORN until a full load. Idempotent. UNIMPLEMENTED (NOT_ON_THIS_DEVICE) on CPUs.
+        """Takes the memory back: what was held before Sleep is held again; after level 2 the engine is TORN until a full load.
+        Idempotent. UNIMPLEMENTED (NOT_ON_THIS_DEVICE) as in Sleep.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

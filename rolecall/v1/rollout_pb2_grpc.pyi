@@ -29,19 +29,25 @@ class RolloutServiceStub:
     """Receives one version over the open channel, concurrently with the actor's PublishWeights: pauses the engine, loads,
     checks coverage, fingerprints. The weights are then loaded and not attested: nothing is served until Resume.
     Not idempotent. DATA_LOSS (TORN_WEIGHTS) when the load did not finish: the engine serves nothing until a full load does.
+    FAILED_PRECONDITION (ASLEEP) until WakeUp.
     """
     Pause: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PauseRequest, _rollout_pb2.PauseResponse]
     """Stops claiming and sampling; requests in flight are kept, finished or aborted as asked. Idempotent."""
     Resume: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ResumeRequest, _rollout_pb2.ResumeResponse]
-    """Serves again. Names the attested version; FAILED_PRECONDITION (TORN_WEIGHTS, WRONG_VERSION) when the engine does not hold it whole. Idempotent."""
+    """Serves again. Names the attested version; DATA_LOSS (TORN_WEIGHTS) or FAILED_PRECONDITION (WRONG_VERSION) when the engine does not hold it whole,
+    FAILED_PRECONDITION (ASLEEP) until WakeUp. Idempotent.
+    """
     Drain: _aio.UnaryUnaryMultiCallable[_rollout_pb2.DrainRequest, _rollout_pb2.DrainResponse]
     """Stops claiming, finishes or hands back what is held, then answers; the process may be ended after it. Idempotent."""
     Sleep: _aio.UnaryUnaryMultiCallable[_rollout_pb2.SleepRequest, _rollout_pb2.SleepResponse]
-    """Frees the engine's GPU memory (KV cache, and weights at level 2). The engine must be paused. Idempotent.
-    UNIMPLEMENTED (NOT_ON_THIS_DEVICE) on CPUs.
+    """Frees the engine's GPU memory (KV cache, and weights at level 2): ASLEEP until WakeUp. The engine must be paused.
+    Idempotent at one level; FAILED_PRECONDITION (ASLEEP) at another. UNIMPLEMENTED (NOT_ON_THIS_DEVICE) on CPUs and
+    without rollout.sleep_mode.
     """
     WakeUp: _aio.UnaryUnaryMultiCallable[_rollout_pb2.WakeUpRequest, _rollout_pb2.WakeUpResponse]
-    """Takes the memory back. After level 2 the engine is TORN until a full load. Idempotent. UNIMPLEMENTED (NOT_ON_THIS_DEVICE) on CPUs."""
+    """Takes the memory back: what was held before Sleep is held again; after level 2 the engine is TORN until a full load.
+    Idempotent. UNIMPLEMENTED (NOT_ON_THIS_DEVICE) as in Sleep.
+    """
     GetInfo: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetRolloutInfoRequest, _rollout_pb2.GetRolloutInfoResponse]
     """What the replica is and holds. Idempotent. Blocks on nothing."""
 
@@ -77,6 +83,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         """Receives one version over the open channel, concurrently with the actor's PublishWeights: pauses the engine, loads,
         checks coverage, fingerprints. The weights are then loaded and not attested: nothing is served until Resume.
         Not idempotent. DATA_LOSS (TORN_WEIGHTS) when the load did not finish: the engine serves nothing until a full load does.
+        FAILED_PRECONDITION (ASLEEP) until WakeUp.
         """
 
     @_abc_1.abstractmethod
@@ -93,7 +100,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.ResumeRequest,
         context: _aio.ServicerContext[_rollout_pb2.ResumeRequest, _abc.Awaitable[_rollout_pb2.ResumeResponse]],
     ) -> _abc.Awaitable[_rollout_pb2.ResumeResponse]:
-        """Serves again. Names the attested version; FAILED_PRECONDITION (TORN_WEIGHTS, WRONG_VERSION) when the engine does not hold it whole. Idempotent."""
+        """Serves again. Names the attested version; DATA_LOSS (TORN_WEIGHTS) or FAILED_PRECONDITION (WRONG_VERSION) when the engine does not hold it whole,
+        FAILED_PRECONDITION (ASLEEP) until WakeUp. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def Drain(
@@ -109,8 +118,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.SleepRequest,
         context: _aio.ServicerContext[_rollout_pb2.SleepRequest, _abc.Awaitable[_rollout_pb2.SleepResponse]],
     ) -> _abc.Awaitable[_rollout_pb2.SleepResponse]:
-        """Frees the engine's GPU memory (KV cache, and weights at level 2). The engine must be paused. Idempotent.
-        UNIMPLEMENTED (NOT_ON_THIS_DEVICE) on CPUs.
+        """Frees the engine's GPU memory (KV cache, and weights at level 2): ASLEEP until WakeUp. The engine must be paused.
+        Idempotent at one level; FAILED_PRECONDITION (ASLEEP) at another. UNIMPLEMENTED (NOT_ON_THIS_DEVICE) on CPUs and
+        without rollout.sleep_mode.
         """
 
     @_abc_1.abstractmethod
@@ -119,7 +129,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.WakeUpRequest,
         context: _aio.ServicerContext[_rollout_pb2.WakeUpRequest, _abc.Awaitable[_rollout_pb2.WakeUpResponse]],
     ) -> _abc.Awaitable[_rollout_pb2.WakeUpResponse]:
-        """Takes the memory back. After level 2 the engine is TORN until a full load. Idempotent. UNIMPLEMENTED (NOT_ON_THIS_DEVICE) on CPUs."""
+        """Takes the memory back: what was held before Sleep is held again; after level 2 the engine is TORN until a full load.
+        Idempotent. UNIMPLEMENTED (NOT_ON_THIS_DEVICE) as in Sleep.
+        """
 
     @_abc_1.abstractmethod
     def GetInfo(

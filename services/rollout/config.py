@@ -42,6 +42,8 @@ class RolloutConfig:
     """Absent: vLLM takes gpu_memory_utilization."""
     gpu_memory_utilization: float
     enforce_eager: bool
+    sleep_mode: bool
+    """Whether Sleep can free the GPU's memory."""
     in_one_process: bool
     """Whether vLLM's one worker lives in its scheduler's process: a third less CPU time at the start, fewer hops per token."""
     weights_backend: Literal["gloo", "nccl"]
@@ -72,6 +74,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
         kv_cache_bytes=section.kv_cache_bytes or (None if devices else CPU_KV_CACHE_BYTES),
         gpu_memory_utilization=section.gpu_memory_utilization,
         enforce_eager=(not devices) if section.enforce_eager is None else section.enforce_eager,
+        sleep_mode=section.sleep_mode and bool(devices),
         in_one_process=section.tensor_parallel_size == 1,
         weights_backend=settings.weights.backend or ("nccl" if devices and settings.actor.devices else "gloo"),
         lora=settings.actor.lora,

@@ -22,7 +22,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from rolecall.errors import GenerationError, InvalidInputError, NotOnThisDeviceError, UnavailableError, WorkerLostError
+from rolecall.errors import GenerationError, UnavailableError, WorkerLostError
 from rolecall.settings import LoraSection
 from rolecall.v1 import trajectory_pb2, weights_pb2
 from rolecall.weights.adapter import POLICY
@@ -59,7 +59,8 @@ class VllmEngine:
             max_model_tokens=config.max_model_tokens,
             num_weight_ranks=config.tensor_parallel_size,
             eos_token_ids=config.eos_token_ids,
-            can_sleep=bool(config.devices),
+            # The base of an adapter comes from model.path and not over the weight channel: level 2 would lose it.
+            sleep_levels=() if not config.sleep_mode else (1, 2) if config.lora is None else (1,),
         )
 
     @property
@@ -146,15 +147,11 @@ class VllmEngine:
         return Received(fingerprints, report.digest, report.num_bytes, report.transfer_s)
 
     async def sleep(self, level: int) -> None:
-        """As EngineWeights.sleep. InvalidInputError for level 2 where adapters are published: the base would be lost, and nobody sends it."""
-        if level == 2 and self._adapter is not None:
-            raise InvalidInputError("level 2 drops the base, which comes from model.path and not over the weight channel; use level 1")
-        self._require_gpu()
+        """As EngineWeights.sleep."""
         await self._alive(self._llm.sleep(level))
 
     async def wake_up(self) -> None:
         """As EngineWeights.wake_up. vLLM resumes its scheduler with it, so it is paused again at once."""
-        self._require_gpu()
         await self._alive(self._llm.wake_up())
         await self.pause(PauseMode.KEEP)
 
@@ -182,10 +179,6 @@ class VllmEngine:
         logging.getLogger("vllm").setLevel(logging.CRITICAL)
         await asyncio.to_thread(self._llm.shutdown, CLOSE_TIMEOUT_S)
 
-    def _require_gpu(self) -> None:
-        if not self._info.can_sleep:
-            raise NotOnThisDeviceError("sleep and wake-up free GPU memory; this replica runs on CPUs")
-
     async def _alive(self, call: Any) -> Any:
         try:
             return await call  # bounded: by the caller's deadline; an engine that hangs is ended by the controller's hang_s
@@ -208,7 +201,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         kv_cache_memory_bytes=config.kv_cache_bytes,
         gpu_memory_utilization=config.gpu_memory_utilization,
         enforce_eager=config.enforce_eager,
-        enable_sleep_mode=bool(config.devices),
+        enable_sleep_mode=config.sleep_mode,
         scheduling_policy="priority",
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=True,

@@ -21,6 +21,7 @@ from rolecall.errors import (
     ConflictError,
     DeadlineError,
     InvalidInputError,
+    NotOnThisDeviceError,
     PromptTooLongError,
     RoleCallError,
     StaleEpochError,
@@ -225,7 +226,8 @@ class Replica:
         """Loads one version; the weights are LOADED after it and nothing is served. Also returns the probe's float32 [T] logprobs, if there is a probe.
 
         A caller that leaves does not interrupt it: half a load would tear the weights for nothing.
-        StaleEpochError, StaleVersionError (nothing was touched); TornWeightsError when the load did not finish."""
+        AsleepError, StaleEpochError, StaleVersionError (nothing was touched); TornWeightsError when the load did not finish."""
+        self.held.check_awake()
         self.held.check_newer(transfer.policy_version)
         if transfer.epoch != self._epoch:
             raise StaleEpochError(f"epoch {transfer.epoch} is not the one this replica joined last ({self._epoch}); open it first")
@@ -291,7 +293,7 @@ class Replica:
             await self._pause(mode)
 
     async def resume(self, policy_version: int, digest: str) -> None:
-        """Serves, if (policy_version, digest) is what the engine holds whole. Idempotent. TornWeightsError, WrongVersionError."""
+        """Serves, if (policy_version, digest) is what the engine holds whole. Idempotent. AsleepError, TornWeightsError, WrongVersionError."""
         self.held.check_whole()
         async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
             self.held.attest(policy_version, digest)
@@ -346,21 +348,34 @@ class Replica:
     # --- memory and the end -------------------------------------------------------------------------------------------------------------------------
 
     async def sleep(self, level: int) -> None:
-        """Frees GPU memory; what is kept is given up with its KV cache. Level 2 leaves the weights TORN. ConflictError unless paused."""
-        if level not in (1, 2):
-            raise InvalidInputError(f"level {level} is not one: 1 keeps the weights in host memory, 2 drops them")
-        if self.gate.is_open:
-            raise ConflictError("the engine is serving; Pause it before Sleep")
+        """Frees GPU memory; what is kept is given up with its KV cache. Idempotent at one level.
+
+        ConflictError unless paused, AsleepError at another level, NotOnThisDeviceError, InvalidInputError.
+        """
+        self._require_sleep()
+        if level not in self.info.sleep_levels:
+            raise InvalidInputError(f"level {level} is not one of this engine's: 1 keeps the weights in host memory, 2 drops them, unless nobody sends them")
         async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
+            if self.gate.is_open:
+                raise ConflictError("the engine is serving; Pause it before Sleep")
+            if self.held.sleep_level == level:
+                return
+            self.held.fall_asleep(level)  # first: a caller that leaves meanwhile must not leave an engine that only seems awake
             await self._engine.sleep(level)
-            if level == 2:
-                self.held.torn()
+            self._stop_keeping()
             await self.gate.give_up()
 
     async def wake_up(self) -> None:
-        """Takes the memory back."""
+        """Takes the memory back. Idempotent. NotOnThisDeviceError."""
+        self._require_sleep()
         async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
-            await self._engine.wake_up()
+            if self.held.sleep_level:
+                await self._engine.wake_up()
+                self.held.wake()
+
+    def _require_sleep(self) -> None:
+        if not self.info.sleep_levels:
+            raise NotOnThisDeviceError("sleep and wake-up free GPU memory; give the replica GPUs and set rollout.sleep_mode")
 
     async def stop_taking(self) -> None:
         """Takes nothing new from now on; what runs goes on. Idempotent."""

@@ -33,8 +33,8 @@ class EngineInfo:
     """Ranks it takes in the weight channel."""
     eos_token_ids: tuple[int, ...]
     """Ids that end a response by the model's own configuration."""
-    can_sleep: bool
-    """Whether sleep and wake_up exist on this device."""
+    sleep_levels: tuple[int, ...]
+    """Levels it can sleep at; empty: sleep and wake_up do not exist."""
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,10 @@ class EngineWeights(Protocol):
         StaleEpochError, StaleVersionError, ChannelBrokenError before anything was touched; after any other error the weights are torn."""
 
     async def sleep(self, level: int) -> None:
-        """Level 1 keeps the weights in host memory, level 2 drops them. NotOnThisDeviceError on CPUs."""
+        """Level 1 keeps the weights in host memory, level 2 drops them. Awake, and only at the levels of `info`."""
 
     async def wake_up(self) -> None:
-        """Takes the memory back. NotOnThisDeviceError on CPUs."""
+        """Takes the memory back."""
 
     async def close(self) -> None:
         """Ends the engine and its processes within seconds."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rolecall.errors import NotOnThisDeviceError, RoleCallError, UnavailableError
+from rolecall.errors import RoleCallError, UnavailableError
 from rolecall.v1 import trajectory_pb2, weights_pb2
 from rolecall.wire import Array
 from services.rollout.sampling import EngineInfo, PauseMode, Received, Sample, SampleRequest, VersionSpan
@@ -33,7 +33,15 @@ class _Running:
 class ScriptedEngine:
     """See the module."""
 
-    def __init__(self, *, vocab_size: int = 256, eos_token_id: int = 2, max_model_tokens: int = 64, token_s: float = 0.0, can_sleep: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 256,
+        eos_token_id: int = 2,
+        max_model_tokens: int = 64,
+        token_s: float = 0.0,
+        sleep_levels: tuple[int, ...] = (),
+    ) -> None:
         """Each token takes `token_s` seconds. About one token in eight is the end token."""
         self._vocab_size = vocab_size
         self._token_s = token_s
@@ -42,7 +50,7 @@ class ScriptedEngine:
         self._may_run = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._info = EngineInfo(max_model_tokens=max_model_tokens, num_weight_ranks=1, eos_token_ids=(eos_token_id,), can_sleep=can_sleep)
+        self._info = EngineInfo(max_model_tokens=max_model_tokens, num_weight_ranks=1, eos_token_ids=(eos_token_id,), sleep_levels=sleep_levels)
         self.joined: list[int] = []
         """Epochs joined, in order."""
         self.failures: deque[RoleCallError] = deque()
@@ -165,12 +173,10 @@ class ScriptedEngine:
 
     async def sleep(self, level: int) -> None:
         """As EngineWeights.sleep."""
-        self._require_gpu()
         await self.pause(PauseMode.ABORT)
 
     async def wake_up(self) -> None:
         """As EngineWeights.wake_up."""
-        self._require_gpu()
 
     async def close(self) -> None:
         """Nothing to end."""
@@ -178,10 +184,6 @@ class ScriptedEngine:
     async def _thawed(self) -> None:
         while self.frozen:
             await asyncio.sleep(POLL_S)
-
-    def _require_gpu(self) -> None:
-        if not self._info.can_sleep:
-            raise NotOnThisDeviceError("sleep and wake-up free GPU memory; this engine has none")
 
 
 def digest_of(policy_version: int) -> str:

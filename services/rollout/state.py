@@ -6,7 +6,7 @@ A pure state machine: no engine, no waiting. The replica asks it before every st
 from collections.abc import Iterable
 from enum import Enum
 
-from rolecall.errors import NotAttestedError, StaleVersionError, TornWeightsError, WrongVersionError
+from rolecall.errors import AsleepError, NotAttestedError, StaleVersionError, TornWeightsError, WrongVersionError
 
 MAX_KNOWN_VERSIONS = 1024
 """Attested versions remembered; a kept response that spans older ones is discarded."""
@@ -19,11 +19,13 @@ class State(Enum):
                               │  ▲               │                                    │
                             error└───receive─────┴────────────receive─────────────────┘
                               ▼  └───receive───┐
-                             TORN ─────────────┘         (WakeUp after Sleep level 2 leads to TORN, too)
+                             TORN ─────────────┘
+        any but LOADING ──Sleep──▶ ASLEEP ──WakeUp──▶ what was before it, after level 2 TORN
 
     Invariants, each asserted in tests/contract/test_rollout_state.py:
     - serving implies ATTESTED; every other state closes the gate.
     - (policy_version, digest) name whole weights in LOADED and ATTESTED only; elsewhere they are (-1, "").
+    - ASLEEP is left by WakeUp only: memory is unmapped, so that loading and resuming would be an illegal access.
     - LOADING is left only for LOADED or TORN, or for what was before it when the load failed before it changed anything; TORN is left only by a full load.
     - policy_version never goes back, not even over a torn load: a version once begun is spent.
 
@@ -36,6 +38,7 @@ class State(Enum):
     LOADED = 3
     ATTESTED = 4
     TORN = 5
+    ASLEEP = 6
 
 
 class HeldWeights:
@@ -47,6 +50,8 @@ class HeldWeights:
         """Version held whole; -1 when none is."""
         self.digest = ""
         """Its digest."""
+        self.sleep_level = 0
+        """Level of the sleep; 0 while awake."""
         self._newest_begun = -1
         self._before = (State.EMPTY, -1, "")
         self._attested: dict[int, str] = {}
@@ -57,7 +62,8 @@ class HeldWeights:
             raise StaleVersionError(f"version {policy_version} is not newer than {self._newest_begun}, which this engine has begun before")
 
     def begin(self, policy_version: int) -> None:
-        """A load of `policy_version` starts: LOADING."""
+        """A load of `policy_version` starts: LOADING. AsleepError, StaleVersionError."""
+        self.check_awake()
         self.check_newer(policy_version)
         self._newest_begun = policy_version
         self._before = (self.state, self.policy_version, self.digest)
@@ -75,16 +81,36 @@ class HeldWeights:
         self.state, self.policy_version, self.digest = State.LOADED, self._newest_begun, digest
 
     def check_whole(self) -> None:
-        """TornWeightsError while a load is in progress or after one that did not finish."""
+        """TornWeightsError while a load is in progress or after one that did not finish; AsleepError."""
+        self.check_awake()
         if self.state in (State.TORN, State.LOADING):
             raise TornWeightsError(f"the engine's weights are {self.state.name}; publish a full version before resuming", state=self.state.name)
+
+    def check_awake(self) -> None:
+        """AsleepError from Sleep to WakeUp."""
+        if self.state is State.ASLEEP:
+            raise AsleepError(f"the engine was put to sleep at level {self.sleep_level}; wake it up first")
+
+    def fall_asleep(self, level: int) -> None:
+        """Memory is about to be given back: ASLEEP. Level 2 drops the weights. AsleepError, TornWeightsError in a load."""
+        self.check_awake()
+        if self.state is State.LOADING:
+            raise TornWeightsError("a load is in progress; it ends before the engine can sleep", state=self.state.name)
+        self._before = (self.state, self.policy_version, self.digest) if level == 1 else (State.TORN, -1, "")
+        self.state, self.policy_version, self.digest, self.sleep_level = State.ASLEEP, -1, "", level
+
+    def wake(self) -> None:
+        """The memory is back: what was held before, or TORN."""
+        if self.state is State.ASLEEP:
+            self.state, self.policy_version, self.digest = self._before
+            self.sleep_level = 0
 
     def torn(self) -> None:
         """The weights are not whole any more: TORN."""
         self.state, self.policy_version, self.digest = State.TORN, -1, ""
 
     def attest(self, policy_version: int, digest: str) -> None:
-        """The store holds (policy_version, digest) as attested: ATTESTED, when that is what is held. TornWeightsError, WrongVersionError."""
+        """The store holds (policy_version, digest) as attested: ATTESTED, when that is what is held. AsleepError, TornWeightsError, WrongVersionError."""
         self.check_whole()
         if (policy_version, digest) != (self.policy_version, self.digest) or self.state is State.EMPTY:
             raise WrongVersionError(f"the engine holds version {self.policy_version} ({self.digest[:12]}), not {policy_version} ({digest[:12]})")

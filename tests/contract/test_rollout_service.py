@@ -10,6 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rolecall.errors import (
+    AsleepError,
     ChannelBrokenError,
     ConflictError,
     FencedError,
@@ -37,7 +38,7 @@ from tests.tiny_models import write_tokenizer
 @pytest.fixture
 async def rollout(store: StoreUnderTest, tmp_path: Path) -> AsyncIterator[ReplicaUnderTest]:
     write_tokenizer(tmp_path)
-    async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.002, can_sleep=True)) as running:
+    async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.002, sleep_levels=(1, 2))) as running:
         yield running
 
 
@@ -305,6 +306,25 @@ async def test_sleep_needs_a_pause_and_level_two_needs_a_full_load(rollout: Repl
         await rollout.resume(1)
     await rollout.publish(2)
     assert await rollout.generate()
+
+
+async def test_an_engine_that_sleeps_neither_resumes_nor_loads_until_it_wakes(rollout: ReplicaUnderTest) -> None:
+    await rollout.publish(1)
+    await rollout.stub.Pause(rollout_pb2.PauseRequest(ctl=1, mode=rollout_pb2.PAUSE_MODE_KEEP))
+    await rollout.stub.Sleep(rollout_pb2.SleepRequest(ctl=1, level=1))
+    await rollout.stub.Sleep(rollout_pb2.SleepRequest(ctl=1, level=1))
+    with pytest.raises(AsleepError, match="level 1"):
+        await rollout.stub.Sleep(rollout_pb2.SleepRequest(ctl=1, level=2))
+    with pytest.raises(AsleepError):
+        await rollout.resume(1)
+    with pytest.raises(AsleepError):
+        await rollout.receive(2)
+    assert (await rollout.info()).weights_state == rollout_pb2.WEIGHTS_STATE_ASLEEP
+    for _ in range(2):
+        await rollout.stub.WakeUp(rollout_pb2.WakeUpRequest(ctl=1))
+    await rollout.resume(1)
+    assert await rollout.generate()
+    await rollout.publish(2)
 
 
 async def test_sleep_is_not_for_cpus(store: StoreUnderTest, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rolecall.errors import NotAttestedError, RoleCallError, StaleVersionError, TornWeightsError, WrongVersionError
+from rolecall.errors import AsleepError, NotAttestedError, RoleCallError, StaleVersionError, TornWeightsError, WrongVersionError
 from services.rollout.state import MAX_KNOWN_VERSIONS, HeldWeights, State
 
 
@@ -69,6 +69,23 @@ def test_tokens_of_a_version_that_was_never_attested_may_not_leave() -> None:
         held.digests([3, 4, 5])
 
 
+@pytest.mark.parametrize(("level", "after"), [(1, State.ATTESTED), (2, State.TORN)])
+def test_sleep_keeps_what_is_held_or_drops_it_and_nothing_happens_before_it_wakes(level: int, after: State) -> None:
+    held = loaded(3, "d3")
+    held.attest(3, "d3")
+    held.fall_asleep(level)
+    for refused in (lambda: held.attest(3, "d3"), lambda: held.begin(4), lambda: held.fall_asleep(level)):
+        with pytest.raises(AsleepError):
+            refused()
+    with pytest.raises(NotAttestedError):
+        held.require_attested()
+    held.wake()
+    assert (held.state, held.sleep_level) == (after, 0)
+    held.begin(4)  # a version that was refused in its sleep is not spent
+    with pytest.raises(TornWeightsError):
+        held.fall_asleep(1)
+
+
 def test_an_empty_engine_cannot_be_resumed_by_naming_nothing() -> None:
     with pytest.raises(WrongVersionError):
         HeldWeights().attest(-1, "")
@@ -114,6 +131,7 @@ class Life(RuleBasedStateMachine):
         self.held.loaded(f"d{self.begun[-1]}")
         self.whole[self.begun[-1]] = f"d{self.begun[-1]}"
 
+    @precondition(lambda self: self.held.state is not State.ASLEEP)
     @rule()
     def tear(self) -> None:
         self.held.torn()
@@ -121,6 +139,18 @@ class Life(RuleBasedStateMachine):
     @rule()
     def leave_untouched(self) -> None:
         self.held.untouched()
+
+    @rule(level=st.integers(1, 2))
+    def sleep(self, level: int) -> None:
+        before = self.held.state
+        assert self.attempt("fall_asleep", level) == (before not in (State.LOADING, State.ASLEEP))
+
+    @rule()
+    def wake(self) -> None:
+        before, level = self.held.state, self.held.sleep_level
+        self.held.wake()
+        assert self.held.state is not State.ASLEEP
+        assert before is not State.ASLEEP or level == 1 or self.held.state is State.TORN
 
     @rule(version=st.integers(-1, 12))
     def resume(self, version: int) -> None:
@@ -139,6 +169,12 @@ class Life(RuleBasedStateMachine):
         named = self.held.state in (State.LOADED, State.ATTESTED)
         assert (self.held.policy_version >= 0) == named
         assert bool(self.held.digest) == named
+
+    @invariant()
+    def nothing_is_loaded_or_resumed_asleep(self) -> None:
+        if self.held.state is State.ASLEEP:
+            for event, *arguments in (("begin", 99), ("attest", -1, "")):
+                assert not self.attempt(str(event), *arguments)
 
     @invariant()
     def only_attested_versions_may_leave(self) -> None:
