@@ -196,6 +196,8 @@ def _batches(settings: RunSettings) -> Iterator[str]:
         f"{settings.run.num_steps * algorithm.num_epochs * algorithm.num_minibatches} optimizer steps in the run"
     )
     yield f"staleness: at most {algorithm.max_staleness} steps; at most {(1 + algorithm.max_staleness) * algorithm.groups_per_batch} groups in flight"
+    window, letters, failed = settings.controller.failure_window, settings.controller.max_dead_letters, settings.reward.max_failed_groups
+    yield f"failures: of any {window} groups {failed} may be without a score and {letters} without a rollout that survives them; one more ends the run"
     yield from explain(settings)
 
 

@@ -130,7 +130,7 @@ class RewardSection(ServiceSection):
     max_attempts: PositiveInt = 3
     """Tries of a Score call, and of an item whose error is retryable, before the group is dropped."""
     max_failed_groups: NonNegativeInt = 32
-    """Budget of groups dropped because they could not be scored; one more stops the run."""
+    """Budget of groups dropped because they could not be scored, of any controller.failure_window groups; one more stops the run."""
     tls: bool = False
     """Call the `address` with TLS."""
     bearer_token_file: ConfigPath | None = None

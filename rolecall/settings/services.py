@@ -71,7 +71,9 @@ class ControllerSection(ServiceSection):
     max_deliveries: PositiveInt = 3
     """Times a group is given to a rollout before it is dropped as one that kills or fails its worker."""
     max_dead_letters: NonNegativeInt = 32
-    """Budget of groups dropped because they killed or failed their worker max_deliveries times; one more stops the run."""
+    """Budget of groups dropped because they killed or failed their worker max_deliveries times, of any failure_window groups; one more stops the run."""
+    failure_window: PositiveInt = 1000
+    """Groups, in order of admission, of which max_dead_letters and reward.max_failed_groups may fail."""
     start_timeout_s: PositiveFloat = 300.0
     """Deadline for every role to become healthy at the start."""
     stall_timeout_s: PositiveFloat = 600.0

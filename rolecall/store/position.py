@@ -95,6 +95,8 @@ class RunPosition:
     """Groups trained."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Groups dropped, by reason."""
+    failed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Gids of the newest dead letters, by reason; at most 1,000 of each."""
     freed_step: int = 0
     """Batches below it are freed."""
     paused: int = 0
@@ -127,9 +129,10 @@ class Garbage:
 def decode_position(fields: Mapping[bytes, bytes]) -> RunPosition:
     """The position in the fields of the `run` hash."""
     text = {name.decode(): value for name, value in fields.items()}
-    numbers = {name: int(text[name]) for name in RunPosition.__dataclass_fields__ if name in text and name not in ("cursor", "algorithm_state", "dropped")}
+    numbers = {name: int(text[name]) for name in RunPosition.__dataclass_fields__ if name in text and name not in ("cursor", "algorithm_state")}
     dropped = {name.removeprefix("dropped:"): int(value) for name, value in text.items() if name.startswith("dropped:")}
-    return RunPosition(cursor=text.get("cursor", b""), algorithm_state=text.get("algorithm_state", b""), dropped=dropped, **numbers)
+    failed = {name.removeprefix("failed:"): tuple(map(int, value.split())) for name, value in text.items() if name.startswith("failed:")}
+    return RunPosition(cursor=text.get("cursor", b""), algorithm_state=text.get("algorithm_state", b""), dropped=dropped, failed=failed, **numbers)
 
 
 def rows_of_garbage(notes: Mapping[bytes, bytes]) -> Garbage:

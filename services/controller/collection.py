@@ -19,6 +19,7 @@ from rolecall.telemetry import attached, tracer
 from rolecall.trajectory import rows_of
 from rolecall.v1 import trajectory_pb2
 from services.controller.assembly import Assembly, ScoredGroup
+from services.controller.failures import FailureBudget
 from services.controller.intake import Intake
 from services.controller.prompts import PromptSequence
 from services.controller.scoring import GroupScorer
@@ -60,6 +61,8 @@ class Collection:
         self._stop_for = stop_for
         self.sealed: frozenset[int] = frozenset()
         """Groups of the batch that an earlier loop sealed: they are trained, whatever the settings say of them now."""
+        self.failures = FailureBudget(settings.reward.max_failed_groups, settings.controller.failure_window)
+        """Groups that could not be scored."""
         self.newest = (0, 0)
         """Stream position of the newest group that was read."""
         self._filtered: Counter[str] = Counter()
@@ -94,11 +97,7 @@ class Collection:
             try:
                 scored = await self._scorer.score(group)
             except ScorerError as error:
-                await self.drop(group.gid, rows_of(group), "scorer_error", str(error))
-                try:
-                    self._scorer.count_failure(error)
-                except BudgetSpentError as spent:
-                    self._stop_for(spent)
+                await self._give_up(group, error)
                 return
             except RowMissingError as error:
                 logger.error("group %d was committed and its rows are gone; it is dropped and another prompt takes its place: %s", group.gid, error)
@@ -106,6 +105,17 @@ class Collection:
                 return
             await self._threads.call(self._ledger.note, [group.gid], "scored", reward=float(scored.rewards_G.mean()))
             await self._sort(scored)
+
+    async def _give_up(self, group: trajectory_pb2.CommittedGroup, error: ScorerError) -> None:
+        logger.warning("group %d is dropped because it cannot be scored: %s", group.gid, error)
+        await self.drop(group.gid, rows_of(group), "scorer_error", str(error))
+        if self.failures.spend(group.gid):
+            self._stop_for(
+                BudgetSpentError(
+                    f"more than reward.max_failed_groups = {self._settings.reward.max_failed_groups} of {self._settings.controller.failure_window} groups "
+                    f"(controller.failure_window) could not be scored; the last by the scorer's {error}"
+                )
+            )
 
     async def _sort(self, group: ScoredGroup) -> None:
         """Keeps the success rate of the group's prompt, then keeps or drops the group."""

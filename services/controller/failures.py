@@ -1,11 +1,13 @@
-"""What the controller survives: which errors start its loop over from the store, how often, and for how long; and when a run that waits has stalled.
+"""What the controller survives: which errors start its loop over from the store, how often, and for how long; how many groups
+may fail; and when a run that waits has stalled.
 
 The controller is crash-only: a failure of a role or of the store is not mended where it is met. The loop is abandoned and started over from what the store
 holds, as a new controller would, so that there is one way to recover and it is used often.
 """
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 
 from rolecall.errors import BudgetSpentError, OutOfOrderError, RoleCallError
 from rolecall.settings import ControllerSection
@@ -56,6 +58,25 @@ class RecoveryBudget:
         """Store and roles answer again."""
         self._recovered_at = self._clock()
         self._away_s += self._recovered_at - self._failed_at
+
+
+class FailureBudget:
+    """Groups that may fail, of any `window` groups admitted one after another.
+
+    A run that goes on after it was spent begins anew: people saw to the cause."""
+
+    def __init__(self, limit: int, window: int, failed: Iterable[int] = ()) -> None:
+        """`failed`: gids of failures before, as the ledger knows them."""
+        self._window = window
+        self._gids: deque[int] = deque(maxlen=limit + 1)
+        for gid in failed:
+            if self.spend(gid):
+                self._gids.clear()
+
+    def spend(self, gid: int) -> bool:
+        """One more group failed; whether that is one too many."""
+        self._gids.append(gid)
+        return len(self._gids) == self._gids.maxlen and max(self._gids) - min(self._gids) < self._window
 
 
 class StallClock:

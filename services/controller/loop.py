@@ -30,7 +30,7 @@ from services.controller.board import RunBoard
 from services.controller.checkpoints import Checkpoints, RunPoint
 from services.controller.collection import Collection
 from services.controller.evaluation import Evaluation
-from services.controller.failures import StallClock
+from services.controller.failures import FailureBudget, StallClock
 from services.controller.fleet import Fleet
 from services.controller.intake import Intake
 from services.controller.prompts import PromptSequence
@@ -172,8 +172,9 @@ class Loop:
         self._saver.saved_step = self._saver.step = recovered.saved_step
         parts.publisher.policy_version = recovered.policy_version
         parts.publisher.step_of_version.update(recovered.step_of_version)
-        parts.scorer.num_failed_groups = position.dropped.get("scorer_error", 0)
-        self._reaper.num_dead_letters = position.dropped.get("over_delivered", 0)
+        window = self._settings.controller.failure_window
+        self._collection.failures = FailureBudget(self._settings.reward.max_failed_groups, window, position.failed.get("scorer_error", ()))
+        self._reaper.dead_letters = FailureBudget(self._settings.controller.max_dead_letters, window, position.failed.get("over_delivered", ()))
         if self._settings.algorithm.curriculum is not None:
             parts.prompts.rates = await parts.threads.call(parts.ledger.rates)
         sealed = await parts.threads.call(parts.ledger.sealed, self._step)

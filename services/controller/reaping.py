@@ -12,6 +12,7 @@ from rolecall.settings import ControllerSection
 from rolecall.store.ledger import Ledger
 from rolecall.store.position import Overdelivered
 from services.controller.collection import Collection
+from services.controller.failures import FailureBudget
 from services.controller.leases import Leases
 from services.controller.threads import StoreThreads
 
@@ -30,8 +31,8 @@ class Reaper:
         self._threads = threads
         self._collection = collection
         self._stop_for = stop_for
-        self.num_dead_letters = 0
-        """Of the whole run."""
+        self.dead_letters = FailureBudget(settings.max_dead_letters, settings.failure_window)
+        """Groups that no worker ever finished."""
 
     async def run(self) -> None:
         """Gives unrenewed groups to others, and drops those that were delivered too often. Runs until cancelled."""
@@ -47,15 +48,14 @@ class Reaper:
             await asyncio.sleep(lease_s / 4)
 
     async def _bury(self, group: Overdelivered) -> None:
-        max_deliveries, max_dead_letters = self._settings.max_deliveries, self._settings.max_dead_letters
+        max_deliveries = self._settings.max_deliveries
         logger.error("group %d failed %d times and is dropped; the last: %s", group.gid, max_deliveries, group.error)
         error = f"given to a rollout {max_deliveries} times and never committed; the last: {group.error}"
         await self._collection.drop(group.gid, (), "over_delivered", error)
-        self.num_dead_letters += 1
-        if self.num_dead_letters > max_dead_letters:
+        if self.dead_letters.spend(group.gid):
             self._stop_for(
                 BudgetSpentError(
-                    f"{self.num_dead_letters} groups killed or failed every rollout they were given to, more than controller.max_dead_letters; "
-                    f"the last is group {group.gid}: {group.error}"
+                    f"more than controller.max_dead_letters = {self._settings.max_dead_letters} of {self._settings.failure_window} groups "
+                    f"(controller.failure_window) killed or failed every rollout they were given to; the last is group {group.gid}: {group.error}"
                 )
             )

@@ -1,8 +1,8 @@
 """Scores each group as it lands: the reward and every reference at the same time, no barrier between generation and scoring.
 
-Owns what a failure means: a scorer's failure is never a number. Items are retried by the client. After that, bad data drops the group and
-counts against reward.max_failed_groups; infrastructure that is away is waited for, up to controller.stall_timeout_s. Both budgets, spent, stop the run with a
-message that names the scorer. A group that was scored before (the loop started over since) keeps its scores: a scorer need not answer twice alike.
+Owns what a failure means: a scorer's failure is never a number. Items are retried by the client. After that, bad data is raised, and collection.py
+drops the group; infrastructure that is away is waited for, up to controller.stall_timeout_s. The messages name the scorer.
+A group that was scored before (the loop started over since) keeps its scores: a scorer need not answer twice alike.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rolecall.errors import BudgetSpentError, DeadlineError, ScorerError, ScorerUnavailableError, UnavailableError
+from rolecall.errors import DeadlineError, ScorerError, ScorerUnavailableError, UnavailableError
 from rolecall.scores import Failure, Score, score_item
 from rolecall.scoring import RewardClient
 from rolecall.settings import TEACHER, RunSettings
@@ -41,7 +41,6 @@ class GroupScorer:
         self._reward = reward
         self._references = references
         self._room = asyncio.Semaphore(settings.controller.max_score_calls)
-        self.num_failed_groups = 0
         self.ctl = 0
         """Set once the run is locked."""
 
@@ -124,13 +123,6 @@ class GroupScorer:
     async def _ask(self, name: str, prefix: str, refs: list[trajectory_pb2.RowRef]) -> None:
         request = training_pb2.ComputeColumnRequest(ctl=self.ctl, rows=refs, prefix=prefix)
         await self._references[name].ComputeLogprobs(request, timeout=self._settings.references[name].compute_timeout_s)
-
-    def count_failure(self, error: ScorerError) -> None:
-        """One more group was dropped for want of a score. BudgetSpentError past reward.max_failed_groups."""
-        self.num_failed_groups += 1
-        logger.warning("a group was dropped because it could not be scored: %s", error)
-        if self.num_failed_groups > self._settings.reward.max_failed_groups:
-            raise BudgetSpentError(f"{self.num_failed_groups} groups could not be scored, more than reward.max_failed_groups; the last by the scorer's {error}")
 
 
 def _reward_columns(score: Score, row: Mapping[str, Array]) -> dict[str, Array]:

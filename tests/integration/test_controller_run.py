@@ -196,6 +196,34 @@ async def test_a_spent_scoring_budget_fails_the_run_and_names_the_scorer(store: 
     assert Checkpoints(open_storage(run.settings.run.checkpoints), 2).latest() is not None, "a spent budget ends with a checkpoint"
 
 
+async def test_failures_of_scoring_are_known_to_the_next_controller_and_a_resumed_run_begins_a_new_budget(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    def picky(item: Item) -> float:
+        if int(item.id.partition("/")[0]) < num_bad:
+            raise ValueError("no score today")
+        return parity(item)
+
+    num_bad = 2
+    sections: dict[str, Any] = {"reward": {"max_failed_groups": 3}, "run": {"num_steps": 1}}
+    async with light_run(store, tmp_path, make_settings, score=picky, **sections) as run, run.rollout("rollout-0"):
+        async with run.controller() as (_, running):
+            await asyncio.wait_for(running, RUN_S)
+        ledger = Ledger(store.connection, store.run)
+        assert sorted(ledger.position().failed["scorer_error"]) == [0, 1]
+        run.settings = run.settings.model_copy(update={"run": run.settings.run.model_copy(update={"num_steps": 2})})
+        num_bad = 1_000_000
+        async with run.controller() as (_, running):
+            with pytest.raises(BudgetSpentError, match=r"more than reward.max_failed_groups = 3 of 1000 groups"):
+                await asyncio.wait_for(running, RUN_S)
+        num_failed = len(ledger.position().failed["scorer_error"])
+        assert 4 <= num_failed <= 6, "and those that were being scored beside it"
+        num_bad = max(ledger.position().failed["scorer_error"]) + 2
+        async with run.controller() as (_, running):
+            await asyncio.wait_for(running, RUN_S)
+    assert balance(run)[1] == 8
+
+
 async def test_too_many_dead_letters_end_the_run_and_the_last_is_named(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
     async with light_run(store, tmp_path, make_settings, controller={"max_dead_letters": 0, "max_deliveries": 2}) as run:
         async with run.controller() as (_, running), run.rollout("rollout-0", engine=PoisonedEngine(vocab_size=200)):

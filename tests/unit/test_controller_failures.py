@@ -14,7 +14,7 @@ from rolecall.errors import (
     WorkerLostError,
 )
 from rolecall.settings import ControllerSection
-from services.controller.failures import RecoveryBudget, StallClock, starts_over
+from services.controller.failures import FailureBudget, RecoveryBudget, StallClock, starts_over
 
 
 @pytest.mark.parametrize("kind", [ChannelBrokenError, DeadlineError, StoreUnavailableError, WorkerLostError, OutOfOrderError])
@@ -84,6 +84,30 @@ def test_an_applied_step_renews_both_budgets() -> None:
     recoveries = Recoveries(stall_timeout_s=60, max_recoveries=1)
     for step in range(5):
         recoveries.fail(step, away_s=50.0)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 32])
+def test_a_budget_of_failures_allows_its_number_and_ends_at_the_next(limit: int) -> None:
+    budget = FailureBudget(limit, 1000)
+    assert [budget.spend(gid) for gid in range(limit + 1)] == [*[False] * limit, True]
+
+
+def test_a_run_of_a_million_groups_may_lose_three_in_a_hundred_all_along_and_not_more() -> None:
+    budget = FailureBudget(32, 1000)
+    assert not any(budget.spend(gid) for gid in range(0, 1_000_000, 32))
+    assert any(budget.spend(gid) for gid in range(1_000_000, 1_001_000, 25))
+
+
+def test_failures_of_earlier_controllers_count_and_a_spent_budget_begins_anew() -> None:
+    known = [3, 5, 900]
+    assert [FailureBudget(3, 1000, known).spend(gid) for gid in (950, 2000)] == [True, False]
+    resumed = FailureBudget(2, 1000, known)
+    assert [resumed.spend(gid) for gid in (950, 951, 952)] == [False, False, True]
+
+
+def test_groups_fail_in_any_order() -> None:
+    budget = FailureBudget(2, 10)
+    assert [budget.spend(gid) for gid in (9, 20, 12, 18)] == [False, False, False, True]
 
 
 def test_only_what_stands_still_while_it_should_move_is_a_stall() -> None:

@@ -3,7 +3,8 @@
 -- KEYS[1] is the prefix '{rl:<run>}:'. Everything below carries it, hence lies in one hash slot and one script may touch it all.
 --
 --   run            hash    ctl, holder, beat, lineage, lineage_gid, step, published_step, policy_version, begun_version, begun_step,
---                          epoch, next_gid, cursor, admitted, trained, dropped:<reason>, freed_step, paused, algorithm_state
+--                          epoch, next_gid, cursor, admitted, trained, dropped:<reason>, failed:<reason> (gids of the newest dead letters), freed_step, paused,
+--                          algorithm_state
 --   prompts        stream  admitted groups, one entry each (gid, group, traceparent); consumer group `rollout`
 --   trajectories   stream  committed groups, one entry each (gid, group); read by position, no consumer group
 --   live           zset    gids not yet terminal, scored by gid

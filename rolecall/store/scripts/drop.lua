@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- Makes a live group terminal without training it. ARGV: ctl, gid, reason, error. An error text makes it a dead letter too, beside the last error of
--- its workers. Its rows, if it was committed, become garbage. DONE when it is terminal already; a sealed group is refused.
+-- its workers and among the newest FAILURES of its reason. Its rows, if it was committed, become garbage. DONE when it is terminal already; a sealed group is refused.
+local FAILURES = 1000
 local refusal = fenced(ARGV[1])
 if refusal then return refusal end
 local gid, key = ARGV[2], group_key(ARGV[2])
@@ -24,6 +25,11 @@ end
 redis.call('ZREM', live, gid)
 redis.call('DEL', key)
 redis.call('HINCRBY', run, 'dropped:' .. ARGV[3], 1)
-if ARGV[4] ~= '' then redis.call('XADD', dead, '*', 'gid', gid, 'reason', ARGV[3], 'error', ARGV[4], 'last_error', last_error, 'group', prompt) end
+if ARGV[4] ~= '' then
+  redis.call('XADD', dead, '*', 'gid', gid, 'reason', ARGV[3], 'error', ARGV[4], 'last_error', last_error, 'group', prompt)
+  local failed = (redis.call('HGET', run, 'failed:' .. ARGV[3]) or '') .. gid .. ' '
+  if select(2, string.gsub(failed, ' ', '')) > FAILURES then failed = string.gsub(failed, '^%S+ ', '') end
+  redis.call('HSET', run, 'failed:' .. ARGV[3], failed)
+end
 note(gid, 'dropped', 'reason', ARGV[3], 'error', ARGV[4], 'last_error', last_error)
 return {'OK'}
