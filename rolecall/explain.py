@@ -98,7 +98,7 @@ def _reward(settings: RunSettings) -> Iterator[str]:
     shaping, kl = settings.algorithm.shaping, settings.algorithm.kl
     yield from _shaping(shaping, settings.sampling.max_tokens)
     if kl is not None and kl.placement == "reward":
-        yield f"minus {_coefficient(kl)} x KL to {kl.reference} ({kl.estimator}) on each token"
+        yield f"minus {_coefficient(kl)} x KL to {kl.reference} ({kl.estimator}) on each token{_pass(settings.algorithm)}"
 
 
 def _shaping(section: ShapingSection, longest: int) -> Iterator[str]:
@@ -121,8 +121,12 @@ def _advantages(algorithm: AlgorithmSection) -> str:
         return task
     words = [f"{distillation.task_coef:g} x ({task})"] if distillation.task_coef else ["rewards teach nothing"]
     if distillation.placement == "advantage":
-        words.append(f"minus {distillation.coef:g} x log(policy / {_teachers(distillation)}) of each token")
+        words.append(f"minus {distillation.coef:g} x log(policy / {_teachers(distillation)}) of each token{_pass(algorithm)}")
     return ", ".join(words)
+
+
+def _pass(algorithm: AlgorithmSection) -> str:
+    return "" if algorithm.sampler_is_old else ", after a pass of the actor over the batch"
 
 
 def _estimator(section: AdvantageSection) -> str:
@@ -203,8 +207,7 @@ def _loss(section: PolicyLossSection) -> str:
 def _ratio_is_one(algorithm: AlgorithmSection) -> bool:
     """Whether every update is a batch's first, and the ratio is to the policy that makes it."""
     first = algorithm.num_minibatches == algorithm.num_epochs == 1
-    bypassed = algorithm.correction is not None and algorithm.correction.proximal == "bypass"
-    return first and not bypassed and not isinstance(algorithm.policy_loss, ReinforceLoss | CustomLoss)
+    return first and not algorithm.sampler_is_old and not isinstance(algorithm.policy_loss, ReinforceLoss | CustomLoss)
 
 
 def _band(low: float, high: float) -> str:

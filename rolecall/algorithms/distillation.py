@@ -14,7 +14,7 @@ from rolecall.wire import Array
 
 def distil(
     advantages: Sequence[Array],
-    rollout_logprobs: Sequence[Array],
+    policy_logprobs: Sequence[Array],
     teacher_logprobs: Sequence[Array],
     loss_masks: Sequence[Array],
     *,
@@ -25,8 +25,7 @@ def distil(
 
     The single-token sample of the reverse KL, whose policy gradient is that of KL(pi || teacher) token by token (MiniLLM, arXiv:2306.08543, takes the
     same divergence over whole responses); as an advantage, without a discount, in Thinking Machines' "On-Policy Distillation" (K. Lu, 2025,
-    https://thinkingmachines.ai/blog/on-policy-distillation/). pi is the sampler: its logprobs are those of the policy that made the tokens. Both are at the
-    trajectory's temperature. Leaves out what later tokens owe to this one.
+    https://thinkingmachines.ai/blog/on-policy-distillation/). Both are at the trajectory's temperature. Leaves out what later tokens owe to this one.
     """
-    rows = zip(advantages, rollout_logprobs, teacher_logprobs, loss_masks, strict=True)
-    return [np.where(mask != 0, task_coef * task - coef * (sampled - taught), 0).astype(sampled.dtype) for task, sampled, taught, mask in rows]
+    rows = zip(advantages, policy_logprobs, teacher_logprobs, loss_masks, strict=True)
+    return [np.where(mask != 0, task_coef * task - coef * (policy - taught), 0).astype(policy.dtype) for task, policy, taught, mask in rows]

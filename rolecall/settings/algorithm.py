@@ -52,6 +52,11 @@ class AlgorithmSection(Section):
         """Whether every group has a greedy response beside its sampled ones."""
         return isinstance(self.advantage, RemaxAdvantage)
 
+    @property
+    def sampler_is_old(self) -> bool:
+        """Whether the sampler's logprobs stand for the old policy's."""
+        return self.correction is not None and self.correction.proximal == "bypass"
+
     @model_validator(mode="after")
     def _length_is_used(self) -> Self:
         if self.aggregation_length is not None and self.aggregation != "seq_mean_token_sum_norm":
@@ -60,7 +65,7 @@ class AlgorithmSection(Section):
 
     @model_validator(mode="after")
     def _bypass_has_a_ratio(self) -> Self:
-        if self.correction is not None and self.correction.proximal == "bypass" and isinstance(self.policy_loss, ReinforceLoss):
+        if self.sampler_is_old and isinstance(self.policy_loss, ReinforceLoss):
             raise ValueError(
                 "correction.proximal bypass leaves the correction to the loss's ratio, and policy_loss reinforce has none; use proximal: recompute, which "
                 "weighs tokens, or another loss"

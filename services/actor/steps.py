@@ -65,7 +65,7 @@ class PolicySteps:
         loss = settings.algorithm.policy_loss
         self._covariance = loss if isinstance(loss, CovarianceLoss) else None
         self._moe = settings.actor.moe
-        self._bypass = settings.algorithm.correction is not None and settings.algorithm.correction.proximal == "bypass"
+        self._bypass = settings.algorithm.sampler_is_old
         self._looks_first = self._covariance is not None or self._moe is not None
         if isinstance(loss, CustomLoss):
             load(loss)  # not there: known at the start

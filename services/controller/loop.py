@@ -12,7 +12,6 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rolecall.algorithms.advantages import needs
 from rolecall.errors import BudgetSpentError, DiskFullError, RoleCallError, StoreRolledBackError
 from rolecall.settings import RunSettings
 from rolecall.store.budget import batch_bytes
@@ -225,7 +224,7 @@ class Loop:
         rows = [ref for group in groups for ref in group.rows]
         sealed = await self._parts.threads.call(self._parts.ledger.sealed, self._step)
         # A batch that an earlier loop sealed holds these columns, and a trainer may have applied it since: it could not compute them again.
-        asked = self._parts.computing(needs(self._settings.algorithm.advantage)) if sealed is None else []
+        asked = self._parts.computing(preparation.columns_computed(self._settings.algorithm)) if sealed is None else []
         if asked:
             self._parts.board.wait_for(f"what the {' and the '.join(trainer.name for trainer in asked)} say of the batch")
             # What they say is written once: a loop that starts over after this must choose these groups, not keep what it says of them for a later step.

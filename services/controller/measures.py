@@ -17,6 +17,7 @@ from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.wire import Array
 from services.controller.assembly import ScoredGroup
 from services.controller.fleet import Fleet
+from services.controller.preparation import policy_column
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,8 @@ def of_batch(
     metrics.mean("rollout/entropy_estimate", float(-sampled.mean()), sampled.size)
     if settings.algorithm.distillation is not None:
         taught = np.concatenate([row[reference_column(TEACHER)][row["response_mask"] != 0] for row in rows])
-        metrics.mean("distillation/reverse_kl", float((sampled - taught).mean()), sampled.size)
+        policy = np.concatenate([row[policy_column(settings.algorithm)][row["response_mask"] != 0] for row in rows])
+        metrics.mean("distillation/reverse_kl", float((policy - taught).mean()), policy.size)
     return metrics
 
 

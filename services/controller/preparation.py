@@ -13,7 +13,7 @@ from rolecall.algorithms import control
 from rolecall.algorithms.advantages import ScoredBatch, estimate, needs
 from rolecall.algorithms.distillation import distil
 from rolecall.algorithms.shaping import Moments, clip_rewards, kl_estimate, penalise_kl, place_rewards, shape_rewards, trained_mask
-from rolecall.settings import TEACHER, DistillationSection, RunSettings
+from rolecall.settings import TEACHER, AlgorithmSection, DistillationSection, RunSettings
 from rolecall.trajectory import reference_column
 from rolecall.v1 import trajectory_pb2
 from rolecall.wire import Array
@@ -21,10 +21,26 @@ from services.controller.adaptive import AdaptiveState
 from services.controller.assembly import ScoredGroup
 
 
+def policy_column(algorithm: AlgorithmSection) -> str:
+    """The policy's logprobs that the KL in the reward and distillation as an advantage compare with a reference's.
+
+    The old policy's, from the kernels that the reference has, too: where both hold the same weights the KL is 0, which the sampler's would miss by what
+    engines differ in. Where nothing is compared, and where the sampler stands for the old policy: the sampler's, which cost no pass."""
+    kl, distillation = algorithm.kl, algorithm.distillation
+    compared = (kl is not None and kl.placement == "reward") or (distillation is not None and distillation.placement == "advantage")
+    return "old_logprobs" if compared and not algorithm.sampler_is_old else "rollout_logprobs"
+
+
+def columns_computed(algorithm: AlgorithmSection) -> tuple[str, ...]:
+    """Columns that a trainer computes before `prepare`, or a scorer gave, where something reads them."""
+    compared = policy_column(algorithm)
+    return tuple(dict.fromkeys([*needs(algorithm.advantage), *([compared] if compared == "old_logprobs" else [])]))
+
+
 def columns_read(settings: RunSettings) -> tuple[str, ...]:
     """Columns that `prepare` reads of every row of a batch."""
     columns = [*columns_reported(settings), "reward"]
-    columns += [name for name in needs(settings.algorithm.advantage) if name not in (*columns, *OPTIONAL_COLUMNS)]
+    columns += [name for name in columns_computed(settings.algorithm) if name not in (*columns, *OPTIONAL_COLUMNS)]
     if settings.algorithm.kl is not None and settings.algorithm.kl.placement == "reward":
         columns.append(reference_column(settings.algorithm.kl.reference))
     return tuple(columns)
@@ -33,7 +49,9 @@ def columns_read(settings: RunSettings) -> tuple[str, ...]:
 def columns_reported(settings: RunSettings) -> tuple[str, ...]:
     """Those of them that measures.of_batch reads, too."""
     sampled = ("token_ids", "response_mask", "rollout_logprobs")
-    return sampled if settings.algorithm.distillation is None else (*sampled, reference_column(TEACHER))
+    if settings.algorithm.distillation is None:
+        return sampled
+    return tuple(dict.fromkeys([*sampled, policy_column(settings.algorithm), reference_column(TEACHER)]))
 
 
 GREEDY_COLUMNS = ("response_mask", "reward")
@@ -77,7 +95,7 @@ def prepare(
     result = estimate(algorithm.advantage, batch)
     advantages = batch.rows(result.advantages_N)
     if algorithm.distillation is not None:
-        advantages = _distilled(algorithm.distillation, advantages, rows, loss_masks)
+        advantages = _distilled(algorithm.distillation, policy_column(algorithm), advantages, rows, loss_masks)
     columns = [{"loss_mask": mask, "advantages": advantage} for mask, advantage in zip(loss_masks, advantages, strict=True)]
     if result.returns_N is not None:
         for column, returns in zip(columns, batch.rows(result.returns_N), strict=True):
@@ -107,14 +125,13 @@ def _less_kl(
     state: AdaptiveState,
     statistics: trajectory_pb2.BatchStatistics,
 ) -> list[Array]:
-    """`rewards` less the KL where that is in the reward; `statistics` gets its mean.
-
-    The sampler's own logprobs are those of the policy that made the tokens: an unbiased estimate without another pass."""
+    """`rewards` less the KL where that is in the reward; `statistics` gets its mean."""
     kl = settings.algorithm.kl
     if kl is None or kl.placement != "reward":
         return rewards
-    columns = [(row["rollout_logprobs"], row[reference_column(kl.reference)], row["response_mask"]) for row in rows]
-    statistics.kl = float(np.concatenate([kl_estimate(sampled, reference, kl.estimator)[mask != 0] for sampled, reference, mask in columns]).mean())
+    policy = policy_column(settings.algorithm)
+    columns = [(row[policy], row[reference_column(kl.reference)], row["response_mask"]) for row in rows]
+    statistics.kl = float(np.concatenate([kl_estimate(old, reference, kl.estimator)[mask != 0] for old, reference, mask in columns]).mean())
     return [penalise_kl(reward, *column, state.control.kl_coef, kl.estimator) for reward, column in zip(rewards, columns, strict=True)]
 
 
@@ -126,10 +143,12 @@ def _columns_needed(settings: RunSettings, rows: Sequence[Mapping[str, Array]], 
     return columns
 
 
-def _distilled(section: DistillationSection, advantages: list[Array], rows: Sequence[Mapping[str, Array]], loss_masks: Sequence[Array]) -> list[Array]:
+def _distilled(
+    section: DistillationSection, policy: str, advantages: list[Array], rows: Sequence[Mapping[str, Array]], loss_masks: Sequence[Array]
+) -> list[Array]:
     coef = section.coef if section.placement == "advantage" else 0.0
-    sampled, taught = [row["rollout_logprobs"] for row in rows], [row[reference_column(TEACHER)] for row in rows]
-    return distil(advantages, sampled, taught, loss_masks, coef=coef, task_coef=section.task_coef)
+    known, taught = [row[policy] for row in rows], [row[reference_column(TEACHER)] for row in rows]
+    return distil(advantages, known, taught, loss_masks, coef=coef, task_coef=section.task_coef)
 
 
 def _raw_rewards(rows: Sequence[Mapping[str, Array]]) -> Array:

@@ -74,7 +74,7 @@ async def test_two_teachers_each_teach_the_prompts_of_their_subject(store: Store
         trained = run.actor.trainer.trained[:8]
         refs = [(reckoner.taught | coder.taught)[id] for id in trained]
         metas = store.rows.read_meta(refs)
-        rows = store.rows.read(refs, ["loss_mask", "advantages", "rollout_logprobs", "teacher/logprobs"])
+        rows = store.rows.read(refs, ["loss_mask", "advantages", "old_logprobs", "teacher/logprobs"])
         await asyncio.wait_for(running, RUN_S)
     assert {meta.prompt.metadata["subject"] for meta in metas} == {"math", "code"}
     assert not reckoner.taught.keys() & coder.taught.keys()
@@ -82,8 +82,9 @@ async def test_two_teachers_each_teach_the_prompts_of_their_subject(store: Store
     for id, meta, row in zip(trained, metas, rows, strict=True):
         teacher = reckoner if meta.prompt.metadata["subject"] == "math" else coder
         assert id in teacher.taught
-        expected = np.where(row["loss_mask"] != 0, -0.5 * (row["rollout_logprobs"] - teacher.logprob), 0)
+        expected = np.where(row["loss_mask"] != 0, -0.5 * (row["old_logprobs"] - teacher.logprob), 0)
         np.testing.assert_allclose(row["advantages"], expected, atol=1e-6)
+    assert run.actor.columns_asked == [(step, 4) for step in range(3)]
     assert all("distillation/reverse_kl" in line for line in run.metrics())
 
 

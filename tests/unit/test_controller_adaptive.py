@@ -56,7 +56,8 @@ def row(reward: float, reference: float = 0.0) -> dict[str, Array]:
     return {
         "token_ids": np.array([1, 2, 3, 4], np.int32),
         "response_mask": np.array([0, 0, 1, 1], np.uint8),
-        "rollout_logprobs": np.array([0, 0, -0.5, -0.25], np.float32),
+        "rollout_logprobs": np.array([0, 0, -0.6, -0.2], np.float32),
+        "old_logprobs": np.array([0, 0, -0.5, -0.25], np.float32),
         "ref/logprobs": np.array([0, 0, -0.5 - reference, -0.25], np.float32),
         "reward": np.array([reward], np.float32),
     }

@@ -15,7 +15,7 @@ from services.controller.admission import AdmissionPolicy
 from services.controller.assembly import Assembly, ScoredGroup
 from services.controller.board import RunBoard
 from services.controller.checkpoints import Checkpoints, RunPoint
-from services.controller.preparation import columns_read, prepare
+from services.controller.preparation import columns_computed, columns_read, prepare
 from services.controller.publish import difference, make_probe
 
 
@@ -71,14 +71,42 @@ def test_the_digest_depends_on_order_attempt_and_contents() -> None:
     assert digest != prepare(settings, 0, groups, changed)[0].digest
 
 
-def test_kl_in_the_reward_reads_the_reference_and_lowers_the_reward_of_tokens_it_finds_unlikely() -> None:
+@pytest.mark.parametrize(
+    ("correction", "compared", "asked"),
+    [({}, "old_logprobs", ("old_logprobs",)), (None, "old_logprobs", ("old_logprobs",)), ({"proximal": "bypass"}, "rollout_logprobs", ())],
+    ids=["trainer", "uncorrected", "bypass"],
+)
+def test_kl_in_the_reward_compares_the_old_policy_with_the_reference_and_lowers_the_reward_of_tokens_that_one_finds_unlikely(
+    correction: dict[str, str] | None, compared: str, asked: tuple[str, ...]
+) -> None:
     kl = {"reference": "ref", "kl_coef": 0.5, "estimator": "k1", "placement": "reward"}
-    settings = run_settings(algorithm={"groups_per_batch": 1, "kl": kl, "advantage": {"kind": "rloo"}}, references={"ref": {}})
-    assert "ref/logprobs" in columns_read(settings)
-    rows = [{**row(1), "ref/logprobs": np.array([0, 0, -0.5, -0.25], np.float32)}, {**row(1), "ref/logprobs": np.array([0, 0, -1.5, -0.25], np.float32)}]
+    algorithm = {"groups_per_batch": 1, "kl": kl, "advantage": {"kind": "rloo"}, "correction": correction}
+    settings = run_settings(algorithm=algorithm, references={"ref": {}})
+    assert columns_computed(settings.algorithm) == asked
+    assert {"ref/logprobs", compared} <= set(columns_read(settings))
+    rows = [{**row(1), "ref/logprobs": np.array([0, 0, reference, -0.25], np.float32)} for reference in (-0.5, -1.5)]
+    if asked:  # the sampler's kernels see other numbers on the same tokens
+        seen = [{"old_logprobs": each["rollout_logprobs"], "rollout_logprobs": each["rollout_logprobs"] - i} for i, each in enumerate(rows)]
+        rows = [{**each, **other} for each, other in zip(rows, seen, strict=True)]
     _, columns = prepare(settings, 0, [group(1, 1.0, 1.0)], rows)
     # The second row loses 0.5 * (-0.5 + 1.5) = 0.5; RLOO compares 1.0 with 0.5.
     np.testing.assert_allclose([column["advantages"][2] for column in columns], [0.5, -0.5], atol=1e-6)
+
+
+def test_an_actors_pass_before_the_seal_is_asked_for_only_where_something_compares_what_it_says() -> None:
+    kl = {"reference": "ref", "kl_coef": 0.5}
+    taught = {"distillation": {"teacher": "ref"}}
+    for algorithm, asked in (
+        ({}, ()),
+        ({"kl": kl}, ()),
+        (taught, ("old_logprobs",)),
+        ({"distillation": {"teacher": "ref", "placement": "loss"}}, ()),
+        ({**taught, "correction": {"proximal": "bypass"}}, ()),
+        ({"kl": {**kl, "placement": "reward"}, "advantage": {"kind": "optimal_token_baseline"}}, ("old_logprobs", "sum_squared_probs")),
+    ):
+        settings = run_settings(algorithm={"groups_per_batch": 1, **algorithm}, references={"ref": {}} if algorithm else {})
+        assert columns_computed(settings.algorithm) == asked, algorithm
+        assert set(asked) <= set(columns_read(settings))
 
 
 async def test_a_batch_waits_for_groups_and_a_drop_wakes_it() -> None:

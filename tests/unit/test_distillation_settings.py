@@ -127,7 +127,8 @@ def test_a_batch_is_sealed_with_what_the_teacher_says(make_settings: MakeSetting
         {
             "token_ids": np.array([1, 2, 3, 4], np.int32),
             "response_mask": np.array([0, 0, 1, 1], np.uint8),
-            "rollout_logprobs": np.array([0, 0, -0.5, -0.25], np.float32),
+            "rollout_logprobs": np.array([0, 0, -0.6, -0.2], np.float32),
+            "old_logprobs": np.array([0, 0, -0.5, -0.25], np.float32),
             "teacher/logprobs": np.array([0, 0, -1.0, 0.0], np.float32),
             "reward": np.array([reward], np.float32),
         }
