@@ -9,9 +9,15 @@ admitted and not dropped fit in the batches 0..p+S: were batches filled in order
 its staleness would be at most S. Nobody is ever dropped for being late: that would drop the long responses. Drops give their credit back; without that,
 one filtered group would hang the run at S = 0.
 
-The choice. Strict order of admission would let one slow group hold up a batch while others are ready. So batch k takes the B *oldest ready* groups, if after it
-every group can still meet its bound: for every j in k..k+S, the live groups left over that were admitted at step <= j - S number at most (j - k) * B (those are
-the groups that must be in a batch <= j, and batches k+1..j have (j - k) * B places). Otherwise batch k waits. With S = 0 this is strict: all must be ready.
+The choice. Each live group has a *last batch*, in which its staleness is at the bound: admit_step + S. Strict order of admission would let one slow group
+hold up a batch while others are ready. So batch k takes the B ready groups with the least (last batch, gid), the *oldest*, if after it every group can still
+meet its bound: for every j >= k, the live groups left over whose last batch is at most j number at most (j - k) * B (batches k+1..j have that many places).
+Otherwise batch k waits. With S = 0 this is strict: all must be ready.
+
+Another S. A run may go on with another one. What is live then was admitted under the old bound, and with a smaller S not all of it can meet the new one. So a
+group that is taken over at step k has as its last batch the later of admit_step + S and its place in line, k + i // B for the i-th oldest: no later than under
+the bound it was admitted with, and never more than B groups to a batch. Whoever is admitted from there on stands behind all of them and inside the window, so
+there is always a batch for everyone.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -38,18 +44,26 @@ class AdmissionPolicy:
         fits = retained_bytes + (num_live + 1) * self.group_bytes <= self.max_bytes
         return in_window and fits
 
-    def choose(self, batch: int, ready: Collection[int], live: Mapping[int, int], begun: Collection[int] = ()) -> Sequence[int] | None:
-        """The gids of batch number `batch`, oldest first, or None while it must wait.
+    def last_batch(self, admit_step: int) -> int:
+        """The last batch that may hold a group admitted at `admit_step`."""
+        return admit_step + self.max_staleness
 
-        `ready` holds gids that could be trained now, a subset of `live`, which maps the gid of every group not terminal to its admit_step. `begun`, another,
+    def taken_over(self, step: int, live: Mapping[int, int], first: Collection[int]) -> dict[int, int]:
+        """The last batch by gid of the groups that are live when a loop goes on at `step`. `live` maps their gids to their admit_step; `first` are those that
+        batch `step` is to have."""
+        line = sorted(live, key=lambda gid: (gid not in first, gid))
+        return {gid: max(self.last_batch(live[gid]), step + place // self.groups_per_batch) for place, gid in enumerate(line)}
+
+    def choose(self, batch: int, ready: Collection[int], live: Mapping[int, int], begun: Collection[int] = ()) -> Sequence[int] | None:
+        """The gids of batch number `batch`, in order of admission, or None while it must wait.
+
+        `ready` holds gids that could be trained now, a subset of `live`, which maps the gid of every group not terminal to its last batch. `begun`, another,
         are those that trainers were asked about for this batch already: they come before older ones."""
         if len(ready) < self.groups_per_batch or not set(begun) <= set(ready):
             return None
-        chosen = sorted([*sorted(begun), *sorted(set(ready) - set(begun))][: self.groups_per_batch])
-        taken = set(chosen)
-        left = [step for gid, step in live.items() if gid not in taken]
-        for j in range(batch, batch + self.max_staleness + 1):
-            due = sum(step <= j - self.max_staleness for step in left)
-            if due > (j - batch) * self.groups_per_batch:
-                return None
+        others = sorted(set(ready) - set(begun), key=lambda gid: (live[gid], gid))
+        chosen = sorted([*begun, *others][: self.groups_per_batch])
+        left = sorted(live[gid] for gid in live.keys() - set(chosen))
+        if any(number > (last - batch) * self.groups_per_batch for number, last in enumerate(left, 1)):
+            return None
         return chosen

@@ -65,6 +65,7 @@ class Assembly:
     def __init__(self, policy: AdmissionPolicy) -> None:
         self._policy = policy
         self._live: dict[int, int] = {}
+        """Last batch by gid."""
         self._ready: dict[int, ScoredGroup] = {}
         self._changed = asyncio.Event()
         self.num_changes = 0
@@ -72,7 +73,11 @@ class Assembly:
 
     def admitted(self, gid: int, admit_step: int) -> None:
         """A group came to life."""
-        self._live[gid] = admit_step
+        self._live[gid] = self._policy.last_batch(admit_step)
+
+    def take_over(self, step: int, live: Mapping[int, int], first: Collection[int]) -> None:
+        """Groups that live already when the loop goes on at `step`, with their admit_step; batch `step` is to have `first` of them."""
+        self._live = self._policy.taken_over(step, live, first)
 
     def dropped(self, gid: int) -> None:
         """A group ended without being trained."""

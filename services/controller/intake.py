@@ -66,15 +66,13 @@ class Intake:
         """Bytes of trained rows that are kept until a checkpoint covers them."""
 
     def start_from(self, recovered: Recovered) -> None:
-        """Takes over the counters of the ledger, and its live groups."""
+        """Takes over the counters of the ledger."""
         position = recovered.position
         self._admitted, self.dropped, self._next_gid = position.admitted, Counter(position.dropped), position.next_gid
         self._backlog = list(recovered.backlog)
         self._recovered = position.next_gid, recovered.backlog
         self.retained_bytes = recovered.retained_bytes
         self._prompts.move_to(Cursor.decode(position.cursor))
-        for gid, published_step in recovered.live.items():
-            self._assembly.admitted(gid, published_step)
 
     def waiting(self, next_gid: int) -> Sequence[trajectory_pb2.Prompt]:
         """Prompts of an older checkpoint that were not admitted again when `next_gid` was the next to be: each has its gid from the start."""

@@ -178,6 +178,8 @@ class Loop:
             parts.prompts.rates = await parts.threads.call(parts.ledger.rates)
         sealed = await parts.threads.call(parts.ledger.sealed, self._step)
         self._collection.sealed = frozenset(sealed.gids) if sealed is not None else frozenset()
+        begun = await parts.threads.call(parts.ledger.begun, self._step)
+        self._assembly.take_over(self._step, recovered.live, self._collection.sealed or frozenset(begun))
         self._intake.start_from(recovered)
         if parts.board.steered:  # perhaps before this process held the run
             await parts.threads.call(parts.ledger.pause, parts.board.paused)

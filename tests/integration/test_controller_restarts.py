@@ -69,6 +69,24 @@ async def test_a_batch_that_was_sealed_is_trained_as_it_is_also_under_other_sett
     assert len(run.actor.trainer.records) == 3
 
 
+@pytest.mark.parametrize(("old", "new"), [(2, 0), (2, 1)])
+async def test_a_run_goes_on_with_a_lower_max_staleness(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings, old: int, new: int) -> None:
+    algorithm = {"groups_per_batch": 4, "max_staleness": old}
+    async with light_run(store, tmp_path, make_settings, algorithm=algorithm, run={"num_steps": 6}) as run, run.rollout("rollout-0"):
+        run.actor.trainer.failures.append(InvalidInputError("the run ends with its first batch sealed"))
+        async with run.controller() as (_, running):
+            with pytest.raises(InvalidInputError):
+                await asyncio.wait_for(running, RUN_S)
+        assert balance(run)[3] == 4 * (old + 1)
+        run.settings = run.settings.model_copy(update={"algorithm": run.settings.algorithm.model_copy(update={"max_staleness": new})})
+        async with run.controller() as (_, running):
+            await asyncio.wait_for(running, RUN_S)
+    assert balance(run) == (24, 24, 0, 0)
+    staleness = [line["staleness/max"] for line in run.metrics()]
+    assert max(staleness) <= old
+    assert max(staleness[old + 1 :]) <= new
+
+
 async def test_groups_that_the_actor_was_asked_about_are_in_the_batch_also_when_older_ones_have_come_since(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
