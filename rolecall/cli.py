@@ -7,8 +7,10 @@ Exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted.
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+
+from rolecall.nearest import did_you_mean
 
 ROLES = ("controller", "actor", "critic", "reference", "reward", "rollout")
 
@@ -23,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _become(f"services.{words[1]}", words[2:])
     if words[:1] == ["export"]:
         return _become("rolecall.training.export_command", words[1:])
-    arguments, rest = _parser().parse_known_args(words)
+    parser, commands = _parser()
+    _refuse_unknown(parser, words, commands)
+    arguments, rest = parser.parse_known_args(words)
     from rolecall.errors import ConfigError, RoleCallError
 
     try:
@@ -38,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
+    """And the names of the commands."""
     parser = argparse.ArgumentParser(prog="rolecall", description="RL post-training for language models in which every role is a service.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -51,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     check = command("check", "validate a configuration without starting anything, and print what follows from it", _OVERRIDES)
     check.add_argument("config", type=Path, metavar="CONFIG", help="the run's YAML file")
     for reader in (train, check):
-        reader.add_argument("--recipe", type=Path, metavar="FILE", help="a method's keys (examples/recipes/), for what the file does not set itself")
+        reader.add_argument("--recipe", metavar="NAME|FILE", help="a method's keys (a name of rolecall/recipes/, or a file), for what CONFIG does not set")
     sft = command("sft", "warm-start a model on prompts with responses, for a run to start from", _OVERRIDES)
     sft.add_argument("config", type=Path, metavar="CONFIG", help="the warm start's YAML file (rolecall/settings/sft.py)")
     sft.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in run.dir")
@@ -71,7 +76,15 @@ def _parser() -> argparse.ArgumentParser:
     ledger.add_argument("--id", metavar="ID", help="tell the history of one group (12) or trajectory (12/3) instead")
     ledger.add_argument("--json", action="store_true", help="for programs")
     commands.choices["stop"].add_argument("--checkpoint", action="store_true", help="save a checkpoint before ending")
-    return parser
+    return parser, commands.choices
+
+
+def _refuse_unknown(parser: argparse.ArgumentParser, words: Sequence[str], commands: Collection[str]) -> None:
+    """Says which command or role a word that is none was meant to be."""
+    known = [("command", commands)] + ([("role", ROLES)] if words[:1] == ["serve"] else [])
+    for (what, names), word in zip(known, words, strict=False):
+        if word not in names and not word.startswith("-"):
+            parser.error(f"there is no {what} {word!r}{did_you_mean(word, names)}; there are {', '.join(names)}")
 
 
 def _run(arguments: argparse.Namespace, rest: list[str]) -> int:

@@ -14,8 +14,10 @@ from typing import Any
 
 import yaml
 
+from rolecall.errors import ConfigError
+from rolecall.settings import recipe_file, recipe_names
+
 HERE = Path(__file__).resolve().parent
-RECIPES = HERE.parent / "recipes"
 CRITIC = ["--critic.optimizer={learning_rate: 3.0e-4, betas: [0.9, 0.99]}"]
 """What this task sets of a critic, where the method has one."""
 EVALUATION = "eval/heldout/accuracy"
@@ -26,10 +28,14 @@ def main() -> int:
     """Exit code of the training command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--recipe", metavar="NAME", help=f"a file of examples/recipes/: {', '.join(sorted(path.stem for path in RECIPES.glob('*.yaml')))}")
+    parser.add_argument("--recipe", metavar="NAME|FILE", help=f"as of rolecall train: a file, or one of {', '.join(recipe_names())}")
     parser.add_argument("--folder", type=Path, help="where everything goes; must not exist (default: a new one under runs/)")
     arguments, overrides = parser.parse_known_args()
-    folder = (arguments.folder or Path("runs") / f"sort_digits-{arguments.recipe or 'default'}-seed{arguments.seed}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    try:
+        recipe = recipe_file(arguments.recipe).stem if arguments.recipe else "default"
+    except ConfigError as error:
+        parser.error(error.message)
+    folder = (arguments.folder or Path("runs") / f"sort_digits-{recipe}-seed{arguments.seed}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     started = time.monotonic()
     # Idle threads that sleep instead of spinning cost nothing alone and are several times faster on a machine that others use too.
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
@@ -47,8 +53,7 @@ def train_command(folder: Path, seed: int, recipe: str | None = None) -> list[st
     paths = {"run.dir": "run", "model.path": "model", "data.train": "train.jsonl", "evaluation.sets.heldout.path": "heldout.jsonl"}
     words = [f"--{key}={folder / name}" for key, name in paths.items()]
     if recipe is not None:
-        path = RECIPES / f"{recipe}.yaml"
-        words += ["--recipe", str(path), *(CRITIC if "critic" in yaml.safe_load(path.read_text()) else [])]
+        words += ["--recipe", recipe, *(CRITIC if "critic" in yaml.safe_load(recipe_file(recipe).read_text()) else [])]
     return [sys.executable, "-m", "rolecall.cli", "train", str(HERE / "task.yaml"), *words, f"--run.seed={seed}"]
 
 

@@ -34,6 +34,13 @@ def host_of(address: str) -> str:
     return _host(endpoints_of(address)[0], address)
 
 
+def check_address(address: str) -> None:
+    """ConfigError when it is no address: a unix socket without a path, an endpoint without host and port, a port beyond 65535."""
+    if not is_unix(address):
+        for endpoint in endpoints_of(address):
+            _host(endpoint, address)
+
+
 def _host(bare: str, address: str) -> str:
     try:
         parts = urlsplit(f"//{bare}")

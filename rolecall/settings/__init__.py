@@ -34,9 +34,26 @@ from rolecall.settings.correction import (
 )
 from rolecall.settings.data import DataSection, EvaluationSection, EvaluationSet, JobSection, ModelSection, RunSection, SamplingSection
 from rolecall.settings.distillation import TEACHER, DistillationSection
-from rolecall.settings.environment import child_environment, from_environment, incarnation_given, parent_to_die_with, rank_of_process, visible_gpus
+from rolecall.settings.environment import (
+    child_environment,
+    from_environment,
+    incarnation_given,
+    parent_to_die_with,
+    rank_of_process,
+    tied_to_this_process,
+    visible_gpus,
+)
 from rolecall.settings.kl import ACTOR_BASE, KL_ERROR_BOUND, AdaptiveKl, KlEstimator, KlSection
-from rolecall.settings.load import checkpoints_of, load_settings, load_sft_settings, overrides_from, store_url_file, with_running_store
+from rolecall.settings.load import (
+    checkpoints_of,
+    load_settings,
+    load_sft_settings,
+    overrides_from,
+    recipe_file,
+    recipe_names,
+    store_url_file,
+    with_running_store,
+)
 from rolecall.settings.losses import (
     Aggregation,
     CispoLoss,
@@ -197,7 +214,10 @@ __all__ = [
     "overrides_from",
     "parent_to_die_with",
     "rank_of_process",
+    "recipe_file",
+    "recipe_names",
     "store_url_file",
+    "tied_to_this_process",
     "visible_gpus",
     "with_running_store",
 ]

@@ -34,6 +34,11 @@ def parent_to_die_with() -> int | None:
     return int(value)
 
 
+def tied_to_this_process() -> dict[str, str]:
+    """What a process that this one starts must find in its environment to end with it."""
+    return {"ROLECALL_DIE_WITH_PARENT": str(os.getpid())}
+
+
 def rank_of_process() -> tuple[int, int, int]:
     """RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them; (0, 1, 0) outside it."""
     rank, world_size, local_rank = (os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))

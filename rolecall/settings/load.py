@@ -9,29 +9,49 @@ from pydantic import SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 
 from rolecall.errors import ConfigError
+from rolecall.nearest import did_you_mean
 from rolecall.settings.environment import from_environment
+from rolecall.settings.names import suggestion
 from rolecall.settings.run import RunSettings
 from rolecall.settings.section import Section
 from rolecall.settings.sft import SftSettings
 
 _Settings = TypeVar("_Settings", bound=Section)
+_RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 
-def load_settings(path: Path, overrides: list[str] | None = None, recipe: Path | None = None) -> RunSettings:
+def load_settings(path: Path, overrides: list[str] | None = None, recipe: str | Path | None = None) -> RunSettings:
     """Reads, overrides and checks the file at `path`. ConfigError names the key and what is wrong with it.
 
-    A recipe (`recipe: FILE` in the file; the argument goes before it) holds the keys of a method; what the file and the overrides say goes before it.
+    A recipe (`recipe:` in the file; the argument goes before it) holds the keys of a method, and is the name of one of ours or a file; what the file and
+    the overrides say goes before it.
     """
     tree = _read(path)
     named = tree.pop("recipe", None)
     for override in overrides or []:
         _override(tree, override)
-    if recipe is None and named is not None:
-        recipe = path.parent / Path(str(named)).expanduser()
-    if recipe is not None:
-        tree = _over(tree, _read(recipe))
+    given = ""
+    if recipe is not None or named is not None:
+        file = recipe_file(str(recipe)) if recipe is not None else recipe_file(str(named), path.parent)
+        tree, given = _over(tree, _read(file)), f" with the recipe {file}"
     from_environment(tree)
-    return _valid(RunSettings, tree, path, f" with the recipe {recipe}" if recipe is not None else "")
+    return _valid(RunSettings, tree, path, given)
+
+
+def recipe_names() -> list[str]:
+    """The methods of which there is a recipe."""
+    return sorted(file.stem for file in _RECIPES.glob("*.yaml"))
+
+
+def recipe_file(named: str, folder: Path = Path()) -> Path:
+    """The file of a recipe: `named` is one of `recipe_names`, or a file, relative to `folder`. ConfigError when it is neither."""
+    if named in recipe_names():
+        return _RECIPES / f"{named}.yaml"
+    file = folder / Path(named).expanduser()
+    if not file.is_file():
+        near, known = did_you_mean(named, recipe_names()), ", ".join(recipe_names())
+        raise ConfigError(f"there is no recipe {named!r}{near}; give the path of a file, or one of the names {known}")
+    return file
 
 
 def load_sft_settings(path: Path, overrides: list[str] | None = None) -> SftSettings:
@@ -51,11 +71,11 @@ def _valid(kind: type[_Settings], tree: dict[str, Any], path: Path, given: str) 
     try:
         return kind.model_validate(tree, context={"base": path.resolve().parent})
     except ValidationError as error:
-        lines = [f"  {'.'.join(str(part) for part in item['loc']) or 'configuration'}: {_said(item)}" for item in error.errors(include_url=False)]
+        lines = [f"  {'.'.join(str(part) for part in item['loc']) or 'configuration'}: {_said(kind, item)}" for item in error.errors(include_url=False)]
         raise ConfigError(f"{path}{given} is not a valid configuration:\n" + "\n".join(lines)) from error
 
 
-def _said(item: ErrorDetails) -> str:
+def _said(kind: type[Section], item: ErrorDetails) -> str:
     """What is wrong, as whoever wrote the file would say it."""
     match item["type"]:
         case "union_tag_not_found":
@@ -65,7 +85,7 @@ def _said(item: ErrorDetails) -> str:
         case "model_attributes_type" | "model_type":
             return "a section is wanted; give its fields, as in {field: value}"
         case "extra_forbidden":
-            return "there is no such setting; correct or remove it"
+            return f"there is no such setting{suggestion(kind, item['loc'])}; correct or remove it"
     return item["msg"].removeprefix("Value error, ")
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from rolecall.settings.section import ConfigPath, NonNegativeInt, Pattern, Section, ServiceSection
+from rolecall.settings.section import Address, ConfigPath, NonNegativeInt, Pattern, Section, ServiceSection
 
 
 class ExactMatchScorer(Section):
@@ -79,7 +79,7 @@ class ExternalScorer(Section):
     """Another RewardService."""
 
     kind: Literal["external"] = "external"
-    address: str
+    address: Address
     """gRPC target."""
     tls: bool = False
     """Use TLS with the system's roots, or `ca_file`."""

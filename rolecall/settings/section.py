@@ -6,6 +6,9 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from rolecall.errors import ConfigError
+from rolecall.rpc.address import check_address
+
 NonNegativeInt: TypeAlias = Annotated[int, Field(ge=0)]
 NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0)]
 UnitFloat: TypeAlias = Annotated[float, Field(gt=0, le=1)]
@@ -35,6 +38,18 @@ Pattern: TypeAlias = Annotated[str, AfterValidator(_compiles)]
 """A Python regular expression that compiles."""
 
 
+def _address(value: str) -> str:
+    try:
+        check_address(value)
+    except ConfigError as error:
+        raise ValueError(error.message) from error
+    return value
+
+
+Address: TypeAlias = Annotated[str, AfterValidator(_address)]
+"""`host:port`, `unix:/path` or a gRPC target, which may name several endpoints."""
+
+
 class Section(BaseModel):
     """Common to all sections: frozen, unknown keys and numbers that are not finite forbidden."""
 
@@ -44,9 +59,9 @@ class Section(BaseModel):
 class ServiceSection(Section):
     """Where a role is found."""
 
-    address: str | None = None
+    address: Address | None = None
     """`host:port` or a gRPC target where clients reach it; absent: local, started by `rolecall train`."""
-    bind: str | None = None
+    bind: Address | None = None
     """`host:port` it listens on; absent: the address."""
     devices: tuple[int, ...] = ()
     """GPU indices of this machine it may use, when local; empty: CPU. No two roles may share one."""

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr
 
-from rolecall.settings.section import ConfigPath, NonNegativeInt, Section, ServiceSection, UnitFloat
+from rolecall.settings.section import Address, ConfigPath, NonNegativeInt, Section, ServiceSection, UnitFloat
 
 
 class RolloutSection(Section):
@@ -12,7 +12,7 @@ class RolloutSection(Section):
 
     num_replicas: NonNegativeInt = 1
     """Replicas that `rolecall train` starts; others may join from elsewhere."""
-    bind: str = "127.0.0.1:0"
+    bind: Address = "127.0.0.1:0"
     """`host:port` to listen on; port 0 takes a free one."""
     advertise_host: str | None = None
     """Host that others reach it by; absent: the bind's host."""

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from examples.sort_digits import prepare as sort_digits
-from examples.sort_digits.quickstart import RECIPES, read_jsonl, train_command
+from examples.sort_digits.quickstart import read_jsonl, train_command
+from rolecall.settings import recipe_names
 
 FEW = ["--run.num_steps=2", "--algorithm.groups_per_batch=4", "--evaluation.sets={}"]
 
@@ -23,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.learning
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+@pytest.mark.parametrize("recipe", recipe_names())
 def test_the_recipe_trains(recipe: str, folder: Path, tmp_path: Path) -> None:
     command = [*train_command(folder, 0, recipe), *FEW, f"--run.dir={tmp_path / 'run'}"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280, check=False)

@@ -14,10 +14,10 @@ import torch
 import yaml
 
 from examples.sort_digits import prepare as sort_digits
-from examples.sort_digits.quickstart import HERE, RECIPES, train_command
+from examples.sort_digits.quickstart import HERE, train_command
 from rolecall.cli import main
 from rolecall.launch import write_config
-from rolecall.settings import RunSettings
+from rolecall.settings import RunSettings, recipe_file, recipe_names
 from rolecall.store.embedded import EmbeddedStore
 from services.rollout.sampling import SampleRequest
 from tests.fixtures_store import StoreUnderTest
@@ -26,7 +26,7 @@ from tests.ports import free_port
 from tests.replay_rig import DigestEngine, Nursery
 
 TASK = HERE / "task.yaml"
-NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+NAMES = recipe_names()
 NUM_WARM_STEPS = 90
 NUM_STEPS = 2
 RUN_S = 180.0
@@ -79,7 +79,7 @@ async def test_the_recipe_trains(
     recipe: str, work: Path, store: StoreUnderTest, nursery: Nursery, tmp_path: Path, make_settings: Callable[..., RunSettings]
 ) -> None:
     task = yaml.safe_load(TASK.read_text())
-    sections: dict[str, Any] = {name: task[name] for name in ("actor", "reward", "sampling")} | yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())
+    sections: dict[str, Any] = {name: task[name] for name in ("actor", "reward", "sampling")} | yaml.safe_load(recipe_file(recipe).read_text())
     sections |= {
         "run": {"num_steps": NUM_STEPS},
         "model": {"path": str(work / "model"), "dtype": "float32"},
@@ -115,7 +115,7 @@ def test_the_quickstarts_command_is_accepted_with_the_recipe(recipe: str, work: 
     _, _, _, train, *words = train_command(work, 0, recipe)
     assert train == "train"
     assert main(["check", *words]) == 0
-    sections = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())
+    sections = yaml.safe_load(recipe_file(recipe).read_text())
     said = capsys.readouterr().out
     assert ("\n  critic " in said) == ("critic" in sections)
     assert all(f"\n  reference {name} " in said for name in sections.get("references", {}))

@@ -8,7 +8,7 @@ from rolecall.errors import ConfigError
 from rolecall.settings import load_settings
 from tests.light_run import write_light_config
 
-RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
+RECIPES = Path(__file__).resolve().parents[2] / "rolecall" / "recipes"
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ import pytest
 
 from rolecall.cli import main
 from rolecall.errors import ConfigError
-from rolecall.settings import overrides_from
+from rolecall.settings import load_settings, overrides_from
 from rolecall.steer import find
+from tests.light_run import write_light_config
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -82,3 +83,43 @@ def test_a_run_is_found_by_its_address() -> None:
 def test_what_names_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a run directory"):
         find(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian", "run.yaml"], "there is no command 'trian' (did you mean 'train'?)"),
+        (["serve", "rolout", "run.yaml"], "there is no role 'rolout' (did you mean 'rollout'?)"),
+        (["xyz"], "there is no command 'xyz'; there are train, check, sft"),
+    ],
+)
+def test_a_command_or_role_that_does_not_exist_is_told_with_the_nearest_one(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("run.num_step=3", "run.num_step: there is no such setting (did you mean 'num_steps'?); correct or remove it"),
+        ("actr.num_ranks=2", "actr: there is no such setting (did you mean 'actor'?)"),
+        ("actor.learning_rate=0.1", "actor.learning_rate: there is no such setting (did you mean 'actor.optimizer.learning_rate'?)"),
+        ("algorithm.advantage={kind: gae, lamda: 0.9}", "algorithm.advantage.gae.lamda: there is no such setting (did you mean 'gae_lambda'?)"),
+        ("references={ref: {adress: 'h:1'}}", "references.ref.adress: there is no such setting (did you mean 'address'?)"),
+        ("reward.components={c: {scorer: {kind: function, targt: 'm:f'}}}", "c.scorer.function.targt: there is no such setting (did you mean 'target'?)"),
+        ("run.xyzzy=1", "run.xyzzy: there is no such setting; correct or remove it"),
+    ],
+)
+def test_a_setting_that_does_not_exist_is_told_with_the_nearest_one(tmp_path: Path, override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_settings(write_light_config(tmp_path), [override])
+    assert said in refused.value.message
+
+
+@pytest.mark.parametrize("setting", ["controller.address", "actor.bind", "rollout.bind", "reward.address"])
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "127.0.0.1", "here:there"])
+def test_what_is_no_address_is_refused_with_its_setting(tmp_path: Path, setting: str, address: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{setting}: '{address}' is not an address.*; write host:port or unix:/path"):
+        load_settings(write_light_config(tmp_path), [f"{setting}={address}"])

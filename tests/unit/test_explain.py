@@ -9,7 +9,7 @@ from rolecall.explain import explain
 from rolecall.settings import AdvantageSection, PolicyLossSection, RunSettings, load_settings
 from tests.light_run import write_light_config
 
-RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
+RECIPES = Path(__file__).resolve().parents[2] / "rolecall" / "recipes"
 
 
 @pytest.fixture

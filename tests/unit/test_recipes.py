@@ -10,7 +10,7 @@ from rolecall.launch import resolve, write_config
 from rolecall.settings import GrpoAdvantage, RlooAdvantage, load_settings
 from tests.light_run import write_light_config
 
-RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
+RECIPES = Path(__file__).resolve().parents[2] / "rolecall" / "recipes"
 TASK_SETS = {"groups_per_batch", "num_minibatches", "num_epochs", "max_staleness"}
 
 
@@ -66,3 +66,14 @@ def test_a_recipe_that_is_wrong_is_named(config: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("algorithm: {advantages: {kind: grpo}}\n")
     with pytest.raises(ConfigError, match=r"(?s)bad\.yaml.*algorithm\.advantages"):
         load_settings(config, recipe=tmp_path / "bad.yaml")
+
+
+def test_a_recipe_of_ours_goes_by_its_name_in_the_file_and_as_an_argument(config: Path) -> None:
+    config.write_text(config.read_text() + "recipe: rloo\n")
+    assert load_settings(config).algorithm.advantage.kind == "rloo"
+    assert load_settings(config, recipe="dr_grpo") == load_settings(config, recipe=RECIPES / "dr_grpo.yaml")
+
+
+def test_a_name_that_is_no_recipe_is_told_with_the_nearest_one(config: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no recipe 'dr_gpro' \(did you mean 'dr_grpo'\?\); give the path of a file, or one of the names cispo, "):
+        load_settings(config, recipe="dr_gpro")
