@@ -170,7 +170,7 @@ def run(main: Callable[[], Awaitable[None]], role: str = "service") -> int:
     A signal sets `stop_requested()`, a second one cancels `main`. Ends with its launcher when ROLECALL_DIE_WITH_PARENT says so.
     """
     try:
-        _tie_to_launcher()
+        tie_to_parent()
     except (ConfigError, OSError) as error:
         return _failed(role, error)
     loop = asyncio.new_event_loop()
@@ -250,7 +250,8 @@ async def _drain_role(drain: Callable[[], Awaitable[None]], grace_s: float) -> N
         _LOG.warning("draining took longer than %.1f s; going on without it", grace_s)
 
 
-def _tie_to_launcher() -> None:
+def tie_to_parent() -> None:
+    """Ends this process with the parent that ROLECALL_DIE_WITH_PARENT names, at once when that is gone already. Without the variable it does nothing."""
     parent = parent_to_die_with()
     if parent is not None:
         die_with_parent(parent if parent > 1 else os.getppid())

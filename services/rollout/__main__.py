@@ -4,18 +4,17 @@ import asyncio
 import atexit
 import contextlib
 import logging
-import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-from rolecall.lifeline import die_with_parent
 from rolecall.model_files import check_tokenizer
 from rolecall.rpc.membership import Membership
-from rolecall.rpc.process import ServiceArgs, parse_args, run, serve
+from rolecall.rpc.process import ServiceArgs, parse_args, run, serve, tie_to_parent
 from rolecall.rpc.server import Server
+from rolecall.settings import tied_to_this_process
 from rolecall.store.connection import connect
 from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
@@ -35,10 +34,9 @@ DRAIN_S = 3.0
 GRACE_S = 5.0
 """Seconds of the whole drain, and then of the calls under way."""
 
-_PARENT = multiprocessing.parent_process()
-if _PARENT is not None:
-    # vLLM's own processes are spawned and so import this module: none of them may outlive the replica, however it ends.
-    die_with_parent(_PARENT.pid or 0)
+if __name__ == "__mp_main__":  # a process that vLLM spawns, before it does anything else: it may not outlive the one that spawned it, however that ends
+    tie_to_parent()
+    os.environ.update(tied_to_this_process())
 
 
 async def _main(args: ServiceArgs) -> None:
@@ -48,7 +46,7 @@ async def _main(args: ServiceArgs) -> None:
     check_tokenizer(config.model_path, tokenizer.num_ids)
     connection = await asyncio.to_thread(connect, settings.store)
     fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
-    os.environ.update(start_environment(config))
+    os.environ.update({**start_environment(config), **tied_to_this_process()})
     with _ending_at_once():
         from services.rollout.engine import VllmEngine
 
@@ -157,4 +155,5 @@ def _leave(outcome: list[int]) -> None:
 
 
 if __name__ == "__main__":
+    __spec__ = None  # so that multiprocessing knows this file by its path: by its name it would leave a `__main__` out of the processes that it spawns
     sys.exit(main())

@@ -90,7 +90,7 @@ def start_environment(config: RolloutConfig) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        # Children must be spawned: die_with_parent in __main__ runs when a child imports the main module.
+        # Children must be spawned: a child that imports the main module is tied to its parent by it.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     if config.devices:

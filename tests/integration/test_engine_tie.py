@@ -1,0 +1,58 @@
+"""Processes that an engine spawns end with their rollout from the first moment of the engine's start, however the rollout ends."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from rolecall.settings import child_environment
+from tests.fixtures_store import StoreUnderTest
+from tests.light_run import wait_until_gone, write_light_config
+
+ENGINE = '''"""An engine whose core is spawned at once and takes for ever to start."""
+import multiprocessing, sys, time
+from vllm import core
+if "--multiprocessing-fork" not in sys.orig_argv:
+    multiprocessing.get_context("spawn").Process(target=core.start, args=({told!r},)).start()
+    time.sleep(600)
+'''
+CORE = """import os, time
+from pathlib import Path
+def start(told):
+    Path(told).write_text(str(os.getpid()))
+    time.sleep(600)
+"""
+START_TIMEOUT_S = 90.0
+END_TIMEOUT_S = 30.0
+
+
+def test_an_engine_that_is_still_starting_dies_with_its_killed_rollout(tmp_path: Path, store: StoreUnderTest) -> None:
+    package, told = tmp_path / "packages" / "vllm", tmp_path / "core.pid"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(ENGINE.format(told=str(told)))
+    (package / "core.py").write_text(CORE)
+    assert store.section.url is not None
+    environment = child_environment({"PYTHONPATH": str(package.parent), "ROLECALL_STORE_URL": store.section.url.get_secret_value()})
+    command = [sys.executable, "-m", "services.rollout", str(write_light_config(tmp_path)), "--name", "rollout-0"]
+    with (tmp_path / "log").open("w") as log:
+        rollout = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not told.exists() or not told.read_text():
+            assert rollout.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        below = psutil.Process(rollout.pid).children(recursive=True)
+        assert int(told.read_text()) in {process.pid for process in below}
+        rollout.kill()
+        rollout.wait(timeout=30)
+        assert wait_until_gone(below, END_TIMEOUT_S) == []
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rollout.pid, signal.SIGKILL)
+        rollout.wait(timeout=30)
