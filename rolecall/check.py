@@ -267,10 +267,14 @@ def _store(settings: RunSettings) -> Iterator[str]:
 
 
 def _placement(settings: RunSettings) -> Iterator[str]:
-    placed = [("actor", settings.actor.devices, settings.actor.num_ranks)]
-    placed += [("critic", settings.critic.devices, settings.critic.num_ranks)] if settings.critic else []
-    placed += [(f"references.{name}", section.devices, section.num_ranks) for name, section in settings.references.items()]
-    placed += [(f"rollout-{i}", devices, settings.rollout.tensor_parallel_size) for i, devices in enumerate(settings.rollout.devices)]
+    trainers: dict[str, TrainerSection] = {"actor": settings.actor}
+    trainers |= {"critic": settings.critic} if settings.critic else {}
+    trainers |= {f"references.{name}": section for name, section in settings.references.items()}
+    placed = [(name, section.devices, section.num_ranks) for name, section in trainers.items() if section.address is None]
+    placed += [(f"rollout-{i}", devices, settings.rollout.tensor_parallel_size) for i, devices in enumerate(settings.rollout.local_devices)]
+    for name, section in trainers.items():
+        if section.address is not None and section.devices and section.num_ranks % len(section.devices):
+            raise ConfigError(f"{name} has {len(section.devices)} GPUs on each of its machines for {section.num_ranks} ranks; give one each")
     if not any(devices for _, devices, _ in placed):
         yield f"placement: all on CPUs, {len(os.sched_getaffinity(0))} cores"
         return

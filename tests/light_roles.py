@@ -142,7 +142,7 @@ class LightActor(actor_pb2_grpc.ActorServiceServicer):
         return pb.ComputeColumnResponse(num_already_written=num_already_written)
 
     async def OpenWeightChannel(self, request: weights_pb2.OpenWeightChannelRequest, context: Any) -> weights_pb2.OpenWeightChannelResponse:
-        return weights_pb2.OpenWeightChannelResponse(address="127.0.0.1:1")
+        return weights_pb2.OpenWeightChannelResponse(address="127.0.0.1:1", backend=weights_pb2.WEIGHT_BACKEND_GLOO)
 
     async def PublishWeights(self, request: actor_pb2.PublishWeightsRequest, context: Any) -> actor_pb2.PublishWeightsResponse:
         assert request.step == self.trainer.step

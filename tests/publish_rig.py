@@ -32,7 +32,7 @@ from services.controller.publish import PolicyPublisher
 from services.controller.threads import StoreThreads
 from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica, Transfer
-from services.rollout.sampling import Received, SampleRequest
+from services.rollout.sampling import MeetingPlace, Received, SampleRequest
 from services.rollout.scripted import ScriptedEngine
 from services.rollout.service import SERVICE_NAME, RolloutServicer
 from services.rollout.state import State
@@ -188,6 +188,8 @@ class RigEngine(ScriptedEngine):
         self.has_died = asyncio.Event()
         self.is_stopped = False
         self.late_s = 0.0
+        self.backend = ""
+        """Of the epoch joined last."""
 
     async def _pass(self, phase: str) -> None:
         if self.fault is None or self.fault.phase != phase:
@@ -218,10 +220,10 @@ class RigEngine(ScriptedEngine):
         await self._pass("resume")
         await super().resume()
 
-    async def join(self, epoch: int, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+    async def join(self, place: MeetingPlace) -> None:
         await self._pass("join")
-        self._rank = rank
-        await self._collective.meet(epoch, rank, timeout_s)
+        self._rank, self.backend = place.rank, place.backend
+        await self._collective.meet(place.epoch, place.rank, place.timeout_s)
 
     async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:
         await self._pass("receive")
@@ -285,7 +287,8 @@ class RigActor(actor_pb2_grpc.ActorServiceServicer):
         if error := self.failures.pop("open", None):
             raise error
         self._collective.open(request.epoch, request.world_size)
-        return weights_pb2.OpenWeightChannelResponse(address="127.0.0.1:1")
+        backend = weights_pb2.WEIGHT_BACKEND_NCCL if request.receivers_on_gpus else weights_pb2.WEIGHT_BACKEND_GLOO
+        return weights_pb2.OpenWeightChannelResponse(address="127.0.0.1:1", backend=backend)
 
     async def PublishWeights(self, request: actor_pb2.PublishWeightsRequest, context: Any) -> actor_pb2.PublishWeightsResponse:
         assert request.step == self.step
@@ -339,6 +342,8 @@ class Twin:
         self._tasks: list[asyncio.Task[None]] = []
         self.join = controller_pb2.JoinRequest()
         self.is_alive = True
+        self.on_gpus = False
+        """What it says of itself when it joins."""
 
     async def start(self) -> None:
         """Serves, joins, pulls."""
@@ -354,6 +359,7 @@ class Twin:
             address=address,
             num_weight_ranks=1,
             version=contract_version(),
+            on_gpus=self.on_gpus,
         )
         self._rig.fleet.join(self.join)
         pulse = Beat()
@@ -415,9 +421,10 @@ class Rig:
         """Processes that have not ended."""
         return [twin for twin in self.twins if twin.is_alive]
 
-    async def rollout(self, name: str) -> Twin:
+    async def rollout(self, name: str, *, on_gpus: bool = False) -> Twin:
         """Starts a process of this name."""
         self.twins.append(twin := Twin(self, name, len(self.twins), self.replica))
+        twin.on_gpus = on_gpus
         await twin.start()
         return twin
 

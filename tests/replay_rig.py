@@ -27,7 +27,7 @@ from rolecall.weights.channel import Channel, join
 from rolecall.weights.rendezvous import Rendezvous
 from rolecall.weights.transfer import Reception, agreed_manifest
 from rolecall.wire import Array
-from services.rollout.sampling import Received, SampleRequest
+from services.rollout.sampling import MeetingPlace, Received, SampleRequest
 from services.rollout.scripted import ScriptedEngine
 from tests.fixtures_store import StoreUnderTest
 
@@ -227,16 +227,16 @@ class DigestEngine(ScriptedEngine):
         self._digest = ""
         self._channel: Channel | None = None
 
-    async def join(self, epoch: int, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+    async def join(self, place: MeetingPlace) -> None:
         """Meets the actor."""
-        await super().join(epoch, address, rank, world_size, timeout_s)
+        await super().join(place)
         self._let_go()
-        self._channel = await asyncio.to_thread(self._meet, epoch, address, rank, world_size, timeout_s)
+        self._channel = await asyncio.to_thread(self._meet, place)
 
-    def _meet(self, epoch: int, address: str, rank: int, world_size: int, timeout_s: float) -> Channel:
-        rendezvous = Rendezvous(address, epoch, rank, timeout_s)
+    def _meet(self, place: MeetingPlace) -> Channel:
+        rendezvous = Rendezvous(place.address, place.epoch, place.rank, place.timeout_s)
         try:
-            return join(rendezvous, world_size, "gloo", torch.device("cpu"), timeout_s)
+            return join(rendezvous, place.world_size, place.backend, torch.device("cpu"), place.timeout_s)
         except BaseException:
             rendezvous.close()
             raise

@@ -53,7 +53,14 @@ class Membership:
     """
 
     def __init__(
-        self, settings: RunSettings, role: controller_pb2.Role.ValueType, worker: str, incarnation: str, address: str, num_weight_ranks: int = 0
+        self,
+        settings: RunSettings,
+        role: controller_pb2.Role.ValueType,
+        worker: str,
+        incarnation: str,
+        address: str,
+        num_weight_ranks: int = 0,
+        on_gpus: bool = False,
     ) -> None:
         """address: where this worker's own service answers. ConfigError when controller.address is not set."""
         if settings.controller.address is None:
@@ -68,6 +75,7 @@ class Membership:
             address=address,
             num_weight_ranks=num_weight_ranks,
             version=contract_version(),
+            on_gpus=on_gpus,
         )
         self.phase = "starting"
         """What the worker is doing, for people; set it freely, from any thread."""

@@ -21,7 +21,7 @@ from rolecall.settings.distillation import TEACHER
 from rolecall.settings.kl import ACTOR_BASE, KL_ERROR_BOUND
 from rolecall.settings.losses import CustomLoss
 from rolecall.settings.reward import ExternalScorer, FunctionScorer, RewardSection
-from rolecall.settings.section import Section
+from rolecall.settings.section import Section, ServiceSection
 from rolecall.settings.services import (
     ControllerSection,
     LauncherSection,
@@ -237,16 +237,20 @@ class RunSettings(Section):
 
     @model_validator(mode="after")
     def _devices_do_not_overlap(self) -> Self:
+        """A role with an `address` runs elsewhere, and so do rollouts where num_replicas is 0: their devices are other machines'."""
         owners: dict[int, str] = {}
-        named: list[tuple[str, tuple[int, ...]]] = [("actor", self.actor.devices), ("reward", self.reward.devices)]
-        named += [("critic", self.critic.devices)] if self.critic else []
-        named += [(f"references.{name}", section.devices) for name, section in self.references.items()]
-        named += [(f"rollout.devices[{i}]", devices) for i, devices in enumerate(self.rollout.devices)]
-        for name, devices in named:
+        sections: dict[str, ServiceSection] = {"actor": self.actor, "reward": self.reward}
+        sections |= {"critic": self.critic} if self.critic else {}
+        sections |= {f"references.{name}": section for name, section in self.references.items()}
+        named = {name: section.devices for name, section in sections.items() if section.address is None}
+        named |= {f"rollout.devices[{i}]": devices for i, devices in enumerate(self.rollout.local_devices)}
+        for name, devices in named.items():
             for device in devices:
                 if device in owners:
-                    raise ValueError(f"GPU {device} is given to {owners[device]} and to {name}; give each role its own")
+                    raise ValueError(
+                        f"GPU {device} is given to {owners[device]} and to {name}; give each role its own, and the address to one on another machine"
+                    )
                 owners[device] = name
-        if self.rollout.devices and len(self.rollout.devices) != self.rollout.num_replicas:
+        if self.rollout.local_devices and len(self.rollout.devices) != self.rollout.num_replicas:
             raise ValueError(f"rollout.devices has {len(self.rollout.devices)} entries, rollout.num_replicas is {self.rollout.num_replicas}; make them equal")
         return self

@@ -64,4 +64,4 @@ class ServiceSection(Section):
     bind: Address | None = None
     """`host:port` it listens on; absent: the address."""
     devices: tuple[int, ...] = ()
-    """GPU indices of this machine it may use, when local; empty: CPU. No two roles may share one."""
+    """GPU indices it may use on its machine, on each of them where its ranks are on several; empty: CPU. No two local roles may share one."""

@@ -17,7 +17,7 @@ class RolloutSection(Section):
     advertise_host: str | None = None
     """Host that others reach it by; absent: the bind's host."""
     devices: tuple[tuple[int, ...], ...] = ()
-    """GPU indices per local replica; empty: CPUs."""
+    """GPU indices per local replica, or of each `rollout-<i>` that is started elsewhere where num_replicas is 0; empty: CPUs."""
     tensor_parallel_size: PositiveInt = 1
     """GPUs a layer is split over."""
     max_num_seqs: PositiveInt = 256
@@ -41,12 +41,17 @@ class RolloutSection(Section):
     hang_s: PositiveFloat = 15.0
     """Longest time with requests in the engine and no token from any before the replica is taken for hung and replaced."""
 
+    @property
+    def local_devices(self) -> tuple[tuple[int, ...], ...]:
+        """GPU indices of this machine per replica."""
+        return self.devices if self.num_replicas else ()
+
 
 class WeightsSection(Section):
     """The weight channel."""
 
     backend: Literal["gloo", "nccl"] | None = None
-    """Collectives; absent: nccl when actor and rollouts have GPUs, else gloo."""
+    """Collectives, said by the actor's file; absent: nccl while the actor and every rollout that has joined are on GPUs, else gloo."""
     host: str = "127.0.0.1"
     """Interface on which the actor opens the rendezvous; reachable from every rollout."""
     bucket_bytes: Annotated[int, Field(ge=1024)] = 16 * 2**20

@@ -109,6 +109,7 @@ class JoinRequest(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     NUM_WEIGHT_RANKS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    ON_GPUS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Run it means to serve; must be the controller's."""
     role: Global___Role.ValueType
@@ -123,6 +124,8 @@ class JoinRequest(_message.Message):
     """Ranks it takes in the weight channel (TP x PP of a rollout); 0 for other roles."""
     version: _builtins.str
     """Release and digest of the contracts it was built with (rolecall/contract.py)."""
+    on_gpus: _builtins.bool
+    """A rollout's weights are on GPUs; false for other roles."""
     def __init__(
         self,
         *,
@@ -133,10 +136,11 @@ class JoinRequest(_message.Message):
         address: _builtins.str = ...,
         num_weight_ranks: _builtins.int = ...,
         version: _builtins.str = ...,
+        on_gpus: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "num_weight_ranks", b"num_weight_ranks", "role", b"role", "run", b"run", "version", b"version", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "num_weight_ranks", b"num_weight_ranks", "on_gpus", b"on_gpus", "role", b"role", "run", b"run", "version", b"version", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rolecall.v1 import tensor_pb2 as _tensor_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,30 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _WeightBackend:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WeightBackendEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightBackend.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WEIGHT_BACKEND_UNSPECIFIED: _WeightBackend.ValueType  # 0
+    """Never sent."""
+    WEIGHT_BACKEND_GLOO: _WeightBackend.ValueType  # 1
+    """Through host memory, on any device."""
+    WEIGHT_BACKEND_NCCL: _WeightBackend.ValueType  # 2
+    """Between GPUs."""
+
+class WeightBackend(_WeightBackend, metaclass=_WeightBackendEnumTypeWrapper):
+    """Collectives of the weight channel; all ranks of an epoch use the same."""
+
+WEIGHT_BACKEND_UNSPECIFIED: WeightBackend.ValueType  # 0
+"""Never sent."""
+WEIGHT_BACKEND_GLOO: WeightBackend.ValueType  # 1
+"""Through host memory, on any device."""
+WEIGHT_BACKEND_NCCL: WeightBackend.ValueType  # 2
+"""Between GPUs."""
+Global___WeightBackend: _TypeAlias = WeightBackend  # noqa: Y015
 
 @_typing.final
 class ParameterSpec(_message.Message):
@@ -179,6 +204,7 @@ class OpenWeightChannelRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    RECEIVERS_ON_GPUS_FIELD_NUMBER: _builtins.int
     ctl: _builtins.int
     """Controller's fencing number; a lower one than seen before is refused (FENCED)."""
     epoch: _builtins.int
@@ -187,6 +213,8 @@ class OpenWeightChannelRequest(_message.Message):
     """Ranks of the communicator: 1 (the actor) + every rollout worker."""
     timeout_s: _builtins.float
     """Seconds the ranks may take to meet."""
+    receivers_on_gpus: _builtins.bool
+    """Every receiver's weights are on GPUs."""
     def __init__(
         self,
         *,
@@ -194,10 +222,11 @@ class OpenWeightChannelRequest(_message.Message):
         epoch: _builtins.int = ...,
         world_size: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
+        receivers_on_gpus: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ctl", b"ctl", "epoch", b"epoch", "timeout_s", b"timeout_s", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ctl", b"ctl", "epoch", b"epoch", "receivers_on_gpus", b"receivers_on_gpus", "timeout_s", b"timeout_s", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -205,21 +234,25 @@ Global___OpenWeightChannelRequest: _TypeAlias = OpenWeightChannelRequest  # noqa
 
 @_typing.final
 class OpenWeightChannelResponse(_message.Message):
-    """Where the ranks meet."""
+    """Where and how the ranks meet."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ADDRESS_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """"host:port" of the rendezvous store, reachable from every rank."""
+    backend: Global___WeightBackend.ValueType
+    """What all ranks of the epoch use: the actor decides, nobody else guesses."""
     def __init__(
         self,
         *,
         address: _builtins.str = ...,
+        backend: Global___WeightBackend.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "backend", b"backend"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -237,6 +270,7 @@ class JoinWeightChannelRequest(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
     ctl: _builtins.int
     """Controller's fencing number."""
     epoch: _builtins.int
@@ -249,6 +283,8 @@ class JoinWeightChannelRequest(_message.Message):
     """Ranks of the communicator."""
     timeout_s: _builtins.float
     """Seconds the ranks may take to meet."""
+    backend: Global___WeightBackend.ValueType
+    """As in OpenWeightChannelResponse."""
     def __init__(
         self,
         *,
@@ -258,10 +294,11 @@ class JoinWeightChannelRequest(_message.Message):
         rank: _builtins.int = ...,
         world_size: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
+        backend: Global___WeightBackend.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "ctl", b"ctl", "epoch", b"epoch", "rank", b"rank", "timeout_s", b"timeout_s", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "backend", b"backend", "ctl", b"ctl", "epoch", b"epoch", "rank", b"rank", "timeout_s", b"timeout_s", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,7 +14,6 @@ opened.
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from typing import Literal
@@ -41,8 +40,8 @@ class Publisher:
         """`device` holds the weights; NCCL sends from there, Gloo from host memory."""
         self._device = device
         self._lock = threading.Lock()
-        self._stores: deque[RendezvousHost] = deque(maxlen=2)
-        """One per epoch, the newest last. The one before still tells late ranks that it is over; older ones are gone with all their keys."""
+        self._stores: tuple[RendezvousHost, ...] = ()
+        """One per epoch, two at most, the newest last. The one before still tells late ranks that it is over; older ones are gone with all their keys."""
         self._epoch = -1
         self._policy_version = -1
         self._rendezvous: Rendezvous | None = None
@@ -68,7 +67,7 @@ class Publisher:
         with self._lock:
             if epoch != self._epoch:
                 raise StaleEpochError(f"epoch {epoch} was overtaken by {self._epoch} while it was opened")
-            self._stores.append(store)
+            self._stores = (*self._stores[-1:], store)
             self._rendezvous, self._channel, self._manifest = rendezvous, channel, None
             self._meeting_deadline = time.monotonic() + timeout_s
         threading.Thread(target=self._meet, args=(channel, rendezvous, world_size, backend, timeout_s), name=f"weights-meet-{epoch}", daemon=True).start()

@@ -10,6 +10,6 @@ def num_optimizer_steps(settings: RunSettings) -> int:
     return settings.run.num_steps * settings.algorithm.num_minibatches * settings.algorithm.num_epochs
 
 
-def channel_backend(settings: RunSettings) -> Literal["gloo", "nccl"]:
-    """Collectives of the weight channel: as configured, else nccl when both ends have GPUs."""
-    return settings.weights.backend or ("nccl" if settings.actor.devices and settings.rollout.devices else "gloo")
+def channel_backend(settings: RunSettings, receivers_on_gpus: bool) -> Literal["gloo", "nccl"]:
+    """Collectives of the weight channel: as configured, else nccl when this actor and all its receivers are on GPUs."""
+    return settings.weights.backend or ("nccl" if settings.actor.devices and receivers_on_gpus else "gloo")

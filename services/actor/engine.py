@@ -19,6 +19,8 @@ from rolecall.wire import Array, decode_tensor, encode_tensor
 from services.actor import config
 from services.actor.steps import PolicySteps
 
+BACKENDS = {"gloo": weights_pb2.WEIGHT_BACKEND_GLOO, "nccl": weights_pb2.WEIGHT_BACKEND_NCCL}
+
 
 def build(settings: RunSettings, connection: Connection, vitals: Vitals = UNWATCHED) -> "ActorEngine":
     """This rank's engine, its model loaded; a collective. ConfigError, of a plug-in before anything is started."""
@@ -50,11 +52,12 @@ class ActorEngine(TrainerRanks):
         self._manifest = build_manifest(bench.engine.named_weights(), settings.weights.bucket_bytes, adapter)
         self._publisher = Publisher(bench.device) if bench.group.leads else None
 
-    def open_channel(self, request: weights_pb2.OpenWeightChannelRequest) -> str:
+    def open_channel(self, request: weights_pb2.OpenWeightChannelRequest) -> weights_pb2.OpenWeightChannelResponse:
         """service.ActorEngine.open_channel; on rank 0, from any thread."""
         assert self._publisher is not None
-        backend = config.channel_backend(self._settings)
-        return self._publisher.open(request.epoch, request.world_size, self._settings.weights.host, backend, request.timeout_s)
+        backend = config.channel_backend(self._settings, request.receivers_on_gpus)
+        address = self._publisher.open(request.epoch, request.world_size, self._settings.weights.host, backend, request.timeout_s)
+        return weights_pb2.OpenWeightChannelResponse(address=address, backend=BACKENDS[backend])
 
     def publish(self, request: actor_pb2.PublishWeightsRequest) -> actor_pb2.PublishWeightsResponse:
         """service.ActorEngine.publish; on rank 0."""

@@ -15,8 +15,8 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 class ActorEngine(TrainerEngine, Protocol):
     """A trainer that can hand its weights out."""
 
-    def open_channel(self, request: weights_pb2.OpenWeightChannelRequest) -> str:
-        """Address of the rendezvous; called beside the lane, so that a new epoch can end a stuck publish. StaleEpochError."""
+    def open_channel(self, request: weights_pb2.OpenWeightChannelRequest) -> weights_pb2.OpenWeightChannelResponse:
+        """Where and how the ranks meet; called beside the lane, so that a new epoch can end a stuck publish. StaleEpochError."""
 
     def publish(self, request: actor_pb2.PublishWeightsRequest) -> actor_pb2.PublishWeightsResponse:
         """Sends the weights. OutOfOrderError, StaleEpochError, StaleVersionError, ChannelBrokenError."""
@@ -41,7 +41,7 @@ class ActorServicer(actor_pb2_grpc.ActorServiceServicer):
 
     async def OpenWeightChannel(self, request: weights_pb2.OpenWeightChannelRequest, context: Context) -> weights_pb2.OpenWeightChannelResponse:
         self._front.fence.check(request.ctl)
-        return weights_pb2.OpenWeightChannelResponse(address=await asyncio.to_thread(self._engine.open_channel, request))
+        return await asyncio.to_thread(self._engine.open_channel, request)
 
     async def PublishWeights(self, request: actor_pb2.PublishWeightsRequest, context: Context) -> actor_pb2.PublishWeightsResponse:
         self._front.fence.check(request.ctl)

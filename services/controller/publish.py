@@ -205,12 +205,23 @@ class PolicyPublisher:
         number, root = await self._threads.call(self._ledger.next_epoch), self._fleet.actors()
         ranks = [rollout.consumer for rollout in members for _ in range(rollout.join.num_weight_ranks)]
         world_size = 1 + len(ranks)
-        request = weights_pb2.OpenWeightChannelRequest(ctl=self.ctl, epoch=number, world_size=world_size, timeout_s=timeout_s)
-        address = (await self._actor.OpenWeightChannel(request, timeout=timeout_s)).address
+        on_gpus = all(rollout.join.on_gpus for rollout in members)
+        request = weights_pb2.OpenWeightChannelRequest(
+            ctl=self.ctl, epoch=number, world_size=world_size, timeout_s=timeout_s, receivers_on_gpus=on_gpus
+        )
+        opened = await self._actor.OpenWeightChannel(request, timeout=timeout_s)
 
         def meet(rollout: Rollout) -> Awaitable[weights_pb2.JoinWeightChannelResponse]:
             rank = 1 + ranks.index(rollout.consumer)
-            place = weights_pb2.JoinWeightChannelRequest(ctl=self.ctl, epoch=number, address=address, rank=rank, world_size=world_size, timeout_s=timeout_s)
+            place = weights_pb2.JoinWeightChannelRequest(
+                ctl=self.ctl,
+                epoch=number,
+                address=opened.address,
+                rank=rank,
+                world_size=world_size,
+                timeout_s=timeout_s,
+                backend=opened.backend,
+            )
             return rollout.stub.OpenWeightChannel(place, timeout=timeout_s + 2 * self._answer_s)
 
         await self._all(members, meet)

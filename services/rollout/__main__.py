@@ -51,6 +51,7 @@ async def _main(args: ServiceArgs) -> None:
         from services.rollout.engine import VllmEngine
 
         engine = VllmEngine(config)
+        await engine.warm_up()
 
     server = Server(settings.rpc, settings.rollout.bind, setting="rollout.bind")
     replica = Replica(
@@ -73,7 +74,15 @@ async def _main(args: ServiceArgs) -> None:
     )
     server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, SERVICE_NAME)
     address = _advertised(await server.start(), settings.rollout.advertise_host)
-    membership = Membership(settings, controller_pb2.ROLE_ROLLOUT, args.worker, args.incarnation, address, engine.info.num_weight_ranks)
+    membership = Membership(
+        settings,
+        controller_pb2.ROLE_ROLLOUT,
+        args.worker,
+        args.incarnation,
+        address,
+        engine.info.num_weight_ranks,
+        on_gpus=bool(config.devices),
+    )
     membership.start()
 
     async def drain() -> None:

@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from rolecall.errors import ConfigError
 from rolecall.model_files import check_cpu_adapters, check_cpu_attention, eos_token_ids, max_model_tokens
@@ -46,8 +45,6 @@ class RolloutConfig:
     """Whether Sleep can free the GPU's memory."""
     in_one_process: bool
     """Whether vLLM's one worker lives in its scheduler's process: a third less CPU time at the start, fewer hops per token."""
-    weights_backend: Literal["gloo", "nccl"]
-    """Collectives of the weight channel: gloo or nccl."""
     lora: LoraSection | None
     """The adapters that the actor publishes; None: it publishes whole models."""
 
@@ -76,7 +73,6 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
         enforce_eager=(not devices) if section.enforce_eager is None else section.enforce_eager,
         sleep_mode=section.sleep_mode and bool(devices),
         in_one_process=section.tensor_parallel_size == 1,
-        weights_backend=settings.weights.backend or ("nccl" if devices and settings.actor.devices else "gloo"),
         lora=settings.actor.lora,
     )
 

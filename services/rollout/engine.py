@@ -29,7 +29,7 @@ from rolecall.weights.adapter import POLICY
 from rolecall.weights.receiver import open_channel, receive_version
 from rolecall.wire import Array
 from services.rollout.config import RolloutConfig
-from services.rollout.sampling import EngineInfo, PauseMode, Received, Sample, SampleRequest, VersionSpan
+from services.rollout.sampling import EngineInfo, MeetingPlace, PauseMode, Received, Sample, SampleRequest, VersionSpan
 
 _FINISH_REASONS = {"stop": trajectory_pb2.FINISH_REASON_STOP, "length": trajectory_pb2.FINISH_REASON_LENGTH}
 _PROBE_PRIORITY, _PRIORITY = -1, 0
@@ -37,6 +37,8 @@ _PROBE_PRIORITY, _PRIORITY = -1, 0
 ENGINE_DIED = "the vLLM engine died of the error that it wrote to this replica's log; the replica ends"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of vLLM's adapter memory; a smaller adapter is padded with zeros."""
+WARM_UP_TOKENS = (0, 1, 2, 3)
+"""Ids that every vocabulary has."""
 WATCH_S = 1.0
 """Seconds between two looks at whether the engine lives."""
 CLOSE_TIMEOUT_S = 1.0
@@ -53,7 +55,6 @@ class VllmEngine:
         self._llm = AsyncLLM.from_engine_args(engine_args(config))
         self._num_probes = 0
         self._num_moves = 0
-        self._backend = config.weights_backend
         self._adapter = None if config.lora is None else POLICY
         self._info = EngineInfo(
             max_model_tokens=config.max_model_tokens,
@@ -72,6 +73,17 @@ class VllmEngine:
     def num_moves(self) -> int:
         """As SamplingEngine.num_moves: outputs, and answers of the core, which gives them between two steps of its scheduler."""
         return self._num_moves
+
+    async def warm_up(self) -> None:
+        """Does once what is slow only the first time, on the dummy weights: call it before the replica joins, while
+        nobody's deadline runs. For the probe's logprobs torch compiles kernels, which takes tens of seconds where they
+        are in no cache yet.
+        """
+        sampling = trajectory_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=2)
+        await self.probe(WARM_UP_TOKENS)
+        request = SampleRequest("warm-up", WARM_UP_TOKENS, sampling, seed=0, cache_salt="warm-up")
+        prompt = tokens_input(list(WARM_UP_TOKENS), cache_salt=request.cache_salt)
+        await self._final(prompt, sampling_params(request, self._info.eos_token_ids), request.request_id, _PRIORITY)
 
     # --- sampling -----------------------------------------------------------------------------------------------------------------------------------
 
@@ -122,16 +134,16 @@ class VllmEngine:
 
     # --- weights ------------------------------------------------------------------------------------------------------------------------------------
 
-    async def join(self, epoch: int, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+    async def join(self, place: MeetingPlace) -> None:
         """As EngineWeights.join."""
         opening = open_channel(
             self._llm,
-            epoch=epoch,
-            address=address,
-            rank=rank,
-            world_size=world_size,
-            timeout_s=timeout_s,
-            backend=self._backend,
+            epoch=place.epoch,
+            address=place.address,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout_s=place.timeout_s,
+            backend=place.backend,
             on_answer=self._moved,
         )
         await self._alive(opening)

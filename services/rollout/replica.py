@@ -31,7 +31,7 @@ from rolecall.errors import (
 )
 from rolecall.wire import Array
 from services.rollout.gate import Gate
-from services.rollout.sampling import PauseMode, Received, RolloutEngine, Sample, SampleRequest
+from services.rollout.sampling import MeetingPlace, PauseMode, Received, RolloutEngine, Sample, SampleRequest
 from services.rollout.state import HeldWeights
 
 logger = logging.getLogger(__name__)
@@ -206,21 +206,21 @@ class Replica:
 
     # --- weights ------------------------------------------------------------------------------------------------------------------------------------
 
-    async def join(self, epoch: int, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+    async def join(self, place: MeetingPlace) -> None:
         """Takes part in an epoch of the weight channel. Not in line with other changes: a new epoch is what frees a load that is stuck in an older one.
         A caller that leaves does not end it: an engine that hangs goes on owing the answer. StaleEpochError, ChannelBrokenError, DeadlineError."""
-        if epoch <= self._epoch:
-            raise StaleEpochError(f"epoch {epoch} is not newer than {self._epoch}, which this replica has seen")
-        self._epoch = epoch
-        joining = asyncio.create_task(self._join(epoch, address, rank, world_size, timeout_s))
+        if place.epoch <= self._epoch:
+            raise StaleEpochError(f"epoch {place.epoch} is not newer than {self._epoch}, which this replica has seen")
+        self._epoch = place.epoch
+        joining = asyncio.create_task(self._join(place))
         self._joins.add(joining)
         joining.add_done_callback(self._joins.discard)
         joining.add_done_callback(_look_at)
         await asyncio.shield(joining)  # bounded: by its timeout_s
 
-    async def _join(self, epoch: int, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+    async def _join(self, place: MeetingPlace) -> None:
         with self._asking():
-            await self._engine.join(epoch, address, rank, world_size, timeout_s)
+            await self._engine.join(place)
 
     async def receive(self, transfer: Transfer) -> tuple[Received, Array | None]:
         """Loads one version; the weights are LOADED after it and nothing is served. Also returns the probe's float32 [T] logprobs, if there is a probe.

@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Literal, Protocol
 
 from rolecall.v1 import trajectory_pb2, weights_pb2
 from rolecall.wire import Array
@@ -75,6 +75,20 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class MeetingPlace:
+    """Where and how the ranks of an epoch of the weight channel meet."""
+
+    epoch: int
+    address: str
+    """host:port of the actor's rendezvous."""
+    rank: int
+    """Of the engine's first rank, >= 1."""
+    world_size: int
+    timeout_s: float
+    backend: Literal["gloo", "nccl"]
+
+
+@dataclass(frozen=True)
 class Received:
     """What arrived in one transfer."""
 
@@ -115,9 +129,9 @@ class SamplingEngine(Protocol):
 class EngineWeights(Protocol):
     """Takes in new weights and gives memory back. Called while paused only, except for join and close."""
 
-    async def join(self, epoch: int, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        """All ranks of this engine take part in the weight channel's `epoch`, from rank `rank`. Aborts an older epoch, also one a receive is stuck in.
-        StaleEpochError, ChannelBrokenError, DeadlineError."""
+    async def join(self, place: MeetingPlace) -> None:
+        """All ranks of this engine take part in an epoch of the weight channel. Aborts an older epoch, also one a receive is stuck in.
+        StaleEpochError, ChannelBrokenError, DeadlineError; NotOnThisDeviceError for a backend that its device cannot do."""
 
     async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:
         """Loads one version over the channel of `epoch`, which was joined, and checks that every parameter was covered.

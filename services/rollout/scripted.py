@@ -16,7 +16,7 @@ import numpy as np
 from rolecall.errors import RoleCallError, UnavailableError
 from rolecall.v1 import trajectory_pb2, weights_pb2
 from rolecall.wire import Array
-from services.rollout.sampling import EngineInfo, PauseMode, Received, Sample, SampleRequest, VersionSpan
+from services.rollout.sampling import EngineInfo, MeetingPlace, PauseMode, Received, Sample, SampleRequest, VersionSpan
 
 POLL_S = 0.002
 """Seconds between two looks at whether a held response may grow."""
@@ -156,10 +156,10 @@ class ScriptedEngine:
         await self._thawed()
         self._may_run.set()
 
-    async def join(self, epoch: int, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+    async def join(self, place: MeetingPlace) -> None:
         """As EngineWeights.join."""
         await self._thawed()
-        self.joined.append(epoch)
+        self.joined.append(place.epoch)
 
     async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:
         """As EngineWeights.receive: takes the version on, or fails as the script says."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import grpc
 import numpy as np
@@ -16,7 +16,7 @@ from rolecall.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
 from rolecall.wire import decode_tensor, encode_tensor
 from services.rollout.pull import PullLoop
 from services.rollout.replica import Replica, Response, Transfer
-from services.rollout.sampling import PauseMode, SampleRequest
+from services.rollout.sampling import MeetingPlace, PauseMode, SampleRequest
 from services.rollout.trajectories import check_sampling, prompt_token_ids, trajectory_meta
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -27,6 +27,11 @@ _PAUSE_MODES = {
     rollout_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP,
     rollout_pb2.PAUSE_MODE_WAIT: PauseMode.WAIT,
     rollout_pb2.PAUSE_MODE_ABORT: PauseMode.ABORT,
+}
+
+_BACKENDS: dict[weights_pb2.WeightBackend.ValueType, Literal["gloo", "nccl"]] = {
+    weights_pb2.WEIGHT_BACKEND_GLOO: "gloo",
+    weights_pb2.WEIGHT_BACKEND_NCCL: "nccl",
 }
 
 
@@ -81,7 +86,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def OpenWeightChannel(self, request: weights_pb2.JoinWeightChannelRequest, context: Context) -> weights_pb2.JoinWeightChannelResponse:
         self._fence.check(request.ctl)
-        await self._replica.join(request.epoch, request.address, request.rank, request.world_size, request.timeout_s)
+        if request.backend not in _BACKENDS:
+            raise InvalidInputError(f"backend {request.backend} is not one; send what the actor's OpenWeightChannel answered")
+        backend = _BACKENDS[request.backend]
+        await self._replica.join(
+            MeetingPlace(request.epoch, request.address, request.rank, request.world_size, request.timeout_s, backend)
+        )
         return weights_pb2.JoinWeightChannelResponse(num_workers=self._replica.info.num_weight_ranks)
 
     async def ReceiveWeights(self, request: rollout_pb2.ReceiveWeightsRequest, context: Context) -> rollout_pb2.ReceiveWeightsResponse:

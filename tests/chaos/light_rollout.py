@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rolecall.tokenizer import ChatTokenizer
 from rolecall.wire import Array
-from services.rollout.sampling import Received, Sample, SampleRequest
+from services.rollout.sampling import MeetingPlace, Received, Sample, SampleRequest
 from services.rollout.scripted import ScriptedEngine
 from tests.chaos.light_channel import LightReceiver
 from tests.chaos.light_model import END_TOKEN_ID, VOCABULARY, digest_of, fingerprints_of, numbers_of, token_of
@@ -45,10 +45,10 @@ class LightEngine(ScriptedEngine):
         self._hook.at("resume")
         await super().resume()
 
-    async def join(self, epoch: int, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+    async def join(self, place: MeetingPlace) -> None:
         self._hook.at("join:start")
-        await self._channel.join(epoch, address, rank, timeout_s)
-        self.joined.append(epoch)
+        await self._channel.join(place.epoch, place.address, place.rank, place.timeout_s)
+        self.joined.append(place.epoch)
         self._hook.at("join:met")
 
     async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:

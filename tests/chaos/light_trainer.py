@@ -213,10 +213,11 @@ class LightActor(LightTrainer):
         seed, num_prompt_tokens = seed_of(self._seed, meta.gid, meta.index), meta.num_prompt_tokens
         return token_of(token_ids[:num_prompt_tokens], seed, digest, index - num_prompt_tokens)[0]
 
-    def open_channel(self, request: weights_pb2.OpenWeightChannelRequest) -> str:
+    def open_channel(self, request: weights_pb2.OpenWeightChannelRequest) -> weights_pb2.OpenWeightChannelResponse:
         """service.ActorEngine.open_channel."""
         self.hook.at("publish:open")
-        return self._sender.open(request.epoch, request.world_size)
+        address = self._sender.open(request.epoch, request.world_size)
+        return weights_pb2.OpenWeightChannelResponse(address=address, backend=weights_pb2.WEIGHT_BACKEND_GLOO)
 
     def publish(self, request: actor_pb2.PublishWeightsRequest) -> actor_pb2.PublishWeightsResponse:
         """service.ActorEngine.publish."""

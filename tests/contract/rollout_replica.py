@@ -53,7 +53,9 @@ class ReplicaUnderTest:
         )
 
     async def open_epoch(self, epoch: int) -> None:
-        await self.stub.OpenWeightChannel(weights_pb2.JoinWeightChannelRequest(ctl=1, epoch=epoch, address="127.0.0.1:1", rank=1, world_size=2, timeout_s=1))
+        place = weights_pb2.JoinWeightChannelRequest(ctl=1, epoch=epoch, address="127.0.0.1:1", rank=1, world_size=2, timeout_s=1)
+        place.backend = weights_pb2.WEIGHT_BACKEND_GLOO
+        await self.stub.OpenWeightChannel(place)
         self.epoch = epoch
 
     async def resume(self, version: int, digest: str | None = None) -> None:

@@ -26,7 +26,7 @@ from rolecall.errors import (
     WeightsMismatchError,
     WrongVersionError,
 )
-from rolecall.v1 import rollout_pb2, trajectory_pb2
+from rolecall.v1 import rollout_pb2, trajectory_pb2, weights_pb2
 from rolecall.wire import decode_tensor
 from services.rollout.scripted import ScriptedEngine, digest_of
 from services.rollout.service import SERVICE_NAME
@@ -274,6 +274,12 @@ async def test_an_epoch_is_joined_once_and_only_the_last_one_receives(rollout: R
     rollout.epoch = 3
     await rollout.receive(1)
     assert rollout.engine.joined == [3]
+
+
+async def test_a_meeting_without_a_backend_is_refused(rollout: ReplicaUnderTest) -> None:
+    place = weights_pb2.JoinWeightChannelRequest(ctl=1, epoch=1, address="127.0.0.1:1", rank=1, world_size=2, timeout_s=1)
+    with pytest.raises(InvalidInputError, match="backend"):
+        await rollout.stub.OpenWeightChannel(place)
 
 
 async def test_a_replaced_controller_is_refused(rollout: ReplicaUnderTest) -> None:

@@ -25,7 +25,7 @@ async def peer() -> Peer:
 
 
 def member_of(settings: RunSettings) -> Membership:
-    return Membership(settings, controller_pb2.ROLE_ROLLOUT, "rollout-0", "abc123", "127.0.0.1:5", num_weight_ranks=2)
+    return Membership(settings, controller_pb2.ROLE_ROLLOUT, "rollout-0", "abc123", "127.0.0.1:5", num_weight_ranks=2, on_gpus=True)
 
 
 @asynccontextmanager
@@ -58,6 +58,7 @@ async def test_a_worker_joins_with_its_particulars_and_learns_who_is_in_charge(p
         address="127.0.0.1:5",
         num_weight_ranks=2,
         version=contract_version(),
+        on_gpus=True,
     )
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,9 +101,9 @@ class RolloutProcess:
     def open_epoch(self) -> None:
         self.epoch += 1
         address = self.publisher.open(self.epoch, 2, "127.0.0.1", "gloo", 20.0)
-        self.stub.OpenWeightChannel(
-            weights_pb2.JoinWeightChannelRequest(ctl=1, epoch=self.epoch, address=address, rank=1, world_size=2, timeout_s=20.0), timeout=30
-        )
+        place = weights_pb2.JoinWeightChannelRequest(ctl=1, epoch=self.epoch, address=address, rank=1, world_size=2, timeout_s=20.0)
+        place.backend = weights_pb2.WEIGHT_BACKEND_GLOO
+        self.stub.OpenWeightChannel(place, timeout=30)
 
     def transfer(self, *, pause_mode: int = rollout_pb2.PAUSE_MODE_KEEP) -> tuple[Transferred, rollout_pb2.ReceiveWeightsResponse]:
         """Publishes the model as the next version and returns what both ends saw; nothing is attested."""
@@ -182,8 +182,10 @@ def check_sampled_from(rollout_logprobs: Array, recomputed: Array) -> None:
 
 
 @contextlib.contextmanager
-def rollout_process(directory: Path, model_path: Path, **sections: dict[str, Any]) -> Iterator[RolloutProcess]:
-    """Starts all of it, waits until the replica has joined, and ends all of it."""
+def rollout_process(
+    directory: Path, model_path: Path, environment: Mapping[str, str] = {}, **sections: dict[str, Any]
+) -> Iterator[RolloutProcess]:
+    """Starts all of it, the replica in this environment beside the test's own, waits until it has joined, and ends all of it."""
     store = EmbeddedStore(directory / "store", RUN, 256 * 2**20, None)
     server = grpc.server(futures.ThreadPoolExecutor(4))
     controller = YesController()
@@ -199,7 +201,7 @@ def rollout_process(directory: Path, model_path: Path, **sections: dict[str, Any
         tree[name] = {**tree.get(name, {}), **section}
     (directory / "run.yaml").write_text(yaml.safe_dump(tree))
     command = [sys.executable, "-m", "services.rollout", str(directory / "run.yaml"), "--name", "rollout-0"]
-    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], env={**os.environ, "ROLECALL_DIE_WITH_PARENT": "1"})
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], env={**os.environ, "ROLECALL_DIE_WITH_PARENT": "1", **environment})
     try:
         deadline = time.monotonic() + 240
         while not controller.arrived.wait(0.2):

@@ -50,6 +50,15 @@ async def test_a_publish_reaches_everyone_and_a_second_one_goes_over_the_same_ep
     assert rig.violations() == []
 
 
+async def test_every_receiver_is_told_the_backend_that_the_actor_chose_for_all_of_them(rig: Rig) -> None:
+    first = await rig.rollout("rollout-0", on_gpus=True)
+    await rig.publisher.publish(0)
+    assert first.engine.backend == "nccl"
+    second = await rig.rollout("rollout-1")
+    await rig.publisher.publish(0)
+    assert (first.engine.backend, second.engine.backend) == ("gloo", "gloo")
+
+
 @pytest.mark.parametrize("kind", [Kind.DIE, Kind.HANG, Kind.STOP, Kind.LATE, Kind.FAIL], ids=lambda kind: kind.value)
 @pytest.mark.parametrize("phase", PHASES)
 async def test_whoever_fails_in_any_phase_is_left_out_and_the_others_serve_soon(rig: Rig, phase: str, kind: Kind) -> None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -23,10 +24,17 @@ PROMPT = [1, 60, 61, 62, 63, 2, 1, 70]
 
 
 @pytest.fixture(scope="module")
-def rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutProcess]:
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where torch keeps what it compiles for the replica: empty, as on a machine that never ran vLLM."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="module")
+def rollout(tmp_path_factory: pytest.TempPathFactory, kernels: Path) -> Iterator[RolloutProcess]:
     """One process for the whole file; its tests run in order."""
     directory = tmp_path_factory.mktemp("rollout")
-    with rollout_process(directory, write_qwen3(directory / "model", hidden=128)) as running:
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(kernels)}
+    with rollout_process(directory, write_qwen3(directory / "model", hidden=128), environment) as running:
         yield running
 
 
@@ -51,10 +59,15 @@ def test_nothing_is_served_before_the_first_weights(rollout: RolloutProcess) -> 
     assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
-def test_the_first_weights_arrive_over_the_channel_and_the_probe_agrees_with_hugging_face(rollout: RolloutProcess) -> None:
+def test_the_first_weights_arrive_over_the_channel_and_the_probe_agrees_with_hugging_face(
+    rollout: RolloutProcess, kernels: Path
+) -> None:
+    compiled = set(kernels.rglob("*.so"))
+    assert compiled, "torch compiles nothing for the probe: is the engine still warmed up for something?"
     rollout.open_epoch()
     rollout.ledger.begin_publish(1, 1)
     sent, received = rollout.transfer()
+    assert set(kernels.rglob("*.so")) == compiled, "the first publish waited for a compiler; what it needs is compiled before joining"
     assert received.digest == sent.digest
     assert [item.value for item in received.fingerprints] == list(sent.fingerprints)
     probe = decode_tensor(received.probe.logprobs, "probe")

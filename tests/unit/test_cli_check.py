@@ -57,7 +57,7 @@ def test_moments_that_wait_on_the_host_are_told(config: Path) -> None:
         ("model.max_model_tokens=100", "exceed the model's 100"),
         ("model.path=elsewhere", "must be a Hugging Face model directory"),
         ("store.max_bytes=1000", "store.max_bytes 1000"),
-        ("actor.devices=[7]", "GPU 7"),
+        ("actor={devices: [7], address: null}", "GPU 7"),
         ("algorithm.advantage={kind: custom, function: 'mine:f'}", "there is no module 'mine'"),
     ],
 )
@@ -74,7 +74,30 @@ def test_all_mistakes_are_told_in_one_go(config: Path) -> None:
 
 def test_two_roles_on_one_gpu_are_refused(config: Path) -> None:
     with pytest.raises(ConfigError, match="GPU 0 is given to actor and to"):
-        load_settings(config, ["actor.devices=[0]", "rollout.num_replicas=1", "rollout.devices=[[0]]"])
+        load_settings(config, ["actor.devices=[0]", "actor.address=null", "rollout.num_replicas=1", "rollout.devices=[[0]]"])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["actor.address=10.0.0.1:9000", "rollout.num_replicas=1", "rollout.devices=[[0]]"],
+        ["rollout.num_replicas=0", "rollout.devices=[[0],[1]]"],
+    ],
+)
+def test_one_file_describes_roles_on_two_machines(config: Path, overrides: list[str]) -> None:
+    settings = load_settings(config, ["actor.devices=[0]", *overrides])
+    assert settings.actor.devices == (0,)
+    assert settings.rollout.devices[0] == (0,)
+
+
+def test_a_trainer_on_several_machines_names_the_gpus_of_one_and_is_not_looked_for_here(config: Path) -> None:
+    elsewhere = ["actor.address=10.0.0.1:9000", "actor.devices=[0,1,2,3,4,5,6,7]"]
+    _, text = findings(load_settings(config, [*elsewhere, "actor.num_ranks=16"]))
+    assert "actor has" not in text
+    assert "names GPU" not in text
+    code, text = findings(load_settings(config, [*elsewhere, "actor.num_ranks=12"]))
+    assert code == 2
+    assert "actor has 8 GPUs on each of its machines for 12 ranks" in text
 
 
 def test_a_token_budget_that_the_longest_trajectory_exceeds_is_refused_with_both_fields(config: Path) -> None:
