@@ -8,7 +8,7 @@ but the weight channel's NCCL communicator (rolecall/weights/nccl.py), which is 
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -114,6 +114,11 @@ def wait_for(device: torch.device) -> None:
     """Returns when the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def mark_of(device: torch.device) -> Callable[[], bool] | None:
+    """Whether the device has done what it was given on the current stream so far; None where it has when the call that gave it returns."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event().query
 
 
 def stay_near(device: torch.device) -> None:

@@ -55,7 +55,7 @@ class Lane:
         self._pulse = pulse
 
     def progressed(self) -> None:
-        """Called by long work, in the device thread, whenever a part of it is done."""
+        """Called by long work, in any thread, whenever a part of it is done."""
         if self._pulse is not None:
             self._pulse.progress()
 

@@ -21,7 +21,7 @@ class Vitals:
     role: str = "trainer"
     """For messages."""
     progressed: Callable[[], None] = nothing
-    """Called in the device thread whenever a part of the work is done; parts take less than the section's hang_s."""
+    """Called in any thread whenever a part of the work is done; parts take less than the section's hang_s."""
     lost: Callable[[WorkerLostError], None] = _stay
     """Ends this process at once, from any thread, because another rank is lost."""
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, ConfigError, DiskFullError
 from rolecall.settings import Aggregation, AlgorithmSection, CorrectionSection, KlSection, OptimizerSection, PpoLoss, child_environment
+from rolecall.telemetry import Metrics
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.huggingface import write_model
@@ -430,6 +431,24 @@ def test_gradient_checkpointing_changes_no_number(models: dict[str, Path]) -> No
     plain, checkpointed = (make_engine(models["dense"], gradient_checkpointing=flag) for flag in (False, True))
     for step in range(2):
         assert train_step(plain, rows, token_budget=64, seed=step) == pytest.approx(train_step(checkpointed, rows, token_budget=64, seed=step), rel=1e-6)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+def test_every_layer_is_progress_in_both_directions(models: dict[str, Path], again: bool) -> None:
+    """One microbatch may take longer than a worker may stand still."""
+    heard: list[int] = []
+    options = EngineOptions(path=models["dense"], head="policy", optimizer=SECTION, total_steps=8, dtype="float32", gradient_checkpointing=again)
+    engine = FsdpEngine(options, device=CPU, progressed=lambda: heard.append(1))
+    rows = make_rows(2)
+    heard.clear()
+    engine.forward_backward([pack(rows, [], temperature=0.7, device=CPU)], lambda _, outputs: (logprobs_of(outputs).sum(), Metrics()))
+    num_layers = 2
+    assert len(heard) == 2 * num_layers + 2, "each layer twice, the head, and the end of the backward pass"
+
+
+def logprobs_of(outputs: TokenOutputs | ValueOutputs) -> torch.Tensor:
+    assert isinstance(outputs, TokenOutputs)
+    return outputs.logprobs_N
 
 
 def test_a_frozen_engine_holds_no_gradients_and_refuses_to_step(models: dict[str, Path]) -> None:

@@ -44,6 +44,7 @@ from rolecall.training.lora import adapters_off, add_adapters, base_digest, is_a
 from rolecall.training.memory import PhaseMemory
 from rolecall.training.model import PolicyModel, build_model, layers
 from rolecall.training.options import EngineOptions
+from rolecall.training.progress import DeviceProgress
 from rolecall.training.routing import Routers
 from rolecall.training.schedule import learning_rate
 from rolecall.training.tensor_parallel import split_tensors
@@ -62,7 +63,8 @@ class FsdpEngine:
         """Reads the model directory, each rank its own parts. The default process group must exist.
 
         `memory` counts what each phase uses; absent: nobody asks.
-        `progressed` is called after every microbatch's pass, optimizer step and tensor read, written or gathered: whatever takes longer hangs.
+        `progressed` is called when the device has done a layer's pass, a head's or an optimizer step, and after every tensor read, written, gathered or
+        moved: whatever takes longer hangs.
         ConfigError when the directory is not a supported causal model, or the ranks cannot share it as asked.
         """
         self.device = device
@@ -74,7 +76,8 @@ class FsdpEngine:
         """Of computing."""
         self.flops_done = 0.0
         self._progressed = progressed
-        self._on_host = HostCopies()
+        self._progress = DeviceProgress(progressed, device)
+        self._on_host = HostCopies(progressed)
         self._optimizer: Optimizer | None = None
         self._snapshot: checkpoint.Snapshot | None = None
         self.num_updates = 0
@@ -100,6 +103,7 @@ class FsdpEngine:
         if self.layout.tensor_mesh is not None:
             split_tensors(self._model.hf, self.layout.tensor_mesh)
         self._modules = self._shard()
+        self._progress.follow(layers(self._model))
         self._activations = ActivationOffload(layers(self._model), Copies(device)) if options.activation_offload else None
         with self._memory.phase("load"):
             load_model(self._model, options.path, device=device, seed=options.seed, progressed=progressed)
@@ -140,7 +144,7 @@ class FsdpEngine:
                     value = _zero_of(outputs)
             with self._memory.phase("backward"):
                 value.backward()  # type: ignore[no-untyped-call]
-            self._progressed()
+            self._progress.mark()
         return metrics
 
     def step(self) -> StepOutcome:
@@ -162,8 +166,8 @@ class FsdpEngine:
             self.num_skipped += 1
             logger.warning("gradient norm is %s: optimizer step skipped, %s so far", float(norm), self.num_skipped)
         self._optimizer.zero_grad()
+        self._progress.mark()
         self._store_moments()
-        self._progressed()
         return StepOutcome(float(norm), rate, applied)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -182,7 +186,7 @@ class FsdpEngine:
         """EngineState.snapshot."""
         self.onload("parameters", "optimizer")
         self._settle()
-        self._snapshot = snapshot = checkpoint.Snapshot(self._state(), self.device, self.layout)
+        self._snapshot = snapshot = checkpoint.Snapshot(self._state(), self.device, self.layout, self._progressed)
         self._store_moments()
         return snapshot
 
@@ -215,7 +219,7 @@ class FsdpEngine:
         recording: AbstractContextManager[list[torch.Tensor]] = self._routers.recording() if self._routers else nullcontext([])
         with recording as router_logits:
             first_N, second_N, *more = self._model(mb.token_ids_N, mb.position_ids_N, mb.temperature_N, mb.score_mask_N, packed, entropy, **asked)
-        self._progressed()
+        self._progress.mark()
         pass_flops = self.flops.update if torch.is_grad_enabled() else self.flops.forward
         num_saved = prefixes.num_saved if prefixes is not None else 0
         self.flops_done += pass_flops.total(microbatch.lengths, microbatch.num_scored, num_saved) / self._options.parallel.slot_size

@@ -4,17 +4,20 @@ A tensor keeps its identity: its storage shrinks to nothing and grows back, so t
 the same objects. In between nobody may read one: the engine brings back what a call needs first. The same on CPUs, where it moves memory but frees none.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from rolecall.training.engine import StatePart
+from rolecall.training.vitals import nothing
 
 
 class HostCopies:
     """What is on the host now. One thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, progressed: Callable[[], None] = nothing) -> None:
+        """`progressed` is called after each tensor's copy: all together may take as long as a pass."""
+        self._progressed = progressed
         self._copies: dict[StatePart, list[tuple[torch.UntypedStorage, torch.Tensor]]] = {}
 
     def take(self, part: StatePart, tensors: Iterable[torch.Tensor]) -> None:
@@ -26,12 +29,14 @@ class HostCopies:
         for storage in storages.values():
             copies.append((storage, _to_host(storage)))
             storage.resize_(0)
+            self._progressed()
 
     def give_back(self, part: StatePart) -> None:
         """Brings the part back; nothing when it is not on the host."""
         for storage, copy in self._copies.pop(part, ()):
             storage.resize_(copy.numel())
             _bytes_of(storage).copy_(copy)
+            self._progressed()
 
     def holds(self, part: StatePart) -> bool:
         """Whether the part is on the host."""
