@@ -37,6 +37,7 @@ from rolecall.settings import CriticSection, CustomAdvantage, OptimizerSection, 
 from rolecall.storage import DiskStorage, open_storage
 from rolecall.store.budget import StoreBudget
 from rolecall.tokenizer import ChatTokenizer
+from rolecall.trackers import require as require_trackers
 
 OPTIMIZER_BYTES_PER_PARAMETER = 16
 """float32 master weight, gradient and two moments."""
@@ -206,6 +207,7 @@ def _functions(settings: RunSettings) -> Iterator[str]:
     if isinstance(settings.algorithm.advantage, CustomAdvantage):
         load_advantage(settings.algorithm.advantage)
         yield f"algorithm.advantage.function: {settings.algorithm.advantage.function} is found and takes its options"
+    yield from require_trackers(settings.trackers)
 
 
 def _memory(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:

@@ -30,14 +30,14 @@ def load_function(target: str, field: str, search_path: Path | None = None) -> C
     return function  # type: ignore[no-any-return]
 
 
-def load_plugin(section: PluginSection, field: str) -> Callable[..., Any]:
-    """The function of `section`, which is called with a batch and the section's options. ConfigError names `field` when there is none, or none that takes
+def load_plugin(section: PluginSection, field: str, first: str = "a batch") -> Callable[..., Any]:
+    """The function of `section`, which is called with `first` and the section's options. ConfigError names `field` when there is none, or none that takes
     them."""
     function = load_function(section.function, field, section.search_path)
     try:
         inspect.signature(function).bind(None, **section.options)
     except TypeError as error:
         raise ConfigError(
-            f"{field} {section.function!r} cannot be called with a batch and the options {sorted(section.options)}: {error}; correct one of them"
+            f"{field} {section.function!r} cannot be called with {first} and the options {sorted(section.options)}: {error}; correct one of them"
         ) from error
     return function

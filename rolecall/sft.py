@@ -16,11 +16,14 @@ from rolecall.model_files import check_parallel, check_routers, check_tokenizer,
 from rolecall.processes import STARTED, STOP_TIMEOUT_S, Worker
 from rolecall.settings import SftSettings, child_environment
 from rolecall.tokenizer import ChatTokenizer
+from rolecall.trackers import require as require_trackers
 
 
 def require(settings: SftSettings) -> None:
     """ConfigError names what is wrong with the model or the data, before anything is started."""
     path, actor = settings.model.path, settings.actor
+    for _ in require_trackers(settings.trackers):
+        pass
     read_model(path)
     check_trainable(path)
     check_parallel(path, actor.parallel)

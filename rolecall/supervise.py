@@ -50,8 +50,8 @@ REJOIN_GRACE_S = 5.0
 MIN_START_S = 15.0
 STARTS_PATIENCE = 3.0
 """A worker that is started again has MIN_START_S, or STARTS_PATIENCE times what its longest start took, to join: one that hangs before is nobody's member."""
-END_GRACE_S = 10.0
-"""For the controller to end by itself after the run has ended."""
+END_GRACE_S = 30.0
+"""For the controller to end by itself after the run has ended: what trackers have queued is sent then."""
 STOP_CALL_TIMEOUT_S = 5.0
 """Deadline of the request to stop with a checkpoint."""
 CHECKPOINT_GRACE_S = 60.0

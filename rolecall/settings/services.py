@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr
 
+from rolecall.settings.plugin import PluginSection
 from rolecall.settings.section import Address, ConfigPath, NonNegativeInt, Section, ServiceSection, UnitFloat
 
 
@@ -154,7 +155,7 @@ class TelemetrySection(Section):
 
 
 class TrackersSection(Section):
-    """Where metrics go, besides metrics.jsonl, which is always written."""
+    """Where metrics and samples go, besides metrics.jsonl and samples.jsonl, which are always written. None of them can stop a run."""
 
     tensorboard: bool = True
     """Event files in <run dir>/tensorboard."""
@@ -162,3 +163,5 @@ class TrackersSection(Section):
     """Weights & Biases project; needs the extra `wandb`."""
     mlflow_uri: str | None = None
     """MLflow tracking URI; needs the extra `mlflow`."""
+    custom: PluginSection | None = None
+    """A tracker of your own: a function that is called with a rolecall.trackers.TrackedRun and returns a rolecall.trackers.Tracker."""

@@ -97,7 +97,7 @@ class WarmStart:
         account = Account(settings, self._num_steps, self._batches.num_per_epoch) if leads else None
         if account is not None:
             account.begin(step, len(self._examples.rows), self._examples.num_too_long)
-            account.keep_samples([self._sample(index) for index in self._batches.of_step(step)[:NUM_SAMPLES]])
+            account.keep_samples(step, [self._sample(index) for index in self._batches.of_step(step)[:NUM_SAMPLES]])
         if step == 0 and self._heldout is not None:
             self._tell(account, 0, self._evaluate(self._heldout))
         while step < self._num_steps:

@@ -33,9 +33,9 @@ class Account:
         sys.stdout.flush()
         self._trackers.log(step, {"data/examples": num_examples, "data/too_long": num_too_long})
 
-    def keep_samples(self, samples: Sequence[Mapping[str, str]]) -> None:
-        """Appends to samples.jsonl."""
-        self._trackers.keep_samples(samples)
+    def keep_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
+        """Appends to samples.jsonl, and shows them elsewhere."""
+        self._trackers.keep_samples(step, samples)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Metrics after `step` steps."""
@@ -53,7 +53,7 @@ class Account:
         """Leaves the last line and closes the trackers."""
         if self._live:
             sys.stdout.write("\n")
-        self._trackers.close()
+        self._trackers.flush()
 
     def _line(self, step: int, values: Mapping[str, float], now: float) -> str:
         pieces = [f"step {step}/{self._num_steps}"]

@@ -200,7 +200,7 @@ class ControllerEngine:
 
     async def close(self) -> None:
         """Lets go of everything."""
-        self._parts.trackers.close()
+        await asyncio.to_thread(self._parts.trackers.flush)
         await self._fleet.close()
         for channel in self._channels:
             await channel.close()

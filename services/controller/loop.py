@@ -366,7 +366,7 @@ class Loop:
             metrics.max(f"groups/dropped_{reason}", count)
         samples = await parts.threads.call(measures.samples, parts.rows, self._step, groups, self._settings.controller.num_samples_kept)
         await parts.threads.call(parts.trackers.log, self._step, metrics.values())
-        await parts.threads.call(parts.trackers.keep_samples, samples)
+        await parts.threads.call(parts.trackers.keep_samples, self._step, samples)
         export(metrics)
         parts.board.step_metrics = metrics
         parts.board.step = self._step
@@ -381,7 +381,7 @@ class Loop:
             logger.warning("the evaluation of step %d took longer than evaluation.timeout_s and is left out", self._step)
             return
         await parts.threads.call(parts.trackers.log, self._step, metrics.values())
-        await parts.threads.call(parts.trackers.keep_samples, samples)
+        await parts.threads.call(parts.trackers.keep_samples, self._step, samples)
         export(metrics)
         parts.board.evaluation_metrics, parts.board.evaluated_step = metrics, self._step
         parts.board.move(parts.board.state)

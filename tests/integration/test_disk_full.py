@@ -101,19 +101,19 @@ def test_metrics_and_samples_that_find_no_space_are_lost_with_one_warning_and_th
     settings = make_settings(run={"name": "full", "dir": str(disk), "num_steps": 1})
     trackers = Trackers(settings)
     trackers.log(1, {"loss": 0.5})
-    trackers.keep_samples([{"id": "0/0"}])
+    trackers.keep_samples(1, [{"id": "0/0"}])
     ballast = fill(disk)
     with caplog.at_level(logging.WARNING):
         for step in range(2, 6):
             trackers.log(step, {f"metric/{i}": 1.0 for i in range(400)})
-            trackers.keep_samples([{"id": f"{step}/{i}", "response": "x" * 500} for i in range(20)])
+            trackers.keep_samples(step, [{"id": f"{step}/{i}", "response": "x" * 500} for i in range(20)])
     told = [record.getMessage() for record in caplog.records]
     assert sum("metrics.jsonl" in line for line in told) == sum("samples.jsonl" in line for line in told) == sum("tensorboard" in line for line in told) == 1
     assert all("the run goes on" in line for line in told)
     ballast.unlink()
     trackers.log(6, {"loss": 0.25})
-    trackers.keep_samples([{"id": "6/0"}])
-    trackers.close()
+    trackers.keep_samples(6, [{"id": "6/0"}])
+    trackers.flush()
     assert [json.loads(line)["step"] for line in (disk / "metrics.jsonl").read_text().splitlines()] == [1, 6]
     assert [json.loads(line)["id"] for line in (disk / "samples.jsonl").read_text().splitlines()] == ["0/0", "6/0"]
     events = [event for file in sorted((disk / "tensorboard").iterdir()) for event in EventFileLoader(str(file)).Load()]

@@ -1,0 +1,98 @@
+"""What a tracker is, what it learns of the run, and how samples become tables."""
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from rolecall.disk import writing
+from rolecall.settings import RunSettings, SftSettings
+
+ID_FILE = "tracker_run_id"
+"""In the run's directory: the id under which remote trackers know the run."""
+_USER_INFO = re.compile(r"(?<=://)[^/@\s]*@")
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Takes the numbers and samples of a run. One thread calls it; what it raises is counted and never ends the run."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers of `step` by name.
+
+        A step may come twice (training, then evaluation) with other names, and again when a call failed."""
+
+    def keep_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Trajectories for people to read, of the weights after `step` steps."""
+
+    def close(self) -> None:
+        """Writes what is buffered."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run as a tracker learns of it."""
+
+    id: str
+    """16 hex digits; the same after restarts of the controller and after --resume."""
+    name: str
+    dir: Path
+    configuration: Mapping[str, Any]
+    """Sections as in the configuration file, without credentials: no `trackers` section, no user or password in any URL."""
+
+    @classmethod
+    def of(cls, settings: RunSettings | SftSettings) -> "TrackedRun":
+        """The run of `settings`, whose directory exists. DiskFullError, RoleCallError when its id cannot be kept."""
+        return cls(
+            _kept_id(settings.run.dir / ID_FILE), settings.run.name, settings.run.dir, shown_configuration(settings)
+        )
+
+
+def shown_configuration(settings: RunSettings | SftSettings) -> dict[str, Any]:
+    """The configuration for other people's servers, without what may be a credential.
+
+    The options of a user's tracker may hold a key, so the section `trackers` is left out."""
+    dumped = settings.model_dump(mode="json", exclude={"trackers"})
+    return {section: _without_credentials(values) for section, values in dumped.items()}
+
+
+def tables_of(samples: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[str], list[list[Any]]]]:
+    """(columns, rows) by the samples' "set". A cell is a string, a number or None; a conversation is a turn per line."""
+    tables: dict[str, tuple[list[str], list[list[Any]]]] = {}
+    for name in dict.fromkeys(str(sample.get("set", "samples")) for sample in samples):
+        members = [sample for sample in samples if str(sample.get("set", "samples")) == name]
+        columns = list(dict.fromkeys(key for sample in members for key in sample))
+        tables[name] = (columns, [[_cell(sample.get(column)) for column in columns] for sample in members])
+    return tables
+
+
+def _cell(value: object) -> str | int | float | None:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    turns = value if isinstance(value, list) else []
+    if turns and all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in turns):
+        return "\n".join(f"{role}: {content}" for role, content in turns)
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _without_credentials(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_credentials(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_credentials(item) for item in value]
+    return _USER_INFO.sub("", value) if isinstance(value, str) else value
+
+
+def _kept_id(path: Path) -> str:
+    with writing("write", path):
+        kept = path.read_text().strip() if path.exists() else ""
+        if kept:
+            return kept
+        id = secrets.token_hex(8)
+        beside = path.with_suffix(".new")
+        beside.write_text(id + "\n")
+        beside.replace(path)
+    return id
