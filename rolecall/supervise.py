@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rolecall.checkpoints import RunCheckpoints
 from rolecall.errors import DeadlineError, NotFoundError, NotOnThisDeviceError, RoleCallError, RunLockedError, StoreUnavailableError, UnavailableError
+from rolecall.identity import settle
 from rolecall.last_words import describe_failure, final_line, how_it_ended
 from rolecall.launch import plan_workers, prepare_run_dir, resolve, write_config
 from rolecall.processes import Processes, Start, Worker
@@ -73,6 +74,7 @@ def train(settings: RunSettings, config_path: Path, *, resume: bool, package: st
     processes = Processes(resolved.run.dir / "processes.json")
     view = open_view(sys.stdout)
     try:
+        settle(settings)
         write_config(resolved)
         return asyncio.run(Supervisor(settings, resolved, processes, view, package).run())
     finally:

@@ -13,6 +13,7 @@ import grpc.aio
 from rolecall.algorithms.advantages.custom import load as load_advantage
 from rolecall.dataset import load_prompts
 from rolecall.errors import BudgetSpentError, DeadlineError, FencedError, RoleCallError, StoreUnavailableError, UnavailableError
+from rolecall.identity import settle
 from rolecall.rpc.channel import open_channel
 from rolecall.scoring import open_client
 from rolecall.settings import CustomAdvantage, RunSettings
@@ -53,6 +54,7 @@ class ControllerEngine:
     def __init__(self, settings: RunSettings) -> None:
         """Reads the data and the user's estimator and connects to the store; ConfigError and StoreUnavailableError come from here."""
         self._settings = settings
+        settle(settings)
         policy = admission_policy(settings)
         if isinstance(settings.algorithm.advantage, CustomAdvantage):
             load_advantage(settings.algorithm.advantage)  # what is wrong with it is said now, not when the first batch is sampled

@@ -1,0 +1,88 @@
+"""What a run is: the settings that stay as they are for as long as it goes on, kept beside it and compared whenever it does.
+
+FIXED is the one table of them; every other setting may change (docs/operations.md, "Checkpoints and resume"). Of files the contents count, not the path.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rolecall.disk import writing
+from rolecall.errors import ConfigError
+from rolecall.settings import RunSettings
+
+FILE = "identity.json"
+"""In run.dir."""
+_NUM_PARTS, _PART_BYTES = 64, 64 * 2**10
+_MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "*.safetensors")
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A setting that stays."""
+
+    setting: str
+    why: str
+    """What rests on it."""
+    value: Callable[[RunSettings], Any]
+    """What is compared: of JSON's types."""
+
+
+FIXED = (
+    Fixed("run.name", "the store's keys carry it", lambda settings: settings.run.name),
+    Fixed("run.seed", "the order of prompts and the samples derive from it", lambda settings: settings.run.seed),
+    Fixed("model.path", "the checkpoints are of this model", lambda settings: _of_model(settings.model.path)),
+    Fixed("data.train", "the run's place in the data is a number of prompts", lambda settings: _of_file(settings.data.train)),
+    Fixed("data.prompt_field", "it says what the prompts are", lambda settings: settings.data.prompt_field),
+    Fixed("data.ground_truth_field", "it says what the prompts are", lambda settings: settings.data.ground_truth_field),
+    Fixed("data.uid_field", "it says what the prompts are", lambda settings: settings.data.uid_field),
+    Fixed("data.system_prompt", "it says what the prompts are", lambda settings: settings.data.system_prompt),
+    Fixed("data.shuffle", "the run's place in the data is a number of prompts", lambda settings: settings.data.shuffle),
+    Fixed("sampling.num_responses", "groups in flight have that many", lambda settings: settings.sampling.num_responses),
+    Fixed("algorithm.groups_per_batch", "batches are counted in it", lambda settings: settings.algorithm.groups_per_batch),
+    Fixed("actor.lora", "the checkpoints hold these adapters", lambda settings: settings.actor.lora and settings.actor.lora.model_dump(mode="json")),
+    Fixed("actor.optimizer.kind", "the checkpoints hold its state", lambda settings: settings.actor.optimizer.kind),
+    Fixed("critic", "the checkpoints hold its state", lambda settings: settings.critic and settings.critic.optimizer.kind),
+    Fixed("store.num_shards", "rows are spread by it", lambda settings: settings.store.num_shards),
+)
+
+
+def settle(settings: RunSettings) -> None:
+    """Keeps in run.dir what the run is when it starts there, and compares when it goes on. ConfigError names what is another."""
+    path = settings.run.dir / FILE
+    now = {fixed.setting: fixed.value(settings) for fixed in FIXED}
+    if not path.is_file():
+        with writing("write", path):
+            path.write_text(json.dumps(now, indent=1) + "\n")
+        return
+    before = json.loads(path.read_text())
+    changed = [f"{fixed.setting} ({fixed.why})" for fixed in FIXED if fixed.setting in before and before[fixed.setting] != now[fixed.setting]]
+    if changed:
+        raise ConfigError(
+            f"the run in {settings.run.dir} was started with another {', another '.join(changed)}; go on with the same, or start another run with another "
+            "run.dir and run.name (rolecall export makes a model of this one's checkpoint)"
+        )
+
+
+def _of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _of_model(folder: Path) -> str:
+    files = [file for pattern in _MODEL_FILES for file in sorted(folder.glob(pattern))]
+    return hashlib.sha256(json.dumps([(file.name, _of_large_file(file)) for file in files]).encode()).hexdigest()
+
+
+def _of_large_file(path: Path) -> str:
+    """Of its size and of parts all over it: a model is told from another in a second, however large they are."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for part in range(_NUM_PARTS):
+            file.seek(part * max(0, size - _PART_BYTES) // (_NUM_PARTS - 1))
+            digest.update(file.read(_PART_BYTES))
+    return digest.hexdigest()

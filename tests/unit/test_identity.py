@@ -1,0 +1,114 @@
+"""What must stay when a run goes on, and what may change."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.cli import main
+from rolecall.errors import ConfigError
+from rolecall.identity import FILE, FIXED, settle
+from rolecall.launch import write_config
+from rolecall.settings import RunSettings, load_settings
+from tests.light_run import write_light_config, write_model
+
+MakeSettings = Callable[..., RunSettings]
+DATA = [{"prompt": f"{i} + {i}", "ground_truth": str(2 * i)} for i in range(4)]
+
+
+@pytest.fixture
+def begin(tmp_path: Path, make_settings: MakeSettings) -> MakeSettings:
+    """Settings of a run that was begun with the defaults; keywords are what changes when it goes on."""
+    write_model(tmp_path / "model")
+    write_data(tmp_path, DATA)
+    (tmp_path / "run").mkdir()
+    settle(make_settings())
+    return make_settings
+
+
+def write_data(folder: Path, rows: list[dict[str, str]]) -> None:
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_run_goes_on_with_the_same(begin: MakeSettings) -> None:
+    settle(begin())
+
+
+@pytest.mark.parametrize(
+    ("setting", "changed"),
+    [
+        ("run.name", {"run": {"name": "other", "num_steps": 1}}),
+        ("run.seed", {"run": {"name": "test", "num_steps": 1, "seed": 7}}),
+        ("data.shuffle", {"data": {"shuffle": False}}),
+        ("data.system_prompt", {"data": {"system_prompt": "Be brief."}}),
+        ("sampling.num_responses", {"sampling": {"num_responses": 4}}),
+        ("algorithm.groups_per_batch", {"algorithm": {"groups_per_batch": 3}}),
+        ("actor.lora", {"actor": {"lora": {"rank": 8}}}),
+        ("actor.optimizer.kind", {"actor": {"optimizer": {"kind": "muon"}}}),
+        ("critic", {"critic": {}, "algorithm": {"groups_per_batch": 2, "advantage": {"kind": "gae"}}}),
+        ("store.num_shards", {"store": {"num_shards": 4}}),
+    ],
+)
+def test_another_run_is_refused_by_name(begin: MakeSettings, tmp_path: Path, setting: str, changed: dict[str, Any]) -> None:
+    paths = {"run": {"dir": str(tmp_path / "run")}, "data": {"train": str(tmp_path / "train.jsonl")}}
+    with pytest.raises(ConfigError, match=rf"started with another {setting} \(.*; go on with the same, or start another run"):
+        settle(begin(**{name: paths.get(name, {}) | section for name, section in changed.items()}))
+
+
+@pytest.mark.parametrize("rows", [DATA[:3], [*DATA, DATA[0]], [*DATA[:3], {"prompt": "3 + 3", "ground_truth": "7"}]], ids=["shorter", "longer", "other"])
+def test_other_data_under_the_same_name_is_refused(begin: MakeSettings, tmp_path: Path, rows: list[dict[str, str]]) -> None:
+    write_data(tmp_path, rows)
+    with pytest.raises(ConfigError, match=r"another data\.train"):
+        settle(begin())
+
+
+def test_another_model_is_refused_also_at_the_same_place_and_the_same_one_may_move(begin: MakeSettings, tmp_path: Path) -> None:
+    shutil.move(tmp_path / "model", tmp_path / "moved")
+    settle(begin(model={"path": str(tmp_path / "moved")}))
+    write_model(tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"another model\.path"):
+        settle(begin())
+
+
+def test_everything_that_changed_is_named_at_once(begin: MakeSettings, tmp_path: Path) -> None:
+    write_data(tmp_path, DATA[:1])
+    with pytest.raises(ConfigError, match=r"another data\.train \(.*\), another sampling\.num_responses \("):
+        settle(begin(sampling={"num_responses": 4}))
+
+
+def test_what_is_not_fixed_may_change(begin: MakeSettings, tmp_path: Path) -> None:
+    algorithm = {"groups_per_batch": 2, "max_staleness": 2, "advantage": {"kind": "rloo"}}
+    actor = {"optimizer": {"learning_rate": 1e-5}, "token_budget": 20_000}
+    settle(begin(run={"name": "test", "dir": str(tmp_path / "run"), "num_steps": 9}, algorithm=algorithm, actor=actor, sampling={"max_tokens": 9}))
+
+
+def test_a_setting_that_an_older_release_did_not_keep_is_not_held_against_the_run(begin: MakeSettings, tmp_path: Path) -> None:
+    path = tmp_path / "run" / FILE
+    kept = json.loads(path.read_text())
+    del kept["store.num_shards"]
+    path.write_text(json.dumps(kept))
+    settle(begin(store={"num_shards": 4}))
+
+
+def test_the_manual_names_every_fixed_setting_with_its_reason() -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    assert [fixed.setting for fixed in FIXED if f"`{fixed.setting}`" not in manual] == []
+
+
+def test_train_refuses_other_data_before_it_starts_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_light_config(tmp_path)
+    settings = load_settings(config)
+    settings.run.dir.mkdir()
+    settle(settings)
+    write_config(settings)
+    write_data(tmp_path, DATA)
+    assert main(["train", str(config), "--resume"]) == 2
+    assert "was started with another data.train" in capsys.readouterr().err
+    assert not (settings.run.dir / "store").exists()
