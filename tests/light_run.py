@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from tests.tiny_tokenizer import EOS_TOKEN_ID, write_tokenizer
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 200.0
 VOCAB_SIZE = 259
 """Of `write_tokenizer`'s tokenizer."""
 

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -59,12 +58,10 @@ async def test_results_come_in_the_order_of_the_items_whoever_scores_them(start_
 
 async def test_a_hung_function_is_killed_at_its_deadline_and_the_others_are_scored(start_pool: StartPool) -> None:
     pool = await start_pool(num_workers=1, f=BEHAVE)
-    started = time.monotonic()
-    results = await pool.score("f", items_of("fine", "hang", "fine", "fine"))
+    results = await asyncio.wait_for(pool.score("f", items_of("fine", "hang", "fine", "fine")), 50.0)  # it hangs for 60 s
     assert codes(results) == ["ok", "TIMEOUT", "ok", "ok"]
     assert results[1].error.retryable, "its worker may have been stopped: the engine asks again before it blames the item"
     assert "longer than 1 s" in results[1].error.message
-    assert 0.9 < time.monotonic() - started < 20
 
 
 async def test_a_catastrophic_regular_expression_is_killed_too(start_pool: StartPool) -> None:
@@ -123,15 +120,13 @@ async def test_items_larger_than_a_pipe_go_both_ways(start_pool: StartPool) -> N
 
 
 async def test_a_cancelled_call_gives_its_place_in_the_queue_to_others(start_pool: StartPool) -> None:
-    pool = await start_pool(num_workers=1, timeout_s=5.0, f=BEHAVE)
+    pool = await start_pool(num_workers=1, timeout_s=60.0, f=BEHAVE)
     busy = asyncio.ensure_future(pool.score("f", items_of("sleep 0.5")))
     await asyncio.sleep(0.1)
-    given_up = asyncio.ensure_future(pool.score("f", items_of(*["sleep 2"] * 20)))
+    given_up = asyncio.ensure_future(pool.score("f", items_of(*["sleep 20"] * 20)))
     await asyncio.sleep(0.1)
     given_up.cancel()
-    started = time.monotonic()
-    assert codes(await pool.score("f", items_of("fine"))) == ["ok"]
-    assert time.monotonic() - started < 4
+    assert codes(await asyncio.wait_for(pool.score("f", items_of("fine")), 60.0)) == ["ok"]  # behind the others it would take 400 s
     assert codes(await busy) == ["ok"]
 
 

@@ -100,7 +100,7 @@ async def test_vitals_are_shown_at_every_look(store: StoreUnderTest, tmp_path: P
         rollout.engine.hold = False
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 async def test_a_store_that_goes_away_ends_no_rollout_and_its_groups_are_committed_when_it_is_back(
     make_embedded_store: Callable[..., EmbeddedStore], make_store: Callable[[str, str], StoreUnderTest], tmp_path: Path
 ) -> None:

