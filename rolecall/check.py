@@ -83,7 +83,7 @@ def find_problems(settings: RunSettings, out: TextIO) -> list[str]:
     if facts is not None:
         sections += [_model(settings, facts), _memory(settings, facts)]
         sections += [_fit(settings, tokenizer)] if tokenizer is not None else []
-    for section in [*sections, _placement(settings), *_ports(settings)]:
+    for section in [*sections, _placement(settings), *_ports(settings), _deadlines(settings)]:
         _collect(section, out, problems)
     return list(dict.fromkeys(problems))
 
@@ -310,6 +310,12 @@ def _port(setting: str, bind: str, taken: dict[str, str], num_replicas: int) -> 
     if problem:
         raise ConfigError(f"{setting} {bind} {problem}")
     yield f"{setting}: {bind} is free"
+
+
+def _deadlines(settings: RunSettings) -> Iterator[str]:
+    """Those that the file leaves out."""
+    for deadline in settings.derived_deadlines:
+        yield f"{deadline.setting}: {deadline.seconds:g} s, derived: {deadline.why}"
 
 
 def _size(num_bytes: float) -> str:

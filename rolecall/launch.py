@@ -68,14 +68,27 @@ def resolve(settings: RunSettings, config_path: Path) -> RunSettings:
 
 
 def write_config(settings: RunSettings | SftSettings) -> Path:
-    """Writes the resolved configuration, without the store's URL, to <run dir>/config.yaml, readable by the owner alone."""
+    """Writes the resolved configuration to <run dir>/config.yaml, readable by the owner alone.
+
+    Without the store's URL, and without derived deadlines: who reads it derives them again, of what may have been overridden since.
+    """
     path = settings.run.dir / "config.yaml"
-    text = yaml.safe_dump(settings.model_dump(mode="json", exclude={"store": {"url"}}), sort_keys=False)
+    text = yaml.safe_dump(settings.model_dump(mode="json", exclude=_left_out(settings)), sort_keys=False)
     with writing("write", path):
         path.unlink(missing_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(text)
     return path
+
+
+def _left_out(settings: RunSettings | SftSettings) -> dict[str, Any]:
+    tree: dict[str, Any] = {"store": {"url": True}}
+    for deadline in settings.derived_deadlines if isinstance(settings, RunSettings) else ():
+        part = tree
+        for name in deadline.section:
+            part = part.setdefault(name, {})
+        part[deadline.field] = True
+    return tree
 
 
 def plan_workers(configured: RunSettings, resolved: RunSettings, store_url: str, package: str = "services") -> list[Worker]:

@@ -107,4 +107,4 @@ class EvaluationSection(Section):
     num_samples_kept: NonNegativeInt = 20
     """Samples per set written to samples.jsonl at each evaluation."""
     timeout_s: PositiveFloat = 600.0
-    """Deadline of one evaluation; the next publish waits no longer than this."""
+    """Deadline of one evaluation, which the next publish waits for no longer; unless set, longer with the sets' max_tokens."""

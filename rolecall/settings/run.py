@@ -2,7 +2,7 @@
 
 from typing import Any, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import PrivateAttr, field_validator, model_validator
 
 from rolecall.settings.advantages import (
     CustomAdvantage,
@@ -17,6 +17,7 @@ from rolecall.settings.advantages import (
 )
 from rolecall.settings.algorithm import AlgorithmSection
 from rolecall.settings.data import DataSection, EvaluationSection, ModelSection, RunSection, SamplingSection
+from rolecall.settings.deadlines import Deadline, derive, filled_in
 from rolecall.settings.distillation import TEACHER
 from rolecall.settings.kl import ACTOR_BASE, KL_ERROR_BOUND
 from rolecall.settings.losses import CustomLoss
@@ -56,6 +57,13 @@ class RunSettings(Section):
     rpc: RpcSection = RpcSection()
     telemetry: TelemetrySection = TelemetrySection()
     trackers: TrackersSection = TrackersSection()
+
+    _derived_deadlines: tuple[Deadline, ...] = PrivateAttr(())
+
+    @property
+    def derived_deadlines(self) -> tuple[Deadline, ...]:
+        """Deadlines that the file leaves out: what the sections hold was derived from the rest."""
+        return self._derived_deadlines
 
     @property
     def responses_per_group(self) -> int:
@@ -253,4 +261,10 @@ class RunSettings(Section):
                 owners[device] = name
         if self.rollout.local_devices and len(self.rollout.devices) != self.rollout.num_replicas:
             raise ValueError(f"rollout.devices has {len(self.rollout.devices)} entries, rollout.num_replicas is {self.rollout.num_replicas}; make them equal")
+        return self
+
+    @model_validator(mode="after")
+    def _deadlines_are_derived(self) -> Self:
+        self._derived_deadlines = derive(self)
+        vars(self).update(filled_in(self, self._derived_deadlines))  # not by attribute: to everybody else the file is frozen
         return self

@@ -38,9 +38,10 @@ class RolloutSection(Section):
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
     """What a publish does with requests in flight."""
     generation_timeout_s: PositiveFloat = 600.0
-    """Deadline of one group's generation."""
+    """Deadline of one group's generation, at the least; unless set, longer with sampling.max_tokens (settings/deadlines.py)."""
     hang_s: PositiveFloat = 15.0
-    """Longest time with requests in the engine and no token from any before the replica is taken for hung and replaced."""
+    """Longest time with requests in the engine and no token from any before the replica is taken for hung and replaced; unless set, longer on GPUs and for
+    larger models."""
 
     @property
     def local_devices(self) -> tuple[tuple[int, ...], ...]:
@@ -58,11 +59,12 @@ class WeightsSection(Section):
     bucket_bytes: Annotated[int, Field(ge=1024)] = 16 * 2**20
     """Bytes per broadcast."""
     open_timeout_s: PositiveFloat = 10.0
-    """Deadline of forming an epoch, and what a rollout that hangs then costs the others."""
+    """Deadline of forming an epoch, and what a rollout that hangs then costs the others; unless set, longer over nccl."""
     bucket_timeout_s: PositiveFloat = 10.0
-    """Deadline of one bucket, and of a receiver's last load and probe: what a rollout that hangs in a transfer costs the others."""
+    """Deadline of one bucket, and of a receiver's last load and probe: what a rollout that hangs in a transfer costs the others; unless set,
+    longer over nccl."""
     publish_timeout_s: PositiveFloat = 600.0
-    """Deadline of one publish, pause and probe included."""
+    """Deadline of one publish, pause and probe included; unless set, longer for larger models, and with pause_mode wait."""
     probe_tolerance: PositiveFloat | None = None
     """Bound on the probe's logprob differences; absent: max 1e-4 in float32, mean 0.05 in bfloat16."""
 
@@ -81,7 +83,7 @@ class ControllerSection(ServiceSection):
     failure_window: PositiveInt = 1000
     """Groups, in order of admission, of which max_dead_letters and reward.max_failed_groups may fail."""
     start_timeout_s: PositiveFloat = 300.0
-    """Deadline for every role to become healthy at the start."""
+    """Deadline for every role to become healthy at the start; unless set, longer on GPUs and for larger models."""
     stall_timeout_s: PositiveFloat = 600.0
     """Longest wait without progress: for roles that are away, or for a batch while no group ends and no rollout makes a token. A pause does not count. Then the
     run fails and says what it waited for."""

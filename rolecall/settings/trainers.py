@@ -81,11 +81,12 @@ class TrainerSection(ServiceSection):
     activation_offload: bool = False
     """Keep activations in host memory between a layer's forward and its backward; with gradient_checkpointing the layers' inputs, which are all there is."""
     train_timeout_s: PositiveFloat = 3600.0
-    """Deadline of one Train call."""
+    """Deadline of one Train, SaveCheckpoint or LoadCheckpoint call; unless set, longer with the batch and the model."""
     compute_timeout_s: PositiveFloat = 600.0
-    """Deadline of one ComputeLogprobs or ComputeValues call."""
+    """Deadline of one ComputeLogprobs or ComputeValues call; unless set, longer with the batch and the model."""
     hang_s: PositiveFloat = 30.0
-    """Longest time at work without progress (a microbatch, a tensor published or loaded) before the worker is taken for hung and replaced."""
+    """Longest time at work without progress (a layer's pass over a microbatch, a tensor published or loaded) before the worker is taken for hung and replaced;
+    unless set, 300 on GPUs, and longer for larger models."""
 
     @property
     def num_shards(self) -> int:

@@ -77,6 +77,14 @@ def test_the_written_configuration_reads_back_the_same(make_settings: MakeSettin
     assert load_settings(write_config(resolved)) == resolved
 
 
+def test_a_deadline_follows_what_is_changed_in_the_written_configuration(make_settings: MakeSettings, tmp_path: Path) -> None:
+    resolved = resolve(make_settings(rollout={"hang_s": 7.0}), tmp_path / "run.yaml")
+    resolved.run.dir.mkdir()
+    longer = load_settings(write_config(resolved), ["sampling.max_tokens=8000"])
+    assert longer.rollout.generation_timeout_s > resolved.rollout.generation_timeout_s
+    assert longer.rollout.hang_s == 7
+
+
 def test_scorers_are_found_beside_the_file_the_user_wrote(make_settings: MakeSettings, tmp_path: Path) -> None:
     assert resolve(make_settings(), tmp_path / "run.yaml").reward.search_path == tmp_path
 

@@ -1,0 +1,169 @@
+"""Deadlines that depend on what is run: derived here, and nowhere else, for every one that the file leaves out.
+
+    derived = derive(settings)               # a RunSettings in the making; `rolecall check` prints them
+    filled_in(settings, derived)             # its sections with them
+
+A deadline ends work that will never end; it must not end work that is slow. What it bounds is estimated from the model's files, the lengths and the devices at
+rates that a healthy machine exceeds many times over, and a section's default, right for small models on CPUs, is the least. Work that hangs is found long
+before by `hang_s`, the time without any progress.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rolecall.settings.section import Section
+from rolecall.settings.trainers import TrainerSection
+
+if TYPE_CHECKING:
+    from rolecall.settings.run import RunSettings
+
+TOKENS_PER_S = 2.0
+"""Of one response: a twentieth of a GPU's rate under load, as where the KV cache holds a twentieth of what is sampled at a time."""
+DISK_BYTES_PER_S = 100e6
+"""Of reading a model, or writing a checkpoint, over a network."""
+WIRE_BYTES_PER_S = 500e6
+"""Of a publish: Gloo, through host memory."""
+FLOPS_PER_S = {"CPUs": 2e10, "GPUs": 2e13}
+"""Of one rank of a trainer: an old core's; a fiftieth of an H100's bfloat16 peak."""
+FILE_BYTES_PER_PARAMETER = 2
+"""In a model directory. Of a float32 one it makes twice the parameters."""
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+"""Master weight and two moments."""
+PREFILL_TOKENS = 8192
+"""Of one step of the sampler."""
+GPU_START_S = 900.0
+"""Compilation and the capture of CUDA graphs, beside the reading."""
+GPU_HANG_S = 300.0
+"""First calls of kernels and communicators, and pinning of host memory: nothing of it counts as progress."""
+GPU_ROLLOUT_HANG_S = 60.0
+"""Kernels that are compiled at the first request of their shape."""
+NCCL_OPEN_S = 60.0
+"""Bootstrap, search of the topology and set-up of connections of tens of ranks."""
+NCCL_BUCKET_S = 30.0
+"""The first broadcast's connections."""
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """One that the file leaves out."""
+
+    section: tuple[str, ...]
+    """Path of its section."""
+    field: str
+    seconds: float
+    why: str
+    """How it was derived."""
+
+    @property
+    def setting(self) -> str:
+        """Its name in the file."""
+        return ".".join((*self.section, self.field))
+
+
+def derive(settings: "RunSettings") -> tuple[Deadline, ...]:
+    """All that are not set. Looks at the sizes of the model files."""
+    derivation = _Derivation(settings)
+    derivation.derive()
+    return tuple(derivation.derived)
+
+
+def filled_in(settings: "RunSettings", derived: Iterable[Deadline]) -> dict[str, Any]:
+    """The sections of `settings` with these deadlines, by name."""
+    values: dict[tuple[str, ...], dict[str, float]] = {}
+    for deadline in derived:
+        values.setdefault(deadline.section, {})[deadline.field] = deadline.seconds
+    sections: dict[str, Any] = {}
+    for (top, *names), update in values.items():
+        if names:
+            sections.setdefault(top, dict(settings.references))[names[0]] = settings.references[names[0]].model_copy(update=update)
+        else:
+            section: Section = getattr(settings, top)
+            sections[top] = section.model_copy(update=update)
+    return sections
+
+
+class _Derivation:
+    def __init__(self, settings: "RunSettings") -> None:
+        self._settings = settings
+        self.derived: list[Deadline] = []
+        self._trainers: dict[tuple[str, ...], tuple[TrainerSection, Path]] = {("actor",): (settings.actor, settings.model.path)}
+        if settings.critic is not None:
+            self._trainers["critic",] = settings.critic, settings.critic.path or settings.model.path
+        for name, reference in settings.references.items():
+            self._trainers["references", name] = reference, reference.path or settings.model.path
+        self._bytes = {path: _model_bytes(path) for _, path in self._trainers.values()}
+
+    def derive(self) -> None:
+        """In an order in which each is known before another is made of it."""
+        settings = self._settings
+        longest = max([settings.sampling.max_tokens, *(part.max_tokens or 0 for part in settings.evaluation.sets.values())])
+        generating_s = longest / TOKENS_PER_S
+        self._say(settings.rollout, ("rollout",), "generation_timeout_s", 600 + generating_s, f"600 s and {longest} tokens at {TOKENS_PER_S:g}/s")
+        tokens = sum(part.max_tokens or settings.sampling.max_tokens for part in settings.evaluation.sets.values())
+        about = f"600 s and the sets' longest responses, {tokens} tokens, at {TOKENS_PER_S:g}/s"
+        self._say(settings.evaluation, ("evaluation",), "timeout_s", 600 + tokens / TOKENS_PER_S, about)
+        publish_s = self._weights(generating_s)
+        self._controller(publish_s)
+        for path, (section, model) in self._trainers.items():
+            self._trainer(path, section, self._bytes[model] / FILE_BYTES_PER_PARAMETER)
+        on, base_s = ("GPUs", GPU_ROLLOUT_HANG_S) if self._uses_gpus else ("CPUs", 0.0)
+        prefill_s = 2 * self._bytes[settings.model.path] / FILE_BYTES_PER_PARAMETER * PREFILL_TOKENS / FLOPS_PER_S[on]
+        self._say(settings.rollout, ("rollout",), "hang_s", max(base_s, prefill_s), f"{on}, {PREFILL_TOKENS} prompt tokens of this model in one step")
+
+    def _weights(self, generating_s: float) -> float:
+        weights, rollout = self._settings.weights, self._settings.rollout
+        backend = weights.backend or ("nccl" if self._settings.actor.devices else "gloo")
+        is_nccl = backend == "nccl"
+        self._say(weights, ("weights",), "open_timeout_s", NCCL_OPEN_S if is_nccl else 0.0, f"ranks that meet over {backend}")
+        first = f"a bucket over {backend}, the first one's connections included"
+        self._say(weights, ("weights",), "bucket_timeout_s", NCCL_BUCKET_S if is_nccl else 0.0, first)
+        num_bytes = self._bytes[self._settings.model.path]
+        waited_s, waiting = (generating_s, ", and responses in flight, which pause_mode wait lets end") if rollout.pause_mode == "wait" else (0.0, "")
+        sent = f"600 s and {_size(num_bytes)} at {WIRE_BYTES_PER_S / 1e6:g} MB/s{waiting}"
+        return self._say(weights, ("weights",), "publish_timeout_s", 600 + num_bytes / WIRE_BYTES_PER_S + waited_s, sent)
+
+    def _controller(self, publish_s: float) -> None:
+        settings, largest = self._settings, max(self._bytes.values())
+        base_s, on = (GPU_START_S, "GPUs") if self._uses_gpus else (300.0, "CPUs")
+        read = f"{on}, {base_s:g} s and {_size(largest)} of the largest model at {DISK_BYTES_PER_S / 1e6:g} MB/s"
+        start_s = self._say(settings.controller, ("controller",), "start_timeout_s", base_s + largest / DISK_BYTES_PER_S, read)
+        longest_s = max(start_s, publish_s)
+        self._say(settings.controller, ("controller",), "stall_timeout_s", longest_s, "a role that starts again, or one publish, whichever may take longer")
+
+    def _trainer(self, path: tuple[str, ...], section: TrainerSection, num_parameters: float) -> None:
+        settings, on = self._settings, "GPUs" if section.devices else "CPUs"
+        rows = settings.algorithm.groups_per_batch * settings.responses_per_group
+        tokens = rows * (settings.data.max_prompt_tokens + settings.sampling.max_tokens)
+        forward_s = 2 * num_parameters * tokens / section.num_ranks / FLOPS_PER_S[on]
+        train_s = forward_s * (1 + 3 * settings.algorithm.num_epochs)
+        saved_s = CHECKPOINT_BYTES_PER_PARAMETER * num_parameters / DISK_BYTES_PER_S
+        rate = f"{num_parameters / 1e9:,.1f}B parameters on {section.num_ranks} x {FLOPS_PER_S[on] / 1e12:g} TFLOP/s"
+        self._say(section, path, "train_timeout_s", max(train_s, saved_s), f"a batch of {tokens} tokens, {rate}, or a checkpoint")
+        self._say(section, path, "compute_timeout_s", forward_s, f"a pass over {tokens} tokens, {rate}")
+        microbatch_s = 2 * num_parameters * section.token_budget / section.parallel.slot_size / FLOPS_PER_S[on]
+        base_s = GPU_HANG_S if section.devices else 0.0
+        self._say(section, path, "hang_s", max(base_s, microbatch_s), f"{on}, a pass over token_budget {section.token_budget}")
+
+    @property
+    def _uses_gpus(self) -> bool:
+        return bool(self._settings.rollout.devices) or any(section.devices for section, _ in self._trainers.values())
+
+    def _say(self, section: Section, path: tuple[str, ...], field: str, seconds: float, why: str) -> float:
+        """What the file says; else `seconds`, in whole ones, and at least the section's default."""
+        given: float = getattr(section, field)
+        if field in section.model_fields_set:
+            return given
+        deadline = Deadline(path, field, max(given, float(round(seconds))), f"{why}; at least {given:g} s")
+        self.derived.append(deadline)
+        return deadline.seconds
+
+
+def _model_bytes(path: Path) -> int:
+    """Of its weights; 0 where there is no such directory, which others complain of."""
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB"

@@ -1,0 +1,109 @@
+"""Deadlines that a file leaves out follow from what is run; those it gives stand."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.check import check
+from rolecall.settings import RunSettings, load_settings
+from tests.conftest import MakeSettings
+from tests.light_run import write_light_config
+
+LARGE: dict[str, Any] = {
+    "sampling": {"max_tokens": 32768},
+    "algorithm": {"groups_per_batch": 64},
+    "actor": {"num_ranks": 8, "devices": list(range(8)), "token_budget": 34000},
+    "rollout": {"devices": [[8, 9, 10, 11]], "tensor_parallel_size": 4},
+}
+
+
+@pytest.fixture
+def model_32b(tmp_path: Path) -> str:
+    """The size of one, in a file without content."""
+    folder = tmp_path / "32b"
+    folder.mkdir()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(65_500_000_000)
+    return str(folder)
+
+
+def of(settings: RunSettings) -> dict[str, float]:
+    return {deadline.setting: deadline.seconds for deadline in settings.derived_deadlines}
+
+
+def test_a_small_model_on_cpus_keeps_the_defaults(make_settings: MakeSettings) -> None:
+    settings = make_settings(sampling={"max_tokens": 16})
+    assert settings.rollout.generation_timeout_s == 608
+    assert (settings.rollout.hang_s, settings.actor.hang_s) == (15, 30)
+    assert (settings.weights.open_timeout_s, settings.weights.bucket_timeout_s, settings.weights.publish_timeout_s) == (10, 10, 600)
+    assert (settings.controller.start_timeout_s, settings.controller.stall_timeout_s) == (300, 600)
+    assert (settings.actor.train_timeout_s, settings.actor.compute_timeout_s, settings.evaluation.timeout_s) == (3600, 600, 600)
+
+
+def test_a_large_model_with_long_responses_on_gpus_gets_the_time_it_takes(make_settings: MakeSettings, model_32b: str) -> None:
+    settings = make_settings(
+        model={"path": model_32b}, critic={"token_budget": 34000}, **LARGE | {"algorithm": {"groups_per_batch": 64, "advantage": {"kind": "gae"}}}
+    )
+    assert settings.rollout.generation_timeout_s >= 32768 / 20, "at 20 tokens a second"
+    assert settings.actor.hang_s >= 300
+    assert settings.rollout.hang_s >= 60
+    assert settings.critic is not None
+    assert settings.critic.hang_s > 30, "it is on CPUs, where a pass over 32B parameters takes long"
+    assert settings.weights.open_timeout_s == 60
+    assert settings.controller.start_timeout_s >= 900 + 65.5e9 / 100e6
+    assert settings.controller.stall_timeout_s >= settings.controller.start_timeout_s
+    tokens, flops = 512 * (32768 + 1024), 6 * 32.75e9
+    assert settings.actor.train_timeout_s > tokens * flops / 8 / 200e12, "at 200 TFLOP/s a GPU"
+    assert settings.actor.compute_timeout_s > tokens * flops / 3 / 8 / 200e12
+
+
+def test_what_the_file_gives_stands_and_is_not_called_derived(make_settings: MakeSettings, model_32b: str) -> None:
+    sections = LARGE | {"weights": {"open_timeout_s": 5.0}, "actor": LARGE["actor"] | {"hang_s": 12.0}, "controller": {"start_timeout_s": 4000.0}}
+    settings = make_settings(model={"path": model_32b}, **sections)
+    assert (settings.weights.open_timeout_s, settings.actor.hang_s, settings.controller.start_timeout_s) == (5, 12, 4000)
+    assert settings.controller.stall_timeout_s == 4000, "what is derived follows what is given"
+    assert {"weights.open_timeout_s", "actor.hang_s", "controller.start_timeout_s"}.isdisjoint(of(settings))
+
+
+def test_every_reference_gets_its_own_by_its_own_model(make_settings: MakeSettings, model_32b: str) -> None:
+    references = {"small": {}, "large": {"path": model_32b, "compute_timeout_s": 50.0}}
+    algorithm = {"groups_per_batch": 2, "kl": {"reference": "small", "kl_coef": 0.1}, "distillation": {"teacher": "large", "task_coef": 1.0}}
+    settings = make_settings(references=references, algorithm=algorithm)
+    assert settings.references["small"].hang_s == 30
+    assert settings.references["large"].hang_s > 30
+    assert settings.references["large"].compute_timeout_s == 50
+    assert of(settings)["references.large.hang_s"] == settings.references["large"].hang_s
+
+
+def test_responses_that_a_publish_waits_for_are_part_of_its_time(make_settings: MakeSettings) -> None:
+    sections: dict[str, Any] = {"sampling": {"max_tokens": 8000}, "actor": {"token_budget": 16384}}
+    waits = make_settings(rollout={"pause_mode": "wait"}, **sections)
+    assert waits.weights.publish_timeout_s == make_settings(**sections).weights.publish_timeout_s + 4000
+    assert waits.controller.stall_timeout_s >= waits.weights.publish_timeout_s, "or the stall ends the publish"
+
+
+def test_an_evaluation_gets_the_time_of_all_its_sets(make_settings: MakeSettings) -> None:
+    sets = {"a": {"path": "a.jsonl"}, "b": {"path": "b.jsonl", "max_tokens": 4000}}
+    settings = make_settings(evaluation={"sets": sets}, sampling={"max_tokens": 1000})
+    assert settings.evaluation.timeout_s == 600 + 2500
+    assert settings.rollout.generation_timeout_s == 600 + 2000, "the longest response of all"
+
+
+def test_defaults_are_nobodys_to_change(make_settings: MakeSettings) -> None:
+    make_settings(sampling={"max_tokens": 8000})
+    assert make_settings(sampling={"max_tokens": 16}).rollout.generation_timeout_s == 608
+    assert make_settings().rollout.__class__().generation_timeout_s == 600
+
+
+def test_a_resolved_file_means_what_the_original_meant(make_settings: MakeSettings) -> None:
+    settings = make_settings(sampling={"max_tokens": 8000}, actor={"token_budget": 16384})
+    assert RunSettings.model_validate(settings.model_dump(mode="json")).model_dump() == settings.model_dump()
+
+
+def test_check_prints_each_with_its_reason(tmp_path: Path) -> None:
+    out = io.StringIO()
+    check(load_settings(write_light_config(tmp_path), ["weights.open_timeout_s=7", "sampling.max_tokens=100"]), out)
+    assert "rollout.hang_s: " in out.getvalue()
+    assert "weights.open_timeout_s" not in out.getvalue()
