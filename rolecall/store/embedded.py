@@ -182,8 +182,9 @@ class EmbeddedStore:
             "save": '""',
             "maxmemory": str(self._max_bytes),
             "maxmemory-policy": "noeviction",
-            "user default": "off",
-            "user rolecall": f"on >{self._password} resetchannels {keys} +@all -@admin -@dangerous +info +config|get",
+            # Nobody can log in as it, but many servers replay the transactions in their file with its rights, and discard what those do not allow.
+            "user default": "off ~* &* +@all",
+            "user rolecall": f"on >{self._password} resetchannels {keys} +@all -@admin -@dangerous +info +config|get +acl|getuser",
         }
         return "".join(f"{name} {value}\n" for name, value in lines.items())
 

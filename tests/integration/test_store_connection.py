@@ -61,6 +61,18 @@ def start_server(tmp_path: Path, store_server: EmbeddedStore) -> Iterator[StartS
         process.wait(10)
 
 
+@pytest.fixture
+def tmp_users(tmp_path: Path) -> Callable[[str, str], Path]:
+    """Writes an ACL file with the rights of `default` and of `rolecall`, whose password is pw."""
+
+    def write(default: str, ours: str) -> Path:
+        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.acl"
+        file.write_text(f"user default {default}\nuser rolecall on >pw {ours}\n")
+        return file
+
+    return write
+
+
 def one_group_from_admission_to_training(connection: Connection, run: str) -> None:
     ledger, rows, queue = Ledger(connection, run), Rows(connection, run, 4), PromptQueue(connection, run, "r.0")
     ledger.lock(1.0)
@@ -95,6 +107,25 @@ def test_a_whole_life_of_a_group_works_on_a_plain_server_with_a_password(start_s
     connection.close()
     with pytest.raises(ConfigError, match="refuses"):
         connect(section(f"redis://:wrong@127.0.0.1:{port}"))
+
+
+def test_a_default_user_without_rights_is_refused_for_its_transactions_may_not_be_replayed(
+    start_server: StartServer, tmp_users: Callable[[str, str], Path]
+) -> None:
+    def server(default: str, ours: str) -> str:
+        file = tmp_users(default, ours)
+        return f"redis://rolecall:pw@127.0.0.1:{start_server(**DURABLE, aclfile=str(file))}"
+
+    ours = "~* &* +@all -@admin -@dangerous +info +config|get"
+    for default in ("off", "on >pw ~* +@read", "off ~rl:* +@all"):
+        with pytest.raises(ConfigError, match=r"lose the run at its next restart: .*ACL SETUSER default ~\* &\* \+@all"):
+            connect(section(server(default, f"{ours} +acl|getuser")))
+    with pytest.raises(ConfigError, match=r"\+acl\|getuser"):
+        connect(section(server("off ~* &* +@all", ours)))
+    connect(section(server("off", ours), durability="relaxed")).close()
+    connection = connect(section(server("off ~* &* +@all", f"{ours} +acl|getuser")))
+    one_group_from_admission_to_training(connection, "run")
+    connection.close()
 
 
 def test_a_whole_life_of_a_group_works_on_a_cluster(start_server: StartServer) -> None:
