@@ -43,7 +43,8 @@ class Lane:
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="device")
-        self._waiting = 0
+        self.num_waiting = 0
+        """Pieces of work in hand, the one under way included."""
         self._pulse: Pulse | None = None
         self._last_work = time.monotonic()
         self._ticker: asyncio.Task[None] | None = None
@@ -65,10 +66,10 @@ class Lane:
 
         No deadline here: work that stops calling `progressed` for the section's hang_s is taken for hung by the controller, and the process ends.
         """
-        if self._waiting >= MAX_WAITING:
+        if self.num_waiting >= MAX_WAITING:
             raise ExhaustedError(f"{MAX_WAITING} calls wait for this role's device already; send fewer at a time")
         self._check()
-        self._waiting += 1
+        self.num_waiting += 1
         future = asyncio.get_running_loop().run_in_executor(self._executor, self._do, work, phase)
         future.add_done_callback(self._finished)
         await asyncio.wait({future})  # bounded: by the caller's deadline; hung work by hang_s, which ends the process
@@ -94,7 +95,7 @@ class Lane:
                 self._pulse.progress()
 
     def _finished(self, future: "asyncio.Future[T]") -> None:
-        self._waiting -= 1
+        self.num_waiting -= 1
         self._last_work = time.monotonic()
         error = None if future.cancelled() else future.exception()
         ends = isinstance(error, OutOfMemoryError) or not isinstance(error, RoleCallError)
@@ -109,7 +110,7 @@ class Lane:
     async def _tick(self, keep_alive: Callable[[], None]) -> None:
         while not self.failed.done():
             await asyncio.sleep(KEEP_ALIVE_S)
-            if not self._waiting and time.monotonic() - self._last_work >= KEEP_ALIVE_S:
+            if not self.num_waiting and time.monotonic() - self._last_work >= KEEP_ALIVE_S:
                 with suppress(WorkerLostError):  # `failed` says it
                     await self.run(keep_alive, "idle")
 

@@ -68,6 +68,10 @@ class Caller:
     async def train(self, step: int, digest: str) -> Any:
         return await train(self.actor, TrainRequest(ctl=self.ctl, step=step, digest=digest))
 
+    async def publish(self, version: int) -> None:
+        request = actor_pb2.PublishWeightsRequest(ctl=self.ctl, epoch=1, step=0, policy_version=version, bucket_timeout_s=10)
+        await self.actor.PublishWeights(request, timeout=TIMEOUT_S)
+
     async def info(self) -> Any:
         return await self.actor.GetInfo(GetTrainerInfoRequest(), timeout=5)
 
@@ -162,6 +166,39 @@ async def test_what_a_replaced_controller_left_waiting_for_the_device_is_not_don
     await offload
     assert (await old.info()).step == 1  # not set back to 0
     assert Applied.read(open_storage(str(old.path))).step == 0
+
+
+async def test_a_step_that_waits_while_the_trainer_is_set_back_is_refused(
+    actor: tuple[Rig, ActorServiceStub], store: StoreUnderTest, batches: Batches, tmp_path: Path
+) -> None:
+    rig, stub = actor
+    caller = Caller(stub, store.ledger.ctl, tmp_path)
+    await caller.save(0)
+    batches.commit(await caller.train(0, batches.sealed(0).digest))
+    digest = batches.sealed(1).digest
+    with held(rig):
+        loading = asyncio.ensure_future(caller.load())
+        await until(lambda: rig.front.lane.num_waiting == 2)
+        training = asyncio.ensure_future(caller.train(1, digest))  # in order when it is asked for
+        await until(lambda: rig.front.lane.num_waiting == 3)
+    assert (await loading).step == 0
+    with pytest.raises(OutOfOrderError, match="step 1 cannot be applied at step 0"):
+        await training
+    assert (await caller.info()).step == 0
+    assert rig.engine.bench.engine.num_updates == 0
+
+
+async def test_a_trainer_that_is_set_back_keeps_the_highest_version_it_published(
+    actor: tuple[Rig, ActorServiceStub], store: StoreUnderTest, tmp_path: Path
+) -> None:
+    _, stub = actor
+    caller = Caller(stub, store.ledger.ctl, tmp_path)
+    await stub.OpenWeightChannel(weights_pb2.OpenWeightChannelRequest(ctl=caller.ctl, epoch=1, world_size=1, timeout_s=10), timeout=10)
+    await caller.publish(version=3)
+    await caller.save(0)
+    await caller.publish(version=5)
+    assert (await caller.load()).policy_version == 5
+    assert (await caller.info()).policy_version == 5
 
 
 async def test_a_full_disk_fails_the_save_and_nothing_else(
