@@ -10,6 +10,7 @@ import torch
 import rolecall
 import services
 from rolecall.training.device import allocator_state, is_out_of_memory, memory_bytes, name_of, near_cores, stay_near, take_peak_bytes
+from tests.resident import use_memory
 
 CPU = torch.device("cpu")
 KNOW_CUDA = {"rolecall/training/device.py", "rolecall/weights/nccl.py"}
@@ -46,7 +47,7 @@ def test_a_rank_on_cpus_keeps_its_cores_and_has_no_device_name() -> None:
 def test_a_peak_on_cpus_is_seen_once_and_is_of_the_process() -> None:
     take_peak_bytes(CPU)
     in_use, total = memory_bytes(CPU)
-    np.ones(2**26, np.uint8)
+    use_memory(2**26)
     assert in_use + 2**25 < take_peak_bytes(CPU) < total
     assert take_peak_bytes(CPU) < in_use + 2**25
 

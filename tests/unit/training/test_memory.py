@@ -3,21 +3,16 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from rolecall.errors import OutOfMemoryError, WorkerLostError
 from rolecall.training.lane import Lane
 from rolecall.training.memory import MemoryLostError, PhaseMemory, held_tensors
+from tests.resident import use_memory
 
 CPU = torch.device("cpu")
 MIB = 2**20
-
-
-def spend(num_bytes: int) -> None:
-    """Uses memory and gives it back."""
-    np.ones(num_bytes, np.uint8)
 
 
 def run_out() -> None:
@@ -31,13 +26,13 @@ def test_a_peak_counts_for_every_phase_that_it_is_inside_of_and_for_no_other() -
         pass
     with memory.phase("publish"):
         with memory.phase("forward"):
-            spend(512 * MIB)  # the kernel takes back pages of libraries when memory is short: what is looked for must be more
+            use_memory(64 * MIB)
         with memory.phase("backward"):
             pass
     peaks = memory.take_peaks()
     assert list(peaks) == ["optimizer", "publish", "forward", "backward"]
-    assert peaks["publish"] >= peaks["forward"] > peaks["optimizer"] + 256 * MIB
-    assert peaks["forward"] > peaks["backward"] + 256 * MIB
+    assert peaks["publish"] >= peaks["forward"] > peaks["optimizer"] + 32 * MIB
+    assert peaks["forward"] > peaks["backward"] + 32 * MIB
     assert memory.take_peaks() == {}
 
 
