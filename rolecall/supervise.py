@@ -30,6 +30,7 @@ from rolecall.rpc.server import LIVENESS
 from rolecall.settings import RunSection, RunSettings
 from rolecall.storage import open_storage
 from rolecall.store.embedded import EmbeddedStore
+from rolecall.store.ledger import require_free_name
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 
 POLL_S = 0.1
@@ -69,6 +70,8 @@ def train(settings: RunSettings, config_path: Path, *, resume: bool, package: st
     """Runs `settings` to its end and returns the exit code: 0 done, 1 failed, 130 interrupted. Call it from the main thread.
 
     package: where the roles' modules are, `<package>.<role>`."""
+    if settings.store.url is not None and not resume:
+        require_free_name(settings)
     lock = prepare_run_dir(settings, resume=resume)
     resolved = resolve(settings, config_path)
     processes = Processes(resolved.run.dir / "processes.json")

@@ -214,10 +214,11 @@ def _servers(connection: Connection) -> list[tuple[dict[str, Any], dict[str, str
 
 def _default_user_may_all(client: Client, where: Mapping[str, Any]) -> bool:
     """False also when this user may not look."""
+    send: Callable[..., Any] = client.execute_command
     try:
-        reply = client.execute_command("ACL", "GETUSER", "default", **where)
+        reply = send("ACL", "GETUSER", "default", **where)
     except exceptions.NoPermissionError:
-        return bool(client.execute_command("ACL", "WHOAMI", **where) == b"default")
+        return bool(send("ACL", "WHOAMI", **where) == b"default")
     rights = dict(zip(reply[::2], reply[1::2], strict=True))
     return "~*" in _text(rights[b"keys"]).split() and _text(rights[b"commands"]).startswith("+@all")
 

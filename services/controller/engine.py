@@ -112,7 +112,8 @@ class ControllerEngine:
     async def run(self) -> None:
         """Locks the run, waits for the roles, runs the loop to its end. The error that ended the run is on the board, and raised."""
         try:
-            ctl = await self._threads.call(self._ledger.lock, self._settings.controller.lease_s)
+            latest = await self._threads.call(self._parts.checkpoints.latest)
+            ctl = await self._threads.call(self._ledger.lock, self._settings.controller.lease_s, latest[1].ctl if latest else 0)
             self._parts.publisher.ctl = self._parts.scorer.ctl = ctl
             try:
                 await self._run_locked(ctl)
