@@ -34,6 +34,7 @@ from services.controller.evaluation import Evaluation, load_sets
 from services.controller.failures import RecoveryBudget, starts_over
 from services.controller.fleet import Fleet
 from services.controller.loop import Loop, Parts
+from services.controller.probe import make_probe
 from services.controller.prompts import PromptRenderer, PromptSequence
 from services.controller.publish import PolicyPublisher
 from services.controller.recovery import Recovery
@@ -79,6 +80,8 @@ class ControllerEngine:
         if settings.critic is not None:
             stub = CriticServiceStub(self._open("critic", settings.critic.address, "rolecall.v1.CriticService/ComputeValues"))
             critic = CriticTrainer("critic", stub, settings.critic)
+        in_order = PromptSequence(raw_prompts, renderer, seed=settings.run.seed, shuffle=True)
+        probe = make_probe(settings, in_order)
         self._reward = reward
         actor_trainer = ActorTrainer("actor", actor, settings.actor)
         trainers = [actor_trainer, *([critic] if critic else [])]
@@ -89,7 +92,7 @@ class ControllerEngine:
             rows=rows,
             threads=self._threads,
             fleet=self._fleet,
-            publisher=PolicyPublisher(settings, self._ledger, self._threads, self._fleet, actor, tokenizer.vocab_size),
+            publisher=PolicyPublisher(settings, self._ledger, self._threads, self._fleet, actor, probe),
             actor=actor_trainer,
             critic=critic,
             scorer=GroupScorer(settings, rows, self._threads, reward, self._references),
