@@ -17,6 +17,7 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -55,7 +56,9 @@ class VllmEngine:
         self._llm = AsyncLLM.from_engine_args(engine_args(config))
         self._num_probes = 0
         self._num_moves = 0
-        self._adapter = None if config.lora is None else POLICY
+        self._takes_adapters = config.lora is not None
+        self._adapter: LoRARequest | None = None
+        """What every request names, once it is installed."""
         self._info = EngineInfo(
             max_model_tokens=config.max_model_tokens,
             num_weight_ranks=config.tensor_parallel_size,
@@ -171,9 +174,10 @@ class VllmEngine:
     async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:
         """As EngineWeights.receive."""
         receiving = receive_version(
-            self._llm, epoch=epoch, policy_version=policy_version, bucket_timeout_s=bucket_timeout_s, is_adapter=self._adapter is not None
+            self._llm, epoch=epoch, policy_version=policy_version, bucket_timeout_s=bucket_timeout_s, is_adapter=self._takes_adapters
         )
         report = await self._alive(receiving)
+        self._adapter = POLICY if self._takes_adapters else None
         named = zip(report.names, report.fingerprints, strict=True)
         fingerprints = tuple(weights_pb2.Fingerprint(name=name, value=value) for name, value in named)
         return Received(fingerprints, report.digest, report.num_bytes, report.transfer_s)
