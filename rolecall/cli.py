@@ -100,7 +100,7 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
         from rolecall.supervise import train
 
         require(settings)
-        return train(settings, arguments.config, resume=arguments.resume)
+        return train(settings, resume=arguments.resume)
     if arguments.command == "sft":
         from rolecall.settings import load_sft_settings
 
