@@ -99,7 +99,7 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
         from rolecall.check import require
         from rolecall.supervise import train
 
-        require(settings)
+        require(settings, sys.stdout)
         return train(settings, resume=arguments.resume)
     if arguments.command == "sft":
         from rolecall.settings import load_sft_settings
