@@ -43,6 +43,9 @@ SHOWN: Mapping[str, tuple[str, _Format]] = {
 LONG_WAIT_S = 15.0
 """A wait of a running run that lasts this long is worth a line, and longer than twice the longest one before, for large models take their time."""
 
+TROUBLE_S = 5.0
+"""Trouble that lasts this long is worth a line; a limit of a scorer's rate comes and goes."""
+
 STATES = {
     controller_pb2.RUN_STATE_STARTING: "starting",
     controller_pb2.RUN_STATE_RUNNING: "running",
@@ -80,7 +83,8 @@ def shown_metrics(status: controller_pb2.RunStatus) -> list[tuple[str, str]]:
 
 
 class PlainView:
-    """A line per step, per change of state, per recovery, per thing awaited before the run moves, and per thing awaited for long while it should."""
+    """A line per step, per change of state, per recovery, per thing awaited before the run moves, per thing awaited for
+    long while it should, and per trouble that lasts."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -92,6 +96,8 @@ class PlainView:
         self._awaited_since = 0.0
         self._wait_said = True
         self._longest_wait_s = 0.0
+        self._trouble_since: float | None = None
+        self._trouble_said = False
 
     def show(self, status: controller_pb2.RunStatus) -> None:
         """Writes a line when there is something to say."""
@@ -99,7 +105,20 @@ class PlainView:
             self.note(recovery_line(status))
         self._num_recoveries = status.num_recoveries
         self._show_state(status)
+        self._show_trouble(status)
         self._show_wait(status)
+
+    def _show_trouble(self, status: controller_pb2.RunStatus) -> None:
+        if not status.trouble:
+            if self._trouble_said:
+                self.note(f"trouble  step {status.step}/{status.total_steps}  is over")
+            self._trouble_since, self._trouble_said = None, False
+            return
+        if self._trouble_since is None:
+            self._trouble_since = self._clock()
+        if not self._trouble_said and self._clock() - self._trouble_since >= TROUBLE_S:
+            self._trouble_said = True
+            self.note(f"trouble  step {status.step}/{status.total_steps}  {status.trouble}")
 
     def _show_wait(self, status: controller_pb2.RunStatus) -> None:
         awaited = (status.step, "" if status.state == controller_pb2.RUN_STATE_STARTING else status.waiting_for)
@@ -171,6 +190,8 @@ def render(status: controller_pb2.RunStatus, elapsed_s: float | None = None) -> 
         lines.append(Text(recovery_line(status), style="dim"))
     if status.workers:
         lines.append(_fleet(status))
+    if status.trouble:
+        lines.append(Text(status.trouble, style="red"))
     if status.error:
         lines.append(Text(status.error, style="red"))
     return Group(*lines)

@@ -31,6 +31,8 @@ _GREATEST = float(np.finfo(np.float32).max)
 """Rewards are kept as float32."""
 MAX_MESSAGE_CHARS = 1000
 """An error's message is cut here, so that no traceback crowds out the other results."""
+MAX_CODE_CHARS = 64
+"""So is its code, which stands in every log line and dead letter."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,22 @@ class Score:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an item has no score. It is dropped or asked again, never trained on as a number."""
+    """Why an item has no score. It is dropped or asked again, never trained on as a number.
+
+    Code and message are somebody else's words: what is not printable becomes a space, and both are cut, to 64 and
+    1,000 characters."""
 
     code: str
     """Short, stable, upper-case: a ScoreError's code, or the reason of a RoleCallError such as SCORER_UNAVAILABLE."""
     message: str
     retryable: bool = False
     """The infrastructure failed (asking again may help), not the data."""
+    is_blamed: bool = False
+    """With `retryable`: only until the attempts are spent; then it is the data."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "code", printable(self.code, MAX_CODE_CHARS))
+        object.__setattr__(self, "message", printable(self.message, MAX_MESSAGE_CHARS))
 
 
 Outcome: TypeAlias = Score | Failure
@@ -160,7 +171,15 @@ def failure_of(item: reward_pb2.ScoreItem, error: Exception) -> reward_pb2.Score
 
 def error_result(item_id: str, code: str, message: str, retryable: bool) -> reward_pb2.ScoreResult:
     """A result without a score."""
-    return reward_pb2.ScoreResult(id=item_id, error=reward_pb2.ScoreError(code=code, message=message[:MAX_MESSAGE_CHARS], retryable=retryable))
+    error = reward_pb2.ScoreError(
+        code=printable(code, MAX_CODE_CHARS), message=printable(message, MAX_MESSAGE_CHARS), retryable=retryable
+    )
+    return reward_pb2.ScoreResult(id=item_id, error=error)
+
+
+def printable(text: str, max_chars: int) -> str:
+    """The first `max_chars` characters of `text`, every one that is not printable as a space."""
+    return "".join(character if character.isprintable() else " " for character in text[:max_chars])
 
 
 def problem_of(reward: reward_pb2.Reward, spec: reward_pb2.DescribeResponse, num_response_tokens: int) -> str | None:
@@ -188,6 +207,16 @@ def _token_rewards_problem(reward: reward_pb2.Reward, num_response_tokens: int) 
     if rewards.dtype != np.float32 or rewards.shape != (num_response_tokens,):
         return f"returned token_rewards of {rewards.dtype} {list(rewards.shape)}, they must be float32 [{num_response_tokens}]"
     return None if np.isfinite(rewards).all() else "returned token_rewards that are not all finite"
+
+
+def spec_gaps(spec: reward_pb2.DescribeResponse) -> list[str]:
+    """What a scorer's description leaves open, as ends of a sentence: it is believed, and perhaps not meant so."""
+    gaps = []
+    if not spec.reads:
+        gaps.append("names no fields that it reads: it is sent ids, finish reasons and lengths, and no response")
+    if not spec.reward.HasField("min") and not spec.reward.HasField("max"):
+        gaps.append("names no range of its reward: any finite number is believed")
+    return gaps
 
 
 def spec_problem(spec: reward_pb2.DescribeResponse) -> str | None:

@@ -7,19 +7,24 @@ checks of an answer, and retries. Every item ends as a Score or a Failure, never
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 
-from rolecall.errors import ConfigError, RoleCallError, ScorerError
+from rolecall.errors import ConfigError, RateLimitedError, RoleCallError, ScorerError, UnauthenticatedError, VersionMismatchError
 from rolecall.rpc import deadlines, tls
+from rolecall.rpc.backoff import RateLimit
 from rolecall.rpc.channel import open_channel
-from rolecall.scores import Failure, Outcome, change_of, decode_reward, problem_of, spec_problem
+from rolecall.scores import Failure, Outcome, change_of, decode_reward, problem_of, spec_gaps, spec_problem
 from rolecall.settings import ExternalScorer, RewardSection, RpcSection
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_REQUEST_BYTES = 3 * 2**20
 """Requests are cut below 4 MiB, which servers in most languages refuse by default; a larger item travels alone."""
@@ -29,6 +34,8 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 """Pauses between attempts double from the first to the longest, each shortened at random by up to half."""
 
+_MISPLACED = (UnauthenticatedError, VersionMismatchError)
+"""No item is to blame: another server answers at the address, or one that does not know us. Waited for, like one that is away."""
 _IDEMPOTENT = ("rolecall.v1.RewardService/Score", "rolecall.v1.RewardService/Describe")
 """Repeated on another replica when one dies in a call."""
 
@@ -36,17 +43,32 @@ _IDEMPOTENT = ("rolecall.v1.RewardService/Score", "rolecall.v1.RewardService/Des
 class RewardClient:
     """One scorer behind one channel. Safe for concurrent use; closing the channel is the caller's affair."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, name: str, timeout_s: float, max_attempts: int) -> None:
-        """`name` names the scorer in messages; `timeout_s` is the deadline of one call and `max_attempts` the tries per call and per item."""
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        *,
+        name: str,
+        address: str,
+        timeout_s: float,
+        max_attempts: int,
+        is_foreign: bool = False,
+    ) -> None:
+        """`name` and `address` name the scorer in messages; `timeout_s` is the deadline of one call and `max_attempts`
+        the tries per call and per item. is_foreign: somebody else wrote it, so that gaps in its description are told."""
         self._stub = reward_pb2_grpc.RewardServiceStub(channel)
         self._name = name
+        self._address = address
         self._timeout_s = timeout_s
         self._max_attempts = max_attempts
+        self._is_foreign = is_foreign
         self._spec: reward_pb2.DescribeResponse | None = None
         self._first: reward_pb2.DescribeResponse | None = None
         """What it said first; what gives its numbers their meaning must not change after that."""
         self._asking: asyncio.Task[reward_pb2.DescribeResponse] | None = None
         self._calls = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+        self._limit = RateLimit()
+        self.trouble = ""
+        """Why it gives no scores at present: its name, its address, the last error. Empty once it answered again."""
 
     async def describe(self) -> reward_pb2.DescribeResponse:
         """What the scorer says it is; asked again after a call or an answer that failed. ScorerError when the description is unusable or another than
@@ -58,17 +80,21 @@ class RewardClient:
             with deadlines.without_deadline():
                 self._asking = asyncio.create_task(self._ask())
             self._asking.add_done_callback(self._asked)
-        return await asyncio.shield(self._asking)  # bounded: by the deadline of the Describe call in it
+        return await asyncio.shield(self._asking)  # bounded: by the deadlines of the wait and the Describe call in it
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
         """One outcome per item, in the items' order; ids must be unique. Failures of the scorer or of the connection are outcomes, not exceptions."""
         return await with_retries(self._attempt, items, self._max_attempts)
 
     async def _ask(self) -> reward_pb2.DescribeResponse:
-        spec = await self._stub.Describe(reward_pb2.DescribeRequest(), timeout=self._timeout_s, wait_for_ready=True)
+        question = reward_pb2.DescribeRequest()
+        spec, _ = await self._within_limit(lambda: self._stub.Describe(question, timeout=self._timeout_s, wait_for_ready=True))
         problem = spec_problem(spec)
         if problem:
             raise ScorerError(f"scorer {self._name!r} {problem}")
+        if self._first is None and self._is_foreign:
+            for gap in spec_gaps(spec):
+                log.warning("scorer %r at %s %s; correct what Describe answers, if it is not meant so", self._name, self._address, gap)
         self._first = self._first or spec
         change = change_of(self._first, spec)
         if change:
@@ -84,39 +110,103 @@ class RewardClient:
         try:
             spec = await self.describe()
         except RoleCallError as error:
-            return [self._failure(error)] * len(items)
+            return self._heard([self._failure(error)] * len(items))
         chunks = cut([only(item, spec) for item in items], spec)
         scored = await asyncio.gather(*(self._call(chunk, spec) for chunk in chunks))
         return [outcome for chunk in scored for outcome in chunk]
 
     async def _call(self, items: list[reward_pb2.ScoreItem], spec: reward_pb2.DescribeResponse) -> list[Outcome]:
+        async with self._calls:  # bounded: all that is waited for inside has timeout_s, and admission bounds how many wait
+            try:
+                request = reward_pb2.ScoreRequest(items=items)
+                response, called_at = await self._within_limit(lambda: self._stub.Score(request, timeout=self._timeout_s))
+                outcomes = believed(response, items, spec, self._name)
+            except RoleCallError as error:
+                if not isinstance(error, RateLimitedError):
+                    self._spec = None  # perhaps another process answers there now
+                return self._heard([self._failure(error)] * len(items))
+        codes = {outcome.code for outcome in outcomes if isinstance(outcome, Failure)}
+        if ScorerError.reason in codes:
+            self._spec = None  # perhaps it describes itself otherwise now
+        if RateLimitedError.reason in codes:
+            self._limit.refused(called_at)
+        else:
+            self._limit.answered()
+        return self._heard(outcomes)
+
+    async def _within_limit(self, call: Callable[[], Awaitable[T]]) -> tuple[T, float]:
+        """What `call` returns, and the monotonic time when it was made: once the scorer is not to be left alone any more."""
+        await self._until_allowed()
+        called_at = time.monotonic()
         try:
-            async with self._calls:  # bounded: every call inside has timeout_s, and admission bounds how many wait
-                response = await self._stub.Score(reward_pb2.ScoreRequest(items=items), timeout=self._timeout_s)
-            outcomes = believed(response, items, spec, self._name)
-            if any(isinstance(outcome, Failure) and outcome.code == ScorerError.reason for outcome in outcomes):
-                self._spec = None  # perhaps it describes itself otherwise now
-            return outcomes
-        except RoleCallError as error:
-            self._spec = None  # perhaps another process answers there now
-            return [self._failure(error)] * len(items)
+            return await call(), called_at
+        except RateLimitedError as error:
+            self._limit.refused(called_at, float(error.details.get("retry_after_s", 0.0)))
+            raise
+
+    async def _until_allowed(self) -> None:
+        """Waits while the scorer is to be left alone. RateLimitedError when that lasts longer than a call may, or than half of what the caller has left, so
+        that the caller hears the reason."""
+        left_s = deadlines.remaining_s()
+        give_up_at = time.monotonic() + min(self._timeout_s, self._timeout_s if left_s is None else left_s / 2)
+        while (pause_s := self._limit.pause_s()) > 0:
+            await asyncio.sleep(max(0.0, min(pause_s, give_up_at - time.monotonic())))
+            if self._limit.pause_s() > 0 and time.monotonic() >= give_up_at:
+                raise RateLimitedError(f"{self._address} takes no more calls for now; it is asked again in {pause_s:.0f} s")
+
+    def _heard(self, outcomes: list[Outcome]) -> list[Outcome]:
+        """Notes whether the scorer gives scores; one warning when that ends, one when it is so again."""
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure) and outcome.retryable]
+        if len(failures) == len(outcomes):
+            first = failures[0]
+            said = first.message.removeprefix(f"scorer {self._name!r}: ")
+            trouble = f"scorer {self._name!r} at {self._address} gives no scores: {first.code}: {said}"
+            if not self.trouble:
+                log.warning("%s", trouble)
+            self.trouble = trouble
+        elif self.trouble:
+            self.trouble = ""
+            log.warning("scorer %r at %s gives scores again", self._name, self._address)
+        return outcomes
 
     def _failure(self, error: RoleCallError) -> Failure:
-        return Failure(error.reason, f"scorer {self._name!r}: {error.message}", error.retryable)
+        text = f"scorer {self._name!r}: {error.message}"
+        if type(error) is RoleCallError:  # INTERNAL, UNKNOWN, DATA_LOSS: a flaw that may hit once, or these items each time
+            return Failure(error.details.get("code", error.status), text, retryable=True, is_blamed=True)
+        return Failure(error.reason, text, error.retryable or isinstance(error, _MISPLACED))
 
 
 def open_client(section: RewardSection, address: str, rpc: RpcSection) -> tuple[RewardClient, grpc.aio.Channel]:
-    """The controller's client of the run's reward service at `address`, and the channel to close after it. ConfigError for an unreadable token."""
+    """The controller's client of the run's reward service at `address`, and the channel to close after it. ConfigError for an unreadable token or roots."""
     token = read_token(section.bearer_token_file)
-    channel = open_channel(address, rpc, idempotent=_IDEMPOTENT, tls=True if section.tls else None, bearer_token=token, ours=False)
-    return RewardClient(channel, name="reward", timeout_s=section.timeout_s, max_attempts=section.max_attempts), channel
+    channel = open_channel(
+        address,
+        rpc,
+        idempotent=_IDEMPOTENT,
+        tls=True if section.tls else None,
+        bearer_token=token,
+        ca_file=section.ca_file,
+        ours=False,
+    )
+    client = RewardClient(
+        channel,
+        name="reward",
+        address=address,
+        timeout_s=section.timeout_s,
+        max_attempts=section.max_attempts,
+        is_foreign=not section.components,
+    )
+    return client, channel
 
 
 def open_external(name: str, scorer: ExternalScorer, rpc: RpcSection, *, timeout_s: float, max_attempts: int) -> tuple[RewardClient, grpc.aio.Channel]:
     """A client of the external scorer that is the component `name`, and the channel to close after it."""
     token = read_token(scorer.bearer_token_file)
     channel = open_channel(scorer.address, rpc, idempotent=_IDEMPOTENT, tls=scorer.tls, bearer_token=token, ca_file=scorer.ca_file, ours=False)
-    return RewardClient(channel, name=name, timeout_s=timeout_s, max_attempts=max_attempts), channel
+    client = RewardClient(
+        channel, name=name, address=scorer.address, timeout_s=timeout_s, max_attempts=max_attempts, is_foreign=True
+    )
+    return client, channel
 
 
 def read_token(path: Path | None) -> str | None:
@@ -132,7 +222,9 @@ def read_token(path: Path | None) -> str | None:
 async def with_retries(
     attempt: Callable[[Sequence[reward_pb2.ScoreItem]], Awaitable[Sequence[Outcome]]], items: Sequence[reward_pb2.ScoreItem], max_attempts: int
 ) -> list[Outcome]:
-    """Outcomes of `attempt`, in order; items whose failure is retryable are attempted again, `max_attempts` times in all."""
+    """Outcomes of `attempt`, in order; items whose failure is retryable are attempted again, `max_attempts` times in all.
+
+    A failure that is the item's by then (`is_blamed`) comes back as one that is not retryable."""
     outcomes = list(await attempt(items))
     for number in range(1, max_attempts):
         again = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, Failure) and outcome.retryable]
@@ -142,7 +234,7 @@ async def with_retries(
         await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (number - 1)) * random.uniform(0.5, 1.0))
         for index, outcome in zip(again, await attempt([items[index] for index in again]), strict=True):
             outcomes[index] = outcome
-    return outcomes
+    return [replace(outcome, retryable=False) if isinstance(outcome, Failure) and outcome.is_blamed else outcome for outcome in outcomes]
 
 
 def only(item: reward_pb2.ScoreItem, spec: reward_pb2.DescribeResponse) -> reward_pb2.ScoreItem:

@@ -40,7 +40,8 @@ class UnaryCalls(_Calls, grpc.aio.UnaryUnaryClientInterceptor):
         except AioRpcError as error:
             raise self._to_error(error, client_call_details) from error
         if response is None:  # what gRPC returns, with status OK, for bytes that it cannot parse
-            raise RoleCallError(f"{self._target} answered {_name(client_call_details)} with bytes that are not its message", target=self._target)
+            method = _name(client_call_details)
+            raise RoleCallError(f"{self._target} answered {method} with bytes that are not its message", target=self._target)
         return response
 
 

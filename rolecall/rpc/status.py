@@ -4,10 +4,12 @@ Owns the mapping both ways; it makes no calls. Statuses without our ErrorInfo (f
 error nearest in meaning, naming target and method.
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import grpc
+from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
@@ -20,6 +22,8 @@ _DETAILS_KEY = "grpc-status-details-bin"
 _MAX_MESSAGE_BYTES = 1500
 _MAX_DETAIL_CHARS = 200
 _MAX_DETAILS = 8
+_TOO_LARGE = re.compile(r"larger than max|exceeds (the )?max", re.IGNORECASE)
+"""How gRPC's implementations say, with RESOURCE_EXHAUSTED, that a message is beyond a size limit: no pause would help."""
 
 
 def _by_reason() -> dict[str, type[RoleCallError]]:
@@ -39,7 +43,7 @@ _PLAIN: dict[grpc.StatusCode, tuple[type[RoleCallError], str]] = {
     grpc.StatusCode.CANCELLED: (errors.UnavailableError, "cancelled the call"),
     grpc.StatusCode.ABORTED: (errors.UnavailableError, "aborted the call"),
     grpc.StatusCode.DEADLINE_EXCEEDED: (errors.DeadlineError, "did not answer in time"),
-    grpc.StatusCode.RESOURCE_EXHAUSTED: (errors.ExhaustedError, "is at a limit"),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (errors.RateLimitedError, "takes no more calls for now"),
     grpc.StatusCode.INVALID_ARGUMENT: (errors.InvalidInputError, "refused the request"),
     grpc.StatusCode.OUT_OF_RANGE: (errors.InvalidInputError, "refused the request"),
     grpc.StatusCode.NOT_FOUND: (errors.NotFoundError, "does not know what was asked for"),
@@ -72,24 +76,28 @@ def short_message(error: RoleCallError) -> str:
 
 
 def to_error(code: grpc.StatusCode, details: str | None, metadata: Iterable[Any] | None, *, target: str, method: str) -> RoleCallError:
-    """The exception that the server raised, or the nearest one for a status that is not ours. `metadata`: the trailing (key, value) pairs."""
-    info = _error_info(metadata)
-    if info is not None and info.domain == DOMAIN and info.reason in _CLASSES:
+    """The exception that the server raised, or the nearest one for a status that is not ours.
+
+    `metadata`: the trailing (key, value) pairs. What google.rpc.RetryInfo says is the detail `retry_after_s`."""
+    info, pause = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    for detail in _details(metadata):
+        _ = detail.Unpack(info) or detail.Unpack(pause)
+    if info.domain == DOMAIN and info.reason in _CLASSES:
         return _CLASSES[info.reason](details or info.reason, **dict(info.metadata))
     kind, what = _PLAIN.get(code, (RoleCallError, f"failed with {code.name}"))
+    if kind is errors.RateLimitedError and _TOO_LARGE.search(details or ""):
+        kind, what = errors.ExhaustedError, "is at a limit"
+    own = {"retry_after_s": f"{pause.retry_delay.ToTimedelta().total_seconds():g}"} if pause.HasField("retry_delay") else {}
     text = f"{target} {what} ({method}): {details or code.name}"
-    return kind(text, target=target, method=method, code=code.name)
+    return kind(text, target=target, method=method, code=code.name, **own)
 
 
-def _error_info(metadata: Iterable[Any] | None) -> error_details_pb2.ErrorInfo | None:
+def _details(metadata: Iterable[Any] | None) -> Sequence[any_pb2.Any]:
     for key, value in metadata or ():
         if key == _DETAILS_KEY:
             try:
-                status = status_pb2.Status.FromString(value)
+                status: status_pb2.Status = status_pb2.Status.FromString(value)
             except DecodeError:
-                return None
-            for detail in status.details:
-                info = error_details_pb2.ErrorInfo()
-                if detail.Unpack(info):
-                    return info
-    return None
+                return ()
+            return list(status.details)
+    return ()

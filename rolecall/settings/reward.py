@@ -1,6 +1,5 @@
 """Sections of the reward: scorers, the components that use them, the service."""
 
-from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -122,7 +121,7 @@ class RewardSection(ServiceSection):
     """Named parts; the reward is their weighted sum."""
     num_workers: PositiveInt = 2
     """Killable worker processes of the local service."""
-    search_path: ConfigPath = Path(".")
+    search_path: ConfigPath | None = None
     """Folder where the modules of `function` scorers are found; absent: the configuration file's folder."""
     solved_at: float = 1.0
     """A response counts as accurate when its reward is at least this."""
@@ -133,7 +132,9 @@ class RewardSection(ServiceSection):
     max_failed_groups: NonNegativeInt = 32
     """Budget of groups dropped because they could not be scored, of any controller.failure_window groups; one more stops the run."""
     tls: bool = False
-    """Call the `address` with TLS."""
+    """Call the `address` with TLS, checked against the system's roots, or `ca_file`."""
+    ca_file: ConfigPath | None = None
+    """PEM roots to trust instead; needs tls."""
     bearer_token_file: ConfigPath | None = None
     """File with a bearer token for the `address`; needs tls."""
 
@@ -141,6 +142,8 @@ class RewardSection(ServiceSection):
     def _some_scorer(self) -> Self:
         if self.address is None and not self.components:
             raise ValueError("reward needs components (or the address of a RewardService); add e.g. components: {correct: {scorer: {kind: exact_match}}}")
-        if self.bearer_token_file and not self.tls:
-            raise ValueError("bearer_token_file needs tls: true; a token is never sent in the clear")
+        if self.tls and self.address is None:
+            raise ValueError("tls needs address: it is how somebody else's reward service is called; our own takes rpc.tls")
+        if (self.bearer_token_file or self.ca_file) and not self.tls:
+            raise ValueError("bearer_token_file and ca_file need tls: true; a token is never sent in the clear")
         return self

@@ -127,12 +127,11 @@ class Connection:
         self._client.close()
 
 
-def connect(section: StoreSection, *, timeout_s: float = SOCKET_TIMEOUT_S, retry_s: float = RETRY_S) -> Connection:
-    """Connects to `store.url` and checks that the server can keep the ledger's promises. ConfigError names what to change; StoreUnavailableError when it cannot
-    be reached for `retry_s`, each attempt waiting `timeout_s` at most for a socket, its connection and its answer."""
+def connect(section: StoreSection) -> Connection:
+    """Connects to `store.url` and checks that the server can keep the ledger's promises. ConfigError names what to change."""
     if section.url is None:
         raise ConfigError("store.url is not set; the embedded store's URL is known once it runs (EmbeddedStore.start)")
-    connection = Connection(_client(section.url.get_secret_value(), timeout_s), retry_s)
+    connection = Connection(_client(section.url.get_secret_value()))
     try:
         _verify(connection, section.durability)
     except BaseException:
@@ -141,10 +140,10 @@ def connect(section: StoreSection, *, timeout_s: float = SOCKET_TIMEOUT_S, retry
     return connection
 
 
-def _client(url: str, timeout_s: float) -> Client:
+def _client(url: str) -> Client:
     options: dict[str, Any] = {
-        "socket_timeout": timeout_s,
-        "socket_connect_timeout": timeout_s,
+        "socket_timeout": SOCKET_TIMEOUT_S,
+        "socket_connect_timeout": SOCKET_TIMEOUT_S,
         "protocol": 2,
         "retry": Retry(NoBackoff(), 0),
     }
@@ -157,7 +156,7 @@ def _client(url: str, timeout_s: float) -> Client:
             return _through_sentinel(rest, {**options, "ssl": True} if secure else options)
         if scheme in ("redis", "rediss", "unix"):
             options.pop("socket_connect_timeout") if scheme == "unix" else None
-            pool = redis.BlockingConnectionPool.from_url(url, max_connections=MAX_CONNECTIONS, timeout=timeout_s, **options)
+            pool = redis.BlockingConnectionPool.from_url(url, max_connections=MAX_CONNECTIONS, timeout=SOCKET_TIMEOUT_S, **options)
             return redis.Redis.from_pool(pool)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"store.url is not a usable {scheme} URL: {error}") from error
@@ -215,11 +214,10 @@ def _servers(connection: Connection) -> list[tuple[dict[str, Any], dict[str, str
 
 def _default_user_may_all(client: Client, where: Mapping[str, Any]) -> bool:
     """False also when this user may not look."""
-    send: Callable[..., Any] = client.execute_command
     try:
-        reply = send("ACL", "GETUSER", "default", **where)
+        reply = client.execute_command("ACL", "GETUSER", "default", **where)
     except exceptions.NoPermissionError:
-        return bool(send("ACL", "WHOAMI", **where) == b"default")
+        return bool(client.execute_command("ACL", "WHOAMI", **where) == b"default")
     rights = dict(zip(reply[::2], reply[1::2], strict=True))
     return "~*" in _text(rights[b"keys"]).split() and _text(rights[b"commands"]).startswith("+@all")
 

@@ -375,6 +375,7 @@ class RunStatus(_message.Message):
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     NUM_RECOVERIES_FIELD_NUMBER: _builtins.int
     LAST_FAILURE_FIELD_NUMBER: _builtins.int
+    TROUBLE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     state: Global___RunState.ValueType
@@ -395,6 +396,10 @@ class RunStatus(_message.Message):
     """Times this controller started its loop over from the store because a role or the store failed."""
     last_failure: _builtins.str
     """The failure behind the last of them; empty before the first."""
+    trouble: _builtins.str
+    """What is in the way at present and waited for, for people: a scorer that gives no scores, with its address and last
+    error; empty when nothing is.
+    """
     @_builtins.property
     def ledger(self) -> Global___LedgerCounts:
         """Balance."""
@@ -423,10 +428,11 @@ class RunStatus(_message.Message):
         waiting_for: _builtins.str = ...,
         num_recoveries: _builtins.int = ...,
         last_failure: _builtins.str = ...,
+        trouble: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "last_failure", b"last_failure", "ledger", b"ledger", "metrics", b"metrics", "num_recoveries", b"num_recoveries", "policy_version", b"policy_version", "published_step", b"published_step", "run", b"run", "state", b"state", "step", b"step", "total_steps", b"total_steps", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "last_failure", b"last_failure", "ledger", b"ledger", "metrics", b"metrics", "num_recoveries", b"num_recoveries", "policy_version", b"policy_version", "published_step", b"published_step", "run", b"run", "state", b"state", "step", b"step", "total_steps", b"total_steps", "trouble", b"trouble", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

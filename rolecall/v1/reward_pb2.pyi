@@ -210,9 +210,9 @@ class ScoreError(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRYABLE_FIELD_NUMBER: _builtins.int
     code: _builtins.str
-    """Short, stable, upper-case: "TIMEOUT", "BAD_GROUND_TRUTH"..."""
+    """Short, stable, upper-case: "TIMEOUT", "BAD_GROUND_TRUTH"...; cut after 64 characters. RATE_LIMITED pauses all calls."""
     message: _builtins.str
-    """For people."""
+    """For people; cut after 1,000 characters."""
     retryable: _builtins.bool
     """Whether asking again may help (an overload, not bad data)."""
     def __init__(
@@ -364,11 +364,11 @@ class DescribeResponse(_message.Message):
     """Most items it takes in one request; 0 means no limit of its own."""
     @_builtins.property
     def reads(self) -> _containers.RepeatedScalarFieldContainer[Global___ScoreField.ValueType]:
-        """Fields it reads."""
+        """Fields it reads; none is told as a warning."""
 
     @_builtins.property
     def reward(self) -> Global___ComponentSpec:
-        """The range of Reward.value; its name is ignored."""
+        """The range of Reward.value; its name is ignored. Without any bound it is told as a warning."""
 
     @_builtins.property
     def components(self) -> _containers.RepeatedCompositeFieldContainer[Global___ComponentSpec]:

@@ -27,6 +27,37 @@ if _version_not_supported:
 
 class RewardServiceStub:
     """Implement this in any language to bring your own reward. Replicas may stand behind one address.
+
+    What the caller makes of a gRPC status of Score or Describe, which fails all items of the call. "Tried again": up to
+    reward.max_attempts (of an external component: its max_attempts) calls, with pauses of 0.2 s that double to 5 s.
+    "Waited for": the groups stay, nothing is counted against them, and they are scored when the scorer answers; the run
+    ends, with a message that names the scorer, when no group was scored for controller.stall_timeout_s. "Dropped": the
+    group is not trained and counts against reward.max_failed_groups, which ends the run.
+
+    status              | error code       | tried again | then
+    --------------------+------------------+-------------+-----------
+    UNAVAILABLE         | UNAVAILABLE      | yes         | waited for
+    DEADLINE_EXCEEDED   | DEADLINE         | yes         | waited for
+    CANCELLED           | UNAVAILABLE      | yes         | waited for
+    ABORTED             | UNAVAILABLE      | yes         | waited for
+    RESOURCE_EXHAUSTED  | RATE_LIMITED     | yes         | waited for
+    UNAUTHENTICATED     | UNAUTHENTICATED  | yes         | waited for
+    PERMISSION_DENIED   | UNAUTHENTICATED  | yes         | waited for
+    UNIMPLEMENTED       | VERSION_MISMATCH | yes         | waited for
+    INTERNAL            | INTERNAL         | yes         | dropped
+    UNKNOWN             | UNKNOWN          | yes         | dropped
+    DATA_LOSS           | DATA_LOSS        | yes         | dropped
+    INVALID_ARGUMENT    | INVALID_INPUT    | no          | dropped
+    OUT_OF_RANGE        | INVALID_INPUT    | no          | dropped
+    NOT_FOUND           | NOT_FOUND        | no          | dropped
+    ALREADY_EXISTS      | CONFLICT         | no          | dropped
+    FAILED_PRECONDITION | CONFLICT         | no          | dropped
+
+    RESOURCE_EXHAUSTED is a rate limit: all calls to the scorer pause, 0.2 s that double to 60 s, shortened at random by up
+    to half, or as long as google.rpc.RetryInfo says, up to 300 s. An item's ScoreError with the code RATE_LIMITED does the
+    same. Only where the status says that a message is too large ("larger than max", "exceeds max") is it EXHAUSTED, not
+    tried again, and dropped. At the start of a run a Describe that is not "waited for", or is UNAUTHENTICATED,
+    PERMISSION_DENIED or UNIMPLEMENTED, ends it at once.
     """
 
     def __init__(self, channel):
@@ -49,18 +80,49 @@ class RewardServiceStub:
 
 class RewardServiceServicer:
     """Implement this in any language to bring your own reward. Replicas may stand behind one address.
+
+    What the caller makes of a gRPC status of Score or Describe, which fails all items of the call. "Tried again": up to
+    reward.max_attempts (of an external component: its max_attempts) calls, with pauses of 0.2 s that double to 5 s.
+    "Waited for": the groups stay, nothing is counted against them, and they are scored when the scorer answers; the run
+    ends, with a message that names the scorer, when no group was scored for controller.stall_timeout_s. "Dropped": the
+    group is not trained and counts against reward.max_failed_groups, which ends the run.
+
+    status              | error code       | tried again | then
+    --------------------+------------------+-------------+-----------
+    UNAVAILABLE         | UNAVAILABLE      | yes         | waited for
+    DEADLINE_EXCEEDED   | DEADLINE         | yes         | waited for
+    CANCELLED           | UNAVAILABLE      | yes         | waited for
+    ABORTED             | UNAVAILABLE      | yes         | waited for
+    RESOURCE_EXHAUSTED  | RATE_LIMITED     | yes         | waited for
+    UNAUTHENTICATED     | UNAUTHENTICATED  | yes         | waited for
+    PERMISSION_DENIED   | UNAUTHENTICATED  | yes         | waited for
+    UNIMPLEMENTED       | VERSION_MISMATCH | yes         | waited for
+    INTERNAL            | INTERNAL         | yes         | dropped
+    UNKNOWN             | UNKNOWN          | yes         | dropped
+    DATA_LOSS           | DATA_LOSS        | yes         | dropped
+    INVALID_ARGUMENT    | INVALID_INPUT    | no          | dropped
+    OUT_OF_RANGE        | INVALID_INPUT    | no          | dropped
+    NOT_FOUND           | NOT_FOUND        | no          | dropped
+    ALREADY_EXISTS      | CONFLICT         | no          | dropped
+    FAILED_PRECONDITION | CONFLICT         | no          | dropped
+
+    RESOURCE_EXHAUSTED is a rate limit: all calls to the scorer pause, 0.2 s that double to 60 s, shortened at random by up
+    to half, or as long as google.rpc.RetryInfo says, up to 300 s. An item's ScoreError with the code RATE_LIMITED does the
+    same. Only where the status says that a message is too large ("larger than max", "exceeds max") is it EXHAUSTED, not
+    tried again, and dropped. At the start of a run a Describe that is not "waited for", or is UNAUTHENTICATED,
+    PERMISSION_DENIED or UNIMPLEMENTED, ends it at once.
     """
 
     def Score(self, request, context):
         """Scores responses. Must be idempotent: the caller retries. Answers one result per item, in any order, each with the item's id.
-        A failure of one item is a ScoreError in its result, never a number; a gRPC error fails the whole call and is retried.
+        A failure of one item is a ScoreError in its result, never a number; a gRPC error fails the whole call, see above.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """Says what the scorer reads and returns. Asked once per connection; only the fields it names are sent. Idempotent.
+        """Says what the scorer reads and returns. Asked once per connection and again after a call that failed; only the fields it names are sent. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,6 +151,37 @@ def add_RewardServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class RewardService:
     """Implement this in any language to bring your own reward. Replicas may stand behind one address.
+
+    What the caller makes of a gRPC status of Score or Describe, which fails all items of the call. "Tried again": up to
+    reward.max_attempts (of an external component: its max_attempts) calls, with pauses of 0.2 s that double to 5 s.
+    "Waited for": the groups stay, nothing is counted against them, and they are scored when the scorer answers; the run
+    ends, with a message that names the scorer, when no group was scored for controller.stall_timeout_s. "Dropped": the
+    group is not trained and counts against reward.max_failed_groups, which ends the run.
+
+    status              | error code       | tried again | then
+    --------------------+------------------+-------------+-----------
+    UNAVAILABLE         | UNAVAILABLE      | yes         | waited for
+    DEADLINE_EXCEEDED   | DEADLINE         | yes         | waited for
+    CANCELLED           | UNAVAILABLE      | yes         | waited for
+    ABORTED             | UNAVAILABLE      | yes         | waited for
+    RESOURCE_EXHAUSTED  | RATE_LIMITED     | yes         | waited for
+    UNAUTHENTICATED     | UNAUTHENTICATED  | yes         | waited for
+    PERMISSION_DENIED   | UNAUTHENTICATED  | yes         | waited for
+    UNIMPLEMENTED       | VERSION_MISMATCH | yes         | waited for
+    INTERNAL            | INTERNAL         | yes         | dropped
+    UNKNOWN             | UNKNOWN          | yes         | dropped
+    DATA_LOSS           | DATA_LOSS        | yes         | dropped
+    INVALID_ARGUMENT    | INVALID_INPUT    | no          | dropped
+    OUT_OF_RANGE        | INVALID_INPUT    | no          | dropped
+    NOT_FOUND           | NOT_FOUND        | no          | dropped
+    ALREADY_EXISTS      | CONFLICT         | no          | dropped
+    FAILED_PRECONDITION | CONFLICT         | no          | dropped
+
+    RESOURCE_EXHAUSTED is a rate limit: all calls to the scorer pause, 0.2 s that double to 60 s, shortened at random by up
+    to half, or as long as google.rpc.RetryInfo says, up to 300 s. An item's ScoreError with the code RATE_LIMITED does the
+    same. Only where the status says that a message is too large ("larger than max", "exceeds max") is it EXHAUSTED, not
+    tried again, and dropped. At the start of a run a Describe that is not "waited for", or is UNAUTHENTICATED,
+    PERMISSION_DENIED or UNIMPLEMENTED, ends it at once.
     """
 
     @staticmethod

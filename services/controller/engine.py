@@ -12,7 +12,7 @@ import grpc.aio
 
 from rolecall.algorithms.advantages.custom import load as load_advantage
 from rolecall.dataset import load_prompts
-from rolecall.errors import BudgetSpentError, DeadlineError, FencedError, RoleCallError, StoreUnavailableError, UnavailableError
+from rolecall.errors import BudgetSpentError, FencedError, RoleCallError, StoreUnavailableError, UnavailableError
 from rolecall.identity import settle
 from rolecall.rpc.channel import open_channel
 from rolecall.scoring import open_client
@@ -34,7 +34,6 @@ from services.controller.evaluation import Evaluation, load_sets
 from services.controller.failures import RecoveryBudget, starts_over
 from services.controller.fleet import Fleet
 from services.controller.loop import Loop, Parts
-from services.controller.probe import make_probe
 from services.controller.prompts import PromptRenderer, PromptSequence
 from services.controller.publish import PolicyPublisher
 from services.controller.recovery import Recovery
@@ -65,6 +64,8 @@ class ControllerEngine:
         self._board = RunBoard()
         self._fleet = Fleet(settings, self._ledger, self._threads)
         self._channels: list[grpc.aio.Channel] = []
+        self._unanswered: dict[str, str] = {}
+        """Last error by role that is waited for."""
         tokenizer = ChatTokenizer(settings.model.path)
         renderer = PromptRenderer(tokenizer, settings.data.max_prompt_tokens)
         reward, channel = open_client(settings.reward, _address("reward", settings.reward.address), settings.rpc)
@@ -80,8 +81,6 @@ class ControllerEngine:
         if settings.critic is not None:
             stub = CriticServiceStub(self._open("critic", settings.critic.address, "rolecall.v1.CriticService/ComputeValues"))
             critic = CriticTrainer("critic", stub, settings.critic)
-        in_order = PromptSequence(raw_prompts, renderer, seed=settings.run.seed, shuffle=True)
-        probe = make_probe(settings, in_order)
         self._reward = reward
         actor_trainer = ActorTrainer("actor", actor, settings.actor)
         trainers = [actor_trainer, *([critic] if critic else [])]
@@ -92,7 +91,7 @@ class ControllerEngine:
             rows=rows,
             threads=self._threads,
             fleet=self._fleet,
-            publisher=PolicyPublisher(settings, self._ledger, self._threads, self._fleet, actor, probe),
+            publisher=PolicyPublisher(settings, self._ledger, self._threads, self._fleet, actor, tokenizer.vocab_size),
             actor=actor_trainer,
             critic=critic,
             scorer=GroupScorer(settings, rows, self._threads, reward, self._references),
@@ -115,8 +114,7 @@ class ControllerEngine:
     async def run(self) -> None:
         """Locks the run, waits for the roles, runs the loop to its end. The error that ended the run is on the board, and raised."""
         try:
-            latest = await self._threads.call(self._parts.checkpoints.latest)
-            ctl = await self._threads.call(self._ledger.lock, self._settings.controller.lease_s, latest[1].ctl if latest else 0)
+            ctl = await self._threads.call(self._ledger.lock, self._settings.controller.lease_s)
             self._parts.publisher.ctl = self._parts.scorer.ctl = ctl
             try:
                 await self._run_locked(ctl)
@@ -160,6 +158,7 @@ class ControllerEngine:
         controller, recovering = self._settings.controller, self._board.num_recoveries > 0
         name, timeout_s = ("stall_timeout_s", controller.stall_timeout_s) if recovering else ("start_timeout_s", controller.start_timeout_s)
         missing = {"store", "reward", "rollouts", *self._references, *(trainer.name for trainer in self._parts.trainers)}
+        self._unanswered.clear()
         try:
             async with asyncio.timeout(timeout_s):
                 while missing:
@@ -169,7 +168,10 @@ class ControllerEngine:
                     missing = {role for role in missing if not await self._answers(role)}
                     await asyncio.sleep(ROLE_POLL_S if missing else 0)
         except TimeoutError as error:
-            raise BudgetSpentError(f"{', '.join(sorted(missing))} did not come up within controller.{name} = {timeout_s:.0f} s; see their logs") from error
+            why = "".join(f"; {role}: {self._unanswered[role]}" for role in sorted(missing & self._unanswered.keys()))
+            raise BudgetSpentError(
+                f"{', '.join(sorted(missing))} did not come up within controller.{name} = {timeout_s:.0f} s; see their logs{why}"
+            ) from error
         return True
 
     async def _enough_rollouts(self) -> bool:
@@ -191,7 +193,10 @@ class ControllerEngine:
                 await self._references[name].GetInfo(reference_pb2.GetReferenceInfoRequest())
             else:
                 await next(trainer for trainer in self._parts.trainers if trainer.name == name).info()
-        except (UnavailableError, DeadlineError):
+        except RoleCallError as error:
+            if not error.retryable:
+                raise
+            self._unanswered[name] = error.message
             return False
         return True
 
@@ -246,6 +251,7 @@ class ControllerEngine:
             waiting_for=board.waiting_for,
             num_recoveries=board.num_recoveries,
             last_failure=board.last_failure,
+            trouble=self._reward.trouble,
         )
 
     async def watch(self) -> AsyncIterator[controller_pb2.RunStatus]:

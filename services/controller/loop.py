@@ -295,6 +295,7 @@ class Loop:
             f"step {self._step}: no group was finished for controller.stall_timeout_s = {self._settings.controller.stall_timeout_s:.0f} s; "
             f"{self._assembly.num_live} are live, {self._assembly.num_ready} ready, "
             f"rollouts: {[rollout.consumer + ' ' + rollout.phase for rollout in self._parts.fleet.rollouts()]}"
+            + (f"; {self._parts.scorer.trouble}" if self._parts.scorer.trouble else "")
         )
 
     def _ends_now(self) -> bool:
@@ -431,5 +432,4 @@ class Loop:
             untrained=await self._parts.recovery.untrained_prompts(position.next_gid),
             waiting=encode_prompts(self._intake.waiting(position.next_gid)),
             algorithm_state=position.algorithm_state.decode(),
-            ctl=self._ctl,
         )

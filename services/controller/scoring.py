@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rolecall.errors import DeadlineError, ScorerError, ScorerUnavailableError, UnavailableError
+from rolecall.errors import DeadlineError, RateLimitedError, ScorerError, ScorerUnavailableError, UnavailableError
 from rolecall.scores import Failure, Score, score_item
 from rolecall.scoring import RewardClient
 from rolecall.settings import TEACHER, RunSettings
@@ -41,23 +41,33 @@ class GroupScorer:
         self._reward = reward
         self._references = references
         self._room = asyncio.Semaphore(settings.controller.max_score_calls)
+        self._scored_at = float("-inf")
+        """Monotonic seconds when a group was scored last."""
         self.ctl = 0
         """Set once the run is locked."""
+
+    @property
+    def trouble(self) -> str:
+        """Why there are no scores at present: scorer, address, last error; empty when there are."""
+        return self._reward.trouble
 
     async def score(self, group: trajectory_pb2.CommittedGroup) -> ScoredGroup:
         """Reward columns and reference columns are in the group's rows when this returns; the greedy response has a reward alone.
 
-        ScorerError when an item cannot be scored, RowMissingError when a row is gone, UnavailableError or DeadlineError when a role stayed away."""
+        ScorerError when an item cannot be scored, RowMissingError when a row is gone, UnavailableError or DeadlineError when a role stayed away: no group was
+        scored for controller.stall_timeout_s. A scorer that limits its rate may let one group wait for longer, while others get through."""
         landed_at_s = time.monotonic()
-        deadline = landed_at_s + self._settings.controller.stall_timeout_s
         while True:
             try:
-                return await self._attempt(group, landed_at_s)
-            except (UnavailableError, DeadlineError) as error:
-                if time.monotonic() > deadline:
+                scored = await self._attempt(group, landed_at_s)
+            except (UnavailableError, DeadlineError, RateLimitedError) as error:
+                if time.monotonic() - max(landed_at_s, self._scored_at) > self._settings.controller.stall_timeout_s:
                     raise
-                logger.warning("group %d cannot be scored at present, trying again: %s", group.gid, error)
+                logger.debug("group %d cannot be scored at present, trying again: %s", group.gid, error)
                 await asyncio.sleep(RETRY_PAUSE_S)
+            else:
+                self._scored_at = time.monotonic()
+                return scored
 
     async def _attempt(self, group: trajectory_pb2.CommittedGroup, landed_at_s: float) -> ScoredGroup:
         async with self._room:  # bounded: every call inside has a deadline, and admission bounds how many wait

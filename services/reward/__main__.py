@@ -9,6 +9,9 @@ from rolecall.rpc.process import ServiceArgs, parse_args, run
 
 log = logging.getLogger(__name__)
 
+SERVING = "serving"
+"""What it says it is doing while every component gives scores."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the service until it is asked to stop; returns the exit code."""
@@ -29,7 +32,7 @@ async def serve_reward(args: ServiceArgs) -> None:
 
     settings = args.settings
     telemetry.configure(settings.telemetry, "reward", args.worker)
-    reward = reward_settings(settings)
+    reward = reward_settings(settings, args.config_path)
     engine = RewardEngine(reward, settings.rpc)
     server = Server(settings.rpc, reward.bind, setting="reward.bind")
     membership: Membership | None = None
@@ -37,6 +40,7 @@ async def serve_reward(args: ServiceArgs) -> None:
     def on_score() -> None:
         if membership is not None:
             membership.progress()
+            membership.phase = engine.trouble or SERVING
 
     server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, RewardServicer(engine, on_score), SERVICE_NAME)
     try:
@@ -46,7 +50,7 @@ async def serve_reward(args: ServiceArgs) -> None:
         if settings.controller.address is not None:
             membership = Membership(settings, controller_pb2.ROLE_REWARD, args.worker, args.incarnation, settings.reward.address or address)
             membership.start()
-            membership.phase = "serving"
+            membership.phase = SERVING
             failed = membership.failed
         await server.set_serving(True)
         log.info("reward serves %s on %s", ", ".join(reward.components), address)

@@ -7,7 +7,6 @@ servers and no requests.
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import grpc
@@ -54,9 +53,7 @@ class LocalComponent:
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
         """One outcome per item, in order; retryable failures were tried max_attempts times. An item that kills or holds its worker each time is bad data."""
-        outcomes = await with_retries(self._attempt, items, self._max_attempts)
-        at_fault = (WORKER_DIED, TIMEOUT)
-        return [replace(outcome, retryable=False) if isinstance(outcome, Failure) and outcome.code in at_fault else outcome for outcome in outcomes]
+        return await with_retries(self._attempt, items, self._max_attempts)
 
     async def _attempt(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
         return [_outcome(result) for result in await self._pool.score(self._name, items)]
@@ -101,6 +98,12 @@ class RewardEngine:
         by_item = zip(*scored, strict=True)
         return [compose(item, dict(zip(self._components, outcomes, strict=True)), self._weights) for item, outcomes in zip(items, by_item, strict=True)]
 
+    @property
+    def trouble(self) -> str:
+        """Which external scorers give no scores at present, and where they are; empty when all do."""
+        silent = [name for name, client in self._external.items() if client.trouble]
+        return f"no scores from {', '.join(f'{name} at {self._settings.external[name].address}' for name in silent)}" if silent else ""
+
     async def close(self) -> None:
         """Kills the workers and closes the channels."""
         if self._pool is not None:
@@ -132,7 +135,8 @@ class RewardEngine:
 def _outcome(result: reward_pb2.ScoreResult) -> Outcome:
     match result.WhichOneof("outcome"):
         case "error":
-            return Failure(result.error.code, result.error.message, result.error.retryable)
+            at_fault = result.error.code in (WORKER_DIED, TIMEOUT)
+            return Failure(result.error.code, result.error.message, result.error.retryable, is_blamed=at_fault)
         case "reward":
             return decode_reward(result.reward)
         case None:  # an unset reward would read as 0

@@ -133,7 +133,9 @@ async def serving(servicer: reward_pb2_grpc.RewardServiceServicer, rpc: RpcSecti
 
 
 @asynccontextmanager
-async def client_of(address: str, *, timeout_s: float = 5.0, max_attempts: int = 1) -> AsyncIterator[RewardClient]:
+async def client_of(
+    address: str, *, timeout_s: float = 5.0, max_attempts: int = 1, is_foreign: bool = False
+) -> AsyncIterator[RewardClient]:
     """A client of the scorer at `address`."""
     async with open_channel(address, RpcSection()) as channel:
-        yield RewardClient(channel, name="it", timeout_s=timeout_s, max_attempts=max_attempts)
+        yield RewardClient(channel, name="it", address=address, timeout_s=timeout_s, max_attempts=max_attempts, is_foreign=is_foreign)

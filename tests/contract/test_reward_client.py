@@ -81,7 +81,11 @@ def rename_one(response: reward_pb2.ScoreResponse) -> None:
     response.results[-1].id = "8/0"
 
 
-@pytest.mark.parametrize("lie", [drop_one, repeat_one, add_one, rename_one])
+def answer_one_twice(response: reward_pb2.ScoreResponse) -> None:
+    response.results.add(id=response.results[0].id).reward.value = 0.25
+
+
+@pytest.mark.parametrize("lie", [drop_one, repeat_one, add_one, rename_one, answer_one_twice])
 async def test_an_answer_to_other_items_is_refused_whole(client: RewardClient, liar: Liar, lie: Callable[[reward_pb2.ScoreResponse], None]) -> None:
     liar.lie = lie
     for failure in failures(await client.score(items_of("a", "b"))):
@@ -164,6 +168,50 @@ async def test_a_scorers_error_keeps_its_code_and_says_who(client: RewardClient,
 
     liar.lie = refuse
     assert failures(await client.score(items_of("a"))) == [Failure("BAD_GROUND_TRUTH", "scorer 'it': it is empty", False)]
+
+
+async def test_a_scorers_long_and_unprintable_words_are_bounded(client: RewardClient, liar: Liar, caplog: pytest.LogCaptureFixture) -> None:
+    def shout(response: reward_pb2.ScoreResponse) -> None:
+        response.results[0].error.code = "\x1b[31mX" * 20_000
+        response.results[0].error.message = "no\n" * 70_000
+        response.results[0].error.retryable = True
+
+    liar.lie = shout
+    (failure,) = failures(await client.score(items_of("a")))
+    assert failure.code == (" [31mX" * 20)[:64]
+    assert len(failure.message) == 1000
+    assert failure.message.isprintable()
+    assert all(len(record.getMessage()) < 2000 for record in caplog.records)
+    assert len(client.trouble) < 2000
+
+
+async def test_a_description_that_leaves_things_open_is_told_once(liar: Liar, caplog: pytest.LogCaptureFixture) -> None:
+    liar.spec = reward_pb2.DescribeResponse()
+    async with serving(liar) as address, client_of(address, max_attempts=3, is_foreign=True) as client:
+        for _ in range(3):
+            assert await client.score(items_of("a")) == [Score(0.5)]
+    told = [record.getMessage() for record in caplog.records]
+    assert [f"at {address}" in line for line in told] == [True, True], told
+    assert "names no fields" in told[0]
+    assert "names no range" in told[1]
+
+
+async def test_a_scorer_that_gives_no_scores_is_in_trouble_until_it_does(liar: Liar, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(liar) as address, client_of(address) as client:
+        liar.fail = lambda: refuse("its disk is full")
+        for _ in range(3):
+            await client.score(items_of("a"))
+        assert client.trouble.startswith(f"scorer 'it' at {address} gives no scores: UNAVAILABLE: ")
+        assert client.trouble.endswith("its disk is full")
+        liar.fail = None
+        await client.score(items_of("a"))
+        assert not client.trouble
+    told = [record.getMessage() for record in caplog.records if record.name == "rolecall.scoring"]
+    assert [line.partition(address)[2].partition(":")[0] for line in told] == [" gives no scores", " gives scores again"]
+
+
+async def refuse(why: str) -> None:
+    raise UnavailableError(why)
 
 
 async def test_a_slow_scorer_is_a_retryable_failure_at_the_deadline(liar: Liar) -> None:
@@ -263,7 +311,7 @@ async def test_another_service_at_the_address_is_named_as_such() -> None:
     finally:
         await server.stop(None)
     assert "does not serve this method" in failure.message
-    assert not failure.retryable
+    assert failure.code == "VERSION_MISMATCH"
 
 
 class Plain(reward_pb2_grpc.RewardServiceServicer):

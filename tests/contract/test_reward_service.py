@@ -274,6 +274,51 @@ async def test_the_controllers_client_is_made_from_the_configuration(start_servi
     await channel.close()
 
 
+async def test_a_whole_reward_service_of_somebody_elses_is_called_over_tls_with_its_own_authority(folder: Path) -> None:
+    authority = Authority(folder / "tls")
+    tls = authority.issue("scorer")
+    (folder / "token").write_text("s3cret\n")
+    spec = description("half", (0, 1), READS, {}, token_rewards=False, max_items=0)
+    rpc = rpc_section(tls.certificate_file, tls.key_file, behind_mesh=False)
+    server = new_server(Scorer(spec, one_by_one(lambda item: 0.5, spec), bearer_token="s3cret"), "localhost:0", rpc)
+    address = await server.start()
+    section = RewardSection(
+        address=address, tls=True, ca_file=authority.ca_file, bearer_token_file=folder / "token", timeout_s=5.0, max_attempts=1
+    )
+    try:
+        client, channel = open_client(section, address, RpcSection())
+        assert await client.score(items_of("a")) == [Score(0.5)]
+        await channel.close()
+        stranger = Authority(folder / "theirs")
+        client, channel = open_client(section.model_copy(update={"ca_file": stranger.ca_file}), address, RpcSection())
+        (failure,) = await client.score(items_of("a"))
+        assert isinstance(failure, Failure)
+        assert failure.retryable
+        await channel.close()
+    finally:
+        await server.drain(0.0)
+
+
+def test_roots_that_are_no_certificates_are_said_at_once(tmp_path: Path) -> None:
+    for text in ("", "garbage", "-----BEGIN CERTIFICATE-----\nxx\n-----END CERTIFICATE-----\n"):
+        (tmp_path / "ca.pem").write_text(text)
+        with pytest.raises(ConfigError, match=r"ca_file: .*ca\.pem holds no certificates in PEM"):
+            open_client(RewardSection(address="h:1", tls=True, ca_file=tmp_path / "ca.pem"), "h:1", RpcSection())
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"address": "h:1", "ca_file": "ca.pem"}, "need tls: true"),
+        ({"address": "h:1", "bearer_token_file": "token"}, "need tls: true"),
+        ({"tls": True, "components": {"c": {"scorer": {"kind": "json"}}}}, "tls needs address"),
+    ],
+)
+def test_tls_of_the_reward_service_is_whole_or_refused(section: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        RewardSection.model_validate(section)
+
+
 def test_a_token_file_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "absent", tmp_path / "empty"):
         (tmp_path / "empty").write_text(" \n")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,10 @@ from rolecall.errors import (
     BudgetSpentError,
     GenerationError,
     InvalidInputError,
+    RateLimitedError,
     RoleCallError,
     RunLockedError,
+    ScorerUnavailableError,
     UnknownWorkerError,
     VersionMismatchError,
 )
@@ -194,6 +197,40 @@ async def test_a_spent_scoring_budget_fails_the_run_and_names_the_scorer(store: 
     assert status.state == pb.RUN_STATE_FAILED
     assert "reward.max_failed_groups" in status.error
     assert Checkpoints(open_storage(run.settings.run.checkpoints), 2).latest() is not None, "a spent budget ends with a checkpoint"
+
+
+async def test_a_scorer_that_gives_no_scores_is_named_while_the_run_waits_and_when_it_ends(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    def away(item: Item) -> float:
+        raise ScorerUnavailableError("its database is away")
+
+    async with light_run(store, tmp_path, make_settings, score=away, controller={"stall_timeout_s": 3.0}) as run:
+        named = f"scorer 'reward' at {run.settings.reward.address} gives no scores: SCORER_UNAVAILABLE: its database is away"
+        async with run.controller() as (stub, running), run.rollout("rollout-0"):
+            async with asyncio.timeout(RUN_S):
+                while (status := (await stub.GetRun(pb.GetRunRequest())).status).trouble != named:
+                    await asyncio.sleep(0.02)
+            assert status.state in (pb.RUN_STATE_STARTING, pb.RUN_STATE_RUNNING)
+            with pytest.raises(BudgetSpentError) as ended:
+                await asyncio.wait_for(running, RUN_S)
+    assert "scorer 'reward'" in ended.value.message
+    assert "its database is away" in ended.value.message
+    assert dict(Ledger(store.connection, store.run).counts().dropped) == {}
+
+
+async def test_a_limit_of_the_scorers_rate_drops_no_group(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+    draw = random.Random(0)
+
+    def limited(item: Item) -> float:
+        if draw.random() < 0.2:
+            raise RateLimitedError("quota exceeded")
+        return parity(item)
+
+    async with light_run(store, tmp_path, make_settings, score=limited, reward={"max_failed_groups": 0, "max_attempts": 1}) as run:
+        async with run.controller() as (_, running), run.rollout("rollout-0"):
+            await asyncio.wait_for(running, RUN_S)
+    assert balance(run) == (12, 12, 0, 0)
 
 
 async def test_failures_of_scoring_are_known_to_the_next_controller_and_a_resumed_run_begins_a_new_budget(

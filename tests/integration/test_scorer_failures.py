@@ -153,7 +153,7 @@ async def scoring(store: StoreUnderTest, make_settings: MakeSettings, address: s
     settings = make_settings(controller={"stall_timeout_s": 0.001})
     threads = StoreThreads()
     async with open_channel(address, RpcSection()) as channel:
-        reward = RewardClient(channel, name="reward", timeout_s=timeout_s, max_attempts=1)
+        reward = RewardClient(channel, name="reward", address=address, timeout_s=timeout_s, max_attempts=1)
         try:
             yield GroupScorer(settings, store.rows, threads, reward, {})
         finally:

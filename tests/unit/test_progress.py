@@ -104,3 +104,19 @@ def test_the_table_names_the_fleet_and_its_versions() -> None:
     assert "accuracy 0.750" in text
     assert "rollout-0" in text
     assert "v4" in text
+
+
+def test_trouble_that_lasts_has_a_line_with_its_cause_and_one_when_it_is_over() -> None:
+    out, now = io.StringIO(), [0.0]
+    view = PlainView(out, lambda: now[0])
+    fine, troubled = status(3), status(3)
+    troubled.trouble = "scorer 'reward' at 127.0.0.1:9 gives no scores: UNAVAILABLE: nobody listens"
+    for now[0], shown in ((0.0, troubled), (4.0, fine), (5.0, troubled), (9.0, troubled)):
+        view.show(shown)
+    assert len(out.getvalue().splitlines()) == 1
+    for now[0], shown in ((10.5, troubled), (12.0, troubled), (13.0, fine), (14.0, fine)):
+        view.show(shown)
+    assert out.getvalue().splitlines()[1:] == [f"trouble  step 3/20  {troubled.trouble}", "trouble  step 3/20  is over"]
+    console = Console(file=io.StringIO(), width=200)
+    console.print(render(troubled))
+    assert troubled.trouble in console.file.getvalue()  # type: ignore[attr-defined]
