@@ -75,11 +75,11 @@ class ControllerSection(ServiceSection):
     heartbeat_s: PositiveFloat = 1.0
     """Seconds between a worker's heartbeats."""
     lease_s: PositiveFloat = 5.0
-    """Silence after which a worker is taken for dead, and a controller for gone."""
+    """Silence after which a worker is taken for dead, and a controller for gone; a group that is not renewed for longer is given to another rollout."""
     max_deliveries: PositiveInt = 3
-    """Times a group is given to a rollout before it is dropped as one that kills or fails its worker."""
+    """Failures of its generation after which a group is dropped; or deaths of its rollout, after one more of them than that, the last with it alone in hand."""
     max_dead_letters: NonNegativeInt = 32
-    """Budget of groups dropped because they killed or failed their worker max_deliveries times, of any failure_window groups; one more stops the run."""
+    """Budget of groups dropped because they killed or failed their rollouts too often, of any failure_window groups; one more stops the run."""
     failure_window: PositiveInt = 1000
     """Groups, in order of admission, of which max_dead_letters and reward.max_failed_groups may fail."""
     start_timeout_s: PositiveFloat = 300.0

@@ -38,8 +38,8 @@ from rolecall.v1.training_pb2 import TrainResult
 from rolecall.v1.trajectory_pb2 import CommittedGroup, PromptGroup, TrainBatch
 
 FREE, OVER = b"~free", b"~over"
-MAX_PENDING = 10_000
-"""Pending entries one call lists; admission keeps far fewer in flight."""
+PENDING_COUNT = 10_000
+"""Pending entries listed at a time."""
 DRAIN_COUNT = 1000
 """Stream entries moved to a file at a time."""
 
@@ -246,9 +246,13 @@ class Ledger:
         """
         return _overdelivered(self._call("expel", consumer, max_deliveries, int(excused), error[:MAX_ERROR_CHARS]).values[1])
 
-    def reap(self, consumer: str, entry: str, max_deliveries: int = 0, excused: bool = False, error: str = "") -> list[Overdelivered]:
-        """Takes an unrenewed entry from a worker that lives. Nothing happens when that worker no longer holds it. Otherwise as `expel`."""
-        return _overdelivered(self._call("reap", consumer, entry, max_deliveries, int(excused), error[:MAX_ERROR_CHARS]).values[1])
+    def reap(self, entries: Sequence[PendingEntry], max_deliveries: int = 0, error: str = "") -> list[Overdelivered]:
+        """Takes unrenewed entries from workers that live, each unless it was given back, claimed anew or renewed since. Otherwise as `expel`.
+
+        Returns every group that was delivered too often and waits to be dropped: after a restart, also those that the last controller did not get to.
+        """
+        held = (text for entry in entries for text in (entry.consumer, entry.entry_id, entry.delivery, round(entry.renewed_at_s * 1000)))
+        return _overdelivered(self._call("reap", max_deliveries, error[:MAX_ERROR_CHARS], *held).values[0])
 
     def note(self, gids: Sequence[int], event: str, **fields: str | int | float) -> None:
         """Adds `event` with its `fields` to the history of groups. For what happens to them outside the ledger: "scored". A lost answer may note it twice."""
@@ -271,13 +275,17 @@ class Ledger:
         return {int(version): int(text.split(b" ")[0]) for version, text in fields.items()}
 
     def pending(self) -> list[PendingEntry]:
-        """Entries in workers' hands, oldest first."""
-        found = self._call("pending", MAX_PENDING).values[0]
-        return [PendingEntry(entry.decode(), consumer.decode(), idle / 1000, count) for entry, consumer, idle, count in found if consumer not in (FREE, OVER)]
-
-    def overdelivered(self) -> list[Overdelivered]:
-        """Groups that were delivered too often and wait to be dropped: after a restart, also those that the last controller did not get to."""
-        return self.reap("", "0-0")
+        """Entries in workers' hands, oldest first: all of them, PENDING_COUNT at a time."""
+        entries: list[PendingEntry] = []
+        start = "-"
+        while True:
+            now_ms, found = self._call("pending", start, PENDING_COUNT).values
+            for entry, consumer, idle_ms, count in found:
+                if consumer not in (FREE, OVER):
+                    entries.append(PendingEntry(entry.decode(), consumer.decode(), (now_ms - idle_ms) / 1000, count))
+            if len(found) < PENDING_COUNT:
+                return entries
+            start = f"({found[-1][0].decode()}"
 
     def position(self) -> RunPosition:
         """Where the run is."""

@@ -38,8 +38,8 @@ class PendingEntry:
 
     entry_id: str
     consumer: str
-    idle_s: float
-    """Seconds since its claim or last renewal, on the server's clock: watch it fall, do not trust its height alone."""
+    renewed_at_s: float
+    """Time of its claim or last renewal by the server's clock, to the millisecond: watch it change, compare it with nothing else."""
     delivery: int
     """Delivery count, the second half of its token."""
 

@@ -32,7 +32,9 @@ class Claim:
     group: PromptGroup
     """The work."""
     deliveries: int
-    """Times it was claimed, this one included, not counting those that were handed back. Above 1 it may be poison: work on it alone."""
+    """Times it was claimed, this one included, not counting those that were handed back."""
+    max_in_hand: int
+    """Most groups that this worker may hold while it holds this one, whose worker died: it may be poison. 0: any number."""
     traceparent: str
     """W3C trace context of the admission; empty when tracing is off."""
 
@@ -111,8 +113,9 @@ class PromptQueue:
     def _call(self, script: str, *args: str | bytes | int) -> scripts.Answer:
         return scripts.check(self._connection.script(script, [self._prefix], args), self._run)
 
-    def _claim(self, entry: bytes, count: int, excused: int, group: bytes, traceparent: bytes) -> Claim:
-        return Claim(entry.decode(), f"{self._consumer}-{count}", PromptGroup.FromString(group), count - excused, traceparent.decode())
+    def _claim(self, entry: bytes, count: int, excused: int, max_in_hand: int, group: bytes, traceparent: bytes) -> Claim:
+        token = f"{self._consumer}-{count}"
+        return Claim(entry.decode(), token, PromptGroup.FromString(group), count - excused, max_in_hand, traceparent.decode())
 
 
 def _pairs(claims: Sequence[Claim]) -> list[str]:

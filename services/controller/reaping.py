@@ -13,7 +13,7 @@ from rolecall.store.ledger import Ledger
 from rolecall.store.position import Overdelivered
 from services.controller.collection import Collection
 from services.controller.failures import FailureBudget
-from services.controller.leases import Leases
+from services.controller.leases import LOOKS_PER_LEASE, Leases
 from services.controller.threads import StoreThreads
 
 logger = logging.getLogger(__name__)
@@ -37,20 +37,18 @@ class Reaper:
     async def run(self) -> None:
         """Gives unrenewed groups to others, and drops those that were delivered too often. Runs until cancelled."""
         lease_s = self._settings.lease_s
-        leases = Leases(lease_s)
+        leases, error = Leases(lease_s), f"not renewed for {lease_s:g} s"
         while True:
-            for entry in leases.expired(await self._threads.call(self._ledger.pending)):
-                error = f"not renewed for {lease_s:g} s"
+            expired = leases.expired(await self._threads.call(self._ledger.pending))
+            for entry in expired:
                 logger.warning("entry %s of %s was %s; another rollout gets its group", entry.entry_id, entry.consumer, error)
-                await self._threads.call(self._ledger.reap, entry.consumer, entry.entry_id, self._settings.max_deliveries, error=error)
-            for group in await self._threads.call(self._ledger.overdelivered):
+            for group in await self._threads.call(self._ledger.reap, expired, self._settings.max_deliveries, error):
                 await self._bury(group)
-            await asyncio.sleep(lease_s / 4)
+            await asyncio.sleep(lease_s / LOOKS_PER_LEASE)
 
     async def _bury(self, group: Overdelivered) -> None:
-        max_deliveries = self._settings.max_deliveries
-        logger.error("group %d failed %d times and is dropped; the last: %s", group.gid, max_deliveries, group.error)
-        error = f"given to a rollout {max_deliveries} times and never committed; the last: {group.error}"
+        logger.error("group %d failed or lost its rollout too often and is dropped; the last: %s", group.gid, group.error)
+        error = f"given to a rollout too often (controller.max_deliveries {self._settings.max_deliveries}) and never committed; the last: {group.error}"
         await self._collection.drop(group.gid, (), "over_delivered", error)
         if self.dead_letters.spend(group.gid):
             self._stop_for(

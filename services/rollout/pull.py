@@ -3,11 +3,11 @@
 Owns the claims in this worker's hands: their leases, deadlines and their end. A group ends in one of three ways:
 
     committed   every response passed the gate; one fenced script made the group exist
-    released    not the group's fault (a publish aborted it, the weights tore, the store was away, a drain): back to the stream, the delivery excused
+    released    not the group's fault (a publish aborted it, the weights tore, the store was away or full, a drain): back to the stream, the delivery excused
     abandoned   its generation failed or ran out of time: handed back with the error, the delivery counted; too many make it a dead letter
 
 A store that is away ends none of them and not the role: what is to be handed back waits for it. Never an empty response in place of a failure. A group
-delivered before runs alone: were it poison, it would take the others with it.
+whose worker died is in company as small as the store says: were it poison, it would take the others with it.
 Bounds: max_groups claims in hand; one task each; calls to the store run in the process's thread pool.
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 
 from rolecall.errors import (
     DeadlineError,
+    GenerationError,
     LeaseLostError,
     NotAttestedError,
     RoleCallError,
@@ -65,19 +66,24 @@ class PullSettings:
     lease_s: float
     """Leases are renewed three times in it."""
     generation_timeout_s: float
-    """Deadline of one group, from claim to commit."""
+    """Deadline of one group's sampling, from its claim on, and then of the wait for room in the store."""
     row_expiry_s: int
     """Life of staged rows whose group is not committed."""
     max_deliveries: int
-    """Deliveries after which an abandoned group is given to nobody else."""
+    """Failures after which an abandoned group is given to nobody else."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Work:
     claim: Claim
     task: "asyncio.Task[bool] | None" = None
     committing: bool = False
     """From here on the lease may end because the commit did its work; the commit itself says if it is lost."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Entry and token: no other work has it."""
+        return _key(self.claim)
 
 
 class PullLoop:
@@ -93,7 +99,8 @@ class PullLoop:
         self._rows = rows
         self._tokenizer = tokenizer
         self._on_turn = on_turn
-        self._work: dict[str, _Work] = {}
+        self._work: dict[tuple[str, str], _Work] = {}
+        """By entry and token: an entry that was lost may be claimed again while its first attempt still ends."""
         self._draining = asyncio.Event()
         self._drained = asyncio.Event()
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -128,7 +135,7 @@ class PullLoop:
         if tasks:
             await asyncio.wait(tasks, timeout=finish_s)
         finished = sum(task.done() and not task.cancelled() and task.exception() is None and task.result() for task in tasks)
-        held = [item.claim for item in work if item.claim.entry_id in self._work]
+        held = [item.claim for item in work if item.key in self._work]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # bounded: they are cancelled, and their waits end with that
@@ -145,7 +152,7 @@ class PullLoop:
             await self._release_unstarted()
             await self._until(asyncio.ensure_future(self._replica.gate.wait_open()), cancel=True)
             return
-        if self._start_next():
+        if self._start():
             return
         room = self._room()
         if room == 0:
@@ -161,37 +168,40 @@ class PullLoop:
             await self._release_all(claims)
             return
         for claim in claims:
-            self._work[claim.entry_id] = _Work(claim)
+            self._take(claim)
         if not claims:
             await self._wait_for_work()
 
+    def _take(self, claim: Claim) -> None:
+        """Takes a claim into hand. One that was lost in between and is claimed again ends the attempt under its older token."""
+        for work in list(self._work.values()):
+            if work.claim.entry_id == claim.entry_id:
+                self._lose(work)
+        taken = _Work(claim)
+        self._work[taken.key] = taken
+
     async def _release_unstarted(self) -> None:
         """Nothing starts while the gate is shut, and nobody knows for how long: others may start what was claimed just before."""
-        claims = [work.claim for work in self._work.values() if work.task is None]
-        for claim in claims:
-            del self._work[claim.entry_id]
-        await self._release_all(claims)
+        waiting = [work for work in self._work.values() if work.task is None]
+        for work in waiting:
+            del self._work[work.key]
+        await self._release_all([work.claim for work in waiting])
 
     def _room(self) -> int:
-        """Groups to claim now; none while one that was delivered before waits or runs."""
-        suspect = any(work.claim.deliveries > 1 for work in self._work.values())
-        return 0 if suspect else self._settings.max_groups - len(self._work)
+        """Groups to claim now: beside a suspect, which the store handed out, no more than may be in its company."""
+        bounds = [work.claim.max_in_hand for work in self._work.values() if work.claim.max_in_hand]
+        return max(0, min([self._settings.max_groups, *bounds]) - len(self._work))
 
-    def _start_next(self) -> bool:
-        """Starts what was claimed and may run; whether anything was started. A redelivered group starts only when nothing else runs."""
-        started = False
-        for work in self._work.values():
-            alone = work.claim.deliveries > 1
-            running = [other for other in self._work.values() if other.task is not None]
-            if work.task is not None or (alone and running) or any(other.claim.deliveries > 1 for other in running):
-                continue
-            work.task = asyncio.create_task(self._group(work.claim), name=f"group-{work.claim.group.gid}")
-            work.task.add_done_callback(partial(self._finished, work.claim.entry_id))
-            started = True
-        return started
+    def _start(self) -> bool:
+        """Starts what was claimed; whether there was anything."""
+        waiting = [work for work in self._work.values() if work.task is None]
+        for work in waiting:
+            work.task = asyncio.create_task(self._group(work), name=f"group-{work.claim.group.gid}")
+            work.task.add_done_callback(partial(self._finished, work))
+        return bool(waiting)
 
-    def _finished(self, entry_id: str, task: "asyncio.Task[bool]") -> None:
-        self._work.pop(entry_id, None)
+    def _finished(self, work: _Work, task: "asyncio.Task[bool]") -> None:
+        self._work.pop(work.key, None)
         self._ended(task)
 
     def _ended(self, task: "asyncio.Task[bool] | asyncio.Task[None]") -> None:
@@ -223,9 +233,12 @@ class PullLoop:
         return f"generating {len(self._work)} groups" if self._work else "idle"
 
     async def _renew(self) -> None:
-        """Keeps the leases of what is in hand; stops work on what is lost."""
+        """Keeps the leases of what is in hand; stops work on what is lost. The next renewal is due lease_s / 3 after this one began, however long it takes."""
+        loop = asyncio.get_running_loop()
+        due = loop.time()
         while True:
-            await asyncio.sleep(self._settings.lease_s / 3)
+            due = max(due + self._settings.lease_s / 3, loop.time())
+            await asyncio.sleep(due - loop.time())
             metrics = Metrics()
             metrics.sum("rollout/sampled_tokens", self._replica.num_sampled_tokens)
             metrics.sum("rollout/busy_s", self._replica.busy_s)
@@ -237,53 +250,57 @@ class PullLoop:
                 logger.warning("leases are not renewed: %s", error.message)
                 continue
             for claim in lost:
-                self._lose(claim)
+                if (work := self._work.get(_key(claim))) is not None:
+                    self._lose(work)
 
-    def _lose(self, claim: Claim) -> None:
-        work = self._work.get(claim.entry_id)
-        if work is None or work.committing:
+    def _lose(self, work: _Work) -> None:
+        if work.committing:
             return
-        logger.warning("group %d is no longer ours", claim.group.gid)
+        logger.warning("group %d is no longer ours under %s", work.claim.group.gid, work.claim.token)
         if work.task is None:
-            del self._work[claim.entry_id]
+            del self._work[work.key]
         else:
             work.task.cancel()
 
     # --- one group ----------------------------------------------------------------------------------------------------------------------------------
 
-    async def _group(self, claim: Claim) -> bool:
+    async def _group(self, work: _Work) -> bool:
         """Brings one group to its end; whether it was committed."""
+        claim = work.claim
         with attached(claim.traceparent), tracer().start_as_current_span("rollout.group", attributes={"gid": claim.group.gid, "deliveries": claim.deliveries}):
             try:
-                async with asyncio.timeout(self._settings.generation_timeout_s):
-                    await self._sample_and_commit(claim)
+                await self._commit(work, *await self._sample(claim))
                 return True
             except WorkerLostError:
                 raise
             except LeaseLostError as error:
                 logger.warning("group %d was sampled in vain: %s", claim.group.gid, error.message)
-            except (UnavailableError, WrongVersionError, DeadlineError) as error:
-                await self._release(claim, error.message)
-            except TimeoutError:
-                if not self._replica.gate.is_open:
-                    await self._release(claim, "no weights were attested in time")
-                else:
-                    await self._abandon(claim, f"not sampled within {self._settings.generation_timeout_s:g} s")
+            except (UnavailableError, WrongVersionError, DeadlineError, StoreFullError) as error:
+                await self._release(work, error.message)
             except RoleCallError as error:
-                await self._abandon(claim, error.message)
+                await self._abandon(work, error.message)
             return False
 
-    async def _sample_and_commit(self, claim: Claim) -> None:
+    async def _sample(self, claim: Claim) -> tuple[list[SampleRequest], list[Response]]:
+        """GenerationError when it takes longer than generation_timeout_s: the engine moves, or hang_s would end it, and this group does not come to its end."""
         group = claim.group
         requests = group_requests(group, claim.token, self._replica.cache_salt)
         self._replica.require_room(requests[0].prompt_token_ids, f"group {group.gid}")
         responses: list[Response | None] = [None] * len(requests)
-        async with aclosing(self._replica.sample_all(requests)) as sampled:
-            async for index, response in sampled:  # bounded: by generation_timeout_s around it
-                responses[index] = response
-        whole = [response for response in responses if response is not None]
-        refs = await self._stage(claim, requests, whole)
-        spans = {(version, digest) for response in whole for version, digest in response.digests.items()}
+        try:
+            async with asyncio.timeout(self._settings.generation_timeout_s), aclosing(self._replica.sample_all(requests)) as sampled:
+                async for index, response in sampled:  # bounded: by generation_timeout_s around it
+                    responses[index] = response
+        except TimeoutError as error:
+            if not self._replica.gate.is_open:
+                raise DeadlineError("no weights were attested in time") from error
+            raise GenerationError(f"not sampled within {self._settings.generation_timeout_s:g} s (rollout.generation_timeout_s)") from error
+        return requests, [response for response in responses if response is not None]
+
+    async def _commit(self, work: _Work, requests: list[SampleRequest], responses: list[Response]) -> None:
+        claim, group = work.claim, work.claim.group
+        refs = await self._stage(claim, requests, responses)
+        spans = {(version, digest) for response in responses for version, digest in response.digests.items()}
         versions = sorted(version for version, _ in spans)
         committed = trajectory_pb2.CommittedGroup(
             gid=group.gid, rows=refs[: group.num_responses], min_policy_version=versions[0], max_policy_version=versions[-1], traceparent=claim.traceparent
@@ -291,13 +308,14 @@ class PullLoop:
         if group.greedy_response:
             committed.greedy_row.CopyFrom(refs[-1])
         async with self._replica.gate.leaving():
-            self._work[claim.entry_id].committing = True
+            work.committing = True
             await asyncio.to_thread(self._queue.commit, claim, committed, spans)
         # The controller may have scored and dropped the group already; and it lifts the expiry, too, should the store be away now.
         with contextlib.suppress(RowMissingError, StoreUnavailableError):
             await asyncio.to_thread(self._rows.persist, refs)
 
     async def _stage(self, claim: Claim, requests: list[SampleRequest], responses: list[Response]) -> list[trajectory_pb2.RowRef]:
+        """StoreFullError when the store has no room for generation_timeout_s."""
         group = claim.group
         ids = prompt_token_ids(group.prompt)
         refs, arrays, metas = [], [], []
@@ -308,31 +326,35 @@ class PullLoop:
             refs.append(self._rows.ref(id, claim.token, len(ids) + len(response.sample.token_ids)))
             arrays.append(columns(ids, response))
             metas.append(meta)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.generation_timeout_s
         while True:
             try:
                 await asyncio.to_thread(self._rows.stage_many, refs, arrays, metas, self._settings.row_expiry_s)
                 return refs
             except StoreFullError as error:
+                if loop.time() > deadline:
+                    raise
                 logger.warning("group %d waits for the store: %s", group.gid, error.message)
                 await asyncio.sleep(FULL_S)
 
-    async def _release(self, claim: Claim, reason: str) -> None:
-        logger.info("group %d released: %s", claim.group.gid, reason)
-        await self._hand_back(claim, lambda: self._queue.release([claim]))
+    async def _release(self, work: _Work, reason: str) -> None:
+        logger.info("group %d released: %s", work.claim.group.gid, reason)
+        await self._hand_back(work, lambda: self._queue.release([work.claim]))
 
-    async def _abandon(self, claim: Claim, error: str) -> None:
-        logger.error("group %d abandoned: %s", claim.group.gid, error)
-        await self._hand_back(claim, lambda: self._queue.abandon(claim, error, self._settings.max_deliveries))
+    async def _abandon(self, work: _Work, error: str) -> None:
+        logger.error("group %d abandoned: %s", work.claim.group.gid, error)
+        await self._hand_back(work, lambda: self._queue.abandon(work.claim, error, self._settings.max_deliveries))
 
-    async def _hand_back(self, claim: Claim, hand: Callable[[], object]) -> None:
+    async def _hand_back(self, work: _Work, hand: Callable[[], object]) -> None:
         """Hands one group back, for as long as the store is away: until then it stays in hand, and its lease is renewed as soon as that is possible."""
-        self._work[claim.entry_id].committing = False
+        work.committing = False
         while True:
             try:
                 await asyncio.to_thread(hand)  # bounded: by the store's retry_s
                 return
             except StoreUnavailableError as error:
-                logger.warning("group %d is not handed back yet: %s", claim.group.gid, error.message)
+                logger.warning("group %d is not handed back yet: %s", work.claim.group.gid, error.message)
                 await asyncio.sleep(AWAY_S)
 
     async def _release_all(self, claims: list[Claim]) -> int:
@@ -342,3 +364,7 @@ class PullLoop:
         except StoreUnavailableError as error:
             logger.warning("%d groups could not be released and are left to their lease: %s", len(claims), error.message)
             return 0
+
+
+def _key(claim: Claim) -> tuple[str, str]:
+    return claim.entry_id, claim.token

@@ -12,6 +12,8 @@ import numpy as np
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.server import Server
 from rolecall.settings import RpcSection
+from rolecall.store.prompts import PromptQueue
+from rolecall.store.rows import Rows
 from rolecall.tokenizer import ChatTokenizer
 from rolecall.training.fence import Fence
 from rolecall.v1 import rollout_pb2, rollout_pb2_grpc, trajectory_pb2, weights_pb2
@@ -113,15 +115,23 @@ def generate_request(num_responses: int = 4, **fields: object) -> rollout_pb2.Ge
 
 @contextlib.asynccontextmanager
 async def replica_under_test(
-    store: StoreUnderTest, tokenizer: Path, engine: ScriptedEngine, *, generation_timeout_s: float = 10.0, keep_timeout_s: float = 10.0, lease_s: float = 3.0
+    store: StoreUnderTest,
+    tokenizer: Path,
+    engine: ScriptedEngine,
+    *,
+    generation_timeout_s: float = 10.0,
+    keep_timeout_s: float = 10.0,
+    lease_s: float = 3.0,
+    queue: PromptQueue | None = None,
+    rows: Rows | None = None,
 ) -> AsyncIterator[ReplicaUnderTest]:
-    """Serves `engine` on a free port and pulls from `store`."""
+    """Serves `engine` on a free port and pulls from `store`, by `queue` and `rows` where they are given."""
     server = Server(RpcSection(), "127.0.0.1:0")
     replica = Replica(engine, pause_timeout_s=5.0, load_timeout_s=5.0, keep_timeout_s=keep_timeout_s, on_serving=server.set_serving)
     chat = ChatTokenizer(tokenizer)
     phases: list[str] = []
     settings = PullSettings(CONSUMER, MAX_GROUPS, lease_s, generation_timeout_s, 60, 3)
-    pull = PullLoop(settings, replica, store.worker(CONSUMER), store.rows, chat, phases.append)
+    pull = PullLoop(settings, replica, queue or store.worker(CONSUMER), rows or store.rows, chat, phases.append)
     servicer = RolloutServicer(replica, pull, chat, Fence(1), consumer=CONSUMER, max_groups=MAX_GROUPS, generation_timeout_s=generation_timeout_s)
     server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, SERVICE_NAME)
     channel = open_channel(await server.start(), RpcSection())

@@ -1,15 +1,20 @@
 """The pull loop against a real store: every group in hand ends committed, released or abandoned, and never twice."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rolecall.errors import GenerationError, WeightsMismatchError, WorkerLostError
+from rolecall.errors import GenerationError, StoreFullError, UnavailableError, WeightsMismatchError, WorkerLostError
+from rolecall.store.prompts import Claim, PromptQueue
+from rolecall.store.rows import Rows
 from rolecall.trajectory import SAMPLED_COLUMNS, rows_of, seed_of
 from rolecall.v1 import rollout_pb2, trajectory_pb2
+from rolecall.v1.trajectory_pb2 import RowRef, TrajectoryMeta
+from rolecall.wire import Array
 from services.rollout.scripted import ScriptedEngine, digest_of
 from tests.contract.rollout_replica import CONSUMER, MAX_GROUPS, PROMPT, ReplicaUnderTest, replica_under_test
 from tests.fixtures_store import StoreUnderTest
@@ -148,19 +153,166 @@ async def test_a_pause_that_aborts_gives_groups_back_without_counting_the_delive
     assert {committed.min_policy_version for committed in await rollout.committed(2)} == {2}
 
 
-async def test_a_redelivered_group_runs_alone(rollout: ReplicaUnderTest) -> None:
-    rollout.admit(1)
+async def test_groups_whose_worker_died_run_beside_a_quarter_as_many(rollout: ReplicaUnderTest) -> None:
+    """Of six that died together two may be in one worker's hands, which has room for four, and nothing else beside them."""
+    rollout.admit(6)
     await asyncio.to_thread(rollout.store.publish, 1, 1, "rollout-9.dead")
-    assert len(rollout.store.worker("rollout-9.dead").claim(1)) == 1
+    assert len(rollout.store.worker("rollout-9.dead").claim(6)) == 6
     rollout.store.ledger.expel("rollout-9.dead")
     rollout.engine.hold = True
     rollout.admit(3)
     await rollout.publish(2)
-    await until_running(rollout, 4)
+    await until_running(rollout, 2 * 4)
     await asyncio.sleep(0.3)
-    assert rollout.engine.num_running == 4
+    assert rollout.engine.num_running == 2 * 4
+    rollout.engine.hold = False
+    assert len(await rollout.committed(9)) == 9
+
+
+async def test_a_group_that_failed_by_itself_is_sampled_again_beside_others(rollout: ReplicaUnderTest) -> None:
+    rollout.engine.sample_failures[f"0/2:{CONSUMER}-1"] = GenerationError("the engine choked")
+    rollout.engine.hold = True
+    rollout.engine.step(1)
+    rollout.admit(4)
+    await rollout.publish(1)
+    async with asyncio.timeout(10):
+        while [entry.delivery for entry in rollout.store.ledger.pending()] != [2, 1, 1, 1]:
+            await asyncio.sleep(0.01)
     rollout.engine.hold = False
     assert len(await rollout.committed(4)) == 4
+
+
+class SlowQueue(PromptQueue):
+    """A queue whose first answer to `slow` that says something is on its way until the test lets it arrive; the entry is claimed again meanwhile."""
+
+    def __init__(self, store: StoreUnderTest, slow: str) -> None:
+        super().__init__(store.connection, store.run, CONSUMER)
+        self._slow = slow
+        self._num_claimed = 0
+        self.acted = threading.Event()
+        self.arrives = threading.Event()
+
+    def claim(self, max_groups: int) -> list[Claim]:
+        if self._num_claimed and not self.acted.is_set():
+            return []
+        claims = super().claim(max_groups)
+        self._num_claimed += len(claims)
+        return claims
+
+    def wait(self, timeout_s: float) -> bool:
+        return super().wait(0.02)
+
+    def renew(self, claims: Sequence[Claim]) -> list[Claim]:
+        lost = super().renew(claims)
+        self._travel("renew", bool(lost))
+        return lost
+
+    def release(self, claims: Sequence[Claim], why: str = "") -> int:
+        released = super().release(claims, why)
+        self._travel("release", bool(released))
+        return released
+
+    def _travel(self, call: str, awaited: bool) -> None:
+        if call == self._slow and awaited and not self.acted.is_set():
+            self.acted.set()
+            assert self.arrives.wait(20)
+
+
+async def until_claimed_again(rollout: ReplicaUnderTest) -> None:
+    """Group 0 is in this worker's hands for the second time, and sampled."""
+    async with asyncio.timeout(20):
+        while [entry.delivery for entry in rollout.store.ledger.pending()] != [2]:
+            await asyncio.sleep(0.01)
+    await until_running(rollout, 4)
+
+
+async def until_renewed(rollout: ReplicaUnderTest) -> None:
+    (before,) = rollout.store.ledger.pending()
+    async with asyncio.timeout(20):
+        while rollout.store.ledger.pending()[0].renewed_at_s == before.renewed_at_s:
+            await asyncio.sleep(0.01)
+
+
+async def commits_the_second_attempt(rollout: ReplicaUnderTest) -> None:
+    """It is renewed, and ends as any other."""
+    for _ in range(2):
+        await until_renewed(rollout)
+    assert (await rollout.info()).num_groups == 1
+    rollout.engine.hold = False
+    (committed,) = await rollout.committed(1)
+    assert {row.token for row in committed.rows} == {f"{CONSUMER}-2"}
+    async with asyncio.timeout(10):
+        while (await rollout.info()).num_groups:
+            await asyncio.sleep(0.01)
+    assert not rollout.pulling.done()
+    assert rollout.store.balance() == (1, 0, 0, 1)
+
+
+async def test_a_worker_that_claims_its_own_lost_group_again_goes_on_with_the_new_claim(store: StoreUnderTest, tmp_path: Path) -> None:
+    """It claims within a second, and would hear of the loss by its next renewal, a second and a half after the last."""
+    write_tokenizer(tmp_path)
+    async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.002), lease_s=4.5, generation_timeout_s=60.0) as rollout:
+        rollout.engine.hold = True
+        rollout.admit(1)
+        await rollout.publish(1)
+        await until_running(rollout, 4)
+        await until_renewed(rollout)
+        store.ledger.reap(store.ledger.pending())
+        await until_claimed_again(rollout)
+        await commits_the_second_attempt(rollout)
+
+
+@pytest.mark.parametrize("slow", ["renew", "release"])
+async def test_a_late_answer_about_a_lost_claim_does_not_touch_the_new_one(store: StoreUnderTest, tmp_path: Path, slow: str) -> None:
+    """The answer that says that the first claim is lost, or given back, arrives when the worker holds the same entry again."""
+    write_tokenizer(tmp_path)
+    queue = SlowQueue(store, slow)
+    async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.002), lease_s=0.9, generation_timeout_s=60.0, queue=queue) as rollout:
+        rollout.engine.hold = True
+        if slow == "release":
+            rollout.engine.sample_failures[f"0/2:{CONSUMER}-1"] = UnavailableError("given up with the weights")
+            rollout.engine.step(1)
+        rollout.admit(1)
+        await rollout.publish(1)
+        if slow == "renew":
+            await until_running(rollout, 4)
+            store.ledger.reap(store.ledger.pending())
+        assert await asyncio.to_thread(queue.acted.wait, 20)
+        await until_claimed_again(rollout)
+        queue.arrives.set()
+        await commits_the_second_attempt(rollout)
+
+
+class FullRows(Rows):
+    """Rows of a store that has no room until the test makes some."""
+
+    def __init__(self, store: StoreUnderTest) -> None:
+        super().__init__(store.connection, store.run, 2)
+        self.is_full = True
+        self.num_refused = 0
+
+    def stage_many(self, refs: Sequence[RowRef], columns: Sequence[Mapping[str, Array]], metas: Sequence[TrajectoryMeta], expiry_s: int) -> None:
+        if self.is_full:
+            self.num_refused += 1
+            raise StoreFullError("OOM command not allowed")
+        super().stage_many(refs, columns, metas, expiry_s)
+
+
+async def test_a_group_that_finds_the_store_full_is_not_charged_for_the_wait(store: StoreUnderTest, tmp_path: Path) -> None:
+    """It is given back, excused, as often as it takes; what was sampled in time is not called late."""
+    write_tokenizer(tmp_path)
+    rows = FullRows(store)
+    async with replica_under_test(store, tmp_path, ScriptedEngine(), generation_timeout_s=0.4, lease_s=0.9, rows=rows) as rollout:
+        rollout.admit(1)
+        await rollout.publish(1)
+        async with asyncio.timeout(30):
+            while not any(entry.delivery > 4 for entry in store.ledger.pending()):
+                await asyncio.sleep(0.02)
+        assert not store.ledger.reap([])
+        rows.is_full = False
+        (committed,) = await rollout.committed(1)
+        assert rows.num_refused >= 4
+        assert committed.rows[0].token > f"{CONSUMER}-4"
 
 
 async def test_a_group_whose_generation_fails_is_handed_back_at_once_and_sampled_again(rollout: ReplicaUnderTest) -> None:
@@ -168,7 +320,7 @@ async def test_a_group_whose_generation_fails_is_handed_back_at_once_and_sampled
     rollout.admit(3)
     await rollout.publish(1)
     assert sorted(committed.gid for committed in await rollout.committed(3)) == [0, 1, 2]
-    assert not rollout.store.ledger.overdelivered()
+    assert not rollout.store.ledger.reap([])
 
 
 async def test_a_group_whose_generation_always_fails_is_given_to_nobody_after_max_deliveries_and_its_error_is_kept(rollout: ReplicaUnderTest) -> None:
@@ -177,7 +329,7 @@ async def test_a_group_whose_generation_always_fails_is_given_to_nobody_after_ma
     rollout.admit(1)
     await rollout.publish(1)
     async with asyncio.timeout(10):
-        while not (over := rollout.store.ledger.overdelivered()):
+        while not (over := rollout.store.ledger.reap([])):
             await asyncio.sleep(0.05)
     assert [(group.gid, group.error) for group in over] == [(0, f"{CONSUMER}: the engine choked")]
     assert (await rollout.info()).num_groups == 0
@@ -195,9 +347,12 @@ async def test_leases_are_renewed_while_a_group_is_worked_on(rollout: ReplicaUnd
     rollout.admit(1)
     await rollout.publish(1)
     await until_running(rollout, 4)
-    await asyncio.sleep(1.5)
+    (first,) = rollout.store.ledger.pending()
+    async with asyncio.timeout(10):
+        while rollout.store.ledger.pending()[0].renewed_at_s < first.renewed_at_s + 1.5:
+            await asyncio.sleep(0.05)
     (entry,) = rollout.store.ledger.pending()
-    assert entry.idle_s < 0.9
+    assert (entry.consumer, entry.delivery) == (first.consumer, first.delivery)
     rollout.engine.hold = False
     await rollout.committed(1)
 
@@ -246,9 +401,9 @@ async def test_a_group_that_takes_too_long_is_abandoned(store: StoreUnderTest, t
         rollout.admit(1)
         await rollout.publish(1)
         async with asyncio.timeout(10):
-            while not (over := rollout.store.ledger.overdelivered()):
+            while not (over := rollout.store.ledger.reap([])):
                 await asyncio.sleep(0.05)
-        assert over[0].error == f"{CONSUMER}: not sampled within 0.3 s"
+        assert over[0].error == f"{CONSUMER}: not sampled within 0.3 s (rollout.generation_timeout_s)"
 
 
 async def test_a_dead_engine_ends_the_loop(rollout: ReplicaUnderTest) -> None:

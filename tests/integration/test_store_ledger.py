@@ -23,7 +23,7 @@ from rolecall.errors import (
     WeightsMismatchError,
 )
 from rolecall.store.ledger import Admission, Ledger
-from rolecall.store.position import Garbage, GroupState, RunPosition, SuccessRate
+from rolecall.store.position import Garbage, GroupState, PendingEntry, RunPosition, SuccessRate
 from rolecall.store.sealed import read_ctl, read_sealed
 from rolecall.v1.training_pb2 import TrainResult
 from rolecall.v1.trajectory_pb2 import TrainBatch
@@ -44,7 +44,7 @@ CONTROLLER_CALLS: dict[str, Callable[[Ledger], object]] = {
     "begin_publish": lambda ledger: ledger.begin_publish(0, 0),
     "attest": lambda ledger: ledger.attest(0, 0, DIGEST, ["r.0"]),
     "expel": lambda ledger: ledger.expel("r.0"),
-    "reap": lambda ledger: ledger.reap("r.0", "1-1"),
+    "reap": lambda ledger: ledger.reap([PendingEntry("1-1", "r.0", 0.0, 1)]),
     "note": lambda ledger: ledger.note([0], "scored"),
     "rate": lambda ledger: ledger.rate("prompt-0", SuccessRate(0, 0.5)),
     "pause": lambda ledger: ledger.pause(True),

@@ -6,6 +6,7 @@ committed at most once, the streams are as long as the states say. Now and then,
 and as scripts with one line changed, show that the checks would see one.
 """
 
+import math
 import os
 import signal
 import threading
@@ -109,6 +110,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.tokens: set[tuple[int, str]] = set()
         self.deliveries: dict[int, int] = {}
         self.delivered: set[int] = set()
+        self.company: dict[int, int] = {}
         self.claims: list[Claim] = []
         self.groups: dict[int, CommittedGroup] = {}
         self.attested: set[str] = set()
@@ -171,12 +173,19 @@ class LedgerMachine(RuleBasedStateMachine):
         self.connection.forget_calls("claim", worker)  # it forgot which was the last; what such a claim takes is reaped
         self.connection.forget_calls("attest")  # a worker that was expelled for its silence may be attested again
         self.attested.discard(worker)
-        for gid, token in self.owner.items():
-            self.deliveries[gid] -= excused and token.startswith(f"{worker}-")
-        self.owner = {gid: token for gid, token in self.owner.items() if not token.startswith(f"{worker}-")}
+        held = self.held_by(worker)
+        for gid in held:
+            del self.owner[gid]
+            if excused:
+                self.deliveries[gid] -= 1
+            else:
+                self.company[gid] = math.ceil(len(held) / 4)
         for gid, error in over:
             assert error
             self.drop_poison(gid)
+
+    def held_by(self, worker: str) -> list[int]:
+        return [gid for gid, token in self.owner.items() if token.startswith(f"{worker}-")]
 
     def drop_poison(self, gid: int) -> None:
         self.ledger.drop(gid, "poison", "delivered too often")
@@ -188,8 +197,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def reap(self, data: st.DataObject) -> None:
         claim = data.draw(st.sampled_from(self.claims))
         consumer = claim.token.rpartition("-")[0]
-        self.ledger.reap(consumer, claim.entry_id)
-        if self.owner.get(claim.group.gid, "").startswith(f"{consumer}-"):
+        taken = [entry for entry in self.ledger.pending() if (entry.consumer, entry.entry_id) == (consumer, claim.entry_id)]
+        for gid, _ in self.ledger.reap(taken, MAX_DELIVERIES, "not renewed"):
+            self.drop_poison(gid)
+        if taken:
+            self.company[claim.group.gid] = math.ceil(len(self.held_by(consumer)) / 4)
             del self.owner[claim.group.gid]
 
     @precondition(lambda self: self.in_state("admitted", "committed", "dropped", "trained"))
@@ -337,18 +349,15 @@ class LedgerMachine(RuleBasedStateMachine):
     work_still = rule(worker=workers)(work)
 
     def handed_out(self, worker: str, count: int) -> list[int]:
-        """Released groups first, then new ones, in order; one delivered before only alone."""
-        mine = [gid for gid, token in self.owner.items() if token.startswith(f"{worker}-")]
-        if any(self.deliveries[gid] > 1 for gid in mine):
-            return []
+        """Released groups first, then new ones, in order; one whose worker died only beside as many as its company may be."""
         free = [gid for gid in self.in_state("admitted") if gid not in self.owner]
-        found: list[int] = []
+        in_hand, found = self.held_by(worker), list[int]()
         for gid in sorted(free, key=lambda gid: (gid not in self.delivered, gid)):
-            if self.deliveries.get(gid, 0) == 0:
+            bounds = [self.company[each] for each in (*in_hand, gid) if each in self.company]
+            if len(found) < count and len(in_hand) < min(bounds, default=math.inf):
                 found.append(gid)
-            elif not mine and not found:
-                return [gid]
-        return found[:count]
+                in_hand.append(gid)
+        return found
 
     def owns(self, claim: Claim) -> bool:
         return self.owner.get(claim.group.gid) == claim.token
@@ -391,7 +400,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.queue_of(claim).abandon(claim, "it failed", MAX_DELIVERIES)
         if self.owns(claim):
             del self.owner[claim.group.gid]
-            for gid, _ in self.ledger.overdelivered():
+            for gid, _ in self.ledger.reap([]):
                 self.drop_poison(gid)
 
     @precondition(lambda self: self.claims)

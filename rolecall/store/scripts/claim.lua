@@ -2,9 +2,9 @@
 -- Claims up to n groups: released entries first, then new ones. ARGV: consumer, n, number of the call. DENIED unless the consumer is attested at the
 -- current policy version and no publish is under way. Repeated with the number of the consumer's last claim: the same entries, as far as it still holds
 -- them. With a lower one (it was on its way while the network was away): nothing, for nobody waits for the answer.
--- An entry delivered before may be poison: it is handed out alone, to a worker that holds nothing, and until it is done that worker gets nothing else.
--- (Otherwise one poison prompt takes the deliveries of every group beside it.) Waiting for an idle worker ends, because admission does.
--- OK, last entry id delivered to anyone, then per entry {entry, delivery count, excused, group, traceparent}.
+-- An entry whose worker died may be poison: while a worker holds it, it gets no more than `suspects` says in all. (Otherwise one poison prompt takes the
+-- deliveries of every group beside it.) Waiting for a worker that holds so few ends, because admission does.
+-- OK, last entry id delivered to anyone, then per entry {entry, delivery count, excused, most groups to hold (0: any number), group, traceparent}.
 local consumer, worker = ARGV[1], worker_key(ARGV[1])
 local version, current = redis.call('HGET', worker, 'version'), redis.call('HGET', run, 'policy_version')
 if not version then return {'DENIED', consumer .. ' holds no attested weights'} end
@@ -18,19 +18,20 @@ if tonumber(ARGV[3]) == latest then
     if owner(entry) == consumer then entries[#entries + 1] = entry end
   end
 elseif tonumber(ARGV[3]) > latest then
-  local function deliveries(pending)
-    return pending[4] - number(group_key(entry_fields(prompts, pending[1]).gid), 'excused', 0)
-  end
-  local limit, mine = tonumber(ARGV[2]), redis.call('XPENDING', prompts, 'rollout', '-', '+', 2, consumer)
-  if #mine == 1 and deliveries(mine[1]) > 1 then limit = 0 end
-  for _, pending in ipairs(limit > 0 and redis.call('XPENDING', prompts, 'rollout', '-', '+', 1000, FREE) or {}) do
-    local alone = deliveries(pending) > 0
-    if #entries < limit and not (alone and #entries + #mine > 0) then
+  local limit, bounds, flat = tonumber(ARGV[2]), {}, redis.call('HGETALL', suspects)
+  for i = 1, #flat, 2 do bounds[flat[i]] = tonumber(flat[i + 1]) end
+  local function bound(entry, most) return math.min(most, bounds[entry] or most) end
+  local mine, most = redis.call('XPENDING', prompts, 'rollout', '-', '+', 10000, consumer), math.huge
+  for _, pending in ipairs(mine) do most = bound(pending[1], most) end
+  for _, pending in ipairs(redis.call('XPENDING', prompts, 'rollout', '-', '+', 1000, FREE)) do
+    local with_it = bound(pending[1], most)
+    if #entries < limit and #mine + #entries < with_it then
       redis.call('XCLAIM', prompts, 'rollout', consumer, 0, pending[1])
       entries[#entries + 1] = pending[1]
-      if alone then limit = 1 end
+      most = with_it
     end
   end
+  limit = math.min(limit, most - #mine)
   if #entries < limit then
     local fresh = redis.call('XREADGROUP', 'GROUP', 'rollout', consumer, 'COUNT', limit - #entries, 'STREAMS', prompts, '>')
     for _, item in ipairs(fresh and fresh[1][2] or {}) do entries[#entries + 1] = item[1] end
@@ -42,7 +43,7 @@ local claims = {}
 for _, entry in ipairs(entries) do
   local _, count = owner(entry)
   local fields = entry_fields(prompts, entry)
-  claims[#claims + 1] = {entry, count, number(group_key(fields.gid), 'excused', 0), fields.group, fields.traceparent}
+  claims[#claims + 1] = {entry, count, number(group_key(fields.gid), 'excused', 0), number(suspects, entry, 0), fields.group, fields.traceparent}
   if tonumber(ARGV[3]) > latest then note(fields.gid, 'claimed', 'token', consumer .. '-' .. count) end
 end
 local info, last = redis.call('XINFO', 'GROUPS', prompts), '0-0'

@@ -17,6 +17,7 @@ local trajectory = redis.call('XADD', trajectories, '*', 'gid', gid, 'group', AR
 redis.call('HSET', key, 'state', 'committed', 'token', token, 'trajectory', trajectory)
 redis.call('XACK', prompts, 'rollout', entry)
 redis.call('XDEL', prompts, entry)
+redis.call('HDEL', suspects, entry)
 local spans = {}
 for i = 6, #ARGV, 2 do spans[#spans + 1] = ARGV[i] end
 note(gid, 'committed', 'token', token, 'versions', table.concat(spans, ' '))

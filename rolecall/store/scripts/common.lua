@@ -8,8 +8,9 @@
 --   prompts        stream  admitted groups, one entry each (gid, group, traceparent); consumer group `rollout`
 --   trajectories   stream  committed groups, one entry each (gid, group); read by position, no consumer group
 --   live           zset    gids not yet terminal, scored by gid
---   g:<gid>        hash    state (admitted, committed, sealed, trained), entry, trajectory, token, excused, error, admit_step,
+--   g:<gid>        hash    state (admitted, committed, sealed, trained), entry, trajectory, token, excused, deaths, error, admit_step,
 --                          admit_published_step, batch; deleted when the group is dropped, or its batch freed
+--   suspects       hash    entry of prompts -> most groups a worker may hold while it holds this one: of groups whose worker died; until they end
 --   batch:<step>   hash    sealed batch: group (TrainBatch), digest, gids, trained, result:<i>; before that, begun: gids trainers were asked about
 --   w:<consumer>   hash    version, digest, epoch of the attested weights; call and ids of the last claim
 --   versions       hash    policy version -> '<step> <digest> <ctl>', attested ones only
@@ -20,11 +21,11 @@
 --
 -- Delivery: at least once, committed once. A claim is a pending entry of the consumer group; its token, the fence, is (consumer, delivery
 -- count). The count grows at each claim and never falls, so no two claims share a token; what a drain or a release took back is counted in
--- `excused`, and deliveries = count - excused. Released entries are pending under '~free'; entries delivered too often wait under '~over' to
--- be dropped. A group becomes terminal once: admitted = trained + dropped + live, XLEN(prompts) = groups in state admitted,
--- XLEN(trajectories) = committed + sealed.
+-- `excused`, what ended with its worker in `deaths`, and the rest are failures of the group itself. Released entries are pending under '~free'; entries
+-- delivered too often wait under '~over' to be dropped. A group becomes terminal once: admitted = trained + dropped + live, XLEN(prompts) = groups in
+-- state admitted, XLEN(trajectories) = committed + sealed.
 --
--- Bounds: prompts, trajectories, live and g:* by the controller's admission; batch:* and garbage by its checkpoints; history and dead by how
+-- Bounds: prompts, trajectories, live, suspects and g:* by the controller's admission; batch:* and garbage by its checkpoints; history and dead by how
 -- often they are drained; w:* by the fleet; versions by the number of publishes; rates by the prompts of the data. Nothing is ever trimmed. When the server is full, what brings new
 -- work in is refused (admit, and the staging of rows) and all else still runs (allow-oom), because only that frees memory again.
 --
@@ -34,7 +35,7 @@
 local prefix = KEYS[1]
 local run, prompts, trajectories, live = prefix .. 'run', prefix .. 'prompts', prefix .. 'trajectories', prefix .. 'live'
 local versions, garbage, dead, history = prefix .. 'versions', prefix .. 'garbage', prefix .. 'dead', prefix .. 'history'
-local rates = prefix .. 'rates'
+local rates, suspects = prefix .. 'rates', prefix .. 'suspects'
 local FREE, OVER = '~free', '~over'
 
 local function group_key(gid) return prefix .. 'g:' .. gid end
@@ -53,12 +54,26 @@ local function fenced(ctl)
   return nil
 end
 
--- Who holds a pending entry: consumer and delivery count, or false.
+-- The server's time in milliseconds, the same throughout a script (on Redis 7.0: nearly).
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+-- Who holds a pending entry: consumer, delivery count and idle milliseconds, or false.
 local function owner(entry)
-  if redis.call('EXISTS', prompts) == 0 then return false, 0 end
+  if redis.call('EXISTS', prompts) == 0 then return false, 0, 0 end
   local pending = redis.call('XPENDING', prompts, 'rollout', entry, entry, 1)
-  if #pending == 0 then return false, 0 end
-  return pending[1][2], pending[1][4]
+  if #pending == 0 then return false, 0, 0 end
+  return pending[1][2], pending[1][4], pending[1][3]
+end
+
+-- The number of entries that `consumer` holds.
+local function num_held(consumer)
+  for _, of_consumer in ipairs(redis.call('XPENDING', prompts, 'rollout')[4] or {}) do
+    if of_consumer[1] == consumer then return tonumber(of_consumer[2]) end
+  end
+  return 0
 end
 
 local function held(entry, consumer, count)
@@ -77,16 +92,26 @@ end
 
 local function note(gid, event, ...) redis.call('XADD', history, '*', 'gid', gid, 'event', event, ...) end
 
--- Hands an entry that `consumer` holds back: to '~free', or to '~over' once it was delivered `limit` times (0: no limit). `event` says how it came to
--- that, `error` what happened ('' when nothing is known); the last error that is known stays with the group.
-local function hand_back(event, entry, consumer, count, excused, limit, error)
+-- Hands an entry that `consumer` holds back: to '~free', or to '~over' when it failed too often. `event` says how it came to that, `error` what happened
+-- ('' when nothing is known); the last error that is known stays with the group. `fault` says whose it was:
+--   nobody's   'excused': the delivery does not count
+--   the group's   'own': too often is `limit` times (0: no limit)
+--   anybody's   a number: the worker died or fell silent with so many groups in hand. Which one did it, if any, is found by handing out quarters: each
+--               may next be held beside a quarter as many. Too often is more than `limit` times, the last time alone
+local function hand_back(event, entry, consumer, count, fault, limit, error)
   local gid = entry_fields(prompts, entry).gid
-  local key = group_key(gid)
-  if excused then redis.call('HINCRBY', key, 'excused', 1) end
+  local key, over = group_key(gid), false
   if error ~= '' then redis.call('HSET', key, 'error', consumer .. ': ' .. error) end
-  local over = limit > 0 and count - number(key, 'excused', 0) >= limit
+  if fault == 'excused' then
+    redis.call('HINCRBY', key, 'excused', 1)
+  elseif fault == 'own' then
+    over = limit > 0 and count - number(key, 'excused', 0) - number(key, 'deaths', 0) >= limit
+  else
+    redis.call('HSET', suspects, entry, math.ceil(fault / 4))
+    over = redis.call('HINCRBY', key, 'deaths', 1) > limit and limit > 0 and fault == 1
+  end
   redis.call('XCLAIM', prompts, 'rollout', over and OVER or FREE, 0, entry, 'JUSTID')
-  note(gid, event, 'token', consumer .. '-' .. count, 'excused', excused and 1 or 0, 'held_back', over and 1 or 0, 'error', error)
+  note(gid, event, 'token', consumer .. '-' .. count, 'excused', fault == 'excused' and 1 or 0, 'held_back', over and 1 or 0, 'error', error)
 end
 
 -- {gid, last error} of each entry that was delivered too often and waits to be dropped.

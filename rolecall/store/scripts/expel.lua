@@ -5,11 +5,11 @@
 local refusal = fenced(ARGV[1])
 if refusal then return refusal end
 redis.call('DEL', worker_key(ARGV[2]))
-local returned = 0
+local returned, fault = 0, ARGV[4] == '1' and 'excused' or num_held(ARGV[2])
 repeat
   local pending = redis.call('XPENDING', prompts, 'rollout', '-', '+', 1000, ARGV[2])
   for _, item in ipairs(pending) do
-    hand_back('expelled', item[1], ARGV[2], item[4], ARGV[4] == '1', tonumber(ARGV[3]), ARGV[5])
+    hand_back('expelled', item[1], ARGV[2], item[4], fault, tonumber(ARGV[3]), ARGV[5])
     returned = returned + 1
   end
 until #pending < 1000

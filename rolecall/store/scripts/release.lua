@@ -4,7 +4,7 @@
 local released = 0
 for i = 6, #ARGV, 2 do
   if held(ARGV[i], ARGV[1], ARGV[i + 1]) then
-    hand_back(ARGV[2], ARGV[i], ARGV[1], tonumber(ARGV[i + 1]), ARGV[3] == '1', tonumber(ARGV[4]), ARGV[5])
+    hand_back(ARGV[2], ARGV[i], ARGV[1], tonumber(ARGV[i + 1]), ARGV[3] == '1' and 'excused' or 'own', tonumber(ARGV[4]), ARGV[5])
     released = released + 1
   end
 end
