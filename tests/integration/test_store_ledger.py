@@ -125,6 +125,16 @@ def test_a_repeated_lock_of_the_same_attempt_counts_once(store: StoreUnderTest) 
     assert (first, store.connection.script("lock", [prefix], ["0", "0", "nonce"])) == ([b"OK", 1], [b"DONE", 1])
 
 
+def test_a_heartbeat_after_the_last_look_keeps_the_run(store: StoreUnderTest) -> None:
+    """Between the last look of one that waits and its script: the script compares what was seen."""
+    prefix = f"{{rl:{store.run}}}:"
+    ctl, beat = store.connection.command("HMGET", f"{prefix}run", "ctl", "beat")
+    store.ledger.beat()
+    verdict, _ = store.connection.script("lock", [prefix], [ctl, beat or "0", "other", 0])
+    assert verdict == b"LOCKED"
+    store.ledger.beat()
+
+
 def test_admission_is_in_order_of_gids_and_repeating_it_adds_nothing(store: StoreUnderTest) -> None:
     assert store.ledger.admit(sample_group(0), b"after 0", "00-trace")
     assert not store.ledger.admit(sample_group(0), b"after 0 again", "00-trace")
@@ -339,12 +349,14 @@ def test_a_new_lineage_starts_empty_and_reuses_no_number(store: StoreUnderTest) 
     committed, claimed = queue.claim(2)
     group = store.commit(queue, committed)
     store.ledger.drop(4, "filtered")
+    epoch = store.ledger.next_epoch()
     point = RunPosition(lineage=1, step=0, next_gid=1, policy_version=0, cursor=b"after 0", algorithm_state=b"then", trained=0, dropped={"scorer_error": 2})
 
     assert store.ledger.start_lineage(point) == store.ledger.start_lineage(point) == 5
     position = store.ledger.position()
     assert (position.step, position.next_gid, position.lineage_gid, position.cursor, position.published_step) == (0, 5, 5, b"after 0", -1)
     assert position.algorithm_state == b"then"
+    assert position.epoch == epoch > point.epoch, "ranks refuse an epoch that is not above all they have met in"
     assert store.balance() == (2, 0, 2, 0)
     assert position.dropped == {"scorer_error": 2}
     with pytest.raises(LeaseLostError):

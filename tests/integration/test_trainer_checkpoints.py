@@ -16,10 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rolecall.checkpoints import COMMITTED, Attempt, RunCheckpoints, folder_of, read_committed, verify
+from rolecall.checkpoints import COMMITTED, Attempt, RunCheckpoints, StoredFile, folder_of, read_committed, verify
 from rolecall.errors import CheckpointMismatchError, CheckpointMissingError
 from rolecall.settings import OptimizerSection
 from rolecall.storage import Storage, open_storage
+from rolecall.training.export import export
 from rolecall.training.export_command import main
 from rolecall.training.files import CHUNK_BYTES, TensorFile, stream_tensors, write_tensors
 from rolecall.training.fsdp.engine import FsdpEngine
@@ -267,6 +268,20 @@ def test_the_export_command_takes_a_step_or_the_newest_of_all_and_says_what_is_w
     latest.storage.write("actor/rank-00000.safetensors", functools.partial(_write, b"short"))
     assert main([str(tmp_path / "checkpoints"), str(tmp_path / "new")]) == 1
     assert "is not what was written" in capsys.readouterr().err
+
+
+def test_a_parameter_of_which_a_part_is_missing_is_not_exported(engines: list[FsdpEngine], tmp_path: Path) -> None:
+    engine, _ = engines
+    storage = open_storage(str(tmp_path / "share"))
+    files = engine.snapshot().write(storage, CommandGroup(0, 1, None), {})
+    index = json.loads(storage.read("index.json"))
+    name, shape = next((name, shape) for name, shape in index["shapes"].items() if name.startswith("model/") and len(shape) == 2)
+    index["shapes"][name] = [shape[0] + 1, shape[1]]
+    data = json.dumps(index).encode()
+    storage.write("index.json", functools.partial(_write, data))
+    changed = StoredFile("index.json", len(data), hashlib.sha256(data).hexdigest())
+    with pytest.raises(CheckpointMismatchError, match="does not hold all of"):
+        export(storage, [changed if file.name == changed.name else file for file in files], tmp_path / "model")
 
 
 def test_a_checkpoint_is_restored_from_any_storage_and_one_of_another_configuration_is_refused(engines: list[FsdpEngine], tmp_path: Path) -> None:

@@ -82,6 +82,15 @@ async def test_a_row_of_two_calls_is_computed_once_and_a_repeated_one_is_counted
     assert again.num_already_written == 1
 
 
+async def test_each_call_is_told_how_many_of_its_own_rows_were_written_before() -> None:
+    device = Device()
+    async with batching(device, 1000) as batcher:
+        await batcher.compute([row("0/0"), row("0/1")])
+        old, new = await asyncio.gather(batcher.compute([row("0/0"), row("0/1")]), batcher.compute([row("1/0")]))
+    assert len(device.calls) == 2
+    assert (old.num_already_written, new.num_already_written) == (2, 0)
+
+
 async def test_a_missing_row_fails_only_the_call_that_named_it() -> None:
     device = Device()
     async with batching(device, 1000) as batcher:

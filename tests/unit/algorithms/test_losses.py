@@ -156,6 +156,12 @@ def test_the_clip_fractions_say_which_bound_held(section: PolicyLossSection, hig
     assert (shown["clip_fraction_high"].tolist(), shown["clip_fraction_low"].tolist()) == (high, low)
 
 
+@pytest.mark.parametrize(("advantage", "high", "low"), [(1.0, [True, False], [False, False]), (-1.0, [False, False], [False, True])])
+def test_gmpos_clip_fractions_say_which_bound_held(advantage: float, high: list[bool], low: list[bool]) -> None:
+    shown = token_losses(GmpoLoss(), batch_of([math.exp(0.9), math.exp(-0.9)], [advantage] * 2)).shown
+    assert (shown["clip_fraction_high"].tolist(), shown["clip_fraction_low"].tolist()) == (high, low)
+
+
 def test_sapo_shows_how_far_its_gate_is_open() -> None:
     assert token_losses(SapoLoss(), batch_of([1.0, 1 + math.log(3)], [1.0, 1.0])).shown["gate"].tolist() == pytest.approx([1.0, 0.75])
 
