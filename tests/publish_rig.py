@@ -61,6 +61,8 @@ class Kind(Enum):
     """It goes on after everybody's deadline."""
     FAIL = "fail"
     """It says that it failed."""
+    BREAK = "break"
+    """It felt the collective break, as one does that did nothing wrong."""
     LIE = "lie"
     """Its weights are not what it received, and it does not know."""
 
@@ -202,6 +204,9 @@ class RigEngine(ScriptedEngine):
             await asyncio.sleep(self.late_s)
         if kind is Kind.FAIL:
             raise TornWeightsError("this engine failed", cause=TornWeightsError.reason)
+        if kind is Kind.BREAK:
+            broken = ChannelBrokenError("this engine felt a break")
+            raise TornWeightsError(broken.message, cause=broken.reason) if phase == "bucket" else broken
         if kind is Kind.LIE:
             self.buckets[0] = "false"
         self.is_stopped = self.is_stopped or kind is Kind.STOP

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.errors import DeadlineError, NotAttestedError, UnavailableError, WorkerLostError
+from rolecall.errors import DeadlineError, NotAttestedError, StaleVersionError, UnavailableError, WorkerLostError
 from rolecall.v1 import controller_pb2
 from services.rollout.replica import Replica
 from services.rollout.state import State
@@ -92,6 +92,33 @@ async def test_a_receiver_that_holds_something_else_is_left_out_and_nothing_is_s
     assert not rig.publisher.holds(0)
     await rig.publisher.publish(0)
     assert rig.publisher.holds(0)
+
+
+async def test_a_receiver_that_did_nothing_wrong_is_sent_the_weights_again_at_once(rig: Rig) -> None:
+    await three(rig)
+    rig.twins[1].engine.fault = Fault("probe", Kind.BREAK)
+    rig.actor.step = 1
+    await rig.publisher.publish(1)
+    assert serving(rig) == ["rollout-0", "rollout-1", "rollout-2"]
+    assert rig.publisher.policy_version == 2
+
+
+async def test_nobody_serves_weights_that_the_store_did_not_attest(store: StoreUnderTest, tmp_path: Path) -> None:
+    patient = {"weights": {"bucket_timeout_s": 30.0}, "rollout": {"hang_s": 60.0}}
+    async with publish_rig(store, patient, tmp_path) as rig:
+        await three(rig)
+        late = rig.twins[0].engine
+        late.fault = Fault("probe", Kind.HANG)
+        publishing = asyncio.create_task(rig.publisher.publish(0))
+        async with asyncio.timeout(30):
+            while not late.frozen:
+                await asyncio.sleep(0.01)
+        await asyncio.to_thread(store.ledger.begin_publish, 9, 0)  # so that the store refuses to attest this version
+        late.frozen = False
+        with pytest.raises(StaleVersionError, match="begun"):
+            await publishing
+        assert serving(rig) == []
+        assert [twin.replica.held.state for twin in rig.twins] == [State.LOADED] * 3
 
 
 async def test_a_rollout_that_hangs_is_given_up_and_its_process_told_to_end(rig: Rig) -> None:
