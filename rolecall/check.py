@@ -1,7 +1,8 @@
 """`rolecall check`: what a configuration means on this machine, a line per derived value, without starting anything.
 
-Reads the model's JSON and safetensors headers, the tokenizer, the datasets and the ports; imports no torch and no service. What is wrong is collected, so
-that one run of the command shows everything; `rolecall train` refuses to start anything while there is something. Estimates say that they are.
+Reads the model's JSON and safetensors headers, the tokenizer and the datasets, and looks around (`rolecall/preflight.py`, `rolecall/capacity.py`); imports no
+torch and no service. What is wrong is collected, so that one run of the command shows everything; `rolecall train` refuses to start anything while there is
+something. Estimates say that they are.
 """
 
 import io
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rolecall.algorithms.advantages.custom import load as load_advantage
+from rolecall.capacity import check_capacity, in_bytes
 from rolecall.dataset import RawPrompt, load_prompts
 from rolecall.errors import ConfigError, RoleCallError
 from rolecall.explain import explain
@@ -31,9 +33,8 @@ from rolecall.model_files import (
     read_model,
     vocab_size,
 )
-from rolecall.rpc.address import is_unix
-from rolecall.rpc.listening import why_not
-from rolecall.settings import CriticSection, CustomAdvantage, OptimizerSection, ReferenceSection, RunSettings, ServiceSection, TrainerSection
+from rolecall.preflight import NOTE, preflight
+from rolecall.settings import CriticSection, CustomAdvantage, OptimizerSection, ReferenceSection, RunSettings, TrainerSection
 from rolecall.storage import DiskStorage, open_storage
 from rolecall.store.budget import StoreBudget
 from rolecall.tokenizer import ChatTokenizer
@@ -59,9 +60,11 @@ def check(settings: RunSettings, out: TextIO) -> int:
     return 2 if problems else 0
 
 
-def require(settings: RunSettings) -> None:
-    """What `rolecall train` asks before it starts anything. ConfigError lists everything that is wrong."""
-    problems = find_problems(settings, io.StringIO())
+def require(settings: RunSettings, out: TextIO) -> None:
+    """What `rolecall train` asks before it starts anything. ConfigError lists everything that is wrong; what else is worth telling goes to `out`."""
+    found = io.StringIO()
+    problems = find_problems(settings, found)
+    out.writelines(line for line in found.getvalue().splitlines(keepends=True) if line.startswith(NOTE))
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
@@ -81,9 +84,9 @@ def find_problems(settings: RunSettings, out: TextIO) -> list[str]:
     tokenizer: ChatTokenizer | None = found.get("tokenizer")
     sections = [_run(settings), *_data(settings, tokenizer), _batches(settings), _functions(settings)]
     if facts is not None:
-        sections += [_model(settings, facts), _memory(settings, facts)]
+        sections += [_model(settings, facts), _memory(settings, facts), check_capacity(settings, facts)]
         sections += [_fit(settings, tokenizer)] if tokenizer is not None else []
-    for section in [*sections, _placement(settings), *_ports(settings), _deadlines(settings)]:
+    for section in [*sections, _placement(settings), _deadlines(settings), *preflight(settings)]:
         _collect(section, out, problems)
     return list(dict.fromkeys(problems))
 
@@ -216,26 +219,26 @@ def _memory(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     trained = facts.num_parameters * (OPTIMIZER_BYTES_PER_PARAMETER + size)
     adapters = _num_adapter_parameters(settings)
     acting = trained if adapters is None else weights + adapters * (OPTIMIZER_BYTES_PER_PARAMETER + size)
-    yield f"memory (estimates without activations): actor {_size(acting / settings.actor.num_shards)} per rank x {settings.actor.num_ranks}"
+    yield f"memory (estimates without activations): actor {in_bytes(acting / settings.actor.num_shards)} per rank x {settings.actor.num_ranks}"
     yield from _moments(settings.actor, settings.actor.optimizer, facts.num_parameters if adapters is None else adapters)
     if adapters is not None:
         yield f"  adapters: {adapters / 1e6:,.2f}M parameters are trained, published and kept; the base stays as it is"
     if settings.critic is not None:
-        yield f"  critic {_size(trained / settings.critic.num_shards)} per rank x {settings.critic.num_ranks}"
+        yield f"  critic {in_bytes(trained / settings.critic.num_shards)} per rank x {settings.critic.num_ranks}"
         yield from _moments(settings.critic, settings.critic.optimizer, facts.num_parameters)
     for name, section in settings.references.items():
-        yield f"  reference {name} {_size(weights / section.num_shards)} per rank x {section.num_ranks}"
+        yield f"  reference {name} {in_bytes(weights / section.num_shards)} per rank x {section.num_ranks}"
     rollout = settings.rollout
     cache = rollout.kv_cache_bytes or (None if rollout.devices else CPU_KV_CACHE_BYTES)
-    kept = _size(cache) if cache else f"vLLM's own: {rollout.gpu_memory_utilization:.0%} of each GPU, weights included"
-    yield f"  rollout {_size(weights / rollout.tensor_parallel_size)} weights + KV cache {kept}, x {rollout.num_replicas} replicas"
+    kept = in_bytes(cache) if cache else f"vLLM's own: {rollout.gpu_memory_utilization:.0%} of each GPU, weights included"
+    yield f"  rollout {in_bytes(weights / rollout.tensor_parallel_size)} weights + KV cache {kept}, x {rollout.num_replicas} replicas"
     yield from _disk(settings, facts)
     yield from _store(settings)
 
 
 def _moments(section: TrainerSection, optimizer: OptimizerSection, num_parameters: int) -> Iterator[str]:
     if optimizer.offload:
-        yield f"    of which at most {_size(num_parameters * MOMENT_BYTES_PER_PARAMETER / section.num_shards)}, moments, are in host memory but for the step"
+        yield f"    of which at most {in_bytes(num_parameters * MOMENT_BYTES_PER_PARAMETER / section.num_shards)}, moments, are in host memory but for the step"
 
 
 def _num_adapter_parameters(settings: RunSettings) -> int | None:
@@ -250,22 +253,22 @@ def _disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     kept_parameters = (facts.num_parameters if adapters is None else adapters) + (facts.num_parameters if settings.critic else 0)
     needed = kept_parameters * CHECKPOINT_BYTES_PER_PARAMETER
     if not isinstance(storage, DiskStorage):
-        yield f"checkpoints (estimate): {_size(needed)} each in {storage.url}"
+        yield f"checkpoints (estimate): {in_bytes(needed)} each in {storage.url}"
         return
     folder = Path(storage.url)
     parent = next(folder for folder in [folder, *folder.parents] if folder.exists())
     free = shutil.disk_usage(parent).free
     kept = settings.run.keep_checkpoints
-    yield f"disk (estimate): a checkpoint {_size(needed)}, {kept} kept and one being written {_size((kept + 1) * needed)}; {_size(free)} free"
+    yield f"disk (estimate): a checkpoint {in_bytes(needed)}, {kept} kept and one being written {in_bytes((kept + 1) * needed)}; {in_bytes(free)} free"
     if needed > free:
-        raise ConfigError(f"{folder}: a checkpoint takes about {_size(needed)} and {parent} has {_size(free)} free; make room")
+        raise ConfigError(f"{folder}: a checkpoint takes about {in_bytes(needed)} and {parent} has {in_bytes(free)} free; make room")
 
 
 def _store(settings: RunSettings) -> Iterator[str]:
     budget = StoreBudget.of(settings)
     where = "external" if settings.store.url else "embedded"
-    batches = f"{budget.num_batches} batches {_size(budget.num_batches * budget.batch_bytes)} of {_size(budget.max_bytes)} for rows"
-    yield f"store ({where}): a batch at its longest {_size(budget.batch_bytes)}; {batches}"
+    batches = f"{budget.num_batches} batches {in_bytes(budget.num_batches * budget.batch_bytes)} of {in_bytes(budget.max_bytes)} for rows"
+    yield f"store ({where}): a batch at its longest {in_bytes(budget.batch_bytes)}; {batches}"
 
 
 def _placement(settings: RunSettings) -> Iterator[str]:
@@ -289,34 +292,7 @@ def _placement(settings: RunSettings) -> Iterator[str]:
             raise ConfigError(f"{name} names GPU {max(devices)}; this machine has {present}")
 
 
-def _ports(settings: RunSettings) -> Iterator[Iterator[str]]:
-    """The addresses that local roles are told to listen on; those that `rolecall train` chooses are free."""
-    local: dict[str, ServiceSection | None] = {"controller": settings.controller, "actor": settings.actor, "critic": settings.critic, "reward": settings.reward}
-    local |= {f"references.{name}": section for name, section in settings.references.items()}
-    binds = {f"{name}.bind": section.bind for name, section in local.items() if section is not None and section.bind and section.address is None}
-    binds |= {"rollout.bind": settings.rollout.bind} if settings.rollout.num_replicas else {}
-    taken: dict[str, str] = {}
-    for setting, bind in binds.items():
-        yield _port(setting, bind, taken, settings.rollout.num_replicas if setting == "rollout.bind" else 1)
-
-
-def _port(setting: str, bind: str, taken: dict[str, str], num_replicas: int) -> Iterator[str]:
-    if not is_unix(bind) and bind.endswith(":0"):
-        return
-    if bind in taken or num_replicas > 1:
-        raise ConfigError(f"{setting} {bind} is {taken.get(bind, 'the address of every replica')}'s, too; give each its own port, or 0 for a free one")
-    taken[bind] = setting
-    problem = why_not(bind)
-    if problem:
-        raise ConfigError(f"{setting} {bind} {problem}")
-    yield f"{setting}: {bind} is free"
-
-
 def _deadlines(settings: RunSettings) -> Iterator[str]:
     """Those that the file leaves out."""
     for deadline in settings.derived_deadlines:
         yield f"{deadline.setting}: {deadline.seconds:g} s, derived: {deadline.why}"
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"

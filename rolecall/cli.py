@@ -99,8 +99,8 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
         from rolecall.check import require
         from rolecall.supervise import train
 
-        require(settings)
-        return train(settings, arguments.config, resume=arguments.resume)
+        require(settings, sys.stdout)
+        return train(settings, resume=arguments.resume)
     if arguments.command == "sft":
         from rolecall.settings import load_sft_settings
 

@@ -53,14 +53,14 @@ def _lock(directory: Path) -> int:
     return lock
 
 
-def resolve(settings: RunSettings, config_path: Path) -> RunSettings:
-    """`settings` with an address for every role, free ports of loopback for local ones, and the user's folder for scorers."""
+def resolve(settings: RunSettings) -> RunSettings:
+    """`settings` with an address for every role, free ports of loopback for local ones."""
     ports = _free_ports(4 + len(settings.references))
     changes: dict[str, Any] = {
         "controller": _placed(settings.controller, ports),
         "actor": _placed(settings.actor, ports),
         "references": {name: _placed(section, ports) for name, section in settings.references.items()},
-        "reward": _placed(settings.reward, ports).model_copy(update={"search_path": settings.reward.search_path or config_path.resolve().parent}),
+        "reward": _placed(settings.reward, ports),
     }
     if settings.critic is not None:
         changes["critic"] = _placed(settings.critic, ports)

@@ -21,7 +21,7 @@ from rolecall.settings import RunSettings, load_settings
 from rolecall.store.audit import Report, audit
 from rolecall.store.connection import Connection, connect
 from rolecall.store.embedded import EmbeddedStore
-from rolecall.store.history import last_event_id, read_history
+from rolecall.store.history import last_drained_id, last_event_id, order, read_history
 from rolecall.store.rows import Rows
 
 LOCK_TIMEOUT_S = 2.0
@@ -135,7 +135,9 @@ def _tell(settings: RunSettings, connection: Connection, id: str, as_json: bool,
     if not gid.isdecimal() or (index and not index.isdecimal()):
         raise ConfigError(f"--id {id} is neither a group's number (12) nor a trajectory's (12/3)")
     run = settings.run.name
-    events = own_events(list(read_history(connection, run, settings.run.dir / "history.jsonl", last_event_id(connection, run))), int(gid))
+    file = settings.run.dir / "history.jsonl"
+    last = max(last_drained_id(file), last_event_id(connection, run), key=order)  # the file's where the store was lost
+    events = own_events(list(read_history(connection, run, file, last)), int(gid))
     if not events:
         raise NotFoundError(f"run {run} admitted no group {gid}")
     rows = Rows(connection, run, settings.store.num_shards)

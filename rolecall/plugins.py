@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -41,3 +42,19 @@ def load_plugin(section: PluginSection, field: str, first: str = "a batch") -> C
             f"{field} {section.function!r} cannot be called with {first} and the options {sorted(section.options)}: {error}; correct one of them"
         ) from error
     return function
+
+
+def main() -> int:
+    """`python -m rolecall.plugins FIELD TARGET`: imports what TARGET names from the folder where it runs; 0 when it is there, else the last line says why."""
+    field, target = sys.argv[1:]
+    sys.path.insert(0, os.getcwd())
+    try:
+        load_function(target, field, Path.cwd())
+    except ConfigError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

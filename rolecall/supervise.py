@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, cast
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -30,6 +29,7 @@ from rolecall.rpc.server import LIVENESS
 from rolecall.settings import RunSection, RunSettings
 from rolecall.storage import open_storage
 from rolecall.store.embedded import EmbeddedStore
+from rolecall.store.ledger import require_free_name
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 
 POLL_S = 0.1
@@ -65,12 +65,14 @@ _STATEFUL = ("controller", "actor", "critic", _STORE)
 """Without one of these there is no checkpoint."""
 
 
-def train(settings: RunSettings, config_path: Path, *, resume: bool, package: str = "services") -> int:
+def train(settings: RunSettings, *, resume: bool, package: str = "services") -> int:
     """Runs `settings` to its end and returns the exit code: 0 done, 1 failed, 130 interrupted. Call it from the main thread.
 
     package: where the roles' modules are, `<package>.<role>`."""
+    if settings.store.url is not None and not resume:
+        require_free_name(settings)
     lock = prepare_run_dir(settings, resume=resume)
-    resolved = resolve(settings, config_path)
+    resolved = resolve(settings)
     processes = Processes(resolved.run.dir / "processes.json")
     view = open_view(sys.stdout)
     try:

@@ -43,6 +43,6 @@ def make_settings(tmp_path: Path) -> MakeSettings:
             "algorithm": {"groups_per_batch": 2},
             "reward": {"components": {"correct": {"scorer": {"kind": "exact_match"}}}},
         }
-        return RunSettings.model_validate(tree | sections)
+        return RunSettings.model_validate(tree | sections, context={"base": tmp_path})
 
     return make

@@ -154,7 +154,7 @@ class LightActor(actor_pb2_grpc.ActorServiceServicer):
         return actor_pb2.PublishWeightsResponse(
             fingerprints=[weights_pb2.Fingerprint(name="model.weight", value=version)],
             digest="another" if self.lie else digest_of(version),
-            probe=weights_pb2.Probe(token_ids=request.probe.token_ids, logprobs=encode_tensor(logprobs)),
+            probe=weights_pb2.Probe(logprobs=encode_tensor(logprobs), again=encode_tensor(logprobs)),
             num_bytes=8,
             transfer_s=0.001,
         )

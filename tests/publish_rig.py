@@ -32,8 +32,8 @@ from services.controller.publish import PolicyPublisher
 from services.controller.threads import StoreThreads
 from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica, Transfer
-from services.rollout.sampling import MeetingPlace, Received, SampleRequest
-from services.rollout.scripted import ScriptedEngine
+from services.rollout.sampling import MeetingPlace, Probed, Received, SampleRequest
+from services.rollout.scripted import ScriptedEngine, probed
 from services.rollout.service import SERVICE_NAME, RolloutServicer
 from services.rollout.state import State
 from services.rollout.vitals import show_vitals
@@ -45,6 +45,7 @@ POLL_S = 0.002
 VOCABULARY = 200
 EOS = 2
 PROMPT = (5, 6, 7)
+PROBE = weights_pb2.Probe(token_ids=encode_tensor(np.arange(3, 19, dtype=np.int32)), num_decoded=4)
 RUN_SEED = 11
 LEASE_S, HEARTBEAT_S, HANG_S, BUCKET_S, OPEN_S = 1.2, 0.1, 2.0, 0.8, 0.9
 
@@ -217,9 +218,9 @@ class RigEngine(ScriptedEngine):
     def _next(self, request: SampleRequest, position: int) -> tuple[int, float]:
         return token_of(request.prompt_token_ids, request.seed, digest_of(self.buckets), position), -1.0
 
-    async def probe(self, token_ids: Sequence[int]) -> Array:
+    async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
         await self._pass("probe")
-        return logprobs_of(digest_of(self.buckets), len(token_ids))
+        return probed(logprobs_of(digest_of(self.buckets), len(token_ids)), num_decoded)
 
     async def resume(self) -> None:
         await self._pass("resume")
@@ -252,7 +253,7 @@ class RigEngine(ScriptedEngine):
 class RogueReplica(Replica):
     """A planted violation: after a load that did not finish it serves again by itself, under the last version that was attested."""
 
-    async def _receive(self, transfer: Transfer) -> tuple[Received, Array | None]:
+    async def _receive(self, transfer: Transfer) -> tuple[Received, Probed | None]:
         before = self.held.policy_version, self.held.digest
         try:
             return await super()._receive(transfer)
@@ -482,7 +483,7 @@ async def publish_rig(store: StoreUnderTest, tree: dict[str, Any], folder: Path)
     channel = open_channel(await server.start(), RpcSection())
     threads = StoreThreads()
     fleet = Fleet(settings, store.ledger, threads)
-    publisher = PolicyPublisher(settings, store.ledger, threads, fleet, actor_pb2_grpc.ActorServiceStub(channel), VOCABULARY)
+    publisher = PolicyPublisher(settings, store.ledger, threads, fleet, actor_pb2_grpc.ActorServiceStub(channel), PROBE)
     publisher.ctl = store.ledger.ctl
     rig = Rig(settings, store, collective, actor, fleet, publisher, threads)
     watching = asyncio.create_task(fleet.watch())

@@ -26,9 +26,8 @@ from rolecall.v1 import training_pb2, weights_pb2
 from rolecall.weights.channel import Channel, join
 from rolecall.weights.rendezvous import Rendezvous
 from rolecall.weights.transfer import Reception, agreed_manifest
-from rolecall.wire import Array
-from services.rollout.sampling import MeetingPlace, Received, SampleRequest
-from services.rollout.scripted import ScriptedEngine
+from services.rollout.sampling import MeetingPlace, Probed, Received, SampleRequest
+from services.rollout.scripted import ScriptedEngine, probed
 from tests.fixtures_store import StoreUnderTest
 
 NURSERY_TIMEOUT_S = 60.0
@@ -257,12 +256,12 @@ class DigestEngine(ScriptedEngine):
         prints = [weights_pb2.Fingerprint(name=spec.name, value=value) for spec, value in zip(manifest.parameters, result.fingerprints, strict=True)]
         return Received(tuple(prints), result.digest, result.num_bytes, result.transfer_s)
 
-    async def probe(self, token_ids: Sequence[int]) -> Array:
+    async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
         """By plain transformers."""
         with torch.no_grad():
             logits = self._model(torch.tensor([list(token_ids)])).logits[0]
         logprobs = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(list(token_ids[1:]))[:, None])[:, 0]
-        return np.concatenate([np.zeros(1, np.float32), logprobs.numpy()])
+        return probed(np.concatenate([np.zeros(1, np.float32), logprobs.numpy()]), num_decoded)
 
     def _next(self, request: SampleRequest, position: int) -> tuple[int, float]:
         text = f"{list(request.prompt_token_ids)}/{request.seed}/{self._digest}/{position}".encode()

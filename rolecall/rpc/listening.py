@@ -8,11 +8,22 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rolecall.rpc.address import host_of, is_unix, unix_path
+from rolecall.errors import ConfigError
+from rolecall.rpc.address import host_of, is_loopback, is_unix, unix_path
+from rolecall.settings import RpcSection
 
 MAX_SOCKET_PATH = 107
 """Bytes in sockaddr_un.sun_path, less its final zero."""
 _PROBE_TIMEOUT_S = 1.0
+
+
+def require_tls(bind: str, rpc: RpcSection, setting: str = "") -> None:
+    """ConfigError, naming `setting`, when others could reach what listens on `bind` in the clear."""
+    if rpc.tls is None and not rpc.behind_mesh and not is_loopback(bind):
+        named = f" ({setting})" if setting else ""
+        raise ConfigError(
+            f"refusing to listen on {bind}{named} without TLS; set rpc.tls, bind to 127.0.0.1, or set rpc.behind_mesh when a service mesh encrypts it"
+        )
 
 
 def why_not(bind: str) -> str:

@@ -65,8 +65,6 @@ class ServiceArgs:
     """Name of the instance, e.g. "actor", "rollout-0", "ref"."""
     incarnation: str
     """New at each start: 8 hex digits, chosen by the launcher where there is one."""
-    config_path: Path
-    """The file the settings were read from."""
 
 
 def parse_args(role: str, argv: Sequence[str] | None = None) -> ServiceArgs:
@@ -104,7 +102,7 @@ def _parse(role: str, words: list[str]) -> ServiceArgs:
     path = Path(files[0])
     settings = with_running_store(load_settings(path, overrides))
     incarnation = incarnation_given() or uuid.uuid4().hex[:8]
-    return ServiceArgs(settings, name or _default_name(role, settings, incarnation), incarnation, path)
+    return ServiceArgs(settings, name or _default_name(role, settings, incarnation), incarnation)
 
 
 def _default_name(role: str, settings: RunSettings, incarnation: str) -> str:

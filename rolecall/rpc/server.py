@@ -14,7 +14,7 @@ from opentelemetry.instrumentation.grpc import aio_server_interceptor, filters
 from rolecall.errors import ConfigError
 from rolecall.rpc import tls as tls_files
 from rolecall.rpc.address import host_of, is_loopback, is_unix
-from rolecall.rpc.listening import why_not
+from rolecall.rpc.listening import require_tls, why_not
 from rolecall.rpc.options import server_options
 from rolecall.rpc.server_calls import ServerCalls
 from rolecall.settings import RpcSection
@@ -46,11 +46,7 @@ class Server:
         client_certificates: with rpc.tls, whether callers must present one signed by rpc.tls.ca_file; a public service may do without.
         ConfigError when bind is beyond loopback without TLS, unless rpc.behind_mesh.
         """
-        if rpc.tls is None and not rpc.behind_mesh and not is_loopback(bind):
-            named = f" ({setting})" if setting else ""
-            raise ConfigError(
-                f"refusing to listen on {bind}{named} without TLS; set rpc.tls, bind to 127.0.0.1, or set rpc.behind_mesh when a service mesh encrypts it"
-            )
+        require_tls(bind, rpc, setting)
         self._rpc = rpc
         self._bind = bind
         self._setting = setting

@@ -20,32 +20,19 @@ def server_credentials(tls: TlsSection, client_certificates: bool) -> grpc.Serve
 
 
 def mutual_credentials(tls: TlsSection) -> grpc.ChannelCredentials:
-    """The roles' credentials among themselves: our certificate, their roots. Read once, when the channel opens."""
-    return grpc.ssl_channel_credentials(
-        roots(tls.ca_file, "rpc.tls.ca_file"), read(tls.key_file, "rpc.tls.key_file"), read(tls.certificate_file, "rpc.tls.certificate_file")
-    )
+    """The roles' credentials among themselves: our certificate, their roots. Read once, when the channel opens. ConfigError when a file cannot be used."""
+    key, certificate = _pair(tls)
+    return grpc.ssl_channel_credentials(read_roots(tls.ca_file, "rpc.tls.ca_file"), key, certificate)
 
 
 def public_credentials(ca_file: Path | None) -> grpc.ChannelCredentials:
-    """TLS towards somebody else's service: the roots in `ca_file`, else the system's; no certificate of ours."""
-    return grpc.ssl_channel_credentials(roots(ca_file, "ca_file") if ca_file else None)
+    """TLS towards somebody else's service: the roots in `ca_file`, else the system's; no certificate of ours. ConfigError when the file cannot be used."""
+    return grpc.ssl_channel_credentials(read_roots(ca_file, "ca_file") if ca_file else None)
 
 
 def with_bearer_token(credentials: grpc.ChannelCredentials, token: str) -> grpc.ChannelCredentials:
     """Sends `authorization: Bearer <token>` with each call, over TLS only."""
     return grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(token))
-
-
-def roots(path: Path, name: str) -> bytes:
-    """Bytes of a file of PEM certificates; ConfigError naming the setting when it cannot be read, or holds none.
-
-    gRPC itself says nothing of such a file: every handshake fails."""
-    pem = read(path, name)
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii", errors="replace"))
-    except (ssl.SSLError, ValueError) as error:
-        raise ConfigError(f"{name}: {path} holds no certificates in PEM ({error}); name the file of the authority to trust") from error
-    return pem
 
 
 def read(path: Path, name: str) -> bytes:
@@ -56,9 +43,30 @@ def read(path: Path, name: str) -> bytes:
         raise ConfigError(f"{name}: cannot read {path}: {error.strerror}") from error
 
 
+def read_roots(path: Path, name: str) -> bytes:
+    """PEM of the certificates to trust; ConfigError naming the setting when the file cannot be read or holds none. gRPC would only fail to connect."""
+    pem = read(path, name)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cafile=path)
+    except ssl.SSLError as error:
+        raise ConfigError(f"{name}: {path} holds no certificate that can be read ({error.reason or error}); name a PEM file") from error
+    return pem
+
+
+def _pair(tls: TlsSection) -> tuple[bytes, bytes]:
+    key, certificate = read(tls.key_file, "rpc.tls.key_file"), read(tls.certificate_file, "rpc.tls.certificate_file")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(tls.certificate_file, tls.key_file, password=lambda: b"")
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"rpc.tls: {tls.certificate_file} and {tls.key_file} are no certificate with its key ({error.reason or error}); name two PEM files that belong "
+            "together, the key without a password"
+        ) from error
+    return key, certificate
+
+
 def _configuration(tls: TlsSection) -> grpc.ServerCertificateConfiguration:
-    pair = (read(tls.key_file, "rpc.tls.key_file"), read(tls.certificate_file, "rpc.tls.certificate_file"))
-    return grpc.ssl_server_certificate_configuration([pair], roots(tls.ca_file, "rpc.tls.ca_file"))
+    return grpc.ssl_server_certificate_configuration([_pair(tls)], read_roots(tls.ca_file, "rpc.tls.ca_file"))
 
 
 def _changed_configuration(tls: TlsSection) -> Callable[[], grpc.ServerCertificateConfiguration | None]:

@@ -1,5 +1,6 @@
 """Sections of the reward: scorers, the components that use them, the service."""
 
+from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -121,7 +122,7 @@ class RewardSection(ServiceSection):
     """Named parts; the reward is their weighted sum."""
     num_workers: PositiveInt = 2
     """Killable worker processes of the local service."""
-    search_path: ConfigPath | None = None
+    search_path: ConfigPath = Path(".")
     """Folder where the modules of `function` scorers are found; absent: the configuration file's folder."""
     solved_at: float = 1.0
     """A response counts as accurate when its reward is at least this."""

@@ -66,7 +66,8 @@ class WeightsSection(Section):
     publish_timeout_s: PositiveFloat = 600.0
     """Deadline of one publish, pause and probe included; unless set, longer for larger models, and with pause_mode wait."""
     probe_tolerance: PositiveFloat | None = None
-    """Bound on the probe's logprob differences; absent: max 1e-4 in float32, mean 0.05 in bfloat16."""
+    """Nats by which the probe's logprobs may differ: at every token in float32, absent: 1e-4; at 90% of them in bfloat16,
+    absent: four times the actor's own noise."""
 
 
 class ControllerSection(ServiceSection):

@@ -16,7 +16,7 @@ from typing import Any
 from rolecall.store import scripts
 from rolecall.store.audit_rows import RowCount, check_rows
 from rolecall.store.connection import Connection
-from rolecall.store.history import order, read_history
+from rolecall.store.history import last_drained_id, last_event_id, order, read_history
 from rolecall.store.position import RunPosition, decode_position
 from rolecall.store.replay import LIVE, Findings, Replay
 
@@ -72,7 +72,13 @@ def audit(connection: Connection, run: str, run_dir: Path) -> Report:
     findings = Findings()
     store = _look(connection, run)
     replay = Replay(findings)
-    for event in read_history(connection, run, run_dir / "history.jsonl", store.last_event):
+    file, last = run_dir / "history.jsonl", store.last_event
+    on_disk = last_drained_id(file)
+    # Read in this order: what a living controller drains meanwhile is of a store that knows it.
+    if order(on_disk) > order(last_event_id(connection, run)):
+        findings.add("lost: the store was emptied or set back; its history ends before the one on disk, and what follows was there")
+        last = on_disk
+    for event in read_history(connection, run, file, last):
         replay.apply(event)
     _check_counters(store, replay, findings)
     _check_ids(store, replay, findings)

@@ -127,11 +127,12 @@ class Connection:
         self._client.close()
 
 
-def connect(section: StoreSection) -> Connection:
-    """Connects to `store.url` and checks that the server can keep the ledger's promises. ConfigError names what to change."""
+def connect(section: StoreSection, *, timeout_s: float = SOCKET_TIMEOUT_S, retry_s: float = RETRY_S) -> Connection:
+    """Connects to `store.url` and checks that the server can keep the ledger's promises. ConfigError names what to change; StoreUnavailableError when it cannot
+    be reached for `retry_s`, each attempt waiting `timeout_s` at most for a socket, its connection and its answer."""
     if section.url is None:
         raise ConfigError("store.url is not set; the embedded store's URL is known once it runs (EmbeddedStore.start)")
-    connection = Connection(_client(section.url.get_secret_value()))
+    connection = Connection(_client(section.url.get_secret_value(), timeout_s), retry_s)
     try:
         _verify(connection, section.durability)
     except BaseException:
@@ -140,10 +141,10 @@ def connect(section: StoreSection) -> Connection:
     return connection
 
 
-def _client(url: str) -> Client:
+def _client(url: str, timeout_s: float) -> Client:
     options: dict[str, Any] = {
-        "socket_timeout": SOCKET_TIMEOUT_S,
-        "socket_connect_timeout": SOCKET_TIMEOUT_S,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
         "protocol": 2,
         "retry": Retry(NoBackoff(), 0),
     }
@@ -156,7 +157,7 @@ def _client(url: str) -> Client:
             return _through_sentinel(rest, {**options, "ssl": True} if secure else options)
         if scheme in ("redis", "rediss", "unix"):
             options.pop("socket_connect_timeout") if scheme == "unix" else None
-            pool = redis.BlockingConnectionPool.from_url(url, max_connections=MAX_CONNECTIONS, timeout=SOCKET_TIMEOUT_S, **options)
+            pool = redis.BlockingConnectionPool.from_url(url, max_connections=MAX_CONNECTIONS, timeout=timeout_s, **options)
             return redis.Redis.from_pool(pool)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"store.url is not a usable {scheme} URL: {error}") from error
@@ -214,10 +215,11 @@ def _servers(connection: Connection) -> list[tuple[dict[str, Any], dict[str, str
 
 def _default_user_may_all(client: Client, where: Mapping[str, Any]) -> bool:
     """False also when this user may not look."""
+    send: Callable[..., Any] = client.execute_command
     try:
-        reply = client.execute_command("ACL", "GETUSER", "default", **where)
+        reply = send("ACL", "GETUSER", "default", **where)
     except exceptions.NoPermissionError:
-        return bool(client.execute_command("ACL", "WHOAMI", **where) == b"default")
+        return bool(send("ACL", "WHOAMI", **where) == b"default")
     rights = dict(zip(reply[::2], reply[1::2], strict=True))
     return "~*" in _text(rights[b"keys"]).split() and _text(rights[b"commands"]).startswith("+@all")
 

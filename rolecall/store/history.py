@@ -32,6 +32,8 @@ from rolecall.store.connection import Connection
 PAGE = 1000
 """Stream entries read at a time."""
 
+_TAIL_BYTES = 2**20
+"""More than any line has."""
 _OWN = ("id", "time_s", "gid", "event")
 
 
@@ -75,6 +77,19 @@ def last_event_id(connection: Connection, run: str) -> str:
     flat = connection.command("XINFO", "STREAM", stream)
     newest: bytes = dict(zip(flat[::2], flat[1::2], strict=True))[b"last-generated-id"]
     return newest.decode()
+
+
+def last_drained_id(file: Path) -> str:
+    """Id of the file's last event; "0-0" when there is none."""
+    if not file.exists():
+        return "0-0"
+    with file.open("rb") as opened:
+        opened.seek(max(0, file.stat().st_size - _TAIL_BYTES))
+        whole, _, _ = opened.read().rpartition(b"\n")
+    try:
+        return str(json.loads(whole.rpartition(b"\n")[2])["id"]) if whole else "0-0"
+    except (ValueError, KeyError) as error:
+        raise InvalidInputError(f"{file}, the last line is no event of the history: {error!r}") from error
 
 
 def order(entry: str) -> tuple[int, int]:

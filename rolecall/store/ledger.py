@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rolecall.disk import append_lines
-from rolecall.errors import RunLockedError
+from rolecall.errors import ConfigError, RunLockedError
+from rolecall.settings import RunSettings
 from rolecall.store import history, scripts
-from rolecall.store.connection import MAX_BLOCK_S, Connection
+from rolecall.store.connection import MAX_BLOCK_S, Connection, connect
 from rolecall.store.position import (
     Garbage,
     GroupState,
@@ -76,18 +77,22 @@ class Ledger:
         """Our fencing number; 0 before `lock`: then everything but reading is refused."""
         return self._ctl
 
-    def lock(self, lease_s: float) -> int:
-        """Takes the run and returns our fencing number. RunLockedError while another controller is alive.
+    def lock(self, lease_s: float, known_ctl: int = 0) -> int:
+        """Takes the run and returns our fencing number, above `known_ctl`, one that there was. RunLockedError while another controller is alive.
 
-        Blocks up to `lease_s` to see that no other controller's heartbeat moves, unless none holds the run.
+        Blocks up to `lease_s` to see that no other controller's heartbeat moves, unless none holds the run. A look that came late, because the store was
+        away or this process stood still, begins the lease anew: nobody could beat, or be heard, meanwhile.
         """
-        seen = self._holder()
-        deadline = time.monotonic() + (lease_s if seen[2] else 0.0)
+        seen, looked_at = self._holder(), time.monotonic()
+        deadline = looked_at + (lease_s if seen[2] else 0.0)
         while (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, lease_s / 10))
             if self._holder() != seen:
                 raise RunLockedError(f"run {self._run}: another controller holds it and is alive; stop that one first")
-        reply = self._connection.script("lock", [self._prefix], [seen[0], seen[1], secrets.token_hex(16)])
+            last, looked_at = looked_at, time.monotonic()
+            if looked_at - last > lease_s / 2:
+                deadline = looked_at + lease_s
+        reply = self._connection.script("lock", [self._prefix], [seen[0], seen[1], secrets.token_hex(16), known_ctl])
         self._ctl = int(scripts.check(reply, self._run).values[0])
         return self._ctl
 
@@ -325,6 +330,20 @@ class Ledger:
 
     def _call(self, script: str, *args: str | bytes | int) -> scripts.Answer:
         return scripts.check(self._connection.script(script, [self._prefix], [self._ctl, *args]), self._run)
+
+
+def require_free_name(settings: RunSettings) -> None:
+    """ConfigError when the store of a run that is to begin holds another one of its name, whose keys and weights it would take for its own."""
+    name, connection = settings.run.name, connect(settings.store)
+    try:
+        position = Ledger(connection, name).position()
+    finally:
+        connection.close()
+    if position.next_gid:
+        raise ConfigError(
+            f"run.name {name!r} is taken: the store holds a run of that name, at step {position.step} with {position.admitted} groups admitted. Give this "
+            f"run another run.name; or go on with that one from its own run.dir with --resume; or, if nobody needs it, delete its keys ({{rl:{name}...)"
+        )
 
 
 def _overdelivered(found: Sequence[tuple[bytes, bytes]]) -> list[Overdelivered]:

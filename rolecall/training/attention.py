@@ -64,6 +64,8 @@ class PackedPlan:
     """With whom the tokens are shared; None: this rank computes all of them."""
     prefixes: SharedPrefixes | None = None
     """Given, queries, keys, values and the output are of distinct tokens; every sequence attends as a whole."""
+    plain: bool = False
+    """By matrix products and a softmax instead of one fused kernel: the same but for rounding."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,13 @@ def plan_attention(
     sequence: SequenceShare | None = None,
     prefixes: SharedPrefixes | None = None,
     head_size: int = 0,
+    *,
+    plain: bool = False,
 ) -> PackedPlan:
-    """The plan for sequences of these lengths (at least one) on cu_seqlens' device, computing in `dtype`, heads at most `head_size` wide."""
-    if attends_packed(cu_seqlens.device, dtype, head_size):
+    """The plan for sequences of these lengths (at least one) on cu_seqlens' device, computing in `dtype`, heads at most `head_size` wide.
+
+    `plain` is for short sequences only: it makes the whole matrix of scores."""
+    if attends_packed(cu_seqlens.device, dtype, head_size) and not plain:
         return PackedPlan(cu_seqlens, max(lengths), (), sum(lengths), sequence, prefixes)
     starts = [0]
     for length in lengths:
@@ -113,7 +119,7 @@ def plan_attention(
         members.append(i)
         tokens += lengths[i]
     buckets.append(_bucket(members, lengths, starts, cu_seqlens.device))
-    return PackedPlan(cu_seqlens, max(lengths), tuple(buckets), sum(lengths), sequence, prefixes)
+    return PackedPlan(cu_seqlens, max(lengths), tuple(buckets), sum(lengths), sequence, prefixes, plain)
 
 
 def _bucket(members: Sequence[int], lengths: Sequence[int], starts: Sequence[int], device: torch.device) -> Bucket:
@@ -169,7 +175,7 @@ def _attend(
 def _in_buckets(
     query_NHD: torch.Tensor, key_NKD: torch.Tensor, value_NKE: torch.Tensor, packed: PackedPlan, scaling: float | None, sliding_window: int | None
 ) -> torch.Tensor:
-    if not groups_heads(query_NHD.device):
+    if packed.plain or not groups_heads(query_NHD.device):
         key_NKD, value_NKE = _repeated(key_NKD, query_NHD.shape[1]), _repeated(value_NKE, query_NHD.shape[1])
     outputs, order = [], []
     for bucket in packed.buckets:
@@ -178,12 +184,24 @@ def _in_buckets(
         q, k, v = (x.index_select(0, gather).view(*shape, *x.shape[1:]).transpose(1, 2) for x in (query_NHD, key_NKD, value_NKE))
         length = q.shape[2]
         window = None if sliding_window is None or sliding_window >= length else _window_mask(length, sliding_window, q.device)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=window, is_causal=window is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+        if packed.plain:
+            out = _plain(q, k, v, _window_mask(length, length, q.device) if window is None else window, scaling)
+        else:
+            out = scaled_dot_product_attention(q, k, v, attn_mask=window, is_causal=window is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
         flat = out.transpose(1, 2).flatten(0, 1)
         outputs.append(flat if bucket.kept is None else flat.index_select(0, bucket.kept))
         order.append(bucket.scatter)
     together = torch.cat(outputs)
     return torch.empty_like(together).index_copy(0, torch.cat(order), together)
+
+
+def _plain(
+    q_bHLD: torch.Tensor, k_bHLD: torch.Tensor, v_bHLE: torch.Tensor, mask_LL: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """[b, H, L, E], rounded after each product as kernels that are not fused do."""
+    scores_bHLL = q_bHLD @ k_bHLD.transpose(-1, -2) * (q_bHLD.shape[-1] ** -0.5 if scaling is None else scaling)
+    weights_bHLL = scores_bHLL.float().masked_fill(~mask_LL, -torch.inf).softmax(-1)
+    return weights_bHLL.to(v_bHLE.dtype) @ v_bHLE
 
 
 def _window_mask(length: int, sliding_window: int, device: torch.device) -> torch.Tensor:

@@ -104,11 +104,18 @@ class TrainingEngine(Protocol):
     """This rank's share of all that was computed since the start, counted as flops.py says."""
 
     def forward(
-        self, microbatches: Sequence[Microbatch], *, entropy: bool = False, base: bool = False, wanted: Wanted | None = None
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        entropy: bool = False,
+        base: bool = False,
+        wanted: Wanted | None = None,
+        plain: bool = False,
     ) -> list[TokenOutputs | ValueOutputs]:
         """Outputs without a graph, one per microbatch, in order. Leaves parameters sharded. `base`: those of the model without its adapters.
 
-        `wanted`: what else is to be said of each distribution, in place of the entropy."""
+        `wanted`: what else is to be said of each distribution, in place of the entropy. `plain`: with attention that is not
+        fused, of a few short sequences: what then differs is rounding."""
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss, *, entropy: bool = False) -> Metrics:
         """Adds the gradients of the sum of losses over all microbatches of all ranks; returns this rank's metrics, merged over its microbatches."""

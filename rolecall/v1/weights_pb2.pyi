@@ -164,31 +164,53 @@ Global___Fingerprint: _TypeAlias = Fingerprint  # noqa: Y015
 
 @_typing.final
 class Probe(_message.Message):
-    """A fixed prompt and its log-probabilities under known weights."""
+    """A fixed prompt and its log-probabilities under known weights, at temperature 1. A request has token_ids and num_decoded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    AGAIN_FIELD_NUMBER: _builtins.int
+    NUM_DECODED_FIELD_NUMBER: _builtins.int
+    DECODED_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PREFILLED_LOGPROBS_FIELD_NUMBER: _builtins.int
+    num_decoded: _builtins.int
+    """Tokens D that a rollout samples after token_ids; 0: none."""
     @_builtins.property
     def token_ids(self) -> _tensor_pb2.Tensor:
         """int32 [T], T >= 2."""
 
     @_builtins.property
     def logprobs(self) -> _tensor_pb2.Tensor:
-        """float32 [T]: logprobs[t] of token t given those before it at temperature 1; index 0 is 0.
-        Absent in a request that asks for them.
+        """float32 [T]: logprobs[t] of token t given those before it; index 0 is 0."""
+
+    @_builtins.property
+    def again(self) -> _tensor_pb2.Tensor:
+        """The actor's, in bfloat16: the same by other kernels of its own, so that only rounding differs. float32 [T]; absent in
+        float32 and from rollouts.
         """
+
+    @_builtins.property
+    def decoded_logprobs(self) -> _tensor_pb2.Tensor:
+        """A rollout's: float32 [D], logprobs of what it sampled, as its decode steps gave them."""
+
+    @_builtins.property
+    def prefilled_logprobs(self) -> _tensor_pb2.Tensor:
+        """A rollout's: float32 [D], of the same tokens, as one prefill of all T + D gives them."""
 
     def __init__(
         self,
         *,
         token_ids: _tensor_pb2.Tensor | None = ...,
         logprobs: _tensor_pb2.Tensor | None = ...,
+        again: _tensor_pb2.Tensor | None = ...,
+        num_decoded: _builtins.int = ...,
+        decoded_logprobs: _tensor_pb2.Tensor | None = ...,
+        prefilled_logprobs: _tensor_pb2.Tensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "decoded_logprobs", b"decoded_logprobs", "logprobs", b"logprobs", "prefilled_logprobs", b"prefilled_logprobs", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "decoded_logprobs", b"decoded_logprobs", "logprobs", b"logprobs", "num_decoded", b"num_decoded", "prefilled_logprobs", b"prefilled_logprobs", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,7 @@ import numpy as np
 from rolecall.errors import OutOfOrderError, StaleVersionError
 from rolecall.settings import RunSettings
 from rolecall.store.connection import Connection
-from rolecall.training.engine import EngineState, TokenOutputs
+from rolecall.training.engine import EngineState, Microbatch, TokenOutputs
 from rolecall.training.packing import pack, unpack
 from rolecall.training.ranks import start_bench
 from rolecall.training.share import Bench
@@ -112,9 +112,20 @@ class ActorEngine(TrainerRanks):
         if not token_ids.size:
             return None
         row: dict[str, Array] = {"token_ids": token_ids, "response_mask": np.ones(token_ids.shape, np.uint8)}
-        (outputs,) = self.bench.engine.forward([pack([row] if self.group.slot == 0 else [], (), temperature=1.0, device=self.bench.device)])
-        assert isinstance(outputs, TokenOutputs)
+        microbatch = pack([row] if self.group.slot == 0 else [], (), temperature=1.0, device=self.bench.device)
+        # Once more in bfloat16, so that whoever compares knows how far rounding alone takes two right engines apart.
+        passes = (False, True) if self._settings.model.dtype == "bfloat16" else (False,)
+        said = [self._logprobs(microbatch, plain) for plain in passes]
         if not self.group.leads:
             return None
-        (logprobs_T,) = unpack(outputs.logprobs_N, (token_ids.size,))
-        return weights_pb2.Probe(token_ids=encode_tensor(token_ids), logprobs=encode_tensor(logprobs_T))
+        return weights_pb2.Probe(
+            token_ids=encode_tensor(token_ids),
+            logprobs=encode_tensor(said[0]),
+            again=encode_tensor(said[1]) if len(said) == 2 else None,
+        )
+
+    def _logprobs(self, microbatch: Microbatch, plain: bool) -> Array:
+        """float32 [T] of the one sequence in `microbatch`; a collective. Empty where another slot has it."""
+        (outputs,) = self.bench.engine.forward([microbatch], plain=plain)
+        assert isinstance(outputs, TokenOutputs)
+        return np.concatenate([np.zeros(0, np.float32), *unpack(outputs.logprobs_N, microbatch.lengths)])

@@ -31,6 +31,8 @@ class RunPoint:
     """Prompts of an older checkpoint that this lineage had yet to admit again, encoded alike: the store never knew them."""
     algorithm_state: str = ""
     """What the algorithm carries into the next step, encoded."""
+    ctl: int = 0
+    """Fencing number of the controller that made it."""
 
 
 class Checkpoints:

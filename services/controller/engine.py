@@ -34,6 +34,7 @@ from services.controller.evaluation import Evaluation, load_sets
 from services.controller.failures import RecoveryBudget, starts_over
 from services.controller.fleet import Fleet
 from services.controller.loop import Loop, Parts
+from services.controller.probe import make_probe
 from services.controller.prompts import PromptRenderer, PromptSequence
 from services.controller.publish import PolicyPublisher
 from services.controller.recovery import Recovery
@@ -81,6 +82,8 @@ class ControllerEngine:
         if settings.critic is not None:
             stub = CriticServiceStub(self._open("critic", settings.critic.address, "rolecall.v1.CriticService/ComputeValues"))
             critic = CriticTrainer("critic", stub, settings.critic)
+        in_order = PromptSequence(raw_prompts, renderer, seed=settings.run.seed, shuffle=True)
+        probe = make_probe(settings, in_order)
         self._reward = reward
         actor_trainer = ActorTrainer("actor", actor, settings.actor)
         trainers = [actor_trainer, *([critic] if critic else [])]
@@ -91,7 +94,7 @@ class ControllerEngine:
             rows=rows,
             threads=self._threads,
             fleet=self._fleet,
-            publisher=PolicyPublisher(settings, self._ledger, self._threads, self._fleet, actor, tokenizer.vocab_size),
+            publisher=PolicyPublisher(settings, self._ledger, self._threads, self._fleet, actor, probe),
             actor=actor_trainer,
             critic=critic,
             scorer=GroupScorer(settings, rows, self._threads, reward, self._references),
@@ -114,7 +117,8 @@ class ControllerEngine:
     async def run(self) -> None:
         """Locks the run, waits for the roles, runs the loop to its end. The error that ended the run is on the board, and raised."""
         try:
-            ctl = await self._threads.call(self._ledger.lock, self._settings.controller.lease_s)
+            latest = await self._threads.call(self._parts.checkpoints.latest)
+            ctl = await self._threads.call(self._ledger.lock, self._settings.controller.lease_s, latest[1].ctl if latest else 0)
             self._parts.publisher.ctl = self._parts.scorer.ctl = ctl
             try:
                 await self._run_locked(ctl)

@@ -432,4 +432,5 @@ class Loop:
             untrained=await self._parts.recovery.untrained_prompts(position.next_gid),
             waiting=encode_prompts(self._intake.waiting(position.next_gid)),
             algorithm_state=position.algorithm_state.decode(),
+            ctl=self._ctl,
         )

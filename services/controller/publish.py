@@ -25,8 +25,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
-
 from rolecall.errors import (
     ChannelBrokenError,
     DeadlineError,
@@ -40,9 +38,9 @@ from rolecall.store.ledger import Ledger
 from rolecall.telemetry import Metrics
 from rolecall.v1 import actor_pb2, rollout_pb2, weights_pb2
 from rolecall.v1.actor_pb2_grpc import ActorServiceStub
-from rolecall.wire import decode_tensor, encode_tensor
 from services.controller.fleet import Fleet
 from services.controller.liveness import Rollout
+from services.controller.probe import difference
 from services.controller.receivers import (
     AttemptFailed,
     Outcomes,
@@ -68,9 +66,6 @@ ANSWER_S = 3.0
 RECEIVER_PATIENCE = 3
 """Bucket deadlines that a receiver waits for its next bucket: the actor may be gathering, or telling which of the other receivers is late."""
 
-MAX_PROBE_TOKENS = 64
-"""Long enough for attention to matter, short enough to cost one small prefill. Fewer where the run's longest trajectory is shorter."""
-
 _PAUSE_MODES = {"keep": rollout_pb2.PAUSE_MODE_KEEP, "wait": rollout_pb2.PAUSE_MODE_WAIT, "abort": rollout_pb2.PAUSE_MODE_ABORT}
 
 
@@ -92,14 +87,15 @@ class Epoch:
 class PolicyPublisher:
     """Publishes the actor's weights to the fleet, one publish at a time."""
 
-    def __init__(self, settings: RunSettings, ledger: Ledger, threads: StoreThreads, fleet: Fleet, actor: ActorServiceStub, vocab_size: int) -> None:
+    def __init__(self, settings: RunSettings, ledger: Ledger, threads: StoreThreads, fleet: Fleet, actor: ActorServiceStub, probe: weights_pb2.Probe) -> None:
+        """`probe`: what make_probe gives."""
         self._settings = settings
         self._ledger = ledger
         self._threads = threads
         self._fleet = fleet
         self._actor = actor
         self._epoch: Epoch | None = None
-        self._probe = make_probe(settings, vocab_size)
+        self._probe = probe
         self._answer_s = min(ANSWER_S, settings.weights.bucket_timeout_s)
         self.ctl = 0
         """Set once the run is locked."""
@@ -311,28 +307,3 @@ def _metrics(sent: actor_pb2.PublishWeightsResponse, version: int, time_s: float
     metrics.max("publish/policy_version", version)
     metrics.max("publish/left_out", num_left_out)
     return metrics
-
-
-def make_probe(settings: RunSettings, vocab_size: int) -> weights_pb2.Probe:
-    """Token ids drawn uniformly from the vocabulary: no text, so that no part of the embedding is favoured."""
-    num_tokens = min(MAX_PROBE_TOKENS, settings.data.max_prompt_tokens + settings.sampling.max_tokens - 1)
-    ids = np.random.default_rng(settings.run.seed).integers(0, vocab_size, num_tokens, dtype=np.int32)
-    return weights_pb2.Probe(token_ids=encode_tensor(ids))
-
-
-def difference(sent: actor_pb2.PublishWeightsResponse, received: rollout_pb2.ReceiveWeightsResponse, *, exact: bool, tolerance: float | None) -> str | None:
-    """What is wrong with a receiver's report, or None.
-
-    `exact`: float32 weights, whose probe may differ by 1e-4 at most; else bfloat16, by 0.05 in the mean. `tolerance` replaces the bound."""
-    theirs = {item.name: item.value for item in received.fingerprints}
-    ours = {item.name: item.value for item in sent.fingerprints}
-    wrong = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-    if wrong:
-        return f"{len(wrong)} of {len(ours)} tensors differ, the first is {wrong[0]}"
-    if sent.digest != received.digest:
-        return f"digest {received.digest[:12]} is not {sent.digest[:12]} although all fingerprints agree: names, dtypes or shapes differ"
-    gap = np.abs(decode_tensor(sent.probe.logprobs, "the actor's probe") - decode_tensor(received.probe.logprobs, "the rollout's probe"))
-    measured, bound = (float(gap.max()), tolerance or 1e-4) if exact else (float(gap.mean()), tolerance or 0.05)
-    if not measured <= bound:
-        return f"probe logprobs differ by {measured:.2e}, more than {bound:.2e}: the tensors arrived but the engine computes with others"
-    return None

@@ -142,7 +142,10 @@ class Recovery:
             self.waiting(f"{trainer.name} to apply step {missed} again")
             batch = await self.threads.call(self.ledger.sealed, missed)
             if batch is None:
-                raise StoreRolledBackError(f"{trainer.name} stands at step {applied}, the run at {step}, and batch {missed} is gone; resume from a checkpoint")
+                raise StoreRolledBackError(
+                    f"{trainer.name} stands at step {applied}, the run in the store at {step}, batch {missed} is gone, and {self.settings.run.checkpoints} "
+                    "holds no checkpoint to go on from: give this run its own run.dir again, or, if it is another run, another run.name"
+                )
             await trainer.train(ctl, missed, batch.digest, self.waiting)
         return version
 

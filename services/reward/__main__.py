@@ -32,7 +32,7 @@ async def serve_reward(args: ServiceArgs) -> None:
 
     settings = args.settings
     telemetry.configure(settings.telemetry, "reward", args.worker)
-    reward = reward_settings(settings, args.config_path)
+    reward = reward_settings(settings)
     engine = RewardEngine(reward, settings.rpc)
     server = Server(settings.rpc, reward.bind, setting="reward.bind")
     membership: Membership | None = None

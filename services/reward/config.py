@@ -19,7 +19,7 @@ class RewardSettings:
     num_workers: int
     """Worker processes for the local ones."""
     search_path: Path
-    """Folder where users' functions are found and run: reward.search_path, else that of the configuration file."""
+    """Folder where users' functions are found and run."""
     start_timeout_s: float
     """Longest wait for external scorers at the start."""
 
@@ -34,7 +34,7 @@ class RewardSettings:
         return {name: component.scorer for name, component in self.components.items() if isinstance(component.scorer, ExternalScorer)}
 
 
-def reward_settings(settings: RunSettings, config_path: Path) -> RewardSettings:
+def reward_settings(settings: RunSettings) -> RewardSettings:
     """The reward service's settings. ConfigError when the file leaves the service nothing to do."""
     section = settings.reward
     if not section.components:
@@ -43,6 +43,6 @@ def reward_settings(settings: RunSettings, config_path: Path) -> RewardSettings:
         bind=section.bind or section.address or "127.0.0.1:0",
         components=section.components,
         num_workers=section.num_workers,
-        search_path=section.search_path or config_path.resolve().parent,
+        search_path=section.search_path,
         start_timeout_s=settings.controller.start_timeout_s,
     )

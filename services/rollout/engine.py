@@ -17,6 +17,7 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -29,7 +30,7 @@ from rolecall.weights.adapter import POLICY
 from rolecall.weights.receiver import open_channel, receive_version
 from rolecall.wire import Array
 from services.rollout.config import RolloutConfig
-from services.rollout.sampling import EngineInfo, MeetingPlace, PauseMode, Received, Sample, SampleRequest, VersionSpan
+from services.rollout.sampling import EngineInfo, MeetingPlace, PauseMode, Probed, Received, Sample, SampleRequest, VersionSpan
 
 _FINISH_REASONS = {"stop": trajectory_pb2.FINISH_REASON_STOP, "length": trajectory_pb2.FINISH_REASON_LENGTH}
 _PROBE_PRIORITY, _PRIORITY = -1, 0
@@ -55,7 +56,9 @@ class VllmEngine:
         self._llm = AsyncLLM.from_engine_args(engine_args(config))
         self._num_probes = 0
         self._num_moves = 0
-        self._adapter = None if config.lora is None else POLICY
+        self._takes_adapters = config.lora is not None
+        self._adapter: LoRARequest | None = None
+        """What every request names, once it is installed."""
         self._info = EngineInfo(
             max_model_tokens=config.max_model_tokens,
             num_weight_ranks=config.tensor_parallel_size,
@@ -80,7 +83,7 @@ class VllmEngine:
         are in no cache yet.
         """
         sampling = trajectory_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=2)
-        await self.probe(WARM_UP_TOKENS)
+        await self.probe(WARM_UP_TOKENS, num_decoded=2)
         request = SampleRequest("warm-up", WARM_UP_TOKENS, sampling, seed=0, cache_salt="warm-up")
         prompt = tokens_input(list(WARM_UP_TOKENS), cache_salt=request.cache_salt)
         await self._final(prompt, sampling_params(request, self._info.eos_token_ids), request.request_id, _PRIORITY)
@@ -94,15 +97,35 @@ class VllmEngine:
         output = await self._final(prompt, params, request.request_id, _PRIORITY)
         return _sample(output.outputs[0], request)
 
-    async def probe(self, token_ids: Sequence[int]) -> Array:
+    async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
         """As SamplingEngine.probe."""
+        logprobs, decoded = await self._probe(token_ids, max(num_decoded, 1))
+        sampled = list(decoded.token_ids)[:num_decoded]
+        if not sampled:
+            return Probed(logprobs, np.zeros(0, np.float32), np.zeros(0, np.float32))
+        prefilled, _ = await self._probe([*token_ids, *sampled], 1)
+        return Probed(logprobs, _logprobs(decoded)[:num_decoded], prefilled[len(token_ids) :])
+
+    async def _probe(self, token_ids: Sequence[int], num_tokens: int) -> tuple[Array, CompletionOutput]:
+        """The logprobs of `token_ids`, float32 [T], and the `num_tokens` tokens that are sampled after them."""
         self._num_probes += 1
-        params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        params = SamplingParams(
+            max_tokens=num_tokens,
+            temperature=1.0,
+            seed=0,
+            logprobs=0,
+            flat_logprobs=True,
+            prompt_logprobs=0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
         output = await self._final(tokens_input(list(token_ids)), params, f"probe/{self._num_probes}", _PROBE_PRIORITY)
         given = output.prompt_logprobs
         if given is None or len(given) != len(token_ids):
             raise GenerationError("the engine returned no prompt logprobs for the probe")
-        return np.array([0.0, *(entry[token].logprob for entry, token in zip(given[1:], token_ids[1:], strict=True))], dtype=np.float32)
+        prompt = [0.0, *(entry[token].logprob for entry, token in zip(given[1:], token_ids[1:], strict=True))]
+        return np.array(prompt, dtype=np.float32), output.outputs[0]
 
     async def _final(self, prompt: Any, params: SamplingParams, request_id: str, priority: int) -> RequestOutput:
         final: RequestOutput | None = None
@@ -151,9 +174,10 @@ class VllmEngine:
     async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:
         """As EngineWeights.receive."""
         receiving = receive_version(
-            self._llm, epoch=epoch, policy_version=policy_version, bucket_timeout_s=bucket_timeout_s, is_adapter=self._adapter is not None
+            self._llm, epoch=epoch, policy_version=policy_version, bucket_timeout_s=bucket_timeout_s, is_adapter=self._takes_adapters
         )
         report = await self._alive(receiving)
+        self._adapter = POLICY if self._takes_adapters else None
         named = zip(report.names, report.fingerprints, strict=True)
         fingerprints = tuple(weights_pb2.Fingerprint(name=name, value=value) for name, value in named)
         return Received(fingerprints, report.digest, report.num_bytes, report.transfer_s)
@@ -266,8 +290,13 @@ def _sample(output: CompletionOutput, request: SampleRequest) -> Sample:
         )
     logprobs = np.zeros(len(token_ids), dtype=np.float32)
     if request.sampling.temperature != 0:
-        given = output.logprobs
-        logprobs[:] = [given.logprobs[start] for start in given.start_indices]
+        logprobs = _logprobs(output)
         if not np.isfinite(logprobs).all():
             raise GenerationError(f"vLLM gave a logprob that is not finite for request {request.request_id}; look at the weights")
     return Sample(token_ids, logprobs, spans, _FINISH_REASONS[output.finish_reason])
+
+
+def _logprobs(output: CompletionOutput) -> Array:
+    """float32 [n] of the tokens sampled."""
+    given = output.logprobs
+    return np.array([given.logprobs[start] for start in given.start_indices], dtype=np.float32)

@@ -29,9 +29,8 @@ from rolecall.errors import (
     TornWeightsError,
     UnavailableError,
 )
-from rolecall.wire import Array
 from services.rollout.gate import Gate
-from services.rollout.sampling import MeetingPlace, PauseMode, Received, RolloutEngine, Sample, SampleRequest
+from services.rollout.sampling import MeetingPlace, PauseMode, Probed, Received, RolloutEngine, Sample, SampleRequest
 from services.rollout.state import HeldWeights
 
 logger = logging.getLogger(__name__)
@@ -58,6 +57,8 @@ class Transfer:
     bucket_timeout_s: float
     probe_token_ids: Sequence[int] | None
     """Tokens to run on the loaded weights; None: no probe."""
+    num_decoded: int = 0
+    """Tokens to sample after them."""
 
 
 class BusyClock:
@@ -107,7 +108,7 @@ class Replica:
         self._on_serving = on_serving
         self._changing = asyncio.Lock()
         self._busy = BusyClock()
-        self._load: asyncio.Task[tuple[Received, Array | None]] | None = None
+        self._load: asyncio.Task[tuple[Received, Probed | None]] | None = None
         self._joins: set[asyncio.Task[None]] = set()
         self._num_asked = 0
         self._num_answered = 0
@@ -222,8 +223,8 @@ class Replica:
         with self._asking():
             await self._engine.join(place)
 
-    async def receive(self, transfer: Transfer) -> tuple[Received, Array | None]:
-        """Loads one version; the weights are LOADED after it and nothing is served. Also returns the probe's float32 [T] logprobs, if there is a probe.
+    async def receive(self, transfer: Transfer) -> tuple[Received, Probed | None]:
+        """Loads one version; the weights are LOADED after it and nothing is served. Also returns what they say of the probe, if there is one.
 
         A caller that leaves does not interrupt it: half a load would tear the weights for nothing.
         AsleepError, StaleEpochError, StaleVersionError (nothing was touched); TornWeightsError when the load did not finish."""
@@ -232,7 +233,7 @@ class Replica:
         if transfer.epoch != self._epoch:
             raise StaleEpochError(f"epoch {transfer.epoch} is not the one this replica joined last ({self._epoch}); open it first")
         if transfer.probe_token_ids is not None:
-            self.require_room(transfer.probe_token_ids, "the probe")
+            self.require_room([*transfer.probe_token_ids, *range(transfer.num_decoded)], "the probe")
         if self._load is not None:  # of an older epoch, which joining this one has freed
             await asyncio.wait({self._load}, timeout=transfer.bucket_timeout_s)
             if not self._load.done():
@@ -245,7 +246,7 @@ class Replica:
         finally:
             self._num_awaiting_load -= 1
 
-    async def _receive(self, transfer: Transfer) -> tuple[Received, Array | None]:
+    async def _receive(self, transfer: Transfer) -> tuple[Received, Probed | None]:
         async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
             self._stop_keeping()
             await self._pause(transfer.pause_mode)
@@ -264,7 +265,8 @@ class Replica:
             self.held.loaded(received.digest)
             self._keeping = asyncio.create_task(self._keep())
             logger.info("version %d loaded: %.1f MB in %.3f s", transfer.policy_version, received.num_bytes / 1e6, received.transfer_s)
-            return received, None if transfer.probe_token_ids is None else await self._probe(transfer.probe_token_ids)
+            probe = transfer.probe_token_ids
+            return received, None if probe is None else await self._probe(probe, transfer.num_decoded)
 
     async def _received(self, transfer: Transfer) -> Received:
         self._is_receiving = True
@@ -275,12 +277,12 @@ class Replica:
             self._is_receiving = False
             self._num_answered += 1
 
-    async def _probe(self, token_ids: Sequence[int]) -> Array:
+    async def _probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
         try:
             async with asyncio.timeout(self._pause_timeout_s):
                 with self._asking():
                     await self._engine.resume()
-                    return await self._engine.probe(token_ids)
+                    return await self._engine.probe(token_ids, num_decoded)
         except TimeoutError as error:
             raise DeadlineError(f"the probe took longer than {self._pause_timeout_s:.0f} s") from error
         finally:

@@ -101,6 +101,18 @@ class Received:
     """From the first bucket to the last tensor loaded."""
 
 
+@dataclass(frozen=True)
+class Probed:
+    """What an engine says of a probe of T tokens, at temperature 1, and of D tokens that it samples after them."""
+
+    logprobs: Array
+    """float32 [T]: logprobs[t] of token t given those before it; index 0 is 0."""
+    decoded_logprobs: Array
+    """float32 [D], as the decode steps that sampled them gave them."""
+    prefilled_logprobs: Array
+    """float32 [D], as one prefill of all T + D tokens gives them: other kernels, and no captured graph."""
+
+
 class SamplingEngine(Protocol):
     """Samples tokens. Knows nothing of attestation: what it returns may not leave the process before the replica says so."""
 
@@ -116,8 +128,8 @@ class SamplingEngine(Protocol):
         """One response; waits while paused. Cancelling it aborts the request. UnavailableError when a pause aborted it; GenerationError when the
         engine failed on it; WorkerLostError when the engine is gone for good."""
 
-    async def probe(self, token_ids: Sequence[int]) -> Array:
-        """float32 [T]: logprobs[t] of token t given those before it, at temperature 1; index 0 is 0. Ahead of all other requests; not while paused."""
+    async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
+        """What the weights say of `token_ids` and of `num_decoded` tokens more. Ahead of all other requests; not while paused."""
 
     async def pause(self, mode: PauseMode) -> None:
         """Returns when nothing is computed any more, with the prefix cache empty. New requests wait. Idempotent."""

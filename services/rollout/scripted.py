@@ -16,7 +16,7 @@ import numpy as np
 from rolecall.errors import RoleCallError, UnavailableError
 from rolecall.v1 import trajectory_pb2, weights_pb2
 from rolecall.wire import Array
-from services.rollout.sampling import EngineInfo, MeetingPlace, PauseMode, Received, Sample, SampleRequest, VersionSpan
+from services.rollout.sampling import EngineInfo, MeetingPlace, PauseMode, Probed, Received, Sample, SampleRequest, VersionSpan
 
 POLL_S = 0.002
 """Seconds between two looks at whether a held response may grow."""
@@ -131,13 +131,13 @@ class ScriptedEngine:
         token = self._info.eos_token_ids[0] if draw % 8 == 0 else 3 + draw % (self._vocab_size - 3)
         return token, -1.0 - (draw % 1000) / 1000
 
-    async def probe(self, token_ids: Sequence[int]) -> Array:
+    async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
         """As SamplingEngine.probe: -(version + 1) / 8 at every token but the first."""
         await self._thawed()
         await self._may_run.wait()  # bounded: by whoever asks, as in engine.py
         logprobs = np.full(len(token_ids), -(self._version + 1) / 8, dtype=np.float32)
         logprobs[0] = 0.0
-        return logprobs
+        return probed(logprobs, num_decoded)
 
     async def pause(self, mode: PauseMode) -> None:
         """As SamplingEngine.pause."""
@@ -184,6 +184,11 @@ class ScriptedEngine:
     async def _thawed(self) -> None:
         while self.frozen:
             await asyncio.sleep(POLL_S)
+
+
+def probed(logprobs: Array, num_decoded: int) -> Probed:
+    """What an engine says whose decode steps agree with its prefill."""
+    return Probed(logprobs, np.full(num_decoded, -1.0, np.float32), np.full(num_decoded, -1.0, np.float32))
 
 
 def digest_of(policy_version: int) -> str:

@@ -97,15 +97,18 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def ReceiveWeights(self, request: rollout_pb2.ReceiveWeightsRequest, context: Context) -> rollout_pb2.ReceiveWeightsResponse:
         self._fence.check(request.ctl)
         probe = _probe_token_ids(request.probe) if request.HasField("probe") else None
-        received, logprobs = await self._replica.receive(
-            Transfer(request.epoch, request.policy_version, _pause_mode(request.pause_mode), request.bucket_timeout_s, probe)
+        mode, num_decoded = _pause_mode(request.pause_mode), request.probe.num_decoded
+        received, probed = await self._replica.receive(
+            Transfer(request.epoch, request.policy_version, mode, request.bucket_timeout_s, probe, num_decoded)
         )
         response = rollout_pb2.ReceiveWeightsResponse(
             fingerprints=received.fingerprints, digest=received.digest, num_bytes=received.num_bytes, transfer_s=received.transfer_s
         )
-        if logprobs is not None:
-            response.probe.token_ids.CopyFrom(request.probe.token_ids)
-            response.probe.logprobs.CopyFrom(encode_tensor(logprobs))
+        if probed is not None:
+            response.probe.CopyFrom(request.probe)
+            response.probe.logprobs.CopyFrom(encode_tensor(probed.logprobs))
+            response.probe.decoded_logprobs.CopyFrom(encode_tensor(probed.decoded_logprobs))
+            response.probe.prefilled_logprobs.CopyFrom(encode_tensor(probed.prefilled_logprobs))
         return response
 
     async def Pause(self, request: rollout_pb2.PauseRequest, context: Context) -> rollout_pb2.PauseResponse:

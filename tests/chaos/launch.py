@@ -9,4 +9,4 @@ from rolecall.supervise import train
 if __name__ == "__main__":
     config = Path(sys.argv[1])
     package = sys.argv[2] if len(sys.argv) > 2 else "tests.chaos.roles"
-    sys.exit(train(load_settings(config), config, resume=False, package=package))
+    sys.exit(train(load_settings(config), resume=False, package=package))

@@ -7,9 +7,8 @@ import time
 from collections.abc import Sequence
 
 from rolecall.tokenizer import ChatTokenizer
-from rolecall.wire import Array
-from services.rollout.sampling import MeetingPlace, Received, Sample, SampleRequest
-from services.rollout.scripted import ScriptedEngine
+from services.rollout.sampling import MeetingPlace, Probed, Received, Sample, SampleRequest
+from services.rollout.scripted import ScriptedEngine, probed
 from tests.chaos.light_channel import LightReceiver
 from tests.chaos.light_model import END_TOKEN_ID, VOCABULARY, digest_of, fingerprints_of, numbers_of, token_of
 from tests.chaos.wiring import Hook
@@ -37,9 +36,9 @@ class LightEngine(ScriptedEngine):
             self._hook.at("sample:middle")
         return token_of(request.prompt_token_ids, request.seed, self._digest, position)
 
-    async def probe(self, token_ids: Sequence[int]) -> Array:
+    async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
         self._hook.at("receive:probe")
-        return numbers_of(self._digest, token_ids)
+        return probed(numbers_of(self._digest, token_ids), num_decoded)
 
     async def resume(self) -> None:
         self._hook.at("resume")

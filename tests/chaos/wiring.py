@@ -66,7 +66,7 @@ def through_the_wire(args: ServiceArgs, section: str = "") -> ServiceArgs:
         owner = settings.references[args.worker] if section == "references" else getattr(settings, section)
         bound = owner.model_copy(update={"bind": f"unix:{wire / args.worker}.real"})
         changes[section] = {**settings.references, args.worker: bound} if section == "references" else bound
-    return ServiceArgs(settings.model_copy(update=changes), args.worker, args.incarnation, args.config_path)
+    return ServiceArgs(settings.model_copy(update=changes), args.worker, args.incarnation)
 
 
 def _store_url(settings: RunSettings, wire: Path, worker: str) -> str:

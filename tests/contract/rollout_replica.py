@@ -49,7 +49,7 @@ class ReplicaUnderTest:
         """Opens an epoch if there is none and transfers `version`."""
         if not self.epoch:
             await self.open_epoch(1)
-        probe = weights_pb2.Probe(token_ids=encode_tensor(np.array([5, 6, 7, 8], dtype=np.int32)))
+        probe = weights_pb2.Probe(token_ids=encode_tensor(np.array([5, 6, 7, 8], dtype=np.int32)), num_decoded=2)
         return await self.stub.ReceiveWeights(
             rollout_pb2.ReceiveWeightsRequest(ctl=ctl, epoch=self.epoch, policy_version=version, pause_mode=mode, bucket_timeout_s=1, probe=probe)
         )

@@ -142,6 +142,8 @@ async def test_the_probe_runs_on_the_loaded_weights(rollout: ReplicaUnderTest) -
     for version in (1, 2):
         received = await rollout.receive(version)
         assert decode_tensor(received.probe.logprobs, "probe").tolist() == [0.0] + [-(version + 1) / 8] * 3
+        assert decode_tensor(received.probe.decoded_logprobs, "decoded").shape == (2,)
+        assert decode_tensor(received.probe.prefilled_logprobs, "prefilled").shape == (2,)
         assert received.digest == digest_of(version)
         assert [item.value for item in received.fingerprints] == [version]
 

@@ -291,6 +291,19 @@ async def test_published_weights_are_those_of_the_step_with_their_probe(store: S
     assert all(torch.equal(received[name], expected[name]) for name in expected)
     assert (published.digest, info.policy_version) == (digest, 5)
     np.testing.assert_allclose(decode_tensor(published.probe.logprobs, "probe"), true_logprobs(model, PROBE, 1.0), atol=1e-4)
+    assert not published.probe.HasField("again")
+
+
+async def test_in_bfloat16_the_probe_is_computed_twice_and_differs_by_rounding(store: StoreUnderTest, make_run: MakeRun, model: Path) -> None:
+    ctl = store.ledger.ctl
+    run = make_run()
+    run = run.model_copy(update={"model": run.model.model_copy(update={"dtype": "bfloat16"})})
+    async with served_actor(run, store) as (_, actor):
+        await actor.OpenWeightChannel(weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=1, timeout_s=10), timeout=10)
+        published = await actor.PublishWeights(publish_request(ctl, step=0, version=5), timeout=30)
+    first, second = decode_tensor(published.probe.logprobs, "first"), decode_tensor(published.probe.again, "second")
+    assert 0 < np.abs(first - second).max() < 0.2
+    np.testing.assert_allclose(second, true_logprobs(model, PROBE, 1.0), atol=0.2)
 
 
 async def test_a_publish_whose_caller_leaves_frees_the_actor_and_its_receivers(store: StoreUnderTest, make_run: MakeRun) -> None:

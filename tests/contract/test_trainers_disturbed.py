@@ -265,7 +265,7 @@ async def test_a_model_that_is_not_loaded_in_time_is_an_error_that_says_so(store
     settings = RunSettings.model_validate(settings_tree(store, model, tmp_path, controller={"start_timeout_s": 0.2}))
     lane = Lane()
     with pytest.raises(DeadlineError, match=r"actor was still loading the model after controller.start_timeout_s = 0.2 s"):
-        await load(ServiceArgs(settings, "actor", "1", tmp_path), lane, lambda vitals: time.sleep(1))
+        await load(ServiceArgs(settings, "actor", "1"), lane, lambda vitals: time.sleep(1))
     await lane.close()
 
 

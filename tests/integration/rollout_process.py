@@ -114,7 +114,7 @@ class RolloutProcess:
             policy_version=self.version,
             pause_mode=pause_mode,  # type: ignore[arg-type]
             bucket_timeout_s=BUCKET_TIMEOUT_S,
-            probe=weights_pb2.Probe(token_ids=encode_tensor(np.array(PROBE, dtype=np.int32))),
+            probe=weights_pb2.Probe(token_ids=encode_tensor(np.array(PROBE, dtype=np.int32)), num_decoded=4),
         )
         receiving = self.stub.ReceiveWeights.future(request, timeout=60)
         manifest = build_manifest(self.weights, 64 * 1024, self.adapter)

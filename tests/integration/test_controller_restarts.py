@@ -217,6 +217,26 @@ async def test_a_lost_store_takes_the_run_back_to_its_checkpoint_in_a_new_lineag
     assert len(run.actor.trainer.trained) == 32
 
 
+async def test_roles_that_outlived_the_store_obey_the_controller_of_the_new_lineage(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    async with light_run(store, tmp_path, make_settings, run={"num_steps": 6}) as run, run.rollout("rollout-0", token_s=0.005):
+        for stop_at in (1, 2, 4):
+            async with run.controller() as (stub, running):
+                while (await stub.GetRun(pb.GetRunRequest())).status.step < stop_at:
+                    assert not running.done(), running.exception()
+                    await asyncio.sleep(0.01)
+        for key in store.connection.ledger.scan_iter(f"{{rl:{store.run}*"):
+            store.connection.ledger.delete(key)
+        run.actor.trainer = LightTrainer(store)
+        async with run.controller() as (_, running):
+            await asyncio.wait_for(running, RUN_S)
+    position = Ledger(store.connection, store.run).position()
+    assert position.lineage == 1
+    assert position.ctl > 1_000_000
+    assert balance(run) == (24, 24, 0, 0)
+
+
 async def test_prompts_that_a_lineage_has_yet_to_admit_are_in_its_first_checkpoint(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
     async with light_run(store, tmp_path, make_settings, run={"num_steps": 4}, algorithm={"groups_per_batch": 4, "max_staleness": 1}) as run:
         checkpoints = Checkpoints(open_storage(run.settings.run.checkpoints), 2)

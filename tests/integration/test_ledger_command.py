@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -79,6 +80,42 @@ def test_it_names_what_does_not_balance_and_exits_with_1(
     assert code == 1
     assert "trained twice: 0" in said
     assert said.splitlines()[-1] == "NOT BALANCED"
+
+
+def test_an_emptied_store_is_called_so_and_what_was_in_it_is_named(
+    run_dir: Path, server: EmbeddedStore, make_store: MakeStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = make_store(server.start(), "test")
+    a_life(store)
+    store.admit(2)
+    store.ledger.drain("history", run_dir / "history.jsonl")
+    for key in store.connection.ledger.scan_iter("{rl:test}*"):
+        store.connection.ledger.delete(key)
+    code, said = ask(capsys, str(run_dir))
+    assert code == 1
+    assert "lost: the store was emptied or set back" in said
+    assert "lost: live in the history, gone from the ledger: 2, 3" in said
+    assert "the ledger counts 0 groups trained, the history 1" in said
+    assert said.splitlines()[-1] == "NOT BALANCED"
+    assert "group 2: " in ask(capsys, str(run_dir), "--id", "2")[1], "its life is told from the file"
+
+
+def test_a_store_that_was_set_back_to_an_older_copy_is_called_so(
+    run_dir: Path, server: EmbeddedStore, make_store: MakeStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = make_store(server.start(), "test")
+    a_life(store)
+    live = run_dir / "store" / "appendonlydir"
+    shutil.copytree(live, run_dir / "copy")
+    store.admit(1)
+    store.ledger.drain("history", run_dir / "history.jsonl")
+    server.stop()
+    shutil.rmtree(live)
+    shutil.copytree(run_dir / "copy", live)
+    code, said = ask(capsys, str(run_dir))
+    assert code == 1
+    assert "set back" in said
+    assert "gone from the ledger: 2" in said
 
 
 def test_it_tells_the_life_of_a_group_and_of_a_trajectory(

@@ -70,6 +70,9 @@ def test_the_first_weights_arrive_over_the_channel_and_the_probe_agrees_with_hug
     assert set(kernels.rglob("*.so")) == compiled, "the first publish waited for a compiler; what it needs is compiled before joining"
     assert received.digest == sent.digest
     assert [item.value for item in received.fingerprints] == list(sent.fingerprints)
+    decoded, prefilled = (decode_tensor(given, "probe") for given in (received.probe.decoded_logprobs, received.probe.prefilled_logprobs))
+    assert decoded.shape == (4,)
+    assert np.abs(decoded - prefilled).max() < 1e-4
     probe = decode_tensor(received.probe.logprobs, "probe")
     assert np.abs(probe - rollout.logprobs(PROBE)).max() < 1e-4
     info = rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=5)

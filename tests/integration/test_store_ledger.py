@@ -121,8 +121,8 @@ def test_of_two_controllers_that_wait_for_a_dead_one_exactly_one_gets_the_run(st
 
 def test_a_repeated_lock_of_the_same_attempt_counts_once(store: StoreUnderTest) -> None:
     prefix = f"{{rl:{store.run}-new}}:"
-    first = store.connection.script("lock", [prefix], ["0", "0", "nonce"])
-    assert (first, store.connection.script("lock", [prefix], ["0", "0", "nonce"])) == ([b"OK", 1], [b"DONE", 1])
+    first = store.connection.script("lock", [prefix], ["0", "0", "nonce", 0])
+    assert (first, store.connection.script("lock", [prefix], ["0", "0", "nonce", 0])) == ([b"OK", 1], [b"DONE", 1])
 
 
 def test_a_heartbeat_after_the_last_look_keeps_the_run(store: StoreUnderTest) -> None:

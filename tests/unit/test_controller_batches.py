@@ -9,14 +9,13 @@ import pytest
 
 from rolecall.settings import RunSettings
 from rolecall.storage import open_storage
-from rolecall.v1 import actor_pb2, controller_pb2, rollout_pb2, trajectory_pb2, weights_pb2
-from rolecall.wire import Array, encode_tensor
+from rolecall.v1 import controller_pb2, trajectory_pb2
+from rolecall.wire import Array
 from services.controller.admission import AdmissionPolicy
 from services.controller.assembly import Assembly, ScoredGroup
 from services.controller.board import RunBoard
 from services.controller.checkpoints import Checkpoints, RunPoint
 from services.controller.preparation import columns_computed, columns_read, prepare
-from services.controller.publish import difference, make_probe
 
 
 def run_settings(**sections: Any) -> RunSettings:
@@ -132,54 +131,6 @@ def test_the_controllers_share_of_a_checkpoint_comes_back_as_it_was(tmp_path: Pa
     checkpoints.begin(3).storage.write("half", lambda file: file.write(b"of an attempt that was cut short"))
     committed, point = checkpoints.latest() or pytest.fail("there is none")
     assert (committed.step, point) == (2, point_of(2))
-
-
-@pytest.fixture
-def published() -> tuple[actor_pb2.PublishWeightsResponse, rollout_pb2.ReceiveWeightsResponse]:
-    prints = [weights_pb2.Fingerprint(name="q", value=1), weights_pb2.Fingerprint(name="k", value=2)]
-    probe = weights_pb2.Probe(token_ids=encode_tensor(np.arange(3, dtype=np.int32)), logprobs=encode_tensor(np.array([0, -1, -2], np.float32)))
-    return (
-        actor_pb2.PublishWeightsResponse(fingerprints=prints, digest="d", probe=probe),
-        rollout_pb2.ReceiveWeightsResponse(fingerprints=prints, digest="d", probe=probe),
-    )
-
-
-def test_equal_reports_are_attested(published: tuple[actor_pb2.PublishWeightsResponse, rollout_pb2.ReceiveWeightsResponse]) -> None:
-    assert difference(*published, exact=True, tolerance=None) is None
-
-
-def test_swapped_tensors_a_missing_one_and_a_wrong_probe_are_told_apart(
-    published: tuple[actor_pb2.PublishWeightsResponse, rollout_pb2.ReceiveWeightsResponse],
-) -> None:
-    sent, received = published
-    swapped = rollout_pb2.ReceiveWeightsResponse()
-    swapped.CopyFrom(received)
-    swapped.fingerprints[0].value, swapped.fingerprints[1].value = 2, 1
-    assert "2 of 2 tensors differ" in (difference(sent, swapped, exact=True, tolerance=None) or "")
-    missing = rollout_pb2.ReceiveWeightsResponse()
-    missing.CopyFrom(received)
-    del missing.fingerprints[1]
-    assert "the first is k" in (difference(sent, missing, exact=True, tolerance=None) or "")
-    stale = rollout_pb2.ReceiveWeightsResponse()
-    stale.CopyFrom(received)
-    stale.probe.logprobs.CopyFrom(encode_tensor(np.array([0, -1, -2.001], np.float32)))
-    assert "the engine computes with others" in (difference(sent, stale, exact=True, tolerance=None) or "")
-    assert difference(sent, stale, exact=False, tolerance=None) is None
-    broken = rollout_pb2.ReceiveWeightsResponse()
-    broken.CopyFrom(received)
-    broken.probe.logprobs.CopyFrom(encode_tensor(np.array([0, np.nan, -2], np.float32)))
-    assert difference(sent, broken, exact=False, tolerance=None) is not None
-
-
-def test_the_probe_is_the_same_for_a_seed_and_stays_in_the_vocabulary() -> None:
-    one, two = run_settings(), run_settings(run={"name": "test", "dir": "runs/test", "num_steps": 4, "seed": 2})
-    assert make_probe(one, 100) == make_probe(one, 100) != make_probe(two, 100)
-    assert max(np.frombuffer(make_probe(one, 100).token_ids.data, "<i4")) < 100
-
-
-def test_the_probe_fits_where_the_longest_trajectory_fits() -> None:
-    short = run_settings(data={"train": "t", "max_prompt_tokens": 20}, sampling={"max_tokens": 5})
-    assert list(make_probe(short, 100).token_ids.shape) == [24]
 
 
 async def test_watchers_see_the_end_and_everyone_who_asks_for_a_checkpoint_waits_by_himself() -> None:

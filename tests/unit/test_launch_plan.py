@@ -8,62 +8,63 @@ from rolecall.last_words import last_words
 from rolecall.launch import plan_workers, resolve, write_config
 from rolecall.settings import load_settings
 from tests.conftest import MakeSettings
+from tests.light_run import write_light_config
 
 PPO = {"algorithm": {"groups_per_batch": 2, "advantage": {"kind": "gae"}}}
 
 
-def test_every_local_role_gets_an_address_of_its_own(make_settings: MakeSettings, tmp_path: Path) -> None:
+def test_every_local_role_gets_an_address_of_its_own(make_settings: MakeSettings) -> None:
     configured = make_settings(**PPO, critic={})
-    resolved = resolve(configured, tmp_path / "run.yaml")
+    resolved = resolve(configured)
     assert resolved.critic is not None
     addresses = [section.address for section in (resolved.controller, resolved.actor, resolved.critic, resolved.reward)]
     assert None not in addresses
     assert len(set(addresses)) == 4
 
 
-def test_roles_with_an_address_are_not_started(make_settings: MakeSettings, tmp_path: Path) -> None:
+def test_roles_with_an_address_are_not_started(make_settings: MakeSettings) -> None:
     reward = {"address": "scorer:50051", "components": {}}
     configured = make_settings(reward=reward, actor={"address": "elsewhere:1"}, rollout={"num_replicas": 2})
-    resolved = resolve(configured, tmp_path / "run.yaml")
+    resolved = resolve(configured)
     assert [worker.name for worker in plan_workers(configured, resolved, "unix:///store")] == ["controller", "rollout-0", "rollout-1"]
     assert resolved.reward.address == "scorer:50051"
 
 
-def test_references_are_started_by_the_name_of_the_instance(make_settings: MakeSettings, tmp_path: Path) -> None:
+def test_references_are_started_by_the_name_of_the_instance(make_settings: MakeSettings) -> None:
     algorithm = {"groups_per_batch": 2, "kl": {"reference": "ref", "kl_coef": 0.1}}
     configured = make_settings(algorithm=algorithm, references={"ref": {}})
-    workers = plan_workers(configured, resolve(configured, tmp_path / "run.yaml"), "unix:///store")
+    workers = plan_workers(configured, resolve(configured), "unix:///store")
     reference = next(worker for worker in workers if worker.role == "reference")
     assert reference.name == "ref"
     assert reference.command[-2:] == ("--name", "ref")
 
 
-def test_a_trainer_of_several_ranks_goes_through_torchrun(make_settings: MakeSettings, tmp_path: Path) -> None:
+def test_a_trainer_of_several_ranks_goes_through_torchrun(make_settings: MakeSettings) -> None:
     configured = make_settings(actor={"num_ranks": 2})
-    workers = plan_workers(configured, resolve(configured, tmp_path / "run.yaml"), "unix:///store")
+    workers = plan_workers(configured, resolve(configured), "unix:///store")
     actor = next(worker for worker in workers if worker.name == "actor")
     assert "torch.distributed.run" in actor.command
     assert "--nproc-per-node=2" in actor.command
     assert 1 not in actor.final_codes, "torchrun's 1 says only that some rank ended"
 
 
-def test_roles_of_another_package_are_started_by_its_name(make_settings: MakeSettings, tmp_path: Path) -> None:
+def test_roles_of_another_package_are_started_by_its_name(make_settings: MakeSettings) -> None:
     configured = make_settings()
-    workers = plan_workers(configured, resolve(configured, tmp_path / "run.yaml"), "unix:///store", "tests.light")
+    workers = plan_workers(configured, resolve(configured), "unix:///store", "tests.light")
     assert [worker.command[3] for worker in workers] == [f"tests.light.{role}" for role in ("controller", "actor", "reward", "rollout")]
     assert [worker.role for worker in workers] == ["controller", "actor", "reward", "rollout"]
 
 
-def test_each_role_sees_its_own_gpus_and_no_other(make_settings: MakeSettings, tmp_path: Path) -> None:
+def test_each_role_sees_its_own_gpus_and_no_other(make_settings: MakeSettings) -> None:
     configured = make_settings(actor={"devices": [2, 3], "num_ranks": 2}, rollout={"devices": [[0]]})
-    workers = {worker.name: worker for worker in plan_workers(configured, resolve(configured, tmp_path / "run.yaml"), "unix:///store")}
+    workers = {worker.name: worker for worker in plan_workers(configured, resolve(configured), "unix:///store")}
     assert workers["actor"].environment["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert workers["controller"].environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_the_store_s_url_travels_in_the_environment_only(make_settings: MakeSettings, tmp_path: Path) -> None:
+def test_the_store_s_url_travels_in_the_environment_only(make_settings: MakeSettings) -> None:
     configured = make_settings(store={"url": "redis://user:secret@store:6379"})
-    resolved = resolve(configured, tmp_path / "run.yaml")
+    resolved = resolve(configured)
     workers = plan_workers(configured, resolved, "redis://user:secret@store:6379")
     assert all("secret" not in " ".join(worker.command) for worker in workers)
     assert all(worker.environment["ROLECALL_STORE_URL"].endswith("store:6379") for worker in workers)
@@ -71,27 +72,30 @@ def test_the_store_s_url_travels_in_the_environment_only(make_settings: MakeSett
     assert "secret" not in write_config(resolved).read_text()
 
 
-def test_the_written_configuration_reads_back_the_same(make_settings: MakeSettings, tmp_path: Path) -> None:
-    resolved = resolve(make_settings(**PPO, critic={"value_clip_eps": None}), tmp_path / "run.yaml")
+def test_the_written_configuration_reads_back_the_same(make_settings: MakeSettings) -> None:
+    resolved = resolve(make_settings(**PPO, critic={"value_clip_eps": None}))
     resolved.run.dir.mkdir()
     assert load_settings(write_config(resolved)) == resolved
 
 
-def test_a_deadline_follows_what_is_changed_in_the_written_configuration(make_settings: MakeSettings, tmp_path: Path) -> None:
-    resolved = resolve(make_settings(rollout={"hang_s": 7.0}), tmp_path / "run.yaml")
+def test_a_deadline_follows_what_is_changed_in_the_written_configuration(make_settings: MakeSettings) -> None:
+    resolved = resolve(make_settings(rollout={"hang_s": 7.0}))
     resolved.run.dir.mkdir()
     longer = load_settings(write_config(resolved), ["sampling.max_tokens=8000"])
     assert longer.rollout.generation_timeout_s > resolved.rollout.generation_timeout_s
     assert longer.rollout.hang_s == 7
 
 
-def test_scorers_are_found_beside_the_file_the_user_wrote(make_settings: MakeSettings, tmp_path: Path) -> None:
-    assert resolve(make_settings(), tmp_path / "run.yaml").reward.search_path == tmp_path
+def test_scorers_are_found_beside_the_file_the_user_wrote(tmp_path: Path) -> None:
+    resolved = resolve(load_settings(write_light_config(tmp_path)))
+    assert resolved.reward.search_path == tmp_path
+    resolved.run.dir.mkdir()
+    assert load_settings(write_config(resolved)).reward.search_path == tmp_path
 
 
 @pytest.mark.parametrize("bind", ["0.0.0.0:7000", "127.0.0.1:7000"])
-def test_a_bind_decides_the_port_and_is_reached_on_this_machine(make_settings: MakeSettings, tmp_path: Path, bind: str) -> None:
-    resolved = resolve(make_settings(controller={"bind": bind}), tmp_path / "run.yaml")
+def test_a_bind_decides_the_port_and_is_reached_on_this_machine(make_settings: MakeSettings, bind: str) -> None:
+    resolved = resolve(make_settings(controller={"bind": bind}))
     assert resolved.controller.bind == bind
     assert resolved.controller.address == "127.0.0.1:7000"
 

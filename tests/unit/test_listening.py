@@ -52,7 +52,7 @@ def test_a_port_in_use_is_named_with_its_setting_before_anything_starts(tmp_path
     (told,) = find_problems(settings, io.StringIO())
     assert told.startswith(f"{setting} {taken} is in use: another process listens there; stop it, or choose another port")
     with pytest.raises(ConfigError, match=f"{setting} {taken} is in use"):
-        require(settings)
+        require(settings, io.StringIO())
 
 
 def test_one_port_for_two_roles_and_for_several_replicas_is_refused(tmp_path: Path) -> None:

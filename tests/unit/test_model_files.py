@@ -115,7 +115,7 @@ def test_a_model_directory_that_lacks_something_is_named_with_what_to_do(config:
     assert any(told in problem for problem in found), found
     assert all(str(config.parent) in problem for problem in found), "every complaint names the file"
     with pytest.raises(ConfigError) as refused:
-        require(load_settings(config))
+        require(load_settings(config), io.StringIO())
     assert told in refused.value.message
 
 
@@ -147,8 +147,8 @@ def test_the_head_dimensions_are_those_that_vllm_lists() -> None:
 def test_a_critic_and_a_reference_of_another_vocabulary_are_named_by_their_setting(config: Path, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other")
     edit("config.json", vocab_size=200)(other)
-    critic = ["critic={path: other, address: 'h:1'}", "algorithm.advantage={kind: gae}"]
-    reference = ["references={ref: {path: other, address: 'h:1'}}", "algorithm.kl={reference: ref, kl_coef: 0.1}"]
+    critic = ["critic={path: other, address: 'localhost:1'}", "algorithm.advantage={kind: gae}"]
+    reference = ["references={ref: {path: other, address: 'localhost:1'}}", "algorithm.kl={reference: ref, kl_coef: 0.1}"]
     for setting, overrides in (("critic.path", critic), ("references.ref.path", reference)):
         (told,) = problems(config, *overrides)
         assert told.startswith(f"{setting} {other}: the tokenizer has ids up to 258, the model has embeddings for 0 to 199")

@@ -33,7 +33,7 @@ def test_a_recipe_is_short_cites_its_source_and_sets_the_method_alone(path: Path
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_recipe_reads_back_the_same_from_what_is_written_for_the_roles(path: Path, config: Path) -> None:
     overrides = ["sampling.num_responses=8", "algorithm.entropy={entropy_coef: 0.01}"]
-    resolved = resolve(load_settings(config, overrides, path), config)
+    resolved = resolve(load_settings(config, overrides, path))
     resolved.run.dir.mkdir()
     assert load_settings(write_config(resolved)) == resolved
 

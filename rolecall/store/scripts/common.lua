@@ -46,12 +46,17 @@ local function worker_key(consumer) return prefix .. 'w:' .. consumer end
 
 local function number(key, field, default) return tonumber(redis.call('HGET', key, field) or default) end
 
--- Answers a refusal when `ctl` is not the one in charge, else nil.
+-- Answers a refusal when `ctl` is not the one in charge, else nil. A ctl above the store's is of a controller that the store has forgotten.
 local function fenced(ctl)
   local held = number(run, 'ctl', 0)
   if tonumber(ctl) < held then return {'FENCED', 'controller ' .. ctl .. ' was replaced by ' .. held} end
-  if tonumber(ctl) > held then return {'ROLLED_BACK', 'the store knows controller ' .. held .. ', this one is ' .. ctl} end
-  return nil
+  if tonumber(ctl) == held then return nil end
+  if held == 0 then
+    return {'ROLLED_BACK', 'the store was emptied: it holds nothing of this run any more. Somebody deleted its keys (FLUSHALL, DEL), or the server started '
+      .. 'again without its append-only file; its log and its appendonly setting say which. Mend that, then go on with --resume from the last checkpoint'}
+  end
+  return {'ROLLED_BACK', 'the store was set back: it knows controller ' .. held .. ', this one is ' .. ctl .. '. It was restored from an older copy, or a '
+    .. 'replica took over that lagged behind; go on with --resume, from the store where that is possible, else from the last checkpoint'}
 end
 
 -- The server's time in milliseconds, the same throughout a script (on Redis 7.0: nearly).

@@ -1,9 +1,11 @@
 #!lua flags=allow-oom
--- Takes the run: ctl + 1. ARGV: ctl and beat as last seen, nonce of this attempt. Only if neither moved since (compare and set), so that of two
--- that waited for the same dead controller one wins. Repeated with its nonce: DONE.
+-- Takes the run: ctl + 1. ARGV: ctl and beat as last seen, nonce of this attempt, a ctl that there was (0: none is known). Only if neither moved since
+-- (compare and set), so that of two that waited for the same dead controller one wins. A store that knows less than that ctl was lost or set back, and
+-- with it those after it, nobody knows how many: a million are passed over, for no role obeys a lower one. Repeated with its nonce: DONE.
 local ctl, beat, holder = redis.call('HGET', run, 'ctl') or '0', redis.call('HGET', run, 'beat') or '0', redis.call('HGET', run, 'holder')
 if holder == ARGV[3] then return {'DONE', tonumber(ctl)} end
 if ctl ~= ARGV[1] or beat ~= ARGV[2] then return {'LOCKED', 'controller ' .. ctl .. ' is alive'} end
 if redis.call('EXISTS', prompts) == 0 then redis.call('XGROUP', 'CREATE', prompts, 'rollout', '0', 'MKSTREAM') end
+local known = tonumber(ARGV[4])
 redis.call('HSET', run, 'holder', ARGV[3])
-return {'OK', redis.call('HINCRBY', run, 'ctl', 1)}
+return {'OK', redis.call('HINCRBY', run, 'ctl', tonumber(ctl) < known and known - tonumber(ctl) + 1000000 or 1)}

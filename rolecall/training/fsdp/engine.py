@@ -117,12 +117,18 @@ class FsdpEngine:
         return self._num_parameters
 
     def forward(
-        self, microbatches: Sequence[Microbatch], *, entropy: bool = False, base: bool = False, wanted: Wanted | None = None
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        entropy: bool = False,
+        base: bool = False,
+        wanted: Wanted | None = None,
+        plain: bool = False,
     ) -> list[TokenOutputs | ValueOutputs]:
         """TrainingEngine.forward."""
         self.onload("parameters")
         with self._memory.phase("forward"), torch.no_grad(), adapters_off(self._model.hf) if base else nullcontext():
-            outputs = [_narrow(self._run(microbatch, entropy, wanted), microbatch) for microbatch in microbatches]
+            outputs = [_narrow(self._run(microbatch, entropy, wanted, plain), microbatch) for microbatch in microbatches]
         # After a pass without backward the parameters stay gathered, and an optimizer step would then change copies.
         for module in self._modules:
             module.reshard()
@@ -210,11 +216,15 @@ class FsdpEngine:
         for part in parts or STATE_PARTS:
             self._on_host.give_back(part)
 
-    def _run(self, microbatch: Microbatch, entropy: bool, wanted: Wanted | None = None) -> TokenOutputs | ValueOutputs:
+    def _run(
+        self, microbatch: Microbatch, entropy: bool, wanted: Wanted | None = None, plain: bool = False
+    ) -> TokenOutputs | ValueOutputs:
         # An empty microbatch still gathers and reduces: one token stands in, and its gradients are zeros.
         mb = microbatch if microbatch.lengths else _stand_in(self.device)
         prefixes = mb.prefixes if self.layout.sequence is None else None  # its runs are cut from the tokens of whole sequences
-        packed = plan_attention(mb.lengths, mb.cu_seqlens, self.dtype, self.layout.sequence, prefixes, self.flops.head_size)
+        packed = plan_attention(
+            mb.lengths, mb.cu_seqlens, self.dtype, self.layout.sequence, prefixes, self.flops.head_size, plain=plain
+        )
         asked = {"targets_Nk": mb.columns.get(TOPK_IDS) if torch.is_grad_enabled() else None, "wanted": wanted} if isinstance(self._model, PolicyModel) else {}
         recording: AbstractContextManager[list[torch.Tensor]] = self._routers.recording() if self._routers else nullcontext([])
         with recording as router_logits:

@@ -8,4 +8,4 @@ from rolecall.supervise import train
 
 if __name__ == "__main__":
     config = Path(sys.argv[1])
-    sys.exit(train(load_settings(config), config, resume=False, package="tests.integration.fake_roles"))
+    sys.exit(train(load_settings(config), resume=False, package="tests.integration.fake_roles"))

@@ -33,10 +33,11 @@ def oracle(qkv: list[torch.Tensor], starts: list[int], window: int | None = None
     return torch.cat(outputs, dim=1)
 
 
-def packed(qkv: list[torch.Tensor], lengths: list[int], **more: Any) -> torch.Tensor:
+def packed(qkv: list[torch.Tensor], lengths: list[int], *, plain: bool = False, **more: Any) -> torch.Tensor:
     cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     query, key, value = qkv
-    return packed_attention(MODULE, query, key, value, None, packed=plan_attention(lengths, cu_seqlens, torch.float32), **more)[0]
+    plan = plan_attention(lengths, cu_seqlens, torch.float32, plain=plain)
+    return packed_attention(MODULE, query, key, value, None, packed=plan, **more)[0]
 
 
 @settings(deadline=None, max_examples=40)
@@ -48,6 +49,16 @@ def test_packed_attention_agrees_with_one_sequence_at_a_time(lengths: list[int],
     mixture = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1))
     for mine, reference in zip(torch.autograd.grad((ours * mixture).sum(), qkv), torch.autograd.grad((theirs * mixture).sum(), qkv), strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("scaling", [None, 0.5])
+def test_plain_attention_means_the_same_by_other_roundings(window: int | None, scaling: float | None) -> None:
+    qkv, lengths = random_qkv(20, value_size=6), [3, 12, 5]
+    fused, plain = (packed(qkv, lengths, plain=plain, sliding_window=window, scaling=scaling) for plain in (False, True))
+    torch.testing.assert_close(plain, fused, rtol=1e-4, atol=1e-5)
+    halves = [x.to(torch.bfloat16) for x in qkv]
+    assert not torch.equal(packed(halves, lengths, plain=True), packed(halves, lengths))
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=60))

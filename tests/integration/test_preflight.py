@@ -1,0 +1,151 @@
+"""What would keep a run from starting is told by `rolecall check` and `rolecall train` before anything is started or written."""
+
+import io
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import grpc
+import pytest
+import yaml
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from rolecall.check import find_problems
+from rolecall.cli import main
+from rolecall.settings import load_settings
+from rolecall.v1 import controller_pb2, reward_pb2
+from tests.contract.peer import Authority
+from tests.light_run import write_light_config
+from tests.ports import free_port
+
+
+def get_run(request: bytes, context: Any) -> bytes:
+    return controller_pb2.GetRunResponse(status=controller_pb2.RunStatus(run="other")).SerializeToString()
+
+
+def describe(request: bytes, context: Any) -> bytes:
+    if ("authorization", "Bearer right") not in context.invocation_metadata():
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, "no")
+    return reward_pb2.DescribeResponse(name="scorer").SerializeToString()
+
+
+def serve(opened: ExitStack, credentials: grpc.ServerCredentials | None = None) -> str:
+    """A server that is an actor by its health, the controller of `other`, and a scorer with a token."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    known = health.HealthServicer()
+    known.set("rolecall.v1.ActorService", health_pb2.HealthCheckResponse.NOT_SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(known, server)
+    for service, method, answer in (("ControllerService", "GetRun", get_run), ("RewardService", "Describe", describe)):
+        handler: Any = grpc.unary_unary_rpc_method_handler(answer)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(f"rolecall.v1.{service}", {method: handler}),))
+    address = "127.0.0.1:0"
+    port = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+    server.start()
+    opened.callback(lambda: server.stop(0).wait())
+    return f"127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """What the overrides below name."""
+    folder = tmp_path_factory.mktemp("places")
+    ours, theirs = Authority(folder / "ours"), Authority(folder / "theirs")
+    pair, other = ours.issue("scorer"), theirs.issue("scorer")
+    for name, text in {"garbage": "no certificate\n", "empty": "\n", "wrong": "wrong\n", "right": "right\n"}.items():
+        (folder / name).write_text(text)
+    with ExitStack() as opened:
+        web = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+        opened.callback(web.server_close)
+        opened.callback(web.shutdown)
+        Thread(target=web.serve_forever, daemon=True).start()
+        silent = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        credentials = grpc.ssl_server_credentials([(pair.key_file.read_bytes(), pair.certificate_file.read_bytes())])
+        yield {
+            "web": f"127.0.0.1:{web.server_port}",
+            "silent": f"127.0.0.1:{silent.getsockname()[1]}",
+            "roles": serve(opened),
+            "scorer": serve(opened, credentials),
+            "nobody": f"127.0.0.1:{free_port()}",
+            "folder": str(folder),
+            "ca": str(pair.ca_file),
+            "theirs": str(theirs.ca_file),
+            "pair": f"certificate_file: {pair.certificate_file}, key_file: {pair.key_file}",
+            "torn": f"certificate_file: {pair.certificate_file}, key_file: {other.key_file}",
+        }
+
+
+SCORER = "reward.components={{c: {{scorer: {{kind: external, address: '{scorer}', tls: true, %s}}}}}}"
+FUNCTION = "reward.components={{c: {{scorer: {{kind: function, target: '%s'}}}}}}"
+C = "reward.components.c.scorer"
+LOCAL = {"actor": {}, "rollout": {"num_replicas": 1}}
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("store.url=redis://{nobody}", "store.url: {nobody} cannot be reached (Connection refused); start the server"),
+        ("controller.address={web}", "controller.address {web} is somebody else's: what listens there speaks no gRPC"),
+        ("controller.address={silent}", "controller.address {silent} is somebody else's: what listens there speaks no gRPC"),
+        ("controller.address={roles}", "controller.address {roles} is the controller of the run 'other', not of 'light'; correct the address or run.name"),
+        ("actor.address={scorer}", "actor.address {scorer} is somebody else's: what listens there speaks no gRPC, or with other certificates"),
+        ("reward.address={web}", "reward.address {web} is somebody else's"),
+        ("reward.address={roles}", "reward.address {roles} refuses the credentials"),
+        ("reward.address=scorer.example:50051", "reward: scorer.example:50051 is beyond this machine and the connection has no TLS; set rpc.tls"),
+        ("controller.bind=0.0.0.0:45671", "refusing to listen on 0.0.0.0:45671 (controller.bind) without TLS; set rpc.tls"),
+        (SCORER % "ca_file: '{folder}/none'", f"{C}: ca_file: cannot read {{folder}}/none: No such file or directory"),
+        (SCORER % "ca_file: '{folder}/garbage'", "ca_file: {folder}/garbage holds no certificate that can be read (NO_CERTIFICATE_OR_CRL_FOUND)"),
+        (SCORER % "ca_file: '{theirs}'", f"{C}.address {{scorer}} is somebody else's: what listens there speaks no gRPC, or with other certificates"),
+        (SCORER % "bearer_token_file: '{folder}/none'", f"{C}: bearer_token_file: cannot read {{folder}}/none"),
+        (SCORER % "bearer_token_file: '{folder}/empty'", "bearer_token_file: {folder}/empty is empty; write the token into it"),
+        (SCORER % "ca_file: '{ca}', bearer_token_file: '{folder}/wrong'", f"{C}.address {{scorer}} refuses the credentials"),
+        ("rpc.tls={{{torn}, ca_file: '{ca}'}}", "are no certificate with its key (KEY_VALUES_MISMATCH); name two PEM files that belong together"),
+        ("rpc.tls={{{pair}, ca_file: '{folder}/garbage'}}", "rpc.tls.ca_file: {folder}/garbage holds no certificate that can be read"),
+        (FUNCTION % "absent_module:score", f"{C}.target 'absent_module:score': there is no module 'absent_module' in"),
+        (FUNCTION % "my_rewards:scroe", f"{C}.target 'my_rewards:scroe': the module 'my_rewards' has no function 'scroe'; correct it"),
+        (FUNCTION % "broken:score", f"{C}.target 'broken:score' cannot be imported: ZeroDivisionError: division by zero; correct the module"),
+        ("rollout.num_replicas=5000", "rollout.num_replicas 5000 x tensor_parallel_size 1 need a core each, and this machine has "),
+        ("rollout.kv_cache_bytes=1000000000000000", "the roles on CPUs need at least 931,323."),
+        ("actor.num_ranks=100000", "the roles on CPUs need at least "),
+        ("store.max_bytes=1000000000000000", "store.max_bytes 931,322.6 GiB exceeds the "),
+    ],
+)
+def test_what_cannot_start_is_told_by_check_and_train_and_leaves_no_run_dir(
+    tmp_path: Path, places: dict[str, str], capsys: pytest.CaptureFixture[str], override: str, told: str
+) -> None:
+    (tmp_path / "my_rewards.py").write_text("def score(item):\n    return 0.0\n")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    config = write_light_config(tmp_path)
+    tree = yaml.safe_load(config.read_text())
+    config.write_text(yaml.safe_dump(tree | LOCAL if "on CPUs" in told else tree))
+    settings = load_settings(config, [override.format(**places)])
+    problems = find_problems(settings, io.StringIO())
+    assert [problem for problem in problems if told.format(**places) in problem], problems
+    assert main(["train", str(config), f"--{override.format(**places)}"]) == 2
+    assert told.format(**places) in capsys.readouterr().err
+    assert not settings.run.dir.exists()
+
+
+def test_a_role_that_may_still_come_is_noted_and_waited_for(tmp_path: Path, places: dict[str, str]) -> None:
+    out = io.StringIO()
+    assert find_problems(load_settings(write_light_config(tmp_path), [f"actor.address={places['nobody']}"]), out) == []
+    told = f"NOTE actor.address {places['nobody']}: nobody listens there yet; the run waits for it, up to controller.start_timeout_s = 300 s\n"
+    assert told in out.getvalue()
+
+
+def test_what_is_there_is_told(tmp_path: Path, places: dict[str, str]) -> None:
+    out = io.StringIO()
+    scorer = SCORER % "ca_file: '{ca}', bearer_token_file: '{folder}/right'"
+    overrides = [f"actor.address={places['roles']}", scorer.format(**places), "run.name=other"]
+    assert find_problems(load_settings(write_light_config(tmp_path), overrides), out) == []
+    assert {f"actor.address {places['roles']} answers", f"{C}.address {places['scorer']} answers"} < set(out.getvalue().splitlines())
+
+
+def test_another_role_at_an_address_is_told(tmp_path: Path, places: dict[str, str]) -> None:
+    critic = ["critic.address=" + places["roles"], "algorithm.advantage={kind: gae}"]
+    (told,) = find_problems(load_settings(write_light_config(tmp_path), critic), io.StringIO())
+    assert told == f"critic.address {places['roles']} answers and is no rolecall.v1.CriticService; correct the address"
