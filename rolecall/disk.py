@@ -1,16 +1,20 @@
 """Files that grow by lines, and what the disk refuses, as errors that say so. No torch."""
 
 import errno
+import fcntl
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rolecall.errors import DiskFullError, RoleCallError
+from rolecall.errors import DiskFullError, RoleCallError, UnavailableError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """No space, no quota, no larger file allowed."""
 _TAIL_BYTES = 65536
+LOCK_TIMEOUT_S = 10.0
+"""For another that appends to the same file."""
 
 
 @contextmanager
@@ -25,12 +29,13 @@ def writing(what: str, path: Path) -> Iterator[None]:
 
 
 def append_lines(path: Path, lines: Sequence[str], *, sync: bool = False) -> None:
-    """Appends all of `lines` (without their newlines) or none: the file always ends with a whole line, after a full disk and after a kill.
+    """Appends all of `lines` (without their newlines) or none: the file always ends with a whole line, after a full disk or a kill, whoever else appends.
 
     sync: on the disk when this returns. Raises as `writing`."""
     with writing("write", path):
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
+            _lock(file, path)  # or one could cut off what another has written meanwhile: a controller that was replaced may still be at it
             size = _end_of_lines(file)
             os.ftruncate(file, size)
             try:
@@ -42,6 +47,18 @@ def append_lines(path: Path, lines: Sequence[str], *, sync: bool = False) -> Non
                 raise
         finally:
             os.close(file)
+
+
+def _lock(file: int, path: Path) -> None:
+    """Held until `file` is closed. UnavailableError when another process or thread holds it for LOCK_TIMEOUT_S."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                raise UnavailableError(f"another process writes {path}, and does not end; is there a second controller?") from error
+        time.sleep(0.01)
 
 
 def _end_of_lines(file: int) -> int:

@@ -5,13 +5,14 @@ One interceptor, one of the three places where any exception is caught.
 
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from opentelemetry import trace
 
-from rolecall.errors import DeadlineError, RoleCallError
+from rolecall.errors import DeadlineError, ExhaustedError, RoleCallError
 from rolecall.rpc import deadlines, status
 
 _LOG = logging.getLogger(__name__)
@@ -20,8 +21,17 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _Method: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
+MAX_STREAMS = 256
+"""Bound on streams under way at a server (of its MAX_CALLS calls): watchers, and Train."""
+
+
 class ServerCalls(grpc.aio.ServerInterceptor):
-    """RoleCallError -> its status with ErrorInfo; TimeoutError -> DEADLINE_EXCEEDED; anything else -> INTERNAL, its traceback in the log."""
+    """RoleCallError -> its status with ErrorInfo; TimeoutError -> DEADLINE_EXCEEDED; anything else -> INTERNAL, its traceback in the log.
+
+    Bounds streams apart from other calls: they last, and however many watch, there is room for a heartbeat."""
+
+    def __init__(self) -> None:
+        self._streams = _Streams()
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable["_Method | None"]], handler_call_details: grpc.HandlerCallDetails
@@ -36,23 +46,42 @@ class ServerCalls(grpc.aio.ServerInterceptor):
             case False, False:
                 return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method), *wires)
             case False, True:
-                return grpc.unary_stream_rpc_method_handler(_streaming(handler.unary_stream, method), *wires)
+                return grpc.unary_stream_rpc_method_handler(_streaming(handler.unary_stream, method, self._streams), *wires)
             case True, False:
                 return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, method), *wires)
             case _:
-                return grpc.stream_stream_rpc_method_handler(_streaming(handler.stream_stream, method), *wires)
+                return grpc.stream_stream_rpc_method_handler(_streaming(handler.stream_stream, method, self._streams), *wires)
 
 
-def _streaming(behaviour: Any, method: str) -> Any:
+class _Streams:
+    """Streams under way."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Inside it there is one more. ExhaustedError past MAX_STREAMS."""
+        if self._count >= MAX_STREAMS:
+            raise ExhaustedError(f"{MAX_STREAMS} streams are open already; end some, or ask without a stream")
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
+
+
+def _streaming(behaviour: Any, method: str, streams: _Streams) -> Any:
     """grpc.aio knows two kinds of streaming methods: generators, and coroutines that call context.write (health's Watch)."""
-    return _unary(behaviour, method) if inspect.iscoroutinefunction(behaviour) else _streamed(behaviour, method)
+    return _unary(behaviour, method, streams.one_more) if inspect.iscoroutinefunction(behaviour) else _streamed(behaviour, method, streams.one_more)
 
 
-def _unary(behaviour: Callable[[Any, _Context], Awaitable[Any]], method: str) -> Any:
+def _unary(behaviour: Callable[[Any, _Context], Awaitable[Any]], method: str, admitted: Callable[[], AbstractContextManager[None]] = nullcontext) -> Any:
     async def call(request: Any, context: _Context) -> Any:
         deadlines.inherit(context.time_remaining())
         try:
-            return await behaviour(request, context)  # bounded: by the caller's deadline, at which gRPC cancels it
+            with admitted():
+                return await behaviour(request, context)  # bounded: by the caller's deadline, at which gRPC cancels it
         except grpc.aio.AbortError:
             raise
         except Exception as error:
@@ -61,12 +90,13 @@ def _unary(behaviour: Callable[[Any, _Context], Awaitable[Any]], method: str) ->
     return call
 
 
-def _streamed(behaviour: Callable[[Any, _Context], AsyncIterator[Any]], method: str) -> Any:
+def _streamed(behaviour: Callable[[Any, _Context], AsyncIterator[Any]], method: str, admitted: Callable[[], AbstractContextManager[None]]) -> Any:
     async def call(request: Any, context: _Context) -> AsyncIterator[Any]:
         deadlines.inherit(context.time_remaining())
         try:
-            async for response in behaviour(request, context):  # bounded: by the caller's deadline, at which gRPC cancels it
-                yield response
+            with admitted():
+                async for response in behaviour(request, context):  # bounded: by the caller's deadline, at which gRPC cancels it
+                    yield response
         except grpc.aio.AbortError:
             raise
         except Exception as error:

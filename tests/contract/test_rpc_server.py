@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc
@@ -14,6 +15,7 @@ from rolecall.errors import ConfigError, ExhaustedError, UnavailableError
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.options import MAX_MESSAGE_BYTES
 from rolecall.rpc.server import LIVENESS, Server
+from rolecall.rpc.server_calls import MAX_STREAMS
 from rolecall.settings import RpcSection
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 from tests.contract.peer import SERVICE, Peer, serving
@@ -151,3 +153,24 @@ def _to_bytes(message: Message) -> bytes:
 
 async def _get(stub: controller_pb2_grpc.ControllerServiceStub) -> controller_pb2.GetRunResponse:
     return await stub.GetRun(GET)
+
+
+async def test_streams_are_bounded_apart_so_that_watchers_leave_room_for_heartbeats(peer: Peer) -> None:
+    peer.num_sent, peer.delay_s = 1, 60.0
+    async with serving(peer) as (_, address), open_channel(address, RpcSection()) as channel, AsyncExitStack() as watchers:
+        stub = controller_pb2_grpc.ControllerServiceStub(channel)
+        for _ in range(MAX_STREAMS):
+            stream = stub.WatchRun(controller_pb2.WatchRunRequest(), timeout=60)
+            watchers.callback(stream.cancel)
+            await anext(aiter(stream))
+        with pytest.raises(ExhaustedError, match="256 streams are open already"):
+            await anext(aiter(stub.WatchRun(controller_pb2.WatchRunRequest(), timeout=60)))
+        await stub.PauseRun(controller_pb2.PauseRunRequest())
+        stream.cancel()
+        async with asyncio.timeout(30):
+            while True:  # until the server has seen the end of one
+                try:
+                    await anext(aiter(stub.WatchRun(controller_pb2.WatchRunRequest(), timeout=60)))
+                    return
+                except ExhaustedError:
+                    await asyncio.sleep(0.02)

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,18 @@ def test_half_a_line_of_a_killed_process_is_cut_off_before_the_next(tmp_path: Pa
     assert path.read_bytes() == b""
 
 
+def test_two_that_append_to_one_file_cut_nothing_off(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+
+    def append(name: int) -> None:
+        for number in range(300):
+            append_lines(path, [f"{name} {number}"])
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(append, range(4)))
+    assert sorted(path.read_text().splitlines()) == sorted(f"{name} {number}" for name in range(4) for number in range(300))
+
+
 def test_a_quota_is_a_full_disk_and_a_folder_in_the_way_is_named(tmp_path: Path) -> None:
     with files_up_to(4096), pytest.raises(DiskFullError, match="File too large"):
         append_lines(tmp_path / "lines", ["x" * 5000])
@@ -129,7 +142,7 @@ def test_a_history_that_finds_no_space_stays_in_the_store(disk: Path, store: Sto
     assert path.read_text() == ""
     ballast.unlink()
     assert store.ledger.drain("history", path) == 200
-    assert [json.loads(line)["gid"] for line in path.read_text().splitlines()] == [str(gid) for gid in range(200)]
+    assert [json.loads(line)["gid"] for line in path.read_text().splitlines()] == [str(gid) for gid in range(300)]
 
 
 async def test_a_run_whose_disk_fills_up_goes_on_keeps_its_last_checkpoint_and_catches_up(
