@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -22,8 +23,33 @@ def _absolute(value: object, info: Any) -> object:
 ConfigPath: TypeAlias = Annotated[Path, BeforeValidator(_absolute)]
 """A path; relative ones are taken from the configuration file's folder."""
 
-CheckpointUrl: TypeAlias = Annotated[str, BeforeValidator(lambda value, info: value if "://" in str(value) else value and str(_absolute(value, info)))]
-"""A URL, or a path as ConfigPath."""
+
+def _without_password(url: str) -> str:
+    if "://" in url and urlsplit(url).password is not None:
+        raise ValueError(
+            "a password in a URL would stand in config.yaml; take it out, and give it in the environment as its library reads it (AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY; for any other FSSPEC_<PROTOCOL>_<OPTION>, as FSSPEC_FTP_PASSWORD)"
+        )
+    return url
+
+
+CheckpointUrl: TypeAlias = Annotated[
+    str, BeforeValidator(lambda value, info: value if "://" in str(value) else value and str(_absolute(value, info))), AfterValidator(_without_password)
+]
+"""A URL without a password, or a path as ConfigPath."""
+
+
+def _without_login(uri: str) -> str:
+    if "@" in urlsplit(uri).netloc:
+        raise ValueError(
+            "a user or password in it would stand in config.yaml; take them out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or "
+            "MLFLOW_TRACKING_TOKEN) in the environment"
+        )
+    return uri
+
+
+MlflowUri: TypeAlias = Annotated[str, AfterValidator(_without_login)]
+"""A tracking URI without user and password."""
 
 
 def _compiles(pattern: str) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr
 
 from rolecall.settings.plugin import PluginSection
-from rolecall.settings.section import Address, ConfigPath, NonNegativeInt, Section, ServiceSection, UnitFloat
+from rolecall.settings.section import Address, ConfigPath, MlflowUri, NonNegativeInt, Section, ServiceSection, UnitFloat
 
 
 class RolloutSection(Section):
@@ -164,7 +164,7 @@ class TrackersSection(Section):
     """Event files in <run dir>/tensorboard."""
     wandb_project: str | None = None
     """Weights & Biases project; needs the extra `wandb`."""
-    mlflow_uri: str | None = None
+    mlflow_uri: MlflowUri | None = None
     """MLflow tracking URI; needs the extra `mlflow`."""
     custom: PluginSection | None = None
     """A tracker of your own: a function that is called with a rolecall.trackers.TrackedRun and returns a rolecall.trackers.Tracker."""

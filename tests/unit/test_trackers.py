@@ -269,16 +269,15 @@ def test_nothing_that_is_sent_to_a_tracker_is_a_credential(make_settings: MakeSe
             "name": "test",
             "dir": str(tmp_path / "run"),
             "num_steps": 1,
-            "checkpoint_url": "s3://key:checkpoint-secret@bucket/runs",
         },
+        telemetry={"otlp_endpoint": "http://key:endpoint-secret@collector.example:4317"},
         trackers={
-            "mlflow_uri": "https://user:mlflow-secret@mlflow.example",
             "custom": {"function": "a:b", "options": {"key": "option-secret"}},
         },
     )
     shown = json.dumps(shown_configuration(settings))
     assert "secret" not in shown
-    assert "s3://bucket/runs" in shown
+    assert "http://collector.example:4317" in shown
 
 
 def test_samples_become_a_table_of_each_set_with_cells_that_every_tracker_takes() -> None:
