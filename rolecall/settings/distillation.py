@@ -24,7 +24,8 @@ class DistillationSection(Section):
     the teacher gives the highest probability, and one more outcome, all the others together."""
     placement: Literal["advantage", "loss"] = "advantage"
     """`advantage`: every sampled token's advantage is lowered by log(policy / teacher) of that token (reverse_kl only), so policy_loss, its clip and the
-    correction apply. `loss`: a term beside the policy loss."""
+    correction apply; the policy is the trainer's old one: a forward pass of the actor over every batch, unless correction.proximal is `bypass`. `loss`: a
+    term beside the policy loss."""
     top_k: PositiveInt | None = None
     """Ids of forward_topk; each costs 8 bytes per token in the store."""
     coef: PositiveFloat = 1.0

@@ -42,7 +42,8 @@ class KlSection(Section):
     gradient: Literal["estimator", "k2"] = "estimator"
     """Of the loss term. `k2`: straight-through, the value is the estimator's and the gradient k2's, which on-policy is that of the true KL on average."""
     placement: Literal["loss", "reward"] = "loss"
-    """`loss`: a term of the policy loss. `reward`: subtracted per token from the reward (PPO's classic form)."""
+    """`loss`: a term of the policy loss. `reward`: subtracted per token from the reward (PPO's classic form), as the
+    trainer's old policy has it: a forward pass of the actor over every batch, unless correction.proximal is `bypass`."""
 
     @model_validator(mode="after")
     def _base_is_known_in_time(self) -> Self:
