@@ -14,6 +14,7 @@ from rolecall.errors import BudgetSpentError, RowMissingError, ScorerError
 from rolecall.settings import RunSettings
 from rolecall.store.history import order
 from rolecall.store.ledger import Ledger
+from rolecall.store.position import garbage_of
 from rolecall.store.rows import Rows
 from rolecall.telemetry import attached, tracer
 from rolecall.trajectory import rows_of
@@ -79,7 +80,8 @@ class Collection:
     async def drop(self, gid: int, rows: Sequence[trajectory_pb2.RowRef], reason: str, error: str) -> None:
         """Ends a group untrained, deletes its rows and lets another take its place."""
         await self._threads.call(self._ledger.drop, gid, reason, error)
-        await self._threads.call(self._rows.delete, list(rows))
+        if rows:
+            await self._threads.call(self._ledger.discard, self._rows, garbage_of(gid, rows))
         self._intake.dropped[reason] += 1
         self._assembly.dropped(gid)
         self._intake.wake()
