@@ -193,11 +193,15 @@ class Ledger:
         for start in range(0, len(garbage.notes), 1000):
             self._call("forget", "garbage", *garbage.notes[start : start + 1000])
 
-    def sweep(self, rows: Rows, upto_step: int) -> int:
-        """free_rows, delete, forget: returns how many rows were deleted. A crash between them leaves nothing behind: the next sweep goes on."""
-        garbage = self.free_rows(upto_step)
+    def discard(self, rows: Rows, garbage: Garbage) -> None:
+        """Deletes rows and forgets them. A crash in between leaves nothing behind: the next sweep goes on."""
         rows.delete(garbage.rows)
         self.forget(garbage)
+
+    def sweep(self, rows: Rows, upto_step: int) -> int:
+        """free_rows, then discard: returns how many rows were deleted."""
+        garbage = self.free_rows(upto_step)
+        self.discard(rows, garbage)
         return len(garbage.rows)
 
     def start_lineage(self, point: RunPosition) -> int:

@@ -1,6 +1,6 @@
 """What a ledger says of itself: position, balance, live groups, pending entries. Plain values, decoded from one snapshot."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -124,6 +124,11 @@ class Garbage:
 
     rows: tuple[RowRef, ...]
     notes: tuple[str, ...]
+
+
+def garbage_of(gid: int, rows: Sequence[RowRef]) -> Garbage:
+    """What `Ledger.drop` notes of the committed group `gid`."""
+    return Garbage(tuple(rows), (f"group:{gid}",))
 
 
 def decode_position(fields: Mapping[bytes, bytes]) -> RunPosition:

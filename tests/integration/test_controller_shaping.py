@@ -73,6 +73,24 @@ async def test_a_run_whose_filters_drop_too_much_ends_and_says_how_much_of_what(
     assert counts_of(run)["without_signal"] >= 6
 
 
+async def test_what_is_filtered_is_forgotten_with_its_rows_and_not_at_the_next_checkpoint(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    """Every group is filtered, so that no step and no checkpoint ever comes. Paused, nothing is under way."""
+    algorithm = {"groups_per_batch": 4, "filters": {"without_signal": True, "max_dropped_per_step": 10**6}}
+    ledger = Ledger(store.connection, store.run)
+    async with light_run(store, tmp_path, make_settings, score=lambda item: 1.0, algorithm=algorithm) as run:
+        async with run.controller() as (stub, running), run.rollout("rollout-0"):
+            async with asyncio.timeout(RUN_S):
+                while ledger.counts().dropped["without_signal"] < 6:
+                    assert not running.done(), running.exception()
+                    await asyncio.sleep(0.01)
+                await stub.PauseRun(pb.PauseRunRequest())
+                while ledger.counts().live or store.connection.command("HLEN", f"{{rl:{store.run}}}:garbage"):
+                    await asyncio.sleep(0.01)
+    assert not [key for key in store.connection.ledger.scan_iter(f"{{rl:{store.run}:*") if b":row:" in key]
+
+
 class MeasuringTrainer(LightTrainer):
     """Says an entropy that depends on what it trained."""
 

@@ -25,7 +25,7 @@
 -- delivered too often wait under '~over' to be dropped. A group becomes terminal once: admitted = trained + dropped + live, XLEN(prompts) = groups in
 -- state admitted, XLEN(trajectories) = committed + sealed.
 --
--- Bounds: prompts, trajectories, live, suspects and g:* by the controller's admission; batch:* and garbage by its checkpoints; history and dead by how
+-- Bounds: prompts, trajectories, live, suspects and g:* by the controller's admission; batch:* and garbage by its checkpoints (garbage of filtered groups as their rows are deleted); history and dead by how
 -- often they are drained; w:* by the fleet; versions by the number of publishes; rates by the prompts of the data. Nothing is ever trimmed. When the server is full, what brings new
 -- work in is refused (admit, and the staging of rows) and all else still runs (allow-oom), because only that frees memory again.
 --
