@@ -38,7 +38,7 @@ def estimates(log_ratios: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
         case "k2":
             return 0.5 * log_ratios.square()
         case "k3":
-            held = log_ratios.clamp(max=LOG_RATIO_BOUND)
-            return torch.expm1(held) + math.exp(LOG_RATIO_BOUND) * (log_ratios - held) - log_ratios
+            beyond = (log_ratios - LOG_RATIO_BOUND).clamp(min=0.0)  # its own clamp: two large gradients that cancel would leave their rounding
+            return torch.expm1(log_ratios.clamp(max=LOG_RATIO_BOUND)) + math.exp(LOG_RATIO_BOUND) * beyond - log_ratios
         case "abs":
             return log_ratios.abs()
