@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo, Work
 
-from rolecall.errors import ChannelBrokenError, NotOnThisDeviceError
+from rolecall.errors import ChannelBrokenError, NotOnThisDeviceError, RoleCallError
 from rolecall.training.device import backend_of
 from rolecall.weights.rendezvous import Rendezvous, local_address
 
@@ -46,14 +46,21 @@ class Channel(Protocol):
 
 
 def join(rendezvous: Rendezvous, world_size: int, backend: Literal["gloo", "nccl"], device: torch.device, timeout_s: float) -> Channel:
-    """Meets the other ranks of the epoch within `timeout_s`. ChannelBrokenError when they do not all come; the epoch is aborted then."""
-    if backend == "gloo":
-        return GlooChannel(rendezvous, world_size, timeout_s)
-    if backend_of(device) != "nccl":
-        raise NotOnThisDeviceError(f"weights.backend nccl needs a CUDA device on every rank, this one is {device}; use weights.backend: gloo")
-    from rolecall.weights.nccl import NcclChannel  # loads the NCCL library
+    """Meets the other ranks of the epoch within `timeout_s`. ChannelBrokenError when they do not all come, NotOnThisDeviceError.
 
-    return NcclChannel(rendezvous, world_size, device, timeout_s)
+    Whatever fails aborts the epoch: the other ranks would wait out their deadline for this one.
+    """
+    try:
+        if backend == "gloo":
+            return GlooChannel(rendezvous, world_size, timeout_s)
+        if backend_of(device) != "nccl":
+            raise NotOnThisDeviceError(f"weights.backend nccl needs a CUDA device on every rank, this one is {device}; use weights.backend: gloo")
+        from rolecall.weights.nccl import NcclChannel  # loads the NCCL library
+
+        return NcclChannel(rendezvous, world_size, device, timeout_s)
+    except RoleCallError as error:
+        rendezvous.blame(error.message)
+        raise
 
 
 class GlooChannel:
@@ -71,9 +78,8 @@ class GlooChannel:
             # bounded: by the timeouts of its store and options, set above
             self._group: ProcessGroupGloo | None = ProcessGroupGloo(rendezvous.communicator_store(timeout_s), rendezvous.rank, world_size, options)
         except RuntimeError as error:
-            rendezvous.abort(f"the ranks did not meet within {timeout_s:g} s: {error}")
             rendezvous.check()
-            raise ChannelBrokenError(str(error)) from error
+            raise ChannelBrokenError(f"the ranks did not meet within {timeout_s:g} s: {error}") from error
         rendezvous.on_broken(self.close)
 
     def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> Transfer:

@@ -8,11 +8,10 @@ import ctypes
 import threading
 import time
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
-from rolecall.errors import ChannelBrokenError, NotOnThisDeviceError, RoleCallError
+from rolecall.errors import ChannelBrokenError, NotOnThisDeviceError
 from rolecall.weights.rendezvous import Rendezvous
 
 _UINT8 = 1
@@ -46,7 +45,10 @@ class NcclLibrary:
     """The library with its signatures. NotOnThisDeviceError when torch came without one."""
 
     def __init__(self) -> None:
-        self._library = ctypes.CDLL(str(_library_path()))
+        try:
+            self._library = ctypes.CDLL(str(_library_path()))
+        except OSError as error:
+            raise NotOnThisDeviceError(f"torch's NCCL library cannot be loaded ({error}); use weights.backend: gloo") from error
         comm = ctypes.c_void_p
         self._library.ncclGetErrorString.restype = ctypes.c_char_p
         self._library.ncclGetUniqueId.argtypes = [ctypes.POINTER(_UniqueId)]
@@ -91,27 +93,6 @@ class NcclLibrary:
             raise ChannelBrokenError(f"NCCL: {self._library.ncclGetErrorString(code).decode()}; open a new epoch")
 
 
-class Beginner(Protocol):
-    """The calls of NcclLibrary with which a communicator begins."""
-
-    def unique_id(self) -> bytes:
-        """NcclLibrary.unique_id."""
-
-    def begin_init(self, unique_id: bytes, rank: int, world_size: int) -> ctypes.c_void_p:
-        """NcclLibrary.begin_init."""
-
-
-def begin(library: Beginner, rendezvous: Rendezvous, world_size: int, timeout_s: float) -> ctypes.c_void_p:
-    """A communicator that is meeting the other ranks of the epoch. ChannelBrokenError when this rank cannot; the epoch is aborted then, for they would wait."""
-    try:
-        if rendezvous.rank == 0:
-            rendezvous.offer("comm/nccl", library.unique_id())
-        return library.begin_init(rendezvous.take("comm/nccl", timeout_s), rendezvous.rank, world_size)
-    except RoleCallError as error:
-        rendezvous.blame(error.message)
-        raise
-
-
 class NcclChannel:
     """A raw NCCL communicator on a stream of its own. Buckets lie on the GPU."""
 
@@ -123,7 +104,10 @@ class NcclChannel:
         deadline = time.monotonic() + timeout_s
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._comm: ctypes.c_void_p | None = begin(self._library, rendezvous, world_size, timeout_s)
+            if rendezvous.rank == 0:
+                rendezvous.offer("comm/nccl", self._library.unique_id())
+            unique_id = rendezvous.take("comm/nccl", timeout_s)
+            self._comm: ctypes.c_void_p | None = self._library.begin_init(unique_id, rendezvous.rank, world_size)
         rendezvous.on_broken(self.close)
         self._settle(deadline, f"the ranks did not meet within {timeout_s:g} s")
 

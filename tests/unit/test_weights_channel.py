@@ -1,6 +1,5 @@
 """The weight channel over Gloo between threads of one process: transfers, the rules of epochs and versions, deadlines and aborts."""
 
-import ctypes
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from rolecall.errors import ChannelBrokenError, DeadlineError, NotOnThisDeviceEr
 from rolecall.weights.channel import Channel, Transfer, join
 from rolecall.weights.fingerprint import fingerprint
 from rolecall.weights.manifest import build_manifest
-from rolecall.weights.nccl import NcclLibrary, begin
+from rolecall.weights.nccl import NcclLibrary
 from rolecall.weights.publisher import Publisher
 from rolecall.weights.rendezvous import WATCH_S, Rendezvous, RendezvousHost
 from rolecall.weights.transfer import Reception, Transferred, agreed_manifest, offer_manifest, send
@@ -250,28 +249,15 @@ def test_what_an_epoch_leaves_in_the_rendezvous_goes_with_it_and_late_ranks_stil
         late.close()
 
 
-class FailingLibrary:
-    """NCCL that cannot begin: no memory, or a peer of another release."""
-
-    def unique_id(self) -> bytes:
-        """As NcclLibrary."""
-        return bytes(128)
-
-    def begin_init(self, unique_id: bytes, rank: int, world_size: int) -> ctypes.c_void_p:
-        """As NcclLibrary, which raises what its `check` makes of a code."""
-        raise ChannelBrokenError("NCCL: unhandled cuda error; open a new epoch")
-
-
-def test_a_rank_whose_communicator_cannot_begin_frees_those_that_wait_for_it() -> None:
+def test_a_rank_that_cannot_take_part_frees_those_that_wait_for_it() -> None:
     host = RendezvousHost("127.0.0.1")
     root, other = host.enter(1), Rendezvous(host.address, 1, 1, MEET_S)
-    freed = threading.Event()
-    root.on_broken(freed.set)
-    root.offer("comm/nccl", bytes(128))
-    with pytest.raises(ChannelBrokenError, match="unhandled cuda error"):
-        begin(FailingLibrary(), other, 2, MEET_S)
-    assert freed.wait(MEET_S)
-    assert "rank 1: NCCL: unhandled cuda error" in (root.broken or "")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(join, root, 2, "gloo", CPU, MEET_S)
+        with pytest.raises(NotOnThisDeviceError):
+            join(other, 2, "nccl", CPU, MEET_S)
+        with pytest.raises(ChannelBrokenError, match=r"rank 1: weights\.backend nccl needs a CUDA device"):
+            waiting.result()
     root.close()
     other.close()
 
