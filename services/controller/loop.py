@@ -324,7 +324,7 @@ class Loop:
     async def _take_up(self, batch: trajectory_pb2.TrainBatch, groups: Sequence[ScoredGroup], rows: list[trajectory_pb2.RowRef]) -> trajectory_pb2.TrainBatch:
         """A batch that an earlier loop sealed stands as it is, whatever the settings are now; its columns are written where that loop did not get to it."""
         parts = self._parts
-        contents = await parts.threads.call(parts.rows.read, rows, preparation.columns_reported(self._settings), ["advantages"])
+        contents = await parts.threads.call(parts.rows.read, rows, preparation.columns_reported(self._settings), ["advantages", "old_logprobs"])
         if not all("advantages" in row for row in contents):
             return await self._seal(groups, rows)
         self._measure(batch, groups, contents)

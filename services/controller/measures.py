@@ -99,7 +99,8 @@ def of_batch(
     metrics.mean("rollout/entropy_estimate", float(-sampled.mean()), sampled.size)
     if settings.algorithm.distillation is not None:
         taught = np.concatenate([row[reference_column(TEACHER)][row["response_mask"] != 0] for row in rows])
-        policy = np.concatenate([row[policy_column(settings.algorithm)][row["response_mask"] != 0] for row in rows])
+        compared = policy_column(settings.algorithm)  # which a batch that was sealed under other settings may lack
+        policy = np.concatenate([row.get(compared, row["rollout_logprobs"])[row["response_mask"] != 0] for row in rows])
         metrics.mean("distillation/reverse_kl", float((policy - taught).mean()), policy.size)
     return metrics
 

@@ -49,9 +49,7 @@ def columns_read(settings: RunSettings) -> tuple[str, ...]:
 def columns_reported(settings: RunSettings) -> tuple[str, ...]:
     """Those of them that measures.of_batch reads, too."""
     sampled = ("token_ids", "response_mask", "rollout_logprobs")
-    if settings.algorithm.distillation is None:
-        return sampled
-    return tuple(dict.fromkeys([*sampled, policy_column(settings.algorithm), reference_column(TEACHER)]))
+    return sampled if settings.algorithm.distillation is None else (*sampled, reference_column(TEACHER))
 
 
 GREEDY_COLUMNS = ("response_mask", "reward")
