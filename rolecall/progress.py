@@ -4,6 +4,7 @@ Owns which metrics are shown and how. Reads RunStatus messages and nothing else.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Protocol, TextIO
 
@@ -46,6 +47,9 @@ LONG_WAIT_S = 15.0
 TROUBLE_S = 5.0
 """Trouble that lasts this long is worth a line; a limit of a scorer's rate comes and goes."""
 
+DROPS_S = 10.0
+"""Least time between two lines of groups that failed."""
+
 STATES = {
     controller_pb2.RUN_STATE_STARTING: "starting",
     controller_pb2.RUN_STATE_RUNNING: "running",
@@ -84,7 +88,8 @@ def shown_metrics(status: controller_pb2.RunStatus) -> list[tuple[str, str]]:
 
 class PlainView:
     """A line per step, per change of state, per recovery, per thing awaited before the run moves, per thing awaited for
-    long while it should, and per trouble that lasts."""
+    long while it should, and per trouble that lasts;
+    groups that were dropped stand in the next step's line, and those that failed have lines of their own."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -96,6 +101,15 @@ class PlainView:
         self._awaited_since = 0.0
         self._wait_said = True
         self._longest_wait_s = 0.0
+        self._dropped: Counter[str] = Counter()
+        """Groups dropped, by reason, as last heard."""
+        self._has_heard_of_drops = False
+        self._dropped_in_steps: Counter[str] = Counter()
+        """Those that a step's line has told; what was dropped before the first message is no news."""
+        self._dropped_in_failures: Counter[str] = Counter()
+        """Those that a line of failures has told."""
+        self._last_drop = ""
+        self._drop_said_at = float("-inf")
         self._trouble_since: float | None = None
         self._trouble_said = False
 
@@ -104,9 +118,21 @@ class PlainView:
         if status.num_recoveries > self._num_recoveries:
             self.note(recovery_line(status))
         self._num_recoveries = status.num_recoveries
+        if status.HasField("ledger"):  # a controller that has not locked the run yet knows none
+            self._dropped = Counter(dict(status.ledger.dropped))
+            if not self._has_heard_of_drops:
+                self._has_heard_of_drops, self._dropped_in_steps, self._dropped_in_failures = True, self._dropped, self._dropped
         self._show_state(status)
+        self._show_drops(status)
         self._show_trouble(status)
         self._show_wait(status)
+
+    def _show_drops(self, status: controller_pb2.RunStatus) -> None:
+        if status.last_drop == self._last_drop or self._clock() - self._drop_said_at < DROPS_S:
+            return
+        self._last_drop, self._drop_said_at = status.last_drop, self._clock()
+        self.note(f"dropped  step {status.step}/{status.total_steps}  {drops_text(self._dropped - self._dropped_in_failures)}; the last: {status.last_drop}")
+        self._dropped_in_failures = self._dropped
 
     def _show_trouble(self, status: controller_pb2.RunStatus) -> None:
         if not status.trouble:
@@ -140,6 +166,9 @@ class PlainView:
         self._said = key
         pieces = [f"{STATES.get(status.state, '?'):8} step {status.step}/{status.total_steps}"]
         pieces += [f"waiting for {status.waiting_for}"] if starting and status.waiting_for else [f"{label} {text}" for label, text in metrics]
+        new_drops = self._dropped - self._dropped_in_steps
+        pieces += [f"dropped {drops_text(new_drops)}"] if new_drops else []
+        self._dropped_in_steps = self._dropped
         self.note("  ".join(pieces))
 
     def note(self, text: str) -> None:
@@ -190,6 +219,8 @@ def render(status: controller_pb2.RunStatus, elapsed_s: float | None = None) -> 
         lines.append(Text(recovery_line(status), style="dim"))
     if status.workers:
         lines.append(_fleet(status))
+    if status.last_drop:
+        lines.append(Text(f"last dropped: {status.last_drop}", style="dim"))
     if status.trouble:
         lines.append(Text(status.trouble, style="red"))
     if status.error:
@@ -202,12 +233,16 @@ def recovery_line(status: controller_pb2.RunStatus) -> str:
     return f"recovery {status.num_recoveries}: {status.last_failure}"
 
 
+def drops_text(dropped: Mapping[str, int]) -> str:
+    """How many groups, by reason."""
+    return f"{sum(dropped.values())} (" + ", ".join(f"{reason} {count}" for reason, count in sorted(dropped.items())) + ")"
+
+
 def ledger_line(ledger: controller_pb2.LedgerCounts) -> str:
     """The balance and the queues in words: groups admitted = trained + dropped + live."""
-    dropped = sum(ledger.dropped.values())
-    reasons = " (" + ", ".join(f"{reason} {count}" for reason, count in sorted(ledger.dropped.items())) + ")" if dropped else ""
+    dropped = drops_text(ledger.dropped) if ledger.dropped else "0"
     queues = f"queued {ledger.queued}, generating {ledger.generating}, committed {ledger.committed}"
-    return f"groups: admitted {ledger.admitted} = trained {ledger.trained} + dropped {dropped}{reasons} + live {ledger.live} ({queues})"
+    return f"groups: admitted {ledger.admitted} = trained {ledger.trained} + dropped {dropped} + live {ledger.live} ({queues})"
 
 
 def _fleet(status: controller_pb2.RunStatus) -> Table:

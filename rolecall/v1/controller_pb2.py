@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from rolecall.v1 import trajectory_pb2 as rolecall_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1crolecall/v1/controller.proto\x12\x0brolecall.v1\x1a\x1crolecall/v1/trajectory.proto\"\xad\x01\n\x0bJoinRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.rolecall.v1.Role\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x18\n\x10num_weight_ranks\x18\x06 \x01(\x05\x12\x0f\n\x07version\x18\x07 \x01(\t\x12\x0f\n\x07on_gpus\x18\x08 \x01(\x08\"A\n\x0cJoinResponse\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\"f\n\x10HeartbeatRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08progress\x18\x03 \x01(\x03\x12\r\n\x05phase\x18\x04 \x01(\t\x12\x0c\n\x04\x62usy\x18\x05 \x01(\x08\" \n\x11HeartbeatResponse\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\"\xad\x01\n\x0cWorkerStatus\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.rolecall.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\r\n\x05phase\x18\x05 \x01(\t\x12\x11\n\tsilence_s\x18\x06 \x01(\x01\x12\x13\n\x0bincarnation\x18\x07 \x01(\t\x12\x0c\n\x04lost\x18\x08 \x01(\t\"\xdf\x01\n\x0cLedgerCounts\x12\x10\n\x08\x61\x64mitted\x18\x01 \x01(\x03\x12\x0f\n\x07trained\x18\x02 \x01(\x03\x12\x37\n\x07\x64ropped\x18\x03 \x03(\x0b\x32&.rolecall.v1.LedgerCounts.DroppedEntry\x12\x0c\n\x04live\x18\x04 \x01(\x03\x12\x0e\n\x06queued\x18\x05 \x01(\x03\x12\x12\n\ngenerating\x18\x06 \x01(\x03\x12\x11\n\tcommitted\x18\x07 \x01(\x03\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xf1\x02\n\tRunStatus\x12\x0b\n\x03run\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.rolecall.v1.RunState\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x13\n\x0btotal_steps\x18\x04 \x01(\x03\x12\x16\n\x0epublished_step\x18\x05 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x03\x12)\n\x06ledger\x18\x07 \x01(\x0b\x32\x19.rolecall.v1.LedgerCounts\x12*\n\x07workers\x18\x08 \x03(\x0b\x32\x19.rolecall.v1.WorkerStatus\x12$\n\x07metrics\x18\t \x03(\x0b\x32\x13.rolecall.v1.Metric\x12\r\n\x05\x65rror\x18\n \x01(\t\x12\x13\n\x0bwaiting_for\x18\x0b \x01(\t\x12\x16\n\x0enum_recoveries\x18\x0c \x01(\x03\x12\x14\n\x0clast_failure\x18\r \x01(\t\x12\x0f\n\x07trouble\x18\x0e \x01(\t\"\x0f\n\rGetRunRequest\"8\n\x0eGetRunResponse\x12&\n\x06status\x18\x01 \x01(\x0b\x32\x16.rolecall.v1.RunStatus\"\x11\n\x0fWatchRunRequest\":\n\x10WatchRunResponse\x12&\n\x06status\x18\x01 \x01(\x0b\x32\x16.rolecall.v1.RunStatus\"\x11\n\x0fPauseRunRequest\"\x12\n\x10PauseRunResponse\"\x12\n\x10ResumeRunRequest\"\x13\n\x11ResumeRunResponse\"$\n\x0eStopRunRequest\x12\x12\n\ncheckpoint\x18\x01 \x01(\x08\"\x11\n\x0fStopRunResponse\"\x17\n\x15SaveCheckpointRequest\"4\n\x16SaveCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03*t\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_ROLLOUT\x10\x01\x12\x0e\n\nROLE_ACTOR\x10\x02\x12\x0f\n\x0bROLE_CRITIC\x10\x03\x12\x12\n\x0eROLE_REFERENCE\x10\x04\x12\x0f\n\x0bROLE_REWARD\x10\x05*\xac\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x14\n\x10RUN_STATE_PAUSED\x10\x03\x12\x16\n\x12RUN_STATE_STOPPING\x10\x04\x12\x12\n\x0eRUN_STATE_DONE\x10\x05\x12\x14\n\x10RUN_STATE_FAILED\x10\x06\x32\xe0\x04\n\x11\x43ontrollerService\x12;\n\x04Join\x12\x18.rolecall.v1.JoinRequest\x1a\x19.rolecall.v1.JoinResponse\x12J\n\tHeartbeat\x12\x1d.rolecall.v1.HeartbeatRequest\x1a\x1e.rolecall.v1.HeartbeatResponse\x12\x41\n\x06GetRun\x12\x1a.rolecall.v1.GetRunRequest\x1a\x1b.rolecall.v1.GetRunResponse\x12I\n\x08WatchRun\x12\x1c.rolecall.v1.WatchRunRequest\x1a\x1d.rolecall.v1.WatchRunResponse0\x01\x12G\n\x08PauseRun\x12\x1c.rolecall.v1.PauseRunRequest\x1a\x1d.rolecall.v1.PauseRunResponse\x12J\n\tResumeRun\x12\x1d.rolecall.v1.ResumeRunRequest\x1a\x1e.rolecall.v1.ResumeRunResponse\x12\x44\n\x07StopRun\x12\x1b.rolecall.v1.StopRunRequest\x1a\x1c.rolecall.v1.StopRunResponse\x12Y\n\x0eSaveCheckpoint\x12\".rolecall.v1.SaveCheckpointRequest\x1a#.rolecall.v1.SaveCheckpointResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1crolecall/v1/controller.proto\x12\x0brolecall.v1\x1a\x1crolecall/v1/trajectory.proto\"\xad\x01\n\x0bJoinRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.rolecall.v1.Role\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x18\n\x10num_weight_ranks\x18\x06 \x01(\x05\x12\x0f\n\x07version\x18\x07 \x01(\t\x12\x0f\n\x07on_gpus\x18\x08 \x01(\x08\"A\n\x0cJoinResponse\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\"f\n\x10HeartbeatRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08progress\x18\x03 \x01(\x03\x12\r\n\x05phase\x18\x04 \x01(\t\x12\x0c\n\x04\x62usy\x18\x05 \x01(\x08\" \n\x11HeartbeatResponse\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\"\xad\x01\n\x0cWorkerStatus\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.rolecall.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\r\n\x05phase\x18\x05 \x01(\t\x12\x11\n\tsilence_s\x18\x06 \x01(\x01\x12\x13\n\x0bincarnation\x18\x07 \x01(\t\x12\x0c\n\x04lost\x18\x08 \x01(\t\"\xdf\x01\n\x0cLedgerCounts\x12\x10\n\x08\x61\x64mitted\x18\x01 \x01(\x03\x12\x0f\n\x07trained\x18\x02 \x01(\x03\x12\x37\n\x07\x64ropped\x18\x03 \x03(\x0b\x32&.rolecall.v1.LedgerCounts.DroppedEntry\x12\x0c\n\x04live\x18\x04 \x01(\x03\x12\x0e\n\x06queued\x18\x05 \x01(\x03\x12\x12\n\ngenerating\x18\x06 \x01(\x03\x12\x11\n\tcommitted\x18\x07 \x01(\x03\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x84\x03\n\tRunStatus\x12\x0b\n\x03run\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.rolecall.v1.RunState\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x13\n\x0btotal_steps\x18\x04 \x01(\x03\x12\x16\n\x0epublished_step\x18\x05 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x03\x12)\n\x06ledger\x18\x07 \x01(\x0b\x32\x19.rolecall.v1.LedgerCounts\x12*\n\x07workers\x18\x08 \x03(\x0b\x32\x19.rolecall.v1.WorkerStatus\x12$\n\x07metrics\x18\t \x03(\x0b\x32\x13.rolecall.v1.Metric\x12\r\n\x05\x65rror\x18\n \x01(\t\x12\x13\n\x0bwaiting_for\x18\x0b \x01(\t\x12\x16\n\x0enum_recoveries\x18\x0c \x01(\x03\x12\x14\n\x0clast_failure\x18\r \x01(\t\x12\x0f\n\x07trouble\x18\x0e \x01(\t\x12\x11\n\tlast_drop\x18\x0f \x01(\t\"\x0f\n\rGetRunRequest\"8\n\x0eGetRunResponse\x12&\n\x06status\x18\x01 \x01(\x0b\x32\x16.rolecall.v1.RunStatus\"\x11\n\x0fWatchRunRequest\":\n\x10WatchRunResponse\x12&\n\x06status\x18\x01 \x01(\x0b\x32\x16.rolecall.v1.RunStatus\"\x11\n\x0fPauseRunRequest\"\x12\n\x10PauseRunResponse\"\x12\n\x10ResumeRunRequest\"\x13\n\x11ResumeRunResponse\"$\n\x0eStopRunRequest\x12\x12\n\ncheckpoint\x18\x01 \x01(\x08\"\x11\n\x0fStopRunResponse\"\x17\n\x15SaveCheckpointRequest\"4\n\x16SaveCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03*t\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_ROLLOUT\x10\x01\x12\x0e\n\nROLE_ACTOR\x10\x02\x12\x0f\n\x0bROLE_CRITIC\x10\x03\x12\x12\n\x0eROLE_REFERENCE\x10\x04\x12\x0f\n\x0bROLE_REWARD\x10\x05*\xac\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x14\n\x10RUN_STATE_PAUSED\x10\x03\x12\x16\n\x12RUN_STATE_STOPPING\x10\x04\x12\x12\n\x0eRUN_STATE_DONE\x10\x05\x12\x14\n\x10RUN_STATE_FAILED\x10\x06\x32\xe0\x04\n\x11\x43ontrollerService\x12;\n\x04Join\x12\x18.rolecall.v1.JoinRequest\x1a\x19.rolecall.v1.JoinResponse\x12J\n\tHeartbeat\x12\x1d.rolecall.v1.HeartbeatRequest\x1a\x1e.rolecall.v1.HeartbeatResponse\x12\x41\n\x06GetRun\x12\x1a.rolecall.v1.GetRunRequest\x1a\x1b.rolecall.v1.GetRunResponse\x12I\n\x08WatchRun\x12\x1c.rolecall.v1.WatchRunRequest\x1a\x1d.rolecall.v1.WatchRunResponse0\x01\x12G\n\x08PauseRun\x12\x1c.rolecall.v1.PauseRunRequest\x1a\x1d.rolecall.v1.PauseRunResponse\x12J\n\tResumeRun\x12\x1d.rolecall.v1.ResumeRunRequest\x1a\x1e.rolecall.v1.ResumeRunResponse\x12\x44\n\x07StopRun\x12\x1b.rolecall.v1.StopRunRequest\x1a\x1c.rolecall.v1.StopRunResponse\x12Y\n\x0eSaveCheckpoint\x12\".rolecall.v1.SaveCheckpointRequest\x1a#.rolecall.v1.SaveCheckpointResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,10 +34,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LEDGERCOUNTS_DROPPEDENTRY']._loaded_options = None
   _globals['_LEDGERCOUNTS_DROPPEDENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=1600
-  _globals['_ROLE']._serialized_end=1716
-  _globals['_RUNSTATE']._serialized_start=1719
-  _globals['_RUNSTATE']._serialized_end=1891
+  _globals['_ROLE']._serialized_start=1619
+  _globals['_ROLE']._serialized_end=1735
+  _globals['_RUNSTATE']._serialized_start=1738
+  _globals['_RUNSTATE']._serialized_end=1910
   _globals['_JOINREQUEST']._serialized_start=76
   _globals['_JOINREQUEST']._serialized_end=249
   _globals['_JOINRESPONSE']._serialized_start=251
@@ -53,31 +53,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LEDGERCOUNTS_DROPPEDENTRY']._serialized_start=810
   _globals['_LEDGERCOUNTS_DROPPEDENTRY']._serialized_end=856
   _globals['_RUNSTATUS']._serialized_start=859
-  _globals['_RUNSTATUS']._serialized_end=1228
-  _globals['_GETRUNREQUEST']._serialized_start=1230
-  _globals['_GETRUNREQUEST']._serialized_end=1245
-  _globals['_GETRUNRESPONSE']._serialized_start=1247
-  _globals['_GETRUNRESPONSE']._serialized_end=1303
-  _globals['_WATCHRUNREQUEST']._serialized_start=1305
-  _globals['_WATCHRUNREQUEST']._serialized_end=1322
-  _globals['_WATCHRUNRESPONSE']._serialized_start=1324
-  _globals['_WATCHRUNRESPONSE']._serialized_end=1382
-  _globals['_PAUSERUNREQUEST']._serialized_start=1384
-  _globals['_PAUSERUNREQUEST']._serialized_end=1401
-  _globals['_PAUSERUNRESPONSE']._serialized_start=1403
-  _globals['_PAUSERUNRESPONSE']._serialized_end=1421
-  _globals['_RESUMERUNREQUEST']._serialized_start=1423
-  _globals['_RESUMERUNREQUEST']._serialized_end=1441
-  _globals['_RESUMERUNRESPONSE']._serialized_start=1443
-  _globals['_RESUMERUNRESPONSE']._serialized_end=1462
-  _globals['_STOPRUNREQUEST']._serialized_start=1464
-  _globals['_STOPRUNREQUEST']._serialized_end=1500
-  _globals['_STOPRUNRESPONSE']._serialized_start=1502
-  _globals['_STOPRUNRESPONSE']._serialized_end=1519
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1521
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1544
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=1546
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=1598
-  _globals['_CONTROLLERSERVICE']._serialized_start=1894
-  _globals['_CONTROLLERSERVICE']._serialized_end=2502
+  _globals['_RUNSTATUS']._serialized_end=1247
+  _globals['_GETRUNREQUEST']._serialized_start=1249
+  _globals['_GETRUNREQUEST']._serialized_end=1264
+  _globals['_GETRUNRESPONSE']._serialized_start=1266
+  _globals['_GETRUNRESPONSE']._serialized_end=1322
+  _globals['_WATCHRUNREQUEST']._serialized_start=1324
+  _globals['_WATCHRUNREQUEST']._serialized_end=1341
+  _globals['_WATCHRUNRESPONSE']._serialized_start=1343
+  _globals['_WATCHRUNRESPONSE']._serialized_end=1401
+  _globals['_PAUSERUNREQUEST']._serialized_start=1403
+  _globals['_PAUSERUNREQUEST']._serialized_end=1420
+  _globals['_PAUSERUNRESPONSE']._serialized_start=1422
+  _globals['_PAUSERUNRESPONSE']._serialized_end=1440
+  _globals['_RESUMERUNREQUEST']._serialized_start=1442
+  _globals['_RESUMERUNREQUEST']._serialized_end=1460
+  _globals['_RESUMERUNRESPONSE']._serialized_start=1462
+  _globals['_RESUMERUNRESPONSE']._serialized_end=1481
+  _globals['_STOPRUNREQUEST']._serialized_start=1483
+  _globals['_STOPRUNREQUEST']._serialized_end=1519
+  _globals['_STOPRUNRESPONSE']._serialized_start=1521
+  _globals['_STOPRUNRESPONSE']._serialized_end=1538
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1540
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1563
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=1565
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=1617
+  _globals['_CONTROLLERSERVICE']._serialized_start=1913
+  _globals['_CONTROLLERSERVICE']._serialized_end=2521
 # @@protoc_insertion_point(module_scope)

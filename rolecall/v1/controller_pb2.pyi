@@ -376,6 +376,7 @@ class RunStatus(_message.Message):
     NUM_RECOVERIES_FIELD_NUMBER: _builtins.int
     LAST_FAILURE_FIELD_NUMBER: _builtins.int
     TROUBLE_FIELD_NUMBER: _builtins.int
+    LAST_DROP_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     state: Global___RunState.ValueType
@@ -399,6 +400,10 @@ class RunStatus(_message.Message):
     trouble: _builtins.str
     """What is in the way at present and waited for, for people: a scorer that gives no scores, with its address and last
     error; empty when nothing is.
+    """
+    last_drop: _builtins.str
+    """The newest group that was dropped because something failed, with the reason and the error; empty before the first that this controller dropped. The
+    counts of all drops, by reason, are in `ledger`.
     """
     @_builtins.property
     def ledger(self) -> Global___LedgerCounts:
@@ -429,10 +434,11 @@ class RunStatus(_message.Message):
         num_recoveries: _builtins.int = ...,
         last_failure: _builtins.str = ...,
         trouble: _builtins.str = ...,
+        last_drop: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "last_failure", b"last_failure", "ledger", b"ledger", "metrics", b"metrics", "num_recoveries", b"num_recoveries", "policy_version", b"policy_version", "published_step", b"published_step", "run", b"run", "state", b"state", "step", b"step", "total_steps", b"total_steps", "trouble", b"trouble", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "last_drop", b"last_drop", "last_failure", b"last_failure", "ledger", b"ledger", "metrics", b"metrics", "num_recoveries", b"num_recoveries", "policy_version", b"policy_version", "published_step", b"published_step", "run", b"run", "state", b"state", "step", b"step", "total_steps", b"total_steps", "trouble", b"trouble", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

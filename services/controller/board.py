@@ -15,6 +15,9 @@ MIN_WATCH_INTERVAL_S = 0.25
 MAX_WATCH_INTERVAL_S = 1.0
 """Most time between two messages: queue depths and heartbeats change without anyone telling the board."""
 
+MAX_DROP_CHARS = 500
+"""Of the error of a dropped group that people are shown; dead.jsonl has more."""
+
 FINAL_STATES = (controller_pb2.RUN_STATE_DONE, controller_pb2.RUN_STATE_FAILED)
 
 
@@ -37,7 +40,9 @@ class RunBoard:
         self.steered = False
         """Whether this process knows if people want a pause; else the store does."""
         self.newest_landed = (0, 0)
-        """Stream position of the newest committed group that a loop of this process has seen."""
+        """Stream position of the newest committed group that a loop of this process has read."""
+        self.last_drop = ""
+        """The newest group that was dropped because something failed."""
         self.num_recoveries = 0
         self.last_failure = ""
         self._resumed = asyncio.Event()
@@ -52,6 +57,15 @@ class RunBoard:
     def wait_for(self, what: str) -> None:
         """The loop waits for `what`."""
         self.waiting_for = what
+        self._changed.set()
+
+    def landed(self, position: tuple[int, int]) -> None:
+        """A committed group was read; a loop that starts over reads some again."""
+        self.newest_landed = max(self.newest_landed, position)
+
+    def drop(self, gid: int, reason: str, error: str) -> None:
+        """A group was dropped because of `error`."""
+        self.last_drop = f"group {gid}: {reason}: {error[:MAX_DROP_CHARS]}"
         self._changed.set()
 
     def start_over(self, failure: str) -> None:

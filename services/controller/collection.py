@@ -20,6 +20,7 @@ from rolecall.telemetry import attached, tracer
 from rolecall.trajectory import rows_of
 from rolecall.v1 import trajectory_pb2
 from services.controller.assembly import Assembly, ScoredGroup
+from services.controller.board import RunBoard
 from services.controller.failures import FailureBudget
 from services.controller.intake import Intake
 from services.controller.prompts import PromptSequence
@@ -46,6 +47,7 @@ class Collection:
         threads: StoreThreads,
         scorer: GroupScorer,
         prompts: PromptSequence,
+        board: RunBoard,
         assembly: Assembly,
         intake: Intake,
         stop_for: Callable[[BudgetSpentError], None],
@@ -57,6 +59,7 @@ class Collection:
         self._threads = threads
         self._scorer = scorer
         self._prompts = prompts
+        self._board = board
         self._assembly = assembly
         self._intake = intake
         self._stop_for = stop_for
@@ -64,8 +67,6 @@ class Collection:
         """Groups of the batch that an earlier loop sealed: they are trained, whatever the settings say of them now."""
         self.failures = FailureBudget(settings.reward.max_failed_groups, settings.controller.failure_window)
         """Groups that could not be scored."""
-        self.newest = (0, 0)
-        """Stream position of the newest group that was read."""
         self._filtered: Counter[str] = Counter()
         """Groups that the filters dropped since the last step, by reason."""
 
@@ -74,14 +75,17 @@ class Collection:
         position = "0"
         while True:
             for entry, group in await self._threads.call(self._ledger.read_committed, position, READ_COUNT, READ_BLOCK_S):
-                position, self.newest = entry, order(entry)
+                position = entry
+                self._board.landed(order(entry))
                 start(self._score(group))
 
     async def drop(self, gid: int, rows: Sequence[trajectory_pb2.RowRef], reason: str, error: str) -> None:
-        """Ends a group untrained, deletes its rows and lets another take its place."""
+        """Ends a group untrained, deletes its rows and lets another take its place. `error`: what failed; empty when nothing did."""
         await self._threads.call(self._ledger.drop, gid, reason, error)
         if rows:
             await self._threads.call(self._ledger.discard, self._rows, garbage_of(gid, rows))
+        if error:
+            self._board.drop(gid, reason, error)
         self._intake.dropped[reason] += 1
         self._assembly.dropped(gid)
         self._intake.wake()

@@ -173,9 +173,7 @@ class ControllerEngine:
                     await asyncio.sleep(ROLE_POLL_S if missing else 0)
         except TimeoutError as error:
             why = "".join(f"; {role}: {self._unanswered[role]}" for role in sorted(missing & self._unanswered.keys()))
-            raise BudgetSpentError(
-                f"{', '.join(sorted(missing))} did not come up within controller.{name} = {timeout_s:.0f} s; see their logs{why}"
-            ) from error
+            raise BudgetSpentError(f"{', '.join(sorted(missing))} did not come up within controller.{name} = {timeout_s:.0f} s; see their logs{why}") from error
         return True
 
     async def _enough_rollouts(self) -> bool:
@@ -255,6 +253,7 @@ class ControllerEngine:
             waiting_for=board.waiting_for,
             num_recoveries=board.num_recoveries,
             last_failure=board.last_failure,
+            last_drop=board.last_drop,
             trouble=self._reward.trouble,
         )
 

@@ -91,7 +91,7 @@ class Loop:
         self._step = 0
         self._saver = CheckpointSaver(parts.trainers, parts.checkpoints, parts.threads, saved_step=0)
         self._collection = Collection(
-            parts.settings, parts.ledger, parts.rows, parts.threads, parts.scorer, parts.prompts, self._assembly, self._intake, self._stop_for
+            parts.settings, parts.ledger, parts.rows, parts.threads, parts.scorer, parts.prompts, parts.board, self._assembly, self._intake, self._stop_for
         )
         self._reaper = Reaper(parts.settings.controller, parts.ledger, parts.threads, self._collection, self._stop_for)
         self._state = AdaptiveState.start(parts.settings.algorithm)
@@ -109,7 +109,6 @@ class Loop:
             await self._run_activities()
             await self._end()
         finally:
-            self._parts.board.newest_landed = max(self._parts.board.newest_landed, self._collection.newest)
             await self._saver.cancel()
 
     async def _run_activities(self) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -196,6 +197,7 @@ async def test_a_spent_scoring_budget_fails_the_run_and_names_the_scorer(store: 
             status = (await stub.GetRun(pb.GetRunRequest())).status
     assert status.state == pb.RUN_STATE_FAILED
     assert "reward.max_failed_groups" in status.error
+    assert re.fullmatch(r"group \d+: scorer_error: .*no score today.*", status.last_drop)
     assert Checkpoints(open_storage(run.settings.run.checkpoints), 2).latest() is not None, "a spent budget ends with a checkpoint"
 
 

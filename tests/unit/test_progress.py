@@ -120,3 +120,42 @@ def test_trouble_that_lasts_has_a_line_with_its_cause_and_one_when_it_is_over() 
     console = Console(file=io.StringIO(), width=200)
     console.print(render(troubled))
     assert troubled.trouble in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def dropping(step: int, last: str = "", **dropped: int) -> controller_pb2.RunStatus:
+    shown = controller_pb2.RunStatus(state=controller_pb2.RUN_STATE_RUNNING, step=step, total_steps=20, last_drop=last)
+    shown.ledger.SetInParent()
+    for reason, count in dropped.items():
+        shown.ledger.dropped[reason] = count
+    return shown
+
+
+def test_groups_that_fail_are_told_as_it_happens_with_the_reason_and_not_once_each() -> None:
+    out, now = io.StringIO(), 0.0
+    view = PlainView(out, lambda: now)
+    view.show(controller_pb2.RunStatus(state=controller_pb2.RUN_STATE_RUNNING, step=3, total_steps=20))
+    view.show(dropping(3, scorer_error=7))  # of a controller before: no news
+    view.show(dropping(3, "group 8: scorer_error: no score today", scorer_error=8))
+    now = 5.0
+    view.show(dropping(3, "group 9: scorer_error: no score today", scorer_error=9))
+    now = 10.0
+    view.show(dropping(3, "group 21: over_delivered: killed it", scorer_error=19, over_delivered=1))
+    assert out.getvalue().splitlines() == [
+        "running  step 3/20",
+        "dropped  step 3/20  1 (scorer_error 1); the last: group 8: scorer_error: no score today",
+        "dropped  step 3/20  12 (over_delivered 1, scorer_error 11); the last: group 21: over_delivered: killed it",
+    ]
+
+
+def test_a_steps_line_counts_what_was_dropped_since_the_last_by_reason() -> None:
+    out = io.StringIO()
+    view = PlainView(out)
+    for shown in (dropping(1, without_signal=4), dropping(2, without_signal=9, truncated=1), dropping(3, without_signal=9, truncated=1)):
+        view.show(shown)
+    assert out.getvalue().splitlines() == ["running  step 1/20", "running  step 2/20  dropped 6 (truncated 1, without_signal 5)", "running  step 3/20"]
+
+
+def test_the_live_table_names_the_last_group_that_failed() -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(render(dropping(3, "group 8: scorer_error: no score today", scorer_error=8)))
+    assert "last dropped: group 8: scorer_error: no score today" in console.export_text()
