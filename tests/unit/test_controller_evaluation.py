@@ -1,0 +1,88 @@
+"""Who is asked in an evaluation, and what is counted of the prompts that nobody answered."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rolecall.errors import GenerationError, RoleCallError, UnavailableError
+from rolecall.scores import Score
+from rolecall.settings import EvaluationSet, RunSettings
+from rolecall.v1 import reward_pb2, rollout_pb2, trajectory_pb2
+from services.controller.evaluation import Evaluation, HeldOutSet
+
+NUM_PROMPTS, NUM_RESPONSES, VERSION = 3, 2, 7
+
+
+@dataclass
+class Replica:
+    """A rollout that holds a version and answers, but for what it fails on."""
+
+    consumer: str
+    policy_version: int = VERSION
+    failing: dict[str, RoleCallError] = field(default_factory=dict)
+    """By the uid of a prompt."""
+    asked: list[str] = field(default_factory=list)
+
+    @property
+    def stub(self) -> "Replica":
+        """As Rollout.stub."""
+        return self
+
+    async def Generate(self, request: rollout_pb2.GenerateRequest, timeout: float) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        """RolloutService.Generate."""
+        self.asked.append(request.prompt.uid)
+        for index in range(request.num_responses):
+            if request.prompt.uid in self.failing:
+                raise self.failing[request.prompt.uid]
+            meta = trajectory_pb2.TrajectoryMeta(id=f"{request.id}/{index}", prompt=request.prompt, response_text="1")
+            yield rollout_pb2.GenerateResponse(meta=meta, response_token_ids=np.ones(3, "<i4").tobytes())
+
+
+@dataclass
+class Replicas:
+    """A fleet of them."""
+
+    all: list[Replica]
+
+    def rollouts(self) -> list[Replica]:
+        """Fleet.rollouts."""
+        return self.all
+
+
+class Scorer:
+    """Finds every response right."""
+
+    async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Score]:
+        """RewardClient.score."""
+        return [Score(1.0) for _ in items]
+
+
+async def evaluated(make_settings: Callable[..., RunSettings], *replicas: Replica) -> dict[str, float]:
+    section = EvaluationSet.model_validate({"path": "held.jsonl", "num_responses": NUM_RESPONSES})
+    prompts = [trajectory_pb2.Prompt(uid=str(i), token_ids=np.ones(2, "<i4").tobytes()) for i in range(NUM_PROMPTS)]
+    fleet: Any = Replicas(list(replicas))
+    scorer: Any = Scorer()
+    evaluation = Evaluation(make_settings(), fleet, scorer, [HeldOutSet("held", section, tuple(prompts))])
+    metrics, _ = await evaluation.run(4, VERSION)
+    return metrics.values()
+
+
+async def test_a_prompt_that_nobody_could_answer_is_missing_and_in_no_mean(make_settings: Callable[..., RunSettings]) -> None:
+    values = await evaluated(make_settings, Replica("r.0", failing={"1": GenerationError("it cannot")}))
+    assert values["eval/held/missing"] == NUM_RESPONSES
+    assert values["eval/held/accuracy"] == 1.0
+
+
+async def test_only_rollouts_that_hold_the_version_are_asked(make_settings: Callable[..., RunSettings]) -> None:
+    old, new = Replica("r.0", policy_version=VERSION - 1), Replica("r.1")
+    values = await evaluated(make_settings, old, new)
+    assert (old.asked, sorted(set(new.asked)), values["eval/held/missing"]) == ([], ["0", "1", "2"], 0)
+
+
+async def test_what_a_rollout_that_goes_away_was_asked_others_answer(make_settings: Callable[..., RunSettings]) -> None:
+    gone = Replica("r.0", failing={str(i): UnavailableError("gone") for i in range(NUM_PROMPTS)})
+    values = await evaluated(make_settings, gone, Replica("r.1"))
+    assert gone.asked
+    assert values["eval/held/missing"] == 0
