@@ -68,6 +68,8 @@ def test_the_digest_depends_on_order_attempt_and_contents() -> None:
     assert digest != prepare(settings, 0, groups[::-1], rows[2:] + rows[:2])[0].digest
     changed = [{**rows[0], "token_ids": np.array([1, 2, 3, 5], np.int32)}, *rows[1:]]
     assert digest != prepare(settings, 0, groups, changed)[0].digest
+    others = run_settings(algorithm={"groups_per_batch": 2, "advantage": {"kind": "rloo"}})
+    assert digest != prepare(others, 0, groups, rows)[0].digest, "what the controller computed is in it, too"
 
 
 @pytest.mark.parametrize(
