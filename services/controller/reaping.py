@@ -37,7 +37,7 @@ class Reaper:
     async def run(self) -> None:
         """Gives unrenewed groups to others, and drops those that were delivered too often. Runs until cancelled."""
         lease_s = self._settings.lease_s
-        leases, error = Leases(lease_s), f"not renewed for {lease_s:g} s"
+        leases, error = Leases(lease_s, asyncio.get_running_loop().time), f"not renewed for {lease_s:g} s"
         while True:
             expired = leases.expired(await self._threads.call(self._ledger.pending))
             for entry in expired:
