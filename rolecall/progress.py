@@ -45,7 +45,7 @@ LONG_WAIT_S = 15.0
 """A wait of a running run that lasts this long is worth a line, and longer than twice the longest one before, for large models take their time."""
 
 TROUBLE_S = 5.0
-"""Trouble that lasts this long is worth a line; a limit of a scorer's rate comes and goes."""
+"""Trouble that lasts this long is worth a line, LONG_WAIT_S while the roles start: a limit of a scorer's rate comes and goes."""
 
 DROPS_S = 10.0
 """Least time between two lines of groups that failed."""
@@ -142,7 +142,8 @@ class PlainView:
             return
         if self._trouble_since is None:
             self._trouble_since = self._clock()
-        if not self._trouble_said and self._clock() - self._trouble_since >= TROUBLE_S:
+        long_s = LONG_WAIT_S if status.state == controller_pb2.RUN_STATE_STARTING else TROUBLE_S
+        if not self._trouble_said and self._clock() - self._trouble_since >= long_s:
             self._trouble_said = True
             self.note(f"trouble  step {status.step}/{status.total_steps}  {status.trouble}")
 

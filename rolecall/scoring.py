@@ -69,6 +69,8 @@ class RewardClient:
         self._limit = RateLimit()
         self.trouble = ""
         """Why it gives no scores at present: its name, its address, the last error. Empty once it answered again."""
+        self._is_undescribed = False
+        """Whether `trouble` is that it does not describe itself."""
 
     async def describe(self) -> reward_pb2.DescribeResponse:
         """What the scorer says it is; asked again after a call or an answer that failed. ScorerError when the description is unusable or another than
@@ -88,7 +90,15 @@ class RewardClient:
 
     async def _ask(self) -> reward_pb2.DescribeResponse:
         question = reward_pb2.DescribeRequest()
-        spec, _ = await self._within_limit(lambda: self._stub.Describe(question, timeout=self._timeout_s, wait_for_ready=True))
+        try:
+            spec, _ = await self._within_limit(lambda: self._stub.Describe(question, timeout=self._timeout_s, wait_for_ready=True))
+        except RoleCallError as error:
+            self._is_undescribed = True
+            self._is_silent(self._failure(error))
+            raise
+        if self._is_undescribed:
+            self._is_undescribed = False
+            self._has_answered()
         problem = spec_problem(spec)
         if problem:
             raise ScorerError(f"scorer {self._name!r} {problem}")
@@ -110,7 +120,7 @@ class RewardClient:
         try:
             spec = await self.describe()
         except RoleCallError as error:
-            return self._heard([self._failure(error)] * len(items))
+            return [self._failure(error)] * len(items)
         chunks = cut([only(item, spec) for item in items], spec)
         scored = await asyncio.gather(*(self._call(chunk, spec) for chunk in chunks))
         return [outcome for chunk in scored for outcome in chunk]
@@ -124,7 +134,8 @@ class RewardClient:
             except RoleCallError as error:
                 if not isinstance(error, RateLimitedError):
                     self._spec = None  # perhaps another process answers there now
-                return self._heard([self._failure(error)] * len(items))
+                self._is_silent(self._failure(error))
+                return [self._failure(error)] * len(items)
         codes = {outcome.code for outcome in outcomes if isinstance(outcome, Failure)}
         if ScorerError.reason in codes:
             self._spec = None  # perhaps it describes itself otherwise now
@@ -132,7 +143,12 @@ class RewardClient:
             self._limit.refused(called_at)
         else:
             self._limit.answered()
-        return self._heard(outcomes)
+        passing = [outcome for outcome in outcomes if isinstance(outcome, Failure) and outcome.retryable]
+        if len(passing) == len(outcomes):
+            self._is_silent(passing[0])
+        else:
+            self._has_answered()
+        return outcomes
 
     async def _within_limit(self, call: Callable[[], Awaitable[T]]) -> tuple[T, float]:
         """What `call` returns, and the monotonic time when it was made: once the scorer is not to be left alone any more."""
@@ -154,20 +170,18 @@ class RewardClient:
             if self._limit.pause_s() > 0 and time.monotonic() >= give_up_at:
                 raise RateLimitedError(f"{self._address} takes no more calls for now; it is asked again in {pause_s:.0f} s")
 
-    def _heard(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Notes whether the scorer gives scores; one warning when that ends, one when it is so again."""
-        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure) and outcome.retryable]
-        if len(failures) == len(outcomes):
-            first = failures[0]
-            said = first.message.removeprefix(f"scorer {self._name!r}: ")
-            trouble = f"scorer {self._name!r} at {self._address} gives no scores: {first.code}: {said}"
-            if not self.trouble:
-                log.warning("%s", trouble)
-            self.trouble = trouble
-        elif self.trouble:
-            self.trouble = ""
-            log.warning("scorer %r at %s gives scores again", self._name, self._address)
-        return outcomes
+    def _is_silent(self, failure: Failure) -> None:
+        """Notes that it gives no scores; one warning when that begins."""
+        said = failure.message.removeprefix(f"scorer {self._name!r}: ")
+        trouble = f"scorer {self._name!r} at {self._address} gives no scores: {failure.code}: {said}"
+        if not self.trouble:
+            log.warning("%s", trouble)
+        self.trouble = trouble
+
+    def _has_answered(self) -> None:
+        if self.trouble:
+            log.warning("scorer %r at %s answers again", self._name, self._address)
+        self.trouble = ""
 
     def _failure(self, error: RoleCallError) -> Failure:
         text = f"scorer {self._name!r}: {error.message}"

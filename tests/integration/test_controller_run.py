@@ -221,6 +221,20 @@ async def test_a_scorer_that_gives_no_scores_is_named_while_the_run_waits_and_wh
     assert dict(Ledger(store.connection, store.run).counts().dropped) == {}
 
 
+async def test_a_scorer_that_is_away_at_the_start_is_named_in_status_and_in_the_error(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    away = {"address": "127.0.0.1:9", "timeout_s": 0.5}
+    async with light_run(store, tmp_path, make_settings, reward=away, controller={"start_timeout_s": 4.0}) as run:
+        async with run.controller() as (stub, running), run.rollout("rollout-0"):
+            async with asyncio.timeout(RUN_S):
+                while not (status := (await stub.GetRun(pb.GetRunRequest())).status).trouble:
+                    await asyncio.sleep(0.02)
+            assert status.trouble.startswith("scorer 'reward' at 127.0.0.1:9 gives no scores: ")
+            with pytest.raises(BudgetSpentError, match=r"reward did not come up within .*; reward: 127\.0\.0\.1:9 "):
+                await asyncio.wait_for(running, RUN_S)
+
+
 async def test_a_limit_of_the_scorers_rate_drops_no_group(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
     draw = random.Random(0)
 
