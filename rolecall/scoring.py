@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import grpc
 
-from rolecall.errors import ConfigError, RateLimitedError, RoleCallError, ScorerError, UnauthenticatedError, VersionMismatchError
+from rolecall.errors import ConfigError, DeadlineError, RateLimitedError, RoleCallError, ScorerError, UnauthenticatedError, VersionMismatchError
 from rolecall.rpc import deadlines, tls
 from rolecall.rpc.backoff import RateLimit
 from rolecall.rpc.channel import open_channel
@@ -30,6 +30,8 @@ MAX_REQUEST_BYTES = 3 * 2**20
 """Requests are cut below 4 MiB, which servers in most languages refuse by default; a larger item travels alone."""
 MAX_CONCURRENT_CALLS = 8
 """Bound on the requests of one client under way; further ones wait, within their caller's deadline."""
+CAUSE_TIMEOUT_S = 2.0
+"""Deadline of the call that asks why nobody answered; a connection that fails says so at once."""
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 """Pauses between attempts double from the first to the longest, each shortened at random by up to half."""
@@ -89,9 +91,8 @@ class RewardClient:
         return await with_retries(self._attempt, items, self._max_attempts)
 
     async def _ask(self) -> reward_pb2.DescribeResponse:
-        question = reward_pb2.DescribeRequest()
         try:
-            spec, _ = await self._within_limit(lambda: self._stub.Describe(question, timeout=self._timeout_s, wait_for_ready=True))
+            spec = await self._description()
         except RoleCallError as error:
             self._is_undescribed = True
             self._is_silent(self._failure(error))
@@ -110,6 +111,16 @@ class RewardClient:
         if change:
             raise ScorerError(f"scorer {self._name!r} changed {change} within the run; put it back, or stop the run and resume it with the new one")
         return spec
+
+    async def _description(self) -> reward_pb2.DescribeResponse:
+        question, started = reward_pb2.DescribeRequest(), time.monotonic()
+        try:
+            return (await self._within_limit(lambda: self._stub.Describe(question, timeout=self._timeout_s, wait_for_ready=True)))[0]
+        except DeadlineError:
+            if time.monotonic() - started < 0.9 * self._timeout_s:
+                raise  # it is the scorer's own word
+            # What a connection fails of (nobody listens, an untrusted certificate) is told to calls alone that do not wait for it.
+            return (await self._within_limit(lambda: self._stub.Describe(question, timeout=CAUSE_TIMEOUT_S)))[0]
 
     def _asked(self, task: "asyncio.Task[reward_pb2.DescribeResponse]") -> None:
         self._asking = None

@@ -275,6 +275,7 @@ async def test_nobody_there_is_a_retryable_failure_not_an_exception() -> None:
     async with client_of(address, timeout_s=0.5) as client:
         (failure,) = failures(await client.score(items_of("a")))
     assert failure.retryable
+    assert "Connection refused" in failure.message
 
 
 async def test_many_calls_to_nobody_wait_together_not_one_after_the_other() -> None:

@@ -294,6 +294,7 @@ async def test_a_whole_reward_service_of_somebody_elses_is_called_over_tls_with_
         (failure,) = await client.score(items_of("a"))
         assert isinstance(failure, Failure)
         assert failure.retryable
+        assert "CERTIFICATE_VERIFY_FAILED" in failure.message
         await channel.close()
     finally:
         await server.drain(0.0)
