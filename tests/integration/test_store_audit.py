@@ -171,6 +171,10 @@ def one_token_twice(store: StoreUnderTest) -> None:
     store.connection.command("XADD", key(store, "history"), "*", "gid", 8, "event", "claimed", "token", "r.1-1")
 
 
+def claimed_while_held(store: StoreUnderTest) -> None:
+    store.connection.command("XADD", key(store, "history"), "*", "gid", 7, "event", "claimed", "token", "r.1-9")
+
+
 def entry_twice(store: StoreUnderTest) -> None:
     store.connection.command("XADD", key(store, "trajectories"), "*", "gid", 4, "group", "")
 
@@ -212,6 +216,7 @@ PLANTED: dict[Callable[[StoreUnderTest], None], str] = {
     dropped_and_still_live: "live in the ledger although dropped: 6",
     committed_by_a_zombie: "committed by a worker that did not hold it: 8 (r.1-1)",
     one_token_twice: "claimed twice under one token: 8 (r.1-1)",
+    claimed_while_held: "claimed while another held it: 7 (r.1-9)",
     entry_twice: "entries of trajectories that belong to no group there: 4",
     consumer_deleted_first: "handed out and in nobody's hands: 7",
     held_by_a_stranger: "hold groups without an attestation: r.0",
