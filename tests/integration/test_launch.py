@@ -74,11 +74,14 @@ def test_a_second_launcher_in_the_same_directory_is_refused_with_and_without_res
 
 
 def test_the_first_failure_is_shown_with_its_role_its_last_lines_and_its_log(tmp_path: Path) -> None:
-    train = start_train(write_light_config(tmp_path, target="no_such_module:score"))
+    # It can be imported when the run is checked, and cannot where the role runs.
+    fails = "import os\nif 'ROLECALL_INCARNATION' in os.environ:\n    raise LookupError('no table of weights')\ndef score(item): return 1.0\n"
+    (tmp_path / "moody.py").write_text(fails)
+    train = start_train(write_light_config(tmp_path, target="moody:score"))
     output, _ = train.communicate(timeout=STOP_LIMIT_S)
-    assert train.returncode == 1
+    assert train.returncode == 1, output
     assert "reward ended with exit code 1" in output
-    assert "no_such_module" in output
+    assert "no table of weights" in output
     assert str(tmp_path / "run" / "logs" / "reward.log") in output
 
 

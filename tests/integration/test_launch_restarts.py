@@ -37,12 +37,13 @@ class Launch:
         """Starts it and waits until every role is up. Back-offs are short unless `launcher` says otherwise."""
         tree = {
             "run": {"name": "fake", "dir": "run", "num_steps": 9},
-            "model": {"path": "model"},
+            "model": {"path": str(self.folder)},  # nobody loads one
             "data": {"train": "train.jsonl"},
             "algorithm": {"groups_per_batch": 2},
             "reward": {"components": {"correct": {"scorer": {"kind": "exact_match"}}}},
             "launcher": {"backoff_s": 0.05, **launcher},
         }
+        (self.folder / "train.jsonl").touch()
         config = self.folder / "fake.yaml"
         config.write_text(yaml.safe_dump(tree))
         command = [sys.executable, "-m", "tests.integration.fake_roles", str(config)]
