@@ -4,9 +4,11 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 LOCK ?= cpu
 SEED ?= 0
 KILLS ?= 100
+PART ?= 1
+ACCEPTANCE ?= build/gpu-acceptance
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-learning chaos check proto clean
+.PHONY: help setup quickstart test test-learning chaos gpu-acceptance gpu-wheels check proto clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -25,6 +27,12 @@ test-learning: setup ## Train the sort-digits example by nine published methods,
 
 chaos: setup ## Kill, stop and cut a running system (SEED=0, KILLS=100; REAL=1 with torch and vLLM) and check that nothing is lost
 	@$(BIN)/python -m tests.chaos --seed $(SEED) --kills $(KILLS) $(if $(REAL),--real)
+
+gpu-acceptance: setup ## What one GPU must show, PART=1, 2 or 3 of nine minutes each (DRY=1 on CPUs); the table goes to ACCEPTANCE=build/gpu-acceptance
+	@$(BIN)/python -m tools.gpu_acceptance --part $(PART) --out $(ACCEPTANCE) $(if $(DRY),--dry)
+
+gpu-wheels: setup ## What a plain machine with a GPU and torch needs beside this tree for it, in build/gpu-wheels
+	@PYTHON=$(BIN)/python tools/gpu_wheels.sh
 
 check: setup ## Stale stubs, lint, types, import rules
 	@tools/proto.sh --check && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -220,8 +220,9 @@ class _Handlers(grpc.GenericRpcHandler):
 class DigestEngine(ScriptedEngine):
     """A rollout's engine that receives weights over the real channel and samples by their digest."""
 
-    def __init__(self, model: Path) -> None:
-        self._model = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    def __init__(self, model: Path, device: torch.device = torch.device("cpu"), dtype: torch.dtype = torch.float32) -> None:
+        self._device = device
+        self._model = Qwen3ForCausalLM.from_pretrained(model, dtype=dtype).eval().to(device)
         super().__init__(vocab_size=200, eos_token_id=self._model.config.eos_token_id)
         self._digest = ""
         self._channel: Channel | None = None
@@ -235,7 +236,7 @@ class DigestEngine(ScriptedEngine):
     def _meet(self, place: MeetingPlace) -> Channel:
         rendezvous = Rendezvous(place.address, place.epoch, place.rank, place.timeout_s)
         try:
-            return join(rendezvous, place.world_size, place.backend, torch.device("cpu"), place.timeout_s)
+            return join(rendezvous, place.world_size, place.backend, self._device, place.timeout_s)
         except BaseException:
             rendezvous.close()
             raise
@@ -259,7 +260,7 @@ class DigestEngine(ScriptedEngine):
     async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
         """By plain transformers."""
         with torch.no_grad():
-            logits = self._model(torch.tensor([list(token_ids)])).logits[0]
+            logits = self._model(torch.tensor([list(token_ids)], device=self._device)).logits[0].float().cpu()
         logprobs = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(list(token_ids[1:]))[:, None])[:, 0]
         return probed(np.concatenate([np.zeros(1, np.float32), logprobs.numpy()]), num_decoded)
 

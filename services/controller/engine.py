@@ -56,9 +56,7 @@ class ControllerEngine:
         """Reads the data and the user's estimator and connects to the store; ConfigError and StoreUnavailableError come from here."""
         self._settings = settings
         settle(settings)
-        raw_prompts = load_prompts(settings.data.train, settings.data, settings.reward, settings.algorithm.distillation)
-        prompt_bytes = max(prompt.num_bytes for prompt in raw_prompts)
-        policy = admission_policy(settings, prompt_bytes)
+        policy = admission_policy(settings)
         if isinstance(settings.algorithm.advantage, CustomAdvantage):
             load_advantage(settings.algorithm.advantage)  # what is wrong with it is said now, not when the first batch is sampled
         self._threads = StoreThreads()
@@ -79,6 +77,7 @@ class ControllerEngine:
         }
         actor = ActorServiceStub(self._open("actor", settings.actor.address, "rolecall.v1.ActorService/ComputeLogprobs"))
         rows = Rows(self._connection, settings.run.name, settings.store.num_shards)
+        raw_prompts = load_prompts(settings.data.train, settings.data, settings.reward, settings.algorithm.distillation)
         critic = None
         if settings.critic is not None:
             stub = CriticServiceStub(self._open("critic", settings.critic.address, "rolecall.v1.CriticService/ComputeValues"))
@@ -104,7 +103,7 @@ class ControllerEngine:
             policy=policy,
             trackers=Trackers(settings),
             checkpoints=checkpoints,
-            recovery=Recovery(settings, self._ledger, rows, self._threads, trainers, checkpoints, prompt_bytes, self._board.wait_for),
+            recovery=Recovery(settings, self._ledger, rows, self._threads, trainers, checkpoints, self._board.wait_for),
             board=self._board,
         )
 

@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 import yaml
 
 from examples.sort_digits import prepare as sort_digits
@@ -19,41 +17,17 @@ from rolecall.cli import main
 from rolecall.launch import write_config
 from rolecall.settings import RunSettings, recipe_file, recipe_names
 from rolecall.store.embedded import EmbeddedStore
-from services.rollout.sampling import SampleRequest
 from tests.fixtures_store import StoreUnderTest
 from tests.light_roles import light_run
+from tests.policy_engine import PolicyEngine
 from tests.ports import free_port
-from tests.replay_rig import DigestEngine, Nursery
+from tests.replay_rig import Nursery
 
 TASK = HERE / "task.yaml"
 NAMES = recipe_names()
 NUM_WARM_STEPS = 90
 NUM_STEPS = 2
 RUN_S = 180.0
-
-
-class PolicyEngine(DigestEngine):
-    """Samples from the weights it received."""
-
-    def __init__(self, model: Path) -> None:
-        super().__init__(model)
-        self._known: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
-        """(digest of the weights, prefix) -> logits [V]: responses to one prompt begin alike."""
-
-    @torch.no_grad()
-    def _logits(self, token_ids: tuple[int, ...]) -> torch.Tensor:
-        key = self._digest, token_ids
-        if key not in self._known:
-            self._known[key] = self._model(torch.tensor([token_ids])).logits[0, -1]
-        return self._known[key]
-
-    def _next(self, request: SampleRequest, position: int) -> tuple[int, float]:
-        logits = self._logits((*request.prompt_token_ids, *self._running[request.request_id].tokens))
-        if request.sampling.temperature == 0:
-            return int(logits.argmax()), 0.0
-        logprobs = torch.log_softmax(logits / request.sampling.temperature, -1).double().numpy()
-        token = np.random.default_rng([request.seed, position]).choice(logprobs.size, p=np.exp(logprobs) / np.exp(logprobs).sum())
-        return int(token), float(logprobs[token])
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,100 @@
+"""The GPU acceptance does not rot: its runner tells every end that a check can have, and the checks themselves run dry,
+on CPUs and with tiny shapes.
+
+In this process, which has imported torch already. Left out: the whole run, a minute of processor time, whose pieces
+test_recipes_train.py and test_replay.py
+run; `python -m tools.gpu_acceptance --part 3 --out DIR --dry` runs it.
+"""
+
+import importlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from rolecall.training.device import stop_rank
+from tools.gpu_acceptance.__main__ import main, run_part
+from tools.gpu_acceptance.catalogue import CATALOGUE, PART_S, Check, part
+from tools.gpu_acceptance.findings import Findings, table
+
+LEFT_OUT = {14}
+DRY = [check for check in CATALOGUE if check.number not in LEFT_OUT]
+LIMIT_S = 60.0
+"""Of the runner's test: five processes that do nothing and one that hangs until all others have had their time."""
+
+
+@pytest.fixture
+def own_process() -> Iterator[None]:
+    """What a check leaves in its process: a group, and an environment."""
+    environment = dict(os.environ)
+    if dist.is_initialized():
+        stop_rank()
+    yield
+    if dist.is_initialized():
+        stop_rank()
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("own_process")
+@pytest.mark.parametrize("check", DRY, ids=[f"{check.number}-{check.target.partition(':')[2]}" for check in DRY])
+def test_a_check_passes_on_cpus(check: Check, tmp_path: Path) -> None:
+    module, _, function = check.target.partition(":")
+    found = Findings(tmp_path / "found.json", dry=True)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    getattr(importlib.import_module(module), function)(found, folder)
+    assert found.failures == []
+    assert found.num_required > 0
+    assert json.loads(found.path.read_text())["figures"] == found.figures
+
+
+def test_every_check_has_its_place_and_a_part_fits_into_its_time() -> None:
+    assert [check.number for check in CATALOGUE] == list(range(1, 19))
+    assert all(sum(check.budget_s for check in part(number)) <= PART_S for number in (1, 2, 3))
+
+
+def test_the_runner_tells_every_end_and_goes_on_after_it(tmp_path: Path) -> None:
+    ends = ("passes", "fails", "raises", "crashes", "skips", "says_nothing", "hangs")
+    checks = [Check(number, 1, name, f"tests.acceptance_checks:{name}", 1.0) for number, name in enumerate(ends)]
+    lines = {line.name: line for line in run_part(checks, tmp_path, dry=True, part_s=LIMIT_S / 4)}
+    verdicts = {name: line.verdict for name, line in lines.items()}
+    assert verdicts == {
+        **dict.fromkeys(("fails", "raises", "crashes", "says_nothing"), "failed"),
+        "passes": "passed",
+        "skips": "skipped",
+        "hangs": "overran",
+    }
+    assert lines["fails"].reasons == (
+        "gap 2 is more than 1",
+        "a part of it: ValueError: invalid literal for int() with base 10: 'of no use'",
+    )
+    assert lines["raises"].reasons == ("ValueError: said last",)
+    assert "SIGKILL" in lines["crashes"].reasons[0]
+    assert lines["crashes"].figures == {"before": "1"}
+    assert lines["skips"].reasons == ("skipped: there is no such device",)
+    assert lines["hangs"].figures == {"before": "1"}
+    text = table(list(lines.values()))
+    assert "| 0 | passes | passed |" in text
+    assert r"after \| it 7" in text
+
+
+def test_a_check_for_which_no_time_is_left_is_said_to_have_overrun(tmp_path: Path) -> None:
+    checks = [
+        Check(1, 1, "first", "tests.acceptance_checks:passes", 1.0),
+        Check(2, 1, "second", "tests.acceptance_checks:passes", 100.0),
+    ]
+    first, _ = run_part(checks, tmp_path, dry=True, part_s=50.0)
+    assert first.verdict == "overran"
+
+
+def test_the_command_writes_the_table_and_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--part", "1", "--out", str(tmp_path), "--dry", "--only", "99"]) == 0
+    written = (tmp_path / "part-1.md").read_text()
+    assert written.startswith("GPU acceptance, part 1: dry, on CPUs; torch ")
+    assert written in capsys.readouterr().out
+    assert json.loads((tmp_path / "part-1.json").read_text())["checks"] == []
