@@ -41,9 +41,9 @@ class Row:
 
 
 class Batch:
-    """A random batch, everything float64."""
+    """A random batch, everything of one dtype."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, dtype: str = "float64") -> None:
         self.rng = np.random.default_rng(seed)
         lengths, steps = self.rng.integers(2, T + 1, B), np.arange(T)
         is_said = (self.rng.random((B, T)) < 0.85) | (steps == lengths[:, None] - 1)
@@ -62,6 +62,13 @@ class Batch:
         self.advantages_B = self.rng.normal(size=B)
         self.advantages = np.repeat(self.advantages_B[:, None], T, 1)
         self.components = self.rng.choice([0.0, 0.5, 1.0], (B, 2)) + 0.1 * self.rng.random((B, 2))
+        for name, array in list(vars(self).items()):
+            if isinstance(array, np.ndarray) and array.dtype == np.float64:
+                setattr(self, name, array.astype(dtype))
+
+    def normal(self, *shape: int) -> Array:
+        """More of the same dtype."""
+        return self.rng.normal(size=shape).astype(self.mask.dtype)
 
     def _near(self, scale: float) -> Array:
         return np.minimum(self.logprobs + self.rng.normal(scale=scale, size=(B, T)), -1e-4)

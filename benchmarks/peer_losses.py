@@ -69,7 +69,7 @@ def our_loss(
 def weights_of(batch: Batch, kind: Aggregation) -> torch.Tensor:
     """[N]."""
     mask, counts = flat(batch.mask) > 0, Counts(int(batch.mask.sum()), int((batch.mask.sum(1) > 0).sum()))
-    return token_weights(mask, torch.arange(B).repeat_interleave(T), B, kind, counts, T).double()
+    return token_weights(mask, torch.arange(B).repeat_interleave(T), B, kind, counts, T).to(flat(batch.mask).dtype)
 
 
 def geo_mean(low: float, high: float) -> dict[str, Any]:
@@ -147,8 +147,8 @@ def loss_rows(batch: Batch) -> Iterator[Row]:
             only=("gradient",),
             differs=why,
         )
-    leaf = flat(batch.values + 0.3 * batch.rng.normal(size=(B, T))).requires_grad_()
-    returns = batch.rng.normal(size=(B, T))
+    leaf = flat(batch.values + 0.3 * batch.normal(B, T)).requires_grad_()
+    returns = batch.normal(B, T)
     loss, _ = value_loss(leaf, flat(returns), flat(batch.values), weights_of(batch, "token_mean"), clip_eps=0.2)
     inputs = {
         "vpreds": leaf.detach().reshape(B, T).numpy(),

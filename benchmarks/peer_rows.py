@@ -40,7 +40,7 @@ from rolecall.wire import Array
 
 def advantage_rows(batch: Batch) -> Iterator[Row]:
     """Every estimator that verl or TRL has."""
-    greedy_B = batch.rng.normal(size=B)
+    greedy_B = batch.normal(B)
     given = {"token_level_rewards": batch.rewards, "response_mask": batch.mask, "gids": batch.gids}
     whitened = {"up_to_scale": True, "tolerance": 1e-5}
     kinds: list[tuple[str, AdvantageSection, str, dict[str, Any], dict[str, Array], dict[str, Any]]] = [
@@ -89,7 +89,7 @@ def advantage_rows(batch: Batch) -> Iterator[Row]:
         {"response_mask": batch.mask, "gids": batch.gids, "components": batch.components},
     )
     yield Row("GDPO", "verl", case, ours, ROUGH, "over tokens there, over trajectories here", up_to_scale=True)
-    rewards = {"rewards": batch.outcomes[:, None], "weights": np.ones(1)}
+    rewards = {"rewards": batch.outcomes[:, None], "weights": np.ones(1, batch.mask.dtype)}
     shaped_B = shape_rewards(
         ShapingSection(normalize="batch"), batch.outcomes, batch.mask.sum(1), Moments.of(batch.outcomes), T
     )
@@ -116,9 +116,9 @@ def advantage_rows(batch: Batch) -> Iterator[Row]:
 def _otb_row(batch: Batch) -> Row:
     """Of responses of one length: verl compares by the place in a padded row, and leaves what has no counterpart its
     reward."""
-    whole = replace_mask(batch, np.ones((B, T)))
+    whole = replace_mask(batch, np.ones_like(batch.mask))
     probs = np.exp(whole.old)
-    squares = probs**2 + whole.rng.random((B, T)) * (1 - probs) ** 2
+    squares = (probs**2 + whole.rng.random((B, T)) * (1 - probs) ** 2).astype(probs.dtype)
     scored = whole.scored({"old_logprobs": whole.old, "sum_squared_probs": squares})
     inputs = {
         "token_level_rewards": whole.rewards,
@@ -147,7 +147,7 @@ def _gae_rows(batch: Batch, given: Mapping[str, Array]) -> Iterator[Row]:
             "GAE, whitened", "verl", case, {"advantages": result.advantages_N.reshape(B, T)}, 1e-5, up_to_scale=True
         )
         yield Row("GAE's returns", "verl", case, {"returns": result.returns_N.reshape(B, T)})
-        bootstrapped = batch.scored({"values": batch.values, "bootstrap_value": np.ones((B, 1))})
+        bootstrapped = batch.scored({"values": batch.values, "bootstrap_value": np.ones((B, 1), batch.mask.dtype)})
         result = estimate(section.model_copy(update={"bootstrap_truncated": True}), bootstrapped)
         assert result.returns_N is not None
         yield Row(
@@ -186,7 +186,7 @@ def kl_rows(batch: Batch) -> Iterator[Row]:
             ours = {"estimate": value_N.detach().reshape(B, T).numpy(), "gradient": gradient_of(value_N.sum(), leaf)}
             case = Case("kl", {"estimator": estimator + "+" * (through == "k2")}, given)
             yield Row(f"KL {estimator}{', gradient of k2' * (through == 'k2')}", "verl", case, ours)
-    far = {"logprob": np.full((B, T), -4.0), "ref_logprob": np.full((B, T), -1.0)}
+    far = {"logprob": np.full_like(batch.mask, -4.0), "ref_logprob": np.full_like(batch.mask, -1.0)}
     leaf = flat(far["logprob"]).requires_grad_()
     ours = {"gradient": gradient_of(kl_N(leaf, flat(far["ref_logprob"]), "k3").sum(), leaf)}
     yield Row(

@@ -22,6 +22,8 @@ from benchmarks.peer_losses import loss_rows, trl_loss_rows
 from benchmarks.peer_rows import advantage_rows, correction_rows, kl_rows
 
 HERE = Path(__file__).resolve().parent
+SINGLE = 1e-4
+"""What two ways of float32 may be apart."""
 
 
 @dataclass
@@ -51,9 +53,9 @@ def answers(python: Path, script: str, cases: Sequence[Case]) -> list[Arrays]:
         return read_answers(folder, len(cases))
 
 
-def compare(row: Row, theirs: Arrays, told: Told) -> None:
+def compare(row: Row, theirs: Arrays, least: float, told: Told) -> None:
     """Adds to `told` how far the two are apart, relative to the greatest number of the peer's where that exceeds 1."""
-    told.num, told.tolerance, told.differs = told.num + 1, row.tolerance, row.differs
+    told.num, told.tolerance, told.differs = told.num + 1, max(row.tolerance, least), row.differs
     for name, ours in row.ours.items():
         other = theirs[name].astype(np.float64)
         mine = ours.astype(np.float64)
@@ -75,18 +77,20 @@ def main() -> None:
     parser.add_argument("--verl-python", type=Path, help="the Python of an environment with requirements/vs_verl.txt")
     parser.add_argument("--trl-python", type=Path, help="the Python of an environment with requirements/vs_trl.txt")
     parser.add_argument("--batches", type=int, default=8, help="random batches of everything")
+    parser.add_argument("--dtype", choices=["float64", "float32"], default="float64", help="what both sides compute in")
     arguments = parser.parse_args()
     pythons = {"verl": (arguments.verl_python, "peer_verl.py"), "TRL": (arguments.trl_python, "peer_trl.py")}
+    least = SINGLE if arguments.dtype == "float32" else 0.0
     rows: list[Row] = []
     for seed in range(arguments.batches):
         for make in (advantage_rows, loss_rows, trl_loss_rows, kl_rows, correction_rows):
-            rows += make(Batch(seed))
+            rows += make(Batch(seed, arguments.dtype))
     table: dict[tuple[str, str], Told] = {}
     for peer, (python, script) in pythons.items():
         own = [row for row in rows if row.peer == peer]
         if python is not None:
             for row, theirs in zip(own, answers(python, script, [row.case for row in own]), strict=True):
-                compare(row, theirs, table.setdefault((peer, row.what), Told()))
+                compare(row, theirs, least, table.setdefault((peer, row.what), Told()))
     print("| peer | what | batches | furthest apart | |\n|---|---|---|---|---|")
     for (peer, what), told in table.items():
         worst = ", ".join(f"{name} {apart:.1e}" for name, apart in told.worst.items())

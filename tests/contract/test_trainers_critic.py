@@ -69,6 +69,16 @@ async def test_the_value_loss_falls_over_steps(store: StoreUnderTest, make_run: 
     assert values_of(result)["critic/grad_norm"] > 0
 
 
+async def test_the_explained_variance_is_that_of_the_trained_tokens(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+    batch = batches.sealed(0)
+    async with served_critic(make_run(), store) as (_, critic):
+        result = await train(critic, TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest))
+    rows = store.rows.read(batch.rows, ["loss_mask", "values", "returns"])
+    values, returns = (np.concatenate([row[name][row["loss_mask"] != 0] for row in rows]).astype(float) for name in ("values", "returns"))
+    expected = 1 - np.var(returns - values) / np.var(returns)
+    assert values_of(result)["critic/explained_variance"] == pytest.approx(expected)
+
+
 async def test_its_own_number_of_minibatches_comes_before_the_actors(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
     async with served_critic(make_run(num_minibatches=4), store) as (rig, critic):
         await train(critic, TrainRequest(ctl=store.ledger.ctl, step=0, digest=batches.sealed(0).digest))

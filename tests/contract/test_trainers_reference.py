@@ -8,6 +8,7 @@ import pytest
 
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import RunSettings
+from rolecall.training.logprobs import Wanted
 from rolecall.v1.reference_pb2 import GetReferenceInfoRequest
 from rolecall.v1.training_pb2 import ComputeColumnRequest
 from services.reference.engine import recipes
@@ -65,9 +66,15 @@ async def test_a_teacher_writes_its_ranking_under_the_common_prefix(store: Store
         np.testing.assert_allclose(read["teacher/logprobs"], true_logprobs(model, read["token_ids"], batches.temperature) * mask, atol=1e-4)
 
 
-def test_a_ranking_of_more_ids_than_the_policy_knows_is_refused(store: StoreUnderTest, tmp_path: Path) -> None:
+def test_a_ranking_is_of_the_ids_that_the_policy_knows_and_one_of_all_of_them_is_refused(store: StoreUnderTest, tmp_path: Path) -> None:
     model = write_qwen3(tmp_path / "policy", seed=4)
-    distillation = {"teacher": "wise", "divergence": "forward_topk", "placement": "loss", "top_k": 288}
-    tree = settings_tree(store, model, tmp_path, algorithm={"groups_per_batch": 4, "distillation": distillation}, references={"wise": {}})
+
+    def of(top_k: int) -> Wanted | None:
+        distillation = {"teacher": "wise", "divergence": "forward_topk", "placement": "loss", "top_k": top_k}
+        algorithm = {"groups_per_batch": 4, "distillation": distillation}
+        tree = settings_tree(store, model, tmp_path, algorithm=algorithm, references={"wise": {}})
+        return recipes(RunSettings.model_validate(tree), "wise")["teacher"].wanted
+
+    assert of(5) == Wanted(top_k=5, num_ids=288)
     with pytest.raises(ConfigError, match=r"top_k 288 is not less than the 288 ids"):
-        recipes(RunSettings.model_validate(tree), "wise")
+        of(288)
