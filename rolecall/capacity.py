@@ -92,7 +92,9 @@ def _check_host(needs: list[Need], host: int) -> None:
 
 
 def _needs(settings: RunSettings, facts: ModelFacts) -> list[Need]:
-    weights = facts.num_parameters * (4 if settings.model.dtype == "float32" else 2)
+    size = 4 if settings.model.dtype == "float32" else 2
+    weights = facts.num_parameters * size
+    received = facts.largest_layer * size if settings.actor.lora is None else 0  # vLLM gathers a layer before it puts it in place
     needs: list[Need] = []
     if settings.actor.address is None:
         needs += _ranks("actor", settings.actor, _trained_bytes(settings, settings.actor, facts.num_parameters, weights))
@@ -106,7 +108,7 @@ def _needs(settings: RunSettings, facts: ModelFacts) -> list[Need]:
     for i in range(rollout.num_replicas):
         for rank in range(rollout.tensor_parallel_size):
             device = rollout.devices[i][rank : rank + 1] if rollout.devices else ()
-            needs.append(Need("rollout", weights / rollout.tensor_parallel_size + cache + (0 if device else PROCESS_BYTES), device))
+            needs.append(Need("rollout", weights / rollout.tensor_parallel_size + cache + (received if device else PROCESS_BYTES), device))
     return needs
 
 

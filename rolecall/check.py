@@ -232,6 +232,9 @@ def _memory(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     cache = rollout.kv_cache_bytes or (None if rollout.devices else CPU_KV_CACHE_BYTES)
     kept = in_bytes(cache) if cache else f"vLLM's own: {rollout.gpu_memory_utilization:.0%} of each GPU, weights included"
     yield f"  rollout {in_bytes(weights / rollout.tensor_parallel_size)} weights + KV cache {kept}, x {rollout.num_replicas} replicas"
+    if rollout.devices and adapters is None:
+        left = "" if cache else f" in the {1 - rollout.gpu_memory_utilization:.0%} of a GPU that rollout.gpu_memory_utilization leaves"
+        yield f"    a publish gathers a whole layer on each GPU, up to {in_bytes(facts.largest_layer * size)}, beside three buckets{left}"
     yield from _disk(settings, facts)
     yield from _store(settings)
 

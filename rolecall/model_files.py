@@ -5,6 +5,8 @@ Owns every complaint about `model.path` that needs no weights to be loaded; `rol
 
 import json
 import math
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,14 +31,21 @@ class ModelFacts:
 
     architecture: str
     num_parameters: int
+    largest_layer: int
+    """Parameters of the largest layer, all experts included."""
 
 
 def read_model(path: Path, setting: str = "model.path") -> ModelFacts:
     """Facts of the whole model directory that `setting` names. ConfigError says what it lacks."""
-    config = _json(path / "config.json", setting)
+    config, sizes = _json(path / "config.json", setting), {name: math.prod(shape) for name, shape in _shapes(path, setting).items()}
+    layers = Counter[str]()
+    for name, size in sizes.items():
+        numbered = re.match(r".*?\.\d+(?=\.)", name)
+        layers[numbered.group() if numbered else name] += size
     return ModelFacts(
         architecture=", ".join(config.get("architectures") or ["an unnamed architecture"]),
-        num_parameters=sum(math.prod(shape) for shape in _shapes(path, setting).values()),
+        num_parameters=sum(sizes.values()),
+        largest_layer=max(layers.values(), default=0),
     )
 
 

@@ -10,7 +10,7 @@ from rolecall.model_files import ModelFacts
 from rolecall.settings import RunSettings
 from tests.conftest import MakeSettings
 
-SEVEN_B = ModelFacts(architecture="Qwen3ForCausalLM", num_parameters=7_000_000_000)
+SEVEN_B = ModelFacts(architecture="Qwen3ForCausalLM", num_parameters=7_000_000_000, largest_layer=200_000_000)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_roles_on_gpus_are_held_against_the_memory_of_each(make_settings: MakeSe
         lines(make_settings(actor={"devices": [0]}, rollout=rollout))
     lines(make_settings(actor={"devices": [0], "optimizer": {"offload": True}}, rollout=rollout))
     lines(make_settings(actor={"address": "elsewhere:1"}, rollout=rollout))
-    with pytest.raises(ConfigError, match=r"rollout needs at least 109.0 GiB on GPU 3, which has 80.0 GiB"):
+    with pytest.raises(ConfigError, match=r"rollout needs at least 109.4 GiB on GPU 3, which has 80.0 GiB"):
         lines(make_settings(actor={"devices": [0, 1], "num_ranks": 2}, rollout={"devices": [[3]], "kv_cache_bytes": 96 * 2**30}))
 
 

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from rolecall.check import find_problems, require
 from rolecall.errors import ConfigError
-from rolecall.model_files import CPU_HEAD_DIMS, num_adapter_parameters
+from rolecall.model_files import CPU_HEAD_DIMS, num_adapter_parameters, read_model
 from rolecall.settings import load_settings
 from tests.light_run import VOCAB_SIZE, write_light_config, write_model
 
@@ -192,3 +192,16 @@ def test_experts_with_adapters_are_refused_where_vllm_would_die_of_the_probe(con
 
 def test_losses_of_routers_are_refused_where_there_are_none(config: Path) -> None:
     assert any("actor.moe" in problem and "no mixture of experts" in problem for problem in problems(config, "actor.moe.balance_coef=0.1"))
+
+
+def test_the_largest_layer_is_told_where_a_gpu_has_to_hold_it(config: Path, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "experts")
+    experts = {f"model.layers.1.mlp.experts.{i}.up_proj.weight": np.zeros((4, 3), np.float32) for i in range(10)}
+    others = {"model.embed_tokens.weight": np.zeros((20, 4), np.float32), "model.layers.0.mlp.up_proj.weight": np.zeros((5, 4), np.float32)}
+    for file in model.glob("*.safetensors"):
+        file.unlink()
+    save_file(experts | others, model / "model.safetensors")
+    assert read_model(model).largest_layer == 10 * 12
+    out = io.StringIO()
+    find_problems(load_settings(config, ["rollout.devices=[[0]]", "rollout.num_replicas=1"]), out)
+    assert "a publish gathers a whole layer on each GPU" in out.getvalue()

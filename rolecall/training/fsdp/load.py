@@ -1,6 +1,6 @@
 """Filling a sharded model from a model directory: every rank reads only the part it keeps.
 
-Except of parameters that transformers fuses (conversion.py): those are read whole, one at a time.
+Of fused experts (conversion.py) that is the experts it keeps; what transformers fuses in other ways is read whole, one parameter at a time.
 """
 
 import re
@@ -46,9 +46,10 @@ def load_model(model: PackedModel, path: Path, *, device: torch.device, seed: in
             elif is_adapter(name):
                 part = new_adapter(name, parameter.shape, seed)[box.slices]
             else:
-                whole = conversion.from_checkpoint(name, parameter.shape, files.tensor)
-                _check_shape(path, name, whole.shape, parameter.shape)
-                part = whole[box.slices]
+                rows, *others = box.slices
+                part = conversion.from_checkpoint(name, parameter.shape, files.tensor, rows)
+                _check_shape(path, name, part.shape, (box.shape[0], *parameter.shape[1:]))
+                part = part[:, *others]
             _check_dtype(path, name, part.dtype)
             parameter.to_local().copy_(part)
             progressed()
@@ -82,7 +83,7 @@ def _check_dtype(path: Path, name: str, dtype: torch.dtype) -> None:
         raise ConfigError(f"{path}: tensor {name!r} is stored as {dtype}, which is quantized or no weight; use the model in bfloat16 or float32")
 
 
-def _check_shape(path: Path, name: str, found: Sequence[int], expected: torch.Size) -> None:
+def _check_shape(path: Path, name: str, found: Sequence[int], expected: Sequence[int]) -> None:
     if tuple(found) != tuple(expected):
         raise ConfigError(f"{path}: tensor {name!r} has the shape {tuple(found)}, not {tuple(expected)} as its config.json says; use matching files")
 
