@@ -381,6 +381,8 @@ async def test_a_restored_actor_goes_on_as_if_it_had_never_stopped(store: StoreU
     zero = TrainRequest(ctl=ctl, step=0, digest=batches.sealed(0).digest)
     save = SaveTrainerCheckpointRequest(ctl=ctl, path=path, step=1)
     async with served_actor(make_run(), store) as (_, actor):
+        await actor.OpenWeightChannel(weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=1, timeout_s=10), timeout=10)
+        await actor.PublishWeights(publish_request(ctl, step=0, version=5), timeout=30)
         first = await train(actor, zero)
         batches.commit(first)
         with pytest.raises(OutOfOrderError):
@@ -397,7 +399,9 @@ async def test_a_restored_actor_goes_on_as_if_it_had_never_stopped(store: StoreU
         with pytest.raises(CheckpointMismatchError, match=r"index\.json is not what was written"):
             await actor.LoadCheckpoint(LoadTrainerCheckpointRequest(ctl=ctl, path=path, files=another), timeout=30)
         loaded = await actor.LoadCheckpoint(LoadTrainerCheckpointRequest(ctl=ctl, path=path, files=files), timeout=30)
-        assert loaded.step == 1
+        assert (loaded.step, loaded.policy_version) == (1, 5)
+        with pytest.raises(StaleVersionError):  # rollouts hold the weights of step 0 under this one
+            await actor.PublishWeights(publish_request(ctl, step=1, version=5), timeout=30)
         assert await train(actor, zero) == first
         again = await train(actor, one)
     for name in ("actor/loss", "actor/grad_norm", "actor/entropy", "actor/learning_rate"):
