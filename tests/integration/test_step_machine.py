@@ -364,7 +364,7 @@ class OverwrittenColumns(StepMachine):
 
 ADAPTIVE = {
     "groups_per_batch": B,
-    "advantage": {"kind": "gae"},
+    "advantage": {"kind": "gae", "bootstrap_truncated": True},
     "kl": {"reference": "ref", "kl_coef": 0.1, "adaptive": {"target": 0.5, "horizon": 40}},
     "entropy": {"entropy_coef": 0.001, "target": 0.5, "coef_step": 0.0005},
     "shaping": {"normalize": "running"},
