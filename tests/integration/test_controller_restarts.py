@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rolecall.errors import BudgetSpentError, InvalidInputError, WorkerLostError
+from rolecall.errors import BudgetSpentError, InvalidInputError, StoreRolledBackError, WorkerLostError
 from rolecall.scores import Item
 from rolecall.settings import RunSettings
 from rolecall.storage import open_storage
@@ -215,6 +215,18 @@ async def test_a_lost_store_takes_the_run_back_to_its_checkpoint_in_a_new_lineag
     assert Ledger(store.connection, store.run).position().lineage == 1
     assert balance(run) == (16, 16, 0, 0)
     assert len(run.actor.trainer.trained) == 32
+
+
+async def test_a_store_that_is_emptied_under_the_run_ends_it_with_the_cause_and_the_remedy(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    async with light_run(store, tmp_path, make_settings, run={"num_steps": 100_000}) as run, run.rollout("rollout-0"), run.controller() as (stub, running):
+        while (await stub.GetRun(pb.GetRunRequest())).status.step < 1:
+            await asyncio.sleep(0.01)
+        keys = list(store.connection.ledger.scan_iter(f"{{rl:{store.run}}}:*"))
+        store.connection.command("DEL", *keys)
+        with pytest.raises(StoreRolledBackError, match=r"the store was emptied: .*FLUSHALL.*--resume from the last checkpoint"):
+            await asyncio.wait_for(running, RUN_S)
 
 
 async def test_roles_that_outlived_the_store_obey_the_controller_of_the_new_lineage(
