@@ -108,8 +108,8 @@ class Ours:
         return [row for row in rows if "time/step_s" in row]
 
     async def _steer(self, command: str) -> controller_pb2.RunStatus:
-        address, rpc = find(str(self.run))
-        async with open_channel(address, rpc) as channel:
+        found = find(str(self.run))
+        async with open_channel(found.address, found.rpc) as channel:
             stub = controller_pb2_grpc.ControllerServiceStub(channel)
             if command == "PauseRun":
                 await stub.PauseRun(controller_pb2.PauseRunRequest())

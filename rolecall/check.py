@@ -19,6 +19,7 @@ from rolecall.capacity import check_capacity, in_bytes
 from rolecall.dataset import RawPrompt, load_prompts
 from rolecall.errors import ConfigError, RoleCallError
 from rolecall.explain import explain
+from rolecall.launch import holds_a_run
 from rolecall.model_files import (
     ModelFacts,
     check_cpu_adapters,
@@ -101,7 +102,8 @@ def _collect(lines: Iterator[str], out: TextIO, problems: list[str]) -> None:
 
 def _run(settings: RunSettings) -> Iterator[str]:
     directory = settings.run.dir
-    state = "exists: train needs --resume or another run.dir" if directory.is_dir() and any(directory.iterdir()) else "is new"
+    used = directory.is_dir() and any(directory.iterdir())
+    state = "is new" if not used else "holds a run: train needs --resume or another run.dir" if holds_a_run(directory) else "holds nothing that was trained"
     yield f"run {settings.run.name}: {settings.run.num_steps} steps, seed {settings.run.seed}, directory {directory} ({state})"
     parent = next(folder for folder in [directory, *directory.parents] if folder.exists())
     try:

@@ -75,6 +75,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     ledger.add_argument("run", metavar="RUN", help="a run directory or a configuration file")
     ledger.add_argument("--id", metavar="ID", help="tell the history of one group (12) or trajectory (12/3) instead")
     ledger.add_argument("--json", action="store_true", help="for programs")
+    commands.choices["status"].add_argument("--json", action="store_true", help="for programs")
     commands.choices["stop"].add_argument("--checkpoint", action="store_true", help="save a checkpoint before ending")
     return parser, commands.choices
 
@@ -118,6 +119,8 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
         return ledger(arguments.run, arguments.id, arguments.json, sys.stdout)
     from rolecall.steer import steer
 
+    if arguments.command == "status":
+        return steer("status", arguments.run, as_json=arguments.json)
     return steer(arguments.command, arguments.run, checkpoint=arguments.command == "stop" and arguments.checkpoint)
 
 

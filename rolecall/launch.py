@@ -5,11 +5,13 @@ Owns the run directory's layout (config.yaml, logs/, store/), the ports and the 
 """
 
 import fcntl
+import json
 import os
 import random
+import shutil
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,10 +22,26 @@ from rolecall.disk import writing
 from rolecall.errors import NotFoundError, RunExistsError, RunLockedError
 from rolecall.processes import Worker
 from rolecall.settings import RunSettings, ServiceSection, SftSettings, TrainerSection
+from rolecall.store.embedded import discard_store
 
 _PORTS = range(20_000, 32_768)
 """Where free ports are looked for: below those that the kernel lends to outgoing connections, so that none takes the port of a role that is being
 restarted (and a client that calls it meanwhile does not, as TCP allows, connect to itself)."""
+
+_OF_AN_ATTEMPT = (
+    "config.yaml",
+    "identity.json",
+    "last_status.json",
+    "tracker_run_id",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "history.jsonl",
+    "dead.jsonl",
+    "tensorboard",
+    "memory",
+    "checkpoints",
+)
+"""Beside the store and the logs, which go on."""
 
 _Service = TypeVar("_Service", bound=ServiceSection)
 
@@ -31,16 +49,64 @@ _Service = TypeVar("_Service", bound=ServiceSection)
 def prepare_run_dir(settings: RunSettings | SftSettings, *, resume: bool) -> int:
     """Makes the run directory and returns a descriptor that holds its lock for as long as this process lives.
 
+    What an attempt left in which nothing was trained is taken away, but for its logs: the same command may be given again once its mistake is mended.
     RunExistsError when it holds a run and `resume` is false, NotFoundError when it does not and it is true, RunLockedError when a launcher works in it."""
     directory = settings.run.dir
     if resume and not (directory / "config.yaml").is_file():
         raise NotFoundError(f"run.dir {directory} holds no run to resume; start it without --resume")
-    if directory.is_dir() and any(directory.iterdir()) and not resume:
-        os.close(_lock(directory))  # a run that is under way is not one to resume
-        raise RunExistsError(f"run.dir {directory} exists; resume that run with --resume, or name another with --run.dir")
     with writing("make", directory):
-        (directory / "logs").mkdir(parents=True, exist_ok=True)
-    return _lock(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+    lock = _lock(directory)
+    try:
+        if not resume and any(directory.iterdir()):
+            if holds_a_run(directory):
+                raise RunExistsError(f"run.dir {directory} exists; resume that run with --resume, or name another with --run.dir")
+            _clear(directory)
+        with writing("make", directory):
+            (directory / "logs").mkdir(exist_ok=True)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def holds_a_run(directory: Path) -> bool:
+    """Whether the directory holds anything that a new run must not take the place of: something trained, or what is not ours."""
+    if {path.name for path in directory.iterdir()} <= {"logs"}:
+        return False
+    if not (directory / "identity.json").is_file() and not (directory / "logs" / "sft.log").is_file():
+        return True
+    checkpoints, metrics, history = (directory / name for name in ("checkpoints", "metrics.jsonl", "history.jsonl"))
+    if checkpoints.is_dir() and any(checkpoints.iterdir()):
+        return True
+    return _has_line(metrics, lambda line: line.get("step", 0) > 0) or _has_line(history, lambda line: line.get("event") == "trained")
+
+
+def is_under_way(directory: Path) -> bool:
+    """Whether a launcher works in the directory."""
+    try:
+        os.close(_lock(directory))
+    except RunLockedError:
+        return True
+    return False
+
+
+def _has_line(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> bool:
+    if not path.is_file():
+        return False
+    with path.open() as file:
+        return any(wanted(json.loads(line)) for line in file if line.endswith("\n"))
+
+
+def _clear(directory: Path) -> None:
+    with writing("clear", directory):
+        discard_store(directory / "store")
+        for name in _OF_AN_ATTEMPT:
+            path = directory / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def _lock(directory: Path) -> int:

@@ -22,11 +22,12 @@ from rolecall.identity import settle
 from rolecall.last_words import describe_failure, final_line, how_it_ended
 from rolecall.launch import plan_workers, prepare_run_dir, resolve, write_config
 from rolecall.processes import Processes, Start, Worker
-from rolecall.progress import View, open_view
+from rolecall.progress import LONG_WAIT_S, View, open_view
 from rolecall.restarts import RestartBudget
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.server import LIVENESS
-from rolecall.settings import RunSection, RunSettings
+from rolecall.run_record import INTERRUPTED, keep_record
+from rolecall.settings import RunSettings
 from rolecall.storage import open_storage
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import require_free_name
@@ -57,7 +58,6 @@ STOP_CALL_TIMEOUT_S = 5.0
 """Deadline of the request to stop with a checkpoint."""
 CHECKPOINT_GRACE_S = 60.0
 """For the run to end with a checkpoint after a budget was spent."""
-INTERRUPTED = 130
 
 _FINAL_STATES = (controller_pb2.RUN_STATE_DONE, controller_pb2.RUN_STATE_FAILED)
 _STORE = "store"
@@ -98,6 +98,7 @@ class Supervisor:
         self._interrupted = asyncio.Event()
         self._status = controller_pb2.RunStatus()
         """Last heard of the run."""
+        self._failure = ""
         self._ended_at: float | None = None
         """When a final state was heard."""
         self._due: dict[str, tuple[float, Callable[[], None]]] = {}
@@ -110,8 +111,9 @@ class Supervisor:
         """By worker, of those starts that ended in a membership."""
         self._heard_since = 0.0
         """Monotonic seconds since when the controller, this start of it, is heard."""
-        self._heard_at = 0.0
-        """Monotonic seconds of its last message."""
+        self._heard_at = time.monotonic()
+        """Of its last message, or of the beginning."""
+        self._told_silent_since = 0.0
         self._probes: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> int:
@@ -123,12 +125,19 @@ class Supervisor:
         tending = asyncio.create_task(self._start_and_tend())
         watching = asyncio.create_task(self._watch())
         interruption = asyncio.create_task(self._interrupted.wait())
+        keep_record(self._resolved.run, self._status)
         try:
             await asyncio.wait([tending, watching, interruption], return_when=asyncio.FIRST_COMPLETED)  # bounded: by nothing, on purpose: the run's whole life
-            if not self._interrupted.is_set():
-                return await (tending if not watching.done() else _unreachable(watching))  # bounded: one of the two is done
-            self._view.note("interrupted: stopping every process")
-            return INTERRUPTED
+            if self._interrupted.is_set():
+                self._view.note("interrupted: stopping every process")
+                code = INTERRUPTED
+            else:
+                code = await (tending if not watching.done() else _unreachable(watching))  # bounded: one of the two is done
+            keep_record(self._resolved.run, self._status, code, self._failure or self._status.error)
+            return code
+        except RoleCallError as error:
+            keep_record(self._resolved.run, self._status, 1, error.message)
+            raise
         finally:
             tasks = [tending, watching, interruption, *self._probes.values()]
             for task in tasks:
@@ -312,12 +321,22 @@ class Supervisor:
                 with suppress(UnavailableError, DeadlineError):
                     async for message in stub.WatchRun(controller_pb2.WatchRunRequest(), timeout=WATCH_TIMEOUT_S):
                         self._heard(message.status)
+                self._tell_of_silence()
                 await asyncio.sleep(RECONNECT_S)
 
+    def _tell_of_silence(self) -> None:
+        """One line when a controller that is not ours to start has not been heard for long."""
+        silent_s = time.monotonic() - self._heard_at
+        if self._settings.controller.address is not None and silent_s > LONG_WAIT_S and self._told_silent_since != self._heard_at:
+            self._told_silent_since = self._heard_at
+            self._view.note(f"no answer from the controller at {self._settings.controller.address} for {silent_s:.0f} s; the roles here wait for it")
+
     def _heard(self, status: controller_pb2.RunStatus) -> None:
-        self._status, self._heard_at = status, time.monotonic()
+        before, self._status, self._heard_at = self._status, status, time.monotonic()
         self._budget.applied(status.step)
         self._view.show(status)
+        if (status.state, status.step) != (before.state, before.step):
+            keep_record(self._resolved.run, status)
         self._judge()
         if status.state not in _FINAL_STATES:
             self._ended_at = None
@@ -339,12 +358,13 @@ class Supervisor:
     async def _give_up(self, end: "_GivenUp") -> int:
         """Says why the run ends, and has a checkpoint saved first if there is something to save and somebody to save it."""
         self._view.note(end.failure)
+        self._failure = end.failure.partition("\n")[0]
         if end.role != "controller" and self._status.error:
             self._view.note(f"controller: {self._status.error}")
         if self._status.step > 0:
             if end.role not in _STATEFUL:
                 await self._stop_with_checkpoint()
-            step, saved = self._status.step, last_checkpoint(self._resolved.run)
+            step, saved = self._status.step, max(RunCheckpoints(open_storage(self._resolved.run.checkpoints), 1).steps(), default=None)
             missing = f"no checkpoint of step {step} could be saved, the last is of step {saved or 0}; --resume goes on from the store"
             self._view.note(f"there is a checkpoint of step {saved}; --resume goes on from it" if saved == step else missing)
         return 1
@@ -363,11 +383,6 @@ class Supervisor:
         deadline = time.monotonic() + CHECKPOINT_GRACE_S
         while time.monotonic() < deadline and self._ended_at is None and not any(start.worker.role == "controller" for start, _ in self._processes.poll()):
             await asyncio.sleep(POLL_S)
-
-
-def last_checkpoint(run: RunSection) -> int | None:
-    """Step of the newest committed checkpoint, None when there is none."""
-    return max(RunCheckpoints(open_storage(run.checkpoints), run.keep_checkpoints).steps(), default=None)
 
 
 async def _unreachable(watching: "asyncio.Task[None]") -> int:

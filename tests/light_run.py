@@ -14,6 +14,13 @@ from safetensors.numpy import save_file
 from tests.tiny_tokenizer import EOS_TOKEN_ID, write_tokenizer
 
 START_TIMEOUT_S = 200.0
+FAILS_IN_A_ROLE = """import os
+if "ROLECALL_INCARNATION" in os.environ:
+    open("no_such_file")
+def score(item):
+    return 0.0
+"""
+"""A module that is imported well everywhere but in a role of a run."""
 VOCAB_SIZE = 259
 """Of `write_tokenizer`'s tokenizer."""
 

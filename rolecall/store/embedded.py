@@ -105,7 +105,7 @@ class EmbeddedStore:
         if len(os.fsencode(self._socket)) > MAX_SOCKET_PATH:
             self._socket_dir = tempfile.mkdtemp(prefix="rolecall-")
             self._socket = Path(self._socket_dir) / "store.sock"
-        lock = self._lock(lock_timeout_s)
+        lock = _lock(self._dir, lock_timeout_s)
         try:
             self._write_url()
             command = tied([self.binary, "-"], signal.SIGTERM)  # so that it writes down what it has
@@ -154,20 +154,6 @@ class EmbeddedStore:
         if self._socket_dir is not None:
             shutil.rmtree(self._socket_dir, ignore_errors=True)
             self._socket_dir, self._socket = None, self._dir / "store.sock"
-
-    def _lock(self, timeout_s: float) -> int:
-        """A descriptor that holds the directory's lock. The server inherits it, so the lock lives exactly as long as the server."""
-        lock = os.open(self._dir, os.O_RDONLY | os.O_DIRECTORY)
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return lock
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    os.close(lock)
-                    raise RunLockedError(f"another store runs in {self._dir}; stop that run first") from error
-            time.sleep(0.05)
 
     def _config(self) -> str:
         keys = f"~{{rl:{self._run}}}:* ~{{rl:{self._run}:*"
@@ -219,6 +205,31 @@ class EmbeddedStore:
         lines = self.log_file.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if self.log_file.exists() else []
         ready = max((index for index, line in enumerate(lines) if _READY in line), default=-1)
         return " ".join([line.partition(" # ")[2] for line in lines[ready + 1 :] if " # " in line][-2:])
+
+
+def discard_store(dir: Path) -> None:
+    """Deletes a store's directory, once a server that is still ending there has ended. RunLockedError when one holds it for LOCK_TIMEOUT_S."""
+    if dir.is_dir():
+        lock = _lock(dir, LOCK_TIMEOUT_S)
+        try:
+            shutil.rmtree(dir)
+        finally:
+            os.close(lock)
+
+
+def _lock(dir: Path, timeout_s: float) -> int:
+    """A descriptor that holds the directory's lock. The server inherits it, so the lock lives exactly as long as the server."""
+    lock = os.open(dir, os.O_RDONLY | os.O_DIRECTORY)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                os.close(lock)
+                raise RunLockedError(f"another store runs in {dir}; stop that run first") from error
+        time.sleep(0.05)
 
 
 def _find_binary(configured: str | None) -> str:

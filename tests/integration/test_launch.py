@@ -13,7 +13,7 @@ import yaml
 
 from rolecall.processes import Processes, Worker
 from rolecall.settings import load_settings
-from tests.light_run import start_train, wait_until_gone, wait_until_up, write_light_config
+from tests.light_run import FAILS_IN_A_ROLE, start_train, wait_until_gone, wait_until_up, write_light_config
 
 STOP_LIMIT_S = 100.0
 """Roles that do not end by themselves are killed after 6 s; the rest is a busy machine's."""
@@ -50,16 +50,6 @@ def test_sigkill_leaves_no_process_no_socket_and_no_lock(tmp_path: Path) -> None
     assert wait_until_gone(processes, STOP_LIMIT_S) == []
 
 
-def test_an_existing_run_directory_is_refused_without_resume(tmp_path: Path) -> None:
-    config = write_light_config(tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("")
-    train = start_train(config)
-    output, _ = train.communicate(timeout=STOP_LIMIT_S)
-    assert train.returncode == 1
-    assert "--resume" in output
-
-
 def test_a_second_launcher_in_the_same_directory_is_refused_with_and_without_resume(tmp_path: Path) -> None:
     config = write_light_config(tmp_path)
     first = start_train(config)
@@ -74,14 +64,12 @@ def test_a_second_launcher_in_the_same_directory_is_refused_with_and_without_res
 
 
 def test_the_first_failure_is_shown_with_its_role_its_last_lines_and_its_log(tmp_path: Path) -> None:
-    # It can be imported when the run is checked, and cannot where the role runs.
-    fails = "import os\nif 'ROLECALL_INCARNATION' in os.environ:\n    raise LookupError('no table of weights')\ndef score(item): return 1.0\n"
-    (tmp_path / "moody.py").write_text(fails)
-    train = start_train(write_light_config(tmp_path, target="moody:score"))
+    (tmp_path / "mine.py").write_text(FAILS_IN_A_ROLE)
+    train = start_train(write_light_config(tmp_path, target="mine:score"))
     output, _ = train.communicate(timeout=STOP_LIMIT_S)
     assert train.returncode == 1, output
     assert "reward ended with exit code 1" in output
-    assert "no table of weights" in output
+    assert "no_such_file" in output
     assert str(tmp_path / "run" / "logs" / "reward.log") in output
 
 

@@ -20,7 +20,7 @@ from rolecall.cli import main
 from rolecall.settings import load_settings
 from rolecall.v1 import controller_pb2, reward_pb2
 from tests.contract.peer import Authority
-from tests.light_run import write_light_config
+from tests.light_run import start_train, write_light_config
 from tests.ports import free_port
 
 
@@ -149,3 +149,19 @@ def test_another_role_at_an_address_is_told(tmp_path: Path, places: dict[str, st
     critic = ["critic.address=" + places["roles"], "algorithm.advantage={kind: gae}"]
     (told,) = find_problems(load_settings(write_light_config(tmp_path), critic), io.StringIO())
     assert told == f"critic.address {places['roles']} answers and is no rolecall.v1.CriticService; correct the address"
+
+
+def test_a_controller_that_nobody_serves_yet_is_noted_waited_for_and_told_of(tmp_path: Path, places: dict[str, str]) -> None:
+    address = places["nobody"]
+    train = start_train(write_light_config(tmp_path), f"--controller.address={address}")
+    assert train.stdout is not None
+    said: list[str] = []
+    for line in train.stdout:  # the test's own timeout bounds it
+        said.append(line)
+        if line.startswith(f"no answer from the controller at {address} for "):
+            break
+    train.kill()
+    train.communicate(timeout=60)
+    assert said[0].startswith("NOTE ")
+    assert any(line.startswith(f"NOTE controller.address {address}: nobody listens there yet; the run waits for it") for line in said), said
+    assert said[-1].endswith("the roles here wait for it\n"), said

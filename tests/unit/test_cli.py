@@ -75,9 +75,8 @@ def test_what_is_no_override_is_refused(words: list[str]) -> None:
 
 
 def test_a_run_is_found_by_its_address() -> None:
-    address, rpc = find("127.0.0.1:4000")
-    assert address == "127.0.0.1:4000"
-    assert rpc.tls is None
+    run = find("127.0.0.1:4000")
+    assert (run.address, run.rpc.tls, run.directory) == ("127.0.0.1:4000", None, None)
 
 
 def test_what_names_no_run_is_refused(tmp_path: Path) -> None:

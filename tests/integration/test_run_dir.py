@@ -1,0 +1,91 @@
+"""What a run directory means to the next command: an attempt that is begun anew, a run that is gone on with, one that is over."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from rolecall.cli import main
+from rolecall.errors import RunExistsError
+from rolecall.launch import holds_a_run, prepare_run_dir
+from rolecall.settings import load_settings
+from tests.light_run import FAILS_IN_A_ROLE, start_train, wait_until_up, write_light_config
+
+END_LIMIT_S = 100.0
+"""A busy machine's."""
+
+
+def interrupt(config: Path, *arguments: str) -> None:
+    """Starts the run, and asks it to end once it is up."""
+    train = start_train(config, *arguments)
+    wait_until_up(train)
+    train.send_signal(signal.SIGINT)
+    train.communicate(timeout=END_LIMIT_S)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "mine.txt"])
+def test_a_directory_that_is_not_a_runs_is_refused_and_left_as_it_is(tmp_path: Path, name: str) -> None:
+    settings = load_settings(write_light_config(tmp_path))
+    settings.run.dir.mkdir()
+    (settings.run.dir / name).write_text("mine")
+    with pytest.raises(RunExistsError, match="resume that run with --resume"):
+        prepare_run_dir(settings, resume=False)
+    assert [(path.name, path.read_text()) for path in settings.run.dir.iterdir()] == [(name, "mine")]
+
+
+@pytest.mark.timeout(300)
+def test_an_attempt_in_which_nothing_was_trained_does_not_block_the_mended_command(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FAILS_IN_A_ROLE)
+    config, run = write_light_config(tmp_path, target="mine:score"), tmp_path / "run"
+    first = start_train(config)
+    output, _ = first.communicate(timeout=END_LIMIT_S)
+    assert (first.returncode, "no_such_file" in output) == (1, True), output
+    (tmp_path / "mine.py").write_text("def score(item):\n    return 0.0\n")
+    (run / "store" / "left").touch()
+    (run / "mine.txt").touch()
+    interrupt(config, "--sampling.num_responses=3")
+    assert not (run / "store" / "left").exists(), "another attempt has another store"
+    assert (run / "mine.txt").exists()
+    assert (run / "logs" / "reward.log").read_text().count("=== started reward") == 2, "logs go on"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("metrics.jsonl", '{"step": 0}\n{"step": 1}\n'),
+        ("history.jsonl", '{"event": "admitted"}\n{"event": "trained"}\n'),
+        ("checkpoints/step-00000001", ""),
+    ],
+)
+def test_a_directory_in_which_something_was_trained_is_a_runs(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / "identity.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step"')
+    assert not holds_a_run(tmp_path), "half a line of a killed process, and an evaluation before the first step"
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(text)
+    assert holds_a_run(tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_status_of_a_run_that_is_over_says_how_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, run = write_light_config(tmp_path), str(tmp_path / "run")
+    train = start_train(config)
+    wait_until_up(train)
+    assert main(["status", str(config), "--json"]) == 0, "the configuration that it was started from names it, too"
+    said = json.loads(capsys.readouterr().out)
+    assert (said["run"], said["state"], said["step"], said["total_steps"], said["over"]) == ("light", "starting", 0, 1, None)
+    assert said["ledger"]["admitted"] == 0
+    train.kill()
+    train.communicate(timeout=END_LIMIT_S)
+    for command in ("status", "watch"):
+        assert main([command, run]) == 0
+        told = capsys.readouterr().out
+        assert "over since 20" in told
+        assert "at step 0/1: its rolecall train was killed or the machine went down; --resume goes on" in told
+    assert main(["pause", run]) == 1
+    assert "run light is over (its rolecall train was killed" in capsys.readouterr().err
+    interrupt(config, "--resume")
+    assert main(["status", run, "--json"]) == 0
+    over = json.loads(capsys.readouterr().out)["over"]
+    assert (over["exit_code"], over["how"]) == (130, "interrupted; --resume goes on")
