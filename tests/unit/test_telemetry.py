@@ -52,6 +52,11 @@ def test_a_mean_over_nothing_is_absent() -> None:
     assert metrics.values() == {}
 
 
+def test_a_mean_over_nothing_that_somebody_sent_is_absent_too() -> None:
+    nothing = trajectory_pb2.Metric(name="x", value=float("nan"), reduction=trajectory_pb2.REDUCTION_MEAN, weight=0.0)
+    assert Metrics.from_proto([nothing, nothing]).values() == {}
+
+
 def test_a_name_has_one_reduction() -> None:
     metrics = Metrics()
     metrics.sum("tokens", 3)
