@@ -85,6 +85,7 @@ def main() -> None:
     for seed in range(arguments.batches):
         for make in (advantage_rows, loss_rows, trl_loss_rows, kl_rows, correction_rows):
             rows += make(Batch(seed, arguments.dtype))
+    print(f"{len(rows)} comparisons, {arguments.dtype}\n")
     table: dict[tuple[str, str], Told] = {}
     for peer, (python, script) in pythons.items():
         own = [row for row in rows if row.peer == peer]

@@ -1,4 +1,7 @@
-"""The benchmarks of store, controller, training and algorithms still run. What they measure is no test's business."""
+"""The benchmarks of store, controller, training and algorithms still run, and our side of the comparison with peers.
+
+What they measure is no test's business.
+"""
 
 import re
 import subprocess
@@ -13,10 +16,10 @@ TIMEOUT_S = 200.0
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
-def quick(name: str, *words: str) -> str:
+def quick(name: str, *words: str, smoke: str = "--quick") -> str:
     """What the benchmark prints in its smoke run."""
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / name), "--quick", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S, check=False
+        [sys.executable, str(BENCHMARKS / name), smoke, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S, check=False
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -43,3 +46,10 @@ def test_the_algorithms_benchmark_agrees_with_its_plain_loops() -> None:
     output = quick("algorithms.py")
     kinds = ("grpo", "rloo", "opo", "gpg", "maxrl", "pass_at_k", "gdpo", "remax", "reinforce_plus_plus", "gae", "optimal_token_baseline")
     assert [kind for kind in kinds if not re.search(rf"^{kind}\b.* \d", output, re.MULTILINE)] == []
+
+
+def test_the_comparison_with_peers_makes_our_side_of_every_row() -> None:
+    output = quick("vs_peers.py", "--dtype", "float32", smoke="--batches=1")
+    found = re.match(r"(\d+) comparisons, float32", output)
+    assert found is not None, output
+    assert int(found[1]) > 80

@@ -289,10 +289,12 @@ def test_a_checkpoint_is_restored_from_any_storage_and_one_of_another_configurat
     train_step(engine, make_rows(6), token_budget=64, seed=0)
     memory = open_storage(f"memory://{tmp_path.name}/actor")
     files = engine.snapshot().write(memory, CommandGroup(0, 1, None), {"trainer.json": b"{}"})
+    drawn = torch.rand(3)
     assert {file.name: file.num_bytes for file in files} == memory.files()
     assert {"rank-00000.safetensors", "trainer.json", "model/config.json", "model/tokenizer.json"} <= memory.files().keys()
     assert all(file.checksum == hashlib.sha256(memory.read(file.name)).hexdigest() for file in files)
     restored.load(memory)
+    assert torch.equal(torch.rand(3), drawn), "random state is part of it"
     first, second = (train_step(each, make_rows(6), token_budget=64, seed=3) for each in (engine, restored))
     assert first == second
     index = json.loads(memory.read("index.json"))
