@@ -33,7 +33,8 @@ from services.controller.config import admission_policy
 from services.controller.evaluation import Evaluation, load_sets
 from services.controller.failures import RecoveryBudget, starts_over
 from services.controller.fleet import Fleet
-from services.controller.loop import Loop, Parts
+from services.controller.loop import Loop
+from services.controller.parts import Parts
 from services.controller.probe import make_probe
 from services.controller.prompts import PromptRenderer, PromptSequence
 from services.controller.publish import PolicyPublisher

@@ -9,73 +9,30 @@ import asyncio
 import logging
 from asyncio import FIRST_COMPLETED
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rolecall.errors import BudgetSpentError, DiskFullError, RoleCallError, StoreRolledBackError
 from rolecall.settings import RunSettings
 from rolecall.store.budget import batch_bytes
-from rolecall.store.ledger import Ledger
-from rolecall.store.rows import Rows
 from rolecall.telemetry import Metrics, export, tracer
-from rolecall.trackers import Trackers
 from rolecall.v1 import controller_pb2, training_pb2, trajectory_pb2
 from rolecall.wire import Array
 from services.controller import measures, preparation
 from services.controller.adaptive import AdaptiveState
-from services.controller.admission import AdmissionPolicy
 from services.controller.assembly import Assembly, ScoredGroup
-from services.controller.board import RunBoard
-from services.controller.checkpoints import Checkpoints, RunPoint
+from services.controller.checkpoints import RunPoint
 from services.controller.collection import Collection
-from services.controller.evaluation import Evaluation
 from services.controller.failures import FailureBudget, StallClock
-from services.controller.fleet import Fleet
 from services.controller.intake import Intake
-from services.controller.prompts import PromptSequence
-from services.controller.publish import PolicyPublisher
+from services.controller.parts import Parts
 from services.controller.reaping import Reaper
-from services.controller.recovery import Recovery, encode_prompts
+from services.controller.recovery import encode_prompts
 from services.controller.saving import NO_ROOM, CheckpointSaver
-from services.controller.scoring import GroupScorer
 from services.controller.tasks import first_error
-from services.controller.threads import StoreThreads
-from services.controller.trainers import ActorTrainer, CriticTrainer, Trainer
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What the loop coordinates."""
-
-    settings: RunSettings
-    ledger: Ledger
-    rows: Rows
-    threads: StoreThreads
-    fleet: Fleet
-    publisher: PolicyPublisher
-    actor: ActorTrainer
-    critic: CriticTrainer | None
-    scorer: GroupScorer
-    evaluation: Evaluation
-    prompts: PromptSequence
-    policy: AdmissionPolicy
-    trackers: Trackers
-    checkpoints: Checkpoints
-    recovery: Recovery
-    board: RunBoard
-
-    @property
-    def trainers(self) -> list[Trainer]:
-        """Actor, and critic when there is one."""
-        return [self.actor, self.critic] if self.critic else [self.actor]
-
-    def computing(self, columns: Sequence[str]) -> list[ActorTrainer | CriticTrainer]:
-        """The trainers that compute any of `columns`."""
-        return [trainer for trainer in (self.actor, self.critic) if trainer is not None and trainer.columns & set(columns)]
 
 
 class Loop:
@@ -266,7 +223,7 @@ class Loop:
         else:
             begun = await self._parts.threads.call(self._parts.ledger.begun, self._step)
             waiting = asyncio.create_task(self._assembly.next_batch(self._step, begun))
-        stall = StallClock(self._settings.controller.stall_timeout_s)
+        stall = StallClock(_patience_s(self._settings))
         try:
             while True:
                 self._tell_what_is_awaited()
@@ -291,7 +248,7 @@ class Loop:
 
     def _stalled(self) -> BudgetSpentError:
         return BudgetSpentError(
-            f"step {self._step}: no group was finished for controller.stall_timeout_s = {self._settings.controller.stall_timeout_s:.0f} s; "
+            f"step {self._step}: no group was finished for controller.stall_timeout_s = {_patience_s(self._settings):.0f} s; "
             f"{self._assembly.num_live} are live, {self._assembly.num_ready} ready, "
             f"rollouts: {[rollout.consumer + ' ' + rollout.phase for rollout in self._parts.fleet.rollouts()]}"
             + (f"; {self._parts.scorer.trouble}" if self._parts.scorer.trouble else "")
@@ -433,3 +390,8 @@ class Loop:
             algorithm_state=position.algorithm_state.decode(),
             ctl=self._ctl,
         )
+
+
+def _patience_s(settings: RunSettings) -> float:
+    """controller.stall_timeout_s, or the deadline of a call that a group waits for where that is longer."""
+    return max(settings.controller.stall_timeout_s, settings.reward.timeout_s, *(section.compute_timeout_s for section in settings.references.values()))

@@ -122,7 +122,8 @@ async def test_a_pause_that_outlasts_the_stall_timeout_is_no_stall_also_after_a_
 ) -> None:
     async with light_run(store, tmp_path, make_settings) as run, run.rollout("rollout-0"):
         patient = run.settings
-        run.settings = patient.model_copy(update={"controller": patient.controller.model_copy(update={"stall_timeout_s": 0.1})})
+        hasty = {"controller": {"stall_timeout_s": 0.1}, "reward": {"timeout_s": 0.1}}
+        run.settings = patient.model_copy(update={name: dict(patient)[name].model_copy(update=changes) for name, changes in hasty.items()})
         for start in range(2):
             async with run.controller() as (stub, running):
                 if start == 0:
@@ -139,7 +140,8 @@ async def test_a_pause_that_outlasts_the_stall_timeout_is_no_stall_also_after_a_
 
 
 async def test_a_run_that_stalls_ends_with_a_checkpoint_of_where_it_stands(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
-    sections: dict[str, Any] = {"run": {"num_steps": 1000, "checkpoint_every_steps": 1000}, "controller": {"stall_timeout_s": 2.0}}
+    sections: dict[str, Any] = {"run": {"num_steps": 1000, "checkpoint_every_steps": 1000}}
+    sections |= {"controller": {"stall_timeout_s": 1.0}, "reward": {"timeout_s": 2.0}}
     async with light_run(store, tmp_path, make_settings, **sections) as run, run.controller() as (stub, running), run.rollout("rollout-0") as engine:
         while (await stub.GetRun(pb.GetRunRequest())).status.step < 1:
             await asyncio.sleep(0.02)

@@ -35,6 +35,11 @@ def test_a_sound_configuration_gives_a_line_per_derived_value(config: Path) -> N
     assert not (config.parent / "run").exists()
 
 
+def test_the_budgets_of_failures_are_told_with_their_window(config: Path) -> None:
+    _, told = findings(load_settings(config, ["reward.max_failed_groups=5", "controller.failure_window=200"]))
+    assert "failures: of any 200 groups 5 may be without a score and 32 without a rollout that survives them; one more ends the run" in told
+
+
 def test_a_users_estimator_is_found_and_takes_its_options(config: Path) -> None:
     (config.parent / "median_for_a_check.py").write_text("def f(batch, *, scale):\n    raise AssertionError('not called')\n")
     advantage = "algorithm.advantage={kind: custom, function: 'median_for_a_check:f', options: {%s: 2}}"
