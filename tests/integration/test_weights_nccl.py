@@ -1,4 +1,7 @@
-"""The NCCL channel: one GPU shows that its calls and its abort work, two show a transfer between processes. Skipped without a CUDA device."""
+"""The NCCL channel: its calls and its abort, and transfers between two processes. Skipped without a CUDA device.
+
+Where there is one GPU, the processes are two hosts to NCCL, which else refuses two ranks on it.
+"""
 
 import subprocess
 import sys
@@ -9,19 +12,28 @@ import pytest
 import torch
 
 from rolecall.errors import ChannelBrokenError
+from rolecall.settings import child_environment
 from rolecall.weights.channel import join
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
 from rolecall.weights.rendezvous import RendezvousHost
 from tests.integration.test_weights_processes import line
+from tests.nccl_hosts import as_host
 
 pytestmark = pytest.mark.gpu
 MEET_S = 60.0
-needs_one_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and a CUDA build of torch")
-needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL refuses two ranks on one")
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and a CUDA build of torch")
+SHARES_GPU = torch.cuda.device_count() < 2
 
 
-@needs_one_gpu
+@pytest.fixture(autouse=True)
+def root_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process needs before its first communicator."""
+    for name, value in (as_host("root") if SHARES_GPU else {}).items():
+        monkeypatch.setenv(name, value)
+
+
+@needs_a_gpu
 def test_a_lone_rank_broadcasts_over_nccl_and_closes() -> None:
     device = torch.device("cuda", 0)
     rendezvous = RendezvousHost("127.0.0.1").enter(1)
@@ -35,7 +47,7 @@ def test_a_lone_rank_broadcasts_over_nccl_and_closes() -> None:
     rendezvous.close()
 
 
-@needs_one_gpu
+@needs_a_gpu
 def test_a_rank_that_waits_for_a_peer_is_freed_by_its_deadline_and_by_an_abort() -> None:
     device = torch.device("cuda", 0)
     host = RendezvousHost("127.0.0.1")
@@ -56,12 +68,14 @@ def test_a_rank_that_waits_for_a_peer_is_freed_by_its_deadline_and_by_an_abort()
 
 
 def _start(address: str, epoch: int, *more: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "tests.integration.weights_receiver_process", address, str(epoch), "1", "2", "30", "--device", "cuda:1", *more]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    device, environment = ("cuda:0", as_host("receiver")) if SHARES_GPU else ("cuda:1", {})
+    words = [address, str(epoch), "1", "2", "30", "--device", device, *more]
+    command = [sys.executable, "-m", "tests.integration.weights_receiver_process", *words]
+    return subprocess.Popen(command, env=child_environment(environment), stdout=subprocess.PIPE, text=True)
 
 
-@needs_two_gpus
-def test_two_gpus_agree_on_what_was_sent_and_a_killed_receiver_breaks_its_epoch_alone() -> None:
+@needs_a_gpu
+def test_two_processes_agree_on_what_was_sent_and_a_killed_receiver_breaks_its_epoch_alone() -> None:
     device = torch.device("cuda", 0)
     named = [(f"w{i}", torch.randn(1000, 1000, device=device).to(torch.bfloat16)) for i in range(64)]
     manifest = build_manifest(named, 16 * 2**20)
@@ -82,5 +96,5 @@ def test_two_gpus_agree_on_what_was_sent_and_a_killed_receiver_breaks_its_epoch_
                     publishing.result(timeout=MEET_S)
         finally:
             receiver.kill()
-            receiver.wait(10)
+            receiver.communicate(timeout=10)
     root.close()

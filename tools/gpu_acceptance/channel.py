@@ -15,8 +15,9 @@ from rolecall.weights.fingerprint import fingerprint_on_device
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
 from rolecall.weights.transfer import Transferred
+from tests.nccl_hosts import as_host
 from tools.gpu_acceptance.findings import Findings
-from tools.gpu_acceptance.receiver import MEET_S, START_S, Receiver, as_host, receivers
+from tools.gpu_acceptance.receiver import MEET_S, START_S, Receiver, receivers
 from tools.gpu_acceptance.stage import Size, Stage, weight_shapes
 
 BUCKET_TIMEOUT_S = 30.0

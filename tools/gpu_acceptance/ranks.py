@@ -31,9 +31,10 @@ from rolecall.weights.fingerprint import digest, fingerprint
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
 from tests.checkpoint_rig import load, save
+from tests.nccl_hosts import as_host
 from tests.tiny_models import write_qwen3
 from tools.gpu_acceptance.findings import Findings
-from tools.gpu_acceptance.receiver import MEET_S, Receiver, as_host, receivers
+from tools.gpu_acceptance.receiver import MEET_S, Receiver, receivers
 from tools.gpu_acceptance.stage import Stage, make_rows, relative
 
 Dtype = Literal["float32", "bfloat16"]

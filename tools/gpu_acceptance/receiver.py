@@ -27,6 +27,7 @@ from rolecall.training.device import backend_of
 from rolecall.weights.channel import join
 from rolecall.weights.rendezvous import Rendezvous
 from rolecall.weights.transfer import Reception, agreed_manifest
+from tests.nccl_hosts import as_host
 
 MEET_S = 60.0
 """Deadline of the meeting, and of the manifest."""
@@ -34,16 +35,6 @@ START_S = 90.0
 """Longest start of the process: torch is imported, and the device begun."""
 _STOPPED_S = 600.0
 """How long it holds still when told to; somebody ends it before."""
-ONE_HOST = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""NCCL refuses two ranks on one GPU of one host.
-
-With NCCL_HOSTID they are on two, which sockets join; all of it must be set before NCCL is loaded.
-"""
-
-
-def as_host(name: str) -> dict[str, str]:
-    """The environment of a process that NCCL takes for another host."""
-    return {**ONE_HOST, "NCCL_HOSTID": name}
 
 
 def main() -> None:

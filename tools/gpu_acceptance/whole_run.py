@@ -28,10 +28,10 @@ from rolecall.store.rows import Rows
 from rolecall.store.sealed import read_sealed
 from tests.fixtures_store import StoreUnderTest
 from tests.light_roles import LightRun, light_run
+from tests.nccl_hosts import as_host
 from tests.policy_engine import PolicyEngine
 from tests.ports import free_port
 from tools.gpu_acceptance.findings import Findings
-from tools.gpu_acceptance.receiver import as_host
 
 NUM_STEPS = 5
 KILLED_IN = 2
