@@ -1,12 +1,13 @@
 """Which processes the launcher starts, where they listen and what they find in their environment."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from rolecall.last_words import last_words
-from rolecall.launch import plan_workers, resolve, write_config
-from rolecall.settings import load_settings
+from rolecall.launch import plan_workers, resolve, role_environment, write_config
+from rolecall.settings import ActorSection, load_settings
 from tests.conftest import MakeSettings
 from tests.light_run import write_light_config
 
@@ -20,6 +21,13 @@ def test_every_local_role_gets_an_address_of_its_own(make_settings: MakeSettings
     addresses = [section.address for section in (resolved.controller, resolved.actor, resolved.critic, resolved.reward)]
     assert None not in addresses
     assert len(set(addresses)) == 4
+
+
+def test_ranks_share_the_cores_of_the_machine_unless_told_otherwise() -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    for num_ranks in (1, 2, num_cores, 2 * num_cores):
+        assert int(role_environment(ActorSection(num_ranks=num_ranks))["OMP_NUM_THREADS"]) == max(1, num_cores // num_ranks)
+    assert role_environment(ActorSection(num_ranks=2, num_threads=3))["OMP_NUM_THREADS"] == "3"
 
 
 def test_roles_with_an_address_are_not_started(make_settings: MakeSettings) -> None:
