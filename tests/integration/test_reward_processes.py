@@ -1,12 +1,14 @@
 """Reward over real connections between processes: the example scorer, and the reward service in front of it, started as people start them."""
 
 import asyncio
+import random
 import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -152,13 +154,17 @@ async def test_scores_go_on_when_workers_are_killed_at_any_instant(start: StartP
     path = write_run(tmp_path, {"components": {"correct": {"scorer": {"kind": "exact_match"}, "max_attempts": 5}}})
     service = start("-m", "services.reward", str(path))
     address = await service.address()
-    stopping = asyncio.Event()
+    scored = asyncio.Event()
 
     async def kill_now_and_then() -> None:
-        while not stopping.is_set():
+        """A worker a batch, however long a new one takes to start: five in a row would be too many for an item."""
+        delays_s = random.Random(5)
+        while True:
+            await asyncio.sleep(delays_s.uniform(0.0, 0.3))
             for worker in psutil.Process(service.process.pid).children():
                 worker.send_signal(signal.SIGKILL)
-                await asyncio.sleep(1.0)
+                scored.clear()
+                await scored.wait()
 
     killer = asyncio.ensure_future(kill_now_and_then())
     try:
@@ -166,10 +172,12 @@ async def test_scores_go_on_when_workers_are_killed_at_any_instant(start: StartP
             for _ in range(5):
                 outcomes = await client.score(items_of(*["42"] * 200, truth="42"))
                 assert [outcome for outcome in outcomes if not isinstance(outcome, Score)] == []
+                scored.set()
                 await asyncio.sleep(0.2)
     finally:
-        stopping.set()
-        await killer
+        killer.cancel()
+        with suppress(asyncio.CancelledError):
+            await killer
 
 
 def test_a_component_that_cannot_start_is_said_in_one_line(start: StartProcess, tmp_path: Path) -> None:
