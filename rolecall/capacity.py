@@ -65,13 +65,13 @@ def check_capacity(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         )
     needs = _needs(settings, facts)
     _check_host(needs, host)
+    largest = max(gpus.values(), default=0)  # of them all: CUDA may number GPUs of several kinds otherwise than nvidia-smi
     for need in needs:
-        for device in need.devices:
-            if need.num_bytes > gpus.get(device, need.num_bytes):
-                raise ConfigError(
-                    f"{need.who} needs at least {in_bytes(need.num_bytes)} on GPU {device}, which has {in_bytes(gpus[device])}; "
-                    "use more GPUs for it, a smaller model or dtype, or lower rollout.kv_cache_bytes"
-                )
+        if gpus and need.devices and need.num_bytes > largest:
+            raise ConfigError(
+                f"{need.who} needs at least {in_bytes(need.num_bytes)} on GPU {need.devices[0]}, and no GPU of this machine has more than {in_bytes(largest)}; "
+                "use more GPUs for it, a smaller model or dtype, or lower rollout.kv_cache_bytes"
+            )
     if settings.store.url is None and settings.store.max_bytes > host:
         raise ConfigError(f"store.max_bytes {in_bytes(settings.store.max_bytes)} exceeds the {in_bytes(host)} of this machine; lower it, or set store.url")
     named = ", ".join(f"GPU {device} {in_bytes(num_bytes)}" for device, num_bytes in gpus.items())

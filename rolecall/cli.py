@@ -92,7 +92,7 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from rolecall.settings import load_settings, overrides_from
 
     if arguments.command in ("train", "check"):
-        settings = load_settings(arguments.config, overrides_from(rest), arguments.recipe)
+        settings = load_settings(arguments.config, overrides_from(rest, ("--recipe", "--resume")), arguments.recipe)
         if arguments.command == "check":
             from rolecall.check import check
 
@@ -105,7 +105,7 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.command == "sft":
         from rolecall.settings import load_sft_settings
 
-        sft_settings = load_sft_settings(arguments.config, overrides_from(rest))
+        sft_settings = load_sft_settings(arguments.config, overrides_from(rest, ("--resume",)))
         from rolecall.sft import warm_start
 
         return warm_start(sft_settings, resume=arguments.resume)

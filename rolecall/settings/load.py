@@ -144,13 +144,14 @@ def _override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {override!r}: its value is not YAML: {error}") from error
 
 
-def overrides_from(arguments: Sequence[str]) -> list[str]:
-    """`--section.key value` and `--section.key=value` as overrides for `load_settings`. ConfigError names a word that is neither."""
+def overrides_from(arguments: Sequence[str], options: Sequence[str] = ()) -> list[str]:
+    """`--section.key value` and `--section.key=value` as overrides for `load_settings`. ConfigError names a word that is neither, with the nearest of
+    `options`, those that the command has besides."""
     overrides, words = [], iter(arguments)
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or "." not in key:
-            raise ConfigError(f"unexpected argument {word!r}; overrides have the form --section.key value")
+            raise ConfigError(f"unexpected argument {word!r}{did_you_mean(word, options)}; overrides have the form --section.key value")
         if not equals:
             following = next(words, None)
             if following is None:

@@ -68,6 +68,11 @@ def test_overrides_come_with_a_space_or_an_equals_sign() -> None:
     assert overrides_from(["--run.seed", "3", "--data.system_prompt=a=b"]) == ["run.seed=3", "data.system_prompt=a=b"]
 
 
+def test_an_option_that_does_not_exist_is_told_with_the_nearest_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(write_light_config(tmp_path)), "--resum"]) == 2
+    assert "unexpected argument '--resum' (did you mean '--resume'?); overrides have the form --section.key value" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["--run.seed"], ["seed", "3"], ["--seed", "3"], ["--run.seed", "3", "more"]])
 def test_what_is_no_override_is_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError):
