@@ -144,9 +144,12 @@ async def test_an_items_own_rate_limit_pauses_the_calls_too() -> None:
             return response
 
     servicer = Limited("", grpc.StatusCode.OK)
-    assert await scored_by(servicer, max_attempts=4) == [Score(0.5)] * 2
-    calls = servicer.calls["Score"]
-    pauses = [later - earlier for earlier, later in pairwise(calls)]
+    async with bare_server(servicer) as address, client_of(address, timeout_s=PLENTY_S) as client:
+        for _ in range(3):  # each as soon as the one before was refused
+            (failure,) = await client.score(items_of("a"))
+            assert isinstance(failure, Failure)
+        assert await client.score(items_of("a")) == [Score(0.5)]
+    pauses = [later - earlier for earlier, later in pairwise(servicer.calls["Score"])]
     assert [pause >= 0.49 * FIRST_PAUSE_S * 2**i for i, pause in enumerate(pauses)] == [True] * 3
 
 

@@ -24,7 +24,7 @@ from rolecall.scores import Failure, Score
 from rolecall.settings import RpcSection
 from rolecall.v1 import controller_pb2
 from tests.contract import peer
-from tests.contract.reward_peers import client_of, items_of
+from tests.contract.reward_peers import Liar, client_of, items_of, serving
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "external_reward"
@@ -148,6 +148,31 @@ async def test_the_service_joins_its_run_and_leaves_no_process(start: StartProce
     assert len(workers) == 2
     assert code == 0
     assert not psutil.wait_procs(workers, timeout=5)[1]
+
+
+async def test_the_service_says_which_scorer_gives_no_scores_in_place_of_serving(start: StartProcess, tmp_path: Path) -> None:
+    controller = peer.Peer()
+
+    async def heard(phase: str) -> None:
+        async with asyncio.timeout(60):
+            while not controller.beats or controller.beats[-1].phase != phase:
+                await asyncio.sleep(0.05)
+
+    async with peer.serving(controller) as (_, controller_address):
+        async with serving(Liar()) as external:
+            words = {"scorer": {"kind": "external", "address": external}, "timeout_s": 1.0, "max_attempts": 1}
+            path = write_run(tmp_path, {"components": {"words": words}}, controller={"address": controller_address})
+            address = await start("-m", "services.reward", str(path)).address()
+            await heard("serving")
+        async with client_of(address, timeout_s=30.0) as client:
+            (failure,) = await client.score(items_of("a"))
+            assert isinstance(failure, Failure)
+            await heard(f"no scores from words at {external}")
+            async with serving(Liar(), bind=external):
+                async with asyncio.timeout(60):
+                    while await client.score(items_of("a")) != [Score(0.5, {"words": 0.5})]:
+                        await asyncio.sleep(0.1)
+                await heard("serving")
 
 
 async def test_scores_go_on_when_workers_are_killed_at_any_instant(start: StartProcess, tmp_path: Path) -> None:
