@@ -112,6 +112,33 @@ async def test_a_commit_whose_loop_is_abandoned_makes_a_whole_checkpoint(tmp_pat
     verify(latest[0].storage, latest[0].files, nothing)
 
 
+async def test_what_is_saved_is_told_once_it_is_committed_and_a_failure_takes_nothing_back(
+    tmp_path: Path, make_settings: Callable[..., RunSettings]
+) -> None:
+    """By it the loop knows whether the run's end is saved already."""
+    threads, folders = StoreThreads(), list[str]()
+    trainer = Trainer("actor", QuickStub(), make_settings().actor)  # type: ignore[arg-type]
+    checkpoints = Checkpoints(open_storage(str(tmp_path)), 2)
+    saver = CheckpointSaver([trainer], checkpoints, threads, saved_step=0)
+
+    async def point() -> RunPoint:
+        return POINT
+
+    async def committed(folder: str) -> None:
+        folders.append(folder)
+
+    async def failing() -> RunPoint:
+        raise StorageUnavailableError("away")
+
+    await saver.begin(1, 3, point, committed, lambda: None)
+    await asyncio.wait_for(saver.finish(), DEADLINE_S)
+    assert (saver.saved_step, saver.step, folders) == (3, 3, [str(tmp_path / "step-00000003")])
+    with pytest.raises(StorageUnavailableError):
+        await saver.begin(1, 4, failing, committed, lambda: None)
+    assert (saver.saved_step, saver.step) == (3, 3)
+    threads.close()
+
+
 def commit(checkpoints: RunCheckpoints, step: int) -> Attempt:
     attempt = checkpoints.begin(step)
     checkpoints.commit(attempt, [store(attempt.storage, "weights", lambda file: file.write(b"weights"))], {})
