@@ -44,6 +44,9 @@ class ModelSection(Section):
     """Hugging Face model directory (config.json, *.safetensors, tokenizer with a chat template)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type that weights are computed in and published in. The optimizer's master weights are float32."""
+    head_dtype: Literal["model", "float32"] = "model"
+    """Type that logits are computed in, by trainers, references and rollouts alike. `float32`: the output layer's products of bfloat16
+    weights and hidden states are not rounded, by up to 0.06 on logits from 16 on, at the price of computing them again in the backward pass."""
     max_model_tokens: PositiveInt | None = None
     """Longest prompt + response; absent: the model's own maximum."""
 

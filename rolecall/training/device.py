@@ -110,6 +110,13 @@ def groups_heads(device: torch.device) -> bool:
     return device.type != "cuda"
 
 
+def float32_product(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
+    """float32 [M, N]: the product of matrices in half precision, not rounded to it. On GPUs neither matrix is copied."""
+    if a_MK.device.type == "cuda":
+        return torch.mm(a_MK, b_KN, out_dtype=torch.float32)
+    return a_MK.float() @ b_KN.float()
+
+
 def wait_for(device: torch.device) -> None:
     """Returns when the device has done what it was given."""
     if device.type == "cuda":

@@ -3,8 +3,9 @@
 One autograd function with a hand-written backward. Blocks run over the vocabulary, not over tokens: a block's weight gradient is then one product over all
 tokens, written in place, and needs no float32 copy; and ranks that each keep a part of the vocabulary (tensor parallel) differ from one rank only by three
 small reductions. The backward pass needs each block's logits again. As many as fit are kept since the forward pass in the memory of the weight's gradient,
-which nobody needs before; the others are computed again. It owns the arithmetic that must agree with the sampler's: log_softmax(logits / temperature), the
-softmax in float32. Nothing here knows packing or models.
+which nobody needs before; the others are computed again, as are all float32 logits of half-precision inputs, for which that memory is too narrow. It owns the
+arithmetic that must agree with the sampler's: log_softmax(logits / temperature), the softmax in float32, and logits in the inputs' dtype or in float32, as the
+sampler has them. Nothing here knows packing or models.
 
 The sum over the vocabulary is the online softmax of Milakov and Gimelshein (arXiv 1805.02867).
 
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+
+from rolecall.training.device import float32_product
 
 CPU_BLOCK_ELEMENTS = 2**22
 """Most logits of one block on a CPU, 16 MiB in float32: what caches and the allocator's free lists hold. At the peak there are about four such tensors."""
@@ -43,15 +46,17 @@ def logprobs_and_entropy(
     *,
     entropy: bool = True,
     vocab: VocabShard | None = None,
+    float32_logits: bool = False,
     block_elements: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logprobs, entropy_M), float32, differentiable in hidden_MH and weight_VH (any float dtype, the same); temperatures float32.
 
     Targets are int64, [M] or several of each token, [M, K]; logprobs have their shape. Entropy is zeros, and costs nothing, unless asked for. Double precision
     inputs are computed in double. With `vocab` the outputs and the gradient of hidden_MH are those of the whole vocabulary, equal on its ranks, weight_VH and
-    its gradient this rank's; forward and backward are then collectives. `block_elements` absent: as suits the device.
+    its gradient this rank's; forward and backward are then collectives. `float32_logits`: products of half-precision inputs are not rounded to it; gradients
+    are. `block_elements` absent: as suits the device.
     """
-    cut = _cut(hidden_MH, vocab, block_elements, keeps=torch.is_grad_enabled() and weight_VH.requires_grad)
+    cut = _cut(hidden_MH, vocab, block_elements, float32_logits, keeps=torch.is_grad_enabled() and weight_VH.requires_grad)
     targets_MK = targets if targets.ndim == 2 else targets[:, None]
     outputs: tuple[torch.Tensor, torch.Tensor]
     outputs = _BlockedLogprobs.apply(hidden_MH, weight_VH, targets_MK, temperature_M, entropy, vocab, cut)  # type: ignore[no-untyped-call]
@@ -93,12 +98,13 @@ def distribution(
     wanted: Wanted,
     *,
     vocab: VocabShard | None = None,
+    float32_logits: bool = False,
     block_elements: int | None = None,
 ) -> Distribution:
     """Logprobs and what else is `wanted`, in one pass over the blocks; arguments as of logprobs_and_entropy. With `vocab` a collective."""
     temperature_M1 = temperature_M[:, None].to(torch.promote_types(hidden_MH.dtype, torch.float32))
     softmax = _Ranking(temperature_M1, wanted)
-    for block in _cut(hidden_MH, vocab, block_elements, keeps=False).blocks(weight_VH, targets_M[:, None], None):
+    for block in _cut(hidden_MH, vocab, block_elements, float32_logits, keeps=False).blocks(weight_VH, targets_M[:, None], None):
         softmax.add(block.logits(hidden_MH) / temperature_M1, block, False)
     if vocab:
         softmax.reduce(vocab.group)
@@ -111,9 +117,10 @@ def distribution(
     )
 
 
-def _cut(hidden_MH: torch.Tensor, vocab: VocabShard | None, block_elements: int | None, *, keeps: bool) -> "_Cut":
+def _cut(hidden_MH: torch.Tensor, vocab: VocabShard | None, block_elements: int | None, float32_logits: bool, *, keeps: bool) -> "_Cut":
+    widens = float32_logits and hidden_MH.dtype in (torch.float16, torch.bfloat16)
     size = block_elements or (CPU_BLOCK_ELEMENTS if hidden_MH.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS)
-    return _Cut(start=vocab.start if vocab else 0, block_elements=size, keeps=keeps)
+    return _Cut(start=vocab.start if vocab else 0, block_elements=size, keeps=keeps and not widens, widens=widens)
 
 
 @dataclass(frozen=True)
@@ -130,9 +137,13 @@ class _Block:
     """bool: the target is in this block."""
     kept_MB: torch.Tensor | None
     """Where the block's logits stay between forward and backward; None: nowhere."""
+    widens: bool
+    """Whether logits are float32 though their factors are not."""
 
     def logits(self, hidden_MH: torch.Tensor) -> torch.Tensor:
         """[M, B], kept if there is room."""
+        if self.widens:
+            return float32_product(hidden_MH, self.weight_BH.T)
         return hidden_MH @ self.weight_BH.T if self.kept_MB is None else torch.mm(hidden_MH, self.weight_BH.T, out=self.kept_MB)
 
 
@@ -144,7 +155,9 @@ class _Cut:
     """The token id of its first row."""
     block_elements: int
     keeps: bool
-    """Whether a backward pass will want the weight's gradient."""
+    """Whether logits are kept in the memory of the weight's gradient, which a backward pass will want."""
+    widens: bool
+    """Of each block."""
 
     def blocks(self, weight_VH: torch.Tensor, targets_MK: torch.Tensor, kept_VH: torch.Tensor | None) -> list[_Block]:
         """All blocks, in order.
@@ -163,7 +176,7 @@ class _Cut:
             fits = kept_VH is not None and last <= kept_VH.numel()
             kept_MB = kept_VH.view(-1)[first:last].view(num_tokens, end - start) if kept_VH is not None and fits else None
             columns = torch.where(inside_MK, column_MK, 0), inside_MK
-            blocks.append(_Block(slice(start, end), weight_VH[start:end], self.start + start, *columns, kept_MB))
+            blocks.append(_Block(slice(start, end), weight_VH[start:end], self.start + start, *columns, kept_MB, self.widens))
         return blocks
 
 

@@ -51,6 +51,9 @@ class PackedModel(nn.Module):
 class PolicyModel(PackedModel):
     """Logprobs and entropy of scored tokens, and what else is asked of their distributions."""
 
+    float32_logits = False
+    """Whether the output layer's products are kept in float32 where the model computes in half precision."""
+
     def forward(
         self,
         token_ids_N: torch.Tensor,
@@ -76,17 +79,18 @@ class PolicyModel(PackedModel):
         if packed.prefixes is not None:
             hidden_nH = packed.prefixes.spread(hidden_nH)
         before_MH = hidden_nH.index_select(0, scored_M - 1 - run.start)
-        token_ids_M, temperature_M = token_ids_N[scored_M], temperature_N[scored_M]
+        token_ids_M, temperature_M, wide = token_ids_N[scored_M], temperature_N[scored_M], self.float32_logits
         if wanted is not None:
-            said = distribution(before_MH, weight_VH, token_ids_M, temperature_M, wanted, vocab=vocab)
+            said = distribution(before_MH, weight_VH, token_ids_M, temperature_M, wanted, vocab=vocab, float32_logits=wide)
             more_MC = torch.cat([said.top_ids_Mk.to(torch.float32), said.top_logprobs_Mk, said.sum_squared_probs_M[:, None]], 1)
             outputs = [said.logprobs_M, torch.zeros_like(said.logprobs_M), more_MC]
         elif targets_Nk is not None:
             targets_MK = torch.cat([token_ids_M[:, None], targets_Nk[scored_M].long()], 1)
-            logprobs_MK, entropy_M = logprobs_and_entropy(before_MH, weight_VH, targets_MK, temperature_M, entropy=entropy, vocab=vocab)
+            logprobs_MK, entropy_M = logprobs_and_entropy(before_MH, weight_VH, targets_MK, temperature_M, entropy=entropy, vocab=vocab, float32_logits=wide)
             outputs = [logprobs_MK[:, 0], entropy_M, logprobs_MK[:, 1:]]
         else:
-            outputs = list(logprobs_and_entropy(before_MH, weight_VH, token_ids_M, temperature_M, entropy=entropy, vocab=vocab))
+            asked = logprobs_and_entropy(before_MH, weight_VH, token_ids_M, temperature_M, entropy=entropy, vocab=vocab, float32_logits=wide)
+            outputs = list(asked)
         num_tokens = token_ids_N.shape[0]
         whole = [output_M.new_zeros(num_tokens, *output_M.shape[1:]).index_copy(0, scored_M, output_M) for output_M in outputs]
         if packed.sequence is not None:

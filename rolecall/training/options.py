@@ -18,6 +18,8 @@ class EngineOptions:
     """What the model says of each token."""
     dtype: Literal["float32", "bfloat16"]
     """Of computing and publishing."""
+    float32_logits: bool = False
+    """Keep the output layer's products in float32 also where `dtype` is less (model.head_dtype)."""
     optimizer: OptimizerSection | None
     """None: frozen (a reference), parameters kept in `dtype`."""
     lora: LoraSection | None = None

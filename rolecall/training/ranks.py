@@ -46,6 +46,7 @@ def start_bench(
         path=path,
         head=head,
         dtype=settings.model.dtype,
+        float32_logits=settings.model.head_dtype == "float32",
         optimizer=optimizer,
         lora=lora,
         total_steps=total_steps,

@@ -76,6 +76,7 @@ class WarmStart:
             path=settings.model.path,
             head="policy",
             dtype=settings.model.dtype,
+            float32_logits=settings.model.head_dtype == "float32",
             optimizer=actor.optimizer,
             lora=actor.lora,
             total_steps=self._num_steps,

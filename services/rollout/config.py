@@ -25,6 +25,8 @@ class RolloutConfig:
 
     model_path: Path
     dtype: str
+    float32_head: bool
+    """Whether logits are computed in float32 whatever `dtype` is."""
     max_model_tokens: int
     """Longest prompt + response."""
     eos_token_ids: tuple[int, ...]
@@ -61,6 +63,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
     return RolloutConfig(
         model_path=path,
         dtype=settings.model.dtype,
+        float32_head=settings.model.head_dtype == "float32",
         max_model_tokens=settings.model.max_model_tokens or max_model_tokens(path),
         eos_token_ids=eos_token_ids(path),
         max_num_seqs=section.max_num_seqs,

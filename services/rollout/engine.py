@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.exceptions import VLLMClientError
@@ -23,7 +24,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from rolecall.errors import GenerationError, UnavailableError, WorkerLostError
+from rolecall.errors import ConfigError, GenerationError, UnavailableError, WorkerLostError
 from rolecall.settings import LoraSection
 from rolecall.v1 import trajectory_pb2, weights_pb2
 from rolecall.weights.adapter import POLICY
@@ -54,6 +55,8 @@ class VllmEngine:
     def __init__(self, config: RolloutConfig) -> None:
         """Starts the engine's processes; takes tens of seconds. Call it inside the event loop that will use it."""
         self._llm = AsyncLLM.from_engine_args(engine_args(config))
+        if config.float32_head and self._llm.model_config.head_dtype != torch.float32:
+            raise ConfigError("model.head_dtype float32: vLLM does not compute logits in float32 on this device; leave it at model")
         self._num_probes = 0
         self._num_moves = 0
         self._takes_adapters = config.lora is not None
@@ -173,9 +176,7 @@ class VllmEngine:
 
     async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:
         """As EngineWeights.receive."""
-        receiving = receive_version(
-            self._llm, epoch=epoch, policy_version=policy_version, bucket_timeout_s=bucket_timeout_s, is_adapter=self._takes_adapters
-        )
+        receiving = receive_version(self._llm, epoch=epoch, policy_version=policy_version, bucket_timeout_s=bucket_timeout_s, is_adapter=self._takes_adapters)
         report = await self._alive(receiving)
         self._adapter = POLICY if self._takes_adapters else None
         named = zip(report.names, report.fingerprints, strict=True)
@@ -230,6 +231,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         generation_config="vllm",
         load_format="dummy",
         dtype=config.dtype,
+        hf_overrides={"head_dtype": "float32"} if config.float32_head else {},
         max_model_len=config.max_model_tokens,
         max_num_seqs=config.max_num_seqs,
         tensor_parallel_size=config.tensor_parallel_size,

@@ -34,6 +34,13 @@ def test_replicas_on_one_machine_share_no_core(tmp_path: Path) -> None:
     assert start_environment(configure(run, "rollout-1", range(8)))["VLLM_CPU_OMP_THREADS_BIND"] == "2,3"
 
 
+def test_one_setting_says_what_logits_are_computed_in_on_both_sides(tmp_path: Path) -> None:
+    run = settings(tmp_path)
+    assert not configure(run, "rollout-0", range(4)).float32_head
+    wide = run.model_copy(update={"model": run.model.model_copy(update={"head_dtype": "float32"})})
+    assert configure(wide, "rollout-0", range(4)).float32_head
+
+
 def test_ranks_of_a_replica_split_its_cores(tmp_path: Path) -> None:
     run = settings(tmp_path, num_replicas=2, tensor_parallel_size=2, num_threads=4)
     config = configure(run, "rollout-1", range(8))

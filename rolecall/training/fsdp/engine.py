@@ -86,6 +86,8 @@ class FsdpEngine:
         seed_rank(options.seed, self.layout.data_rank)
         check_parallel(options.path, options.parallel)
         self._model = build_model(options.path, options.head, torch.float32 if trained and options.lora is None else self.dtype)
+        if isinstance(self._model, PolicyModel):
+            self._model.float32_logits = options.float32_logits
         self.config: PretrainedConfig = self._model.hf.config
         self._conversion = Conversion(self._model.hf)
         self._num_parameters = sum(p.numel() for p in self._model.parameters())
@@ -216,15 +218,11 @@ class FsdpEngine:
         for part in parts or STATE_PARTS:
             self._on_host.give_back(part)
 
-    def _run(
-        self, microbatch: Microbatch, entropy: bool, wanted: Wanted | None = None, plain: bool = False
-    ) -> TokenOutputs | ValueOutputs:
+    def _run(self, microbatch: Microbatch, entropy: bool, wanted: Wanted | None = None, plain: bool = False) -> TokenOutputs | ValueOutputs:
         # An empty microbatch still gathers and reduces: one token stands in, and its gradients are zeros.
         mb = microbatch if microbatch.lengths else _stand_in(self.device)
         prefixes = mb.prefixes if self.layout.sequence is None else None  # its runs are cut from the tokens of whole sequences
-        packed = plan_attention(
-            mb.lengths, mb.cu_seqlens, self.dtype, self.layout.sequence, prefixes, self.flops.head_size, plain=plain
-        )
+        packed = plan_attention(mb.lengths, mb.cu_seqlens, self.dtype, self.layout.sequence, prefixes, self.flops.head_size, plain=plain)
         asked = {"targets_Nk": mb.columns.get(TOPK_IDS) if torch.is_grad_enabled() else None, "wanted": wanted} if isinstance(self._model, PolicyModel) else {}
         recording: AbstractContextManager[list[torch.Tensor]] = self._routers.recording() if self._routers else nullcontext([])
         with recording as router_logits:
