@@ -1,20 +1,19 @@
-"""What a GPU must show before a run is trusted to it: 18 checks of the product's own code, in three parts of at most
-nine minutes each.
+"""What a GPU must show before a run is trusted to it: 18 checks of the product's own code.
 
     python -m tools.gpu_acceptance --part 1 --out DIR          # kernels and the trainer
     python -m tools.gpu_acceptance --part 2 --out DIR          # memory, streams, NCCL
     python -m tools.gpu_acceptance --part 3 --out DIR          # a whole run, and the numbers that decide defaults
-    python -m tools.gpu_acceptance --part 1 --out DIR --dry    # the same code on CPUs: tiny shapes, Gloo for NCCL,
-    nothing judged by its speed
+    python -m tools.gpu_acceptance --part 1 --out DIR --dry    # the same code on CPUs, nothing judged by its speed
 
-One GPU is enough: where two ranks share it, NCCL is told that they are on two hosts (NCCL_HOSTID). No vLLM:
-transformers sample in its place. Each check is a
-process of its own with a budget, and what it has found is on the disk before it goes on, so that a crash or an overrun
-loses neither figures nor neighbours.
+A part takes nine minutes at most. One GPU is enough: where two ranks share it, NCCL is told that they are on two hosts
+(NCCL_HOSTID). No vLLM: transformers sample in its place. Each check is a process of its own with a budget, and what it
+has found is on the disk before it goes on, so that a crash or an overrun loses neither figures nor neighbours. Dry,
+shapes are tiny and Gloo stands in for NCCL.
 
     catalogue.py   the checks, their budgets
     __main__.py    a part: starts each check, ends those that overrun, prints the table
     findings.py    what a check found, and the table made of it
     stage.py       device, shapes, random models and rows
+    receiver.py    the other end of the weight channel
     the others     the checks
 """

@@ -65,9 +65,8 @@ def cases(stage: Stage) -> list[Case]:
     h, k, d = heads[0]
     made.append(Case((h, k, d, d), stage.pick((1, 511, 4096), (1, 17, 40)), dtype=torch.float32))
     made.append(Case(stage.pick((16, 16, 192, 128), (4, 4, 12, 8)), stage.pick((3, 511, 4096), (3, 17, 40))))
-    made.append(
-        Case(stage.pick((4, 2, 320, 320), (2, 1, 20, 20)), stage.pick((3, 511, 2048), (3, 17)))
-    )  # wider than flash attention takes
+    # Wider than flash attention takes.
+    made.append(Case(stage.pick((4, 2, 320, 320), (2, 1, 20, 20)), stage.pick((3, 511, 2048), (3, 17))))
     return made
 
 

@@ -106,9 +106,8 @@ def _measure(stage: Stage, case: Case, vocab: int, compared: bool) -> dict[str, 
 def _draw(stage: Stage, case: Case, vocab: int) -> Inputs:
     device, generator = stage.device, torch.Generator(stage.device).manual_seed(0)
     hidden = torch.randn(case.num_tokens, case.hidden, generator=generator, device=device)
-    weight = torch.randn(vocab, case.hidden, generator=generator, device=device).mul_(
-        2.0 / case.hidden**0.5
-    )  # logits of standard deviation 2
+    weight = torch.randn(vocab, case.hidden, generator=generator, device=device)
+    weight *= 2.0 / case.hidden**0.5  # logits of standard deviation 2
     shape = (case.num_tokens, case.num_targets) if case.num_targets > 1 else (case.num_tokens,)
     return Inputs(
         hidden.bfloat16().requires_grad_(),

@@ -150,9 +150,8 @@ def check_probe(found: Findings, folder: Path) -> None:
         "uniform": np.random.default_rng(0).integers(0, config.vocab_size, _PROBE_TOKENS, dtype=np.int32),
         "text": _ids_of_text(config.vocab_size),
     }
-    spread = (
-        STD * config.hidden_size**0.5
-    )  # of the logits: the final norm makes every hidden state's root mean square 1
+    # Of the logits: the final norm makes every hidden state's root mean square 1.
+    spread = STD * config.hidden_size**0.5
     scale = 1.0
     largest = 0.0
     for wanted in (1.0, 2.0, 4.0):

@@ -42,6 +42,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(
-        code
-    )  # threads of collectives, ended by the interpreter's teardown, now and then abort the process after all is done
+    # Threads of collectives, ended by the interpreter's teardown, now and then abort the process after all is done.
+    os._exit(code)

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -163,6 +164,21 @@ def _run_ranks(stack: ExitStack, found: Findings, folder: Path, receiver: Receiv
         stack.callback(process.wait, MEET_S)
         stack.callback(process.kill)
         started.append(process)
+    try:
+        arrived, codes = _receive(folder, receiver, started)
+    finally:
+        for rank in range(2):
+            print(f"--- rank {rank}\n{(folder / f'rank-{rank}.log').read_text()[-4000:]}", flush=True)
+    if codes != [0, 0]:
+        raise RuntimeError(f"the ranks ended with {codes}; what they said stands above")
+    seen: dict[str, Any] = json.loads((folder / "rank-0.json").read_text())
+    return {**seen, "arrived": arrived}
+
+
+def _receive(
+    folder: Path, receiver: Receiver, started: Sequence["subprocess.Popen[bytes]"]
+) -> tuple[dict[str, Any], list[int]]:
+    """What the receiver got of the weights that rank 0 sends, and how the ranks ended."""
     deadline = time.monotonic() + _RANKS_S
     address = folder / "address.json"
     while not address.exists() and all(process.poll() is None for process in started) and time.monotonic() < deadline:
@@ -171,12 +187,7 @@ def _run_ranks(stack: ExitStack, found: Findings, folder: Path, receiver: Receiv
     if address.exists():
         receiver.ask(json.loads(address.read_text()), 1, timeout_s=MEET_S)
         arrived = receiver.answer()
-    codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in started]
-    for rank, code in enumerate(codes):
-        if code:
-            raise RuntimeError(f"rank {rank} ended with {code}: {(folder / f'rank-{rank}.log').read_text()[-600:]}")
-    seen: dict[str, Any] = json.loads((folder / "rank-0.json").read_text())
-    return {**seen, "arrived": arrived}
+    return arrived, [process.wait(max(1.0, deadline - time.monotonic())) for process in started]
 
 
 def _check_checkpoints(stage: Stage, seen: dict[str, Any]) -> None:
@@ -260,6 +271,5 @@ def _loads_back(engine: FsdpEngine, folder: Path) -> bool:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # threads of collectives, ended by the interpreter's teardown, now and then abort the process after all is done
+    # Threads of collectives, ended by the interpreter's teardown, now and then abort the process after all is done.
+    os._exit(0)

@@ -33,6 +33,7 @@ MEET_S = 60.0
 """Deadline of the meeting, and of the manifest."""
 START_S = 90.0
 """Longest start of the process: torch is imported, and the device begun."""
+_POLL_S = 0.2
 _STOPPED_S = 600.0
 """How long it holds still when told to; somebody ends it before."""
 
@@ -122,8 +123,15 @@ class Receiver:
         self.process.stdin.flush()
 
     def answer(self, timeout_s: float = MEET_S) -> Any:
-        """Its next line; queue.Empty when there is none in time."""
-        return json.loads(self._said.get(timeout=timeout_s))
+        """Its next line. RuntimeError when it has ended, or says nothing in time."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return json.loads(self._said.get(timeout=_POLL_S))
+            except queue.Empty:
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    ended = self.process.returncode
+                    raise RuntimeError(f"the receiver said nothing in {timeout_s:g} s (exit code {ended})") from None
 
     def kill(self) -> None:
         """SIGKILL, also of one that is stopped; returns when it is gone."""
@@ -138,7 +146,8 @@ class Receiver:
     def _listen(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self._said.put(line)
+            if line.startswith(("{", '"')):  # NCCL warns on stdout, too
+                self._said.put(line)
 
 
 @contextmanager

@@ -194,9 +194,8 @@ def check_silence(found: Findings, folder: Path) -> None:
     larger_config.architectures = ["Qwen3ForCausalLM"]
     larger_config.save_pretrained(larger)
     larger_s = count_flops(build_model(larger, "policy", torch.float32)).update.total([length], length) / rate
-    scale = (
-        larger_s / larger_config.num_hidden_layers / (seconds / len(microbatches) / config.num_hidden_layers)
-    )  # of a layer to a layer
+    # Of a layer to a layer.
+    scale = larger_s / larger_config.num_hidden_layers / (seconds / len(microbatches) / config.num_hidden_layers)
     bound = CriticSection().hang_s
     found.figure("layers of 8B", config.num_hidden_layers)
     found.figure("s a row of 32k", seconds / len(microbatches))
@@ -212,9 +211,8 @@ def check_silence(found: Findings, folder: Path) -> None:
 def _layers_that_fit(stage: Stage) -> int:
     """Layers at 8B's width whose float32 weights and gradients, and a row of 32k, fit into three quarters of the
     memory."""
-    free = (
-        memory_bytes(stage.device)[1] * 0.75 - 12e9 - 16 * 151_936 * 4096
-    )  # a layer's activations; the embedding and the head with their gradients
+    # Less a layer's activations, and the embedding and the head with their gradients.
+    free = memory_bytes(stage.device)[1] * 0.75 - 12e9 - 16 * 151_936 * 4096
     a_layer = 8 * 193e6 + 2 * 32768 * 4096
     return max(2, min(36, int(free / a_layer)))
 
