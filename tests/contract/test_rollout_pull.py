@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -438,3 +438,47 @@ async def test_admission_with_a_sampling_that_training_does_not_know_is_not_samp
     rollout.admit(1)
     await rollout.publish(1)
     assert [committed.gid for committed in await rollout.committed(1)] == [1]
+
+
+class LateQueue(PromptQueue):
+    """Its commits answer at the second renewal after them: the first has found the lease gone, as a commit leaves it."""
+
+    def __init__(self, store: StoreUnderTest) -> None:
+        super().__init__(store.connection, store.run, CONSUMER)
+        self._num_lost = 0
+        self._committed, self._told = threading.Event(), threading.Event()
+
+    def commit(self, claim: Claim, group: trajectory_pb2.CommittedGroup, spans: Collection[tuple[int, str]]) -> bool:
+        done = super().commit(claim, group, spans)
+        self._committed.set()
+        assert self._told.wait(20)
+        return done
+
+    def renew(self, claims: Sequence[Claim]) -> list[Claim]:
+        if self._num_lost:
+            self._told.set()
+        has_committed = self._committed.is_set()
+        lost = super().renew(claims)
+        self._num_lost += has_committed and len(lost)
+        return lost
+
+
+class NotedRows(Rows):
+    """Says when rows are persisted."""
+
+    def __init__(self, store: StoreUnderTest, num_shards: int) -> None:
+        super().__init__(store.connection, store.run, num_shards)
+        self.persisted = threading.Event()
+
+    def persist(self, refs: Sequence[RowRef]) -> None:
+        super().persist(refs)
+        self.persisted.set()
+
+
+async def test_a_lease_that_ends_because_the_group_is_committed_does_not_end_the_commit(store: StoreUnderTest, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    rows = NotedRows(store, 2)
+    async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.002), lease_s=0.9, queue=LateQueue(store), rows=rows) as rollout:
+        rollout.admit(1)
+        await rollout.publish(1)
+        assert await asyncio.to_thread(rows.persisted.wait, 20), "its rows wait for a controller to lift their expiry"
