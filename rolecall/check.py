@@ -114,16 +114,19 @@ def _run(settings: RunSettings) -> Iterator[str]:
 
 
 def _data(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Iterator[Iterator[str]]:
-    yield _prompts(settings, tokenizer, "data.train", settings.data.train, "")
+    train: list[RawPrompt] = []
+    yield _prompts(settings, tokenizer, "data.train", settings.data.train, "", train)
+    yield _store(settings, train)
     for name, section in settings.evaluation.sets.items():
         when = f"every {settings.evaluation.every_steps} steps and at the end" if settings.evaluation.every_steps else "and at the end"
         about = f", {section.num_responses} response(s) at temperature {section.temperature}, at step 0, {when}"
-        yield _prompts(settings, tokenizer, f"evaluation.sets.{name}.path", section.path, about)
+        yield _prompts(settings, tokenizer, f"evaluation.sets.{name}.path", section.path, about, [])
 
 
-def _prompts(settings: RunSettings, tokenizer: ChatTokenizer | None, setting: str, path: Path, about: str) -> Iterator[str]:
-    """Every row is read; the first ones are measured, and more only while none fits."""
+def _prompts(settings: RunSettings, tokenizer: ChatTokenizer | None, setting: str, path: Path, about: str, read: list[RawPrompt]) -> Iterator[str]:
+    """Every row is read, into `read`; the first ones are measured, and more only while none fits."""
     prompts = load_prompts(path, settings.data, settings.reward, settings.algorithm.distillation if path == settings.data.train else None)
+    read += prompts
     yield f"{setting}: {path}, {len(prompts)} prompts{about}"
     if tokenizer is None:
         return
@@ -238,7 +241,6 @@ def _memory(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         left = "" if cache else f" in the {1 - rollout.gpu_memory_utilization:.0%} of a GPU that rollout.gpu_memory_utilization leaves"
         yield f"    a publish gathers a whole layer on each GPU, up to {in_bytes(facts.largest_layer * size)}, beside three buckets{left}"
     yield from _disk(settings, facts)
-    yield from _store(settings)
 
 
 def _moments(section: TrainerSection, optimizer: OptimizerSection, num_parameters: int) -> Iterator[str]:
@@ -269,11 +271,12 @@ def _disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         raise ConfigError(f"{folder}: a checkpoint takes about {in_bytes(needed)} and {parent} has {in_bytes(free)} free; make room")
 
 
-def _store(settings: RunSettings) -> Iterator[str]:
-    budget = StoreBudget.of(settings)
+def _store(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:
+    largest = max((prompt.num_bytes for prompt in prompts), default=0)
+    budget = StoreBudget.of(settings, largest)
     where = "external" if settings.store.url else "embedded"
     batches = f"{budget.num_batches} batches {in_bytes(budget.num_batches * budget.batch_bytes)} of {in_bytes(budget.max_bytes)} for rows"
-    yield f"store ({where}): a batch at its longest {in_bytes(budget.batch_bytes)}; {batches}"
+    yield f"store ({where}): a batch at its longest {in_bytes(budget.batch_bytes)}, the largest prompt {in_bytes(largest)}, kept once a group; {batches}"
 
 
 def _placement(settings: RunSettings) -> Iterator[str]:

@@ -35,6 +35,20 @@ class RawPrompt:
         """The messages as a chat template takes them."""
         return [{"role": role, "content": content} for role, content in self.messages]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the prompt takes as a message, without its token ids: an upper bound."""
+        return _num_bytes((self.uid, self.messages, self.ground_truth, self.metadata))
+
+
+def _num_bytes(value: object) -> int:
+    """Bytes of `value` in a protobuf Struct, at most: what it says and 16 for tags and lengths."""
+    if isinstance(value, Mapping):
+        return 16 + sum(_num_bytes(str(key)) + _num_bytes(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return 16 + sum(map(_num_bytes, value))
+    return 16 if isinstance(value, bool | int | float) else 16 + len(str(value).encode(errors="replace"))
+
 
 def load_prompts(path: Path, data: DataSection, reward: RewardSection, distillation: DistillationSection | None = None) -> list[RawPrompt]:
     """All rows of `path` in the file's order. ConfigError names the line (from 1) and the field that is wrong.

@@ -115,7 +115,8 @@ def decode_column(name: str, data: bytes, num_tokens: int) -> Array:
 
 
 def row_bytes(num_tokens: int, num_references: int, *, critic: bool, top_k: int = 0) -> int:
-    """Bytes of one stored trajectory of `num_tokens` tokens: its columns, and 2 KiB for keys, meta and the store's own overhead.
+    """Bytes of one stored trajectory of `num_tokens` tokens: its columns, and 2 KiB for keys, meta and the store's own overhead; without the prompt's messages
+    and metadata, which a group holds once.
 
     Per token: token_ids 4, response_mask 1, rollout_logprobs 4, policy_versions 4, loss_mask 1, advantages 4, returns 4, old_logprobs 4, token_rewards 4,
     values 4 with a critic, 4 for each reference that speaks of the row, 8 for each of a teacher's `top_k` ids; sum_squared_probs 4 with an estimator that reads

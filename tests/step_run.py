@@ -127,7 +127,7 @@ class StepRun:
         return Trainer("actor", actor, self.settings.actor), CriticTrainer("critic", critic, self.settings.critic)  # type: ignore[arg-type]
 
     def recovery(self) -> Recovery:
-        return Recovery(self.settings, self.ledger, self.rows, self.threads, self.trainers(), self.checkpoints, lambda what: None)
+        return Recovery(self.settings, self.ledger, self.rows, self.threads, self.trainers(), self.checkpoints, 0, lambda what: None)
 
     async def start_trainers(self) -> None:
         for process in self.processes.values():

@@ -26,24 +26,27 @@ class StoreBudget:
     """A batch at its longest takes so many."""
 
     @classmethod
-    def of(cls, settings: RunSettings) -> "StoreBudget":
-        """ConfigError when the store cannot hold the batches that must exist at the same time."""
+    def of(cls, settings: RunSettings, prompt_bytes: int) -> "StoreBudget":
+        """ConfigError when the store cannot hold the batches that must exist at the same time. `prompt_bytes`: of the largest prompt, without its ids. A group
+        holds its prompt once, in its first row, and while it is being committed once more in the stream."""
         algorithm = settings.algorithm
         tokens = settings.data.max_prompt_tokens + settings.sampling.max_tokens
-        group_bytes = settings.responses_per_group * _row_bytes(settings, tokens)
+        group_bytes = settings.responses_per_group * _row_bytes(settings, tokens) + 2 * prompt_bytes
         budget = cls(int(settings.store.max_bytes * STORE_SHARE), group_bytes, algorithm.max_staleness + 2, algorithm.groups_per_batch * group_bytes)
         needed = budget.num_batches * budget.batch_bytes
         if needed > budget.max_bytes:
             raise ConfigError(
-                f"store.max_bytes {settings.store.max_bytes} cannot hold {budget.num_batches} batches of {algorithm.groups_per_batch} groups at their longest "
-                f"({needed} bytes; rows may take {STORE_SHARE:.0%} of the store); raise it or lower sampling.max_tokens or algorithm.groups_per_batch"
+                f"store.max_bytes {settings.store.max_bytes} cannot hold {budget.num_batches} batches of {algorithm.groups_per_batch} "
+                f"groups at their longest ({needed} bytes, of a group {group_bytes}, twice the largest prompt of {prompt_bytes} included; "
+                f"rows may take {STORE_SHARE:.0%} of the store); "
+                "raise it, or lower sampling.max_tokens, algorithm.groups_per_batch or what data.train says of a prompt besides"
             )
         return budget
 
 
-def batch_bytes(settings: RunSettings, batch: TrainBatch) -> int:
-    """Bytes that the rows of a trained batch hold until a checkpoint covers it."""
-    return sum(_row_bytes(settings, ref.num_tokens) for ref in rows_of(batch))
+def batch_bytes(settings: RunSettings, batch: TrainBatch, prompt_bytes: int) -> int:
+    """Bytes that the rows of a trained batch hold until a checkpoint covers it, where the largest prompt takes `prompt_bytes`."""
+    return sum(_row_bytes(settings, ref.num_tokens) for ref in rows_of(batch)) + prompt_bytes * len(batch.gids)
 
 
 def _row_bytes(settings: RunSettings, num_tokens: int) -> int:

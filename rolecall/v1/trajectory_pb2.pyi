@@ -312,7 +312,7 @@ class TrajectoryMeta(_message.Message):
     """W3C traceparent of the group's trace; empty when tracing is off."""
     @_builtins.property
     def prompt(self) -> Global___Prompt:
-        """The prompt, token ids left out (they are the head of the token_ids column)."""
+        """The prompt, token ids left out (they are the head of the token_ids column). Absent in a row of a group but the first, index 0: it is the group's."""
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:

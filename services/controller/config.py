@@ -5,7 +5,7 @@ from rolecall.store.budget import StoreBudget
 from services.controller.admission import AdmissionPolicy
 
 
-def admission_policy(settings: RunSettings) -> AdmissionPolicy:
-    """ConfigError when the store cannot hold the batches that max_staleness allows."""
-    budget, algorithm = StoreBudget.of(settings), settings.algorithm
+def admission_policy(settings: RunSettings, prompt_bytes: int) -> AdmissionPolicy:
+    """ConfigError when the store cannot hold the batches that max_staleness allows, of prompts that take up to `prompt_bytes`."""
+    budget, algorithm = StoreBudget.of(settings, prompt_bytes), settings.algorithm
     return AdmissionPolicy(algorithm.groups_per_batch, algorithm.max_staleness, settings.run.num_steps, budget.max_bytes, budget.group_bytes)

@@ -57,7 +57,9 @@ class ControllerEngine:
         """Reads the data and the user's estimator and connects to the store; ConfigError and StoreUnavailableError come from here."""
         self._settings = settings
         settle(settings)
-        policy = admission_policy(settings)
+        raw_prompts = load_prompts(settings.data.train, settings.data, settings.reward, settings.algorithm.distillation)
+        prompt_bytes = max(prompt.num_bytes for prompt in raw_prompts)
+        policy = admission_policy(settings, prompt_bytes)
         if isinstance(settings.algorithm.advantage, CustomAdvantage):
             load_advantage(settings.algorithm.advantage)  # what is wrong with it is said now, not when the first batch is sampled
         self._threads = StoreThreads()
@@ -78,7 +80,6 @@ class ControllerEngine:
         }
         actor = ActorServiceStub(self._open("actor", settings.actor.address, "rolecall.v1.ActorService/ComputeLogprobs"))
         rows = Rows(self._connection, settings.run.name, settings.store.num_shards)
-        raw_prompts = load_prompts(settings.data.train, settings.data, settings.reward, settings.algorithm.distillation)
         critic = None
         if settings.critic is not None:
             stub = CriticServiceStub(self._open("critic", settings.critic.address, "rolecall.v1.CriticService/ComputeValues"))
@@ -104,7 +105,7 @@ class ControllerEngine:
             policy=policy,
             trackers=Trackers(settings),
             checkpoints=checkpoints,
-            recovery=Recovery(settings, self._ledger, rows, self._threads, trainers, checkpoints, self._board.wait_for),
+            recovery=Recovery(settings, self._ledger, rows, self._threads, trainers, checkpoints, prompt_bytes, self._board.wait_for),
             board=self._board,
         )
 

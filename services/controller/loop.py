@@ -196,7 +196,7 @@ class Loop:
         self._state = self._state.after(self._settings.algorithm, batch, results)
         await self._parts.threads.call(self._parts.ledger.commit_step, self._step, results, self._state.encode(self._settings.algorithm))
         self._assembly.trained(batch.gids)
-        self._intake.retained_bytes += batch_bytes(self._settings, batch)
+        self._intake.retained_bytes += batch_bytes(self._settings, batch, self._parts.recovery.prompt_bytes)
         self._collection.begin_step()
         clock.lap("commit")
         self._step += 1

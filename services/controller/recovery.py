@@ -62,6 +62,8 @@ class Recovery:
     trainers: Sequence[Trainer]
     """The actor first."""
     checkpoints: Checkpoints
+    prompt_bytes: int
+    """Of the largest prompt."""
     waiting: Callable[[str], None]
     """Told what is awaited."""
 
@@ -164,7 +166,7 @@ class Recovery:
 
     def _retained_bytes(self, position: RunPosition) -> int:
         batches = [self.ledger.sealed(step) for step in range(position.freed_step, position.step)]
-        return sum(batch_bytes(self.settings, batch) for batch in batches if batch is not None)
+        return sum(batch_bytes(self.settings, batch, self.prompt_bytes) for batch in batches if batch is not None)
 
     async def untrained_prompts(self, next_gid: int) -> list[str]:
         """The prompts of all live groups below `next_gid`, encoded for a checkpoint."""

@@ -101,7 +101,10 @@ class GroupScorer:
 
     def _keep_and_read(self, refs: Sequence[trajectory_pb2.RowRef]) -> tuple[list[dict[str, Array]], list[trajectory_pb2.TrajectoryMeta]]:
         self._rows.persist(refs)  # the rollout may have died between its commit and its own persist
-        return self._rows.read_with_meta(refs, ["token_ids", "response_mask"], ["reward", "reward_components"])
+        rows, metas = self._rows.read_with_meta(refs, ["token_ids", "response_mask"], ["reward", "reward_components"])
+        for meta in metas[1:]:  # the first alone holds the prompt
+            meta.prompt.CopyFrom(metas[0].prompt)
+        return rows, metas
 
     async def _kept_scores(self, rows: Sequence[Mapping[str, Array]]) -> list[Score]:
         names = sorted(component.name for component in (await self._reward.describe()).components)

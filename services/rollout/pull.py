@@ -323,6 +323,8 @@ class PullLoop:
             id = trajectory_id(group.gid, index)
             meta = trajectory_meta(id, group.prompt, request.sampling, response, self._tokenizer, self._settings.consumer)
             meta.gid, meta.index, meta.traceparent = group.gid, index, claim.traceparent
+            if index:
+                meta.ClearField("prompt")  # once a group: it may be a megabyte of tests
             refs.append(self._rows.ref(id, claim.token, len(ids) + len(response.sample.token_ids)))
             arrays.append(columns(ids, response))
             metas.append(meta)

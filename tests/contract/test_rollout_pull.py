@@ -48,10 +48,26 @@ async def test_every_admitted_group_is_committed_with_its_rows(rollout: ReplicaU
             assert (row["rollout_logprobs"] < 0).tolist() == row["response_mask"].astype(bool).tolist()
             assert row["policy_versions"].tolist() == [-1] * prompt + [1] * (total - prompt)
             assert (meta.id, meta.gid, meta.index) == (f"{committed.gid}/{index}", committed.gid, index)
-            assert (meta.num_prompt_tokens, meta.prompt.ground_truth, meta.prompt.token_ids) == (prompt, "42", b"")
+            assert (meta.num_prompt_tokens, meta.prompt.ground_truth, meta.prompt.token_ids) == (prompt, "" if index else "42", b"")
             assert [(span.policy_version, span.weights_digest, span.worker) for span in meta.spans] == [(1, digest_of(1), CONSUMER)]
             assert (meta.spans[0].start, meta.spans[-1].end) == (prompt, total)
     assert rollout.store.balance() == (10, 0, 0, 10)
+
+
+async def test_a_groups_prompt_is_kept_once_however_many_responses_there_are(rollout: ReplicaUnderTest) -> None:
+    prompt = trajectory_pb2.Prompt(uid="u", token_ids=np.array(PROMPT, dtype="<i4").tobytes(), ground_truth="42")
+    prompt.metadata.update({"tests": "x" * 100_000})
+    sampling = trajectory_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=20)
+    rollout.store.ledger.admit(trajectory_pb2.PromptGroup(gid=0, prompt=prompt, num_responses=8, sampling=sampling, greedy_response=True), b"")
+    await rollout.publish(1)
+    (committed,) = await rollout.committed(1)
+    first, *others = rollout.store.rows.read_meta(rows_of(committed))
+    assert first.prompt.metadata["tests"] == "x" * 100_000
+    assert (first.prompt.ground_truth, len(others)) == ("42", 8)
+    assert not any(meta.HasField("prompt") for meta in others)
+    keys = rollout.store.connection.ledger.scan_iter(f"{{rl:{rollout.store.run}*")
+    taken = sum(rollout.store.connection.command("MEMORY", "USAGE", key, "SAMPLES", 0) for key in keys)
+    assert taken < 150_000
 
 
 async def test_a_greedy_response_is_sampled_beside_the_others_and_marked_by_its_temperature(rollout: ReplicaUnderTest) -> None:

@@ -96,7 +96,7 @@ def test_the_teacher_of_a_text_is_its_own_or_the_one_for_all_others() -> None:
 def test_the_store_holds_one_teachers_columns_however_many_there_are(make_settings: MakeSettings) -> None:
     one, two = distilling(make_settings, {"teacher": "wise"}, "wise"), distilling(make_settings, ROUTED, "reckoner", "coder")
     ranked, none = distilling(make_settings, {"teacher": "wise", **RANKED}, "wise"), make_settings()
-    per_row = [StoreBudget.of(settings).group_bytes // settings.sampling.num_responses for settings in (none, one, two, ranked)]
+    per_row = [StoreBudget.of(settings, 0).group_bytes // settings.sampling.num_responses for settings in (none, one, two, ranked)]
     num_tokens = none.data.max_prompt_tokens + none.sampling.max_tokens
     assert [after - per_row[0] for after in per_row[1:]] == [4 * num_tokens, 4 * num_tokens, (4 + 8 * 4) * num_tokens]
 

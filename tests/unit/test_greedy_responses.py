@@ -84,9 +84,9 @@ def test_what_is_reported_of_a_batch_counts_sampled_responses_and_says_the_greed
 def test_the_store_has_room_for_greedy_rows() -> None:
     settings = run_settings(sampling={"num_responses": 3, "max_tokens": 100}, data={"train": "train.jsonl", "max_prompt_tokens": 28})
     one = row_bytes(128, 0, critic=False)
-    assert StoreBudget.of(settings).group_bytes == 4 * one
+    assert StoreBudget.of(settings, 0).group_bytes == 4 * one
     batch = TrainBatch(rows=[RowRef(num_tokens=128)] * 3, greedy_rows=[RowRef(num_tokens=128)])
-    assert batch_bytes(settings, batch) == 4 * one
+    assert batch_bytes(settings, batch, 0) == 4 * one
 
 
 def test_groups_in_hand_leave_room_for_their_greedy_responses(tmp_path: Path) -> None:

@@ -1,14 +1,21 @@
 """What of a store a run's rows may take."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from rolecall.dataset import RawPrompt
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
-from rolecall.store.budget import STORE_SHARE, StoreBudget
+from rolecall.store.budget import STORE_SHARE, StoreBudget, batch_bytes
+from rolecall.tokenizer import ChatTokenizer
 from rolecall.trajectory import COLUMNS, row_bytes
+from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
+from services.controller.prompts import PromptRenderer
+from tests.tiny_models import write_tokenizer
 
 
 @pytest.mark.parametrize("max_staleness", [0, 3])
@@ -18,10 +25,10 @@ def test_the_store_must_hold_the_batches_in_flight_and_one_that_no_checkpoint_co
     """At staleness S batches k .. k + S are in flight while the rows of k - 1 wait for a checkpoint: S + 2."""
     algorithm = {"groups_per_batch": 2, "max_staleness": max_staleness}
     num_batches = max_staleness + 2
-    enough = int(num_batches * StoreBudget.of(make_settings(algorithm=algorithm)).batch_bytes / STORE_SHARE)
-    assert StoreBudget.of(make_settings(algorithm=algorithm, store={"max_bytes": enough + 4})).num_batches == num_batches
+    enough = int(num_batches * StoreBudget.of(make_settings(algorithm=algorithm), 0).batch_bytes / STORE_SHARE)
+    assert StoreBudget.of(make_settings(algorithm=algorithm, store={"max_bytes": enough + 4}), 0).num_batches == num_batches
     with pytest.raises(ConfigError, match=f"cannot hold {num_batches} batches"):
-        StoreBudget.of(make_settings(algorithm=algorithm, store={"max_bytes": enough - 4}))
+        StoreBudget.of(make_settings(algorithm=algorithm, store={"max_bytes": enough - 4}), 0)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 1000])
@@ -29,3 +36,38 @@ def test_a_row_is_counted_with_every_column_of_the_schema_its_text_and_its_overh
     per_token = sum(np.dtype(column.dtype).itemsize for column in COLUMNS.values() if column.per_token)
     # sum_squared_probs counts as a reference; the text takes about 4 bytes a token, keys and meta 2 KiB a row.
     assert row_bytes(num_tokens, 1, critic=True) == num_tokens * (per_token + 4) + 2048
+
+
+def test_a_group_at_its_longest_holds_the_largest_prompt(make_settings: Callable[..., RunSettings]) -> None:
+    """Once in its first row, and once more in the stream while it is being committed; a trained one in its row alone."""
+    settings = make_settings(algorithm={"groups_per_batch": 4})
+    without, with_it = StoreBudget.of(settings, 0), StoreBudget.of(settings, 10_000)
+    assert (with_it.group_bytes - without.group_bytes, with_it.batch_bytes - without.batch_bytes) == (20_000, 80_000)
+    batch = TrainBatch(rows=[RowRef(num_tokens=128)] * 8, gids=[1, 2])
+    assert batch_bytes(settings, batch, 10_000) - batch_bytes(settings, batch, 0) == 20_000
+
+
+def test_prompts_too_large_for_the_store_are_refused_and_named(make_settings: Callable[..., RunSettings]) -> None:
+    """A megabyte of tests for each prompt: what the responses take would fit."""
+    settings = make_settings(algorithm={"groups_per_batch": 64}, store={"max_bytes": 128 * 2**20})
+    StoreBudget.of(settings, 1000)
+    with pytest.raises(ConfigError, match=r"twice the largest prompt of 1000000 included.*data\.train"):
+        StoreBudget.of(settings, 1_000_000)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {},
+        {"tests": "x" * 100_000},
+        {"tests": [{"in": [1, 2.5, None, True], "out": "é" * 300}] * 200, "level": 3},
+        {"deep": {"er": {"and": {"deeper": list(range(5000))}}}, "ключ": ["значение"]},
+    ],
+)
+def test_a_prompt_takes_no_more_than_is_counted_for_it(tmp_path: Path, metadata: dict[str, Any]) -> None:
+    write_tokenizer(tmp_path)
+    raw = RawPrompt("17", (("system", "be short"), ("user", "1 + 1 =")), "2", metadata)
+    prompt = PromptRenderer(ChatTokenizer(tmp_path), 1000).render(raw, 3)
+    assert prompt is not None
+    prompt.ClearField("token_ids")
+    assert prompt.ByteSize() <= raw.num_bytes <= 2 * prompt.ByteSize() + 200
