@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rolecall.trackers.tracker import Tracker
+from rolecall.trackers.tracker import Tracker, without_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -174,5 +174,5 @@ class BackgroundTracker:
 
 
 def _words(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = without_credentials(" ".join(str(error).split()))  # a library's message names the URL it was given
     return f"{type(error).__name__}: {text[:500]}"

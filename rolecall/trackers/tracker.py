@@ -13,7 +13,8 @@ from rolecall.settings import RunSettings, SftSettings
 
 ID_FILE = "tracker_run_id"
 """In the run's directory: the id under which remote trackers know the run."""
-_USER_INFO = re.compile(r"(?<=://)[^/@\s]*@")
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@|(?<=[?&])[^=&\s]*(?:pass|token|secret|key)[^=&\s]*=[^&\s]*", re.IGNORECASE)
+"""In a URL: the user and password, and parameters of the query that are named like one."""
 
 
 @runtime_checkable
@@ -56,7 +57,7 @@ def shown_configuration(settings: RunSettings | SftSettings) -> dict[str, Any]:
 
     The options of a user's tracker may hold a key, so the section `trackers` is left out."""
     dumped = settings.model_dump(mode="json", exclude={"trackers"})
-    return {section: _without_credentials(values) for section, values in dumped.items()}
+    return {section: without_credentials(values) for section, values in dumped.items()}
 
 
 def tables_of(samples: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[str], list[list[Any]]]]:
@@ -78,12 +79,13 @@ def _cell(value: object) -> str | int | float | None:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _without_credentials(value: Any) -> Any:
+def without_credentials(value: Any) -> Any:
+    """`value`, of dicts, lists and scalars, without what the URLs in its strings hold of users, passwords and keys."""
     if isinstance(value, dict):
-        return {key: _without_credentials(item) for key, item in value.items()}
+        return {key: without_credentials(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without_credentials(item) for item in value]
-    return _USER_INFO.sub("", value) if isinstance(value, str) else value
+        return [without_credentials(item) for item in value]
+    return _CREDENTIALS.sub("", value) if isinstance(value, str) else value
 
 
 def _kept_id(path: Path) -> str:

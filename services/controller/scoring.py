@@ -8,7 +8,7 @@ A group that was scored before (the loop started over since) keeps its scores: a
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -34,15 +34,24 @@ RETRY_PAUSE_S = 2.0
 class GroupScorer:
     """Turns committed groups into scored ones; at most controller.max_score_calls at a time, the rest wait here (bounded by admission)."""
 
-    def __init__(self, settings: RunSettings, rows: Rows, threads: StoreThreads, reward: RewardClient, references: Mapping[str, ReferenceServiceStub]) -> None:
+    def __init__(
+        self,
+        settings: RunSettings,
+        rows: Rows,
+        threads: StoreThreads,
+        reward: RewardClient,
+        references: Mapping[str, ReferenceServiceStub],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._settings = settings
         self._rows = rows
         self._threads = threads
         self._reward = reward
         self._references = references
         self._room = asyncio.Semaphore(settings.controller.max_score_calls)
+        self._clock = clock
         self._scored_at = float("-inf")
-        """Monotonic seconds when a group was scored last."""
+        """When a group was scored last, on `clock`."""
         self.ctl = 0
         """Set once the run is locked."""
 
@@ -56,17 +65,17 @@ class GroupScorer:
 
         ScorerError when an item cannot be scored, RowMissingError when a row is gone, UnavailableError or DeadlineError when a role stayed away: no group was
         scored for controller.stall_timeout_s. A scorer that limits its rate may let one group wait for longer, while others get through."""
-        landed_at_s = time.monotonic()
+        landed_at_s, landed_at = time.monotonic(), self._clock()
         while True:
             try:
                 scored = await self._attempt(group, landed_at_s)
             except (UnavailableError, DeadlineError, RateLimitedError) as error:
-                if time.monotonic() - max(landed_at_s, self._scored_at) > self._settings.controller.stall_timeout_s:
+                if self._clock() - max(landed_at, self._scored_at) > self._settings.controller.stall_timeout_s:
                     raise
                 logger.debug("group %d cannot be scored at present, trying again: %s", group.gid, error)
                 await asyncio.sleep(RETRY_PAUSE_S)
             else:
-                self._scored_at = time.monotonic()
+                self._scored_at = self._clock()
                 return scored
 
     async def _attempt(self, group: trajectory_pb2.CommittedGroup, landed_at_s: float) -> ScoredGroup:

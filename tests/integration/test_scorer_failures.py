@@ -248,6 +248,39 @@ class Described(Liar):
                 result.reward.token_rewards.CopyFrom(encode_tensor(np.zeros(4, np.float32)))
 
 
+async def test_a_group_waits_for_its_scorer_as_long_as_others_are_scored(store: StoreUnderTest, make_settings: MakeSettings) -> None:
+    """A scorer that limits its rate lets some groups wait for hours: that is no stall."""
+    liar, now = Liar(), 0.0
+    starved, served = store.committed(2)
+    refused = asyncio.Event()
+
+    def refuse_one(response: reward_pb2.ScoreResponse) -> None:
+        if response.results[0].id.startswith(f"{starved.gid}/"):
+            refused.set()
+            for result in response.results:
+                error("RATE_LIMITED", True)(result)
+
+    liar.lie = refuse_one
+    settings, threads = make_settings(controller={"stall_timeout_s": 600.0}), StoreThreads()
+    async with serving(liar) as address, open_channel(address, RpcSection()) as channel:
+        reward = RewardClient(channel, name="reward", address=address, timeout_s=20.0, max_attempts=1)
+        scorer = GroupScorer(settings, store.rows, threads, reward, {}, clock=lambda: now)
+        waiting = asyncio.create_task(scorer.score(starved))
+        async with asyncio.timeout(60.0):
+            await refused.wait()
+            now = 500.0
+            await scorer.score(served)
+            now = 1000.0
+            for _ in range(2):  # the second was sent after the first was judged
+                refused.clear()
+                await refused.wait()
+            assert not waiting.done()
+            now = 1101.0
+            with pytest.raises(UnavailableError, match="RATE_LIMITED"):
+                await waiting
+    threads.close()
+
+
 async def test_a_reward_that_float32_cannot_hold_is_refused_before_it_becomes_infinity(store: StoreUnderTest, make_settings: MakeSettings) -> None:
     async with serving(Described(1e39, reward=component_spec("", None, None))) as address, scoring(store, make_settings, address) as scorer:
         group = new_group(store)

@@ -284,6 +284,16 @@ def test_nothing_that_is_sent_to_a_tracker_is_a_credential(make_settings: MakeSe
     assert "http://collector.example:4317" in shown
 
 
+def test_what_is_told_of_a_tracker_names_no_password(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse() -> Webhook:
+        raise ConnectionError("https://user:hidden@tracker.example/api?a=1&api_key=hidden&b=2 refused")
+
+    with caplog.at_level(logging.WARNING):
+        BackgroundTracker("webhook", refuse).flush()
+    assert "https://tracker.example/api?a=1&&b=2 refused" in caplog.text
+    assert "hidden" not in caplog.text
+
+
 def test_samples_become_a_table_of_each_set_with_cells_that_every_tracker_takes() -> None:
     samples = [
         {"step": 1, "set": "train", "prompt": [["user", "2+2?"], ["user", "well?"]], "reward": 1.0},
