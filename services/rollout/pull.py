@@ -289,7 +289,7 @@ class PullLoop:
         responses: list[Response | None] = [None] * len(requests)
         try:
             async with asyncio.timeout(self._settings.generation_timeout_s), aclosing(self._replica.sample_all(requests)) as sampled:
-                async for index, response in sampled:  # bounded: by generation_timeout_s around it
+                async for index, response in sampled:
                     responses[index] = response
         except TimeoutError as error:
             if not self._replica.gate.is_open:
