@@ -54,16 +54,20 @@ class PromptQueue:
         self._consumer = consumer
         self._claiming = threading.Lock()
         self._delivered = "0"
+        self._unanswered = 0
+        """Number of the claim whose answer is still owed: asked again, it gives what an outage kept from us, which nobody would renew. 0: none."""
 
     def claim(self, max_groups: int) -> list[Claim]:
         """At most `max_groups` groups, none when there is no work; does not block. NotAttestedError while this worker may not sample."""
         if max_groups < 1:
             return []
-        # One at a time: the store remembers a consumer's last claim, by the time of it, for when its answer is lost.
+        # One at a time: the store remembers a consumer's last claim, by its number, for when its answer is lost.
         if not self._claiming.acquire(timeout=CALL_DEADLINE_S):
             raise StoreUnavailableError(f"another claim of {self._consumer} has not ended for {CALL_DEADLINE_S:.0f} s")
         try:
-            last, entries = self._call("claim", self._consumer, max_groups, time.monotonic_ns() // 1000).values
+            self._unanswered = self._unanswered or time.monotonic_ns() // 1000
+            last, entries = self._call("claim", self._consumer, max_groups, self._unanswered).values
+            self._unanswered = 0
             self._delivered = last.decode()
         except NotAttestedError:
             self._delivered = "$"

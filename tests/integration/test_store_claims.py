@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.errors import InvalidInputError, LeaseLostError, NotAttestedError, WrongVersionError
+from rolecall.errors import InvalidInputError, LeaseLostError, NotAttestedError, StoreUnavailableError, WrongVersionError
+from rolecall.store.connection import Connection
 from rolecall.store.ledger import PENDING_COUNT
 from rolecall.store.position import GroupState
-from rolecall.store.prompts import Claim
+from rolecall.store.prompts import Claim, PromptQueue
 from rolecall.v1.trajectory_pb2 import CommittedGroup
-from tests.fixtures_store import DIGEST, StoreUnderTest
+from tests.fixtures_store import DIGEST, ForgetfulRedis, StoreUnderTest
 
 
 def test_only_a_worker_attested_at_the_current_version_may_claim(store: StoreUnderTest) -> None:
@@ -53,6 +54,28 @@ def test_a_claim_whose_answer_was_lost_is_answered_again(store: StoreUnderTest) 
     assert store.ledger.counts().generating == 2
     other = store.connection.script("claim", [prefix], ["r.0", 2, 8])
     assert {entry[0] for entry in other[2]}.isdisjoint({entry[0] for entry in first[2]})
+
+
+def test_what_was_claimed_before_an_outage_is_in_hand_after_it(store: StoreUnderTest) -> None:
+    """The server acts, and its answer is lost for as long as the client asks: nobody would renew what nobody knows to hold."""
+    store.admit(5)
+    store.publish(0, 0, "r.0")
+    assert store.section.url is not None
+    client = ForgetfulRedis.from_url(store.section.url.get_secret_value(), protocol=2)
+    assert isinstance(client, ForgetfulRedis)
+    queue = PromptQueue(Connection(client, retry_s=0.0), store.run, "r.0")
+    assert [claim.group.gid for claim in queue.claim(1)] == [0]
+    client.lose = 1
+    with pytest.raises(StoreUnavailableError):
+        queue.claim(2)
+    assert [entry.delivery for entry in store.ledger.pending()] == [1, 1, 1]
+    store.ledger.begin_publish(1, 1)
+    with pytest.raises(NotAttestedError):
+        queue.claim(3)
+    store.ledger.attest(1, 1, DIGEST, ["r.0"])
+    assert [(claim.group.gid, claim.token) for claim in queue.claim(3)] == [(1, "r.0-1"), (2, "r.0-1")]
+    assert [claim.group.gid for claim in queue.claim(2)] == [3, 4]
+    client.close()
 
 
 def test_a_claim_that_the_network_kept_back_claims_nothing_for_nobody(store: StoreUnderTest) -> None:
