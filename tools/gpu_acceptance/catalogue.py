@@ -36,7 +36,7 @@ CATALOGUE = (
     Check(12, 2, "a receiver that dies, hangs or is late", f"{_CHECKS}.faults:check_faults", 110),
     Check(13, 2, "two ranks against one", f"{_CHECKS}.ranks:check_ranks", 115),
     Check(14, 3, "whole run over the channel; the actor killed", f"{_CHECKS}.whole_run:check_whole_run", 170),
-    Check(15, 3, "noise of the probe between engines", f"{_CHECKS}.numbers:check_probe", 75),
+    Check(15, 3, "noise of the probe between engines", f"{_CHECKS}.probe:check_probe", 75),
     Check(16, 3, "longest silence in one long row", f"{_CHECKS}.speed:check_silence", 70),
     Check(17, 3, "profile of a microbatch", f"{_CHECKS}.kernels:check_profile", 85),
     Check(18, 3, "running out of memory", f"{_CHECKS}.memory:check_out_of_memory", 60),

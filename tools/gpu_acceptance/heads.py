@@ -18,6 +18,8 @@ from tools.gpu_acceptance.stage import Stage, relative
 
 FORWARD, BACKWARD = 5e-3, 2e-2
 """Largest relative norms of outputs and of gradients."""
+EXACT = 1e-4
+"""Of outputs where logits are float32."""
 _SLICE = 512
 """Tokens of one slice of the oracle."""
 _COMPARED = 4
@@ -34,26 +36,37 @@ class Case:
     hidden: int
     entropy: bool
     num_targets: int
+    float32: bool = False
+    """Whether logits are float32, of products that are not rounded."""
 
     def __str__(self) -> str:
-        return f"M {self.num_tokens} H {self.hidden} K {self.num_targets}{' entropy' if self.entropy else ''}"
+        more = f"{' entropy' if self.entropy else ''}{' float32 logits' if self.float32 else ''}"
+        return f"M {self.num_tokens} H {self.hidden} K {self.num_targets}{more}"
 
 
 def check_logprobs(found: Findings, folder: Path) -> None:
     """Every size with and without entropy, of one target and of nine."""
     stage = Stage.of(found, folder)
     vocab = stage.pick(151_936, 331)
-    worst = {"logprobs": 0.0, "entropy": 0.0, "dhidden": 0.0, "dweight": 0.0}
+    worst: dict[str, float] = {}
     for hidden in stage.pick((1024, 2560, 5120), (16, 24)):
         for num_tokens in stage.pick((512, 8192, 32768), (5, 40)):
-            for entropy, num_targets in ((True, 9), (False, 1), (True, 1)):
-                case = Case(num_tokens, hidden, entropy, num_targets)
+            for entropy, num_targets, float32 in (
+                (True, 9, False),
+                (False, 1, False),
+                (True, 1, False),
+                (True, 1, True),
+            ):
+                case = Case(num_tokens, hidden, entropy, num_targets, float32)
                 with found.attempt(str(case)):
-                    gaps = _measure(stage, case, vocab, compared=num_targets == 9 or not entropy)
-                    worst = {name: max(gap, gaps.get(name, 0.0)) for name, gap in worst.items()}
+                    gaps = _measure(stage, case, vocab, compared=num_targets == 9 or not entropy or float32)
+                    for name, gap in gaps.items():
+                        key = f"{name}{' of float32 logits' if float32 else ''}"
+                        worst[key] = max(gap, worst.get(key, 0.0))
                 free_cached_memory(stage.device)
     for name, gap in worst.items():
-        found.at_most(f"{name}, relative", gap, FORWARD if name in ("logprobs", "entropy") else BACKWARD)
+        outputs = name.startswith(("logprobs", "entropy"))
+        found.at_most(f"{name}, relative", gap, (EXACT if "float32" in name else FORWARD) if outputs else BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -74,7 +87,12 @@ def _measure(stage: Stage, case: Case, vocab: int, compared: bool) -> dict[str, 
 
     def both() -> None:
         logprobs, entropy_M = logprobs_and_entropy(
-            inputs.hidden_MH, inputs.weight_VH, inputs.targets_MK, inputs.temperature_M, entropy=case.entropy
+            inputs.hidden_MH,
+            inputs.weight_VH,
+            inputs.targets_MK,
+            inputs.temperature_M,
+            entropy=case.entropy,
+            float32_logits=case.float32,
         )
         asked = 2 if case.entropy else 1  # as the trainer does: nothing comes back through what was not asked for
         outputs, above = [logprobs, entropy_M][:asked], [inputs.above_MK, inputs.above_entropy_M][:asked]

@@ -1,23 +1,18 @@
-"""Checks 6, 7 and 15: the optimizer's arithmetic, adapters and value heads, and how far apart correct engines are."""
+"""Checks 6 and 7: the optimizer's arithmetic, adapters and value heads."""
 
-import gc
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import Qwen3ForCausalLM
 
 from rolecall.settings import LoraSection, OptimizerSection
-from rolecall.training.device import free_cached_memory
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.objectives import SupervisedObjective, ValueObjective
 from rolecall.training.packing import Row, local_counts, pack
-from rolecall.wire import Array
 from tools.gpu_acceptance.findings import Findings
 from tools.gpu_acceptance.stage import (
-    STD,
     Stage,
     local_gradients,
     local_moments,
@@ -30,8 +25,6 @@ from tools.gpu_acceptance.stage import (
 )
 
 _RATE = 1e-7
-_PROBE_TOKENS = 64
-_TEXT = Path(__file__).parents[2] / "ARCHITECTURE.md"
 
 
 def check_masters(found: Findings, folder: Path) -> None:
@@ -136,81 +129,3 @@ def _check_values(stage: Stage, path: Path) -> None:
     stage.found.figure("value loss", f"{losses[0]:.4f}, {losses[1]:.4f} after a step")
     stage.found.require("the value head's step was not applied", outcome.applied and outcome.grad_norm > 0)
     stage.found.require("the value loss did not fall", losses[1] < losses[0])
-
-
-@torch.no_grad()
-def check_probe(found: Findings, folder: Path) -> None:
-    """The same weights and ids by the trainer's engine and by transformers: what a probe's bound must let pass. Heads
-    of three spreads of logits."""
-    stage = Stage.of(found, folder)
-    config = stage.config("4B", tie_word_embeddings=False)
-    engine = make_engine(stage, write_zeros(folder / "model", config), optimizer=None)
-    head = next(parameter for name, parameter in local_parameters(engine).items() if name == "lm_head.weight")
-    texts = {
-        "uniform": np.random.default_rng(0).integers(0, config.vocab_size, _PROBE_TOKENS, dtype=np.int32),
-        "text": _ids_of_text(config.vocab_size),
-    }
-    # Of the logits: the final norm makes every hidden state's root mean square 1.
-    spread = STD * config.hidden_size**0.5
-    scale = 1.0
-    largest = 0.0
-    for wanted in (1.0, 2.0, 4.0):
-        head.mul_(wanted / spread / scale)
-        scale = wanted / spread
-        flash = {name: _by_engine(engine, ids, stage) for name, ids in texts.items()}
-        others = _by_transformers(stage, engine, texts)
-        for name in texts:
-            exact = others["float32", name]
-            found.require(
-                f"{name} at {wanted:g}: not every number is finite",
-                bool(np.isfinite(exact).all() and np.isfinite(flash[name]).all()),
-            )
-            pairs = {
-                "engine-sdpa": (flash[name], others["sdpa", name]),
-                "engine-eager": (flash[name], others["eager", name]),
-                "engine-float32": (flash[name], exact),
-                "sdpa-eager": (others["sdpa", name], others["eager", name]),
-            }
-            gaps = {pair: np.abs(one - other) for pair, (one, other) in pairs.items()}
-            largest = max(largest, *(float(gap.mean()) for gap in gaps.values()))
-            said = ", ".join(
-                f"{pair} {gap.mean():.3f}/{np.median(gap):.3f}/{gap.max():.3f}" for pair, gap in gaps.items()
-            )
-            found.figure(f"logit std {wanted:g}, {name} (mean/median/max)", said)
-    found.figure("largest mean", largest)
-    found.require("two engines of the same weights have nothing in common", largest < 1.0)
-
-
-def _ids_of_text(vocab: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Words of a text as ids by how often they come: the repetitions of a language without a tokenizer."""
-    words = _TEXT.read_text().split()
-    ranks = {word: rank for rank, word in enumerate(sorted(set(words), key=lambda word: (-words.count(word), word)))}
-    return np.asarray([ranks[word] % vocab for word in words[100 : 100 + _PROBE_TOKENS]], np.int32)
-
-
-def _by_engine(engine: FsdpEngine, ids: Array, stage: Stage) -> Array:
-    row = {"token_ids": ids, "response_mask": np.ones(ids.shape, np.uint8)}
-    (outputs,) = engine.forward([pack([row], (), temperature=1.0, device=stage.device)])
-    assert isinstance(outputs, TokenOutputs)
-    return np.asarray(outputs.logprobs_N[1:].double().cpu().numpy())
-
-
-def _by_transformers(stage: Stage, engine: FsdpEngine, texts: dict[str, Array]) -> dict[tuple[str, str], Array]:
-    """By (attention or dtype, text)."""
-    said: dict[tuple[str, str], Array] = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        with torch.device(stage.device):
-            model = Qwen3ForCausalLM._from_config(engine.config, dtype=dtype, attn_implementation="sdpa").eval()
-        model.load_state_dict(dict(engine.named_weights()))
-        ways = ("sdpa", "eager") if dtype == torch.bfloat16 else ("sdpa",)
-        for way in ways:
-            model.set_attn_implementation(way)
-            for name, ids in texts.items():
-                ids_T = torch.from_numpy(ids.astype(np.int64)).to(stage.device)
-                logits = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].double()
-                logprobs = torch.log_softmax(logits, -1).gather(1, ids_T[1:, None])[:, 0]
-                said["float32" if dtype == torch.float32 else way, name] = np.asarray(logprobs.cpu().numpy())
-        del model
-        gc.collect()
-        free_cached_memory(stage.device)
-    return said
