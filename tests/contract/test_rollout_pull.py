@@ -498,3 +498,41 @@ async def test_a_lease_that_ends_because_the_group_is_committed_does_not_end_the
         rollout.admit(1)
         await rollout.publish(1)
         assert await asyncio.to_thread(rows.persisted.wait, 20), "its rows wait for a controller to lift their expiry"
+
+
+class HeldClaims(PromptQueue):
+    """Its first claims arrive when the test lets them."""
+
+    def __init__(self, store: StoreUnderTest) -> None:
+        super().__init__(store.connection, store.run, CONSUMER)
+        self.acted, self.arrives = threading.Event(), threading.Event()
+
+    def claim(self, max_groups: int) -> list[Claim]:
+        claims = super().claim(max_groups)
+        if claims and not self.acted.is_set():
+            self.acted.set()
+            assert self.arrives.wait(20)
+        return claims
+
+
+async def test_what_is_claimed_while_the_gate_shuts_is_given_back_for_others_to_start(store: StoreUnderTest, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    queue = HeldClaims(store)
+    async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.002), queue=queue) as rollout:
+        rollout.admit(1)
+        await rollout.publish(1)
+        assert await asyncio.to_thread(queue.acted.wait, 20)
+        await rollout.stub.Pause(rollout_pb2.PauseRequest(ctl=1, mode=rollout_pb2.PAUSE_MODE_KEEP))
+        assert [entry.consumer for entry in store.ledger.pending()] == [CONSUMER]
+        queue.arrives.set()
+        async with asyncio.timeout(20):
+            while CONSUMER in [entry.consumer for entry in store.ledger.pending()]:
+                await asyncio.sleep(0.01)
+
+
+async def test_requests_of_two_versions_share_no_prefix(rollout: ReplicaUnderTest) -> None:
+    salts = []
+    for version in (1, 2):
+        await rollout.publish(version)
+        salts.append(rollout.replica.cache_salt)
+    assert salts == ["v1", "v2"], "what older weights computed of a prompt is not that of newer ones"
