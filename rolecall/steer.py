@@ -47,7 +47,8 @@ def steer(command: str, run: str, *, checkpoint: bool = False, as_json: bool = F
             raise UnavailableError(f"the controller does not answer, and is starting or being started again; ask in a moment ({error.message})") from error
         if command not in ("status", "watch"):
             raise NotFoundError(f"run {record.status.run} is over ({record.how}); there is nothing to {command}") from error
-        sys.stdout.write(as_json_line(record.status, record) if as_json else _last_of(record))
+        status = _without_the_moment(record.status)
+        sys.stdout.write(as_json_line(status, record) if as_json else _last_of(status, record))
         return 0
 
 
@@ -67,12 +68,16 @@ def find(run: str) -> Run:
     raise ConfigError(f"{run} is neither a run directory with a config.yaml, nor a configuration file, nor host:port")
 
 
-def _last_of(record: RunRecord) -> str:
-    """What was heard last, without what was only so at that moment."""
-    status = controller_pb2.RunStatus()
-    status.CopyFrom(record.status)
-    for field in ("workers", "waiting_for", "error"):
-        status.ClearField(field)
+def _without_the_moment(status: controller_pb2.RunStatus) -> controller_pb2.RunStatus:
+    """What of it still stands once nobody is at work; `RunRecord.how` tells of an error."""
+    lasting = controller_pb2.RunStatus()
+    lasting.CopyFrom(status)
+    for field in ("workers", "waiting_for", "error", "trouble"):
+        lasting.ClearField(field)
+    return lasting
+
+
+def _last_of(status: controller_pb2.RunStatus, record: RunRecord) -> str:
     told = io.StringIO()
     Console(file=told, width=120).print(render(status))
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.at_s))

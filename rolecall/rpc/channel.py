@@ -59,5 +59,8 @@ def channel_credentials(target: str, rpc: RpcSection, *, tls: bool | None = None
     if tls is None and rpc.tls is not None:
         return tls_files.mutual_credentials(rpc.tls)
     if not is_loopback(target) and not rpc.behind_mesh:
-        raise ConfigError(f"{target} is beyond this machine and the connection has no TLS; set rpc.tls, or rpc.behind_mesh when a service mesh encrypts it")
+        raise ConfigError(
+            f"{target} is beyond this machine and the connection has no TLS; set rpc.tls, or tls in a section that has it, or rpc.behind_mesh when a service "
+            "mesh encrypts it"
+        )
     return None

@@ -87,5 +87,7 @@ def test_status_of_a_run_that_is_over_says_how_it_ended(tmp_path: Path, capsys: 
     assert "run light is over (its rolecall train was killed" in capsys.readouterr().err
     interrupt(config, "--resume")
     assert main(["status", run, "--json"]) == 0
-    over = json.loads(capsys.readouterr().out)["over"]
+    said = json.loads(capsys.readouterr().out)
+    over = said["over"]
+    assert said["workers"] == []
     assert (over["exit_code"], over["how"]) == (130, "interrupted; --resume goes on")
