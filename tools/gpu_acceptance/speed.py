@@ -27,6 +27,8 @@ MFU = 0.35
 """Least share of the peak at 4B without recomputation."""
 NORM = 0.02
 """Largest relative gap between gradient norms of the bfloat16 and the float32 engine."""
+_FILLED = 0.88
+"""Share of the device's memory that a configuration may be expected to take: the allocator leaves gaps."""
 SPREAD = 0.02
 """Largest relative gap between two runs of the same work."""
 
@@ -73,7 +75,7 @@ def _measure_size(stage: Stage, size: Size) -> None:
             ((32768, 16384) if size == "4B" else (32768,)) if checkpointing else (32768, 16384, 8192, 4096), (64, 32)
         )
         for budget in budgets:
-            if expected(budget) > 0.92 * memory_bytes(stage.device)[1]:
+            if expected(budget) > _FILLED * memory_bytes(stage.device)[1]:
                 stage.found.figure(_name(size, budget, checkpointing), f"would take {expected(budget) / 2**30:.0f} GiB")
                 continue
             _measure(stage, engine, size, budget, checkpointing, memory, silence)
@@ -123,7 +125,7 @@ def _measure(
     microbatches = [packed(microbatch, stage.device) for microbatch in rows]
     objective = SupervisedObjective(counts)
     memory.take_peaks()
-    engine.forward_backward(microbatches[:1], objective, entropy=True)  # so that what is measured allocates nothing new
+    engine.forward_backward(microbatches, objective, entropy=True)  # so that what is measured allocates nothing new
     engine.step()
     silence.begin()
     flops = engine.flops_done
