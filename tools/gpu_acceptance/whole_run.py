@@ -79,6 +79,8 @@ class Trainer:
 def check_whole_run(found: Findings, folder: Path) -> None:
     """Trains the sort-digits model for a few steps by GRPO with a KL to a reference."""
     os.environ.update(as_host("rollout"))  # before this process's first communicator
+    if found.dry:
+        torch.set_num_threads(1)  # idle ones would spin on the cores of the other roles
     sort_digits.prepare(folder / "work", 0, num_steps=90 if not found.dry else 4)
     server = EmbeddedStore(folder / "store", "*", 256 * 2**20)
     server.start()
@@ -164,7 +166,7 @@ def _share_in_place(item: Item) -> float:
 def _sections(found: Findings, work: Path) -> dict[str, Any]:
     recipe = yaml.safe_load(recipe_file("grpo").read_text())
     # Two roles on one GPU: each has an address, so to the settings they are on machines of their own.
-    place: Mapping[str, Any] = {} if found.dry else {"devices": [0]}
+    place: Mapping[str, Any] = {"num_threads": 1} if found.dry else {"devices": [0]}
     return {
         **recipe,
         "run": {"num_steps": NUM_STEPS},
