@@ -1,0 +1,68 @@
+"""model.head_dtype float32: vLLM and the trainer compute logits of a bfloat16 model in float32, and agree beyond bfloat16's digits."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from rolecall.training.engine import TokenOutputs
+from rolecall.training.fsdp.engine import FsdpEngine
+from rolecall.training.options import EngineOptions
+from rolecall.training.packing import Row, pack, unpack
+from tests.integration.float32_head_process import NUM_TOKENS, PROMPTS
+from tests.tiny_models import write_qwen3
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("one_rank")]
+
+CPU = torch.device("cpu")
+
+
+def write_model(path: Path) -> Path:
+    """In bfloat16, with logits as wide as a trained model's, where their rounding shows; layers add nothing, so that hidden states are equal to the bit."""
+    write_qwen3(path, hidden=128, num_layers=1, dtype=torch.bfloat16)
+    weights = load_file(path / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+    weights["model.norm.weight"].fill_(1.0)
+    weights["lm_head.weight"] *= 4
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def test_trainer_and_sampler_agree_on_float32_logits(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    config = tmp_path / "run.yaml"
+    tree = {
+        "run": {"name": "head", "dir": str(tmp_path / "run"), "num_steps": 1},
+        "model": {"path": str(model), "dtype": "bfloat16", "head_dtype": "float32"},
+        "data": {"train": "train.jsonl"},
+        "algorithm": {"groups_per_batch": 2},
+        "reward": {"components": {"correct": {"scorer": {"kind": "exact_match"}}}},
+        "rollout": {"kv_cache_bytes": 2**26, "num_threads": 1},
+    }
+    config.write_text(yaml.safe_dump(tree))
+    command = [sys.executable, "-m", "tests.integration.float32_head_process", str(config)]
+    answer = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=240, check=True).stdout.splitlines()[-1])
+    assert answer["head_dtype"] == "torch.float32"
+    rows: list[Row] = []
+    for prompt, (ids, _) in zip(PROMPTS, answer["responses"], strict=True):
+        mask = np.array([0] * len(prompt) + [1] * NUM_TOKENS, np.uint8)
+        rows.append({"token_ids": np.array(prompt + ids, np.int32), "response_mask": mask, "loss_mask": mask})
+    sampled = np.array([logprobs for _, logprobs in answer["responses"]])
+    gaps = {}
+    for wide in (False, True):
+        options = EngineOptions(path=model, head="policy", dtype="bfloat16", optimizer=None, float32_logits=wide)
+        packed = pack(rows, [], temperature=1.0, device=CPU)
+        (outputs,) = FsdpEngine(options, device=CPU).forward([packed])
+        assert isinstance(outputs, TokenOutputs)
+        trained = np.stack([logprobs[-NUM_TOKENS:] for logprobs in unpack(outputs.logprobs_N, packed.lengths)])
+        gaps[wide] = float(np.abs(trained - sampled).max())
+    assert gaps[True] < 1e-4, gaps
+    assert gaps[False] > 1e-2, "what the rounding of one side alone would cost"
