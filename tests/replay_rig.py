@@ -30,8 +30,8 @@ from services.rollout.sampling import MeetingPlace, Probed, Received, SampleRequ
 from services.rollout.scripted import ScriptedEngine, probed
 from tests.fixtures_store import StoreUnderTest
 
-NURSERY_TIMEOUT_S = 60.0
-CALL_TIMEOUT_S = 60.0
+NURSERY_TIMEOUT_S = 200.0
+CALL_TIMEOUT_S = 200.0
 STREAMED = ("Train", "SaveCheckpoint")
 UNDER_WAY_S = {"Train": 0.02, "PublishWeights": 0.003, "SaveCheckpoint": 0.003}
 """How far into a call the trainer dies: a Train takes a tenth of a second or so, the others are short. On a busy machine it may have ended by then."""

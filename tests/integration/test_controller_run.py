@@ -324,8 +324,11 @@ async def test_people_pause_resume_checkpoint_and_stop_a_run(store: StoreUnderTe
             assert (Path(saved.path) / "COMMITTED").exists()
             assert saved.path.endswith(f"step-{saved.step:08d}")
             await stub.PauseRun(pb.PauseRunRequest())
-            await asyncio.sleep(1.0)
-            paused = (await stub.GetRun(pb.GetRunRequest())).status
+            while True:  # what was in flight is trained, until less than a batch is left
+                paused = (await stub.GetRun(pb.GetRunRequest())).status
+                if paused.ledger.live < 4 and paused.ledger.trained == 4 * paused.step:
+                    break
+                await asyncio.sleep(0.02)
             await asyncio.sleep(0.5)
             assert paused.state == pb.RUN_STATE_PAUSED
             assert (await stub.GetRun(pb.GetRunRequest())).status.step == paused.step

@@ -85,7 +85,7 @@ async def trained(
         role: {"address": await gateway.start(), "bind": gateway.address, "num_threads": 1, "optimizer": optimizer} for role, gateway in gateways.items()
     }
     run_section = {"num_steps": NUM_STEPS, "checkpoint_every_steps": 2}
-    sections["controller"] = {"lease_s": 4.0, "start_timeout_s": 60.0, "stall_timeout_s": 60.0}  # the machine may be busy with other tests
+    sections["controller"] = {"lease_s": 4.0, "start_timeout_s": 200.0, "stall_timeout_s": 200.0}  # the machine may be busy with other tests
     model = {"path": str(folder / "model"), "dtype": "float32"}
     async with light_run(store, folder, make_settings, run=run_section, model=model, algorithm=algorithm, **sections) as run:
         write_config(run.settings)
@@ -112,7 +112,7 @@ async def trained(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("algorithm", "kills"),
     [

@@ -34,7 +34,7 @@ def test_tensor_parallel_workers_receive_exact_weights_and_end_when_the_service_
     assert done, "the service ended before it was done"
     assert done["num_ranks"] == num_workers
     assert max(done["gaps"]) < 2e-5
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 100
     while any(_is_alive(pid) for pid in done["children"]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [pid for pid in done["children"] if _is_alive(pid)] == []
