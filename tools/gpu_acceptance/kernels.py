@@ -19,6 +19,8 @@ from tools.gpu_acceptance.stage import Size, Stage, make_engine, make_row, packe
 
 _HEAD = ("_BlockedLogprobs", "_BlockedLogprobsBackward")
 """What autograd calls the LM head with its softmax."""
+_PREFIXES = ("_Spread", "_SpreadBackward")
+"""The same of copying what sequences share, and of adding up its gradients."""
 _SYNCHRONIZING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
@@ -61,11 +63,7 @@ def _profile(stage: Stage, size: Size) -> None:
     total_us = sum(_device_us(event) for event in profiled.key_averages() if event.key.startswith("aten::")) or 1.0
     shares = {
         "head": sum(_whole_us(event) for event in profiled.key_averages() if event.key in _HEAD),
-        "sums over shared prefixes": sum(
-            _device_us(event)
-            for event in profiled.key_averages()
-            if event.key in ("aten::index_add_", "aten::segment_reduce")
-        ),
+        "shared prefixes": sum(_whole_us(event) for event in profiled.key_averages() if event.key in _PREFIXES),
         "attention": sum(
             _device_us(event)
             for event in profiled.key_averages()
@@ -75,6 +73,7 @@ def _profile(stage: Stage, size: Size) -> None:
     for name, us in shares.items():
         stage.found.figure(f"{size}, {name} of the operators' time", f"{us / total_us:.1%}")
     stage.found.require("the profiler saw no head", shares["head"] > 0)
+    stage.found.require("the profiler saw no shared prefix", shares["shared prefixes"] > 0)
 
 
 def _tell(stage: Stage, size: Size, events: Iterable[dict[str, Any]]) -> None:
