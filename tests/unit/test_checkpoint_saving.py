@@ -168,3 +168,12 @@ def test_a_checkpoint_is_made_though_what_is_old_cannot_be_deleted_which_goes_wi
     commit(RunCheckpoints(storage, 1), 3)
     assert {name.partition("/")[0] for name in storage.files()} == {"step-00000003"}
     assert f"step-00000003/{COMMITTED}" in storage.files()
+
+
+def test_a_checkpoint_with_a_file_that_was_cut_short_does_not_count_as_one_to_keep(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    checkpoints = RunCheckpoints(storage, 2)
+    commit(checkpoints, 1)
+    commit(checkpoints, 2).storage.write("weights", lambda file: file.write(b"w"))
+    commit(checkpoints, 3)
+    assert checkpoints.steps() == [1, 3]
