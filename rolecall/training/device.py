@@ -70,7 +70,7 @@ def stop_rank() -> None:
 
 
 def pick_device(devices: tuple[int, ...], local_rank: int) -> torch.device:
-    """CPU when no GPU is given, else the local rank's. Makes it the process's current device. NotOnThisDeviceError when it is not there."""
+    """CPU when no GPU is given, else the local rank's. Makes it the calling thread's current device. NotOnThisDeviceError when it is not there."""
     if not devices:
         return torch.device("cpu")
     if local_rank >= len(devices):
@@ -78,8 +78,14 @@ def pick_device(devices: tuple[int, ...], local_rank: int) -> torch.device:
     if devices[local_rank] >= torch.cuda.device_count():
         raise NotOnThisDeviceError(f"GPU {devices[local_rank]} is not on this machine, which has {torch.cuda.device_count()}; change `devices`")
     device = torch.device("cuda", devices[local_rank])
-    torch.cuda.set_device(device)
+    use_in_thread(device)
     return device
+
+
+def use_in_thread(device: torch.device) -> None:
+    """Makes `device` the calling thread's. A thread begins with GPU 0: whatever it asked of CUDA would take half a GiB there, of each rank."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def backend_of(device: torch.device) -> str:

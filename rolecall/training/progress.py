@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rolecall.training.device import mark_of
+from rolecall.training.device import mark_of, use_in_thread
 
 POLL_S = 0.05
 """Between two looks at a mark that is not reached: far below any hang_s, far above what a look costs."""
@@ -61,6 +61,7 @@ class DeviceProgress:
             hidden.register_hook(lambda _: self.mark())
 
     def _watch(self) -> None:
+        use_in_thread(self._device)
         while True:
             with self._lock:
                 if not self._open:

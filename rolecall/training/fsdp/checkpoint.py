@@ -26,7 +26,7 @@ from rolecall.checkpoints import StoredFile, store
 from rolecall.disk import writing
 from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, WorkerLostError
 from rolecall.storage import Storage
-from rolecall.training.device import rng_state, set_rng_state
+from rolecall.training.device import rng_state, set_rng_state, use_in_thread
 from rolecall.training.files import TensorFile, stream_tensors
 from rolecall.training.fsdp.layout import Box, Layout
 from rolecall.training.fsdp.optimizer import Optimizer
@@ -214,7 +214,9 @@ def _copied(tensors: Mapping[str, torch.Tensor], reached: torch.Event | None, pr
             copies[key] = tensor.clone()
             progressed()
         return copies
-    stream = torch.Stream(device=next(iter(tensors.values())).device)
+    device = next(iter(tensors.values())).device
+    use_in_thread(device)
+    stream = torch.Stream(device=device)
     stream.wait_event(reached)
     with stream:
         for key, tensor in tensors.items():

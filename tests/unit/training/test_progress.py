@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -54,6 +55,16 @@ def test_work_that_was_handed_over_is_no_progress_until_the_device_has_done_it()
     progress.mark()
     device.do(1)
     assert device.hears(6), "marks after a quiet time are watched, too"
+
+
+def test_the_thread_that_asks_for_marks_is_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[tuple[torch.device, str]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.current_thread().name)))
+    device, second = SlowDevice(), torch.device("cuda", 1)
+    DeviceProgress(device.progressed, second, device.mark).mark()
+    device.do(1)
+    assert device.hears(1)
+    assert chosen == [(second, "device-progress")]
 
 
 def test_a_layer_counts_in_both_directions_with_gradient_checkpointing_too() -> None:
