@@ -241,10 +241,15 @@ def flash_operands(
     Heads of one size, a multiple of FLASH_MULTIPLE; as many key heads as query heads unless the kernel takes them `grouped`.
     """
     size = -(-max(key_NKD.shape[2], value_NKE.shape[2]) // FLASH_MULTIPLE) * FLASH_MULTIPLE
-    query, key, value = (pad(x, (0, size - x.shape[2])).contiguous() for x in (query_NHD, key_NKD, value_NKE))
+    query, key, value = (_padded(x, size).contiguous() for x in (query_NHD, key_NKD, value_NKE))
     if not grouped:
         key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
     return query, key, value, query_NHD.shape[2] ** -0.5 if scaling is None else scaling
+
+
+def _padded(x_NKD: torch.Tensor, size: int) -> torch.Tensor:
+    """With zeros behind each head; the tensor itself where nothing is missing, of which `pad` would make a copy, forward and backward."""
+    return x_NKD if x_NKD.shape[2] == size else pad(x_NKD, (0, size - x_NKD.shape[2]))
 
 
 def _repeated(x_NKD: torch.Tensor, num_heads: int) -> torch.Tensor:

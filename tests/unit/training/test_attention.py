@@ -97,6 +97,12 @@ def test_what_flash_attention_is_given_means_what_the_model_asked(grouped: bool,
     assert flash_operands(query_NHD, key_NKD, value_NKE, 0.3, grouped=grouped)[3] == 0.3
 
 
+def test_heads_that_flash_attention_takes_as_they_are_are_not_copied() -> None:
+    given = [x[0].transpose(0, 1).contiguous() for x in random_qkv(9, size=16)]
+    taken = flash_operands(given[0], given[1], given[2], None, grouped=True)[:3]
+    assert [x.data_ptr() for x in taken] == [x.data_ptr() for x in given]
+
+
 def test_which_kernel_computes_depends_on_device_dtype_and_width() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert attends_packed(cuda, torch.bfloat16, head_size=256)
