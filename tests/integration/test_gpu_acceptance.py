@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from rolecall.training.device import stop_rank
 from tools.gpu_acceptance.__main__ import main, run_part
 from tools.gpu_acceptance.catalogue import CATALOGUE, PART_S, Check, part
 from tools.gpu_acceptance.findings import Findings, table
+from tools.gpu_acceptance.kernels import shares_of
 
 LEFT_OUT = {14}
 DRY = [check for check in CATALOGUE if check.number not in LEFT_OUT]
@@ -51,6 +53,22 @@ def test_a_check_passes_on_cpus(check: Check, tmp_path: Path) -> None:
     assert found.failures == []
     assert found.num_required > 0
     assert json.loads(found.path.read_text())["figures"] == found.figures
+
+
+def test_shares_of_a_device_are_of_its_own_time_alone() -> None:
+    def event(key: str, host_us: float, device_us: float) -> SimpleNamespace:
+        totals = {"self_cpu_time_total": host_us, "cpu_time_total": host_us}
+        return SimpleNamespace(key=key, self_device_time_total=device_us, device_time_total=device_us, **totals)
+
+    events = [
+        event("aten::mm", 5.0, 60.0),
+        event("aten::_flash_attention_forward", 5.0, 40.0),
+        event("aten::view", 900.0, 0.0),  # nothing on the device
+        event("_BlockedLogprobs", 30.0, 25.0),
+        event("_Spread", 10.0, 10.0),
+    ]
+    assert shares_of(events, on_device=True) == {"head": 0.25, "shared prefixes": 0.1, "attention": 0.4}
+    assert shares_of(events, on_device=False)["attention"] == 5 / 910
 
 
 def test_every_check_has_its_place_and_a_part_fits_into_its_time() -> None:
