@@ -33,6 +33,8 @@ CHECKPOINT_BYTES_PER_PARAMETER = 12
 """Master weight and two moments."""
 PREFILL_TOKENS = 8192
 """Of one step of the sampler."""
+PROBED_TOKENS = 2 * 256
+"""Of a publish's probe, which each side computes twice (services/controller/probe.py)."""
 GPU_START_S = 900.0
 """Compilation and the capture of CUDA graphs, beside the reading."""
 GPU_HANG_S = 300.0
@@ -117,9 +119,10 @@ class _Derivation:
         backend = weights.backend or ("nccl" if self._settings.actor.devices else "gloo")
         is_nccl = backend == "nccl"
         self._say(weights, ("weights",), "open_timeout_s", NCCL_OPEN_S if is_nccl else 0.0, f"ranks that meet over {backend}")
-        first = f"a bucket over {backend}, the first one's connections included"
-        self._say(weights, ("weights",), "bucket_timeout_s", NCCL_BUCKET_S if is_nccl else 0.0, first)
-        num_bytes = self._bytes[self._settings.model.path]
+        num_bytes, on = self._bytes[self._settings.model.path], "GPUs" if self._uses_gpus else "CPUs"
+        probe_s = 2 * num_bytes / FILE_BYTES_PER_PARAMETER * PROBED_TOKENS / FLOPS_PER_S[on]
+        first = f"a bucket over {backend}, the first one's connections included, and {PROBED_TOKENS} tokens of the probe on {on}"
+        self._say(weights, ("weights",), "bucket_timeout_s", (NCCL_BUCKET_S if is_nccl else 0.0) + probe_s, first)
         waited_s, waiting = (generating_s, ", and responses in flight, which pause_mode wait lets end") if rollout.pause_mode == "wait" else (0.0, "")
         sent = f"600 s and {_size(num_bytes)} at {WIRE_BYTES_PER_S / 1e6:g} MB/s{waiting}"
         return self._say(weights, ("weights",), "publish_timeout_s", 600 + num_bytes / WIRE_BYTES_PER_S + waited_s, sent)

@@ -62,7 +62,7 @@ class WeightsSection(Section):
     """Deadline of forming an epoch, and what a rollout that hangs then costs the others; unless set, longer over nccl."""
     bucket_timeout_s: PositiveFloat = 10.0
     """Deadline of one bucket, and of a receiver's last load and probe: what a rollout that hangs in a transfer costs the others; unless set,
-    longer over nccl."""
+    longer over nccl, and for models whose probe takes long on CPUs."""
     publish_timeout_s: PositiveFloat = 600.0
     """Deadline of one publish, pause and probe included; unless set, longer for larger models, and with pause_mode wait."""
     probe_tolerance: PositiveFloat | None = None

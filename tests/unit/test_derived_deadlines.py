@@ -59,6 +59,14 @@ def test_a_large_model_with_long_responses_on_gpus_gets_the_time_it_takes(make_s
     assert settings.actor.compute_timeout_s > tokens * flops / 3 / 8 / 200e12
 
 
+def test_the_end_of_a_load_leaves_time_for_the_probe_of_a_model_that_cpus_compute_slowly(make_settings: MakeSettings, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(1_200_000_000)
+    assert make_settings(model={"path": str(folder)}).weights.bucket_timeout_s >= 2 * 0.6e9 * 2 * 256 / 30e9, "two passes at 30 GFLOP/s"
+
+
 def test_what_the_file_gives_stands_and_is_not_called_derived(make_settings: MakeSettings, model_32b: str) -> None:
     sections = LARGE | {"weights": {"open_timeout_s": 5.0}, "actor": LARGE["actor"] | {"hang_s": 12.0}, "controller": {"start_timeout_s": 4000.0}}
     settings = make_settings(model={"path": model_32b}, **sections)
