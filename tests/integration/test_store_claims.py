@@ -420,3 +420,22 @@ def test_many_workers_at_once_own_disjoint_groups(store: StoreUnderTest) -> None
     assert sorted(gid for gids in owned.values() for gid in gids) == list(range(60))
     assert store.balance() == (60, 0, 0, 60)
     assert sorted(group.gid for _, group in store.ledger.read_committed("0", 100, 0)) == list(range(60))
+
+
+def test_a_claim_costs_the_same_however_many_groups_lost_their_worker(store: StoreUnderTest) -> None:
+    """When half of a large fleet dies, everybody who is left asks once a second, and the store answers one at a time."""
+    store.admit(1)
+    worker = store.attested("r.0")
+
+    def quickest_s() -> float:
+        times = []
+        for _ in range(20):
+            began = time.perf_counter()
+            worker.claim(8)
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    before_s = quickest_s()
+    bounds = [word for number in range(20_000) for word in (f"{number}-7", "8")]
+    store.connection.command("HSET", f"{{rl:{store.run}}}:suspects", *bounds)
+    assert quickest_s() < 5 * before_s

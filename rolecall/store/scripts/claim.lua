@@ -18,14 +18,15 @@ if tonumber(ARGV[3]) == latest then
     if owner(entry) == consumer then entries[#entries + 1] = entry end
   end
 elseif tonumber(ARGV[3]) > latest then
-  local limit, bounds, flat = tonumber(ARGV[2]), {}, redis.call('HGETALL', suspects)
-  for i = 1, #flat, 2 do bounds[flat[i]] = tonumber(flat[i + 1]) end
-  local function bound(entry, most) return math.min(most, bounds[entry] or most) end
+  -- Bounds are looked up one by one: after a loss of many workers there are thousands, and everybody asks.
+  local limit, any = tonumber(ARGV[2]), redis.call('EXISTS', suspects) == 1
+  local function bound(entry, most) return any and math.min(most, number(suspects, entry, most)) or most end
   local mine, most = redis.call('XPENDING', prompts, 'rollout', '-', '+', 10000, consumer), math.huge
   for _, pending in ipairs(mine) do most = bound(pending[1], most) end
   for _, pending in ipairs(redis.call('XPENDING', prompts, 'rollout', '-', '+', 1000, FREE)) do
+    if #entries >= limit or #mine + #entries >= most then break end
     local with_it = bound(pending[1], most)
-    if #entries < limit and #mine + #entries < with_it then
+    if #mine + #entries < with_it then
       redis.call('XCLAIM', prompts, 'rollout', consumer, 0, pending[1])
       entries[#entries + 1] = pending[1]
       most = with_it
