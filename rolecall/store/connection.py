@@ -10,6 +10,7 @@ within CALL_DEADLINE_S; a blocking read waits at most MAX_BLOCK_S for something 
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, urlsplit
@@ -180,7 +181,7 @@ def _through_sentinel(rest: str, options: dict[str, Any]) -> redis.Redis:
 
 
 def _verify(connection: Connection, durability: str) -> None:
-    for info, config, replays in _servers(connection):
+    for info, config, replays in _servers(connection, durability == "strict"):
         name = "Valkey" if "valkey_version" in info else "Redis"
         version = str(info.get("valkey_version") or info["redis_version"])
         if tuple(int(part) for part in version.split(".")[:2]) < ((7, 2) if name == "Valkey" else (7, 0)):
@@ -190,7 +191,7 @@ def _verify(connection: Connection, durability: str) -> None:
         if durability == "strict" and (config.get("appendonly"), config.get("appendfsync")) != ("yes", "always"):
             found = f"appendonly {config.get('appendonly')}, appendfsync {config.get('appendfsync')}"
             raise ConfigError(f"the store can lose acknowledged writes ({found}); set appendonly yes and appendfsync always, or store.durability: relaxed")
-        if durability == "strict" and not replays:
+        if not replays:
             raise ConfigError(
                 "the store would lose the run at its next restart: a server may replay the transactions of its append-only file with the rights of the user "
                 "`default`, and discard what that user may not do (redis#14541, valkey#3983); its rights are cut here, or not to be seen. Give it all "
@@ -199,8 +200,8 @@ def _verify(connection: Connection, durability: str) -> None:
             )
 
 
-def _servers(connection: Connection) -> list[tuple[dict[str, Any], dict[str, str], bool]]:
-    """Of each server: what it is, how it keeps data, and whether it would replay all of it."""
+def _servers(connection: Connection, strict: bool) -> list[tuple[dict[str, Any], dict[str, str], bool]]:
+    """Of each server: what it is, how it keeps data, and whether it would replay all of it, which is asked where `strict`."""
     client = connection.ledger
     names = ("maxmemory-policy", "appendonly", "appendfsync")
     targets = client.get_primaries() if isinstance(client, RedisCluster) else [None]  # type: ignore[no-untyped-call]
@@ -208,20 +209,27 @@ def _servers(connection: Connection) -> list[tuple[dict[str, Any], dict[str, str
     def ask(target: Any) -> tuple[dict[str, Any], dict[str, str], bool]:
         where = {} if target is None else {"target_nodes": target}
         config = client.config_get(*names, **where)
-        return client.info("server", **where), {_text(key): _text(value) for key, value in config.items()}, _default_user_may_all(client, where)
+        replays = not strict or _default_user_may_all(client, where)
+        return client.info("server", **where), {_text(key): _text(value) for key, value in config.items()}, replays
 
     return [connection.attempt(partial(ask, target)) for target in targets]
 
 
 def _default_user_may_all(client: Client, where: Mapping[str, Any]) -> bool:
-    """False also when this user may not look."""
+    """False also when this user may not look; true where the server has no such command, and so hardly a user whose rights were cut by it."""
     send: Callable[..., Any] = client.execute_command
     try:
-        reply = send("ACL", "GETUSER", "default", **where)
-    except exceptions.NoPermissionError:
-        return bool(send("ACL", "WHOAMI", **where) == b"default")
-    rights = dict(zip(reply[::2], reply[1::2], strict=True))
-    return "~*" in _text(rights[b"keys"]).split() and _text(rights[b"commands"]).startswith("+@all")
+        with suppress(exceptions.NoPermissionError):
+            reply = send("ACL", "GETUSER", "default", **where)
+            rights = dict(zip(reply[::2], reply[1::2], strict=True))
+            return "~*" in _text(rights[b"keys"]).split() and _text(rights[b"commands"]).startswith("+@all")
+        with suppress(exceptions.NoPermissionError):
+            return bool(send("ACL", "WHOAMI", **where) == b"default")
+    except exceptions.ResponseError as error:
+        if "unknown command" not in str(error):
+            raise
+        return True
+    return False
 
 
 def _text(value: str | bytes | None) -> str:

@@ -122,10 +122,19 @@ def test_a_default_user_without_rights_is_refused_for_its_transactions_may_not_b
             connect(section(server(default, f"{ours} +acl|getuser")))
     with pytest.raises(ConfigError, match=r"\+acl\|getuser"):
         connect(section(server("off ~* &* +@all", ours)))
-    connect(section(server("off", ours), durability="relaxed")).close()
+    no_acl = f"{ours} -acl"
+    with pytest.raises(ConfigError, match=r"\+acl\|getuser"):
+        connect(section(server("off ~* &* +@all", no_acl)))
+    for rights in (ours, no_acl):
+        connect(section(server("off", rights), durability="relaxed")).close()
     connection = connect(section(server("off ~* &* +@all", f"{ours} +acl|getuser")))
     one_group_from_admission_to_training(connection, "run")
     connection.close()
+
+
+def test_a_server_whose_access_lists_were_taken_away_is_not_refused_for_them(start_server: StartServer) -> None:
+    port = start_server(**DURABLE, rename_command='ACL ""')
+    connect(section(f"redis://127.0.0.1:{port}")).close()
 
 
 def test_a_whole_life_of_a_group_works_on_a_cluster(start_server: StartServer) -> None:

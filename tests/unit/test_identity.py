@@ -97,6 +97,27 @@ def test_a_setting_that_an_older_release_did_not_keep_is_not_held_against_the_ru
     settle(begin(store={"num_shards": 4}))
 
 
+def test_an_option_that_a_newer_release_adds_to_adapters_is_not_held_against_the_run(begin: MakeSettings, tmp_path: Path) -> None:
+    path = tmp_path / "run" / FILE
+    kept = json.loads(path.read_text())
+    kept["actor.lora"] = {"rank": 8}  # by a release whose adapters had no other option
+    path.write_text(json.dumps(kept))
+    settle(begin(actor={"lora": {"rank": 8}}))
+    with pytest.raises(ConfigError, match=r"another actor\.lora"):
+        settle(begin(actor={"lora": {"rank": 16}}))
+    with pytest.raises(ConfigError, match=r"another actor\.lora"):
+        settle(begin())
+
+
+@pytest.mark.parametrize("half", ["", '{"run.name": "te'])
+def test_a_record_that_was_cut_off_while_it_was_written_is_written_anew(begin: MakeSettings, tmp_path: Path, half: str) -> None:
+    path = tmp_path / "run" / FILE
+    whole = path.read_text()
+    path.write_text(half)
+    settle(begin())
+    assert path.read_text() == whole
+
+
 def test_the_manual_names_every_fixed_setting_with_its_reason() -> None:
     manual = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
     assert [fixed.setting for fixed in FIXED if f"`{fixed.setting}`" not in manual] == []
