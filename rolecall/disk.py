@@ -1,4 +1,4 @@
-"""Files that grow by lines, and what the disk refuses, as errors that say so. No torch."""
+"""Files that grow by lines or are replaced whole, and what the disk refuses, as errors that say so. No torch."""
 
 import errno
 import fcntl
@@ -26,6 +26,14 @@ def writing(what: str, path: Path) -> Iterator[None]:
         if error.errno in _FULL:
             raise DiskFullError(f"no space to {what} {path} ({error.strerror}); free some, or keep fewer checkpoints") from error
         raise RoleCallError(f"cannot {what} {path} ({error.strerror or error}); make it writable") from error
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes `text` to `path`, which holds all of it afterwards or, after a full disk or a kill, what it held before. Raises as `writing`."""
+    with writing("write", path):
+        beside = path.with_suffix(".new")
+        beside.write_text(text)
+        os.replace(beside, path)
 
 
 def append_lines(path: Path, lines: Sequence[str], *, sync: bool = False) -> None:

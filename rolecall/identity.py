@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolecall.disk import writing
+from rolecall.disk import replace_text
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 
@@ -55,16 +55,22 @@ def settle(settings: RunSettings) -> None:
     path = settings.run.dir / FILE
     now = {fixed.setting: fixed.value(settings) for fixed in FIXED}
     if not path.is_file():
-        with writing("write", path):
-            path.write_text(json.dumps(now, indent=1) + "\n")
+        replace_text(path, json.dumps(now, indent=1) + "\n")
         return
     before = json.loads(path.read_text())
-    changed = [f"{fixed.setting} ({fixed.why})" for fixed in FIXED if fixed.setting in before and before[fixed.setting] != now[fixed.setting]]
+    changed = [f"{fixed.setting} ({fixed.why})" for fixed in FIXED if fixed.setting in before and not _same(before[fixed.setting], now[fixed.setting])]
     if changed:
         raise ConfigError(
             f"the run in {settings.run.dir} was started with another {', another '.join(changed)}; go on with the same, or start another run with another "
             "run.dir and run.name (rolecall export makes a model of this one's checkpoint)"
         )
+
+
+def _same(before: Any, now: Any) -> bool:
+    """Of a section, what was kept of it: an option that a newer release has added was at its default."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return all(name in now and now[name] == value for name, value in before.items())
+    return bool(before == now)
 
 
 def _of_file(path: Path) -> str:

@@ -1,7 +1,6 @@
 """What is known of a run without asking anybody: `<run.dir>/last_status.json`, kept by `rolecall train` and read by `rolecall status` once nobody answers."""
 
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import Any
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
-from rolecall.disk import writing
+from rolecall.disk import replace_text
 from rolecall.errors import InvalidInputError, RoleCallError
 from rolecall.progress import STATES
 from rolecall.settings import RunSection
@@ -55,11 +54,7 @@ def keep_record(run: RunSection, status: controller_pb2.RunStatus, exit_code: in
             before = read_record(run.dir)
             status = before.status if before else controller_pb2.RunStatus(run=run.name, state=controller_pb2.RUN_STATE_STARTING, total_steps=run.num_steps)
         tree = {"at_s": time.time(), "exit_code": exit_code, "failure": failure, "status": json_format.MessageToDict(status)}
-        path = run.dir / FILE
-        with writing("write", path):
-            beside = path.with_suffix(".new")
-            beside.write_text(json.dumps(tree) + "\n")
-            os.replace(beside, path)
+        replace_text(run.dir / FILE, json.dumps(tree) + "\n")
 
 
 def read_record(run_dir: Path) -> RunRecord | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from rolecall.disk import writing
+from rolecall.disk import replace_text
 from rolecall.settings import RunSettings, SftSettings
 
 ID_FILE = "tracker_run_id"
@@ -89,12 +89,9 @@ def without_credentials(value: Any) -> Any:
 
 
 def _kept_id(path: Path) -> str:
-    with writing("write", path):
-        kept = path.read_text().strip() if path.exists() else ""
-        if kept:
-            return kept
-        id = secrets.token_hex(8)
-        beside = path.with_suffix(".new")
-        beside.write_text(id + "\n")
-        beside.replace(path)
+    kept = path.read_text().strip() if path.exists() else ""
+    if kept:
+        return kept
+    id = secrets.token_hex(8)
+    replace_text(path, id + "\n")
     return id

@@ -19,6 +19,8 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from rolecall.disk import append_lines
 from rolecall.errors import DiskFullError, RoleCallError
+from rolecall.identity import settle
+from rolecall.run_record import keep_record, read_record
 from rolecall.settings import RunSettings
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import Ledger
@@ -27,6 +29,7 @@ from rolecall.v1 import controller_pb2
 from rolecall.v1.controller_pb2_grpc import ControllerServiceStub
 from tests.fixtures_store import StoreUnderTest
 from tests.light_roles import light_run
+from tests.light_run import write_model
 
 MakeSettings = Callable[..., RunSettings]
 MakeEmbeddedStore = Callable[..., EmbeddedStore]
@@ -106,6 +109,23 @@ def test_a_quota_is_a_full_disk_and_a_folder_in_the_way_is_named(tmp_path: Path)
         append_lines(tmp_path / "lines", ["x" * 5000])
     with pytest.raises(RoleCallError, match="Is a directory"):
         append_lines(tmp_path, ["x"])
+
+
+def test_what_a_run_is_and_was_is_kept_whole_or_not_at_all(disk: Path, tmp_path: Path, make_settings: MakeSettings) -> None:
+    write_model(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1", "ground_truth": "2"}\n')
+    settings = make_settings(run={"name": "full", "dir": str(disk), "num_steps": 1})
+    keep_record(settings.run, controller_pb2.RunStatus(run="full", step=1))
+    ballast = fill(disk)
+    with pytest.raises(DiskFullError):
+        settle(settings)
+    keep_record(settings.run, controller_pb2.RunStatus(run="full", step=2, last_failure="x" * 10_000))
+    record = read_record(disk)
+    assert record is not None
+    assert record.status.step == 1
+    ballast.unlink()
+    for _ in range(2):  # the first writes it, the second compares
+        settle(settings)
 
 
 def test_metrics_and_samples_that_find_no_space_are_lost_with_one_warning_and_the_run_goes_on(

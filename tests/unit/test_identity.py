@@ -109,15 +109,6 @@ def test_an_option_that_a_newer_release_adds_to_adapters_is_not_held_against_the
         settle(begin())
 
 
-@pytest.mark.parametrize("half", ["", '{"run.name": "te'])
-def test_a_record_that_was_cut_off_while_it_was_written_is_written_anew(begin: MakeSettings, tmp_path: Path, half: str) -> None:
-    path = tmp_path / "run" / FILE
-    whole = path.read_text()
-    path.write_text(half)
-    settle(begin())
-    assert path.read_text() == whole
-
-
 def test_the_manual_names_every_fixed_setting_with_its_reason() -> None:
     manual = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
     assert [fixed.setting for fixed in FIXED if f"`{fixed.setting}`" not in manual] == []
