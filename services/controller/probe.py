@@ -82,7 +82,8 @@ def _of_probes(sent: weights_pb2.Probe, received: weights_pb2.Probe, exact: bool
                 f"probe logprobs differ by {measured:.2e} {which}, more than {bound:.2e}: the tensors arrived but the "
                 "engine computes with others"
             )
-    measured, bound = float(np.median(decode_gap)) if decode_gap.size else 0.0, bounds[min(bounds)]
+    # The widest bound: the median of so few may well be what a tenth of all tokens are off, and sampled again they are the same.
+    measured, bound = float(np.median(decode_gap)) if decode_gap.size else 0.0, bounds[max(bounds)]
     if not measured <= bound:
         return (
             f"logprobs of decode steps differ by {measured:.2e} from those of a prefill, more than {bound:.2e}: the engine "
