@@ -44,11 +44,12 @@ class Conversion:
     def from_checkpoint(self, name: str, shape: torch.Size, read: Callable[[str], torch.Tensor], rows: slice) -> torch.Tensor:
         """`rows` of parameter `name` of the given full shape, put together from the tensors that `read` returns by checkpoint name.
 
-        Where experts are stacked only those of `rows` are read; else everything is. ConfigError when the rules do not fit.
+        Where experts are stacked only those of `rows` are read; else everything is. ConfigError when the rules do not fit, or what was read whole has
+        another shape.
         """
         sources, converter = self._sources(name, shape)
         if converter is None:
-            return read(sources[name][0])[rows]
+            return _rows_of(name, shape, read(sources[name][0]), rows)
         is_stacked = _stacks(converter) and all(len(found) == shape[0] for found in sources.values())
         wanted = {pattern: found[rows] if is_stacked else found for pattern, found in sources.items()}
         if not any(wanted.values()):
@@ -58,7 +59,7 @@ class Conversion:
                 converter.add_tensor(name, source, pattern, lambda source=source: read(source))
         result = converter.convert(name, model=self._hf, config=self._hf.config)[name]
         tensor: torch.Tensor = result[0] if isinstance(result, list) else result
-        return tensor if is_stacked else tensor[rows]
+        return tensor if is_stacked else _rows_of(name, shape, tensor, rows)
 
     def _sources(self, name: str, shape: torch.Size) -> tuple[dict[str, list[str]], WeightConverter | None]:
         """The tensors that hold parameter `name`, by the converter's pattern that they fit, in order; without a converter by `name`."""
@@ -76,6 +77,12 @@ class Conversion:
         if converter is None:
             raise ConfigError(f"transformers has no rule that makes the parameter {name!r} of {type(self._hf).__name__}")
         return sources, converter
+
+
+def _rows_of(name: str, shape: torch.Size, whole: torch.Tensor, rows: slice) -> torch.Tensor:
+    if whole.shape != shape:  # looked at here, for a part of a longer tensor would fit
+        raise ConfigError(f"tensor {name!r} has the shape {tuple(whole.shape)}, not {tuple(shape)} as its config.json says; use matching files")
+    return whole[rows]
 
 
 def _stacks(converter: WeightConverter) -> bool:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, PretrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
+from rolecall.errors import ConfigError
 from rolecall.training.conversion import Conversion
 from rolecall.training.huggingface import ModelFiles
 
@@ -60,3 +61,13 @@ def test_a_rank_reads_its_own_experts_and_no_others(kind: str, tmp_path: Path) -
         nothing = Reader(tmp_path)
         assert conversion.from_checkpoint(name, parameter.shape, nothing.read, slice(6, 6)).shape == (0, *parameter.shape[1:])
         assert not nothing.names, "a rank may keep no expert"
+
+
+def test_a_renamed_tensor_of_another_size_is_refused_whatever_rows_are_wanted() -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS["mixtral"])
+    conversion, name = Conversion(model), "model.layers.0.mlp.gate.weight"
+    shape = model.get_parameter(name).shape
+    assert list(conversion.to_checkpoint(name, torch.empty(shape, device="meta"))) != [name]
+    for rows in (slice(0, 2), slice(0, NUM_EXPERTS)):
+        with pytest.raises(ConfigError, match=r"has the shape \(8, 8\), not \(6, 8\)"):
+            conversion.from_checkpoint(name, shape, lambda _: torch.zeros(NUM_EXPERTS + 2, 8), rows)
