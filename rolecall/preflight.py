@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 
 from rolecall.errors import ConfigError
+from rolecall.launch import role_environment
 from rolecall.rpc import tls as tls_files
 from rolecall.rpc.address import is_unix
 from rolecall.rpc.channel import open_channel
@@ -60,19 +61,19 @@ def _functions(settings: RunSettings) -> Iterator[Iterator[str]]:
         for name, component in settings.reward.components.items():
             scorer, setting = component.scorer, f"reward.components.{name}.scorer"
             if isinstance(scorer, FunctionScorer):
-                yield _function(f"{setting}.target", scorer.target, settings.reward.search_path)
+                yield _function(f"{setting}.target", scorer.target, settings.reward.search_path, settings.reward)
             if isinstance(scorer, MathScorer):
                 yield _math(setting)
     loss = settings.algorithm.policy_loss
     if isinstance(loss, CustomLoss) and settings.actor.address is None:
-        yield _function("algorithm.policy_loss.function", loss.function, loss.search_path)
+        yield _function("algorithm.policy_loss.function", loss.function, loss.search_path, settings.actor)
 
 
-def _function(setting: str, target: str, folder: Path) -> Iterator[str]:
+def _function(setting: str, target: str, folder: Path, role: ServiceSection) -> Iterator[str]:
     if not folder.is_dir():
         raise ConfigError(f"{setting} {target!r}: its search_path {folder} is not a folder; correct it")
     command = [sys.executable, "-P", "-m", "rolecall.plugins", setting, target]
-    environment = child_environment({"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"})
+    environment = child_environment(role_environment(role))  # its GPUs, too: a module of kernels may ask for one
     try:
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

@@ -130,6 +130,18 @@ def test_what_cannot_start_is_told_by_check_and_train_and_leaves_no_run_dir(
     assert not settings.run.dir.exists()
 
 
+def test_a_loss_that_needs_a_gpu_to_be_imported_finds_the_one_that_its_role_has(tmp_path: Path) -> None:
+    (tmp_path / "kernels.py").write_text("import os\n\nGPUS = os.environ['CUDA_VISIBLE_DEVICES'].split(',')\nassert '1' in GPUS\n\n\ndef loss(batch): ...\n")
+    config = write_light_config(tmp_path)
+    tree = yaml.safe_load(config.read_text())
+    config.write_text(yaml.safe_dump(tree | LOCAL))
+    loss = "algorithm.policy_loss={kind: custom, function: 'kernels:loss'}"
+    for devices, is_found in (([1], True), ([], False)):
+        out = io.StringIO()
+        problems = find_problems(load_settings(config, [loss, f"actor.devices={devices}"]), out)
+        assert ("algorithm.policy_loss.function: kernels:loss is found" in out.getvalue()) == is_found, problems
+
+
 def test_a_role_that_may_still_come_is_noted_and_waited_for(tmp_path: Path, places: dict[str, str]) -> None:
     out = io.StringIO()
     assert find_problems(load_settings(write_light_config(tmp_path), [f"actor.address={places['nobody']}"]), out) == []
