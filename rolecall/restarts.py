@@ -1,6 +1,6 @@
 """How often, and after which pause, a role is started again: a budget and a back-off of each role's own, both renewed by every applied step.
 
-Pure bookkeeping; `supervise.py` starts the processes.
+Also the end of a run whose role is not started again. Pure bookkeeping; `supervise.py` starts the processes.
 """
 
 from rolecall.settings import LauncherSection
@@ -32,3 +32,12 @@ class RestartBudget:
     def count(self, name: str) -> int:
         """Restarts of `name` taken since a step was last applied."""
         return self._counts.get(name, 0)
+
+
+class GivenUp(Exception):
+    """The run cannot go on here, because of a role."""
+
+    def __init__(self, role: str, failure: str) -> None:
+        super().__init__(failure)
+        self.role = role
+        self.failure = failure

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from rolecall import errors
 from rolecall.checkpoints import RunCheckpoints
 from rolecall.errors import DeadlineError, NotFoundError, NotOnThisDeviceError, RoleCallError, RunLockedError, StoreUnavailableError, UnavailableError
 from rolecall.identity import settle
@@ -23,7 +24,7 @@ from rolecall.last_words import describe_failure, final_line, how_it_ended
 from rolecall.launch import plan_workers, prepare_run_dir, resolve, write_config
 from rolecall.processes import Processes, Start, Worker
 from rolecall.progress import LONG_WAIT_S, View, open_view
-from rolecall.restarts import RestartBudget
+from rolecall.restarts import GivenUp, RestartBudget
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.server import LIVENESS
 from rolecall.run_record import INTERRUPTED, keep_record
@@ -54,8 +55,8 @@ STARTS_PATIENCE = 3.0
 """A worker that is started again has MIN_START_S, or STARTS_PATIENCE times what its longest start took, to join: one that hangs before is nobody's member."""
 END_GRACE_S = 30.0
 """For the controller to end by itself after the run has ended: what trackers have queued is sent then."""
-STOP_CALL_TIMEOUT_S = 5.0
-"""Deadline of the request to stop with a checkpoint."""
+RUN_CALL_TIMEOUT_S = 5.0
+"""Deadline of the request to stop with a checkpoint, and of a look at the run where no stream is left to follow it."""
 CHECKPOINT_GRACE_S = 60.0
 """For the run to end with a checkpoint after a budget was spent."""
 
@@ -157,7 +158,7 @@ class Supervisor:
             while (code := self._look()) is None:
                 await asyncio.sleep(POLL_S)
             return code
-        except _GivenUp as end:
+        except GivenUp as end:
             return await self._give_up(end)
 
     def _look(self) -> int | None:
@@ -184,17 +185,17 @@ class Supervisor:
 
     def _worker_ended(self, worker: Worker, code: int) -> None:
         if code in worker.final_codes:
-            raise _GivenUp(worker.role, describe_failure(worker, code))
+            raise GivenUp(worker.role, describe_failure(worker, code))
         said = final_line(worker)
         how = self._verdicts.pop(worker.name, None) or f"{worker.name} {how_it_ended(code)}" + (f" ({said})" if said else "")
         self._again(worker.role, worker.name, how, describe_failure(worker, code), lambda: self._restart(worker))
 
     def _again(self, role: str, name: str, how: str, details: str, start: Callable[[], None]) -> None:
-        """Plans to start `name` again and says so. _GivenUp, with the details, when its budget is spent."""
+        """Plans to start `name` again and says so. GivenUp, with the details, when its budget is spent."""
         pause_s = self._budget.take(name)
         limit = self._resolved.launcher.max_restarts
         if pause_s is None:
-            raise _GivenUp(role, f"{how}, after {limit} restarts without a step in between (launcher.max_restarts): giving up\n{details}")
+            raise GivenUp(role, f"{how}, after {limit} restarts without a step in between (launcher.max_restarts): giving up\n{details}")
         self._view.note(f"{how}; starting it again in {pause_s:g} s ({self._budget.count(name)} of {limit} without a step)")
         self._due[name] = (time.monotonic() + pause_s, start)
 
@@ -318,9 +319,12 @@ class Supervisor:
             stub = controller_pb2_grpc.ControllerServiceStub(channel)
             while True:
                 self._heard_since = time.monotonic()
-                with suppress(UnavailableError, DeadlineError):
-                    async for message in stub.WatchRun(controller_pb2.WatchRunRequest(), timeout=WATCH_TIMEOUT_S):
-                        self._heard(message.status)
+                with suppress(UnavailableError, DeadlineError, errors.ExhaustedError):
+                    try:
+                        async for message in stub.WatchRun(controller_pb2.WatchRunRequest(), timeout=WATCH_TIMEOUT_S):
+                            self._heard(message.status)
+                    except errors.ExhaustedError:  # others watch, too, and no stream is left for us
+                        self._heard((await stub.GetRun(controller_pb2.GetRunRequest(), timeout=RUN_CALL_TIMEOUT_S)).status)
                 self._tell_of_silence()
                 await asyncio.sleep(RECONNECT_S)
 
@@ -355,7 +359,7 @@ class Supervisor:
             self._view.note(f"controller: {self._status.error}")
         return 0 if done else 1
 
-    async def _give_up(self, end: "_GivenUp") -> int:
+    async def _give_up(self, end: GivenUp) -> int:
         """Says why the run ends, and has a checkpoint saved first if there is something to save and somebody to save it."""
         self._view.note(end.failure)
         self._failure = end.failure.partition("\n")[0]
@@ -376,7 +380,7 @@ class Supervisor:
         try:
             async with open_channel(self._resolved.controller.address, self._resolved.rpc) as channel:
                 stub = controller_pb2_grpc.ControllerServiceStub(channel)
-                await stub.StopRun(controller_pb2.StopRunRequest(checkpoint=True), timeout=STOP_CALL_TIMEOUT_S)
+                await stub.StopRun(controller_pb2.StopRunRequest(checkpoint=True), timeout=RUN_CALL_TIMEOUT_S)
         except RoleCallError as error:
             self._view.note(f"the controller could not be asked: {error.message}")
             return
@@ -389,12 +393,3 @@ async def _unreachable(watching: "asyncio.Task[None]") -> int:
     """Following the run failed of something that no waiting mends, such as credentials."""
     await watching  # bounded: it is done
     return 1
-
-
-class _GivenUp(Exception):
-    """The run cannot go on here, because of a role."""
-
-    def __init__(self, role: str, failure: str) -> None:
-        super().__init__(failure)
-        self.role = role
-        self.failure = failure

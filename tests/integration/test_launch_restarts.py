@@ -17,6 +17,7 @@ import pytest
 import yaml
 from pydantic import SecretStr
 
+from rolecall.run_record import read_record
 from rolecall.settings import StoreSection, child_environment, store_url_file
 from rolecall.store.connection import connect
 
@@ -235,6 +236,20 @@ def test_a_killed_controller_is_started_again_and_followed(launch: Launch) -> No
     launch.until(lambda: launch.starts("controller") == 1 and launch.is_up("controller"))
     launch.report(step=4)
     launch.until(lambda: "step 4/9" in launch.output())
+
+
+def test_a_controller_that_has_no_stream_left_for_its_launcher_is_asked_again_and_again(launch: Launch) -> None:
+    """Each machine of a large fleet has a launcher that watches."""
+    launch.start()
+    (launch.run_dir / "crowded").touch()
+
+    def heard_step() -> int:
+        record = read_record(launch.run_dir)
+        return record.status.step if record else 0
+
+    for step in (3, 4):
+        launch.report(step=step)
+        launch.until(lambda step=step: heard_step() == step)
 
 
 def test_a_controller_that_does_not_answer_is_killed_and_started_again(launch: Launch) -> None:

@@ -1,4 +1,6 @@
-"""A controller that reports what `<run dir>/status.json` holds (a RunStatus) and coordinates nothing. StopRun ends it, with a checkpoint when asked."""
+"""A controller that reports what `<run dir>/status.json` holds (a RunStatus) and coordinates nothing. StopRun ends it, with a checkpoint when asked.
+
+While `<run dir>/crowded` exists it has no room for another stream and ends those that there are."""
 
 import asyncio
 import sys
@@ -8,7 +10,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from rolecall.errors import NotOnThisDeviceError
+from rolecall.errors import ExhaustedError, NotOnThisDeviceError
 from rolecall.rpc.process import ServiceArgs, parse_args, run
 from rolecall.rpc.server import Server
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
@@ -24,9 +26,14 @@ class Reporter(controller_pb2_grpc.ControllerServiceServicer):
 
     async def WatchRun(self, request: controller_pb2.WatchRunRequest, context: Any) -> AsyncIterator[controller_pb2.WatchRunResponse]:
         """The status, many times a second."""
-        while True:
+        while not (self._run_dir / "crowded").exists():
             yield controller_pb2.WatchRunResponse(status=self._status())
             await asyncio.sleep(POLL_S)
+        raise ExhaustedError("256 streams are open already")
+
+    async def GetRun(self, request: controller_pb2.GetRunRequest, context: Any) -> controller_pb2.GetRunResponse:
+        """The status, once."""
+        return controller_pb2.GetRunResponse(status=self._status())
 
     async def StopRun(self, request: controller_pb2.StopRunRequest, context: Any) -> controller_pb2.StopRunResponse:
         """Ends the process as one that saved a checkpoint."""
@@ -45,7 +52,7 @@ class Reporter(controller_pb2_grpc.ControllerServiceServicer):
     async def _nothing(self, request: Any, context: Any) -> Any:
         raise NotOnThisDeviceError("a fake")
 
-    Join = Heartbeat = GetRun = PauseRun = ResumeRun = SaveCheckpoint = _nothing
+    Join = Heartbeat = PauseRun = ResumeRun = SaveCheckpoint = _nothing
 
 
 async def serve(args: ServiceArgs) -> None:
