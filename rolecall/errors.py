@@ -36,7 +36,7 @@ Each leaf has a canonical status, a stable `reason` (google.rpc.ErrorInfo, AIP-1
     ├── DeadlineError             a wait ended without its event           DEADLINE_EXCEEDED    retry
     ├── ExhaustedError            a bound or budget is spent               RESOURCE_EXHAUSTED   never retry
     │   ├── StoreFullError        back-pressure of the store               (retry)
-    │   ├── RateLimitedError      a peer takes no more calls for now       (retry, after a pause)
+    │   ├── RateLimitedError      a peer takes no more calls for now: pause (retry)
     │   ├── DiskFullError
     │   ├── OutOfMemoryError      device or host lack memory: the role ends too
     │   └── BudgetSpentError      a failure budget is spent: the run stops
