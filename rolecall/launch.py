@@ -92,10 +92,14 @@ def is_under_way(directory: Path) -> bool:
 
 
 def _has_line(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> bool:
+    """True as well when a line cannot be read: what follows from false is deleted."""
     if not path.is_file():
         return False
-    with path.open() as file:
-        return any(wanted(json.loads(line)) for line in file if line.endswith("\n"))
+    try:
+        with path.open() as file:
+            return any(wanted(json.loads(line)) for line in file if line.endswith("\n"))
+    except (ValueError, TypeError, AttributeError):  # no JSON, no object, or no number in it
+        return True
 
 
 def _clear(directory: Path) -> None:

@@ -91,3 +91,10 @@ def test_status_of_a_run_that_is_over_says_how_it_ended(tmp_path: Path, capsys: 
     over = said["over"]
     assert said["workers"] == []
     assert (over["exit_code"], over["how"]) == (130, "interrupted; --resume goes on")
+
+
+@pytest.mark.parametrize("damaged", ["\0\0\0\n", "3\n", '{"step": null}\n'])
+def test_what_cannot_be_read_is_taken_for_a_run_and_left_alone(tmp_path: Path, damaged: str) -> None:
+    (tmp_path / "identity.json").touch()
+    (tmp_path / "metrics.jsonl").write_text(damaged)
+    assert holds_a_run(tmp_path)
