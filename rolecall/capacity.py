@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rolecall.errors import ConfigError
 from rolecall.model_files import ModelFacts, num_adapter_parameters
+from rolecall.preflight import NOTE
 from rolecall.settings import ActorSection, OptimizerSection, RunSettings, TrainerSection
 
 PROCESS_BYTES = 2**28
@@ -57,11 +58,10 @@ def check_capacity(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     """ConfigError with figures when the local roles cannot fit; a line for what they have."""
     host, gpus, num_cores = host_memory_bytes(), gpu_memory_bytes(), len(os.sched_getaffinity(0))
     rollout = settings.rollout
-    workers = rollout.num_replicas * rollout.tensor_parallel_size
-    if not rollout.devices and workers > num_cores:
+    if not rollout.devices and rollout.tensor_parallel_size > num_cores:
         raise ConfigError(
-            f"rollout.num_replicas {rollout.num_replicas} x tensor_parallel_size {rollout.tensor_parallel_size} need a core each, and this machine has "
-            f"{num_cores}; lower one of them, or start replicas on other machines"
+            f"rollout.tensor_parallel_size {rollout.tensor_parallel_size}: each worker of a replica needs a core of its own, and this machine has "
+            f"{num_cores}; lower it"
         )
     needs = _needs(settings, facts)
     _check_host(needs, host)
@@ -75,6 +75,8 @@ def check_capacity(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     if settings.store.url is None and settings.store.max_bytes > host:
         raise ConfigError(f"store.max_bytes {in_bytes(settings.store.max_bytes)} exceeds the {in_bytes(host)} of this machine; lower it, or set store.url")
     named = ", ".join(f"GPU {device} {in_bytes(num_bytes)}" for device, num_bytes in gpus.items())
+    if not rollout.devices and rollout.num_replicas * rollout.tensor_parallel_size > num_cores:
+        yield f"{NOTE} rollout.num_replicas {rollout.num_replicas}: they take turns on the {num_cores} cores of this machine"
     yield f"machine: {num_cores} cores, {in_bytes(host)} of memory" + (f", {named}" if named else "")
 
 
