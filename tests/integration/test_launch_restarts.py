@@ -249,7 +249,7 @@ def test_a_controller_that_has_no_stream_left_for_its_launcher_is_asked_again_an
 
     for step in (3, 4):
         launch.report(step=step)
-        launch.until(lambda step=step: heard_step() == step)
+        launch.until(lambda step=step: heard_step() == step)  # type: ignore[misc]
 
 
 def test_a_controller_that_does_not_answer_is_killed_and_started_again(launch: Launch) -> None:
