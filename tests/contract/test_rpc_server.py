@@ -112,16 +112,27 @@ async def test_messages_up_to_the_limit_pass_and_larger_ones_are_named_errors(pe
             await stub.Join(controller_pb2.JoinRequest(worker="w" * (MAX_MESSAGE_BYTES + 1)))
 
 
+async def _until_called(peer: Peer) -> None:
+    """Returns once GetRun is under way. Bounded by the test's own limit."""
+    while not peer.calls:
+        await asyncio.sleep(0.01)
+
+
+async def _ask_until_refused(stub: controller_pb2_grpc.ControllerServiceAsyncStub) -> None:
+    """Calls until one fails: a moment passes before a server that drains takes no more."""
+    while True:
+        await stub.GetRun(GET, timeout=60.0)
+
+
 async def test_a_drain_lets_calls_under_way_finish_and_takes_no_new_ones(peer: Peer) -> None:
     peer.delay_s = 0.3
     async with serving(peer) as (server, address), open_channel(address, RpcSection()) as channel:
         stub = controller_pb2_grpc.ControllerServiceStub(channel)
         under_way = asyncio.create_task(_get(stub))
-        await asyncio.sleep(0.1)
-        draining = asyncio.create_task(server.drain(5.0))
-        await asyncio.sleep(0.05)
+        await _until_called(peer)
+        draining = asyncio.create_task(server.drain(60.0))
         with pytest.raises(UnavailableError):
-            await stub.GetRun(GET, timeout=30.0)
+            await _ask_until_refused(stub)
         assert await under_way == controller_pb2.GetRunResponse()
         await draining
 
@@ -130,11 +141,11 @@ async def test_a_drain_cancels_what_does_not_finish_within_its_grace(peer: Peer)
     peer.delay_s = 60.0
     async with serving(peer) as (server, address), open_channel(address, RpcSection()) as channel:
         under_way = asyncio.create_task(_get(controller_pb2_grpc.ControllerServiceStub(channel)))
-        await asyncio.sleep(0.1)
+        await _until_called(peer)
         await asyncio.wait_for(server.drain(0.2), 30.0)
         with pytest.raises(UnavailableError):
             await under_way
-    await asyncio.wait_for(peer.cancelled.wait(), 1.0)
+    await asyncio.wait_for(peer.cancelled.wait(), 30.0)
 
 
 async def test_a_reader_that_leaves_a_stream_frees_the_server(peer: Peer) -> None:
