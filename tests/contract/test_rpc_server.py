@@ -118,7 +118,7 @@ async def _until_called(peer: Peer) -> None:
         await asyncio.sleep(0.01)
 
 
-async def _ask_until_refused(stub: controller_pb2_grpc.ControllerServiceAsyncStub) -> None:
+async def _ask_until_refused(stub: controller_pb2_grpc.ControllerServiceStub) -> None:
     """Calls until one fails: a moment passes before a server that drains takes no more."""
     while True:
         await stub.GetRun(GET, timeout=60.0)
