@@ -1,4 +1,6 @@
-"""What every advantage estimator costs for one large batch, beside a plain loop over the same trajectories. See README.md."""
+"""What every advantage estimator costs for one large batch, beside a plain loop over the same trajectories. See
+README.md.
+"""
 
 import argparse
 import time
@@ -51,11 +53,15 @@ SECTIONS: dict[str, AdvantageSection] = {
 def laid(rows: Rows) -> ScoredBatch:
     """End to end, nothing computed yet."""
     weights = dict.fromkeys(rows.components, 1.0)
-    return ScoredBatch.of_rows(rows.gids, rows.rewards, rows.masks, rows.masks, rows.columns, rows.components, weights, rows.greedy_rewards)
+    return ScoredBatch.of_rows(
+        rows.gids, rows.rewards, rows.masks, rows.masks, rows.columns, rows.components, weights, rows.greedy_rewards
+    )
 
 
 def make_rows(num_trajectories: int, num_tokens: int, group_size: int, seed: int = 0) -> Rows:
-    """Trajectories of `num_tokens`, of which the first 3% to 12% are the prompt; right or wrong at the end; token_rewards has a reward for some steps."""
+    """Trajectories of `num_tokens`, of which the first 3% to 12% are the prompt; right or wrong at the end;
+    token_rewards has a reward for some steps.
+    """
     rng = np.random.default_rng(seed)
     masks, rewards, steps = [], [], []
     right_B = rng.integers(0, 2, num_trajectories).astype(np.float32)
@@ -77,7 +83,14 @@ def make_rows(num_trajectories: int, num_tokens: int, group_size: int, seed: int
         "sum_squared_probs": [p**2 for p in probs],
     }
     components = {"right": right_B, "short": rng.random(num_trajectories).astype(np.float32)}
-    return Rows([i // group_size for i in range(num_trajectories)], rewards, masks, columns, components, rng.random(num_trajectories).astype(np.float32))
+    return Rows(
+        [i // group_size for i in range(num_trajectories)],
+        rewards,
+        masks,
+        columns,
+        components,
+        rng.random(num_trajectories).astype(np.float32),
+    )
 
 
 def milliseconds(work: Callable[[], object], rounds: int) -> float:
@@ -118,7 +131,12 @@ def main() -> None:
     print(f"numpy {np.__version__}; {shape}; medians of {arguments.rounds}")
     rows = make_rows(arguments.trajectories, arguments.tokens, arguments.group_size)
     bare = replace(rows, columns={}, components={})
-    stepped = replace(rows, rewards=[reward_T + step_T for reward_T, step_T in zip(rows.rewards, rows.columns["token_rewards"], strict=True)])
+    stepped = replace(
+        rows,
+        rewards=[
+            reward_T + step_T for reward_T, step_T in zip(rows.rewards, rows.columns["token_rewards"], strict=True)
+        ],
+    )
     print(f"\n{'ms':28}{'estimate':>10}{'plain loop':>12}{'ratio':>8}")
     for name, section in SECTIONS.items():
         given = stepped if name == "grpo, process" else rows
@@ -128,10 +146,13 @@ def main() -> None:
         print(f"{name:28}{ours:10.2f}{theirs:12.1f}{theirs / ours:8.1f}")
     whole = laid(rows)
     print(
-        f"\nbefore it, laying rewards and masks end to end: {milliseconds(lambda: laid(bare), arguments.rounds):.2f} ms; each column more: "
+        "\nbefore it, laying rewards and masks end to end: "
+        f"{milliseconds(lambda: laid(bare), arguments.rounds):.2f} ms; each column more: "
         f"{milliseconds(lambda: np.concatenate(rows.columns['values']), arguments.rounds):.2f} ms"
     )
-    print(f"after it, a view for each row: {milliseconds(lambda: whole.rows(whole.rewards_N), arguments.rounds):.2f} ms")
+    print(
+        f"after it, a view for each row: {milliseconds(lambda: whole.rows(whole.rewards_N), arguments.rounds):.2f} ms"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The estimators as a reader of the papers would write them first: Python over groups and trajectories, and over tokens where a number depends on the next."""
+"""The estimators as a reader of the papers would write them first: Python over groups and trajectories, and over tokens
+where a number depends on the next.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -45,7 +47,9 @@ def plain(section: AdvantageSection, rows: Rows) -> list[Array]:
             estimates = [_gae(section, rows, i) for i in range(len(rows.gids))]
             return _whitened(estimates, rows.masks) if section.whiten else estimates
         case ReinforcePlusPlusAdvantage(baseline="none"):
-            return _whitened([_to_go(r, m, section.gamma) for r, m in zip(rows.rewards, rows.masks, strict=True)], rows.masks)
+            return _whitened(
+                [_to_go(r, m, section.gamma) for r, m in zip(rows.rewards, rows.masks, strict=True)], rows.masks
+            )
         case RemaxAdvantage():
             triples = zip(rows.rewards, rows.masks, rows.greedy_rewards, strict=True)
             return [np.where(m != 0, _to_go(r, m, 1.0) - greedy, 0) for r, m, greedy in triples]
@@ -169,7 +173,9 @@ def _token_baseline(rows: Rows) -> list[Array]:
         for position in range(max(row.size for row in to_go.values())):
             there = [i for i in members if to_go[i].size > position]
             if len(there) > 1:
-                baseline = sum(to_go[i][position] * energy[i][position] for i in there) / sum(energy[i][position] for i in there)
+                baseline = sum(to_go[i][position] * energy[i][position] for i in there) / sum(
+                    energy[i][position] for i in there
+                )
                 for i in there:
                     out[i][np.flatnonzero(rows.masks[i])[0] + position] = to_go[i][position] - baseline
     return out

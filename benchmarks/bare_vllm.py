@@ -1,7 +1,9 @@
-"""Bare vLLM on a run's own prompts: an LLM or AsyncLLM in this process, started with the rollout's arguments, asked for batches as the run asks for them.
+"""Bare vLLM on a run's own prompts: an LLM or AsyncLLM in this process, started with the rollout's arguments, asked for
+batches as the run asks for them.
 
-What is not there: weights over the channel (it loads the model's files), the store, gRPC, the pull loop, rows. Prints one line of JSON: tokens and seconds of
-each batch after the first `--warmup`, and the number of threads. The prompts, their order, G, the sampling parameters and the base seeds are the run's.
+What is not there: weights over the channel (it loads the model's files), the store, gRPC, the pull loop, rows. Prints
+one line of JSON: tokens and seconds of each batch after the first `--warmup`, and the number of threads. The prompts,
+their order, G, the sampling parameters and the base seeds are the run's.
 """
 
 import argparse
@@ -15,12 +17,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rolecall.dataset import load_prompts
+from rolecall.data.dataset import load_prompts
+from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.settings import RunSettings, load_settings
-from rolecall.tokenizer import ChatTokenizer
 from rolecall.trajectory import seed_of
 from rolecall.v1 import trajectory_pb2
-from services.controller.prompts import PromptRenderer, PromptSequence
+from services.controller.groups.prompts import PromptRenderer, PromptSequence
 from services.rollout.config import RolloutConfig, configure, machine_cores, start_environment
 
 
@@ -34,7 +36,9 @@ def offline(settings: RunSettings, config: RolloutConfig, num_batches: int) -> I
     for batch in range(num_batches):
         requests = batch_requests(settings, config, prompts, batch)
         started = time.perf_counter()
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in requests], [params for _, params in requests], use_tqdm=False)
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt, _ in requests], [params for _, params in requests], use_tqdm=False
+        )
         seconds = time.perf_counter() - started
         yield sum(len(response.token_ids) for output in outputs for response in output.outputs), seconds
 
@@ -55,7 +59,9 @@ async def serving(settings: RunSettings, config: RolloutConfig, num_batches: int
         for batch in range(num_batches):
             requests = batch_requests(settings, config, prompts, batch)
             started = time.perf_counter()
-            tokens = await asyncio.gather(*(sample(f"{batch}/{index}", *request) for index, request in enumerate(requests)))
+            tokens = await asyncio.gather(
+                *(sample(f"{batch}/{index}", *request) for index, request in enumerate(requests))
+            )
             measured.append((sum(tokens), time.perf_counter() - started))
     finally:
         llm.shutdown()
@@ -66,10 +72,14 @@ def bare_arguments(config: RolloutConfig) -> Any:
     """The rollout's arguments, with weights from disk and no way to change them."""
     from services.rollout.engine import engine_args
 
-    return dataclasses.replace(engine_args(config), load_format="auto", weight_transfer_config=None, worker_extension_cls="")
+    return dataclasses.replace(
+        engine_args(config), load_format="auto", weight_transfer_config=None, worker_extension_cls=""
+    )
 
 
-def batch_requests(settings: RunSettings, config: RolloutConfig, prompts: Iterator[list[int]], batch: int) -> list[tuple[list[int], Any]]:
+def batch_requests(
+    settings: RunSettings, config: RolloutConfig, prompts: Iterator[list[int]], batch: int
+) -> list[tuple[list[int], Any]]:
     """(token ids, sampling parameters) of each prompt of batch number `batch`."""
     first = batch * settings.algorithm.groups_per_batch
     taken = islice(prompts, settings.algorithm.groups_per_batch)
@@ -92,8 +102,12 @@ def group_params(settings: RunSettings, config: RolloutConfig, gid: int, prompt:
     from services.rollout.sampling import SampleRequest
 
     section = settings.sampling
-    sampling = trajectory_pb2.SamplingParams(temperature=section.temperature, top_p=1.0, max_tokens=section.max_tokens, stop_token_ids=section.stop_token_ids)
-    params = sampling_params(SampleRequest(str(gid), prompt, sampling, seed_of(settings.run.seed, gid, 0), ""), config.eos_token_ids)
+    sampling = trajectory_pb2.SamplingParams(
+        temperature=section.temperature, top_p=1.0, max_tokens=section.max_tokens, stop_token_ids=section.stop_token_ids
+    )
+    params = sampling_params(
+        SampleRequest(str(gid), prompt, sampling, seed_of(settings.run.seed, gid, 0), ""), config.eos_token_ids
+    )
     params.n = section.num_responses
     return params
 
@@ -114,7 +128,10 @@ def main() -> None:
     else:
         measured = asyncio.run(serving(settings, config, arguments.batches))
     tokens, seconds = zip(*measured[arguments.warmup :], strict=True)
-    print(json.dumps({"tokens": tokens, "seconds": seconds, "threads": len(config.cores[0]) if config.cores else None}), flush=True)
+    print(
+        json.dumps({"tokens": tokens, "seconds": seconds, "threads": len(config.cores[0]) if config.cores else None}),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""What the real controller costs per trajectory, and whether its memory stays flat, with roles that have no models. See README.md.
+"""What the real controller costs per trajectory, and whether its memory stays flat, with roles that have no models. See
+README.md.
 
-The controller is `python -m services.controller` in a process of its own, beside the embedded store and fake_roles.py. CPU seconds are those that the
-operating system counted for each process, so they hold on a shared machine; the trajectories a second of the wall clock are those of all of them together
-on this machine's cores.
+The controller is `python -m services.controller` in a process of its own, beside the embedded store and fake_roles.py.
+CPU seconds are those that the operating system counted for each process, so they hold on a shared machine; the
+trajectories a second of the wall clock are those of all of them together on this machine's cores.
 """
 
 import argparse
@@ -39,7 +40,8 @@ NUM_PROCESSES = 2
 """Over which the replicas are spread."""
 SAMPLE_S = 0.5
 EVENT_LOOP = "(its event loop alone)"
-"""The controller's main thread: the part that no second core could take over, were there no lock around all of Python."""
+"""The controller's main thread: the part that no second core could take over, were there no lock around all of Python.
+"""
 START_TIMEOUT_S = 150.0
 """From the first process to the first trained step."""
 STALL_S = 60.0
@@ -105,11 +107,14 @@ class Cluster:
             if any(process.poll() is not None for process in processes):
                 raise SystemExit(f"{name} ended\n{self.log_tail(name)}")
         assert self._store.pid is not None
-        watched = {name: [process.pid for process in processes] for name, processes in self._processes.items()} | {"store": [self._store.pid]}
+        watched = {name: [process.pid for process in processes] for name, processes in self._processes.items()} | {
+            "store": [self._store.pid]
+        }
         return Sample(
             time_s=time.monotonic(),
             num_trained=self._ledger.position().trained * NUM_RESPONSES,
-            cpu_s={name: sum(cpu_seconds(pid) for pid in pids) for name, pids in watched.items()} | {EVENT_LOOP: loop_seconds(watched["controller"][0])},
+            cpu_s={name: sum(cpu_seconds(pid) for pid in pids) for name, pids in watched.items()}
+            | {EVENT_LOOP: loop_seconds(watched["controller"][0])},
             num_bytes={
                 "controller's RSS": psutil.Process(watched["controller"][0]).memory_info().rss,
                 "store's used_memory": int(self._client.info("memory")["used_memory"]),
@@ -119,8 +124,10 @@ class Cluster:
 
     def status(self) -> str:
         """What the controller says of itself."""
-        command = [sys.executable, "-m", "rolecall.cli", "status", str(self._folder / "run.yaml")]
-        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=STALL_S, check=False).stdout
+        command = [sys.executable, "-m", "rolecall", "status", str(self._folder / "run.yaml")]
+        return subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=STALL_S, check=False
+        ).stdout
 
     def log_tail(self, name: str) -> str:
         """The end of what a process said."""
@@ -141,7 +148,9 @@ class Cluster:
     def _configure(self, url: str) -> Path:
         load, folder = self._load, self._folder
         write_tokenizer(folder / "model")
-        prompts = [json.dumps({"prompt": f"number {i} " + "word " * PROMPT_WORDS, "ground_truth": str(i)}) for i in range(1000)]
+        prompts = [
+            json.dumps({"prompt": f"number {i} " + "word " * PROMPT_WORDS, "ground_truth": str(i)}) for i in range(1000)
+        ]
         (folder / "train.jsonl").write_text("\n".join(prompts))
         config: dict[str, dict[str, Any]] = {
             "run": {"name": RUN, "dir": str(folder / "run"), "num_steps": 10**6, "checkpoint_every_steps": 5},
@@ -169,7 +178,9 @@ def cpu_seconds(pid: int) -> float:
 
 def loop_seconds(pid: int) -> float:
     """User and system time of a process's main thread."""
-    return next(float(thread.user_time + thread.system_time) for thread in psutil.Process(pid).threads() if thread.id == pid)
+    return next(
+        float(thread.user_time + thread.system_time) for thread in psutil.Process(pid).threads() if thread.id == pid
+    )
 
 
 def free_port() -> str:
@@ -193,7 +204,9 @@ def measure(load: Load, scratch: Path) -> tuple[list[Sample], list[dict[str, flo
                 moved = sample.num_trained > (samples[-1].num_trained if samples else 0)
                 deadline = time.monotonic() + STALL_S if moved else deadline
                 if time.monotonic() > deadline:
-                    raise SystemExit(f"no step was trained for {STALL_S:.0f} s\n{cluster.status()}\n{cluster.log_tail('controller')}")
+                    raise SystemExit(
+                        f"no step was trained for {STALL_S:.0f} s\n{cluster.status()}\n{cluster.log_tail('controller')}"
+                    )
                 if sample.num_trained:
                     samples.append(sample)
             return samples, [json.loads(line) for line in cluster.metrics.read_text().splitlines()]
@@ -210,18 +223,23 @@ def table(load: Load, samples: Sequence[Sample], steps: Sequence[Mapping[str, fl
     laps = ("report", "wait", "prepare", "train", "commit", "publish")
     spent = {lap: median(step.get(f"time/{lap}_s", 0.0) for step in steps) for lap in laps}
     return [
-        f"{load.num_tokens} tokens a response, {load.num_shards} shards, batches of {load.groups_per_batch} groups of {NUM_RESPONSES}; "
+        f"{load.num_tokens} tokens a response, {load.num_shards} shards, batches of {load.groups_per_batch} groups "
+        f"of {NUM_RESPONSES}; "
         f"{load.num_rollouts} rollouts, {load.latency_s} s a response",
-        f"  {number} trajectories in {wall:.0f} s: {rate:.0f} a second, {rate * load.num_tokens * BYTES_PER_TOKEN / 1e6:.0f} MB/s written to rows",
+        f"  {number} trajectories in {wall:.0f} s: {rate:.0f} a second, "
+        f"{rate * load.num_tokens * BYTES_PER_TOKEN / 1e6:.0f} MB/s written to rows",
         "  CPU ms a trajectory: " + ", ".join(f"{name} {1e3 * seconds:.3f}" for name, seconds in cpu.items()),
-        f"  a core each would carry: controller {1 / cpu['controller']:.0f}, store {1 / cpu['store']:.0f} trajectories a second",
+        f"  a core each would carry: controller {1 / cpu['controller']:.0f}, store {1 / cpu['store']:.0f} "
+        "trajectories a second",
         "  a step, seconds (medians): " + ", ".join(f"{lap} {seconds:.3f}" for lap, seconds in spent.items()),
         *memory_lines(samples),
     ]
 
 
 def memory_lines(samples: Sequence[Sample]) -> list[str]:
-    """Lines: the highest that each size was in each fifth of the run, because rows come and go with the checkpoints; and the slope of the last four."""
+    """Lines: the highest that each size was in each fifth of the run, because rows come and go with the checkpoints;
+    and the slope of the last four.
+    """
     fifths = [samples[len(samples) * i // 5 : len(samples) * (i + 1) // 5] for i in range(5)]
     lines = []
     for name in samples[0].num_bytes:
@@ -239,8 +257,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[1024, 8192])
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--seconds", type=float, default=20.0, help="about how long each load is measured")
-    parser.add_argument("--trajectories", type=int, default=100_000, help="of 64 tokens, for memory over time; 0 leaves it out")
-    parser.add_argument("--dir", type=Path, help="where everything is written: a folder on a disk, for fsync to cost what it costs")
+    parser.add_argument(
+        "--trajectories", type=int, default=100_000, help="of 64 tokens, for memory over time; 0 leaves it out"
+    )
+    parser.add_argument(
+        "--dir", type=Path, help="where everything is written: a folder on a disk, for fsync to cost what it costs"
+    )
     parser.add_argument("--quick", action="store_true", help="a smoke run of seconds; its figures mean nothing")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rolecall-scale-", dir=arguments.dir) as folder:
@@ -253,7 +275,12 @@ def main() -> None:
             for num_shards in arguments.shards:
                 rate = 700 if num_tokens <= 2048 else 150
                 groups = 64 if num_tokens <= 2048 else 16
-                print("\n".join(one(Load(num_tokens, num_shards, groups, int(arguments.seconds * rate), 0.5, 8, 32), scratch)), flush=True)
+                print(
+                    "\n".join(
+                        one(Load(num_tokens, num_shards, groups, int(arguments.seconds * rate), 0.5, 8, 32), scratch)
+                    ),
+                    flush=True,
+                )
         if arguments.trajectories:
             print("\n".join(one(Load(64, 1, 128, arguments.trajectories, 0.2, 8, 64), scratch)))
 

@@ -2,9 +2,10 @@
 
     python benchmarks/correction.py [num_tokens ...]
 
-The policy gives the next of 16 tokens by the last one and is rewarded for steps upward. The sampler is the policy some updates before, its logits blurred, and
-in the second table of a length a few of them broken. For each weight: how far the mean gradient is from the on-policy one (bias; up to 0.09 is noise), and how
-far that of one batch of 512 responses is (error), relative to the gradient's length. The error on-policy is the noise that no weight can take away. Numpy; the
+The policy gives the next of 16 tokens by the last one and is rewarded for steps upward. The sampler is the policy some
+updates before, its logits blurred, and in the second table of a length a few of them broken. For each weight: how far
+the mean gradient is from the on-policy one (bias; up to 0.09 is noise), and how far that of one batch of 512 responses
+is (error), relative to the gradient's length. The error on-policy is the noise that no weight can take away. Numpy; the
 weights are those of rolecall/algorithms/correction.
 """
 
@@ -86,24 +87,39 @@ def policies(rng: np.random.Generator, num_tokens: int, num_updates: int) -> lis
     logits = [rng.normal(0, 1, (NUM_WORDS, NUM_WORDS))]
     for _ in range(num_updates):
         responses = sample(rng, logits[-1], NUM_RESPONSES, num_tokens)
-        logits.append(logits[-1] + LEARNING_RATE * np.sign(gradient(logits[-1], responses, np.ones(responses.tokens_BT.shape))))
+        logits.append(
+            logits[-1] + LEARNING_RATE * np.sign(gradient(logits[-1], responses, np.ones(responses.tokens_BT.shape)))
+        )
     return logits
 
 
 def compare(num_tokens: int, staleness: int, broken: float) -> dict[str, str]:
-    """One column of a table: the sequences' effective sample size, then bias / error by weights. `broken` is the share of such logits."""
+    """One column of a table: the sequences' effective sample size, then bias / error by weights. `broken` is the share
+    of such logits.
+    """
     rng = np.random.default_rng(0)
     history = policies(rng, num_tokens, 6)
     trainer_VV = history[-1]
     shape, ones = trainer_VV.shape, np.ones((NUM_RESPONSES, num_tokens))
-    sampler_VV = history[-1 - staleness] + rng.normal(0, BLUR, shape) + (rng.random(shape) < broken) * rng.choice([-3, 3], shape)
-    on_policy = np.array([gradient(trainer_VV, sample(rng, trainer_VV, NUM_RESPONSES, num_tokens), ones) for _ in range(4 * NUM_BATCHES)])
+    sampler_VV = (
+        history[-1 - staleness] + rng.normal(0, BLUR, shape) + (rng.random(shape) < broken) * rng.choice([-3, 3], shape)
+    )
+    on_policy = np.array(
+        [gradient(trainer_VV, sample(rng, trainer_VV, NUM_RESPONSES, num_tokens), ones) for _ in range(4 * NUM_BATCHES)]
+    )
     truth_VV = on_policy.mean(0)
     batches = [sample(rng, sampler_VV, NUM_RESPONSES, num_tokens) for _ in range(NUM_BATCHES)]
-    products = np.concatenate([weights(CORRECTIONS["token, no cap"], trainer_VV, sampler_VV, batch).prod(-1) for batch in batches])
-    told = {"(sequence ESS)": f"{products.sum() ** 2 / (products**2).sum() / products.size:.2f}", "on-policy": f"0 / {_error(on_policy, truth_VV):.2f}"}
+    products = np.concatenate(
+        [weights(CORRECTIONS["token, no cap"], trainer_VV, sampler_VV, batch).prod(-1) for batch in batches]
+    )
+    told = {
+        "(sequence ESS)": f"{products.sum() ** 2 / (products**2).sum() / products.size:.2f}",
+        "on-policy": f"0 / {_error(on_policy, truth_VV):.2f}",
+    }
     for name, correction in CORRECTIONS.items():
-        given = np.array([gradient(trainer_VV, batch, weights(correction, trainer_VV, sampler_VV, batch)) for batch in batches])
+        given = np.array(
+            [gradient(trainer_VV, batch, weights(correction, trainer_VV, sampler_VV, batch)) for batch in batches]
+        )
         told[name] = f"{_error(given.mean(0)[None], truth_VV):.2f} / {_error(given, truth_VV):.2f}"
     return told
 
@@ -117,6 +133,9 @@ if __name__ == "__main__":
     for length in [int(argument) for argument in sys.argv[1:]] or [16, 128, 512]:
         for share in (0.0, 0.02):
             table = [compare(length, staleness, share) for staleness in STALENESS]
-            sys.stdout.write(f"\n| {length} tokens, {share:.0%} broken | {' | '.join(f'staleness {k}' for k in STALENESS)} |\n{'|---' * 5}|\n")
+            sys.stdout.write(
+                f"\n| {length} tokens, {share:.0%} broken | {' | '.join(f'staleness {k}' for k in STALENESS)} "
+                f"|\n{'|---' * 5}|\n"
+            )
             for row in table[0]:
                 sys.stdout.write(f"| {row} | {' | '.join(column[row] for column in table)} |\n")

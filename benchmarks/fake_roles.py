@@ -1,9 +1,10 @@
 """Roles without models for controller_scale.py, in processes of their own, so that the controller's CPU is its own.
 
     python benchmarks/fake_roles.py trainer CONFIG          the actor and an instant scorer
-    python benchmarks/fake_roles.py rollouts CONFIG ...     replicas: the real pull loop, gate and gRPC service around an engine that waits
+    python benchmarks/fake_roles.py rollouts CONFIG ...   the pull loop, gate and service around an engine that waits
 
-Everything that touches the store and the controller is the real thing; what is made up are the tokens, the weights and the training.
+Everything that touches the store and the controller is the real thing; what is made up are the tokens, the weights and
+the training.
 """
 
 import argparse
@@ -15,18 +16,18 @@ from pathlib import Path
 
 import numpy as np
 
+from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.reward import SERVICE_NAME as REWARD_SERVICE
 from rolecall.reward import Scorer, description, one_by_one
+from rolecall.rpc.fence import Fence
 from rolecall.rpc.membership import Membership
 from rolecall.rpc.server import Server
-from rolecall.scores import Item
+from rolecall.scoring.scores import Item
 from rolecall.settings import RunSettings, load_settings
 from rolecall.store.connection import connect
 from rolecall.store.ledger import Ledger
 from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
-from rolecall.tokenizer import ChatTokenizer
-from rolecall.training.fence import Fence
 from rolecall.v1 import actor_pb2_grpc, controller_pb2, reward_pb2_grpc, rollout_pb2_grpc, trajectory_pb2
 from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica
@@ -79,9 +80,17 @@ async def serve_trainer(settings: RunSettings) -> None:
     spec = description("parity", (0, 1), ("response_text",), {}, False, max_items=0)
     async with AsyncExitStack() as stack:
         actor = Server(settings.rpc, str(settings.actor.address))
-        actor.add(actor_pb2_grpc.add_ActorServiceServicer_to_server, LightActor(LightTrainer(store)), "rolecall.v1.ActorService")
+        actor.add(
+            actor_pb2_grpc.add_ActorServiceServicer_to_server,
+            LightActor(LightTrainer(store)),
+            "rolecall.v1.ActorService",
+        )
         reward = Server(settings.rpc, str(settings.reward.address))
-        reward.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, Scorer(spec, one_by_one(parity, spec), None), REWARD_SERVICE)
+        reward.add(
+            reward_pb2_grpc.add_RewardServiceServicer_to_server,
+            Scorer(spec, one_by_one(parity, spec), None),
+            REWARD_SERVICE,
+        )
         for server in (actor, reward):
             await server.start()
             await server.set_serving(True)
@@ -96,7 +105,10 @@ def parity(item: Item) -> float:
 
 async def serve_rollouts(settings: RunSettings, first: int, number: int, latency_s: float) -> None:
     """Replicas `first` to `first + number - 1`, until the process is ended."""
-    tasks = [asyncio.create_task(serve_rollout(settings, f"rollout-{index}", latency_s)) for index in range(first, first + number)]
+    tasks = [
+        asyncio.create_task(serve_rollout(settings, f"rollout-{index}", latency_s))
+        for index in range(first, first + number)
+    ]
     await asyncio.gather(*tasks)
 
 
@@ -107,7 +119,9 @@ async def serve_rollout(settings: RunSettings, worker: str, latency_s: float) ->
     max_groups = settings.rollout.max_groups or 1
     engine = WaitingEngine(settings.sampling.max_tokens, latency_s)
     server = Server(settings.rpc, "127.0.0.1:0")
-    replica = Replica(engine, pause_timeout_s=30.0, load_timeout_s=30.0, keep_timeout_s=30.0, on_serving=server.set_serving)
+    replica = Replica(
+        engine, pause_timeout_s=30.0, load_timeout_s=30.0, keep_timeout_s=30.0, on_serving=server.set_serving
+    )
     tokenizer = PremadeText(settings.model.path, settings.sampling.max_tokens)
     connection = connect(settings.store)
     pull = PullLoop(
@@ -125,9 +139,13 @@ async def serve_rollout(settings: RunSettings, worker: str, latency_s: float) ->
         tokenizer,
         lambda phase: None,
     )
-    servicer = RolloutServicer(replica, pull, tokenizer, Fence(1), consumer=consumer, max_groups=max_groups, generation_timeout_s=30.0)
+    servicer = RolloutServicer(
+        replica, pull, tokenizer, Fence(1), consumer=consumer, max_groups=max_groups, generation_timeout_s=30.0
+    )
     server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, ROLLOUT_SERVICE)
-    membership = Membership(settings, controller_pb2.ROLE_ROLLOUT, worker, incarnation, await server.start(), num_weight_ranks=1)
+    membership = Membership(
+        settings, controller_pb2.ROLE_ROLLOUT, worker, incarnation, await server.start(), num_weight_ranks=1
+    )
     membership.start()
     await pull.run()
 

@@ -1,4 +1,6 @@
-"""Where the steps of a run went, read from its metrics.jsonl. Pure; what the metrics mean is said in docs/operations.md."""
+"""Where the steps of a run went, read from its metrics.jsonl. Pure; what the metrics mean is said in
+docs/operations.md.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -104,7 +106,12 @@ def split_table(steps: Sequence[Step]) -> list[str]:
         if name != "values" or any(map(value, steps)):
             lines.append(f"{name:<44}{typical(steps, value):>10.4f}{_share(steps, value):>9.1f}%")
     with_hand_over = _share(steps, lambda step: step.controller_s + step.hand_over_s)
-    return [*lines, "", f"controller's share: {_share(steps, lambda step: step.controller_s):.1f}% of a step; {with_hand_over:.1f}% with all of the hand-over"]
+    return [
+        *lines,
+        "",
+        f"controller's share: {_share(steps, lambda step: step.controller_s):.1f}% of a step; "
+        f"{with_hand_over:.1f}% with all of the hand-over",
+    ]
 
 
 def _share(steps: Sequence[Step], value: Callable[[Step], float]) -> float:

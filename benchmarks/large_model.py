@@ -1,4 +1,5 @@
-"""Writes a random Qwen3 of about 74M float32 parameters for publishing, with the tokenizer of another model. See README.md.
+"""Writes a random Qwen3 of about 74M float32 parameters for publishing, with the tokenizer of another model. See
+README.md.
 
 Its answers mean nothing; what counts is that its weights fill many buckets.
 """

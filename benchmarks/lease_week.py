@@ -1,15 +1,18 @@
-"""Leases over a week of a large fleet, in simulated time: which groups a slow store and a busy controller cost, and how soon a dead rollout is found.
+"""Leases over a week of a large fleet, in simulated time: which groups a slow store and a busy controller cost, and how
+soon a dead rollout is found.
 
     .venv/bin/python benchmarks/lease_week.py                 # 200 rollouts, 7 days: minutes
     .venv/bin/python benchmarks/lease_week.py --days 0.1 --seed 3 --lease-s 5
 
-The real `Reaper` and `Leases` run on an event loop whose clock jumps from event to event. Simulated around them are the store's clock and
-delays, and rollouts that renew as services/rollout/pull.py does: every lease_s / 3 by schedule, all they hold in one call. The fleet is a
-handful of arrays, brought up to date at each look. Heartbeats are left out, though they would find a dead rollout first: here the leases alone
-must. Exit code 1 when a living rollout's group was taken, or a dead one's was not.
+The real `Reaper` and `Leases` run on an event loop whose clock jumps from event to event. Simulated around them are the
+store's clock and delays, and rollouts that renew as services/rollout/pull.py does: every lease_s / 3 by schedule, all
+they hold in one call. The fleet is a handful of arrays, brought up to date at each look. Heartbeats are left out,
+though they would find a dead rollout first: here the leases alone must. Exit code 1 when a living rollout's group was
+taken, or a dead one's was not.
 
-Every way of every call of the store, there and back, takes 0.025 s in the middle and up to MAX_WAY_S. Stalls of the store hold all calls back
-until they end. A call of the controller also waits for a thread, longer in busy half hours, and now and then its process stands still.
+Every way of every call of the store, there and back, takes 0.025 s in the middle and up to MAX_WAY_S. Stalls of the
+store hold all calls back until they end. A call of the controller also waits for a thread, longer in busy half hours,
+and now and then its process stands still.
 """
 
 import argparse
@@ -27,8 +30,8 @@ from rolecall.settings import ControllerSection
 from rolecall.store.ledger import Ledger
 from rolecall.store.position import Overdelivered, PendingEntry
 from rolecall.wire import Array
-from services.controller.collection import Collection
-from services.controller.reaping import Reaper
+from services.controller.groups.collection import Collection
+from services.controller.groups.reaping import Reaper
 from services.controller.threads import StoreThreads
 
 P = ParamSpec("P")
@@ -44,7 +47,9 @@ STALL_PERIOD_S, MAX_STALL_S = 1200.0, 90.0
 STILL_PERIOD_S, MAX_STILL_S = 1800.0, 120.0
 """The controller's process stands still so often in the mean, and for so long at most."""
 MAX_QUEUE_S = 1.8
-"""Longest wait of the controller's call for a thread, in the busiest of NUM_LOADS half hours; in the first there is none."""
+"""Longest wait of the controller's call for a thread, in the busiest of NUM_LOADS half hours; in the first there is
+none.
+"""
 NUM_LOADS = 10
 DEATH_PERIOD_S = 900.0
 """Some rollout dies so often in the mean."""
@@ -79,7 +84,9 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class Intervals:
-    """Times of trouble, at random: a Poisson process with a mean period, each as long as an exponential draw of a tenth of the longest."""
+    """Times of trouble, at random: a Poisson process with a mean period, each as long as an exponential draw of a tenth
+    of the longest.
+    """
 
     def __init__(self, rng: np.random.Generator, period_s: float, max_s: float, until_s: float) -> None:
         starts = np.cumsum(rng.exponential(period_s, int(2 * until_s / period_s) + 20))
@@ -114,9 +121,13 @@ class Findings:
 
 
 class Fleet:
-    """`num_rollouts` rollouts, each with a group in hand that stands for all it holds: they are renewed together. Serves the reaper as its ledger."""
+    """`num_rollouts` rollouts, each with a group in hand that stands for all it holds: they are renewed together.
+    Serves the reaper as its ledger.
+    """
 
-    def __init__(self, loop: JumpingLoop, rng: np.random.Generator, num_rollouts: int, until_s: float, lease_s: float) -> None:
+    def __init__(
+        self, loop: JumpingLoop, rng: np.random.Generator, num_rollouts: int, until_s: float, lease_s: float
+    ) -> None:
         self._loop, self._rng, self._renewal_s = loop, rng, lease_s / 3
         self.stalls = Intervals(rng, STALL_PERIOD_S, MAX_STALL_S, until_s)
         deaths = np.cumsum(rng.exponential(DEATH_PERIOD_S, int(2 * until_s / DEATH_PERIOD_S) + 20))
@@ -146,7 +157,7 @@ class Fleet:
         """Seconds of `count` generations: a minute in the middle, some half an hour."""
         return np.minimum(self._rng.lognormal(np.log(60), 1.0, count), 1800.0)
 
-    # --- as the ledger ------------------------------------------------------------------------------------------------------------------------------
+    # --- as the ledger ----------------------------------------------------------------------------
 
     def pending(self) -> list[PendingEntry]:
         """The groups in hand at this instant."""
@@ -180,7 +191,7 @@ class Fleet:
                 self._number_R[i] += 1
         return []
 
-    # --- what happens meanwhile ---------------------------------------------------------------------------------------------------------------------
+    # --- what happens meanwhile -------------------------------------------------------------------
 
     def _last_R(self, now: float) -> Array:
         """The last renewal or claim that the store had seen by `now`."""
@@ -210,9 +221,12 @@ class Fleet:
     def _renew(self, due: Array) -> None:
         sent = self._due_R[due]
         arrived = self._effect_R[due] <= sent
-        self._renewed_R[due] = np.where(arrived, np.maximum(self._effect_R[due], self._renewed_R[due]), self._renewed_R[due])
+        self._renewed_R[due] = np.where(
+            arrived, np.maximum(self._effect_R[due], self._renewed_R[due]), self._renewed_R[due]
+        )
         effect = self.stalls.after(sent + self.ways(len(due)))
-        self._effect_R[due] = np.where(arrived, effect, np.minimum(effect, self._effect_R[due]))  # one that was given up still arrives
+        # one that was given up still arrives
+        self._effect_R[due] = np.where(arrived, effect, np.minimum(effect, self._effect_R[due]))
         answered = self.stalls.after(effect + self.ways(len(due)))
         self._due_R[due] = np.maximum(sent + self._renewal_s, np.minimum(answered, sent + MAX_CALL_S))
 
@@ -223,7 +237,9 @@ class Fleet:
 
 
 class SlowThreads:
-    """The controller's calls of the store: the wait for a thread, the way there, the call at one instant, the way back; and when its process stands still."""
+    """The controller's calls of the store: the wait for a thread, the way there, the call at one instant, the way back;
+    and when its process stands still.
+    """
 
     def __init__(self, loop: JumpingLoop, rng: np.random.Generator, fleet: Fleet, until_s: float) -> None:
         self._loop, self._rng, self._fleet = loop, rng, fleet
@@ -248,7 +264,13 @@ def simulate(seconds: float, *, num_rollouts: int = 200, lease_s: float = 5.0, s
     fleet = Fleet(loop, rng, num_rollouts, seconds, lease_s)
     threads = SlowThreads(loop, rng, fleet, seconds)
     nobody: Any = None  # no group is delivered too often here
-    reaper = Reaper(ControllerSection(lease_s=lease_s), cast(Ledger, fleet), cast(StoreThreads, threads), cast(Collection, nobody), nobody)
+    reaper = Reaper(
+        ControllerSection(lease_s=lease_s),
+        cast(Ledger, fleet),
+        cast(StoreThreads, threads),
+        cast(Collection, nobody),
+        nobody,
+    )
 
     async def run() -> None:
         try:
@@ -274,12 +296,17 @@ def main(arguments: Sequence[str]) -> int:
     logging.disable(logging.WARNING)
     found = simulate(asked.days * DAY_S, num_rollouts=asked.rollouts, lease_s=asked.lease_s, seed=asked.seed)
     print(f"{asked.days:g} days, {asked.rollouts} rollouts, controller.lease_s {asked.lease_s:g}, seed {asked.seed}")
-    print(f"looks: {found.num_looks}, {asked.days * DAY_S / found.num_looks:.2f} s apart in the mean, at most {found.max_cycle_s:.0f} s")
+    print(
+        f"looks: {found.num_looks}, {asked.days * DAY_S / found.num_looks:.2f} s apart in the mean, at most "
+        f"{found.max_cycle_s:.0f} s"
+    )
     print(f"groups: {found.num_groups} committed, {found.num_lost} taken from rollouts that live")
     if found.found_after_s:
         print(
-            f"dead rollouts: {len(found.found_after_s)} found, {found.num_not_found} not; by look {np.median(found.found_after_looks):.0f} in the middle and "
-            f"{max(found.found_after_looks)} at the latest, after {np.median(found.found_after_s):.1f} s and {max(found.found_after_s):.1f} s"
+            f"dead rollouts: {len(found.found_after_s)} found, {found.num_not_found} not; by look "
+            f"{np.median(found.found_after_looks):.0f} in the middle and "
+            f"{max(found.found_after_looks)} at the latest, after {np.median(found.found_after_s):.1f} s and "
+            f"{max(found.found_after_s):.1f} s"
         )
     return 1 if found.num_lost or found.num_not_found else 0
 

@@ -37,8 +37,8 @@ from rolecall.settings import (
     SapoLoss,
 )
 from rolecall.training.engine import TokenOutputs
-from rolecall.training.objectives import PolicyObjective, policy_columns
-from rolecall.training.packing import pack
+from rolecall.training.objective.objectives import PolicyObjective, policy_columns
+from rolecall.training.packing.pack import pack
 from rolecall.v1.trajectory_pb2 import Coefficients
 from rolecall.wire import Array
 

@@ -1,7 +1,9 @@
-"""The bare Gloo channel: the bytes of a publish to one receiver process without vLLM, in the same buckets, as many in flight.
+"""The bare Gloo channel: the bytes of a publish to one receiver process without vLLM, in the same buckets, as many in
+flight.
 
-What is not there: gathering, packing, fingerprints, manifest, loading, pause and probe; buckets are allocated once. As in a publish, the clock runs at the
-root from the first bucket to the last. Prints one line of JSON: seconds of each transfer after the first.
+What is not there: gathering, packing, fingerprints, manifest, loading, pause and probe; buckets are allocated once. As
+in a publish, the clock runs at the root from the first bucket to the last. Prints one line of JSON: seconds of each
+transfer after the first.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""What the store carries through claim, commit, read, columns and ack, beside raw redis-py doing the same bytes, round trips and fsyncs. See README.md.
+"""What the store carries through claim, commit, read, columns and ack, beside raw redis-py doing the same bytes, round
+trips and fsyncs. See README.md.
 
-Worker processes of several threads make each phase at the same time; ours and raw take turns on one server, and every ratio is of one round's pair. What raw
-does and leaves out stands in store_lanes.py.
+Worker processes of several threads make each phase at the same time; ours and raw take turns on one server, and every
+ratio is of one round's pair. What raw does and leaves out stands in store_lanes.py.
 """
 
 import argparse
@@ -20,7 +21,19 @@ import psutil
 from pydantic import SecretStr
 
 from benchmarks.machine import describe
-from benchmarks.store_lanes import DESK_PHASES, PHASES, Desk, Lane, OurDesk, OurLane, Payload, RawDesk, RawLane, Shape, raw_client
+from benchmarks.store_lanes import (
+    DESK_PHASES,
+    PHASES,
+    Desk,
+    Lane,
+    OurDesk,
+    OurLane,
+    Payload,
+    RawDesk,
+    RawLane,
+    Shape,
+    raw_client,
+)
 from rolecall.settings import StoreSection
 from rolecall.store.connection import connect
 from rolecall.store.embedded import EmbeddedStore
@@ -52,7 +65,9 @@ class Figures:
     """Of one shape."""
 
     shape: Shape
-    seconds: dict[str, dict[str, list[float]]] = field(default_factory=lambda: {way: {phase: [] for phase in PHASES} for way in WAYS})
+    seconds: dict[str, dict[str, list[float]]] = field(
+        default_factory=lambda: {way: {phase: [] for phase in PHASES} for way in WAYS}
+    )
     bytes_in: dict[str, float] = field(default_factory=dict)
     """Bytes that the server received for a trajectory, by way."""
     bytes_out: dict[str, float] = field(default_factory=dict)
@@ -107,7 +122,9 @@ def measure(url: str, server: psutil.Process, shape: Shape, arguments: argparse.
     """All rounds of one shape."""
     context = multiprocessing.get_context("spawn")
     workers = []
-    names = [[f"worker-{p}-{t}.{os.urandom(4).hex()}" for t in range(arguments.threads)] for p in range(arguments.processes)]
+    names = [
+        [f"worker-{p}-{t}.{os.urandom(4).hex()}" for t in range(arguments.threads)] for p in range(arguments.processes)
+    ]
     try:
         for consumers in names:
             here, there = context.Pipe()
@@ -133,12 +150,18 @@ def measure(url: str, server: psutil.Process, shape: Shape, arguments: argparse.
                 for phase in PHASES:
                     figures.seconds[way][phase].append(seconds[phase])
                 figures.cpu_s[way].append((cpu_seconds([server]) - used[0], cpu_seconds(clients) - used[1]))
-                figures.bytes_in[way] = (after["total_net_input_bytes"] - before["total_net_input_bytes"]) / shape.num_trajectories
-                figures.bytes_out[way] = (after["total_net_output_bytes"] - before["total_net_output_bytes"]) / shape.num_trajectories
+                figures.bytes_in[way] = (
+                    after["total_net_input_bytes"] - before["total_net_input_bytes"]
+                ) / shape.num_trajectories
+                figures.bytes_out[way] = (
+                    after["total_net_output_bytes"] - before["total_net_output_bytes"]
+                ) / shape.num_trajectories
                 if way == "ours":
                     figures.used_bytes.append(client.info("memory")["used_memory"])
                     figures.server_rss.append(server.memory_info().rss)
-                    figures.client_rss.append(sum(psutil.Process(worker.process.pid).memory_info().rss for worker in workers))
+                    figures.client_rss.append(
+                        sum(psutil.Process(worker.process.pid).memory_info().rss for worker in workers)
+                    )
         return figures
     finally:
         for worker in workers:
@@ -176,11 +199,15 @@ def table(figures: Figures, arguments: argparse.Namespace) -> list[str]:
     whole = {way: [sum(row) for row in zip(*figures.seconds[way].values(), strict=True)] for way in WAYS}
     lines = [
         f"{shape.num_tokens} tokens a trajectory, {shape.num_shards} shards; rounds of {shape.num_groups} groups of "
-        f"{shape.num_trajectories // shape.num_groups}, {arguments.processes} processes x {arguments.threads} threads, medians of {arguments.rounds} rounds",
-        f"{'phase':<10}{'ours/s':>10}{'MB/s':>9}{'raw/s':>12}{'MB/s':>9}{'ours/raw':>10}{'min':>7}{'max':>7}   (/s: trajectories a second)",
+        f"{shape.num_trajectories // shape.num_groups}, {arguments.processes} processes x {arguments.threads} "
+        f"threads, medians of {arguments.rounds} rounds",
+        f"{'phase':<10}{'ours/s':>10}{'MB/s':>9}{'raw/s':>12}{'MB/s':>9}{'ours/raw':>10}{'min':>7}{'max':>7}   "
+        "(/s: trajectories a second)",
     ]
     total_mb = sum(map(shape.megabytes, PHASES))
-    rows = [(phase, ours[phase], raw[phase], shape.megabytes(phase)) for phase in PHASES] + [("all", whole["ours"], whole["raw"], total_mb)]
+    rows = [(phase, ours[phase], raw[phase], shape.megabytes(phase)) for phase in PHASES] + [
+        ("all", whole["ours"], whole["raw"], total_mb)
+    ]
     for name, mine, theirs, megabytes in rows:
         ratios = [their / my for my, their in zip(mine, theirs, strict=True)]
         a, b = median(mine), median(theirs)
@@ -189,13 +216,22 @@ def table(figures: Figures, arguments: argparse.Namespace) -> list[str]:
             f"{name:<10}{shape.num_trajectories / a:>10.0f}{speeds[0]}{shape.num_trajectories / b:>12.0f}{speeds[1]}"
             f"{median(ratios):>10.2f}{min(ratios):>7.2f}{max(ratios):>7.2f}"
         )
-    cpu = {way: [1e6 * sum(part) / len(part) / shape.num_trajectories for part in zip(*figures.cpu_s[way], strict=True)] for way in WAYS}
+    cpu = {
+        way: [1e6 * sum(part) / len(part) / shape.num_trajectories for part in zip(*figures.cpu_s[way], strict=True)]
+        for way in WAYS
+    }
     spent = ", ".join(f"{way} {cpu[way][0]:.0f} + {cpu[way][1]:.0f}" for way in WAYS)
-    lines.append(f"CPU microseconds a trajectory, server + clients: {spent}; ours/raw by CPU {sum(cpu['raw']) / sum(cpu['ours']):.2f}")
-    sent = ", ".join(f"{way} {figures.bytes_in[way] / 1e3:.1f} in, {figures.bytes_out[way] / 1e3:.1f} out" for way in WAYS)
+    lines.append(
+        f"CPU microseconds a trajectory, server + clients: {spent}; ours/raw by CPU "
+        f"{sum(cpu['raw']) / sum(cpu['ours']):.2f}"
+    )
+    sent = ", ".join(
+        f"{way} {figures.bytes_in[way] / 1e3:.1f} in, {figures.bytes_out[way] / 1e3:.1f} out" for way in WAYS
+    )
     lines.append(f"kB a trajectory on the wire: {sent}")
     lines.append(
-        f"MB after each round of ours, first -> last: the server's used_memory {mb(figures.used_bytes)}, its RSS {mb(figures.server_rss)}, "
+        f"MB after each round of ours, first -> last: the server's used_memory {mb(figures.used_bytes)}, its RSS "
+        f"{mb(figures.server_rss)}, "
         f"the workers' RSS {mb(figures.client_rss)}"
     )
     return lines
@@ -215,7 +251,11 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--megabytes", type=int, default=64, help="rows of one round; trajectories follow from it")
-    parser.add_argument("--dir", type=Path, help="where the server keeps its append-only file: a folder on a disk, for fsync to cost what it costs")
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        help="where the server keeps its append-only file: a folder on a disk, for fsync to cost what it costs",
+    )
     parser.add_argument("--quick", action="store_true", help="a smoke run of seconds; its figures mean nothing")
     arguments = parser.parse_args()
     if arguments.quick:
@@ -233,7 +273,11 @@ def report(store: EmbeddedStore, url: str, scratch: Path, arguments: argparse.Na
     """All lines, each shape's as soon as it is measured."""
     assert store.pid is not None
     server, info = psutil.Process(store.pid), raw_client(url).info("server")
-    yield from [*describe(), f"Valkey {info.get('valkey_version', info['redis_version'])}, unix socket, appendfsync always", ""]
+    yield from [
+        *describe(),
+        f"Valkey {info.get('valkey_version', info['redis_version'])}, unix socket, appendfsync always",
+        "",
+    ]
     lanes = arguments.processes * arguments.threads
     for num_tokens in arguments.tokens:
         for num_shards in arguments.shards:

@@ -1,11 +1,13 @@
-"""The two ways through the store that store.py compares, phase by phase: ours, and raw redis-py with streams and hashes.
+"""The two ways through the store that store.py compares, phase by phase: ours, and raw redis-py with streams and
+hashes.
 
-Both make the same round trips in the same order and carry the same bytes of prompts, columns and messages; every round trip that writes costs an fsync
-either way. Raw has the usual recipe (XREADGROUP, HSET, XADD + XACK + XDEL, HMGET, UNLINK) in plain pipelines and none of our promises: no fence, no
-attestation, no write-once columns, no states, no history, no schema.
+Both make the same round trips in the same order and carry the same bytes of prompts, columns and messages; every round
+trip that writes costs an fsync either way. Raw has the usual recipe (XREADGROUP, HSET, XADD + XACK + XDEL, HMGET,
+UNLINK) in plain pipelines and none of our promises: no fence, no attestation, no write-once columns, no states, no
+history, no schema.
 
-A *desk* is the controller's side, one a run; a *lane* is one worker thread with groups in hand: it plays the rollout that samples them, the controller
-that reads and writes their columns and the trainer that reads the batch.
+A *desk* is the controller's side, one a run; a *lane* is one worker thread with groups in hand: it plays the rollout
+that samples them, the controller that reads and writes their columns and the trainer that reads the batch.
 """
 
 import zlib
@@ -42,7 +44,14 @@ PREPARED = ["token_ids", "response_mask", "rollout_logprobs"]
 """Read of a whole batch before it is sealed."""
 TRAINED = ["token_ids", "loss_mask", "advantages", "rollout_logprobs", "policy_versions"]
 """Read of a whole batch by the trainer."""
-_BYTES_PER_TOKEN = {"token_ids": 4, "response_mask": 1, "rollout_logprobs": 4, "policy_versions": 4, "loss_mask": 1, "advantages": 4}
+_BYTES_PER_TOKEN = {
+    "token_ids": 4,
+    "response_mask": 1,
+    "rollout_logprobs": 4,
+    "policy_versions": 4,
+    "loss_mask": 1,
+    "advantages": 4,
+}
 PHASES = ("admit", "claim", "stage", "commit", "read", "write", "train", "ack")
 DESK_PHASES = ("admit", "ack")
 
@@ -64,8 +73,15 @@ class Shape:
 
     def megabytes(self, phase: str) -> float:
         """Columns and text of a phase, in a round."""
-        columns = {"read": SCORED + PREPARED, "write": ["loss_mask", "advantages"], "train": TRAINED, "stage": SAMPLED_COLUMNS}.get(phase, ())
-        per_token = sum(_BYTES_PER_TOKEN[name] for name in columns) + (TEXT_BYTES_PER_TOKEN if phase in ("read", "stage") else 0)
+        columns = {
+            "read": SCORED + PREPARED,
+            "write": ["loss_mask", "advantages"],
+            "train": TRAINED,
+            "stage": SAMPLED_COLUMNS,
+        }.get(phase, ())
+        per_token = sum(_BYTES_PER_TOKEN[name] for name in columns) + (
+            TEXT_BYTES_PER_TOKEN if phase in ("read", "stage") else 0
+        )
         return self.num_trajectories * self.num_tokens * per_token / 1e6
 
 
@@ -74,7 +90,11 @@ class Payload:
 
     def __init__(self, num_tokens: int) -> None:
         draw = np.random.default_rng(0)
-        self.prompt = pb.Prompt(uid="prompt", token_ids=draw.integers(0, 150_000, PROMPT_TOKENS, dtype=np.int32).tobytes(), ground_truth="42")
+        self.prompt = pb.Prompt(
+            uid="prompt",
+            token_ids=draw.integers(0, 150_000, PROMPT_TOKENS, dtype=np.int32).tobytes(),
+            ground_truth="42",
+        )
         mask = (np.arange(num_tokens) >= PROMPT_TOKENS).astype(np.uint8)
         self.sampled: dict[str, Array] = {
             "token_ids": draw.integers(0, 150_000, num_tokens, dtype=np.int32),
@@ -83,9 +103,14 @@ class Payload:
             "policy_versions": np.zeros(num_tokens, np.int32),
         }
         self.reward: dict[str, Array] = {"reward": np.ones(1, np.float32)}
-        self.trained: dict[str, Array] = {"loss_mask": mask, "advantages": draw.standard_normal(num_tokens, dtype=np.float32)}
+        self.trained: dict[str, Array] = {
+            "loss_mask": mask,
+            "advantages": draw.standard_normal(num_tokens, dtype=np.float32),
+        }
         text = draw.integers(97, 123, num_tokens * TEXT_BYTES_PER_TOKEN, dtype=np.uint8).tobytes().decode()
-        self.meta = pb.TrajectoryMeta(id="0/0", num_prompt_tokens=PROMPT_TOKENS, response_text=text, tokenizer_digest=DIGEST)
+        self.meta = pb.TrajectoryMeta(
+            id="0/0", num_prompt_tokens=PROMPT_TOKENS, response_text=text, tokenizer_digest=DIGEST
+        )
 
     def group(self, gid: int) -> pb.PromptGroup:
         """One to admit."""
@@ -159,7 +184,9 @@ class OurDesk:
     def ack(self) -> None:
         """As Desk."""
         refs = [ref for group in self._landed for ref in group.rows]
-        self._ledger.seal(pb.TrainBatch(step=self._step, rows=refs, gids=[group.gid for group in self._landed], digest=DIGEST))
+        self._ledger.seal(
+            pb.TrainBatch(step=self._step, rows=refs, gids=[group.gid for group in self._landed], digest=DIGEST)
+        )
         self._ledger.commit_step(self._step, [])
         self._step += 1
         self._ledger.sweep(self._rows, self._step)
@@ -186,8 +213,13 @@ class OurLane:
         """As Lane."""
         self._groups = []
         for claim in self._claims:
-            refs = [self._rows.ref(f"{claim.group.gid}/{i}", claim.token, self._shape.num_tokens) for i in range(NUM_RESPONSES)]
-            self._rows.stage_many(refs, [self._payload.sampled] * NUM_RESPONSES, [self._payload.meta] * NUM_RESPONSES, EXPIRY_S)
+            refs = [
+                self._rows.ref(f"{claim.group.gid}/{i}", claim.token, self._shape.num_tokens)
+                for i in range(NUM_RESPONSES)
+            ]
+            self._rows.stage_many(
+                refs, [self._payload.sampled] * NUM_RESPONSES, [self._payload.meta] * NUM_RESPONSES, EXPIRY_S
+            )
             self._groups.append(refs)
 
     def commit(self) -> None:
@@ -235,7 +267,13 @@ class RawDesk:
         gids = range(self._next_gid, self._next_gid + self._shape.num_groups)
         self._next_gid = gids.stop
         for part in (gids[:1], gids[1:]):
-            together(self._client, [("XADD", self._keys.prompts, "*", "gid", gid, "group", self._payload.group(gid).SerializeToString()) for gid in part])
+            together(
+                self._client,
+                [
+                    ("XADD", self._keys.prompts, "*", "gid", gid, "group", self._payload.group(gid).SerializeToString())
+                    for gid in part
+                ],
+            )
 
     def landed(self) -> None:
         """As Desk."""
@@ -252,7 +290,10 @@ class RawDesk:
         batch = pb.TrainBatch(step=self._step, rows=refs, gids=[group.gid for _, group in self._landed], digest=DIGEST)
         key = self._keys.batch(self._step)
         send(self._client, "HSET", key, "group", batch.SerializeToString(), "digest", DIGEST)
-        together(self._client, [("XDEL", self._keys.trajectories, *(entry for entry, _ in self._landed)), ("HSET", key, "trained", 1)])
+        together(
+            self._client,
+            [("XDEL", self._keys.trajectories, *(entry for entry, _ in self._landed)), ("HSET", key, "trained", 1)],
+        )
         rows = pb.TrainBatch.FromString(send(self._client, "HGET", key, "group")).rows
         for start in range(0, len(rows), CHUNK_ROWS):
             together(self._client, [("UNLINK", self._keys.row(ref)) for ref in rows[start : start + CHUNK_ROWS]])
@@ -280,7 +321,18 @@ class RawLane:
         self._claims = []
         while len(self._claims) < num_groups:
             count = min(CLAIM_COUNT, num_groups - len(self._claims))
-            reply = send(self._client, "XREADGROUP", "GROUP", "rollout", self._consumer, "COUNT", count, "STREAMS", self._keys.prompts, ">")
+            reply = send(
+                self._client,
+                "XREADGROUP",
+                "GROUP",
+                "rollout",
+                self._consumer,
+                "COUNT",
+                count,
+                "STREAMS",
+                self._keys.prompts,
+                ">",
+            )
             self._claims += [(entry, pb.PromptGroup.FromString(fields[b"group"]).gid) for entry, fields in reply[0][1]]
 
     def stage(self) -> None:
@@ -296,7 +348,10 @@ class RawLane:
         for (entry, gid), refs in zip(self._claims, self._groups, strict=True):
             group = pb.CommittedGroup(gid=gid, rows=refs).SerializeToString()
             commit = ("XADD", self._keys.trajectories, "*", "gid", gid, "group", group)
-            together(self._client, [commit, ("XACK", self._keys.prompts, "rollout", entry), ("XDEL", self._keys.prompts, entry)])
+            together(
+                self._client,
+                [commit, ("XACK", self._keys.prompts, "rollout", entry), ("XDEL", self._keys.prompts, entry)],
+            )
             self._persist(refs)
 
     def read(self) -> None:
@@ -369,12 +424,19 @@ class RawKeys:
 
     def ref(self, gid: int, index: int, consumer: str, num_tokens: int) -> pb.RowRef:
         """Names a row as ours are named."""
-        return pb.RowRef(id=f"{gid}/{index}", shard=zlib.crc32(str(gid).encode()) % self.num_shards, token=f"{consumer}-1", num_tokens=num_tokens)
+        return pb.RowRef(
+            id=f"{gid}/{index}",
+            shard=zlib.crc32(str(gid).encode()) % self.num_shards,
+            token=f"{consumer}-1",
+            num_tokens=num_tokens,
+        )
 
 
 def raw_client(url: str) -> redis.Redis:
     """The client that ours is made of."""
-    pool = redis.BlockingConnectionPool.from_url(url, max_connections=MAX_CONNECTIONS, timeout=SOCKET_TIMEOUT_S, socket_timeout=SOCKET_TIMEOUT_S, protocol=2)
+    pool = redis.BlockingConnectionPool.from_url(
+        url, max_connections=MAX_CONNECTIONS, timeout=SOCKET_TIMEOUT_S, socket_timeout=SOCKET_TIMEOUT_S, protocol=2
+    )
     return redis.Redis.from_pool(pool)
 
 

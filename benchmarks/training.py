@@ -1,6 +1,8 @@
-"""The training library beside what it replaces: packing, logprobs, balance, checkpoints, export; one table from one run. See README.md.
+"""The training library beside what it replaces: packing, logprobs, balance, checkpoints, export; one table from one
+run. See README.md.
 
-Everything is measured by processes of their own (training_measures.py), one after the other on the same machine; with --quick in this one.
+Everything is measured by processes of their own (training_measures.py), one after the other on the same machine; with
+--quick in this one.
 """
 
 import argparse
@@ -90,7 +92,12 @@ def packing_lines(scale: Scale, folder: Path) -> list[Line]:
     rate = {name: result["num_tokens"] / median(each) for name, each in seconds.items()}
     rows = f"{scale.packing['num_rows']} sequences, {result['num_tokens']} tokens, longest {result['longest']}"
     return [
-        Line(f"packed, tokens/s: {rows}", f"{rate['packed']:.0f}", f"{rate[other]:.0f} {other}", ratios(seconds[other], seconds["packed"]))
+        Line(
+            f"packed, tokens/s: {rows}",
+            f"{rate['packed']:.0f}",
+            f"{rate[other]:.0f} {other}",
+            ratios(seconds[other], seconds["packed"]),
+        )
         for other in ("padded", "padded, sorted")
     ]
 
@@ -115,7 +122,9 @@ def logprobs_lines(scale: Scale) -> list[Line]:
         case = f"logprobs{' and entropy' if entropy else ''}, {dtype}"
         for unit, key in (("s", "wall_s"), ("CPU s", "cpu_s")):
             ours, naive = ([each[key] for each in found[way]] for way in ("blocked", "naive"))
-            lines.append(Line(f"{case}, {unit}", f"{median(ours):.2f}", f"{median(naive):.2f} whole logits", ratios(naive, ours)))
+            lines.append(
+                Line(f"{case}, {unit}", f"{median(ours):.2f}", f"{median(naive):.2f} whole logits", ratios(naive, ours))
+            )
         memory = {way: median(each["extra_bytes"] for each in results) / 1e9 for way, results in found.items()}
         lines.append(Line(f"{case}, extra GB", f"{memory['blocked']:.2f}", f"{memory['naive']:.2f} whole logits"))
     return lines
@@ -134,12 +143,21 @@ def balance_lines(scale: Scale) -> list[Line]:
 def checkpoint_lines(scale: Scale, folder: Path) -> list[Line]:
     """Saves as the loop sees them, and the export of the last one."""
     where = folder / "checkpoint"
-    found = scale.measure("checkpoint", folder=str(folder / "large"), out=str(where), rounds=scale.rounds, **scale.checkpoint)
-    save_s, blocked_s, step_s, beside_s = (median(found[key]) for key in ("save_s", "blocked_s", "step_s", "step_beside_s"))
+    found = scale.measure(
+        "checkpoint", folder=str(folder / "large"), out=str(where), rounds=scale.rounds, **scale.checkpoint
+    )
+    save_s, blocked_s, step_s, beside_s = (
+        median(found[key]) for key in ("save_s", "blocked_s", "step_s", "step_beside_s")
+    )
     exported = scale.measure("export", checkpoint=str(where), out=str(folder / "exported"))
     largest = 4 * scale.checkpoint["shape"]["vocab_size"] * scale.checkpoint["shape"]["hidden_size"]
     return [
-        Line(f"checkpoint of {found['num_bytes'] / 1e6:.0f} MB, loop blocked, s", f"{blocked_s:.3f}", f"{save_s:.2f} all of it", f"{blocked_s / save_s:.1%}"),
+        Line(
+            f"checkpoint of {found['num_bytes'] / 1e6:.0f} MB, loop blocked, s",
+            f"{blocked_s:.3f}",
+            f"{save_s:.2f} all of it",
+            f"{blocked_s / save_s:.1%}",
+        ),
         Line("  the step beside it, s", f"{beside_s:.2f}", f"{step_s:.2f} without a save", f"{beside_s / step_s:.2f}x"),
         Line(
             f"export of {exported['num_bytes'] / 1e6:.0f} MB, peak MB beyond the start",

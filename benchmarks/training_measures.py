@@ -1,4 +1,6 @@
-"""What training.py measures, each in a process of its own: `python training_measures.py NAME {"its": "arguments"}` prints one JSON object. See README.md."""
+"""What training.py measures, each in a process of its own: `python training_measures.py NAME {"its": "arguments"}`
+prints one JSON object. See README.md.
+"""
 
 import heapq
 import json
@@ -16,34 +18,46 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from rolecall.algorithms.aggregation import Counts
-from rolecall.checkpoints import StoredFile
+from rolecall.checkpoint.manifest import StoredFile
+from rolecall.checkpoint.storage import open_storage
 from rolecall.settings import OptimizerSection
-from rolecall.storage import open_storage
-from rolecall.training.background import in_background
-from rolecall.training.balance import partition
-from rolecall.training.device import RankSpec, start_rank
 from rolecall.training.engine import Microbatch
-from rolecall.training.export import export
+from rolecall.training.export.export import export
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.group import CommandGroup
-from rolecall.training.logprobs import logprobs_and_entropy
-from rolecall.training.objectives import SupervisedObjective
+from rolecall.training.model.logprobs import logprobs_and_entropy
+from rolecall.training.objective.objectives import SupervisedObjective
 from rolecall.training.options import EngineOptions
-from rolecall.training.packing import Row, local_counts, pack, plan_batch
+from rolecall.training.packing.balance import partition
+from rolecall.training.packing.pack import Row, local_counts, pack, plan_batch
+from rolecall.training.ranks.command_group import CommandGroup
+from rolecall.training.ranks.device import RankSpec, start_rank
+from rolecall.training.serving.background import in_background
 
 Result = dict[str, Any]
 
 
-def packing(folder: str, shape: dict[str, int], num_rows: int, max_tokens: int, token_budget: int, rounds: int) -> Result:
-    """Forward and backward over the same skewed sequences: packed by our engine; right-padded through transformers as they come, and sorted by length."""
+def packing(
+    folder: str, shape: dict[str, int], num_rows: int, max_tokens: int, token_budget: int, rounds: int
+) -> Result:
+    """Forward and backward over the same skewed sequences: packed by our engine; right-padded through transformers as
+    they come, and sorted by length.
+    """
     engine = make_engine(Path(folder), shape)
     padded_model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
     rng = np.random.default_rng(0)
-    rows = [make_row(rng, int(n), shape["vocab_size"]) for n in rng.lognormal(np.log(max_tokens) - 2.5, 1.0, num_rows).clip(8, max_tokens)]
+    rows = [
+        make_row(rng, int(n), shape["vocab_size"])
+        for n in rng.lognormal(np.log(max_tokens) - 2.5, 1.0, num_rows).clip(8, max_tokens)
+    ]
     lengths = [len(row["token_ids"]) for row in rows]
     counts = local_counts(rows)
-    plan = plan_batch(lengths, num_minibatches=1, token_budget=token_budget, world_size=1, cost=engine.flops.forward, seed=0)[0]
-    packed = [pack([rows[i] for i in members], ["loss_mask"], temperature=1.0, device=engine.device) for members in plan.microbatches]
+    plan = plan_batch(
+        lengths, num_minibatches=1, token_budget=token_budget, world_size=1, cost=engine.flops.forward, seed=0
+    )[0]
+    packed = [
+        pack([rows[i] for i in members], ["loss_mask"], temperature=1.0, device=engine.device)
+        for members in plan.microbatches
+    ]
     arrived = padded_batches(rows, token_budget)
     by_length = padded_batches(sorted(rows, key=lambda row: -len(row["token_ids"])), token_budget)
     work: dict[str, Callable[[], float]] = {
@@ -81,18 +95,28 @@ def padded_batches(rows: Sequence[Row], token_budget: int) -> list[list[Row]]:
 
 
 def padded_pass(model: PreTrainedModel, batches: Sequence[Sequence[Row]], counts: Counts) -> float:
-    """The same loss over right-padded batches; scored positions alone go through the head, as in ours, so that the padding is all that differs."""
+    """The same loss over right-padded batches; scored positions alone go through the head, as in ours, so that the
+    padding is all that differs.
+    """
     total = 0.0
     for rows in batches:
         lengths = torch.tensor([len(row["token_ids"]) for row in rows])
-        ids_BT = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row["token_ids"].astype(np.int64)) for row in rows], batch_first=True)
-        mask_BT = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row["loss_mask"] != 0) for row in rows], batch_first=True)
+        ids_BT = torch.nn.utils.rnn.pad_sequence(
+            [torch.from_numpy(row["token_ids"].astype(np.int64)) for row in rows], batch_first=True
+        )
+        mask_BT = torch.nn.utils.rnn.pad_sequence(
+            [torch.from_numpy(row["loss_mask"] != 0) for row in rows], batch_first=True
+        )
         real_BT = torch.arange(ids_BT.shape[1]) < lengths[:, None]
-        hidden_BTH = model.base_model(input_ids=ids_BT, attention_mask=real_BT.long(), use_cache=False).last_hidden_state
+        hidden_BTH = model.base_model(
+            input_ids=ids_BT, attention_mask=real_BT.long(), use_cache=False
+        ).last_hidden_state
         scored_BT = mask_BT[:, 1:]
         targets_M = ids_BT[:, 1:][scored_BT]
         head = model.get_output_embeddings().weight
-        logprobs_M, _ = logprobs_and_entropy(hidden_BTH[:, :-1][scored_BT], head, targets_M, torch.ones(len(targets_M)), entropy=False)
+        logprobs_M, _ = logprobs_and_entropy(
+            hidden_BTH[:, :-1][scored_BT], head, targets_M, torch.ones(len(targets_M)), entropy=False
+        )
         loss = -logprobs_M.sum() / counts.num_tokens
         torch.autograd.backward(loss)
         total += float(loss.detach())
@@ -100,7 +124,9 @@ def padded_pass(model: PreTrainedModel, batches: Sequence[Sequence[Row]], counts
 
 
 def logprobs(way: str, dtype: str, entropy: bool, num_tokens: int, hidden: int, vocab: int) -> Result:
-    """One forward and backward pass, blocked or through whole logits. Memory: what the peak adds to the inputs and their gradients."""
+    """One forward and backward pass, blocked or through whole logits. Memory: what the peak adds to the inputs and
+    their gradients.
+    """
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     torch.manual_seed(0)
     hidden_MH = torch.randn(num_tokens, hidden).to(kind).requires_grad_()
@@ -117,14 +143,25 @@ def logprobs(way: str, dtype: str, entropy: bool, num_tokens: int, hidden: int, 
     torch.autograd.backward(0.5 * logprobs_M.sum() + 0.3 * entropy_M.sum())
     wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
     extra = memory("VmHWM") - before - hidden_MH.nbytes - weight_VH.nbytes
-    return {"wall_s": wall_s, "cpu_s": cpu_s, "extra_bytes": extra, "sum": float((logprobs_M + entropy_M).detach().sum())}
+    return {
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "extra_bytes": extra,
+        "sum": float((logprobs_M + entropy_M).detach().sum()),
+    }
 
 
 def balance(num_rows: int, num_parts: int, rounds: int) -> Result:
-    """Heaviest part over the mean, less 1, and milliseconds of CPU, for skewed lengths: ours, Karmarkar-Karp item by item, and a plain heap."""
+    """Heaviest part over the mean, less 1, and milliseconds of CPU, for skewed lengths: ours, Karmarkar-Karp item by
+    item, and a plain heap.
+    """
     lengths = np.random.default_rng(0).lognormal(6, 1, num_rows).clip(20, 8192).round()
     costs = (lengths + lengths**2 / 6000).tolist()
-    ways: dict[str, Callable[[Sequence[float], int], list[list[int]]]] = {"ours": partition, "Karmarkar-Karp": karmarkar_karp, "heap": longest_first}
+    ways: dict[str, Callable[[Sequence[float], int], list[list[int]]]] = {
+        "ours": partition,
+        "Karmarkar-Karp": karmarkar_karp,
+        "heap": longest_first,
+    }
     result: Result = {}
     for name, way in ways.items():
         times = []
@@ -145,7 +182,9 @@ def karmarkar_karp(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     number = len(heap)
     while len(heap) > 1:
         first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        joint = sorted(((a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)), key=lambda slot: -slot[0])
+        joint = sorted(
+            ((a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)), key=lambda slot: -slot[0]
+        )
         number += 1
         heapq.heappush(heap, (joint[-1][0] - joint[0][0], number, joint))
     return [items for _, items in heap[0][2]]
@@ -163,7 +202,9 @@ def longest_first(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 
 
 def checkpoint(folder: str, out: str, shape: dict[str, int], num_rows: int, max_tokens: int, rounds: int) -> Result:
-    """Seconds of a save that the training loop waits for, and what it waits for when the writing goes on beside the next step. Leaves one in `out`."""
+    """Seconds of a save that the training loop waits for, and what it waits for when the writing goes on beside the
+    next step. Leaves one in `out`.
+    """
     engine = make_engine(Path(folder), shape)
     rng = np.random.default_rng(0)
     rows = [make_row(rng, max_tokens, shape["vocab_size"]) for _ in range(num_rows)]
@@ -213,10 +254,18 @@ def export_stream(checkpoint: str, out: str) -> Result:
 def make_engine(folder: Path, shape: dict[str, int]) -> FsdpEngine:
     """A training engine of one rank over a random Qwen3 that is written to `folder`."""
     torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**shape, max_position_embeddings=8192, tie_word_embeddings=True)).save_pretrained(folder)
-    device = torch.device("cpu") if dist.is_initialized() else start_rank(RankSpec(0, 1, 0, (), None, len(os.sched_getaffinity(0)), 600.0))
+    Qwen3ForCausalLM(Qwen3Config(**shape, max_position_embeddings=8192, tie_word_embeddings=True)).save_pretrained(
+        folder
+    )
+    device = (
+        torch.device("cpu")
+        if dist.is_initialized()
+        else start_rank(RankSpec(0, 1, 0, (), None, len(os.sched_getaffinity(0)), 600.0))
+    )
     # too small to change a weight: every round does the same work
-    options = EngineOptions(path=folder, head="policy", dtype="float32", optimizer=OptimizerSection(learning_rate=1e-30), total_steps=1000)
+    options = EngineOptions(
+        path=folder, head="policy", dtype="float32", optimizer=OptimizerSection(learning_rate=1e-30), total_steps=1000
+    )
     return FsdpEngine(options, device=device)
 
 

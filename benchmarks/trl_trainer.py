@@ -1,7 +1,8 @@
-"""TRL's GRPOTrainer on the job of vs_trl.py, in a process and an environment of its own (requirements/vs_trl.txt); imports nothing of RoleCall.
+"""TRL's GRPOTrainer on the job of vs_trl.py, in a process and an environment of its own (requirements/vs_trl.txt);
+imports nothing of RoleCall.
 
-Reads lines on stdin, each a number of batches to train, and answers each with one line of JSON: the seconds and the sampled tokens of every batch. Ends with
-stdin. A batch is one round of generation and all optimizer steps on it.
+Reads lines on stdin, each a number of batches to train, and answers each with one line of JSON: the seconds and the
+sampled tokens of every batch. Ends with stdin. A batch is one round of generation and all optimizer steps on it.
 """
 
 import argparse
@@ -40,10 +41,15 @@ class Turns(TrainerCallback):  # type: ignore[misc]  # libraries of another envi
         self._num_tokens = 0
         self._started = time.perf_counter()
 
-    def reward(self, completions: list[Any], completion_ids: list[list[int]], ground_truth: list[str], **_: Any) -> list[float]:
+    def reward(
+        self, completions: list[Any], completion_ids: list[list[int]], ground_truth: list[str], **_: Any
+    ) -> list[float]:
         """1 for the exact answer, as the job's scorer; and the place where sampled tokens are counted."""
         self._num_tokens += sum(map(len, completion_ids))
-        return [float(completion[0]["content"].strip() == truth) for completion, truth in zip(completions, ground_truth, strict=True)]
+        return [
+            float(completion[0]["content"].strip() == truth)
+            for completion, truth in zip(completions, ground_truth, strict=True)
+        ]
 
     def _take_turn(self, control: Any) -> None:
         print(json.dumps({"seconds": self._seconds, "tokens": self._tokens}), file=sys.__stdout__, flush=True)

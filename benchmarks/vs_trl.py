@@ -1,7 +1,9 @@
-"""GRPO steps of our whole system beside TRL's GRPOTrainer: the same model, prompts, batch, lengths and dtype, taking turns on the same cores. See README.md.
+"""GRPO steps of our whole system beside TRL's GRPOTrainer: the same model, prompts, batch, lengths and dtype, taking
+turns on the same cores. See README.md.
 
-Ours is a real `rolecall train` with every role a process; TRL is trl_trainer.py in an environment of its own. Both live as long as the comparison, so both are
-warm; while one has its turn the other waits, ours paused as by `rolecall pause`, TRL by not being told to go on. The first batch of a turn is not counted.
+Ours is a real `rolecall train` with every role a process; TRL is trl_trainer.py in an environment of its own. Both live
+as long as the comparison, so both are warm; while one has its turn the other waits, ours paused as by `rolecall pause`,
+TRL by not being told to go on. The first batch of a turn is not counted.
 """
 
 import argparse
@@ -24,8 +26,8 @@ import psutil
 from benchmarks.laps import read_steps, split_table
 from benchmarks.machine import describe
 from benchmarks.step import HERE, MEASURED, SORT_DIGITS, call, sort_digits
+from rolecall.commands.steer import find
 from rolecall.rpc.channel import open_channel
-from rolecall.steer import find
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 
 POLL_S = 0.1
@@ -81,7 +83,14 @@ class Ours:
             "sampling.max_tokens": job.max_tokens,
         }
         words = [*MEASURED, *(f"{key}={value}" for key, value in given.items()), *overrides]
-        command = [sys.executable, "-m", "rolecall.cli", "train", str(SORT_DIGITS / "task.yaml"), *(f"--{word}" for word in words)]
+        command = [
+            sys.executable,
+            "-m",
+            "rolecall",
+            "train",
+            str(SORT_DIGITS / "task.yaml"),
+            *(f"--{word}" for word in words),
+        ]
         with (folder / "ours.log").open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRONMENT)
         self._num_prompts = job.num_prompts
@@ -98,7 +107,11 @@ class Ours:
 
     def _rest(self, num_steps: int) -> None:
         """Pauses once the batch of step `num_steps` is admitted as a whole, and waits for its end."""
-        self._wait(lambda: len(self._steps()) >= num_steps or asyncio.run(self._steer("GetRun")).ledger.live == self._num_prompts)
+        self._wait(
+            lambda: (
+                len(self._steps()) >= num_steps or asyncio.run(self._steer("GetRun")).ledger.live == self._num_prompts
+            )
+        )
         asyncio.run(self._steer("PauseRun"))
         self._wait(lambda: len(self._steps()) >= num_steps and asyncio.run(self._steer("GetRun")).ledger.live == 0)
 
@@ -130,16 +143,34 @@ class Trl:
     """trl_trainer.py, which waits for a number on its standard input."""
 
     def __init__(self, job: Job, folder: Path, python: Path, shared: bool) -> None:
-        """Blocks until the first batch is trained. On a `shared` machine threads sleep while they wait, as those of our roles do: spinning, their default and
-        the faster way on idle cores, made a batch take 30 s instead of 1.3 at a load of 12."""
+        """Blocks until the first batch is trained. On a `shared` machine threads sleep while they wait, as those of our
+        roles do: spinning, their default and the faster way on idle cores, made a batch take 30 s instead of 1.3 at a
+        load of 12.
+        """
         folder.mkdir()
-        given = {"model": job.model, "data": job.data, "out": folder, "prompts": job.num_prompts, "responses": job.num_responses}
+        given = {
+            "model": job.model,
+            "data": job.data,
+            "out": folder,
+            "prompts": job.num_prompts,
+            "responses": job.num_responses,
+        }
         words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
-        command = [str(python), str(HERE / "trl_trainer.py"), *words, "--max-tokens", str(job.max_tokens), "--minibatches", str(job.num_minibatches)]
+        command = [
+            str(python),
+            str(HERE / "trl_trainer.py"),
+            *words,
+            "--max-tokens",
+            str(job.max_tokens),
+            "--minibatches",
+            str(job.num_minibatches),
+        ]
         environment = {**ENVIRONMENT, "OMP_WAIT_POLICY": "PASSIVE"} if shared else ENVIRONMENT
         self._log = folder / "trl.log"
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment)
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment
+            )
         self._answer()
         self.turn(1)
 
@@ -208,10 +239,16 @@ def table(job: Job, taken: Mapping[str, Taken]) -> list[str]:
         ("sampled tokens a batch", lambda side: median(side.tokens)),
         ("CPU seconds a second while the other works", lambda side: median(side.idle_cpu)),
     ]
-    lines = [f"{job.name}: {job.num_prompts} prompts x {job.num_responses} responses of at most {job.max_tokens} tokens, {job.num_minibatches} optimizer steps"]
+    lines = [
+        f"{job.name}: {job.num_prompts} prompts x {job.num_responses} responses of at most {job.max_tokens} tokens, "
+        f"{job.num_minibatches} optimizer steps"
+    ]
     lines.append(f"{'':<44}{'ours':>10}{'TRL':>10}{'TRL/ours':>10}")
     lines += [f"{name:<44}{of(ours):>10.3f}{of(trl):>10.3f}{of(trl) / max(of(ours), 1e-9):>10.2f}" for name, of in rows]
-    return [*lines, f"({len(ours.seconds)} batches of ours and {len(trl.seconds)} of TRL's, in {len(trl.cpu_s)} turns each)"]
+    return [
+        *lines,
+        f"({len(ours.seconds)} batches of ours and {len(trl.seconds)} of TRL's, in {len(trl.cpu_s)} turns each)",
+    ]
 
 
 @contextmanager
@@ -242,17 +279,27 @@ def jobs(scratch: Path, model: Path, data: Path, large: bool) -> Iterator[Job]:
     yield Job("1M parameters", model, data, num_prompts=32, num_responses=8, max_tokens=8, num_minibatches=2)
     if large:
         call([sys.executable, str(HERE / "large_model.py"), str(scratch / "large"), "--tokenizer-of", str(model)])
-        yield Job("74M parameters", scratch / "large", data, num_prompts=4, num_responses=8, max_tokens=64, num_minibatches=2)
+        yield Job(
+            "74M parameters", scratch / "large", data, num_prompts=4, num_responses=8, max_tokens=64, num_minibatches=2
+        )
 
 
 def main() -> None:
     """Command line; what is left over are overrides of our configuration."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trl-python", type=Path, required=True, help="the Python of an environment with requirements/vs_trl.txt")
-    parser.add_argument("--folder", type=Path, help="a folder that examples/sort_digits/prepare.py made (default: made anew)")
+    parser.add_argument(
+        "--trl-python", type=Path, required=True, help="the Python of an environment with requirements/vs_trl.txt"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="a folder that examples/sort_digits/prepare.py made (default: made anew)"
+    )
     parser.add_argument("--turns", type=int, default=5, help="turns of each side")
     parser.add_argument("--batches", type=int, default=4, help="batches of a turn that count")
-    parser.add_argument("--shared", action="store_true", help="others use this machine: TRL's threads sleep while they wait instead of spinning")
+    parser.add_argument(
+        "--shared",
+        action="store_true",
+        help="others use this machine: TRL's threads sleep while they wait instead of spinning",
+    )
     parser.add_argument("--only", choices=["small", "large"], help="one of the two models")
     arguments, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="rolecall-vs-trl-") as directory:

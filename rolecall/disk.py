@@ -19,17 +19,23 @@ LOCK_TIMEOUT_S = 10.0
 
 @contextmanager
 def writing(what: str, path: Path) -> Iterator[None]:
-    """DiskFullError when the disk, a quota or an allowed size ends inside, RoleCallError for anything else the system refuses, a failed sync included."""
+    """DiskFullError when the disk, a quota or an allowed size ends inside, RoleCallError for anything else the system
+    refuses, a failed sync included.
+    """
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise DiskFullError(f"no space to {what} {path} ({error.strerror}); free some, or keep fewer checkpoints") from error
+            raise DiskFullError(
+                f"no space to {what} {path} ({error.strerror}); free some, or keep fewer checkpoints"
+            ) from error
         raise RoleCallError(f"cannot {what} {path} ({error.strerror or error}); make it writable") from error
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes `text` to `path`, which holds all of it afterwards or, after a full disk or a kill, what it held before. Raises as `writing`."""
+    """Writes `text` to `path`, which holds all of it afterwards or, after a full disk or a kill, what it held before.
+    Raises as `writing`.
+    """
     with writing("write", path):
         beside = path.with_suffix(".new")
         beside.write_text(text)
@@ -37,13 +43,16 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def append_lines(path: Path, lines: Sequence[str], *, sync: bool = False) -> None:
-    """Appends all of `lines` (without their newlines) or none: the file always ends with a whole line, after a full disk or a kill, whoever else appends.
+    """Appends all of `lines` (without their newlines) or none: the file always ends with a whole line, after a full
+    disk or a kill, whoever else appends.
 
-    sync: on the disk when this returns. Raises as `writing`."""
+    sync: on the disk when this returns. Raises as `writing`.
+    """
     with writing("write", path):
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            _lock(file, path)  # or one could cut off what another has written meanwhile: a controller that was replaced may still be at it
+            # or one could cut off what another has written meanwhile: a controller that was replaced may still be at it
+            _lock(file, path)
             size = _end_of_lines(file)
             os.ftruncate(file, size)
             try:
@@ -65,7 +74,9 @@ def _lock(file: int, path: Path) -> None:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             if time.monotonic() > deadline:
-                raise UnavailableError(f"another process writes {path}, and does not end; is there a second controller?") from error
+                raise UnavailableError(
+                    f"another process writes {path}, and does not end; is there a second controller?"
+                ) from error
         time.sleep(0.01)
 
 

@@ -1,6 +1,8 @@
-"""Every error of RoleCall, as one tree. Code raises these; one interceptor maps them to gRPC and the client side maps them back.
+"""Every error of RoleCall, as one tree. Code raises these; one interceptor maps them to gRPC and the client side maps
+them back.
 
-Each leaf has a canonical status, a stable `reason` (google.rpc.ErrorInfo, AIP-193) and says whether asking again can help.
+Each leaf has a canonical status, a stable `reason` (google.rpc.ErrorInfo, AIP-193) and says whether asking again can
+help.
 
     RoleCallError
     ├── ConfigError               bad configuration or command line        INVALID_ARGUMENT     never retry
@@ -46,14 +48,18 @@ Each leaf has a canonical status, a stable `reason` (google.rpc.ErrorInfo, AIP-1
     ├── ScorerError               a scorer's answer cannot be believed     INTERNAL             never retry
     └── NotOnThisDeviceError      the device cannot do it                  UNIMPLEMENTED        never retry
 
-`retryable` says that the same call may succeed later, not that it is safe to repeat: idempotency is the method's affair.
+`retryable` says that the same call may succeed later, not that it is safe to repeat: idempotency is the method's
+affair.
 """
 
+import sys
 from typing import ClassVar
 
 
 class RoleCallError(Exception):
-    """Root. `message` is one sentence that names the field, role or worker and the remedy; `details` are string pairs for machines."""
+    """Root. `message` is one sentence that names the field, role or worker and the remedy; `details` are string pairs
+    for machines.
+    """
 
     status: ClassVar[str] = "INTERNAL"
     reason: ClassVar[str] = "ROLECALL"
@@ -233,3 +239,8 @@ class ScorerError(RoleCallError):
 
 class NotOnThisDeviceError(RoleCallError):
     status, reason = "UNIMPLEMENTED", "NOT_ON_THIS_DEVICE"
+
+
+def print_error(message: str) -> None:
+    """Writes an error's `message` to stderr as commands of `rolecall` do: one paragraph, named."""
+    sys.stderr.write(f"rolecall: {message}\n")

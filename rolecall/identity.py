@@ -1,6 +1,8 @@
-"""What a run is: the settings that stay as they are for as long as it goes on, kept beside it and compared whenever it does.
+"""What a run is: the settings that stay as they are for as long as it goes on, kept beside it and compared whenever it
+does.
 
-FIXED is the one table of them; every other setting may change (docs/operations.md, "Checkpoints and resume"). Of files the contents count, not the path.
+FIXED is the one table of them; every other setting may change (docs/operations.md, "Checkpoints and resume"). Of files
+the contents count, not the path.
 """
 
 import hashlib
@@ -35,33 +37,54 @@ FIXED = (
     Fixed("run.name", "the store's keys carry it", lambda settings: settings.run.name),
     Fixed("run.seed", "the order of prompts and the samples derive from it", lambda settings: settings.run.seed),
     Fixed("model.path", "the checkpoints are of this model", lambda settings: _of_model(settings.model.path)),
-    Fixed("data.train", "the run's place in the data is a number of prompts", lambda settings: _of_file(settings.data.train)),
+    Fixed(
+        "data.train",
+        "the run's place in the data is a number of prompts",
+        lambda settings: _of_file(settings.data.train),
+    ),
     Fixed("data.prompt_field", "it says what the prompts are", lambda settings: settings.data.prompt_field),
     Fixed("data.ground_truth_field", "it says what the prompts are", lambda settings: settings.data.ground_truth_field),
     Fixed("data.uid_field", "it says what the prompts are", lambda settings: settings.data.uid_field),
     Fixed("data.system_prompt", "it says what the prompts are", lambda settings: settings.data.system_prompt),
     Fixed("data.shuffle", "the run's place in the data is a number of prompts", lambda settings: settings.data.shuffle),
-    Fixed("sampling.num_responses", "groups in flight have that many", lambda settings: settings.sampling.num_responses),
-    Fixed("algorithm.groups_per_batch", "batches are counted in it", lambda settings: settings.algorithm.groups_per_batch),
-    Fixed("actor.lora", "the checkpoints hold these adapters", lambda settings: settings.actor.lora and settings.actor.lora.model_dump(mode="json")),
+    Fixed(
+        "sampling.num_responses", "groups in flight have that many", lambda settings: settings.sampling.num_responses
+    ),
+    Fixed(
+        "algorithm.groups_per_batch", "batches are counted in it", lambda settings: settings.algorithm.groups_per_batch
+    ),
+    Fixed(
+        "actor.lora",
+        "the checkpoints hold these adapters",
+        lambda settings: settings.actor.lora and settings.actor.lora.model_dump(mode="json"),
+    ),
     Fixed("actor.optimizer.kind", "the checkpoints hold its state", lambda settings: settings.actor.optimizer.kind),
-    Fixed("critic", "the checkpoints hold its state", lambda settings: settings.critic and settings.critic.optimizer.kind),
+    Fixed(
+        "critic", "the checkpoints hold its state", lambda settings: settings.critic and settings.critic.optimizer.kind
+    ),
     Fixed("store.num_shards", "rows are spread by it", lambda settings: settings.store.num_shards),
 )
 
 
 def settle(settings: RunSettings) -> None:
-    """Keeps in run.dir what the run is when it starts there, and compares when it goes on. ConfigError names what is another."""
+    """Keeps in run.dir what the run is when it starts there, and compares when it goes on. ConfigError names what is
+    another.
+    """
     path = settings.run.dir / FILE
     now = {fixed.setting: fixed.value(settings) for fixed in FIXED}
     if not path.is_file():
         replace_text(path, json.dumps(now, indent=1) + "\n")
         return
     before = json.loads(path.read_text())
-    changed = [f"{fixed.setting} ({fixed.why})" for fixed in FIXED if fixed.setting in before and not _same(before[fixed.setting], now[fixed.setting])]
+    changed = [
+        f"{fixed.setting} ({fixed.why})"
+        for fixed in FIXED
+        if fixed.setting in before and not _same(before[fixed.setting], now[fixed.setting])
+    ]
     if changed:
         raise ConfigError(
-            f"the run in {settings.run.dir} was started with another {', another '.join(changed)}; go on with the same, or start another run with another "
+            f"the run in {settings.run.dir} was started with another {', another '.join(changed)}; go on with the "
+            "same, or start another run with another "
             "run.dir and run.name (rolecall export makes a model of this one's checkpoint)"
         )
 

@@ -1,9 +1,11 @@
-"""Ties a process to its parent: when the parent dies, by SIGKILL too, the kernel ends this one. Linux; elsewhere it does nothing.
+"""Ties a process to its parent: when the parent dies, by SIGKILL too, the kernel ends this one. Linux; elsewhere it
+does nothing.
 
-Also a program: `python lifeline.py PARENT_PID SIGNAL PROGRAM ARGS...` (`tied`) becomes PROGRAM, tied to the parent. That spares subprocess's preexec_fn, which
-may deadlock in a parent with threads, and covers programs that are not ours.
+Also a program: `python lifeline.py PARENT_PID SIGNAL PROGRAM ARGS...` (`tied`) becomes PROGRAM, tied to the parent.
+That spares subprocess's preexec_fn, which may deadlock in a parent with threads, and covers programs that are not ours.
 
-The kernel watches the *thread* that started the process: start children from a thread that lives as long as they should.
+The kernel watches the *thread* that started the process: start children from a thread that lives as long as they
+should.
 """
 
 import ctypes
@@ -17,7 +19,9 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
-    """Asks the kernel for the signal `number` at the parent's death; exits at once when the parent `parent_pid` is already gone."""
+    """Asks the kernel for the signal `number` at the parent's death; exits at once when the parent `parent_pid` is
+    already gone.
+    """
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)

@@ -6,10 +6,12 @@
         return float(item.ground_truth in item.response_text)
 
     if __name__ == "__main__":
-        sys.exit(serve(score, "127.0.0.1:50070", name="contains", range=(0, 1), reads=("response_text", "ground_truth")))
+        reads = ("response_text", "ground_truth")
+        sys.exit(serve(score, "127.0.0.1:50070", name="contains", range=(0, 1), reads=reads))
 
-Owns the server: the contract's Describe and Score, health, reflection, TLS and bearer token. What the function returns is checked before it is
-sent. A function that hangs is not killed here (the caller stops waiting); our reward service runs functions in killable processes instead.
+Owns the server: the contract's Describe and Score, health, reflection, TLS and bearer token. What the function returns
+is checked before it is sent. A function that hangs is not killed here (the caller stops waiting); our reward service
+runs functions in killable processes instead.
 """
 
 import asyncio
@@ -25,8 +27,19 @@ from rolecall import telemetry
 from rolecall.errors import ConfigError, InvalidInputError, ScorerError, UnauthenticatedError
 from rolecall.rpc import process
 from rolecall.rpc.server import Server
-from rolecall.scores import Failure, Item, Message, Score, ScoreFunction, component_spec, evaluate, failure_of, result_of, spec_problem
-from rolecall.scoring import read_token
+from rolecall.scoring.client import read_token
+from rolecall.scoring.scores import (
+    Failure,
+    Item,
+    Message,
+    Score,
+    ScoreFunction,
+    component_spec,
+    evaluate,
+    failure_of,
+    result_of,
+    spec_problem,
+)
 from rolecall.settings import RpcSection, TelemetrySection, TlsSection
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 
@@ -67,11 +80,13 @@ def serve(
     key_file: Path | None = None,
     behind_mesh: bool = False,
 ) -> int:
-    """Serves `function` on `address` until SIGTERM or Ctrl-C; returns the exit code. It is called from several threads at a time.
+    """Serves `function` on `address` until SIGTERM or Ctrl-C; returns the exit code. It is called from several threads
+    at a time.
 
     range, components: where the reward and the named parts of a Score lie; anything outside is answered as an error.
     reads: the fields of an Item that it needs; only these are sent. token_rewards: every Score has them.
-    bearer_token_file: refuse callers without this token. certificate_file, key_file: serve TLS; needed beyond loopback, unless behind_mesh.
+    bearer_token_file: refuse callers without this token. certificate_file, key_file: serve TLS; needed beyond loopback,
+    unless behind_mesh.
     """
     spec = description(name or function.__name__, range, reads, components or {}, token_rewards, max_items=0)
     scorer = Scorer(spec, one_by_one(function, spec), read_token(bearer_token_file))
@@ -93,14 +108,21 @@ def serve_batches(
     key_file: Path | None = None,
     behind_mesh: bool = False,
 ) -> int:
-    """As `serve`, for a function over up to `max_items` items that returns one answer per item, in order: a reward model. One call at a time."""
+    """As `serve`, for a function over up to `max_items` items that returns one answer per item, in order: a reward
+    model. One call at a time.
+    """
     spec = description(name or function.__name__, range, reads, components or {}, token_rewards, max_items)
     scorer = Scorer(spec, all_at_once(function, spec), read_token(bearer_token_file))
     return _run(scorer, address, rpc_section(certificate_file, key_file, behind_mesh))
 
 
 def description(
-    name: str, reward_range: Range, reads: Sequence[Field], components: Mapping[str, Range], token_rewards: bool, max_items: int
+    name: str,
+    reward_range: Range,
+    reads: Sequence[Field],
+    components: Mapping[str, Range],
+    token_rewards: bool,
+    max_items: int,
 ) -> reward_pb2.DescribeResponse:
     """The answer to Describe. ConfigError when no caller would accept it."""
     unknown = sorted(set(reads) - FIELDS.keys())
@@ -129,7 +151,9 @@ def one_by_one(function: ScoreFunction, spec: reward_pb2.DescribeResponse) -> Sc
     async def score(items: Sequence[reward_pb2.ScoreItem]) -> Results:
         num_each = -(-len(items) // NUM_THREADS)
         starts = [start for start, _ in enumerate(items) if start % num_each == 0]
-        shares = await asyncio.gather(*(asyncio.to_thread(share_of, items[start : start + num_each]) for start in starts))
+        shares = await asyncio.gather(
+            *(asyncio.to_thread(share_of, items[start : start + num_each]) for start in starts)
+        )
         return [result for share in shares for result in share]
 
     return score
@@ -143,14 +167,19 @@ def all_at_once(function: BatchFunction, spec: reward_pb2.DescribeResponse) -> S
         try:
             answers = function([Item.from_proto(item) for item in items])
             if len(answers) != len(items):
-                raise ScorerError(f"the scorer {spec.name!r} returned {len(answers)} answers to {len(items)} items; return one per item, in order")
+                raise ScorerError(
+                    f"the scorer {spec.name!r} returned {len(answers)} answers to {len(items)} items; return one "
+                    "per item, in order"
+                )
         except Exception as error:  # the entry point of code that is not ours
             return [failure_of(item, error) for item in items]
         return [_checked(item, answer, spec) for item, answer in zip(items, answers, strict=True)]
 
     async def score(items: Sequence[reward_pb2.ScoreItem]) -> Results:
         if len(items) > spec.max_items:
-            raise InvalidInputError(f"items: {len(items)} are more than max_items {spec.max_items}; send fewer at a time")
+            raise InvalidInputError(
+                f"items: {len(items)} are more than max_items {spec.max_items}; send fewer at a time"
+            )
         async with turn:  # bounded: one call of the scorer at a time, each under its caller's deadline
             return await asyncio.to_thread(answers_of, items)
 
@@ -165,14 +194,18 @@ class Scorer(reward_pb2_grpc.RewardServiceServicer):
         self._score = score
         self._authorization = f"Bearer {bearer_token}".encode() if bearer_token else None
 
-    async def Score(self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]) -> reward_pb2.ScoreResponse:
+    async def Score(
+        self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> reward_pb2.ScoreResponse:
         """As idempotent as the function. INVALID_ARGUMENT for an empty request, UNAUTHENTICATED without the token."""
         self._authenticate(context)
         if not request.items:
             raise InvalidInputError("items is empty; send at least one")
         return reward_pb2.ScoreResponse(results=await self._score(request.items))
 
-    async def Describe(self, request: reward_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]) -> reward_pb2.DescribeResponse:
+    async def Describe(
+        self, request: reward_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> reward_pb2.DescribeResponse:
         """Idempotent. UNAUTHENTICATED without the token."""
         self._authenticate(context)
         return self.spec
@@ -182,7 +215,9 @@ class Scorer(reward_pb2_grpc.RewardServiceServicer):
             return
         given = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
         if len(given) != 1 or not hmac.compare_digest(str(given[0]).encode(), self._authorization):
-            raise UnauthenticatedError(f"scorer {self.spec.name!r} needs its bearer token; set bearer_token_file to a file that holds it")
+            raise UnauthenticatedError(
+                f"scorer {self.spec.name!r} needs its bearer token; set bearer_token_file to a file that holds it"
+            )
 
 
 def rpc_section(certificate_file: Path | None, key_file: Path | None, behind_mesh: bool) -> RpcSection:
@@ -192,7 +227,10 @@ def rpc_section(certificate_file: Path | None, key_file: Path | None, behind_mes
     if certificate_file is None or key_file is None:
         raise ConfigError("certificate_file and key_file belong together; give both for TLS")
     # Callers show no certificate (see new_server), so no roots are needed to check one.
-    return RpcSection(tls=TlsSection(certificate_file=certificate_file, key_file=key_file, ca_file=certificate_file), behind_mesh=behind_mesh)
+    return RpcSection(
+        tls=TlsSection(certificate_file=certificate_file, key_file=key_file, ca_file=certificate_file),
+        behind_mesh=behind_mesh,
+    )
 
 
 def new_server(scorer: Scorer, address: str, rpc: RpcSection) -> Server:

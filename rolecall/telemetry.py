@@ -1,10 +1,12 @@
 """Logs, traces and metrics of a process: what a role says about itself.
 
-Owns the logging set-up, the OpenTelemetry providers and `Metrics`, the one type by which numbers travel between roles with the way they combine.
-It is not a tracker (the controller writes JSONL, TensorBoard and the rest) and it knows nothing of what the numbers mean.
+Owns the logging set-up, the OpenTelemetry providers and `Metrics`, the one type by which numbers travel between roles
+with the way they combine. It is not a tracker (the controller writes JSONL, TensorBoard and the rest) and it knows
+nothing of what the numbers mean.
 
-Trace context passes through gRPC by itself (rolecall.rpc); through stream entries it travels as a W3C traceparent string, with `current_traceparent`
-on the writing side and `attached` on the reading side. Without `telemetry.otlp_endpoint` spans exist only to give logs their trace ids.
+Trace context passes through gRPC by itself (rolecall.rpc); through stream entries it travels as a W3C traceparent
+string, with `current_traceparent` on the writing side and `attached` on the reading side. Without
+`telemetry.otlp_endpoint` spans exist only to give logs their trace ids.
 """
 
 import json
@@ -33,13 +35,30 @@ from rolecall.v1 import trajectory_pb2
 _PROPAGATOR = TraceContextTextMapPropagator()
 _EXPORT_TIMEOUT_S = 2
 """Bound on one OTLP export, so that a collector that is away cannot hold up a stopping process."""
-_CHATTY_LOGGERS = ("grpc", "opentelemetry", "httpx", "httpcore", "urllib3", "filelock", "asyncio", "transformers", "huggingface_hub", "numexpr")
+_CHATTY_LOGGERS = (
+    "grpc",
+    "opentelemetry",
+    "httpx",
+    "httpcore",
+    "urllib3",
+    "filelock",
+    "asyncio",
+    "transformers",
+    "huggingface_hub",
+    "numexpr",
+)
 _INSTRUMENTATION = "rolecall"
-_REDUCTIONS = (trajectory_pb2.REDUCTION_MEAN, trajectory_pb2.REDUCTION_SUM, trajectory_pb2.REDUCTION_MAX, trajectory_pb2.REDUCTION_MIN)
+_REDUCTIONS = (
+    trajectory_pb2.REDUCTION_MEAN,
+    trajectory_pb2.REDUCTION_SUM,
+    trajectory_pb2.REDUCTION_MAX,
+    trajectory_pb2.REDUCTION_MIN,
+)
 
 
 def configure(section: TelemetrySection, role: str, worker: str) -> None:
-    """Sets up logging to stderr and the OpenTelemetry providers of this process; call it once, first thing after reading the settings.
+    """Sets up logging to stderr and the OpenTelemetry providers of this process; call it once, first thing after
+    reading the settings.
 
     A later call replaces the log format and level; OpenTelemetry's providers are set once per process and stay.
     """
@@ -71,8 +90,12 @@ def attached(traceparent: str) -> Iterator[None]:
 
 
 def export(metrics: "Metrics") -> None:
-    """Shows the numbers to the OpenTelemetry collector as gauge `rolecall.metric` with attributes `name` and `reduction`."""
-    gauge = otel_metrics.get_meter(_INSTRUMENTATION).create_gauge("rolecall.metric", description="A step's number, reduced as the attribute says.")
+    """Shows the numbers to the OpenTelemetry collector as gauge `rolecall.metric` with attributes `name` and
+    `reduction`.
+    """
+    gauge = otel_metrics.get_meter(_INSTRUMENTATION).create_gauge(
+        "rolecall.metric", description="A step's number, reduced as the attribute says."
+    )
     for metric in metrics.to_proto():
         reduction = trajectory_pb2.Reduction.Name(metric.reduction).removeprefix("REDUCTION_").lower()
         gauge.set(metric.value, {"name": metric.name, "reduction": reduction})
@@ -86,7 +109,8 @@ class _Entry:
 
 
 class Metrics:
-    """Named numbers, each with how it combines over microbatches, ranks and steps. Not thread-safe: one owner at a time.
+    """Named numbers, each with how it combines over microbatches, ranks and steps. Not thread-safe: one owner at a
+    time.
 
     A name keeps the reduction it was first given; another one is an InvalidInputError.
     """
@@ -95,7 +119,9 @@ class Metrics:
         self._entries: dict[str, _Entry] = {}
 
     def mean(self, name: str, value: float, weight: float = 1.0) -> None:
-        """Weighted mean; `weight` is what `value` was averaged over, e.g. tokens. Weight 0 adds nothing: a mean over nothing is absent."""
+        """Weighted mean; `weight` is what `value` was averaged over, e.g. tokens. Weight 0 adds nothing: a mean over
+        nothing is absent.
+        """
         if weight > 0:
             self._add(name, trajectory_pb2.REDUCTION_MEAN, float(value), float(weight))
 
@@ -128,7 +154,8 @@ class Metrics:
     def to_proto(self) -> list[trajectory_pb2.Metric]:
         """For the wire, sorted by name."""
         return [
-            trajectory_pb2.Metric(name=name, value=entry.value, reduction=entry.reduction, weight=entry.weight) for name, entry in sorted(self._entries.items())
+            trajectory_pb2.Metric(name=name, value=entry.value, reduction=entry.reduction, weight=entry.weight)
+            for name, entry in sorted(self._entries.items())
         ]
 
     @classmethod
@@ -179,7 +206,9 @@ class _HumanFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC), level, role, worker, logger, message, and trace_id, span_id, exception where there are any."""
+    """One JSON object a line: time (UTC), level, role, worker, logger, message, and trace_id, span_id, exception where
+    there are any.
+    """
 
     def __init__(self, role: str, worker: str) -> None:
         super().__init__()
@@ -225,7 +254,13 @@ def _configure_providers(otlp_endpoint: str | None, role: str, worker: str) -> N
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
         insecure = not otlp_endpoint.startswith("https://")
-        tracing.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=otlp_endpoint, insecure=insecure, timeout=_EXPORT_TIMEOUT_S)))
-        readers.append(PeriodicExportingMetricReader(OTLPMetricExporter(endpoint=otlp_endpoint, insecure=insecure, timeout=_EXPORT_TIMEOUT_S)))
+        tracing.add_span_processor(
+            BatchSpanProcessor(OTLPSpanExporter(endpoint=otlp_endpoint, insecure=insecure, timeout=_EXPORT_TIMEOUT_S))
+        )
+        readers.append(
+            PeriodicExportingMetricReader(
+                OTLPMetricExporter(endpoint=otlp_endpoint, insecure=insecure, timeout=_EXPORT_TIMEOUT_S)
+            )
+        )
     trace.set_tracer_provider(tracing)
     otel_metrics.set_meter_provider(MeterProvider(metric_readers=readers, resource=resource))

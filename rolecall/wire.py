@@ -1,6 +1,7 @@
 """Arrays to bytes and back: raw little-endian, lengths checked before anything is allocated.
 
-Owns the mapping between protobuf DTypes and numpy dtypes. bfloat16 has no numpy dtype and is refused here: weights never travel as Tensors.
+Owns the mapping between protobuf DTypes and numpy dtypes. bfloat16 has no numpy dtype and is refused here: weights
+never travel as Tensors.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,9 @@ def encode_tensor(array: Array) -> tensor_pb2.Tensor:
     """Copies `array` into a Tensor. InvalidInputError for a dtype outside the contract."""
     dtype = array.dtype.newbyteorder("<")
     if dtype not in _CODES:
-        raise InvalidInputError(f"dtype {array.dtype} is not a Tensor dtype; convert to one of {sorted(map(str, _CODES))}")
+        raise InvalidInputError(
+            f"dtype {array.dtype} is not a Tensor dtype; convert to one of {sorted(map(str, _CODES))}"
+        )
     return tensor_pb2.Tensor(dtype=_CODES[dtype], shape=array.shape, data=array.astype(dtype, copy=False).tobytes())  # type: ignore[arg-type]
 
 
@@ -39,16 +42,23 @@ def decode_tensor(tensor: tensor_pb2.Tensor, what: str) -> Array:
     """A read-only view of the bytes in `tensor`. `what` names the field in errors."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
-        raise InvalidInputError(f"{what}: dtype {tensor.dtype} is not one this side reads; send one of the Tensor dtypes, not bfloat16")
+        raise InvalidInputError(
+            f"{what}: dtype {tensor.dtype} is not one this side reads; send one of the Tensor dtypes, not bfloat16"
+        )
     return decode_array(tensor.data, dtype, tuple(tensor.shape), what)
 
 
 def decode_array(data: bytes, dtype: np.dtype[Any] | str, shape: Sequence[int], what: str) -> Array:
-    """A read-only view of little-endian `data` as `shape`; one extent may be -1. InvalidInputError when the length does not fit."""
+    """A read-only view of little-endian `data` as `shape`; one extent may be -1. InvalidInputError when the length does
+    not fit.
+    """
     dtype = np.dtype(dtype).newbyteorder("<")
     known = prod(n for n in shape if n != -1) * dtype.itemsize
     free = list(shape).count(-1)
     fits = len(data) == known if not free else known and len(data) % known == 0
     if free > 1 or min(shape, default=0) < -1 or not fits:
-        raise InvalidInputError(f"{what}: {len(data)} bytes do not hold {dtype} {list(shape)}; the writer and the reader disagree on its shape")
+        raise InvalidInputError(
+            f"{what}: {len(data)} bytes do not hold {dtype} {list(shape)}; the writer and the reader disagree on "
+            "its shape"
+        )
     return np.frombuffer(data, dtype).reshape(shape)

@@ -1,7 +1,8 @@
-"""Whether any sampled token comes from weights that nobody attested: judged from what was committed and what the store holds as attested, by nothing else.
+"""Whether any sampled token comes from weights that nobody attested: judged from what was committed and what the store
+holds as attested, by nothing else.
 
-Independent of the code it checks: it asks no engine, no replica and no controller. With an oracle, who knows what weights of a digest would have sampled, it
-also sees an engine that lies about the weights it used.
+Independent of the code it checks: it asks no engine, no replica and no controller. With an oracle, who knows what
+weights of a digest would have sampled, it also sees an engine that lies about the weights it used.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,11 +40,18 @@ def read_attested(connection: Connection, run: str) -> dict[int, str]:
 def read_trajectories(ledger: Ledger, rows: Rows) -> list[Trajectory]:
     """All that is committed and not freed."""
     refs = [ref for _, group in ledger.read_committed("0", 10_000, 0.0) for ref in rows_of(group)]
-    return [Trajectory(meta, *(row[name] for name in COLUMNS)) for meta, row in zip(rows.read_meta(refs), rows.read(refs, list(COLUMNS)), strict=True)]
+    return [
+        Trajectory(meta, *(row[name] for name in COLUMNS))
+        for meta, row in zip(rows.read_meta(refs), rows.read(refs, list(COLUMNS)), strict=True)
+    ]
 
 
-def violations(trajectories: Iterable[Trajectory], attested: Mapping[int, str], oracle: Oracle | None = None) -> list[str]:
-    """What is wrong, in words; empty when every sampled token is of attested weights, and each version of one digest."""
+def violations(
+    trajectories: Iterable[Trajectory], attested: Mapping[int, str], oracle: Oracle | None = None
+) -> list[str]:
+    """What is wrong, in words; empty when every sampled token is of attested weights, and each version of one
+    digest.
+    """
     found: list[str] = []
     digests: dict[int, str] = dict(attested)
     for trajectory in trajectories:
@@ -51,15 +59,20 @@ def violations(trajectories: Iterable[Trajectory], attested: Mapping[int, str], 
         for span in trajectory.meta.spans:
             name = f"{trajectory.meta.id}[{span.start}:{span.end}]"
             if digests.setdefault(span.policy_version, span.weights_digest) != span.weights_digest:
-                found.append(f"{name}: version {span.policy_version} has two digests, {digests[span.policy_version][:8]} and {span.weights_digest[:8]}")
+                found.append(
+                    f"{name}: version {span.policy_version} has two digests, {digests[span.policy_version][:8]} and "
+                    f"{span.weights_digest[:8]}"
+                )
             if attested.get(span.policy_version) != span.weights_digest:
                 found.append(f"{name}: version {span.policy_version} ({span.weights_digest[:8]}) was never attested")
             for index in range(span.start, span.end):
                 covered[index] = span.policy_version
-                if oracle is not None and (token := oracle(trajectory.meta, trajectory.token_ids.tolist(), index, span.weights_digest)) != (
-                    sampled := int(trajectory.token_ids[index])
-                ):
-                    found.append(f"{name}: token {index} is {sampled}; weights {span.weights_digest[:8]} sample {token}")
+                if oracle is not None and (
+                    token := oracle(trajectory.meta, trajectory.token_ids.tolist(), index, span.weights_digest)
+                ) != (sampled := int(trajectory.token_ids[index])):
+                    found.append(
+                        f"{name}: token {index} is {sampled}; weights {span.weights_digest[:8]} sample {token}"
+                    )
         if covered != trajectory.policy_versions.tolist():
             found.append(f"{trajectory.meta.id}: spans and policy_versions disagree")
         if [version >= 0 for version in covered] != [bool(sampled) for sampled in trajectory.response_mask.tolist()]:

@@ -3,11 +3,11 @@
 import hashlib
 from pathlib import Path
 
-from rolecall.checkpoints import StoredFile
-from rolecall.storage import open_storage
+from rolecall.checkpoint.manifest import StoredFile
+from rolecall.checkpoint.storage import open_storage
 from rolecall.training.engine import EngineState
-from rolecall.training.export import export
-from rolecall.training.group import CommandGroup
+from rolecall.training.export.export import export
+from rolecall.training.ranks.command_group import CommandGroup
 
 
 def save(engine: EngineState, path: Path) -> tuple[StoredFile, ...]:
@@ -23,5 +23,12 @@ def load(engine: EngineState, path: Path) -> None:
 def exported(path: Path) -> Path:
     """A model directory made of the checkpoint in `path`."""
     storage, model = open_storage(str(path)), path.with_name(f"{path.name}-model")
-    export(storage, [StoredFile(name, size, hashlib.sha256(storage.read(name)).hexdigest()) for name, size in storage.files().items()], model)
+    export(
+        storage,
+        [
+            StoredFile(name, size, hashlib.sha256(storage.read(name)).hexdigest())
+            for name, size in storage.files().items()
+        ],
+        model,
+    )
     return model

@@ -12,7 +12,8 @@ from rolecall.settings import RunSettings
 
 pytest_plugins = ["tests.fixtures_rank", "tests.fixtures_store"]
 
-# Read when torch is loaded, here and in children that do not say otherwise: each of two workers has one core, on which idle threads would spin.
+# Read when torch is loaded, here and in children that do not say otherwise: each of two workers has one core, on which
+# idle threads would spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -33,7 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def make_settings(tmp_path: Path) -> MakeSettings:
-    """Settings of the smallest GRPO run in a temporary folder; keywords replace whole sections, e.g. make_settings(controller={"lease_s": 1.0})."""
+    """Settings of the smallest GRPO run in a temporary folder; keywords replace whole sections, e.g.
+    make_settings(controller={"lease_s": 1.0}).
+    """
 
     def make(**sections: Any) -> RunSettings:
         tree: dict[str, Any] = {

@@ -84,13 +84,19 @@ class StoreUnderTest:
     def stage(self, claim: Claim, expiry_s: int = 60) -> CommittedGroup:
         """Writes the rows of `claim`, each of four tokens, and names them."""
         num_responses = claim.group.num_responses
-        refs = [self.rows.ref(f"{claim.group.gid}/{i}", claim.token, 4) for i in range(num_responses + claim.group.greedy_response)]
+        refs = [
+            self.rows.ref(f"{claim.group.gid}/{i}", claim.token, 4)
+            for i in range(num_responses + claim.group.greedy_response)
+        ]
         columns: list[dict[str, Array]] = [
-            {"token_ids": np.arange(4, dtype=np.int32) + i, "response_mask": np.array([0, 0, 1, 1], np.uint8)} for i in range(len(refs))
+            {"token_ids": np.arange(4, dtype=np.int32) + i, "response_mask": np.array([0, 0, 1, 1], np.uint8)}
+            for i in range(len(refs))
         ]
         metas = [TrajectoryMeta(id=ref.id, gid=claim.group.gid, index=i) for i, ref in enumerate(refs)]
         self.rows.stage_many(refs, columns, metas, expiry_s)
-        return CommittedGroup(gid=claim.group.gid, rows=refs[:num_responses], greedy_row=refs[-1] if claim.group.greedy_response else None)
+        return CommittedGroup(
+            gid=claim.group.gid, rows=refs[:num_responses], greedy_row=refs[-1] if claim.group.greedy_response else None
+        )
 
     def commit(self, queue: PromptQueue, claim: Claim, version: int = 0) -> CommittedGroup:
         """Stages, commits and persists what `claim` asked for."""
@@ -109,7 +115,9 @@ class StoreUnderTest:
         """A train batch of `groups`."""
         rows: list[RowRef] = [row for group in groups for row in group.rows]
         greedy_rows = [group.greedy_row for group in groups if group.HasField("greedy_row")]
-        return TrainBatch(step=step, digest=digest, rows=rows, gids=[group.gid for group in groups], greedy_rows=greedy_rows)
+        return TrainBatch(
+            step=step, digest=digest, rows=rows, gids=[group.gid for group in groups], greedy_rows=greedy_rows
+        )
 
     def trained(self, count: int) -> TrainBatch:
         """`count` groups, committed, sealed and trained as step 0."""
@@ -138,10 +146,14 @@ def store_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedS
 
 @pytest.fixture
 def make_embedded_store(tmp_path: Path) -> Iterator[Callable[..., EmbeddedStore]]:
-    """Makes embedded stores that are stopped at the end of the test; by default of run "test" in a directory of its own."""
+    """Makes embedded stores that are stopped at the end of the test; by default of run "test" in a directory of its
+    own.
+    """
     made: list[EmbeddedStore] = []
 
-    def make(dir: Path | None = None, run: str = "test", max_bytes: int = 64 * 2**20, binary: str | None = None) -> EmbeddedStore:
+    def make(
+        dir: Path | None = None, run: str = "test", max_bytes: int = 64 * 2**20, binary: str | None = None
+    ) -> EmbeddedStore:
         made.append(EmbeddedStore(dir or tmp_path / f"store-{len(made)}", run, max_bytes, binary))
         return made[-1]
 

@@ -1,4 +1,6 @@
-"""A run that starts fast: a real controller, reward service and store; the actor is said to be elsewhere and there are no rollouts."""
+"""A run that starts fast: a real controller, reward service and store; the actor is said to be elsewhere and there are
+no rollouts.
+"""
 
 import json
 import subprocess
@@ -26,7 +28,9 @@ VOCAB_SIZE = 259
 
 
 def write_light_config(folder: Path, target: str | None = None) -> Path:
-    """A configuration in `folder` with the files that it names. `target`: a `module:function` scorer instead of exact match."""
+    """A configuration in `folder` with the files that it names. `target`: a `module:function` scorer instead of exact
+    match.
+    """
     write_model(folder / "model")
     (folder / "train.jsonl").write_text('{"prompt": "2 + 2", "ground_truth": "4"}\n')
     scorer = {"kind": "function", "target": target} if target else {"kind": "exact_match"}
@@ -46,9 +50,17 @@ def write_light_config(folder: Path, target: str | None = None) -> Path:
 
 
 def write_model(path: Path) -> Path:
-    """A model directory that passes every check and that nobody loads: a tokenizer, a configuration and an embedding."""
+    """A model directory that passes every check and that nobody loads: a tokenizer, a configuration and an
+    embedding.
+    """
     write_tokenizer(path)
-    model = {"architectures": ["Qwen3ForCausalLM"], "eos_token_id": EOS_TOKEN_ID, "max_position_embeddings": 2048, "vocab_size": VOCAB_SIZE, "head_dim": 32}
+    model = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "eos_token_id": EOS_TOKEN_ID,
+        "max_position_embeddings": 2048,
+        "vocab_size": VOCAB_SIZE,
+        "head_dim": 32,
+    }
     (path / "config.json").write_text(json.dumps(model))
     save_file({"model.embed_tokens.weight": np.zeros((VOCAB_SIZE, 32), np.float32)}, path / "model.safetensors")
     return path
@@ -56,7 +68,7 @@ def write_model(path: Path) -> Path:
 
 def start_train(config: Path, *arguments: str) -> "subprocess.Popen[str]":
     """`rolecall train` on `config`, its output in pipes."""
-    command = [sys.executable, "-m", "rolecall.cli", "train", str(config), *arguments]
+    command = [sys.executable, "-m", "rolecall", "train", str(config), *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

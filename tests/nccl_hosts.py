@@ -5,5 +5,7 @@ ONE_MACHINE = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_E
 
 
 def as_host(name: str) -> dict[str, str]:
-    """The environment of a process that NCCL takes for the host `name`. NCCL reads it at a process's first communicator."""
+    """The environment of a process that NCCL takes for the host `name`. NCCL reads it at a process's first
+    communicator.
+    """
     return {**ONE_MACHINE, "NCCL_HOSTID": name}

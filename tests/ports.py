@@ -4,7 +4,9 @@ import random
 import socket
 
 FIRST, LAST = 15_000, 32_000
-"""Below the kernel's ephemeral ports: one of those may be taken, by a server of another test or as the near end of any connection, before it is bound."""
+"""Below the kernel's ephemeral ports: one of those may be taken, by a server of another test or as the near end of any
+connection, before it is bound.
+"""
 
 
 def free_port() -> int:

@@ -1,7 +1,9 @@
-"""Publishing in one process: the real fleet, publisher, replicas, pull loops, gRPC and store around engines and an actor whose weights are a few numbers.
+"""Publishing in one process: the real fleet, publisher, replicas, pull loops, gRPC and store around engines and an
+actor whose weights are a few numbers.
 
-The collective is a small twin of the weight channel with its rules: all ranks meet or nobody goes on, buckets move in lockstep, an abort frees everyone, the
-root knows who is behind. An engine computes with the buckets it really holds, so that torn or false weights show in its tokens.
+The collective is a small twin of the weight channel with its rules: all ranks meet or nobody goes on, buckets move in
+lockstep, an abort frees everyone, the root knows who is behind. An engine computes with the buckets it really holds, so
+that torn or false weights show in its tokens.
 """
 
 import asyncio
@@ -17,18 +19,25 @@ from typing import Any
 import numpy as np
 
 from rolecall.contract import contract_version
-from rolecall.errors import ChannelBrokenError, RoleCallError, TornWeightsError, UnavailableError, UnknownWorkerError, WorkerLostError
+from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.errors import (
+    ChannelBrokenError,
+    RoleCallError,
+    TornWeightsError,
+    UnavailableError,
+    UnknownWorkerError,
+    WorkerLostError,
+)
 from rolecall.rpc.channel import open_channel
+from rolecall.rpc.fence import Fence
 from rolecall.rpc.server import Server
 from rolecall.settings import RpcSection, RunSettings
 from rolecall.store.prompts import PromptQueue
-from rolecall.tokenizer import ChatTokenizer
-from rolecall.training.fence import Fence
 from rolecall.trajectory import seed_of
 from rolecall.v1 import actor_pb2, actor_pb2_grpc, controller_pb2, rollout_pb2_grpc, trajectory_pb2, weights_pb2
 from rolecall.wire import Array, encode_tensor
-from services.controller.fleet import Fleet
-from services.controller.publish import PolicyPublisher
+from services.controller.fleet.members import Fleet
+from services.controller.publish.publisher import PolicyPublisher
 from services.controller.threads import StoreThreads
 from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica, Transfer
@@ -98,7 +107,9 @@ def logprobs_of(digest: str, num_tokens: int) -> Array:
 
 def token_of(prompt: Sequence[int], seed: int, digest: str, position: int) -> int:
     """What weights of this digest sample."""
-    draw = int.from_bytes(hashlib.blake2b(f"{list(prompt)}/{seed}/{digest}/{position}".encode(), digest_size=4).digest(), "little")
+    draw = int.from_bytes(
+        hashlib.blake2b(f"{list(prompt)}/{seed}/{digest}/{position}".encode(), digest_size=4).digest(), "little"
+    )
     return EOS if draw % 8 == 0 else 3 + draw % (VOCABULARY - 3)
 
 
@@ -156,7 +167,9 @@ class Collective:
         """Returns when all ranks are there."""
         meeting = self.meetings[epoch]
         meeting.arrived.add(rank)
-        await self.until(meeting, timeout_s, lambda: len(meeting.arrived) == meeting.world_size - 1, "the ranks did not meet")
+        await self.until(
+            meeting, timeout_s, lambda: len(meeting.arrived) == meeting.world_size - 1, "the ranks did not meet"
+        )
 
     async def send(self, epoch: int, buckets: Sequence[str], timeout_s: float) -> None:
         """The root's side: at most one bucket ahead of the slowest."""
@@ -165,10 +178,18 @@ class Collective:
             meeting.check()
             meeting.offered.append(bucket)
             try:
-                await self.until(meeting, timeout_s, lambda: min(meeting.counts.values()) >= len(meeting.offered) - 1, "a bucket was late")
+                await self.until(
+                    meeting,
+                    timeout_s,
+                    lambda: min(meeting.counts.values()) >= len(meeting.offered) - 1,
+                    "a bucket was late",
+                )
             except ChannelBrokenError as error:
                 fewest = min(meeting.counts.values())
-                raise ChannelBrokenError(error.message, ranks=",".join(str(rank) for rank, count in meeting.counts.items() if count == fewest)) from error
+                raise ChannelBrokenError(
+                    error.message,
+                    ranks=",".join(str(rank) for rank, count in meeting.counts.items() if count == fewest),
+                ) from error
 
     async def take(self, epoch: int, rank: int, timeout_s: float) -> str:
         """A receiver's next bucket."""
@@ -246,12 +267,17 @@ class RigEngine(ScriptedEngine):
             if index == 1:
                 await self._pass("bucket")
         self._version = policy_version
-        fingerprints = tuple(weights_pb2.Fingerprint(name=f"bucket-{i}", value=int(digest_of([bucket])[:8], 16)) for i, bucket in enumerate(arrived))
+        fingerprints = tuple(
+            weights_pb2.Fingerprint(name=f"bucket-{i}", value=int(digest_of([bucket])[:8], 16))
+            for i, bucket in enumerate(arrived)
+        )
         return Received(fingerprints, digest_of(arrived), num_bytes=8, transfer_s=0.001)
 
 
 class RogueReplica(Replica):
-    """A planted violation: after a load that did not finish it serves again by itself, under the last version that was attested."""
+    """A planted violation: after a load that did not finish it serves again by itself, under the last version that was
+    attested.
+    """
 
     async def _receive(self, transfer: Transfer) -> tuple[Received, Probed | None]:
         before = self.held.policy_version, self.held.digest
@@ -289,14 +315,18 @@ class RigActor(actor_pb2_grpc.ActorServiceServicer):
         self.failures: dict[str, RoleCallError] = {}
         """Errors that the next call of a phase ("open", "publish") answers."""
 
-    async def OpenWeightChannel(self, request: weights_pb2.OpenWeightChannelRequest, context: Any) -> weights_pb2.OpenWeightChannelResponse:
+    async def OpenWeightChannel(
+        self, request: weights_pb2.OpenWeightChannelRequest, context: Any
+    ) -> weights_pb2.OpenWeightChannelResponse:
         if error := self.failures.pop("open", None):
             raise error
         self._collective.open(request.epoch, request.world_size)
         backend = weights_pb2.WEIGHT_BACKEND_NCCL if request.receivers_on_gpus else weights_pb2.WEIGHT_BACKEND_GLOO
         return weights_pb2.OpenWeightChannelResponse(address="127.0.0.1:1", backend=backend)
 
-    async def PublishWeights(self, request: actor_pb2.PublishWeightsRequest, context: Any) -> actor_pb2.PublishWeightsResponse:
+    async def PublishWeights(
+        self, request: actor_pb2.PublishWeightsRequest, context: Any
+    ) -> actor_pb2.PublishWeightsResponse:
         assert request.step == self.step
         assert request.policy_version > self.version
         self.version = request.policy_version
@@ -312,9 +342,15 @@ class RigActor(actor_pb2_grpc.ActorServiceServicer):
             raise
         digest = digest_of(buckets)
         return actor_pb2.PublishWeightsResponse(
-            fingerprints=[weights_pb2.Fingerprint(name=f"bucket-{i}", value=int(digest_of([bucket])[:8], 16)) for i, bucket in enumerate(buckets)],
+            fingerprints=[
+                weights_pb2.Fingerprint(name=f"bucket-{i}", value=int(digest_of([bucket])[:8], 16))
+                for i, bucket in enumerate(buckets)
+            ],
             digest=digest,
-            probe=weights_pb2.Probe(token_ids=request.probe.token_ids, logprobs=encode_tensor(logprobs_of(digest, request.probe.token_ids.shape[0]))),
+            probe=weights_pb2.Probe(
+                token_ids=request.probe.token_ids,
+                logprobs=encode_tensor(logprobs_of(digest, request.probe.token_ids.shape[0])),
+            ),
             num_bytes=8,
             transfer_s=0.001,
         )
@@ -333,7 +369,9 @@ class Beat:
 
 
 class Twin:
-    """One rollout process: replica, server, pull loop and heartbeats, which end when it is killed, dies, leaves or is given up."""
+    """One rollout process: replica, server, pull loop and heartbeats, which end when it is killed, dies, leaves or is
+    given up.
+    """
 
     def __init__(self, rig: "Rig", name: str, incarnation: int, replica: type[Replica]) -> None:
         self.name, self.consumer = name, f"{name}.{incarnation}"
@@ -341,10 +379,23 @@ class Twin:
         self.engine = RigEngine(rig.collective)
         self.engine.late_s = 2 * BUCKET_S
         self._server = Server(RpcSection(), "127.0.0.1:0")
-        self.replica = replica(self.engine, pause_timeout_s=5.0, load_timeout_s=30.0, keep_timeout_s=5.0, on_serving=self._server.set_serving)
+        self.replica = replica(
+            self.engine,
+            pause_timeout_s=5.0,
+            load_timeout_s=30.0,
+            keep_timeout_s=5.0,
+            on_serving=self._server.set_serving,
+        )
         connection = rig.store.connect()
         settings = PullSettings(self.consumer, 2, LEASE_S, 10.0, 60, 0)
-        self.pull = PullLoop(settings, self.replica, PromptQueue(connection, rig.store.run, self.consumer), rig.store.rows, RigTokenizer(), lambda phase: None)
+        self.pull = PullLoop(
+            settings,
+            self.replica,
+            PromptQueue(connection, rig.store.run, self.consumer),
+            rig.store.rows,
+            RigTokenizer(),
+            lambda phase: None,
+        )
         self._tasks: list[asyncio.Task[None]] = []
         self.join = controller_pb2.JoinRequest()
         self.is_alive = True
@@ -353,7 +404,15 @@ class Twin:
 
     async def start(self) -> None:
         """Serves, joins, pulls."""
-        servicer = RolloutServicer(self.replica, self.pull, RigTokenizer(), Fence(1), consumer=self.consumer, max_groups=2, generation_timeout_s=10.0)
+        servicer = RolloutServicer(
+            self.replica,
+            self.pull,
+            RigTokenizer(),
+            Fence(1),
+            consumer=self.consumer,
+            max_groups=2,
+            generation_timeout_s=10.0,
+        )
         self._server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, SERVICE_NAME)
         address = await self._server.start()
         name, _, incarnation = self.consumer.partition(".")
@@ -369,12 +428,17 @@ class Twin:
         )
         self._rig.fleet.join(self.join)
         pulse = Beat()
-        self._tasks = [asyncio.create_task(part) for part in (self.pull.run(), show_vitals(self.replica, pulse), self._live(self.join, pulse))]
+        self._tasks = [
+            asyncio.create_task(part)
+            for part in (self.pull.run(), show_vitals(self.replica, pulse), self._live(self.join, pulse))
+        ]
 
     async def _live(self, join: controller_pb2.JoinRequest, pulse: Beat) -> None:
         while not self.engine.has_died.is_set():
             if not self.engine.is_stopped:
-                beat = controller_pb2.HeartbeatRequest(worker=join.worker, incarnation=join.incarnation, progress=pulse.count, busy=pulse.busy)
+                beat = controller_pb2.HeartbeatRequest(
+                    worker=join.worker, incarnation=join.incarnation, progress=pulse.count, busy=pulse.busy
+                )
                 try:
                     self._rig.fleet.heartbeat(beat)
                 except UnknownWorkerError:
@@ -475,7 +539,9 @@ async def publish_rig(store: StoreUnderTest, tree: dict[str, Any], folder: Path)
         "rollout": {"hang_s": HANG_S},
         "weights": {"open_timeout_s": OPEN_S, "bucket_timeout_s": BUCKET_S, "publish_timeout_s": 15.0},
     }
-    settings = RunSettings.model_validate({name: {**defaults.get(name, {}), **tree.get(name, {})} for name in defaults.keys() | tree.keys()})
+    settings = RunSettings.model_validate(
+        {name: {**defaults.get(name, {}), **tree.get(name, {})} for name in defaults.keys() | tree.keys()}
+    )
     collective = Collective()
     actor = RigActor(collective)  # type: ignore[abstract]  # a publish asks for two of its methods
     server = Server(RpcSection(), "127.0.0.1:0")

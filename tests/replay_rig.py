@@ -1,8 +1,10 @@
-"""A run with real trainers in processes of their own that can be killed at exact instants, and a rollout whose tokens follow from the weights' bits.
+"""A run with real trainers in processes of their own that can be killed at exact instants, and a rollout whose tokens
+follow from the weights' bits.
 
-The controller reaches a trainer through a `Gateway`, which sees every call and answer, keeps the inputs of every step and kills the trainer when told to. The
-rollout really takes part in the weight channel; what it samples depends on (prompt, seed, digest of the weights), so that weights that are the same to the
-bit sample the same under whatever version number.
+The controller reaches a trainer through a `Gateway`, which sees every call and answer, keeps the inputs of every step
+and kills the trainer when told to. The rollout really takes part in the weight channel; what it samples depends on
+(prompt, seed, digest of the weights), so that weights that are the same to the bit sample the same under whatever
+version number.
 """
 
 import asyncio
@@ -34,7 +36,9 @@ NURSERY_TIMEOUT_S = 200.0
 CALL_TIMEOUT_S = 200.0
 STREAMED = ("Train", "SaveCheckpoint")
 UNDER_WAY_S = {"Train": 0.02, "PublishWeights": 0.003, "SaveCheckpoint": 0.003}
-"""How far into a call the trainer dies: a Train takes a tenth of a second or so, the others are short. On a busy machine it may have ended by then."""
+"""How far into a call the trainer dies: a Train takes a tenth of a second or so, the others are short. On a busy
+machine it may have ended by then.
+"""
 TRAINED_COLUMNS = ("token_ids", "response_mask", "rollout_logprobs", "reward", "loss_mask", "advantages")
 
 
@@ -43,9 +47,13 @@ class Nursery:
 
     def __init__(self, store_url: str) -> None:
         """Trainers find their store at `store_url` and work with one thread."""
-        environment = child_environment({"ROLECALL_STORE_URL": store_url, "ROLECALL_DIE_WITH_PARENT": "1", "OMP_NUM_THREADS": "1"})
+        environment = child_environment(
+            {"ROLECALL_STORE_URL": store_url, "ROLECALL_DIE_WITH_PARENT": "1", "OMP_NUM_THREADS": "1"}
+        )
         command = [sys.executable, "-m", "tests.replay_nursery"]
-        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert self._answer() == "ready"
 
     def fork(self, role: str, log: Path, config: Path, *arguments: str) -> int:
@@ -77,7 +85,9 @@ class Nursery:
 
 @dataclass(frozen=True)
 class Instant:
-    """When a trainer dies: at the n-th time that a call is "sent" to it, is "under way" in it, or is "answered" by it. Answers of a dead one are lost."""
+    """When a trainer dies: at the n-th time that a call is "sent" to it, is "under way" in it, or is "answered" by it.
+    Answers of a dead one are lost.
+    """
 
     call: str
     side: str
@@ -112,7 +122,9 @@ class Gateway:
     def start_trainer(self) -> None:
         """A new process of the role."""
         # Any: calls of bytes, for which there are no stubs.
-        self._calls: Any = grpc.aio.insecure_channel(self.address, [("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 50)])
+        self._calls: Any = grpc.aio.insecure_channel(
+            self.address, [("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 50)]
+        )
         self._pid = self.nursery.fork(self.role, self.config.with_name(f"{self.role}.log"), self.config)
 
     async def close(self) -> None:
@@ -126,7 +138,9 @@ class Gateway:
         name = path.rpartition("/")[2]
         await self._at(name, "sent", context)
         try:
-            answer = await self._watched(name, asyncio.ensure_future(_only(self._calls.unary_unary(path)(request, timeout=CALL_TIMEOUT_S))))
+            answer = await self._watched(
+                name, asyncio.ensure_future(_only(self._calls.unary_unary(path)(request, timeout=CALL_TIMEOUT_S)))
+            )
         except grpc.aio.AioRpcError as error:
             await _abort(context, error)
         await self._at(name, "answered", context)
@@ -139,7 +153,9 @@ class Gateway:
             await asyncio.to_thread(self._note, training_pb2.TrainRequest.FromString(request))
         await self._at(name, "sent", context)
         try:
-            event = await self._watched(name, asyncio.ensure_future(_last(self._calls.unary_stream(path)(request, timeout=CALL_TIMEOUT_S))))
+            event = await self._watched(
+                name, asyncio.ensure_future(_last(self._calls.unary_stream(path)(request, timeout=CALL_TIMEOUT_S)))
+            )
         except grpc.aio.AioRpcError as error:
             await _abort(context, error)
         await self._at(name, "answered", context)
@@ -155,7 +171,9 @@ class Gateway:
     def _note(self, request: training_pb2.TrainRequest) -> None:
         batch = read_sealed(self.store.connection, self.store.run, request.step)
         state = hashlib.blake2b(digest_size=16)
-        for ref, row in zip(batch.rows, self.store.rows.read(list(batch.rows), TRAINED_COLUMNS, ("values", "returns")), strict=True):
+        for ref, row in zip(
+            batch.rows, self.store.rows.read(list(batch.rows), TRAINED_COLUMNS, ("values", "returns")), strict=True
+        ):
             state.update(ref.id.encode())
             for column in sorted(row):
                 state.update(column.encode() + row[column].tobytes())
@@ -220,7 +238,9 @@ class _Handlers(grpc.GenericRpcHandler):
 class DigestEngine(ScriptedEngine):
     """A rollout's engine that receives weights over the real channel and samples by their digest."""
 
-    def __init__(self, model: Path, device: torch.device = torch.device("cpu"), dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, model: Path, device: torch.device = torch.device("cpu"), dtype: torch.dtype = torch.float32
+    ) -> None:
         self._device = device
         self._model = Qwen3ForCausalLM.from_pretrained(model, dtype=dtype).eval().to(device)
         super().__init__(vocab_size=200, eos_token_id=self._model.config.eos_token_id)
@@ -254,7 +274,10 @@ class DigestEngine(ScriptedEngine):
         for named in reception:
             self._model.load_state_dict(dict(named), strict=False)
         result = reception.result()
-        prints = [weights_pb2.Fingerprint(name=spec.name, value=value) for spec, value in zip(manifest.parameters, result.fingerprints, strict=True)]
+        prints = [
+            weights_pb2.Fingerprint(name=spec.name, value=value)
+            for spec, value in zip(manifest.parameters, result.fingerprints, strict=True)
+        ]
         return Received(tuple(prints), result.digest, result.num_bytes, result.transfer_s)
 
     async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:

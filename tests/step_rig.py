@@ -1,7 +1,9 @@
-"""Actor and critic for the machine of steps: the real front, chain and record around weights that are a hash of everything they were trained on.
+"""Actor and critic for the machine of steps: the real front, chain and record around weights that are a hash of
+everything they were trained on.
 
-Two weights are equal exactly when the same inputs were applied in the same order. A trainer lives in a `TrainerProcess`, which can be killed at an arrow;
-controllers reach it through `ProcessStub`, on which an answer can be lost. Arrows are the instants between two effects at which something may fail.
+Two weights are equal exactly when the same inputs were applied in the same order. A trainer lives in a
+`TrainerProcess`, which can be killed at an arrow; controllers reach it through `ProcessStub`, on which an answer can be
+lost. Arrows are the instants between two effects at which something may fail.
 """
 
 import hashlib
@@ -13,28 +15,38 @@ from typing import TypeVar
 
 import numpy as np
 
-from rolecall.checkpoints import StoredFile, store, verify
+from rolecall.checkpoint.manifest import StoredFile, store, verify
+from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import UnavailableError, WorkerLostError
-from rolecall.storage import open_storage
+from rolecall.rpc.fence import Fence
 from rolecall.store.connection import Connection
 from rolecall.store.rows import Rows
 from rolecall.store.sealed import read_ctl, read_sealed
 from rolecall.telemetry import Metrics
-from rolecall.training.applied import FILE, Applied
-from rolecall.training.background import in_background
-from rolecall.training.chain import Progress
-from rolecall.training.fence import Fence
-from rolecall.training.front import TrainerFront
-from rolecall.training.lane import Lane
-from rolecall.training.saving import Written
-from rolecall.training.vitals import nothing
+from rolecall.training.serving.applied import FILE, Applied
+from rolecall.training.serving.background import in_background
+from rolecall.training.serving.calls import TrainerFront
+from rolecall.training.serving.device_thread import Lane
+from rolecall.training.serving.hooks import nothing
+from rolecall.training.serving.save_chain import Written
+from rolecall.training.serving.train_chain import Progress
 from rolecall.v1 import training_pb2 as pb
 from rolecall.v1.trajectory_pb2 import Metric, RowRef, TrainBatch
 from rolecall.wire import Array
 
 T = TypeVar("T")
 
-TRAINED_COLUMNS = ("token_ids", "response_mask", "rollout_logprobs", "reward", "values", "bootstrap_value", "loss_mask", "advantages", "returns")
+TRAINED_COLUMNS = (
+    "token_ids",
+    "response_mask",
+    "rollout_logprobs",
+    "reward",
+    "values",
+    "bootstrap_value",
+    "loss_mask",
+    "advantages",
+    "returns",
+)
 BASE = "base"
 """Weights before the first step."""
 
@@ -132,7 +144,10 @@ class HashEngine:
         """The critic's values, which depend on its weights."""
         scale = int(self.weights.encode().hex()[:4], 16) / 2**16
         columns: list[dict[str, Array]] = [
-            {"values": row["response_mask"].astype(np.float32) * np.float32(scale), "bootstrap_value": np.full(1, scale, np.float32)}
+            {
+                "values": row["response_mask"].astype(np.float32) * np.float32(scale),
+                "bootstrap_value": np.full(1, scale, np.float32),
+            }
             for row in self.rows.read(rows, ["response_mask"])
         ]
         self.rows.put(rows, columns)
@@ -191,7 +206,9 @@ class TrainerProcess:
         """A new incarnation; call it on the event loop."""
         self.engine = HashEngine(self.name, self.rows, self.arrows)
         fence = Fence(read_ctl(self.connection, self.run))
-        self.front = self.make_front(self.engine, self._read_sealed, Lane(), fence, 2**20, f"{self.name}.{self.incarnation}")
+        self.front = self.make_front(
+            self.engine, self._read_sealed, Lane(), fence, 2**20, f"{self.name}.{self.incarnation}"
+        )
         self.front.start()
         self.fronts.append(self.front)
         self.incarnation += 1
@@ -251,7 +268,9 @@ class ProcessStub:
     async def ComputeValues(self, request: pb.ComputeColumnRequest, timeout: float) -> pb.ComputeColumnResponse:
         return await self._unary(lambda front: front.compute(request), "ComputeValues")
 
-    async def SaveCheckpoint(self, request: pb.SaveTrainerCheckpointRequest, timeout: float) -> AsyncIterator[pb.SaveTrainerCheckpointResponse]:
+    async def SaveCheckpoint(
+        self, request: pb.SaveTrainerCheckpointRequest, timeout: float
+    ) -> AsyncIterator[pb.SaveTrainerCheckpointResponse]:
         process, incarnation = self._process, self._process.incarnation
         process.arrows.at(f"SaveCheckpoint sent to {process.name}")
         try:
@@ -263,7 +282,9 @@ class ProcessStub:
         except (Killed, WorkerLostError) as error:
             raise WorkerLostError(f"{process.name} was killed") from error
 
-    async def LoadCheckpoint(self, request: pb.LoadTrainerCheckpointRequest, timeout: float) -> pb.LoadTrainerCheckpointResponse:
+    async def LoadCheckpoint(
+        self, request: pb.LoadTrainerCheckpointRequest, timeout: float
+    ) -> pb.LoadTrainerCheckpointResponse:
         return await self._unary(lambda front: front.load(request), "LoadCheckpoint")
 
 

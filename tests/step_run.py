@@ -1,7 +1,9 @@
-"""One run for the machine of steps: the real store, recovery and trainers' calls, and a controller in the order of services/controller/loop.py.
+"""One run for the machine of steps: the real store, recovery and trainers' calls, and a controller in the order of
+services/controller/loop.py.
 
-It passes an arrow between any two effects, and keeps an account of what was sealed and counted. What fails, and what must hold, is the machine's
-(tests/integration/test_step_machine.py). The weights of its trainers are hashes (step_rig.py).
+It passes an arrow between any two effects, and keeps an account of what was sealed and counted. What fails, and what
+must hold, is the machine's (tests/integration/test_step_machine.py). The weights of its trainers are hashes
+(step_rig.py).
 """
 
 import asyncio
@@ -13,25 +15,25 @@ from pathlib import Path
 
 import numpy as np
 
+from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import StoreRolledBackError
 from rolecall.settings import RunSettings
-from rolecall.storage import open_storage
 from rolecall.store.connection import Connection
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import Ledger
 from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
-from rolecall.training.front import TrainerFront
+from rolecall.training.serving.calls import TrainerFront
 from rolecall.v1.trajectory_pb2 import CommittedGroup, Prompt, PromptGroup, RowRef, TrajectoryMeta
 from rolecall.wire import Array
-from services.controller.adaptive import AdaptiveState
-from services.controller.assembly import ScoredGroup
-from services.controller.checkpoints import Checkpoints, RunPoint
-from services.controller.preparation import columns_read, prepare
-from services.controller.recovery import Recovered, Recovery, encode_prompts
-from services.controller.saving import CheckpointSaver
+from services.controller.durable.recovery import Recovered, Recovery, encode_prompts
+from services.controller.durable.run_point import Checkpoints, RunPoint
+from services.controller.durable.saving import CheckpointSaver
+from services.controller.groups.assembly import ScoredGroup
+from services.controller.step.adaptive import AdaptiveState
+from services.controller.step.preparation import columns_read, prepare
+from services.controller.step.trainers import CriticTrainer, Trainer
 from services.controller.threads import StoreThreads
-from services.controller.trainers import CriticTrainer, Trainer
 from tests.fixtures_store import DIGEST, ForgetfulRedis
 from tests.step_rig import Arrows, ProcessStub, TrainerProcess, digest_of_inputs
 
@@ -95,10 +97,13 @@ class StepRun:
         """Step of each committed checkpoint -> the timeline then."""
         self.threads = StoreThreads()
         self.runner = asyncio.Runner()
-        self.processes = {name: TrainerProcess(name, self.connection, run_settings.run.name, self.rows, self.arrows, self.make_front) for name in TRAINERS}
+        self.processes = {
+            name: TrainerProcess(name, self.connection, run_settings.run.name, self.rows, self.arrows, self.make_front)
+            for name in TRAINERS
+        }
         self.runner.run(self.start_trainers())
 
-    # --- where subclasses plant ---------------------------------------------------------------------------------------------------------------------
+    # --- where subclasses plant -------------------------------------------------------------------
 
     make_front: Callable[..., TrainerFront] = TrainerFront
 
@@ -115,7 +120,7 @@ class StepRun:
     def needs_values(self, step: int) -> bool:
         return self.ledger.sealed(step) is None
 
-    # --- the parts ----------------------------------------------------------------------------------------------------------------------------------
+    # --- the parts --------------------------------------------------------------------------------
 
     @property
     def ledger(self) -> Ledger:
@@ -127,7 +132,9 @@ class StepRun:
         return Trainer("actor", actor, self.settings.actor), CriticTrainer("critic", critic, self.settings.critic)  # type: ignore[arg-type]
 
     def recovery(self) -> Recovery:
-        return Recovery(self.settings, self.ledger, self.rows, self.threads, self.trainers(), self.checkpoints, 0, lambda what: None)
+        return Recovery(
+            self.settings, self.ledger, self.rows, self.threads, self.trainers(), self.checkpoints, 0, lambda what: None
+        )
 
     async def start_trainers(self) -> None:
         for process in self.processes.values():
@@ -145,7 +152,7 @@ class StepRun:
         self.server.stop()
         shutil.rmtree(self.folder)
 
-    # --- a controller, as services/controller/loop.py orders it -------------------------------------------------------------------------------------
+    # --- a controller, as services/controller/loop.py orders it -----------------------------------
 
     async def one_step(self) -> None:
         actor, critic = self.trainers()
@@ -165,10 +172,15 @@ class StepRun:
         self.rows.put(refs, columns)
         self.arrows.at("columns are written")
         async with asyncio.TaskGroup() as tasks:
-            calls = [tasks.create_task(trainer.train(ledger.ctl, step, batch.digest, lambda what: None)) for trainer in (actor, critic)]
+            calls = [
+                tasks.create_task(trainer.train(ledger.ctl, step, batch.digest, lambda what: None))
+                for trainer in (actor, critic)
+            ]
         self.arrows.at("trained")
         results = [call.result() for call in calls]
-        ledger.commit_step(step, results, state.after(self.settings.algorithm, batch, results).encode(self.settings.algorithm))
+        ledger.commit_step(
+            step, results, state.after(self.settings.algorithm, batch, results).encode(self.settings.algorithm)
+        )
         self.arrows.at("step is committed")
         self.publish(step + 1)
 
@@ -202,10 +214,23 @@ class StepRun:
         if position.step != step:
             raise StoreRolledBackError("restored from an older copy")
         untrained = await self.recovery().untrained_prompts(position.next_gid)
-        counters = {"trained": position.trained, "dropped": dict(position.dropped), "cursor": position.cursor.decode(), "untrained": untrained}
+        counters = {
+            "trained": position.trained,
+            "dropped": dict(position.dropped),
+            "cursor": position.cursor.decode(),
+            "untrained": untrained,
+        }
         counters["algorithm_state"] = position.algorithm_state.decode()
         counters["waiting"] = encode_prompts(self.backlog)
-        return RunPoint(self.settings.run.name, position.lineage, step, self.version, position.epoch, position.next_gid, **counters)  # type: ignore[arg-type]
+        return RunPoint(
+            self.settings.run.name,
+            position.lineage,
+            step,
+            self.version,
+            position.epoch,
+            position.next_gid,
+            **counters,  # type: ignore[arg-type]
+        )
 
     async def recover(self) -> None:
         if not self.controllers or self.stale:
@@ -235,8 +260,14 @@ class StepRun:
         position = self.ledger.position()
         for gid in range(position.next_gid, position.next_gid + B + AHEAD - len(self.ledger.queued())):
             cursor = int(self.ledger.position().cursor or b"0")
-            prompt = self.backlog[0] if self.backlog else Prompt(uid=f"p{cursor}", token_ids=np.arange(3, dtype="<i4").tobytes())
-            self.ledger.admit(PromptGroup(gid=gid, prompt=prompt, num_responses=G), str(cursor + (not self.backlog)).encode())
+            prompt = (
+                self.backlog[0]
+                if self.backlog
+                else Prompt(uid=f"p{cursor}", token_ids=np.arange(3, dtype="<i4").tobytes())
+            )
+            self.ledger.admit(
+                PromptGroup(gid=gid, prompt=prompt, num_responses=G), str(cursor + (not self.backlog)).encode()
+            )
             del self.backlog[:1]
         queue = PromptQueue(self.connection, self.settings.run.name, "r.0")
         for claim in queue.claim(B):
@@ -248,8 +279,17 @@ class StepRun:
                 mask = (np.arange(length) >= 3).astype(np.uint8)
                 refs.append(self.rows.ref(f"{claim.group.gid}/{index}", claim.token, length))
                 logprobs = rng.normal(size=length).astype(np.float32) * mask
-                rows.append({"token_ids": rng.integers(0, 99, length).astype(np.int32), "response_mask": mask, "rollout_logprobs": logprobs})
-            metas = [TrajectoryMeta(id=ref.id, gid=claim.group.gid, prompt=claim.group.prompt, num_prompt_tokens=3) for ref in refs]
+                rows.append(
+                    {
+                        "token_ids": rng.integers(0, 99, length).astype(np.int32),
+                        "response_mask": mask,
+                        "rollout_logprobs": logprobs,
+                    }
+                )
+            metas = [
+                TrajectoryMeta(id=ref.id, gid=claim.group.gid, prompt=claim.group.prompt, num_prompt_tokens=3)
+                for ref in refs
+            ]
             self.rows.stage_many(refs, rows, metas, 600)
             queue.commit(claim, CommittedGroup(gid=claim.group.gid, rows=refs), {(self.version, DIGEST)})
             self.rows.persist(refs)
@@ -261,20 +301,29 @@ class StepRun:
         ones = np.ones(G, np.int32)
         return ScoredGroup(group.gid, tuple(refs), 0, rewards, {}, ones, ones > 1, 0.0, 0.0, 0.0)
 
-    # --- the model ----------------------------------------------------------------------------------------------------------------------------------
+    # --- the model --------------------------------------------------------------------------------
 
     def note_sealed(
-        self, step: int, digest: str, refs: Sequence[RowRef], contents: Sequence[Mapping[str, Array]], columns: Sequence[Mapping[str, Array]]
+        self,
+        step: int,
+        digest: str,
+        refs: Sequence[RowRef],
+        contents: Sequence[Mapping[str, Array]],
+        columns: Sequence[Mapping[str, Array]],
     ) -> None:
         """Whoever prepares the same batch again must find the same bits."""
-        inputs = digest_of_inputs(refs, [{**content, **column} for content, column in zip(contents, columns, strict=True)])
+        inputs = digest_of_inputs(
+            refs, [{**content, **column} for content, column in zip(contents, columns, strict=True)]
+        )
         gids = tuple(dict.fromkeys(int(ref.id.split("/")[0]) for ref in refs))
         uids = tuple(dict.fromkeys(meta.prompt.uid for meta in self.rows.read_meta(refs)))
         made = Sealed(step, inputs, gids, uids)
         assert self.sealed.setdefault(digest, made) == made
 
     def follow_the_store(self) -> None:
-        """Steps that were counted since the last look; none may be missing unless the store went back or a new lineage began."""
+        """Steps that were counted since the last look; none may be missing unless the store went back or a new lineage
+        began.
+        """
         position = self.ledger.position()
         if position.lineage != self.lineage:
             self.lineage = position.lineage
@@ -288,6 +337,8 @@ class StepRun:
                 algorithm = self.settings.algorithm
                 before = AdaptiveState.decode(algorithm, self.states[tuple(self.timeline)])
                 self.timeline.append(batch.digest)
-                self.states[tuple(self.timeline)] = before.after(algorithm, batch, self.ledger.results(step)).encode(algorithm)
+                self.states[tuple(self.timeline)] = before.after(algorithm, batch, self.ledger.results(step)).encode(
+                    algorithm
+                )
             assert batch.digest == self.timeline[step]
         assert position.algorithm_state == self.states[tuple(self.timeline)], "these steps leave another state"

@@ -1,4 +1,6 @@
-"""Tiny random models on disk, with a chat tokenizer, for every test that needs a real model directory. Nothing is downloaded."""
+"""Tiny random models on disk, with a chat tokenizer, for every test that needs a real model directory. Nothing is
+downloaded.
+"""
 
 from pathlib import Path
 
@@ -50,7 +52,9 @@ def write_qwen3(
 
 
 def write_qwen3_moe(path: Path, *, vocab: int = 150, seed: int = 0) -> Path:
-    """A random mixture of four experts, two active: parameters that transformers fuses and checkpoints do not. No tokenizer. Returns `path`."""
+    """A random mixture of four experts, two active: parameters that transformers fuses and checkpoints do not. No
+    tokenizer. Returns `path`.
+    """
     config = Qwen3MoeConfig(
         vocab_size=vocab,
         hidden_size=64,

@@ -1,4 +1,6 @@
-"""A trainer under test: its real servicer on a real server, over a tiny real model and batches sealed in a real store."""
+"""A trainer under test: its real servicer on a real server, over a tiny real model and batches sealed in a real
+store.
+"""
 
 import asyncio
 import functools
@@ -16,16 +18,23 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rolecall.errors import RoleCallError
 from rolecall.rpc.channel import open_channel
+from rolecall.rpc.fence import Fence
 from rolecall.rpc.server import Server
 from rolecall.settings import RunSettings
 from rolecall.store.sealed import read_ctl, read_sealed
-from rolecall.training.device import stop_rank
-from rolecall.training.fence import Fence
-from rolecall.training.front import ColumnFront, TrainerFront
-from rolecall.training.lane import Lane
-from rolecall.training.vitals import Vitals
+from rolecall.training.ranks.device import stop_rank
+from rolecall.training.serving.calls import ColumnFront, TrainerFront
+from rolecall.training.serving.device_thread import Lane
+from rolecall.training.serving.hooks import Vitals
 from rolecall.v1 import actor_pb2_grpc, critic_pb2_grpc, reference_pb2_grpc
-from rolecall.v1.training_pb2 import CheckpointFile, SaveTrainerCheckpointRequest, SaveTrainerCheckpointResponse, TrainRequest, TrainResponse, TrainResult
+from rolecall.v1.training_pb2 import (
+    CheckpointFile,
+    SaveTrainerCheckpointRequest,
+    SaveTrainerCheckpointResponse,
+    TrainRequest,
+    TrainResponse,
+    TrainResult,
+)
 from rolecall.v1.trajectory_pb2 import Coefficients, CommittedGroup, RowRef, SamplingParams, TrainBatch, TrajectoryMeta
 from rolecall.wire import Array
 from services.actor import engine as actor_engine
@@ -55,7 +64,9 @@ def settings_tree(store: StoreUnderTest, model: Path, run_dir: Path, **sections:
 
 
 def true_distribution(model: Path, token_ids: Array, temperature: float) -> Array:
-    """float32 [T, V] by plain transformers: the oracle's log-probabilities of every id in the place of token t; row 0 is zeros."""
+    """float32 [T, V] by plain transformers: the oracle's log-probabilities of every id in the place of token t; row 0
+    is zeros.
+    """
     with torch.no_grad():
         logits = _network(model)(torch.from_numpy(token_ids.astype(np.int64))[None]).logits[0] / temperature
     log_p = np.asarray(torch.log_softmax(logits, -1).numpy(), np.float32)
@@ -64,7 +75,9 @@ def true_distribution(model: Path, token_ids: Array, temperature: float) -> Arra
 
 def true_logprobs(model: Path, token_ids: Array, temperature: float) -> Array:
     """float32 [T] by plain transformers: the oracle."""
-    return np.take_along_axis(true_distribution(model, token_ids, temperature), token_ids.astype(np.int64)[:, None], 1)[:, 0]
+    return np.take_along_axis(true_distribution(model, token_ids, temperature), token_ids.astype(np.int64)[:, None], 1)[
+        :, 0
+    ]
 
 
 @functools.cache
@@ -97,8 +110,16 @@ class Batches:
         for claim in queue.claim(num_groups):
             rng = np.random.default_rng(claim.group.gid)
             rows = [self._row(rng) for _ in range(self.num_responses)]
-            refs = [self.store.rows.ref(f"{claim.group.gid}/{i}", claim.token, row["token_ids"].size) for i, row in enumerate(rows)]
-            metas = [TrajectoryMeta(id=ref.id, gid=claim.group.gid, sampling=SamplingParams(temperature=self.temperature, top_p=1.0)) for ref in refs]
+            refs = [
+                self.store.rows.ref(f"{claim.group.gid}/{i}", claim.token, row["token_ids"].size)
+                for i, row in enumerate(rows)
+            ]
+            metas = [
+                TrajectoryMeta(
+                    id=ref.id, gid=claim.group.gid, sampling=SamplingParams(temperature=self.temperature, top_p=1.0)
+                )
+                for ref in refs
+            ]
             self.store.rows.stage_many(refs, rows, metas, 60)
             group = CommittedGroup(gid=claim.group.gid, rows=refs)
             assert queue.commit(claim, group, {(self.policy_version, DIGEST)})
@@ -124,8 +145,21 @@ class Batches:
             mask = row["response_mask"]
             noise = np.random.default_rng(index).normal(size=ref.num_tokens).astype(np.float32)
             spread = np.float32(1 if index % 2 else -1) * mask.astype(np.float32)
-            scored.append({"loss_mask": mask, "advantages": spread, "values": 0.1 * noise * mask, "returns": (0.5 + 0.1 * noise).astype(np.float32) * mask})
-        self.store.rows.put(refs, [{name: array.astype(np.uint8 if name == "loss_mask" else np.float32) for name, array in row.items()} for row in scored])
+            scored.append(
+                {
+                    "loss_mask": mask,
+                    "advantages": spread,
+                    "values": 0.1 * noise * mask,
+                    "returns": (0.5 + 0.1 * noise).astype(np.float32) * mask,
+                }
+            )
+        self.store.rows.put(
+            refs,
+            [
+                {name: array.astype(np.uint8 if name == "loss_mask" else np.float32) for name, array in row.items()}
+                for row in scored
+            ],
+        )
 
     def commit(self, result: TrainResult) -> None:
         """Counts the step as trained."""
@@ -154,21 +188,27 @@ class Rig:
 
 
 @asynccontextmanager
-async def served_actor(settings: RunSettings, store: StoreUnderTest) -> AsyncIterator[tuple[Rig, actor_pb2_grpc.ActorServiceStub]]:
+async def served_actor(
+    settings: RunSettings, store: StoreUnderTest
+) -> AsyncIterator[tuple[Rig, actor_pb2_grpc.ActorServiceStub]]:
     """An actor at step 0."""
     connection = store.connect()
     lane = Lane()
     engine = await _built(lane, lambda: actor_engine.build(settings, connection, Vitals("actor", lane.progressed)))
     front = _front(settings, engine, lane, store, settings.actor.token_budget)
     server = Server(settings.rpc, "127.0.0.1:0")
-    server.add(actor_pb2_grpc.add_ActorServiceServicer_to_server, ActorServicer(engine, front), "rolecall.v1.ActorService")
+    server.add(
+        actor_pb2_grpc.add_ActorServiceServicer_to_server, ActorServicer(engine, front), "rolecall.v1.ActorService"
+    )
     async with _served(settings, server, engine, front) as rig:
         yield rig, actor_pb2_grpc.ActorServiceStub(rig.channel)
         await asyncio.to_thread(engine.close)
 
 
 @asynccontextmanager
-async def served_critic(settings: RunSettings, store: StoreUnderTest) -> AsyncIterator[tuple[Rig, critic_pb2_grpc.CriticServiceStub]]:
+async def served_critic(
+    settings: RunSettings, store: StoreUnderTest
+) -> AsyncIterator[tuple[Rig, critic_pb2_grpc.CriticServiceStub]]:
     """A critic at step 0."""
     assert settings.critic is not None
     connection = store.connect()
@@ -182,12 +222,16 @@ async def served_critic(settings: RunSettings, store: StoreUnderTest) -> AsyncIt
 
 
 @asynccontextmanager
-async def served_reference(settings: RunSettings, instance: str, store: StoreUnderTest) -> AsyncIterator[reference_pb2_grpc.ReferenceServiceStub]:
+async def served_reference(
+    settings: RunSettings, instance: str, store: StoreUnderTest
+) -> AsyncIterator[reference_pb2_grpc.ReferenceServiceStub]:
     """The reference `instance`."""
     connection = store.connect()
     lane = Lane()
     engine = await _built(lane, lambda: reference_engine.build(settings, instance, connection))
-    front = ColumnFront(engine, lane, Fence(read_ctl(connection, settings.run.name)), settings.references[instance].token_budget)
+    front = ColumnFront(
+        engine, lane, Fence(read_ctl(connection, settings.run.name)), settings.references[instance].token_budget
+    )
     server = Server(settings.rpc, "127.0.0.1:0")
     servicer = ReferenceServicer(engine, front, instance, "ref.1")
     server.add(reference_pb2_grpc.add_ReferenceServiceServicer_to_server, servicer, "rolecall.v1.ReferenceService")
@@ -207,7 +251,14 @@ async def _built(lane: Lane, build: Callable[[], Any]) -> Any:
 
 def _front(settings: RunSettings, engine: Any, lane: Lane, store: StoreUnderTest, token_budget: int) -> TrainerFront:
     connection, run = store.connect(), settings.run.name
-    return TrainerFront(engine, lambda step: read_sealed(connection, run, step), lane, Fence(read_ctl(connection, run)), token_budget, "trainer.1")
+    return TrainerFront(
+        engine,
+        lambda step: read_sealed(connection, run, step),
+        lane,
+        Fence(read_ctl(connection, run)),
+        token_budget,
+        "trainer.1",
+    )
 
 
 @asynccontextmanager
@@ -226,7 +277,10 @@ async def _served(settings: RunSettings, server: Server, engine: Any, front: Col
 async def train(stub: Any, request: TrainRequest) -> TrainResult:
     """The result of a Train call; checks that it is the last and only one."""
     responses: list[TrainResponse] = [response async for response in stub.Train(request, timeout=60)]
-    assert [response.WhichOneof("event") for response in responses] == [*itertools.repeat("progress", len(responses) - 1), "result"]
+    assert [response.WhichOneof("event") for response in responses] == [
+        *itertools.repeat("progress", len(responses) - 1),
+        "result",
+    ]
     return responses[-1].result
 
 
@@ -237,6 +291,8 @@ def values_of(result: TrainResult) -> dict[str, float]:
 
 async def saved(stub: Any, request: SaveTrainerCheckpointRequest) -> list[CheckpointFile]:
     """What a SaveCheckpoint call wrote; checks that it said first that the state was taken."""
-    responses: list[SaveTrainerCheckpointResponse] = [response async for response in stub.SaveCheckpoint(request, timeout=60)]
+    responses: list[SaveTrainerCheckpointResponse] = [
+        response async for response in stub.SaveCheckpoint(request, timeout=60)
+    ]
     assert [response.WhichOneof("event") for response in responses] == ["snapshot", "saved"]
     return list(responses[-1].saved.files)

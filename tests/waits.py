@@ -2,15 +2,19 @@
 
 A wait is an await, an `async for`, an `async with` of a lock, or a call that may block its thread. It is bounded when
 
-- it passes a deadline: a keyword `timeout` or the like, an argument whose name ends in `_s` (seconds, as everywhere in this code base), or the one
-  argument of `thread.join(2.0)`;
+- it passes a deadline: a keyword `timeout` or the like, an argument whose name ends in `_s` (seconds, as everywhere in
+  this code base), or the one argument of `thread.join(2.0)`;
 - it stands inside `async with asyncio.timeout(...)` or `timeout_at(...)`;
-- it calls a function of this code base, whose own waits are looked at there (`asyncio.gather` and `to_thread` of such, too);
-- it calls a method of a gRPC service: rolecall/rpc/client_calls.py gives every call on a channel a deadline, and no other module makes channels;
-- it is a lock in whose block nobody waits for anything else (with what our own functions wait for counted in), so that it is free again at once;
+- it calls a function of this code base, whose own waits are looked at there (`asyncio.gather` and `to_thread` of such,
+  too);
+- it calls a method of a gRPC service: rolecall/rpc/client_calls.py gives every call on a channel a deadline, and no
+  other module makes channels;
+- it is a lock in whose block nobody waits for anything else (with what our own functions wait for counted in), so that
+  it is free again at once;
 - it runs a collective: the group's creation carries the timeout, which is looked at there;
-- a comment `# bounded: <by what>` on its lines, or on the one above, says so. The comment is for the few waits that a reader, but no rule, can bound, and
-  for the main loops of roles, which wait for work or for the end on purpose. A comment where nothing needs one is a finding, too.
+- a comment `# bounded: <by what>` on its lines, or on the one above, says so. The comment is for the few waits that a
+  reader, but no rule, can bound, and for the main loops of roles, which wait for work or for the end on purpose. A
+  comment where nothing needs one is a finding, too.
 """
 
 import ast
@@ -24,18 +28,43 @@ MARK = "# bounded:"
 MIN_WORDS = 3
 """Of a mark: fewer do not say by what."""
 
-LEAVES = frozenset({"wait", "get", "put", "acquire", "join", "wait_for", "wait_closed", "result", "gather", "shield", "drain_queue"})
-"""Names that the standard library gives to waits. One of our own functions with such a name is told from them by its receiver only, so they all count."""
+LEAVES = frozenset(
+    {"wait", "get", "put", "acquire", "join", "wait_for", "wait_closed", "result", "gather", "shield", "drain_queue"}
+)
+"""Names that the standard library gives to waits. One of our own functions with such a name is told from them by its
+receiver only, so they all count.
+"""
 INSTANT = frozenset({"sleep", "abort"})
 """Waits for a given time, and the end of a call with a status."""
-DEADLINES = frozenset({"timeout", "timeout_s", "timeout_ms", "grace_s", "grace", "deadline", "socket_timeout", "deadline_s"})
-SOCKET_WAITS = frozenset({"recv", "recv_into", "recvmsg", "accept", "connect", "sendall", "sendmsg", "readexactly", "readline", "flock", "waitpid", "urlopen"})
-MAKERS = frozenset({"init_process_group", "new_group", "TCPStore", "ProcessGroupGloo", "ProcessGroupNCCL", "create_connection"})
+DEADLINES = frozenset(
+    {"timeout", "timeout_s", "timeout_ms", "grace_s", "grace", "deadline", "socket_timeout", "deadline_s"}
+)
+SOCKET_WAITS = frozenset(
+    {
+        "recv",
+        "recv_into",
+        "recvmsg",
+        "accept",
+        "connect",
+        "sendall",
+        "sendmsg",
+        "readexactly",
+        "readline",
+        "flock",
+        "waitpid",
+        "urlopen",
+    }
+)
+MAKERS = frozenset(
+    {"init_process_group", "new_group", "TCPStore", "ProcessGroupGloo", "ProcessGroupNCCL", "create_connection"}
+)
 """What they make waits for as long as they say."""
 PROCESSES = frozenset({"run", "call", "check_call", "check_output"})
 CHANNELS = frozenset({"insecure_channel", "secure_channel"})
 CHANNEL_MODULE = "rolecall/rpc/channel.py"
-WAITS = frozenset({"wait", "get", "acquire", "join", "wait_for", "result", "sleep", "select", "communicate"}) | SOCKET_WAITS
+WAITS = (
+    frozenset({"wait", "get", "acquire", "join", "wait_for", "result", "sleep", "select", "communicate"}) | SOCKET_WAITS
+)
 LOCK_NAMES = ("lock", "condition", "mutex")
 
 
@@ -75,7 +104,9 @@ class Names:
 
 
 def _called(body: list[ast.stmt]) -> set[str]:
-    """Names of what is called in `body`; what takes arguments as a look-up does (`", ".join(x)`, `table.get(key)`) is no wait."""
+    """Names of what is called in `body`; what takes arguments as a look-up does (`", ".join(x)`, `table.get(key)`) is
+    no wait.
+    """
     calls = [node for statement in body for node in ast.walk(statement) if isinstance(node, ast.Call)]
     return {_name(call.func) for call in calls if not (_name(call.func) in ("join", "get") and call.args)}
 
@@ -124,7 +155,7 @@ class Module(ast.NodeVisitor):
         else:
             super().visit(node)
 
-    # --- where we are -------------------------------------------------------------------------------------------------------------------------------
+    # --- where we are -----------------------------------------------------------------------------
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         self._function(node, False)
@@ -166,15 +197,25 @@ class Module(ast.NodeVisitor):
         own = {f"{text}.wait", f"{text}.wait_for"}
         nodes = [node for statement in body for node in ast.walk(statement)]
         awaits = [node for node in nodes if isinstance(node, ast.Await | ast.AsyncFor | ast.AsyncWith)]
-        foreign = [node for node in awaits if not (isinstance(node, ast.Await) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in own)]
-        blocked = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) not in own and self._may_wait(node)]
+        foreign = [
+            node
+            for node in awaits
+            if not (
+                isinstance(node, ast.Await) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in own
+            )
+        ]
+        blocked = [
+            node
+            for node in nodes
+            if isinstance(node, ast.Call) and ast.unparse(node.func) not in own and self._may_wait(node)
+        ]
         return not foreign and not blocked
 
     def _may_wait(self, call: ast.Call) -> bool:
         name = _name(call.func)
         return name in self._names.waiting and not (name in ("join", "get") and bool(call.args))
 
-    # --- waits --------------------------------------------------------------------------------------------------------------------------------------
+    # --- waits ------------------------------------------------------------------------------------
 
     def visit_Await(self, node: ast.Await) -> None:
         if not self._is_bounded(node.value):
@@ -238,7 +279,12 @@ class Module(ast.NodeVisitor):
             return False  # of a task that is done; a thread's future is awaited in this code base
         if name == "get" and owner.isupper():
             return False  # a context variable
-        return is_method and name in ("wait", "join", "get", "acquire", "result", "select", "communicate") and not call.args and not self._in_async_wait(call)
+        return (
+            is_method
+            and name in ("wait", "join", "get", "acquire", "result", "select", "communicate")
+            and not call.args
+            and not self._in_async_wait(call)
+        )
 
     def _in_async_wait(self, call: ast.Call) -> bool:
         """In a coroutine, `x.wait()` not awaited makes a coroutine for somebody else to await."""
@@ -274,11 +320,20 @@ def _has_deadline(call: ast.Call) -> bool:
     if any(_in_seconds(argument) for argument in call.args):
         return True
     name = _name(call.func)
-    if name in ("wait_for", "init_process_group") and isinstance(call.func, ast.Attribute) and _name(call.func.value) == "asyncio":
+    if (
+        name in ("wait_for", "init_process_group")
+        and isinstance(call.func, ast.Attribute)
+        and _name(call.func.value) == "asyncio"
+    ):
         return len(call.args) > 1 or given
     if name == "wait" and isinstance(call.func, ast.Attribute) and _name(call.func.value) == "asyncio":
         return given
-    return given or (name in ("wait", "join") and isinstance(call.func, ast.Attribute) and len(call.args) == 1 and not _is_none(call.args[0]))
+    return given or (
+        name in ("wait", "join")
+        and isinstance(call.func, ast.Attribute)
+        and len(call.args) == 1
+        and not _is_none(call.args[0])
+    )
 
 
 def _in_seconds(argument: ast.expr) -> bool:

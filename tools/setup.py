@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Makes .venv from a lock: exactly what it lists (--no-deps), then RoleCall itself, editable.
 
-Owns .venv and the stamp in it, which makes a second run a no-op until the lock, pyproject.toml or the Python changes. Uses the standard
-library alone. It is not a resolver: requirements/*.txt are complete.
+Owns .venv and the stamp in it, which makes a second run a no-op until the lock, pyproject.toml or the Python changes.
+Uses the standard library alone. It is not a resolver: requirements/*.txt are complete.
 """
 
 import argparse
@@ -34,7 +34,11 @@ def main() -> int:
     parser.add_argument("--lock", default="cpu", choices=["cpu", "cuda"], help="which of requirements/*.txt to install")
     lock = ROOT / "requirements" / f"{parser.parse_args().lock}.txt"
     if sys.version_info[:2] not in PYTHONS:
-        print(f"setup: Python {sys.version.split()[0]} will not do; RoleCall needs 3.11 or 3.12: make setup PYTHON=/path/to/python3.12", file=sys.stderr)
+        print(
+            f"setup: Python {sys.version.split()[0]} will not do; RoleCall needs 3.11 or 3.12: make setup "
+            "PYTHON=/path/to/python3.12",
+            file=sys.stderr,
+        )
         return 1
     wanted = _fingerprint(lock)
     if STAMP.is_file() and STAMP.read_text() == wanted:
@@ -90,7 +94,16 @@ def _install_ourselves() -> bool:
 
 def _pip(arguments: list[str], total: int) -> str | None:
     """Runs `pip install`; None on success, else its output. Of `total` packages, shows how many are settled."""
-    command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", *arguments]
+    command = [
+        str(VENV / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "--progress-bar",
+        "off",
+        *arguments,
+    ]
     terminal, lines, settled = sys.stdout.isatty(), [], 0
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
@@ -101,7 +114,13 @@ def _pip(arguments: list[str], total: int) -> str | None:
             elif total and line.startswith(("Collecting ", "Processing ", "Requirement already satisfied")):
                 settled += 1
                 if terminal:
-                    print(f"\rsetup: {settled}/{total} {line.split()[1] if line.startswith('Coll') else ''}".ljust(70)[:70], end="", flush=True)
+                    print(
+                        f"\rsetup: {settled}/{total} {line.split()[1] if line.startswith('Coll') else ''}".ljust(70)[
+                            :70
+                        ],
+                        end="",
+                        flush=True,
+                    )
                 elif settled % 50 == 0 or settled == total:
                     print(f"setup: {settled}/{total} packages", flush=True)
     return "".join(lines) if process.returncode else None

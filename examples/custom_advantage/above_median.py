@@ -1,4 +1,6 @@
-"""An advantage estimator of one's own: how far a response's reward is above the median of its group, which one lucky response does not move."""
+"""An advantage estimator of one's own: how far a response's reward is above the median of its group, which one lucky
+response does not move.
+"""
 
 import numpy as np
 

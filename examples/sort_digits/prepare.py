@@ -1,9 +1,11 @@
-"""Makes everything the sort-digits run starts from, in one folder: tokenizer, data, and a 1M-parameter Qwen3 after a short warm start.
+"""Makes everything the sort-digits run starts from, in one folder: tokenizer, data, and a 1M-parameter Qwen3 after a
+short warm start.
 
-The base is warm-started on sorted digits, 30% ascending and 70% descending, so it can sort and prefers the wrong order: reinforcement
-learning then *selects* an ordering that the base already knows. It is not a demonstration of learning to sort.
-With --teacher a second model beside it, of other random weights, which was shown ascending answers only and longer: what examples/distillation learns from.
-Everything derives from the seed. Owns its output folder; knows nothing of RoleCall.
+The base is warm-started on sorted digits, 30% ascending and 70% descending, so it can sort and prefers the wrong order:
+reinforcement learning then *selects* an ordering that the base already knows. It is not a demonstration of learning to
+sort. With --teacher a second model beside it, of other random weights, which was shown ascending answers only and
+longer: what examples/distillation learns from. Everything derives from the seed. Owns its output folder; knows nothing
+of RoleCall.
 """
 
 import argparse
@@ -38,7 +40,9 @@ TEACHER_STEPS = 300
 
 
 def prepare(folder: Path, seed: int, *, num_steps: int = WARM_STEPS, teacher: bool = False) -> None:
-    """Writes `folder`/model, warm after `num_steps`, train.jsonl, heldout.jsonl and perhaps teacher. Held-out prompts are in neither training set."""
+    """Writes `folder`/model, warm after `num_steps`, train.jsonl, heldout.jsonl and perhaps teacher. Held-out prompts
+    are in neither training set.
+    """
     transformers_logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
@@ -74,12 +78,24 @@ def write_prompts(path: Path, numbers: list[str]) -> None:
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE of 288 ids with every digit a token of its own, and the ChatML template."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator([*["user\nsort: ", "assistant\n", "system\n"] * 10, "ascending order, smallest first; descending order, largest first"], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=SPECIAL_TOKENS[0], chat_template=CHAT_TEMPLATE)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(
+        [
+            *["user\nsort: ", "assistant\n", "system\n"] * 10,
+            "ascending order, smallest first; descending order, largest first",
+        ],
+        trainer,
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=END, pad_token=SPECIAL_TOKENS[0], chat_template=CHAT_TEMPLATE
+    )
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
@@ -104,13 +120,27 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
 
 
 def warm_start(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, numbers: list[str], rng: random.Random, num_steps: int, ascending_share: float
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    numbers: list[str],
+    rng: random.Random,
+    num_steps: int,
+    ascending_share: float,
 ) -> Qwen3ForCausalLM:
-    """Supervised steps on answers of which `ascending_share` are ascending, the others descending; the loss is over the answer's tokens."""
+    """Supervised steps on answers of which `ascending_share` are ascending, the others descending; the loss is over the
+    answer's tokens.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
-    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / num_steps)) / 2)
+    decay = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / num_steps)) / 2
+    )
     model.train()
-    columns = (TextColumn("warm start"), BarColumn(), TextColumn("{task.completed}/{task.total} steps  loss {task.fields[loss]}"), TimeElapsedColumn())
+    columns = (
+        TextColumn("warm start"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} steps  loss {task.fields[loss]}"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns) as bar:
         task = bar.add_task("", total=num_steps, loss="-")
         for token_ids, labels in batches(tokenizer, numbers, rng, num_steps, ascending_share):
@@ -127,13 +157,17 @@ def warm_start(
 def batches(
     tokenizer: PreTrainedTokenizerFast, numbers: list[str], rng: random.Random, num_steps: int, ascending_share: float
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """`num_steps` pairs (token ids, labels), int64 [B, T]; every sequence is equally long, labels are -100 on the prompt."""
+    """`num_steps` pairs (token ids, labels), int64 [B, T]; every sequence is equally long, labels are -100 on the
+    prompt.
+    """
     for step in range(num_steps):
         rows, masked = [], []
         # The share is met by every batch, not only on average, so that bases of different seeds are alike.
         num_ascending = round((step + 1) * WARM_BATCH * ascending_share) - round(step * WARM_BATCH * ascending_share)
         for index, number in enumerate(rng.choices(numbers, k=WARM_BATCH)):
-            prompt = tokenizer.apply_chat_template([{"role": "user", "content": f"sort: {number}"}], add_generation_prompt=True, tokenize=False)
+            prompt = tokenizer.apply_chat_template(
+                [{"role": "user", "content": f"sort: {number}"}], add_generation_prompt=True, tokenize=False
+            )
             answer = "".join(sorted(number, reverse=index >= num_ascending)) + END
             prompt_ids, answer_ids = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, answer))
             rows.append(prompt_ids + answer_ids)
@@ -146,7 +180,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--teacher", action="store_true", help="also make the model that examples/distillation learns from")
+    parser.add_argument(
+        "--teacher", action="store_true", help="also make the model that examples/distillation learns from"
+    )
     arguments = parser.parse_args()
     prepare(arguments.folder, arguments.seed, teacher=arguments.teacher)
 

@@ -1,6 +1,8 @@
-"""Coefficients that adapt from step to step: of the KL to a reference, toward a target KL, and of the entropy bonus, toward a target entropy.
+"""Coefficients that adapt from step to step: of the KL to a reference, toward a target KL, and of the entropy bonus,
+toward a target entropy.
 
-Pure Python. What adapts is the state `Control`; whoever owns the steps keeps it, seals `coefficients` with each batch and moves it on by what was measured.
+Pure Python. What adapts is the state `Control`; whoever owns the steps keeps it, seals `coefficients` with each batch
+and moves it on by what was measured.
 
     control = start(algorithm)
     batch.coefficients = coefficients(algorithm, control)
@@ -40,18 +42,29 @@ def coefficients(algorithm: AlgorithmSection, control: Control) -> Coefficients:
     return Coefficients(kl_coef=control.kl_coef, entropy_coef=entropy_coef)
 
 
-def advance(algorithm: AlgorithmSection, control: Control, *, kl: float | None, entropy: float | None, num_samples: int) -> Control:
-    """After a step of `num_samples` responses. `kl` and `entropy` are means per token, None where nothing was trained: that coefficient stays.
+def advance(
+    algorithm: AlgorithmSection, control: Control, *, kl: float | None, entropy: float | None, num_samples: int
+) -> Control:
+    """After a step of `num_samples` responses. `kl` and `entropy` are means per token, None where nothing was trained:
+    that coefficient stays.
 
-    `kl` is of the configured estimator: metric actor/reference_kl where the KL is in the loss, the mean of the penalty where it is in the reward.
-    `entropy` is metric actor/entropy.
+    `kl` is of the configured estimator: metric actor/reference_kl where the KL is in the loss, the mean of the penalty
+    where it is in the reward. `entropy` is metric actor/entropy.
     """
     adaptive, section = algorithm.kl.adaptive if algorithm.kl is not None else None, algorithm.entropy
     if adaptive is not None and kl is not None:
-        control = replace(control, kl_coef=kl_coef_next(control.kl_coef, kl, num_samples, target=adaptive.target, horizon=adaptive.horizon))
+        control = replace(
+            control,
+            kl_coef=kl_coef_next(control.kl_coef, kl, num_samples, target=adaptive.target, horizon=adaptive.horizon),
+        )
     if section is not None and section.target is not None and entropy is not None:
         entropy_coef = entropy_coef_next(
-            control.entropy_coef, entropy, target=section.target, step=section.coef_step, lowest=section.min_coef, highest=section.max_coef
+            control.entropy_coef,
+            entropy,
+            target=section.target,
+            step=section.coef_step,
+            lowest=section.min_coef,
+            highest=section.max_coef,
         )
         control = replace(control, entropy_coef=entropy_coef, entropy=entropy)
     return control
@@ -60,14 +73,17 @@ def advance(algorithm: AlgorithmSection, control: Control, *, kl: float | None, 
 def kl_coef_next(coef: float, observed_kl: float, num_samples: int, *, target: float, horizon: int) -> float:
     """coef (1 + K e), e = clip(observed_kl / target - 1, -0.2, 0.2).
 
-    The log-space proportional controller of Ziegler et al. (arXiv:1909.08593, section 2.2). The paper's K is 0.1 a step, its code's num_samples / horizon,
-    which makes the pace independent of the batch's size: that is what is done here.
+    The log-space proportional controller of Ziegler et al. (arXiv:1909.08593, section 2.2). The paper's K is 0.1 a
+    step, its code's num_samples / horizon, which makes the pace independent of the batch's size: that is what is done
+    here.
     """
     error = min(max(observed_kl / target - 1, -KL_ERROR_BOUND), KL_ERROR_BOUND)
     return coef * max(0.0, 1 + error * num_samples / horizon)
 
 
-def entropy_coef_next(coef: float, observed_entropy: float, *, target: float, step: float, lowest: float, highest: float) -> float:
+def entropy_coef_next(
+    coef: float, observed_entropy: float, *, target: float, step: float, lowest: float, highest: float
+) -> float:
     """coef + step where the entropy is below its target, coef - step where it is above, within lowest..highest.
 
     Adaptive entropy control of Skywork-OR1 (arXiv:2505.22312), with the bounds that its released recipes set.
@@ -80,5 +96,7 @@ def entropy_coef_next(coef: float, observed_entropy: float, *, target: float, st
 
 
 def entropy_coef_applied(coef: float, observed_entropy: float | None, *, target: float) -> float:
-    """coef while the entropy is at most its target, or not yet known, else 0 (the same source): the bonus never pushes an entropy that is high enough."""
+    """coef while the entropy is at most its target, or not yet known, else 0 (the same source): the bonus never pushes
+    an entropy that is high enough.
+    """
     return coef if observed_entropy is None or observed_entropy <= target else 0.0

@@ -1,4 +1,5 @@
-"""Which prompts an epoch visits, by how often they were answered rightly of late. No numpy, no clock, no draw: a pure function of seed, epoch and rates.
+"""Which prompts an epoch visits, by how often they were answered rightly of late. No numpy, no clock, no draw: a pure
+function of seed, epoch and rates.
 
 Off by default. A rate that was lost only means that its prompt is visited as if it were new.
 """
@@ -9,9 +10,11 @@ from rolecall.settings import CurriculumSection
 
 
 def is_visited(section: CurriculumSection, seed: int, epoch: int, uid: str, success_rate: float | None) -> bool:
-    """Whether epoch `epoch` visits prompt `uid`: always when its rate is unknown or inside the band, else in one epoch of revisit_epochs.
+    """Whether epoch `epoch` visits prompt `uid`: always when its rate is unknown or inside the band, else in one epoch
+    of revisit_epochs.
 
-    That one is another for each prompt, so an epoch has about its share of them, and whatever the rates each prompt comes within revisit_epochs epochs.
+    That one is another for each prompt, so an epoch has about its share of them, and whatever the rates each prompt
+    comes within revisit_epochs epochs.
     """
     if success_rate is None or section.min_success_rate <= success_rate <= section.max_success_rate:
         return True
@@ -20,5 +23,7 @@ def is_visited(section: CurriculumSection, seed: int, epoch: int, uid: str, succ
 
 
 def updated_rate(section: CurriculumSection, rate: float | None, visit_rate: float) -> float:
-    """The rate after a visit whose share of right answers was `visit_rate`: an exponential moving average, which begins at its first value."""
+    """The rate after a visit whose share of right answers was `visit_rate`: an exponential moving average, which begins
+    at its first value.
+    """
     return visit_rate if rate is None else section.memory * rate + (1 - section.memory) * visit_rate

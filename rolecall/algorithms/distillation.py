@@ -1,4 +1,5 @@
-"""On-policy distillation as an advantage: every sampled token is scored by how much likelier the policy thought it than the teacher. Numpy.
+"""On-policy distillation as an advantage: every sampled token is scored by how much likelier the policy thought it than
+the teacher. Numpy.
 
 (As a loss: losses/distillation.py, in torch.)
 
@@ -23,9 +24,13 @@ def distil(
 ) -> list[Array]:
     """[T] each: task_coef * A_t - coef * (log pi(token t) - log teacher(token t)) where loss_mask is 1, 0 elsewhere.
 
-    The single-token sample of the reverse KL, whose policy gradient is that of KL(pi || teacher) token by token (MiniLLM, arXiv:2306.08543, takes the
-    same divergence over whole responses); as an advantage, without a discount, in Thinking Machines' "On-Policy Distillation" (K. Lu, 2025,
-    https://thinkingmachines.ai/blog/on-policy-distillation/). Both are at the trajectory's temperature. Leaves out what later tokens owe to this one.
+    The single-token sample of the reverse KL, whose policy gradient is that of KL(pi || teacher) token by token
+    (MiniLLM, arXiv:2306.08543, takes the same divergence over whole responses); as an advantage, without a discount, in
+    Thinking Machines' "On-Policy Distillation" (K. Lu, 2025, https://thinkingmachines.ai/blog/on-policy-distillation/).
+    Both are at the trajectory's temperature. Leaves out what later tokens owe to this one.
     """
     rows = zip(advantages, policy_logprobs, teacher_logprobs, loss_masks, strict=True)
-    return [np.where(mask != 0, task_coef * task - coef * (policy - taught), 0).astype(policy.dtype) for task, policy, taught, mask in rows]
+    return [
+        np.where(mask != 0, task_coef * task - coef * (policy - taught), 0).astype(policy.dtype)
+        for task, policy, taught, mask in rows
+    ]

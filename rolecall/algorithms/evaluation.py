@@ -1,8 +1,10 @@
 """What several responses to one prompt say of a policy: pass@k and maj@k. Numpy, no state.
 
-Both are expectations over subsets of k out of the n responses that were scored, so that every response counts for every k and nothing is drawn.
+Both are expectations over subsets of k out of the n responses that were scored, so that every response counts for every
+k and nothing is drawn.
 
-Shapes: N responses to one prompt; A distinct answers among them; K = N + 1 sizes of a subset, 0 included; T answers that share the most votes.
+Shapes: N responses to one prompt; A distinct answers among them; K = N + 1 sizes of a subset, 0 included; T answers
+that share the most votes.
 """
 
 from collections.abc import Collection, Sequence
@@ -25,21 +27,27 @@ def subset_sizes(num_responses: int) -> list[int]:
 
 
 def pass_at_k(num_responses: int, num_solved: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k): the chance that k of the n responses hold a solved one, unbiased (Codex, arXiv:2107.03374, eq. 1). Needs k <= n."""
+    """1 - C(n - c, k) / C(n, k): the chance that k of the n responses hold a solved one, unbiased (Codex,
+    arXiv:2107.03374, eq. 1). Needs k <= n.
+    """
     return 1 - comb(num_responses - num_solved, k) / comb(num_responses, k)
 
 
 def majority_at_k(answers: Sequence[str | None], solved_N: Array, sizes: Collection[int]) -> dict[int, float]:
-    """By k: the chance that the most frequent answer of k of the n responses is solved (majority vote, self-consistency, arXiv:2203.11171).
+    """By k: the chance that the most frequent answer of k of the n responses is solved (majority vote,
+    self-consistency, arXiv:2203.11171).
 
-    Equal strings vote together; a response without an answer (None) takes a place among the k and does not vote, and k without a vote solve nothing. Of
-    answers with equally many votes each wins with the same chance. Where a scorer disagrees about one answer, it counts as its share of solved responses.
-    Exact up to MAX_EXACT responses; beyond, the mean over NUM_DRAWS subsets from a generator with a fixed seed.
+    Equal strings vote together; a response without an answer (None) takes a place among the k and does not vote, and k
+    without a vote solve nothing. Of answers with equally many votes each wins with the same chance. Where a scorer
+    disagrees about one answer, it counts as its share of solved responses. Exact up to MAX_EXACT responses; beyond, the
+    mean over NUM_DRAWS subsets from a generator with a fixed seed.
     """
     names = sorted({answer for answer in answers if answer is not None})
     index = {name: i for i, name in enumerate(names)}
     voters = np.array([index[answer] for answer in answers if answer is not None], np.int64)
-    solved_votes = np.array([bool(solved) for answer, solved in zip(answers, solved_N, strict=True) if answer is not None], np.float64)
+    solved_votes = np.array(
+        [bool(solved) for answer, solved in zip(answers, solved_N, strict=True) if answer is not None], np.float64
+    )
     counts_A = np.bincount(voters, minlength=len(names))
     share_A = np.bincount(voters, solved_votes, len(names)) / counts_A
     chance = _exact_chances if len(answers) <= MAX_EXACT else _estimated_chances
@@ -47,8 +55,10 @@ def majority_at_k(answers: Sequence[str | None], solved_N: Array, sizes: Collect
 
 
 def _exact_chances(counts_A: Array, share_A: Array, num_responses: int, sizes: Collection[int]) -> dict[int, float]:
-    """Sums over the number of votes v that win. All responses whose answer has fewer than v in all may be chosen freely; the others, answer by answer, with
-    fewer than v or exactly v. ways[0, t, k] counts the choices of k with t answers at v, ways[1, t, k] sums the shares of those t answers over them."""
+    """Sums over the number of votes v that win. All responses whose answer has fewer than v in all may be chosen
+    freely; the others, answer by answer, with fewer than v or exactly v. ways[0, t, k] counts the choices of k with t
+    answers at v, ways[1, t, k] sums the shares of those t answers over them.
+    """
     won_K = np.zeros(num_responses + 1)
     for votes in range(1, int(counts_A.max(initial=0)) + 1):
         reaching = counts_A >= votes

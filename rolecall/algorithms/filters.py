@@ -1,6 +1,7 @@
 """Which scored groups are not worth training: DAPO's dynamic sampling and its relatives. Numpy.
 
-Pure: one group in, the reason to drop it out. That another takes its place is admission's affair. Shapes: G responses of one group.
+Pure: one group in, the reason to drop it out. That another takes its place is admission's affair. Shapes: G responses
+of one group.
 """
 
 from rolecall.settings import FiltersSection
@@ -10,11 +11,20 @@ REASONS = ("without_signal", "too_hard", "too_easy", "all_truncated", "too_long"
 """Under which the ledger counts, in the order in which they are tried."""
 
 
-def reason_to_drop(section: FiltersSection, rewards_G: Array, truncated_G: Array, num_tokens_G: Array, *, has_signal: bool, solved_at: float) -> str | None:
-    """One of REASONS, or None for a group to keep. `rewards_G` are raw; `has_signal`: whether an estimator could tell the responses apart; `solved_at`:
-    least reward of a success.
+def reason_to_drop(
+    section: FiltersSection,
+    rewards_G: Array,
+    truncated_G: Array,
+    num_tokens_G: Array,
+    *,
+    has_signal: bool,
+    solved_at: float,
+) -> str | None:
+    """One of REASONS, or None for a group to keep. `rewards_G` are raw; `has_signal`: whether an estimator could tell
+    the responses apart; `solved_at`: least reward of a success.
 
-    A group of rewards 0 and 1 has no signal when none or all of its responses are right: 0 < |right| < G is DAPO's condition (arXiv:2503.14476, eq. 11).
+    A group of rewards 0 and 1 has no signal when none or all of its responses are right: 0 < |right| < G is DAPO's
+    condition (arXiv:2503.14476, eq. 11).
     """
     success_rate = float((rewards_G >= solved_at).mean())
     found = (

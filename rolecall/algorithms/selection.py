@@ -1,8 +1,9 @@
-"""Which tokens of a mini-batch Clip-Cov and KL-Cov single out (arXiv:2505.22617, section 4): those with the largest covariance of logprob and advantage, whose
-update lowers the entropy most. Numpy.
+"""Which tokens of a mini-batch Clip-Cov and KL-Cov single out (arXiv:2505.22617, section 4): those with the largest
+covariance of logprob and advantage, whose update lowers the entropy most. Numpy.
 
-A token's covariance is its own term (log pi - mean log pi)(A - mean A), the means over all trained tokens of the mini-batch. Tokens are put in one order and
-the first of them are taken: the parts of a mini-batch need to agree on the last token taken and on nothing else.
+A token's covariance is its own term (log pi - mean log pi)(A - mean A), the means over all trained tokens of the
+mini-batch. Tokens are put in one order and the first of them are taken: the parts of a mini-batch need to agree on the
+last token taken and on nothing else.
 
 Shapes: M trained tokens of a part of a mini-batch, T tokens of one trajectory.
 """
@@ -31,7 +32,9 @@ class Tokens:
 
     def sums(self) -> Array:
         """float64 [3]: number, sum of logprobs, sum of advantages; they add up over parts."""
-        return np.array([self.keys_M.size, self.logprobs_M.sum(dtype=np.float64), self.advantages_M.sum(dtype=np.float64)])
+        return np.array(
+            [self.keys_M.size, self.logprobs_M.sum(dtype=np.float64), self.advantages_M.sum(dtype=np.float64)]
+        )
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,13 @@ class Order:
 def order(loss: CovarianceLoss, tokens: Tokens, sums: Array) -> Order:
     """The order of `tokens` in a mini-batch with `sums` (Tokens.sums over all its parts).
 
-    KL-Cov: by falling covariance. Clip-Cov: at random by their keys, those within its bounds that PPO's clip leaves a gradient.
+    KL-Cov: by falling covariance. Clip-Cov: at random by their keys, those within its bounds that PPO's clip leaves a
+    gradient.
     """
     num, sum_logprobs, sum_advantages = sums
-    covariance_M = (tokens.logprobs_M - sum_logprobs / max(num, 1)) * (tokens.advantages_M - sum_advantages / max(num, 1))
+    covariance_M = (tokens.logprobs_M - sum_logprobs / max(num, 1)) * (
+        tokens.advantages_M - sum_advantages / max(num, 1)
+    )
     match loss:
         case KlCovLoss():
             ranks_M = -covariance_M
@@ -83,7 +89,9 @@ def num_selected(loss: CovarianceLoss, num_tokens: int) -> int:
 
 
 def token_keys(trajectory: str, num_tokens: int) -> Array:
-    """int64 [T]: numbers that look random and depend on the text `trajectory` and the token's index alone (SplitMix64, doi:10.1145/2660193.2660195)."""
+    """int64 [T]: numbers that look random and depend on the text `trajectory` and the token's index alone (SplitMix64,
+    doi:10.1145/2660193.2660195).
+    """
     start = np.uint64(int.from_bytes(hashlib.blake2b(trajectory.encode(), digest_size=8).digest(), "little"))
     mixed = start + np.arange(1, num_tokens + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

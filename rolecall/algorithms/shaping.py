@@ -1,5 +1,5 @@
-"""From raw rewards to those that advantages are computed from, in numpy: clipping, normalisation, DAPO's overlong punishment, placement on a token, and the
-KL penalty of classic PPO.
+"""From raw rewards to those that advantages are computed from, in numpy: clipping, normalisation, DAPO's overlong
+punishment, placement on a token, and the KL penalty of classic PPO.
 
 Pure; raw columns are never overwritten, so shaping can be computed again. The KL term of a loss is in kl.py.
 
@@ -33,12 +33,18 @@ class Moments:
         return cls(values_B.size, float(values_B.mean()), float(((values_B - values_B.mean()) ** 2).sum()))
 
     def merged(self, other: "Moments") -> "Moments":
-        """Of both together (Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979, eq. 2.1)."""
+        """Of both together (Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample
+        variances, 1979, eq. 2.1).
+        """
         num = self.num + other.num
         if num == 0:
             return self
         delta = other.mean - self.mean
-        return Moments(num, self.mean + delta * other.num / num, self.deviations + other.deviations + delta**2 * self.num * other.num / num)
+        return Moments(
+            num,
+            self.mean + delta * other.num / num,
+            self.deviations + other.deviations + delta**2 * self.num * other.num / num,
+        )
 
     @property
     def std(self) -> float:
@@ -52,39 +58,65 @@ def clip_rewards(section: ShapingSection, rewards_B: Array) -> Array:
     return np.clip(rewards_B, -np.inf if low is None else low, np.inf if high is None else high)
 
 
-def shape_rewards(section: ShapingSection, rewards_B: Array, num_tokens_B: Array, moments: Moments, max_tokens: int) -> Array:
-    """[B]: clip, normalise by `moments`, punish the overlong. `moments`: of the clipped rewards that `normalize` names; `max_tokens`: the longest response."""
+def shape_rewards(
+    section: ShapingSection, rewards_B: Array, num_tokens_B: Array, moments: Moments, max_tokens: int
+) -> Array:
+    """[B]: clip, normalise by `moments`, punish the overlong. `moments`: of the clipped rewards that `normalize` names;
+    `max_tokens`: the longest response.
+    """
     rewards_B = clip_rewards(section, rewards_B)
     if section.normalize is not None:
         rewards_B = (rewards_B - moments.mean) / (moments.std + STD_EPS)
     if section.overlong is not None:
         overlong = section.overlong
-        rewards_B = rewards_B + overlong.penalty * overlong_penalty(num_tokens_B, overlong.max_tokens or max_tokens, overlong.buffer_tokens)
+        rewards_B = rewards_B + overlong.penalty * overlong_penalty(
+            num_tokens_B, overlong.max_tokens or max_tokens, overlong.buffer_tokens
+        )
     return rewards_B
 
 
 def overlong_penalty(num_tokens_B: Array, max_tokens: int, buffer_tokens: int) -> Array:
-    """float64 [B]: 0 up to max_tokens - buffer_tokens, then linear to -1 at max_tokens and beyond (DAPO, arXiv:2503.14476, eq. 13)."""
+    """float64 [B]: 0 up to max_tokens - buffer_tokens, then linear to -1 at max_tokens and beyond (DAPO,
+    arXiv:2503.14476, eq. 13).
+    """
     return np.asarray(-np.clip((num_tokens_B - (max_tokens - buffer_tokens)) / buffer_tokens, 0.0, 1.0))
 
 
 def trained_mask(section: ShapingSection, response_mask_T: Array, is_truncated: bool) -> Array:
-    """uint8 [T]: the loss_mask of a response; 0 throughout when it was cut off and those are masked (overlong filtering, same paper, section 3.4)."""
+    """uint8 [T]: the loss_mask of a response; 0 throughout when it was cut off and those are masked (overlong
+    filtering, same paper, section 3.4).
+    """
     return np.zeros_like(response_mask_T) if section.mask_truncated and is_truncated else response_mask_T
 
 
 def place_rewards(reward: float, response_mask_T: Array, token_rewards_T: Array | None = None) -> Array:
-    """float32 [T]: the scalar reward on the last sampled token, plus the per-token rewards when there are any. InvalidInputError when nothing was sampled."""
+    """float32 [T]: the scalar reward on the last sampled token, plus the per-token rewards when there are any.
+    InvalidInputError when nothing was sampled.
+    """
     sampled = np.flatnonzero(response_mask_T)
     if not sampled.size:
-        raise InvalidInputError("a trajectory without a sampled token has no token to reward; its response_mask is all 0")
-    rewards_T = np.zeros(response_mask_T.shape, np.float32) if token_rewards_T is None else token_rewards_T.astype(np.float32) * (response_mask_T != 0)
+        raise InvalidInputError(
+            "a trajectory without a sampled token has no token to reward; its response_mask is all 0"
+        )
+    rewards_T = (
+        np.zeros(response_mask_T.shape, np.float32)
+        if token_rewards_T is None
+        else token_rewards_T.astype(np.float32) * (response_mask_T != 0)
+    )
     rewards_T[sampled[-1]] += np.float32(reward)
     return rewards_T
 
 
-def penalise_kl(rewards_T: Array, logprobs_T: Array, reference_logprobs_T: Array, response_mask_T: Array, kl_coef: float, estimator: str = "k1") -> Array:
-    """float32 [T]: rewards - kl_coef * KL estimate of each sampled token (InstructGPT, arXiv:2203.02155, eq. 2, token by token).
+def penalise_kl(
+    rewards_T: Array,
+    logprobs_T: Array,
+    reference_logprobs_T: Array,
+    response_mask_T: Array,
+    kl_coef: float,
+    estimator: str = "k1",
+) -> Array:
+    """float32 [T]: rewards - kl_coef * KL estimate of each sampled token (InstructGPT, arXiv:2203.02155, eq. 2, token
+    by token).
 
     k1 = log(p / ref) is unbiased and what the paper uses; the others as in kl.py.
     """
@@ -93,7 +125,9 @@ def penalise_kl(rewards_T: Array, logprobs_T: Array, reference_logprobs_T: Array
 
 
 def kl_estimate(logprobs: Array, reference_logprobs: Array, estimator: str) -> Array:
-    """Schulman's estimators of KL(p || ref) from samples of p (http://joschu.net/blog/kl-approx.html), elementwise, float64; k3 bounded as kl.py's."""
+    """Schulman's estimators of KL(p || ref) from samples of p (http://joschu.net/blog/kl-approx.html), elementwise,
+    float64; k3 bounded as kl.py's.
+    """
     log_ratio = reference_logprobs.astype(np.float64) - logprobs.astype(np.float64)
     match estimator:
         case "k1":

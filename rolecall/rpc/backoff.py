@@ -14,7 +14,9 @@ LONGEST_RETRY_AFTER_S = 300.0
 class RateLimit:
     """Of one peer. Used from one event loop."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, draw: Callable[[float, float], float] = random.uniform) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, draw: Callable[[float, float], float] = random.uniform
+    ) -> None:
         self._clock = clock
         self._draw = draw
         self._pause_s = 0.0
@@ -26,7 +28,9 @@ class RateLimit:
         return self._open_at - self._clock()
 
     def refused(self, called_at: float, retry_after_s: float = 0.0) -> None:
-        """A call that was made at `called_at` (monotonic) was refused. Those that were under way together lengthen the pause once."""
+        """A call that was made at `called_at` (monotonic) was refused. Those that were under way together lengthen the
+        pause once.
+        """
         now = self._clock()
         if called_at >= self._refused_at:
             self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s or FIRST_PAUSE_S)

@@ -6,9 +6,9 @@ from pathlib import Path
 import grpc
 from opentelemetry.instrumentation.grpc import aio_client_interceptors
 
+from rolecall.address import is_loopback
 from rolecall.errors import ConfigError
 from rolecall.rpc import tls as tls_files
-from rolecall.rpc.address import is_loopback
 from rolecall.rpc.client_calls import AbandonedCalls, StreamCalls, UnaryCalls
 from rolecall.rpc.options import channel_options
 from rolecall.settings import RpcSection
@@ -24,24 +24,33 @@ def open_channel(
     ca_file: Path | None = None,
     ours: bool = True,
 ) -> grpc.aio.Channel:
-    """A channel to `target` (`host:port`, `unix:/path` or a gRPC target); connects at the first call. Close it when done.
+    """A channel to `target` (`host:port`, `unix:/path` or a gRPC target); connects at the first call. Close it when
+    done.
 
-    A target that stands for several replicas (`dns:///name:port`, `ipv4:10.0.0.1:9000,10.0.0.2:9000`) is called in turn, those that cannot be reached left out
-    until they can.
+    A target that stands for several replicas (`dns:///name:port`, `ipv4:10.0.0.1:9000,10.0.0.2:9000`) is called in
+    turn, those that cannot be reached left out until they can.
 
-    Every call has a deadline: its own `timeout` or rpc.default_timeout_s, and never more than the RPC on whose behalf it is made has left.
-    Calls raise the RoleCallError the server raised; statuses that are not ours become UnavailableError, DeadlineError and so on.
+    Every call has a deadline: its own `timeout` or rpc.default_timeout_s, and never more than the RPC on whose behalf
+    it is made has left. Calls raise the RoleCallError the server raised; statuses that are not ours become
+    UnavailableError, DeadlineError and so on.
 
-    idempotent: full names of methods that may be repeated by themselves, on another replica if there is one, while a peer is UNAVAILABLE: gone, or hung for
+    idempotent: full names of methods that may be repeated by themselves, on another replica if there is one, while a
+    peer is UNAVAILABLE: gone, or hung for
         20 s (at most 4 attempts, within the call's deadline).
-    tls: None, as the roles among themselves (mutual TLS when rpc.tls is set, else plaintext); True, TLS checked against `ca_file` or the system's
+    tls: None, as the roles among themselves (mutual TLS when rpc.tls is set, else plaintext); True, TLS checked against
+    `ca_file` or the system's
         roots, without a certificate of ours; False, plaintext.
-    ours: False towards a server that may be anybody's, which is pinged less.
-    bearer_token: sent with each call; ConfigError on plaintext. Plaintext beyond loopback is a ConfigError too, unless rpc.behind_mesh.
+    ours: False towards a server that may be anybody's, which is pinged less. bearer_token: sent with each call;
+    ConfigError on plaintext. Plaintext beyond loopback is a ConfigError too, unless rpc.behind_mesh.
     """
     credentials = channel_credentials(target, rpc, tls=tls, ca_file=ca_file)
     tracing = aio_client_interceptors()  # type: ignore[no-untyped-call]
-    interceptors = [UnaryCalls(target, rpc.default_timeout_s), StreamCalls(target, rpc.default_timeout_s), *tracing, AbandonedCalls()]
+    interceptors = [
+        UnaryCalls(target, rpc.default_timeout_s),
+        StreamCalls(target, rpc.default_timeout_s),
+        *tracing,
+        AbandonedCalls(),
+    ]
     options = channel_options(idempotent, loopback=is_loopback(target), ours=ours)
     if credentials is None:
         if bearer_token is not None:
@@ -52,7 +61,9 @@ def open_channel(
     return grpc.aio.secure_channel(target, credentials, options, grpc.Compression.NoCompression, interceptors)
 
 
-def channel_credentials(target: str, rpc: RpcSection, *, tls: bool | None = None, ca_file: Path | None = None) -> grpc.ChannelCredentials | None:
+def channel_credentials(
+    target: str, rpc: RpcSection, *, tls: bool | None = None, ca_file: Path | None = None
+) -> grpc.ChannelCredentials | None:
     """Credentials for `target`, None for plaintext; see `open_channel`."""
     if tls is True:
         return tls_files.public_credentials(ca_file)
@@ -60,7 +71,8 @@ def channel_credentials(target: str, rpc: RpcSection, *, tls: bool | None = None
         return tls_files.mutual_credentials(rpc.tls)
     if not is_loopback(target) and not rpc.behind_mesh:
         raise ConfigError(
-            f"{target} is beyond this machine and the connection has no TLS; set rpc.tls, or tls in a section that has it, or rpc.behind_mesh when a service "
+            f"{target} is beyond this machine and the connection has no TLS; set rpc.tls, or tls in a section that "
+            "has it, or rpc.behind_mesh when a service "
             "mesh encrypts it"
         )
     return None

@@ -1,4 +1,5 @@
-"""What happens around every call of a channel: a deadline always, and statuses back into the exceptions the server raised.
+"""What happens around every call of a channel: a deadline always, and statuses back into the exceptions the server
+raised.
 
 Only the two kinds of methods that rolecall.v1 has are known: unary, and server streaming.
 """
@@ -23,33 +24,56 @@ class _Calls:
         timeout_s = deadlines.child_timeout_s(self._default_timeout_s if details.timeout is None else details.timeout)
         if timeout_s <= 0:
             method = _name(details)
-            raise DeadlineError(f"{method} on {self._target} was not called: the caller's own deadline has passed", target=self._target, method=method)
-        return ClientCallDetails(details.method, timeout_s, details.metadata, details.credentials, details.wait_for_ready)
+            raise DeadlineError(
+                f"{method} on {self._target} was not called: the caller's own deadline has passed",
+                target=self._target,
+                method=method,
+            )
+        return ClientCallDetails(
+            details.method, timeout_s, details.metadata, details.credentials, details.wait_for_ready
+        )
 
     def _to_error(self, error: AioRpcError, details: ClientCallDetails) -> RoleCallError:
-        return status.to_error(error.code(), error.details(), error.trailing_metadata(), target=self._target, method=_name(details))
+        return status.to_error(
+            error.code(), error.details(), error.trailing_metadata(), target=self._target, method=_name(details)
+        )
 
 
 class UnaryCalls(_Calls, grpc.aio.UnaryUnaryClientInterceptor):
     """For unary methods."""
 
-    async def intercept_unary_unary(self, continuation: Callable[[ClientCallDetails, Any], Any], client_call_details: ClientCallDetails, request: Any) -> Any:
-        call = await continuation(self._with_deadline(client_call_details), request)  # bounded: by the deadline that it is given here
+    async def intercept_unary_unary(
+        self,
+        continuation: Callable[[ClientCallDetails, Any], Any],
+        client_call_details: ClientCallDetails,
+        request: Any,
+    ) -> Any:
+        call = await continuation(
+            self._with_deadline(client_call_details), request
+        )  # bounded: by the deadline that it is given here
         try:
             response = await call  # bounded: by the deadline that it was given above
         except AioRpcError as error:
             raise self._to_error(error, client_call_details) from error
         if response is None:  # what gRPC returns, with status OK, for bytes that it cannot parse
             method = _name(client_call_details)
-            raise RoleCallError(f"{self._target} answered {method} with bytes that are not its message", target=self._target)
+            raise RoleCallError(
+                f"{self._target} answered {method} with bytes that are not its message", target=self._target
+            )
         return response
 
 
 class AbandonedCalls(grpc.aio.UnaryUnaryClientInterceptor):
-    """For unary methods, innermost: a call whose caller is cancelled ends at the server, too. Interceptors that wait for a call's status (those of tracing)
-    would otherwise leave it running."""
+    """For unary methods, innermost: a call whose caller is cancelled ends at the server, too. Interceptors that wait
+    for a call's status (those of tracing) would otherwise leave it running.
+    """
 
-    async def intercept_unary_unary(self, continuation: Callable[[ClientCallDetails, Any], Any], client_call_details: ClientCallDetails, request: Any) -> Any:
+    async def intercept_unary_unary(
+        self,
+        continuation: Callable[[ClientCallDetails, Any], Any],
+        client_call_details: ClientCallDetails,
+        request: Any,
+    ) -> Any:
         call = await continuation(client_call_details, request)  # bounded: by the deadline that UnaryCalls gave it
         try:
             await call.code()  # bounded: by the deadline that UnaryCalls gave it
@@ -63,9 +87,14 @@ class StreamCalls(_Calls, grpc.aio.UnaryStreamClientInterceptor):
     """For methods that stream their responses."""
 
     async def intercept_unary_stream(
-        self, continuation: Callable[[ClientCallDetails, Any], Any], client_call_details: ClientCallDetails, request: Any
+        self,
+        continuation: Callable[[ClientCallDetails, Any], Any],
+        client_call_details: ClientCallDetails,
+        request: Any,
     ) -> AsyncIterator[Any]:
-        call = await continuation(self._with_deadline(client_call_details), request)  # bounded: by the deadline that it is given here
+        call = await continuation(
+            self._with_deadline(client_call_details), request
+        )  # bounded: by the deadline that it is given here
         return self._responses(call, client_call_details)
 
     async def _responses(self, call: Any, details: ClientCallDetails) -> AsyncIterator[Any]:

@@ -1,7 +1,7 @@
 """Deadlines that pass from a call to the calls made on its behalf.
 
-The server's interceptor notes when its caller stops waiting; channels then give a child call min(its own timeout, what is left).
-Work that outlives its RPC (a detached Train) runs inside `without_deadline`.
+The server's interceptor notes when its caller stops waiting; channels then give a child call min(its own timeout, what
+is left). Work that outlives its RPC (a detached Train) runs inside `without_deadline`.
 """
 
 import time
@@ -19,7 +19,9 @@ def inherit(time_remaining_s: float | None) -> None:
 
 
 def remaining_s() -> float | None:
-    """Seconds the caller still waits, 0 or less when it has stopped; None outside an RPC or when it named no deadline."""
+    """Seconds the caller still waits, 0 or less when it has stopped; None outside an RPC or when it named no
+    deadline.
+    """
     deadline = _DEADLINE.get()
     return None if deadline is None else deadline - time.monotonic()
 

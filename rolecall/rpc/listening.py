@@ -1,4 +1,6 @@
-"""Whether an address can be listened on, and if not, why: asked before a run is started, and when a server could not."""
+"""Whether an address can be listened on, and if not, why: asked before a run is started, and when a server could
+not.
+"""
 
 import errno
 import os
@@ -8,8 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from rolecall.address import host_of, is_loopback, is_unix, unix_path
 from rolecall.errors import ConfigError
-from rolecall.rpc.address import host_of, is_loopback, is_unix, unix_path
 from rolecall.settings import RpcSection
 
 MAX_SOCKET_PATH = 107
@@ -22,12 +24,15 @@ def require_tls(bind: str, rpc: RpcSection, setting: str = "") -> None:
     if rpc.tls is None and not rpc.behind_mesh and not is_loopback(bind):
         named = f" ({setting})" if setting else ""
         raise ConfigError(
-            f"refusing to listen on {bind}{named} without TLS; set rpc.tls, bind to 127.0.0.1, or set rpc.behind_mesh when a service mesh encrypts it"
+            f"refusing to listen on {bind}{named} without TLS; set rpc.tls, bind to 127.0.0.1, or set "
+            "rpc.behind_mesh when a service mesh encrypts it"
         )
 
 
 def why_not(bind: str) -> str:
-    """The end of a sentence that begins with the address, with what to do; empty when it can be listened on. ConfigError when it is no address."""
+    """The end of a sentence that begins with the address, with what to do; empty when it can be listened on.
+    ConfigError when it is no address.
+    """
     return _unix_problem(Path(unix_path(bind))) if is_unix(bind) else _port_problem(bind)
 
 
@@ -44,7 +49,10 @@ def _port_problem(bind: str) -> str:
         return ""  # a name may stand for addresses that this machine does not have
     match (in_use or errors[0]).errno:
         case errno.EADDRINUSE:
-            return "is in use: another process listens there; stop it, or choose another port (0 takes a free one under `rolecall train`)"
+            return (
+                "is in use: another process listens there; stop it, or choose another port (0 takes a free one "
+                "under `rolecall train`)"
+            )
         case errno.EADDRNOTAVAIL:
             return "is not an address of this machine; use 127.0.0.1, 0.0.0.0 or one of its own"
     return f"cannot be listened on ({errors[0].strerror}); choose another"
@@ -53,7 +61,8 @@ def _port_problem(bind: str) -> str:
 def _bind_error(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> OSError | None:
     try:
         with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: connections that linger do not count
+            # as gRPC does: connections that linger do not count
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             probe.listen(1)
     except OSError as error:
@@ -64,7 +73,9 @@ def _bind_error(family: int, kind: int, protocol: int, address: tuple[Any, ...])
 def _unix_problem(path: Path) -> str:
     """gRPC would unlink and replace a socket file that somebody listens on."""
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
-        return f"is a path of {len(os.fsencode(path))} bytes, a socket's may have {MAX_SOCKET_PATH}; choose a shorter one"
+        return (
+            f"is a path of {len(os.fsencode(path))} bytes, a socket's may have {MAX_SOCKET_PATH}; choose a shorter one"
+        )
     if not path.parent.is_dir():
         return f"is in {path.parent}, which does not exist; make it"
     if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):

@@ -1,8 +1,10 @@
-"""How a worker belongs to a run: it joins the controller and says that it lives, from an OS thread with a connection of its own.
+"""How a worker belongs to a run: it joins the controller and says that it lives, from an OS thread with a connection of
+its own.
 
-The thread keeps the heartbeat apart from the event loop, so that a long import or a busy loop is not death; the progress counter it carries says whether
-the worker moves, so that a heartbeat alone is not life: while there is work (`busy`), or while the event loop stands still, the controller
-expects it to grow. What silence and stillness mean is the controller's affair. Its verdict that this process hangs is final, and carried out here.
+The thread keeps the heartbeat apart from the event loop, so that a long import or a busy loop is not death; the
+progress counter it carries says whether the worker moves, so that a heartbeat alone is not life: while there is work
+(`busy`), or while the event loop stands still, the controller expects it to grow. What silence and stillness mean is
+the controller's affair. Its verdict that this process hangs is final, and carried out here.
 """
 
 import asyncio
@@ -14,6 +16,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from rolecall.address import is_loopback
 from rolecall.contract import contract_version
 from rolecall.errors import (
     ConfigError,
@@ -26,7 +29,6 @@ from rolecall.errors import (
     WorkerLostError,
 )
 from rolecall.rpc import status
-from rolecall.rpc.address import is_loopback
 from rolecall.rpc.channel import channel_credentials
 from rolecall.rpc.options import channel_options
 from rolecall.rpc.process import way_out
@@ -38,18 +40,22 @@ _SERVICE = "/rolecall.v1.ControllerService/"
 _RETRY_S = 0.25
 _MAX_RETRY_S = 2.0
 _REFUSALS = (VersionMismatchError, InvalidInputError, ConfigError, UnauthenticatedError, WorkerLostError)
-"""Answers to Join that no waiting will change. A fenced or failing controller is waited for: another may take its place."""
+"""Answers to Join that no waiting will change. A fenced or failing controller is waited for: another may take its
+place.
+"""
 _MAX_CALL_S = 2.0
 """Longest wait for an answer to one heartbeat: a lost one must leave time for the next within the lease."""
 _T = TypeVar("_T")
 
 
 class Membership:
-    """One per worker process, made and started inside its event loop. `start` returns at once; `joined` waits, `failed` is for `process.serve`.
+    """One per worker process, made and started inside its event loop. `start` returns at once; `joined` waits, `failed`
+    is for `process.serve`.
 
-    Joining is retried while the controller is away, up to controller.start_timeout_s; a refusal (another run, another release) fails at once. Once
-    joined, an absent controller is waited for without end, and a restarted one is joined again: it may be replaced at any instant. When the controller has
-    given this incarnation up, `failed` is set and, in a role's own process, the process ends within a second whatever its other threads do.
+    Joining is retried while the controller is away, up to controller.start_timeout_s; a refusal (another run, another
+    release) fails at once. Once joined, an absent controller is waited for without end, and a restarted one is joined
+    again: it may be replaced at any instant. When the controller has given this incarnation up, `failed` is set and, in
+    a role's own process, the process ends within a second whatever its other threads do.
     """
 
     def __init__(
@@ -64,7 +70,9 @@ class Membership:
     ) -> None:
         """address: where this worker's own service answers. ConfigError when controller.address is not set."""
         if settings.controller.address is None:
-            raise ConfigError("controller.address is not set; a worker that runs alone needs --controller.address HOST:PORT")
+            raise ConfigError(
+                "controller.address is not set; a worker that runs alone needs --controller.address HOST:PORT"
+            )
         self._target = settings.controller.address
         self._settings = settings
         self._request = controller_pb2.JoinRequest(
@@ -80,7 +88,8 @@ class Membership:
         self.phase = "starting"
         """What the worker is doing, for people; set it freely, from any thread."""
         self.busy = False
-        """Whether it has work in hand, so that `progress` must be called now and then; set it freely, from any thread."""
+        """Whether it has work in hand, so that `progress` must be called now and then; set it freely, from any thread.
+        """
         self._progress = 0
         self._loop_turned = True
         self._ctl = 0
@@ -90,7 +99,9 @@ class Membership:
         self._thread = threading.Thread(target=self._live, name="membership", daemon=True)
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
-        """Gets the exception when the controller refuses this worker, gave it up or cannot be found in time; never a result."""
+        """Gets the exception when the controller refuses this worker, gave it up or cannot be found in time; never a
+        result.
+        """
         self._joined = asyncio.Event()
         self._leave = way_out(worker)
 
@@ -140,16 +151,23 @@ class Membership:
                     self._leave(error)
 
     def _connect(self) -> grpc.Channel:
-        # A subchannel pool of its own: otherwise gRPC would share one connection with the role's other channels to the controller.
+        # A subchannel pool of its own: otherwise gRPC would share one connection with the role's other channels to the
+        # controller.
         options = [*channel_options((), loopback=is_loopback(self._target)), ("grpc.use_local_subchannel_pool", 1)]
         credentials = channel_credentials(self._target, self._settings.rpc)
         if credentials is None:
-            return grpc.insecure_channel(self._target, options)  # bounded: every call of the heartbeat names its timeout
-        return grpc.secure_channel(self._target, credentials, options)  # bounded: every call of the heartbeat names its timeout
+            return grpc.insecure_channel(
+                self._target, options
+            )  # bounded: every call of the heartbeat names its timeout
+        return grpc.secure_channel(
+            self._target, credentials, options
+        )  # bounded: every call of the heartbeat names its timeout
 
     def _join(self, channel: grpc.Channel, within_s: float | None) -> float:
         """Joins and returns the seconds between heartbeats; retries what may pass, for `within_s` or without end."""
-        join = channel.unary_unary(_SERVICE + "Join", controller_pb2.JoinRequest.SerializeToString, controller_pb2.JoinResponse.FromString)
+        join = channel.unary_unary(
+            _SERVICE + "Join", controller_pb2.JoinRequest.SerializeToString, controller_pb2.JoinResponse.FromString
+        )
         deadline = None if within_s is None else time.monotonic() + within_s
         pause_s = _RETRY_S
         while True:
@@ -160,7 +178,8 @@ class Membership:
             except RoleCallError as error:
                 if deadline is not None and time.monotonic() + pause_s > deadline:
                     raise UnavailableError(
-                        f"not joined to a controller at {self._target} within {within_s:g} s: {error.message}", target=self._target
+                        f"not joined to a controller at {self._target} within {within_s:g} s: {error.message}",
+                        target=self._target,
                     ) from error
                 if self._stopping.wait(pause_s):
                     raise
@@ -171,7 +190,11 @@ class Membership:
             return response.heartbeat_s or self._settings.controller.heartbeat_s
 
     def _beat(self, channel: grpc.Channel, period_s: float) -> float:
-        beat = channel.unary_unary(_SERVICE + "Heartbeat", controller_pb2.HeartbeatRequest.SerializeToString, controller_pb2.HeartbeatResponse.FromString)
+        beat = channel.unary_unary(
+            _SERVICE + "Heartbeat",
+            controller_pb2.HeartbeatRequest.SerializeToString,
+            controller_pb2.HeartbeatResponse.FromString,
+        )
         request = controller_pb2.HeartbeatRequest(
             worker=self._request.worker,
             incarnation=self._request.incarnation,
@@ -203,7 +226,9 @@ class Membership:
         try:
             return method(request, timeout=timeout_s)
         except grpc.RpcError as error:
-            raise status.to_error(error.code(), error.details(), error.trailing_metadata(), target=self._target, method=_SERVICE + name) from error
+            raise status.to_error(
+                error.code(), error.details(), error.trailing_metadata(), target=self._target, method=_SERVICE + name
+            ) from error
 
     def _tell(self, callback: Callable[..., object], *args: object) -> None:
         try:

@@ -10,13 +10,19 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 KEEPALIVE_S = 10.0
 """A connection with calls under way on which nothing moved for this long is pinged..."""
 KEEPALIVE_TIMEOUT_S = 10.0
-"""...and given up when the ping is not answered for this long: a peer that hangs or lost its network fails its calls within 20 s, whatever their deadline."""
-_SIZES: tuple[tuple[str, Any], ...] = (("grpc.max_send_message_length", MAX_MESSAGE_BYTES), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
+"""...and given up when the ping is not answered for this long: a peer that hangs or lost its network fails its calls
+within 20 s, whatever their deadline.
+"""
+_SIZES: tuple[tuple[str, Any], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+)
 
 _KEEPALIVE: tuple[tuple[str, Any], ...] = (
     ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
     ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
-    ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),  # of pings that were sent for other reasons; 60 s otherwise
+    # of pings that were sent for other reasons; 60 s otherwise
+    ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
 )
 
 
@@ -34,8 +40,9 @@ def server_options() -> list[tuple[str, Any]]:
 def channel_options(idempotent: Sequence[str], *, loopback: bool, ours: bool = True) -> list[tuple[str, Any]]:
     """`idempotent`: full names of the methods that gRPC may repeat by itself, e.g. `rolecall.v1.RewardService/Score`.
 
-    ours: whether the servers take our pings; those that keep gRPC's defaults would answer the third of a long call with GOAWAY, and get only two.
-    Where the target stands for several addresses, calls take turns over those that can be reached, and a repeated call goes to the next.
+    ours: whether the servers take our pings; those that keep gRPC's defaults would answer the third of a long call with
+    GOAWAY, and get only two. Where the target stands for several addresses, calls take turns over those that can be
+    reached, and a repeated call goes to the next.
     """
     options = [
         *_SIZES,
@@ -63,6 +70,12 @@ def _service_config(idempotent: Sequence[str]) -> str:
         if not separator or not name:
             raise ValueError(f"{method!r} is not a full method name such as rolecall.v1.RewardService/Score")
         names.append({"service": service, "method": name})
-    retry = {"maxAttempts": 4, "initialBackoff": "0.1s", "maxBackoff": "2s", "backoffMultiplier": 2, "retryableStatusCodes": ["UNAVAILABLE"]}
+    retry = {
+        "maxAttempts": 4,
+        "initialBackoff": "0.1s",
+        "maxBackoff": "2s",
+        "backoffMultiplier": 2,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
     methods = [{"name": names, "retryPolicy": retry}] if names else []
     return json.dumps({"loadBalancingConfig": [{"round_robin": {}}], "methodConfig": methods})

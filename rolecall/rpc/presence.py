@@ -10,14 +10,24 @@ from typing import Any, cast
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rolecall.errors import ConfigError, DeadlineError, NotFoundError, RoleCallError, UnauthenticatedError, UnavailableError, VersionMismatchError
-from rolecall.rpc.address import endpoints_of, is_unix, unix_path
+from rolecall.address import endpoints_of, is_unix, unix_path
+from rolecall.errors import (
+    ConfigError,
+    DeadlineError,
+    NotFoundError,
+    RoleCallError,
+    UnauthenticatedError,
+    UnavailableError,
+    VersionMismatchError,
+)
 
 LOOK_S = 3.0
 """For a connection, and again for an answer."""
 
 Ask = Callable[[grpc.aio.Channel], Awaitable[None]]
-"""One call with the deadline LOOK_S; what it raises says who answers. ConfigError: the end of a sentence that begins with the address."""
+"""One call with the deadline LOOK_S; what it raises says who answers. ConfigError: the end of a sentence that begins
+with the address.
+"""
 
 
 def health_of(service: str) -> Ask:
@@ -31,11 +41,11 @@ def health_of(service: str) -> Ask:
 
 
 async def look(address: str, channel: grpc.aio.Channel, ask: Ask, *, wanted: str, through_mesh: bool) -> str:
-    """What is said of the address; empty when what is wanted answers there, else it may still come up. ConfigError, the end of a sentence that begins with the
-    address, when something else listens.
+    """What is said of the address; empty when what is wanted answers there, else it may still come up. ConfigError, the
+    end of a sentence that begins with the address, when something else listens.
 
-    wanted: what is looked for, e.g. "rolecall.v1.ActorService".
-    through_mesh: a proxy of this machine takes every connection, whoever is behind it, so that one that breaks says nothing.
+    wanted: what is looked for, e.g. "rolecall.v1.ActorService". through_mesh: a proxy of this machine takes every
+    connection, whoever is behind it, so that one that breaks says nothing.
     """
     if not await asyncio.to_thread(_is_taken, address):
         return "nobody listens there yet"
@@ -48,8 +58,15 @@ async def look(address: str, channel: grpc.aio.Channel, ask: Ask, *, wanted: str
     except (UnavailableError, DeadlineError) as error:
         if through_mesh or channel.get_state() in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.IDLE):
             return "it is not ready yet"
-        words = error.message.rpartition("last error: ")[2] if "last error: " in error.message else "no word of gRPC in answer to ours"
-        raise ConfigError(f"is somebody else's: what listens there speaks no gRPC, or with other certificates ({words}); correct address or TLS") from error
+        words = (
+            error.message.rpartition("last error: ")[2]
+            if "last error: " in error.message
+            else "no word of gRPC in answer to ours"
+        )
+        raise ConfigError(
+            f"is somebody else's: what listens there speaks no gRPC, or with other certificates ({words}); correct "
+            "address or TLS"
+        ) from error
     except ConfigError:
         raise
     except RoleCallError as error:
@@ -65,7 +82,11 @@ def _is_taken(address: str) -> bool:
 def _accepts(endpoint: str) -> bool:
     with suppress(OSError):
         if endpoint.startswith("unix"):
-            path = "\0" + endpoint.partition(":")[2] if endpoint.startswith("unix-abstract:") else str(Path(unix_path(endpoint)))
+            path = (
+                "\0" + endpoint.partition(":")[2]
+                if endpoint.startswith("unix-abstract:")
+                else str(Path(unix_path(endpoint)))
+            )
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 probe.settimeout(LOOK_S)
                 probe.connect(path)  # bounded: by settimeout, one line up

@@ -1,9 +1,12 @@
-"""The life of a role's process: arguments, signals, serving until asked to stop, exit code, and one clear line when it failed.
+"""The life of a role's process: arguments, signals, serving until asked to stop, exit code, and one clear line when it
+failed.
 
-Imports nothing heavy, so that `--help` and configuration errors are instant; `services/<role>/__main__.py` imports engines after `parse_args`.
+Imports nothing heavy, so that `--help` and configuration errors are instant; `services/<role>/__main__.py` imports
+engines after `parse_args`.
 
-Exit codes, by which whoever supervises the process decides: 0 done or asked to stop, FINAL when starting it again cannot help, USAGE for a bad command line
-or configuration, RESTART for what may pass. A process killed by a signal is one to start again.
+Exit codes, by which whoever supervises the process decides: 0 done or asked to stop, FINAL when starting it again
+cannot help, USAGE for a bad command line or configuration, RESTART for what may pass. A process killed by a signal is
+one to start again.
 """
 
 import asyncio
@@ -25,7 +28,14 @@ from typing import TYPE_CHECKING, Any
 
 from rolecall.errors import ConfigError, RoleCallError, WorkerLostError
 from rolecall.lifeline import die_with_parent
-from rolecall.settings import RunSettings, incarnation_given, load_settings, overrides_from, parent_to_die_with, with_running_store
+from rolecall.settings import (
+    RunSettings,
+    incarnation_given,
+    load_settings,
+    overrides_from,
+    parent_to_die_with,
+    with_running_store,
+)
 
 if TYPE_CHECKING:
     from rolecall.rpc.server import Server
@@ -68,7 +78,9 @@ class ServiceArgs:
 
 
 def parse_args(role: str, argv: Sequence[str] | None = None) -> ServiceArgs:
-    """Reads the command line of `role` (None: sys.argv). Prints one clear line and exits with 2 on a bad one, with 0 after --help."""
+    """Reads the command line of `role` (None: sys.argv). Prints one clear line and exits with 2 on a bad one, with 0
+    after --help.
+    """
     try:
         return _parse(role, list(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
@@ -129,7 +141,8 @@ _LIFE: ContextVar[_Life] = ContextVar("rolecall_life")
 
 
 def stop_requested() -> asyncio.Event:
-    """Set at SIGTERM or SIGINT. Whoever asks for it takes over stopping: before the first call of this function a signal cancels `main` instead.
+    """Set at SIGTERM or SIGINT. Whoever asks for it takes over stopping: before the first call of this function a
+    signal cancels `main` instead.
 
     Outside `run` (in tests) it is an event of the current context that nobody else sets.
     """
@@ -142,10 +155,11 @@ def stop_requested() -> asyncio.Event:
 
 
 def way_out(role: str) -> Callable[[WorkerLostError], None]:
-    """What ends this process with RESTART after LEAVE_S whatever its event loop and its device threads do; any thread may call it.
+    """What ends this process with RESTART after LEAVE_S whatever its event loop and its device threads do; any thread
+    may call it.
 
-    For a worker that was given up as hung: another takes its place, and nothing it still holds is wanted. Ask for it in `main`'s context. Outside `run`
-    (in tests) it does nothing.
+    For a worker that was given up as hung: another takes its place, and nothing it still holds is wanted. Ask for it in
+    `main`'s context. Outside `run` (in tests) it does nothing.
     """
     life = _LIFE.get(None)
     owns_process = life is not None and life.owns_process
@@ -161,11 +175,14 @@ def way_out(role: str) -> Callable[[WorkerLostError], None]:
 
 
 def run(main: Callable[[], Awaitable[None]], role: str = "service") -> int:
-    """Runs `main` on a new event loop; returns 0 when it ended or was stopped, else ends the process with FINAL or RESTART (the reason is printed).
+    """Runs `main` on a new event loop; returns 0 when it ended or was stopped, else ends the process with FINAL or
+    RESTART (the reason is printed).
 
-    The last thing a process does: return what it returns from there. Five seconds after the end of `main` the process is over, whatever else it runs.
+    The last thing a process does: return what it returns from there. Five seconds after the end of `main` the process
+    is over, whatever else it runs.
 
-    A signal sets `stop_requested()`, a second one cancels `main`. Ends with its launcher when ROLECALL_DIE_WITH_PARENT says so.
+    A signal sets `stop_requested()`, a second one cancels `main`. Ends with its launcher when ROLECALL_DIE_WITH_PARENT
+    says so.
     """
     try:
         tie_to_parent()
@@ -181,14 +198,17 @@ def run(main: Callable[[], Awaitable[None]], role: str = "service") -> int:
         if isinstance(error, WorkerLostError):
             logging.shutdown()
             os._exit(code)
-        _end_in_time(code)  # before anything that was left open is let go: a gRPC server that still serves can block for ever whoever frees it
+        # before anything that was left open is let go: a gRPC server that still serves can block for ever whoever frees
+        # it
+        _end_in_time(code)
     else:
         code = 0
         _end_in_time(code)
     finally:
         _close(loop)
     if code:
-        # Not by the interpreter's own end: it waits for what the failure left open, and a gRPC server that still serves can hold it for ever.
+        # Not by the interpreter's own end: it waits for what the failure left open, and a gRPC server that still serves
+        # can hold it for ever.
         logging.shutdown()
         os._exit(code)
     return code
@@ -217,20 +237,32 @@ async def _until_stopped(main: Callable[[], Awaitable[None]]) -> None:
 
 
 async def serve(
-    server: "Server", *, drain: Callable[[], Awaitable[None]] | None = None, failed: asyncio.Future[None] | None = None, grace_s: float = 5.0
+    server: "Server",
+    *,
+    drain: Callable[[], Awaitable[None]] | None = None,
+    failed: asyncio.Future[None] | None = None,
+    grace_s: float = 5.0,
 ) -> None:
     """Waits until this process is asked to stop or `failed` is done, then drains a started server.
 
-    drain: the role's own part (give work back, end streams), run while calls are still answered, for at most `grace_s`. Calls under way then get `grace_s`.
-    failed: raising it ends the role with its exception; a result ends it cleanly. A WorkerLostError ends it without drain or grace: others do its work.
+    drain: the role's own part (give work back, end streams), run while calls are still answered, for at most `grace_s`.
+    Calls under way then get `grace_s`. failed: raising it ends the role with its exception; a result ends it cleanly. A
+    WorkerLostError ends it without drain or grace: others do its work.
     """
     stopping = asyncio.ensure_future(stop_requested().wait())
     ends: list[asyncio.Future[Any]] = [stopping] if failed is None else [stopping, failed]
     try:
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)  # bounded: by nothing, on purpose: serves until it is stopped or fails
+        await asyncio.wait(
+            ends, return_when=asyncio.FIRST_COMPLETED
+        )  # bounded: by nothing, on purpose: serves until it is stopped or fails
     finally:
         stopping.cancel()
-        lost = failed is not None and failed.done() and not failed.cancelled() and isinstance(failed.exception(), WorkerLostError)
+        lost = (
+            failed is not None
+            and failed.done()
+            and not failed.cancelled()
+            and isinstance(failed.exception(), WorkerLostError)
+        )
         if not lost:
             await server.set_serving(False)
             if drain is not None:
@@ -249,7 +281,9 @@ async def _drain_role(drain: Callable[[], Awaitable[None]], grace_s: float) -> N
 
 
 def tie_to_parent() -> None:
-    """Ends this process with the parent that ROLECALL_DIE_WITH_PARENT names, at once when that is gone already. Without the variable it does nothing."""
+    """Ends this process with the parent that ROLECALL_DIE_WITH_PARENT names, at once when that is gone already. Without
+    the variable it does nothing.
+    """
     parent = parent_to_die_with()
     if parent is not None:
         die_with_parent(parent if parent > 1 else os.getppid())
@@ -281,14 +315,19 @@ def _close(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _end_in_time(code: int) -> None:
-    """Ends the process with `code` after _END_GRACE_S: what the event loop lets go may block, and so may a thread, all of which the interpreter joins at its
-    end. Says nothing after a failure, whose reason is the last line."""
+    """Ends the process with `code` after _END_GRACE_S: what the event loop lets go may block, and so may a thread, all
+    of which the interpreter joins at its end. Says nothing after a failure, whose reason is the last line.
+    """
 
     def watch() -> None:
         time.sleep(_END_GRACE_S)
         if not code:
             main = threading.main_thread()
-            busy = [thread.name for thread in threading.enumerate() if thread.is_alive() and not thread.daemon and thread is not main] or [main.name]
+            busy = [
+                thread.name
+                for thread in threading.enumerate()
+                if thread.is_alive() and not thread.daemon and thread is not main
+            ] or [main.name]
             _LOG.error("leaving threads that did not end within %.0f s: %s", _END_GRACE_S, ", ".join(busy))
         logging.shutdown()
         os._exit(code)
@@ -297,7 +336,9 @@ def _end_in_time(code: int) -> None:
 
 
 def _say(line: str) -> None:
-    """To people, whatever the log's level and format. On a full disk nobody hears it, and the exit code still says what happened."""
+    """To people, whatever the log's level and format. On a full disk nobody hears it, and the exit code still says what
+    happened.
+    """
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()

@@ -1,4 +1,6 @@
-"""The gRPC server of a role: limits, health, reflection, errors, tracing, TLS, graceful end. It knows nothing of what the services do."""
+"""The gRPC server of a role: limits, health, reflection, errors, tracing, TLS, graceful end. It knows nothing of what
+the services do.
+"""
 
 import asyncio
 import logging
@@ -11,9 +13,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from opentelemetry.instrumentation.grpc import aio_server_interceptor, filters
 
+from rolecall.address import host_of, is_loopback, is_unix
 from rolecall.errors import ConfigError
 from rolecall.rpc import tls as tls_files
-from rolecall.rpc.address import host_of, is_loopback, is_unix
 from rolecall.rpc.listening import require_tls, why_not
 from rolecall.rpc.options import server_options
 from rolecall.rpc.server_calls import ServerCalls
@@ -27,10 +29,13 @@ LIVENESS = "liveness"
 MAX_CALLS = 1024
 """Bound on calls under way; more are answered RESOURCE_EXHAUSTED by gRPC."""
 _PORT_PATIENCE_S = 2.0
-"""A port that was just given up may be held for a moment: by the process that ends, or by a client that reached itself while nobody listened."""
+"""A port that was just given up may be held for a moment: by the process that ends, or by a client that reached itself
+while nobody listened.
+"""
 _PORT_PAUSE_S = 0.1
 _LAME_DUCK_S = 2.0
-"""Time between NOT_SERVING and closing, for load balancers to look away. Not spent on loopback, where there are none."""
+"""Time between NOT_SERVING and closing, for load balancers to look away. Not spent on loopback, where there are none.
+"""
 
 
 class Server:
@@ -42,9 +47,9 @@ class Server:
     def __init__(self, rpc: RpcSection, bind: str, *, setting: str = "", client_certificates: bool = True) -> None:
         """Prepares a server for `bind` (`host:port`, port 0 takes a free one, or `unix:/path`).
 
-        setting: where the address was given, e.g. "actor.bind", for complaints.
-        client_certificates: with rpc.tls, whether callers must present one signed by rpc.tls.ca_file; a public service may do without.
-        ConfigError when bind is beyond loopback without TLS, unless rpc.behind_mesh.
+        setting: where the address was given, e.g. "actor.bind", for complaints. client_certificates: with rpc.tls,
+        whether callers must present one signed by rpc.tls.ca_file; a public service may do without. ConfigError when
+        bind is beyond loopback without TLS, unless rpc.behind_mesh.
         """
         require_tls(bind, rpc, setting)
         self._rpc = rpc
@@ -52,22 +57,32 @@ class Server:
         self._setting = setting
         self._client_certificates = client_certificates
         self._names: list[str] = []
-        # Held for the life of the process: freed with a server that still serves, gRPC's queue would wait without end for what nobody ends.
+        # Held for the life of the process: freed with a server that still serves, gRPC's queue would wait without end
+        # for what nobody ends.
         grpc.aio.init_grpc_aio()
         tracing = aio_server_interceptor(filter_=filters.negate(filters.health_check()))  # type: ignore[no-untyped-call]
         self._server = grpc.aio.server(
-            interceptors=[tracing, ServerCalls()], options=server_options(), maximum_concurrent_rpcs=MAX_CALLS, compression=grpc.Compression.NoCompression
+            interceptors=[tracing, ServerCalls()],
+            options=server_options(),
+            maximum_concurrent_rpcs=MAX_CALLS,
+            compression=grpc.Compression.NoCompression,
         )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
-    def add(self, add_to_server: Callable[[_ServicerT, grpc.aio.Server], None], servicer: _ServicerT, service_name: str) -> None:
-        """Serves `servicer`, e.g. add(actor_pb2_grpc.add_ActorServiceServicer_to_server, servicer, "rolecall.v1.ActorService"); before `start`."""
+    def add(
+        self, add_to_server: Callable[[_ServicerT, grpc.aio.Server], None], servicer: _ServicerT, service_name: str
+    ) -> None:
+        """Serves `servicer`, e.g. add(actor_pb2_grpc.add_ActorServiceServicer_to_server, servicer,
+        "rolecall.v1.ActorService"); before `start`.
+        """
         add_to_server(servicer, self._server)
         self._names.append(service_name)
 
     async def start(self) -> str:
-        """Listens and answers; returns the address with the port that was taken. ConfigError when the address is in use or cannot be bound."""
+        """Listens and answers; returns the address with the port that was taken. ConfigError when the address is in use
+        or cannot be bound.
+        """
         reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         await self.set_serving(False)
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)  # bounded: a table in this process
@@ -83,7 +98,9 @@ class Server:
             await self._health.set(name, status)  # bounded: a table in this process
 
     async def drain(self, grace_s: float) -> None:
-        """NOT_SERVING, a moment for load balancers, then no new calls; those under way get `grace_s` to finish and are cancelled after it."""
+        """NOT_SERVING, a moment for load balancers, then no new calls; those under way get `grace_s` to finish and are
+        cancelled after it.
+        """
         await self._health.enter_graceful_shutdown()  # bounded: a table in this process
         if not is_loopback(self._bind):
             await asyncio.sleep(min(_LAME_DUCK_S, grace_s / 2))
@@ -94,7 +111,10 @@ class Server:
         while (port := await asyncio.to_thread(self._bound)) is None:
             if time.monotonic() > deadline:
                 named = f" ({self._setting})" if self._setting else ""
-                raise ConfigError(f"cannot listen on {self._bind}{named}: it {why_not(self._bind) or 'cannot be bound; choose another'}")
+                raise ConfigError(
+                    f"cannot listen on {self._bind}{named}: it "
+                    f"{why_not(self._bind) or 'cannot be bound; choose another'}"
+                )
             await asyncio.sleep(_PORT_PAUSE_S)
         if is_unix(self._bind):
             return self._bind
@@ -108,6 +128,8 @@ class Server:
         try:
             if self._rpc.tls is None:
                 return self._server.add_insecure_port(self._bind)
-            return self._server.add_secure_port(self._bind, tls_files.server_credentials(self._rpc.tls, self._client_certificates))
+            return self._server.add_secure_port(
+                self._bind, tls_files.server_credentials(self._rpc.tls, self._client_certificates)
+            )
         except RuntimeError:
             return None

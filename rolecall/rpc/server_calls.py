@@ -26,15 +26,19 @@ MAX_STREAMS = 256
 
 
 class ServerCalls(grpc.aio.ServerInterceptor):
-    """RoleCallError -> its status with ErrorInfo; TimeoutError -> DEADLINE_EXCEEDED; anything else -> INTERNAL, its traceback in the log.
+    """RoleCallError -> its status with ErrorInfo; TimeoutError -> DEADLINE_EXCEEDED; anything else -> INTERNAL, its
+    traceback in the log.
 
-    Bounds streams apart from other calls: they last, and however many watch, there is room for a heartbeat."""
+    Bounds streams apart from other calls: they last, and however many watch, there is room for a heartbeat.
+    """
 
     def __init__(self) -> None:
         self._streams = _Streams()
 
     async def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable["_Method | None"]], handler_call_details: grpc.HandlerCallDetails
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["_Method | None"]],
+        handler_call_details: grpc.HandlerCallDetails,
     ) -> "_Method | None":
         # Any: the published types of a method's functions are those of the synchronous server.
         handler: Any = await continuation(handler_call_details)  # bounded: a look-up in this process
@@ -46,11 +50,15 @@ class ServerCalls(grpc.aio.ServerInterceptor):
             case False, False:
                 return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method), *wires)
             case False, True:
-                return grpc.unary_stream_rpc_method_handler(_streaming(handler.unary_stream, method, self._streams), *wires)
+                return grpc.unary_stream_rpc_method_handler(
+                    _streaming(handler.unary_stream, method, self._streams), *wires
+                )
             case True, False:
                 return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, method), *wires)
             case _:
-                return grpc.stream_stream_rpc_method_handler(_streaming(handler.stream_stream, method, self._streams), *wires)
+                return grpc.stream_stream_rpc_method_handler(
+                    _streaming(handler.stream_stream, method, self._streams), *wires
+                )
 
 
 class _Streams:
@@ -72,11 +80,21 @@ class _Streams:
 
 
 def _streaming(behaviour: Any, method: str, streams: _Streams) -> Any:
-    """grpc.aio knows two kinds of streaming methods: generators, and coroutines that call context.write (health's Watch)."""
-    return _unary(behaviour, method, streams.one_more) if inspect.iscoroutinefunction(behaviour) else _streamed(behaviour, method, streams.one_more)
+    """grpc.aio knows two kinds of streaming methods: generators, and coroutines that call context.write (health's
+    Watch).
+    """
+    return (
+        _unary(behaviour, method, streams.one_more)
+        if inspect.iscoroutinefunction(behaviour)
+        else _streamed(behaviour, method, streams.one_more)
+    )
 
 
-def _unary(behaviour: Callable[[Any, _Context], Awaitable[Any]], method: str, admitted: Callable[[], AbstractContextManager[None]] = nullcontext) -> Any:
+def _unary(
+    behaviour: Callable[[Any, _Context], Awaitable[Any]],
+    method: str,
+    admitted: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Any:
     async def call(request: Any, context: _Context) -> Any:
         deadlines.inherit(context.time_remaining())
         try:
@@ -90,12 +108,18 @@ def _unary(behaviour: Callable[[Any, _Context], Awaitable[Any]], method: str, ad
     return call
 
 
-def _streamed(behaviour: Callable[[Any, _Context], AsyncIterator[Any]], method: str, admitted: Callable[[], AbstractContextManager[None]]) -> Any:
+def _streamed(
+    behaviour: Callable[[Any, _Context], AsyncIterator[Any]],
+    method: str,
+    admitted: Callable[[], AbstractContextManager[None]],
+) -> Any:
     async def call(request: Any, context: _Context) -> AsyncIterator[Any]:
         deadlines.inherit(context.time_remaining())
         try:
             with admitted():
-                async for response in behaviour(request, context):  # bounded: by the caller's deadline, at which gRPC cancels it
+                async for response in behaviour(
+                    request, context
+                ):  # bounded: by the caller's deadline, at which gRPC cancels it
                     yield response
         except grpc.aio.AbortError:
             raise
@@ -115,5 +139,7 @@ async def _abort(context: _Context, method: str, error: Exception) -> NoReturn:
             known = DeadlineError(f"{method} waited in vain: {error or 'a wait inside it timed out'}")
         case _:
             _LOG.error("%s failed", method, exc_info=error)
-            known = RoleCallError(f"{method} failed with {type(error).__name__}: {error}", exception=type(error).__name__)
+            known = RoleCallError(
+                f"{method} failed with {type(error).__name__}: {error}", exception=type(error).__name__
+            )
     await context.abort(status.code_of(known), status.short_message(known), status.trailing_metadata(known))

@@ -1,7 +1,8 @@
-"""Errors on the wire: a RoleCallError becomes a status with google.rpc.ErrorInfo (AIP-193), and back into the same class.
+"""Errors on the wire: a RoleCallError becomes a status with google.rpc.ErrorInfo (AIP-193), and back into the same
+class.
 
-Owns the mapping both ways; it makes no calls. Statuses without our ErrorInfo (from gRPC itself, a mesh, or somebody else's scorer) become the
-error nearest in meaning, naming target and method.
+Owns the mapping both ways; it makes no calls. Statuses without our ErrorInfo (from gRPC itself, a mesh, or somebody
+else's scorer) become the error nearest in meaning, naming target and method.
 """
 
 import re
@@ -18,12 +19,14 @@ from rolecall.errors import RoleCallError
 
 DOMAIN = "rolecall"
 _DETAILS_KEY = "grpc-status-details-bin"
-# All metadata of a response must stay under the 8 KiB that gRPC implementations accept by default; the message travels twice, once in base64.
+# All metadata of a response must stay under the 8 KiB that gRPC implementations accept by default; the message travels
+# twice, once in base64.
 _MAX_MESSAGE_BYTES = 1500
 _MAX_DETAIL_CHARS = 200
 _MAX_DETAILS = 8
 _TOO_LARGE = re.compile(r"larger than max|exceeds (the )?max", re.IGNORECASE)
-"""How gRPC's implementations say, with RESOURCE_EXHAUSTED, that a message is beyond a size limit: no pause would help."""
+"""How gRPC's implementations say, with RESOURCE_EXHAUSTED, that a message is beyond a size limit: no pause would help.
+"""
 
 
 def _by_reason() -> dict[str, type[RoleCallError]]:
@@ -49,9 +52,18 @@ _PLAIN: dict[grpc.StatusCode, tuple[type[RoleCallError], str]] = {
     grpc.StatusCode.NOT_FOUND: (errors.NotFoundError, "does not know what was asked for"),
     grpc.StatusCode.ALREADY_EXISTS: (errors.ConflictError, "has it already"),
     grpc.StatusCode.FAILED_PRECONDITION: (errors.ConflictError, "is in another state"),
-    grpc.StatusCode.UNIMPLEMENTED: (errors.VersionMismatchError, "does not serve this method; is it another service, or another release?"),
-    grpc.StatusCode.UNAUTHENTICATED: (errors.UnauthenticatedError, "refused the credentials; check the certificate or the bearer token"),
-    grpc.StatusCode.PERMISSION_DENIED: (errors.UnauthenticatedError, "refused the credentials; check the certificate or the bearer token"),
+    grpc.StatusCode.UNIMPLEMENTED: (
+        errors.VersionMismatchError,
+        "does not serve this method; is it another service, or another release?",
+    ),
+    grpc.StatusCode.UNAUTHENTICATED: (
+        errors.UnauthenticatedError,
+        "refused the credentials; check the certificate or the bearer token",
+    ),
+    grpc.StatusCode.PERMISSION_DENIED: (
+        errors.UnauthenticatedError,
+        "refused the credentials; check the certificate or the bearer token",
+    ),
 }
 
 
@@ -63,7 +75,11 @@ def code_of(error: RoleCallError) -> grpc.StatusCode:
 def trailing_metadata(error: RoleCallError) -> tuple[tuple[str, bytes], ...]:
     """The metadata that carries `error` beside its status code and message."""
     details = dict(list(error.details.items())[:_MAX_DETAILS])
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata={key: str(value)[:_MAX_DETAIL_CHARS] for key, value in details.items()})
+    info = error_details_pb2.ErrorInfo(
+        reason=error.reason,
+        domain=DOMAIN,
+        metadata={key: str(value)[:_MAX_DETAIL_CHARS] for key, value in details.items()},
+    )
     status = status_pb2.Status(code=code_of(error).value[0], message=short_message(error))
     status.details.add().Pack(info)
     return ((_DETAILS_KEY, status.SerializeToString()),)
@@ -72,10 +88,16 @@ def trailing_metadata(error: RoleCallError) -> tuple[tuple[str, bytes], ...]:
 def short_message(error: RoleCallError) -> str:
     """The message, cut to what fits a response's metadata."""
     encoded = error.message.encode()
-    return error.message if len(encoded) <= _MAX_MESSAGE_BYTES else encoded[:_MAX_MESSAGE_BYTES].decode(errors="ignore") + "..."
+    return (
+        error.message
+        if len(encoded) <= _MAX_MESSAGE_BYTES
+        else encoded[:_MAX_MESSAGE_BYTES].decode(errors="ignore") + "..."
+    )
 
 
-def to_error(code: grpc.StatusCode, details: str | None, metadata: Iterable[Any] | None, *, target: str, method: str) -> RoleCallError:
+def to_error(
+    code: grpc.StatusCode, details: str | None, metadata: Iterable[Any] | None, *, target: str, method: str
+) -> RoleCallError:
     """The exception that the server raised, or the nearest one for a status that is not ours.
 
     `metadata`: the trailing (key, value) pairs. What google.rpc.RetryInfo says is the detail `retry_after_s`."""
@@ -87,7 +109,11 @@ def to_error(code: grpc.StatusCode, details: str | None, metadata: Iterable[Any]
     kind, what = _PLAIN.get(code, (RoleCallError, f"failed with {code.name}"))
     if kind is errors.RateLimitedError and _TOO_LARGE.search(details or ""):
         kind, what = errors.ExhaustedError, "is at a limit"
-    own = {"retry_after_s": f"{pause.retry_delay.ToTimedelta().total_seconds():g}"} if pause.HasField("retry_delay") else {}
+    own = (
+        {"retry_after_s": f"{pause.retry_delay.ToTimedelta().total_seconds():g}"}
+        if pause.HasField("retry_delay")
+        else {}
+    )
     text = f"{target} {what} ({method}): {details or code.name}"
     return kind(text, target=target, method=method, code=code.name, **own)
 

@@ -1,4 +1,6 @@
-"""Credentials from files. Servers read them again at each handshake when they changed, so certificates rotate without a restart."""
+"""Credentials from files. Servers read them again at each handshake when they changed, so certificates rotate without a
+restart.
+"""
 
 import logging
 import ssl
@@ -14,19 +16,25 @@ _LOG = logging.getLogger(__name__)
 
 
 def server_credentials(tls: TlsSection, client_certificates: bool) -> grpc.ServerCredentials:
-    """With `client_certificates`, mutual TLS: clients must present one signed by `tls.ca_file`. ConfigError when a file cannot be read."""
+    """With `client_certificates`, mutual TLS: clients must present one signed by `tls.ca_file`. ConfigError when a file
+    cannot be read.
+    """
     # None from the fetcher means "unchanged", which gRPC documents and the published types leave out.
     return grpc.dynamic_ssl_server_credentials(_configuration(tls), _changed_configuration(tls), client_certificates)  # type: ignore[arg-type]
 
 
 def mutual_credentials(tls: TlsSection) -> grpc.ChannelCredentials:
-    """The roles' credentials among themselves: our certificate, their roots. Read once, when the channel opens. ConfigError when a file cannot be used."""
+    """The roles' credentials among themselves: our certificate, their roots. Read once, when the channel opens.
+    ConfigError when a file cannot be used.
+    """
     key, certificate = _pair(tls)
     return grpc.ssl_channel_credentials(read_roots(tls.ca_file, "rpc.tls.ca_file"), key, certificate)
 
 
 def public_credentials(ca_file: Path | None) -> grpc.ChannelCredentials:
-    """TLS towards somebody else's service: the roots in `ca_file`, else the system's; no certificate of ours. ConfigError when the file cannot be used."""
+    """TLS towards somebody else's service: the roots in `ca_file`, else the system's; no certificate of ours.
+    ConfigError when the file cannot be used.
+    """
     return grpc.ssl_channel_credentials(read_roots(ca_file, "ca_file") if ca_file else None)
 
 
@@ -44,22 +52,29 @@ def read(path: Path, name: str) -> bytes:
 
 
 def read_roots(path: Path, name: str) -> bytes:
-    """PEM of the certificates to trust; ConfigError naming the setting when the file cannot be read or holds none. gRPC would only fail to connect."""
+    """PEM of the certificates to trust; ConfigError naming the setting when the file cannot be read or holds none. gRPC
+    would only fail to connect.
+    """
     pem = read(path, name)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cafile=path)
     except ssl.SSLError as error:
-        raise ConfigError(f"{name}: {path} holds no certificate that can be read ({error.reason or error}); name a PEM file") from error
+        raise ConfigError(
+            f"{name}: {path} holds no certificate that can be read ({error.reason or error}); name a PEM file"
+        ) from error
     return pem
 
 
 def _pair(tls: TlsSection) -> tuple[bytes, bytes]:
     key, certificate = read(tls.key_file, "rpc.tls.key_file"), read(tls.certificate_file, "rpc.tls.certificate_file")
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(tls.certificate_file, tls.key_file, password=lambda: b"")
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(
+            tls.certificate_file, tls.key_file, password=lambda: b""
+        )
     except ssl.SSLError as error:
         raise ConfigError(
-            f"rpc.tls: {tls.certificate_file} and {tls.key_file} are no certificate with its key ({error.reason or error}); name two PEM files that belong "
+            f"rpc.tls: {tls.certificate_file} and {tls.key_file} are no certificate with its key "
+            f"({error.reason or error}); name two PEM files that belong "
             "together, the key without a password"
         ) from error
     return key, certificate

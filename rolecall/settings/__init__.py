@@ -1,12 +1,14 @@
 """The configuration of a run: one YAML file, one section per role, frozen and checked before anything starts.
 
-`load_settings(path, overrides)` is the only way in; unknown keys are errors; relative paths are relative to the file. An override is
-`section.key=value`, the value read as YAML. Environment variables are read in environment.py and nowhere else.
+`load_settings(path, overrides)` is the only way in; unknown keys are errors; relative paths are relative to the file.
+An override is `section.key=value`, the value read as YAML. Environment variables are read in environment.py and nowhere
+else.
 
-A role without an `address` is local: `rolecall train` starts it on a free port. One with an address runs elsewhere and is only called.
+A role without an `address` is local: `rolecall train` starts it on a free port. One with an address runs elsewhere and
+is only called.
 """
 
-from rolecall.settings.advantages import (
+from rolecall.settings.algorithm.advantages import (
     AdvantageSection,
     CustomAdvantage,
     GaeAdvantage,
@@ -21,8 +23,8 @@ from rolecall.settings.advantages import (
     RemaxAdvantage,
     RlooAdvantage,
 )
-from rolecall.settings.algorithm import AlgorithmSection
-from rolecall.settings.correction import (
+from rolecall.settings.algorithm.algorithm import AlgorithmSection
+from rolecall.settings.algorithm.correction import (
     CorrectionSection,
     CorrectionWeight,
     DivergenceBound,
@@ -32,29 +34,9 @@ from rolecall.settings.correction import (
     SequenceWeight,
     TokenWeight,
 )
-from rolecall.settings.data import DataSection, EvaluationSection, EvaluationSet, JobSection, ModelSection, RunSection, SamplingSection
-from rolecall.settings.distillation import TEACHER, DistillationSection
-from rolecall.settings.environment import (
-    child_environment,
-    from_environment,
-    incarnation_given,
-    parent_to_die_with,
-    rank_of_process,
-    tied_to_this_process,
-    visible_gpus,
-)
-from rolecall.settings.kl import ACTOR_BASE, KL_ERROR_BOUND, AdaptiveKl, KlEstimator, KlSection
-from rolecall.settings.load import (
-    checkpoints_of,
-    load_settings,
-    load_sft_settings,
-    overrides_from,
-    recipe_file,
-    recipe_names,
-    store_url_file,
-    with_running_store,
-)
-from rolecall.settings.losses import (
+from rolecall.settings.algorithm.distillation import TEACHER, DistillationSection
+from rolecall.settings.algorithm.kl import ACTOR_BASE, KL_ERROR_BOUND, AdaptiveKl, KlEstimator, KlSection
+from rolecall.settings.algorithm.losses import (
     Aggregation,
     CispoLoss,
     ClipCovLoss,
@@ -72,6 +54,35 @@ from rolecall.settings.losses import (
     ReinforceLoss,
     SapoLoss,
 )
+from rolecall.settings.algorithm.shaping import CurriculumSection, FiltersSection, OverlongSection, ShapingSection
+from rolecall.settings.data import (
+    DataSection,
+    EvaluationSection,
+    EvaluationSet,
+    JobSection,
+    ModelSection,
+    RunSection,
+    SamplingSection,
+)
+from rolecall.settings.environment import (
+    child_environment,
+    from_environment,
+    incarnation_given,
+    parent_to_die_with,
+    rank_of_process,
+    tied_to_this_process,
+    visible_gpus,
+)
+from rolecall.settings.load import (
+    checkpoints_of,
+    load_settings,
+    load_sft_settings,
+    overrides_from,
+    recipe_file,
+    recipe_names,
+    store_url_file,
+    with_running_store,
+)
 from rolecall.settings.plugin import FunctionName, PluginSection
 from rolecall.settings.reward import (
     BoxedScorer,
@@ -88,7 +99,16 @@ from rolecall.settings.reward import (
     ScorerSection,
 )
 from rolecall.settings.run import RunSettings
-from rolecall.settings.section import CheckpointUrl, ConfigPath, NonNegativeFloat, NonNegativeInt, Pattern, Section, ServiceSection, UnitFloat
+from rolecall.settings.section import (
+    CheckpointUrl,
+    ConfigPath,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Pattern,
+    Section,
+    ServiceSection,
+    UnitFloat,
+)
 from rolecall.settings.services import (
     ControllerSection,
     LauncherSection,
@@ -101,8 +121,16 @@ from rolecall.settings.services import (
     WeightsSection,
 )
 from rolecall.settings.sft import SftDataSection, SftEvaluationSection, SftRunSection, SftSettings
-from rolecall.settings.shaping import CurriculumSection, FiltersSection, OverlongSection, ShapingSection
-from rolecall.settings.trainers import ActorSection, CriticSection, LoraSection, MoeSection, OptimizerSection, ParallelSection, ReferenceSection, TrainerSection
+from rolecall.settings.trainers import (
+    ActorSection,
+    CriticSection,
+    LoraSection,
+    MoeSection,
+    OptimizerSection,
+    ParallelSection,
+    ReferenceSection,
+    TrainerSection,
+)
 
 __all__ = [
     "ACTOR_BASE",

@@ -17,10 +17,13 @@ class JobSection(Section):
     seed: NonNegativeInt = 0
     """Everything random derives from it: data order, sampling seeds, initial heads."""
     checkpoint_url: CheckpointUrl | None = None
-    """Where checkpoints live, a folder or an fsspec URL (s3://bucket/run; with the extra `s3`), reached by the controller and every rank of the trainers.
-    Absent: the folder checkpoints of `dir`."""
+    """Where checkpoints live, a folder or an fsspec URL (s3://bucket/run; with the extra `s3`), reached by the
+    controller and every rank of the trainers. Absent: the folder checkpoints of `dir`.
+    """
     checkpoint_every_steps: PositiveInt = 20
-    """Steps between checkpoints; there is always one at the end. Of a run, rows of trained batches stay in the store until a checkpoint covers them."""
+    """Steps between checkpoints; there is always one at the end. Of a run, rows of trained batches stay in the store
+    until a checkpoint covers them.
+    """
     keep_checkpoints: PositiveInt = 2
     """Checkpoints kept; older committed ones are deleted."""
 
@@ -45,14 +48,16 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type that weights are computed in and published in. The optimizer's master weights are float32."""
     head_dtype: Literal["model", "float32"] = "model"
-    """Type that logits are computed in, by trainers, references and rollouts alike. `float32`: the output layer's products of bfloat16
-    weights and hidden states are not rounded, by up to 0.06 on logits from 16 on, at the price of computing them again in the backward pass."""
+    """Type that logits are computed in, by trainers, references and rollouts alike. `float32`: the output layer's
+    products of bfloat16 weights and hidden states are not rounded, by up to 0.06 on logits from 16 on, at the price of
+    computing them again in the backward pass.
+    """
     max_model_tokens: PositiveInt | None = None
     """Longest prompt + response; absent: the model's own maximum."""
 
 
 class DataSection(Section):
-    """Prompts: JSONL or parquet, one prompt a line. See `rolecall/dataset.py` for what a row must be."""
+    """Prompts: JSONL or parquet, one prompt a line. See `rolecall/data/dataset.py` for what a row must be."""
 
     train: ConfigPath
     """File of training prompts."""
@@ -71,7 +76,9 @@ class DataSection(Section):
 
 
 class SamplingSection(Section):
-    """How training responses are sampled. The sampler's distribution is softmax(logits / temperature), untouched: training allows nothing else."""
+    """How training responses are sampled. The sampler's distribution is softmax(logits / temperature), untouched:
+    training allows nothing else.
+    """
 
     num_responses: PositiveInt = 8
     """G, responses per prompt."""
@@ -89,7 +96,9 @@ class EvaluationSet(Section):
     path: ConfigPath
     """File of prompts, same fields as the training data."""
     num_responses: PositiveInt = 1
-    """n, responses per prompt: reward and accuracy are means over all, pass@k and maj@k are reported for the powers of two up to n and for n."""
+    """n, responses per prompt: reward and accuracy are means over all, pass@k and maj@k are reported for the powers of
+    two up to n and for n.
+    """
     temperature: NonNegativeFloat = 0.0
     """0 is greedy."""
     top_p: UnitFloat = 1.0
@@ -110,4 +119,6 @@ class EvaluationSection(Section):
     num_samples_kept: NonNegativeInt = 20
     """Samples per set written to samples.jsonl at each evaluation."""
     timeout_s: PositiveFloat = 600.0
-    """Deadline of one evaluation, which the next publish waits for no longer; unless set, longer with the sets' max_tokens."""
+    """Deadline of one evaluation, which the next publish waits for no longer; unless set, longer with the sets'
+    max_tokens.
+    """

@@ -3,9 +3,10 @@
     derived = derive(settings)               # a RunSettings in the making; `rolecall check` prints them
     filled_in(settings, derived)             # its sections with them
 
-A deadline ends work that will never end; it must not end work that is slow. What it bounds is estimated from the model's files, the lengths and the devices at
-rates that a healthy machine exceeds many times over, and a section's default, right for small models on CPUs, is the least. Work that hangs is found long
-before by `hang_s`, the time without any progress.
+A deadline ends work that will never end; it must not end work that is slow. What it bounds is estimated from the
+model's files, the lengths and the devices at rates that a healthy machine exceeds many times over, and a section's
+default, right for small models on CPUs, is the least. Work that hangs is found long before by `hang_s`, the time
+without any progress.
 """
 
 from collections.abc import Iterable
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from rolecall.settings.run import RunSettings
 
 TOKENS_PER_S = 2.0
-"""Of one response: a twentieth of a GPU's rate under load, as where the KV cache holds a twentieth of what is sampled at a time."""
+"""Of one response: a twentieth of a GPU's rate under load, as where the KV cache holds a twentieth of what is sampled
+at a time.
+"""
 DISK_BYTES_PER_S = 100e6
 """Of reading a model, or writing a checkpoint, over a network."""
 WIRE_BYTES_PER_S = 500e6
@@ -34,7 +37,7 @@ CHECKPOINT_BYTES_PER_PARAMETER = 12
 PREFILL_TOKENS = 8192
 """Of one step of the sampler."""
 PROBED_TOKENS = 2 * 256
-"""Of a publish's probe, which each side computes twice (services/controller/probe.py)."""
+"""Of a publish's probe, which each side computes twice (services/controller/publish/probe.py)."""
 GPU_START_S = 900.0
 """Compilation and the capture of CUDA graphs, beside the reading."""
 GPU_HANG_S = 300.0
@@ -79,7 +82,9 @@ def filled_in(settings: "RunSettings", derived: Iterable[Deadline]) -> dict[str,
     sections: dict[str, Any] = {}
     for (top, *names), update in values.items():
         if names:
-            sections.setdefault(top, dict(settings.references))[names[0]] = settings.references[names[0]].model_copy(update=update)
+            sections.setdefault(top, dict(settings.references))[names[0]] = settings.references[names[0]].model_copy(
+                update=update
+            )
         else:
             section: Section = getattr(settings, top)
             sections[top] = section.model_copy(update=update)
@@ -90,7 +95,9 @@ class _Derivation:
     def __init__(self, settings: "RunSettings") -> None:
         self._settings = settings
         self.derived: list[Deadline] = []
-        self._trainers: dict[tuple[str, ...], tuple[TrainerSection, Path]] = {("actor",): (settings.actor, settings.model.path)}
+        self._trainers: dict[tuple[str, ...], tuple[TrainerSection, Path]] = {
+            ("actor",): (settings.actor, settings.model.path)
+        }
         if settings.critic is not None:
             self._trainers["critic",] = settings.critic, settings.critic.path or settings.model.path
         for name, reference in settings.references.items():
@@ -100,9 +107,17 @@ class _Derivation:
     def derive(self) -> None:
         """In an order in which each is known before another is made of it."""
         settings = self._settings
-        longest = max([settings.sampling.max_tokens, *(part.max_tokens or 0 for part in settings.evaluation.sets.values())])
+        longest = max(
+            [settings.sampling.max_tokens, *(part.max_tokens or 0 for part in settings.evaluation.sets.values())]
+        )
         generating_s = longest / TOKENS_PER_S
-        self._say(settings.rollout, ("rollout",), "generation_timeout_s", 600 + generating_s, f"600 s and {longest} tokens at {TOKENS_PER_S:g}/s")
+        self._say(
+            settings.rollout,
+            ("rollout",),
+            "generation_timeout_s",
+            600 + generating_s,
+            f"600 s and {longest} tokens at {TOKENS_PER_S:g}/s",
+        )
         tokens = sum(part.max_tokens or settings.sampling.max_tokens for part in settings.evaluation.sets.values())
         about = f"600 s and the sets' longest responses, {tokens} tokens, at {TOKENS_PER_S:g}/s"
         self._say(settings.evaluation, ("evaluation",), "timeout_s", 600 + tokens / TOKENS_PER_S, about)
@@ -112,28 +127,53 @@ class _Derivation:
             self._trainer(path, section, self._bytes[model] / FILE_BYTES_PER_PARAMETER)
         on, base_s = ("GPUs", GPU_ROLLOUT_HANG_S) if self._uses_gpus else ("CPUs", 0.0)
         prefill_s = 2 * self._bytes[settings.model.path] / FILE_BYTES_PER_PARAMETER * PREFILL_TOKENS / FLOPS_PER_S[on]
-        self._say(settings.rollout, ("rollout",), "hang_s", max(base_s, prefill_s), f"{on}, {PREFILL_TOKENS} prompt tokens of this model in one step")
+        self._say(
+            settings.rollout,
+            ("rollout",),
+            "hang_s",
+            max(base_s, prefill_s),
+            f"{on}, {PREFILL_TOKENS} prompt tokens of this model in one step",
+        )
 
     def _weights(self, generating_s: float) -> float:
         weights, rollout = self._settings.weights, self._settings.rollout
         backend = weights.backend or ("nccl" if self._settings.actor.devices else "gloo")
         is_nccl = backend == "nccl"
-        self._say(weights, ("weights",), "open_timeout_s", NCCL_OPEN_S if is_nccl else 0.0, f"ranks that meet over {backend}")
+        self._say(
+            weights, ("weights",), "open_timeout_s", NCCL_OPEN_S if is_nccl else 0.0, f"ranks that meet over {backend}"
+        )
         num_bytes, on = self._bytes[self._settings.model.path], "GPUs" if self._uses_gpus else "CPUs"
         probe_s = 2 * num_bytes / FILE_BYTES_PER_PARAMETER * PROBED_TOKENS / FLOPS_PER_S[on]
-        first = f"a bucket over {backend}, the first one's connections included, and {PROBED_TOKENS} tokens of the probe on {on}"
+        first = (
+            f"a bucket over {backend}, the first one's connections included, and {PROBED_TOKENS} tokens of the "
+            f"probe on {on}"
+        )
         self._say(weights, ("weights",), "bucket_timeout_s", (NCCL_BUCKET_S if is_nccl else 0.0) + probe_s, first)
-        waited_s, waiting = (generating_s, ", and responses in flight, which pause_mode wait lets end") if rollout.pause_mode == "wait" else (0.0, "")
+        waited_s, waiting = (
+            (generating_s, ", and responses in flight, which pause_mode wait lets end")
+            if rollout.pause_mode == "wait"
+            else (0.0, "")
+        )
         sent = f"600 s and {_size(num_bytes)} at {WIRE_BYTES_PER_S / 1e6:g} MB/s{waiting}"
-        return self._say(weights, ("weights",), "publish_timeout_s", 600 + num_bytes / WIRE_BYTES_PER_S + waited_s, sent)
+        return self._say(
+            weights, ("weights",), "publish_timeout_s", 600 + num_bytes / WIRE_BYTES_PER_S + waited_s, sent
+        )
 
     def _controller(self, publish_s: float) -> None:
         settings, largest = self._settings, max(self._bytes.values())
         base_s, on = (GPU_START_S, "GPUs") if self._uses_gpus else (300.0, "CPUs")
         read = f"{on}, {base_s:g} s and {_size(largest)} of the largest model at {DISK_BYTES_PER_S / 1e6:g} MB/s"
-        start_s = self._say(settings.controller, ("controller",), "start_timeout_s", base_s + largest / DISK_BYTES_PER_S, read)
+        start_s = self._say(
+            settings.controller, ("controller",), "start_timeout_s", base_s + largest / DISK_BYTES_PER_S, read
+        )
         longest_s = max(start_s, publish_s)
-        self._say(settings.controller, ("controller",), "stall_timeout_s", longest_s, "a role that starts again, or one publish, whichever may take longer")
+        self._say(
+            settings.controller,
+            ("controller",),
+            "stall_timeout_s",
+            longest_s,
+            "a role that starts again, or one publish, whichever may take longer",
+        )
 
     def _trainer(self, path: tuple[str, ...], section: TrainerSection, num_parameters: float) -> None:
         settings, on = self._settings, "GPUs" if section.devices else "CPUs"
@@ -143,11 +183,19 @@ class _Derivation:
         train_s = forward_s * (1 + 3 * settings.algorithm.num_epochs)
         saved_s = CHECKPOINT_BYTES_PER_PARAMETER * num_parameters / DISK_BYTES_PER_S
         rate = f"{num_parameters / 1e9:,.1f}B parameters on {section.num_ranks} x {FLOPS_PER_S[on] / 1e12:g} TFLOP/s"
-        self._say(section, path, "train_timeout_s", max(train_s, saved_s), f"a batch of {tokens} tokens, {rate}, or a checkpoint")
+        self._say(
+            section,
+            path,
+            "train_timeout_s",
+            max(train_s, saved_s),
+            f"a batch of {tokens} tokens, {rate}, or a checkpoint",
+        )
         self._say(section, path, "compute_timeout_s", forward_s, f"a pass over {tokens} tokens, {rate}")
         microbatch_s = 2 * num_parameters * section.token_budget / section.parallel.slot_size / FLOPS_PER_S[on]
         base_s = GPU_HANG_S if section.devices else 0.0
-        self._say(section, path, "hang_s", max(base_s, microbatch_s), f"{on}, a pass over token_budget {section.token_budget}")
+        self._say(
+            section, path, "hang_s", max(base_s, microbatch_s), f"{on}, a pass over token_budget {section.token_budget}"
+        )
 
     @property
     def _uses_gpus(self) -> bool:

@@ -1,4 +1,6 @@
-"""Every environment variable that RoleCall reads, and the environment it gives to its processes. Nothing else reads os.environ."""
+"""Every environment variable that RoleCall reads, and the environment it gives to its processes. Nothing else reads
+os.environ.
+"""
 
 import os
 from collections.abc import Mapping
@@ -20,12 +22,16 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def incarnation_given() -> str | None:
-    """ROLECALL_INCARNATION: the identity that the launcher gave to this start of a role, by which it knows reports about it."""
+    """ROLECALL_INCARNATION: the identity that the launcher gave to this start of a role, by which it knows reports
+    about it.
+    """
     return os.environ.get("ROLECALL_INCARNATION") or None
 
 
 def parent_to_die_with() -> int | None:
-    """ROLECALL_DIE_WITH_PARENT: pid of the launcher whose death must end this process; 1 when its pid is not told; absent: None."""
+    """ROLECALL_DIE_WITH_PARENT: pid of the launcher whose death must end this process; 1 when its pid is not told;
+    absent: None.
+    """
     value = os.environ.get("ROLECALL_DIE_WITH_PARENT", "")
     if not value:
         return None
@@ -41,7 +47,9 @@ def tied_to_this_process() -> dict[str, str]:
 
 def rank_of_process() -> tuple[int, int, int]:
     """RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them; (0, 1, 0) outside it."""
-    rank, world_size, local_rank = (os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
+    rank, world_size, local_rank = (
+        os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+    )
     return int(rank), int(world_size), int(local_rank)
 
 

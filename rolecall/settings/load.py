@@ -23,8 +23,8 @@ _RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 def load_settings(path: Path, overrides: list[str] | None = None, recipe: str | Path | None = None) -> RunSettings:
     """Reads, overrides and checks the file at `path`. ConfigError names the key and what is wrong with it.
 
-    A recipe (`recipe:` in the file; the argument goes before it) holds the keys of a method, and is the name of one of ours or a file; what the file and
-    the overrides say goes before it.
+    A recipe (`recipe:` in the file; the argument goes before it) holds the keys of a method, and is the name of one of
+    ours or a file; what the file and the overrides say goes before it.
     """
     tree = _read(path)
     named = tree.pop("recipe", None)
@@ -44,7 +44,9 @@ def recipe_names() -> list[str]:
 
 
 def recipe_file(named: str, folder: Path = Path()) -> Path:
-    """The file of a recipe: `named` is one of `recipe_names`, or a file, relative to `folder`. ConfigError when it is neither."""
+    """The file of a recipe: `named` is one of `recipe_names`, or a file, relative to `folder`. ConfigError when it is
+    neither.
+    """
     if named in recipe_names():
         return _RECIPES / f"{named}.yaml"
     file = folder / Path(named).expanduser()
@@ -64,14 +66,21 @@ def load_sft_settings(path: Path, overrides: list[str] | None = None) -> SftSett
 
 def checkpoints_of(path: Path) -> str:
     """Folder or URL of the checkpoints by the resolved configuration of a run or of a warm start."""
-    return load_sft_settings(path).run.checkpoints if "algorithm" not in _read(path) else load_settings(path).run.checkpoints
+    return (
+        load_sft_settings(path).run.checkpoints
+        if "algorithm" not in _read(path)
+        else load_settings(path).run.checkpoints
+    )
 
 
 def _valid(kind: type[_Settings], tree: dict[str, Any], path: Path, given: str) -> _Settings:
     try:
         return kind.model_validate(tree, context={"base": path.resolve().parent})
     except ValidationError as error:
-        lines = [f"  {'.'.join(str(part) for part in item['loc']) or 'configuration'}: {_said(kind, item)}" for item in error.errors(include_url=False)]
+        lines = [
+            f"  {'.'.join(str(part) for part in item['loc']) or 'configuration'}: {_said(kind, item)}"
+            for item in error.errors(include_url=False)
+        ]
         raise ConfigError(f"{path}{given} is not a valid configuration:\n" + "\n".join(lines)) from error
 
 
@@ -90,12 +99,16 @@ def _said(kind: type[Section], item: ErrorDetails) -> str:
 
 
 def store_url_file(run_dir: Path) -> Path:
-    """Where the URL of a run's embedded store stands while the store runs; readable by the owner alone, for it holds the password."""
+    """Where the URL of a run's embedded store stands while the store runs; readable by the owner alone, for it holds
+    the password.
+    """
     return run_dir / "store" / "url"
 
 
 def with_running_store(settings: RunSettings) -> RunSettings:
-    """`settings` with the URL of the run's embedded store, where none is set and one runs: so that a role started by hand finds it."""
+    """`settings` with the URL of the run's embedded store, where none is set and one runs: so that a role started by
+    hand finds it.
+    """
     file = store_url_file(settings.run.dir)
     if settings.store.url is not None or not file.is_file():
         return settings
@@ -107,7 +120,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; give the path of a YAML file") from error
+        raise ConfigError(
+            f"cannot read the configuration {path}: {error.strerror}; give the path of a YAML file"
+        ) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(tree, dict):
@@ -116,11 +131,17 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _over(tree: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
-    """`tree` with what only `recipe` says, section by section. Of two different kinds of a section `tree`'s alone is taken."""
+    """`tree` with what only `recipe` says, section by section. Of two different kinds of a section `tree`'s alone is
+    taken.
+    """
     merged = dict(recipe)
     for key, value in tree.items():
         below = recipe.get(key)
-        if isinstance(value, dict) and isinstance(below, dict) and value.get("kind", below.get("kind")) == below.get("kind"):
+        if (
+            isinstance(value, dict)
+            and isinstance(below, dict)
+            and value.get("kind", below.get("kind")) == below.get("kind")
+        ):
             merged[key] = _over(value, below)
         else:
             merged[key] = value
@@ -145,13 +166,17 @@ def _override(tree: dict[str, Any], override: str) -> None:
 
 
 def overrides_from(arguments: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    """`--section.key value` and `--section.key=value` as overrides for `load_settings`. ConfigError names a word that is neither, with the nearest of
-    `options`, those that the command has besides."""
+    """`--section.key value` and `--section.key=value` as overrides for `load_settings`. ConfigError names a word that
+    is neither, with the nearest of `options`, those that the command has besides.
+    """
     overrides, words = [], iter(arguments)
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or "." not in key:
-            raise ConfigError(f"unexpected argument {word!r}{did_you_mean(word, options)}; overrides have the form --section.key value")
+            raise ConfigError(
+                f"unexpected argument {word!r}{did_you_mean(word, options)}; overrides have the form --section.key "
+                "value"
+            )
         if not equals:
             following = next(words, None)
             if following is None:

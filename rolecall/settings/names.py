@@ -9,21 +9,36 @@ from rolecall.nearest import did_you_mean
 
 
 def suggestion(kind: type[BaseModel], location: Sequence[int | str]) -> str:
-    """What may be meant by the unknown setting at `location` of a file of `kind`: a sibling of a similar name, or a setting of the same name elsewhere."""
+    """What may be meant by the unknown setting at `location` of a file of `kind`: a sibling of a similar name, or a
+    setting of the same name elsewhere.
+    """
     *parents, name = map(str, location)
     near = did_you_mean(name, {field for section in _at(kind, parents) for field in section.model_fields})
     if near:
         return near
-    alike = sorted((path for path in set(_paths(kind, ())) if path[-1] == name), key=lambda path: (-_shared(path, parents), path))
+    alike = sorted(
+        (path for path in set(_paths(kind, ())) if path[-1] == name), key=lambda path: (-_shared(path, parents), path)
+    )
     return f" (did you mean {'.'.join(alike[0])!r}?)" if alike else ""
 
 
 def _at(kind: type[BaseModel], parents: Sequence[str]) -> list[type[BaseModel]]:
-    """The sections that may stand there. A name that is no field is a key of a mapping, or the `kind` by which one of several sections is chosen."""
+    """The sections that may stand there. A name that is no field is a key of a mapping, or the `kind` by which one of
+    several sections is chosen.
+    """
     sections = [kind]
     for name in parents:
-        below = [found for section in sections if name in section.model_fields for found in _sections(section.model_fields[name].annotation)]
-        chosen = [section for section in sections if "kind" in section.model_fields and section.model_fields["kind"].default == name]
+        below = [
+            found
+            for section in sections
+            if name in section.model_fields
+            for found in _sections(section.model_fields[name].annotation)
+        ]
+        chosen = [
+            section
+            for section in sections
+            if "kind" in section.model_fields and section.model_fields["kind"].default == name
+        ]
         sections = below or chosen or sections
     return sections
 
@@ -44,4 +59,7 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
 
 def _shared(path: Sequence[str], parents: Sequence[str]) -> int:
     """How many names from the top they share."""
-    return next((count for count, (one, other) in enumerate(zip(path, parents, strict=False)) if one != other), min(len(path), len(parents)))
+    return next(
+        (count for count, (one, other) in enumerate(zip(path, parents, strict=False)) if one != other),
+        min(len(path), len(parents)),
+    )

@@ -97,7 +97,15 @@ class ExternalScorer(Section):
 
 
 ScorerSection: TypeAlias = Annotated[
-    ExactMatchScorer | RegexScorer | BoxedScorer | MathScorer | JsonScorer | FormatScorer | LengthScorer | FunctionScorer | ExternalScorer,
+    ExactMatchScorer
+    | RegexScorer
+    | BoxedScorer
+    | MathScorer
+    | JsonScorer
+    | FormatScorer
+    | LengthScorer
+    | FunctionScorer
+    | ExternalScorer,
     Field(discriminator="kind"),
 ]
 
@@ -131,7 +139,9 @@ class RewardSection(ServiceSection):
     max_attempts: PositiveInt = 3
     """Tries of a Score call, and of an item whose error is retryable, before the group is dropped."""
     max_failed_groups: NonNegativeInt = 32
-    """Budget of groups dropped because they could not be scored, of any controller.failure_window groups; one more stops the run."""
+    """Budget of groups dropped because they could not be scored, of any controller.failure_window groups; one more
+    stops the run.
+    """
     tls: bool = False
     """Call the `address` with TLS, checked against the system's roots, or `ca_file`."""
     ca_file: ConfigPath | None = None
@@ -142,9 +152,14 @@ class RewardSection(ServiceSection):
     @model_validator(mode="after")
     def _some_scorer(self) -> Self:
         if self.address is None and not self.components:
-            raise ValueError("reward needs components (or the address of a RewardService); add e.g. components: {correct: {scorer: {kind: exact_match}}}")
+            raise ValueError(
+                "reward needs components (or the address of a RewardService); add e.g. components: {correct: "
+                "{scorer: {kind: exact_match}}}"
+            )
         if self.tls and self.address is None:
-            raise ValueError("tls needs address: it is how somebody else's reward service is called; our own takes rpc.tls")
+            raise ValueError(
+                "tls needs address: it is how somebody else's reward service is called; our own takes rpc.tls"
+            )
         if (self.bearer_token_file or self.ca_file) and not self.tls:
             raise ValueError("bearer_token_file and ca_file need tls: true; a token is never sent in the clear")
         return self

@@ -4,7 +4,7 @@ from typing import Any, Self
 
 from pydantic import PrivateAttr, field_validator, model_validator
 
-from rolecall.settings.advantages import (
+from rolecall.settings.algorithm.advantages import (
     CustomAdvantage,
     GdpoAdvantage,
     GrpoAdvantage,
@@ -15,12 +15,12 @@ from rolecall.settings.advantages import (
     compares_responses,
     reads_values,
 )
-from rolecall.settings.algorithm import AlgorithmSection
+from rolecall.settings.algorithm.algorithm import AlgorithmSection
+from rolecall.settings.algorithm.distillation import TEACHER
+from rolecall.settings.algorithm.kl import ACTOR_BASE, KL_ERROR_BOUND
+from rolecall.settings.algorithm.losses import CustomLoss
 from rolecall.settings.data import DataSection, EvaluationSection, ModelSection, RunSection, SamplingSection
 from rolecall.settings.deadlines import Deadline, derive, filled_in
-from rolecall.settings.distillation import TEACHER
-from rolecall.settings.kl import ACTOR_BASE, KL_ERROR_BOUND
-from rolecall.settings.losses import CustomLoss
 from rolecall.settings.reward import ExternalScorer, FunctionScorer, RewardSection
 from rolecall.settings.section import Section, ServiceSection
 from rolecall.settings.services import (
@@ -67,49 +67,69 @@ class RunSettings(Section):
 
     @property
     def responses_per_group(self) -> int:
-        """Responses that a rollout samples for one group: sampling.num_responses, and the greedy one where the estimator wants it."""
+        """Responses that a rollout samples for one group: sampling.num_responses, and the greedy one where the
+        estimator wants it.
+        """
         return self.sampling.num_responses + self.algorithm.wants_greedy_response
 
     @property
     def _may_have_token_rewards(self) -> bool:
         """Whether some scorer may give them; what one elsewhere gives is not known before it is asked."""
         scorers = [component.scorer for component in self.reward.components.values()]
-        given = (isinstance(scorer, ExternalScorer) or (isinstance(scorer, FunctionScorer) and scorer.token_rewards) for scorer in scorers)
+        given = (
+            isinstance(scorer, ExternalScorer) or (isinstance(scorer, FunctionScorer) and scorer.token_rewards)
+            for scorer in scorers
+        )
         return not scorers or any(given)
 
     @field_validator("references", mode="before")
     @classmethod
     def _without_those_set_to_null(cls, references: Any) -> Any:
         """So that a file can leave out an instance that its recipe has."""
-        return {name: section for name, section in references.items() if section is not None} if isinstance(references, dict) else references
+        return (
+            {name: section for name, section in references.items() if section is not None}
+            if isinstance(references, dict)
+            else references
+        )
 
     @model_validator(mode="after")
     def _roles_fit_the_algorithm(self) -> Self:
         advantage = self.algorithm.advantage
         if reads_values(advantage) and self.critic is None:
-            raise ValueError(f"algorithm.advantage {advantage.kind} reads values: add a critic section (critic: {{}} takes all defaults)")
+            raise ValueError(
+                f"algorithm.advantage {advantage.kind} reads values: add a critic section (critic: {{}} takes all "
+                "defaults)"
+            )
         if self.critic is not None and not reads_values(advantage):
             remedy = "name values in its columns" if isinstance(advantage, CustomAdvantage) else "use kind: gae"
             raise ValueError(
-                f"critic: algorithm.advantage {advantage.kind} does not read values; remove the section (critic: null where a recipe has it) or {remedy}"
+                f"critic: algorithm.advantage {advantage.kind} does not read values; remove the section (critic: "
+                f"null where a recipe has it) or {remedy}"
             )
         kl = self.algorithm.kl
         if ACTOR_BASE in self.references:
-            raise ValueError(f"references.{ACTOR_BASE}: this name means the actor's own model without its adapters; give the instance another one")
+            raise ValueError(
+                f"references.{ACTOR_BASE}: this name means the actor's own model without its adapters; give the "
+                "instance another one"
+            )
         if kl is not None and kl.reference == ACTOR_BASE:
             if self.actor.lora is None:
                 raise ValueError(
-                    f"algorithm.kl.reference {ACTOR_BASE!r} is the actor without its adapters, and actor.lora is not set; set it, or name an instance "
+                    f"algorithm.kl.reference {ACTOR_BASE!r} is the actor without its adapters, and actor.lora is "
+                    "not set; set it, or name an instance "
                     "under references"
                 )
         elif kl is not None and kl.reference not in self.references:
-            raise ValueError(f"algorithm.kl.reference {kl.reference!r} is not under references ({sorted(self.references)}); add it")
+            raise ValueError(
+                f"algorithm.kl.reference {kl.reference!r} is not under references ({sorted(self.references)}); add it"
+            )
         distillation = self.algorithm.distillation
         teachers = distillation.instances if distillation else frozenset()
         unused = sorted(set(self.references) - teachers - ({kl.reference} if kl else set()))
         if unused:
             raise ValueError(
-                f"references {unused} are read by nothing; remove them (references.{unused[0]}: null where a recipe has it) or name them in "
+                f"references {unused} are read by nothing; remove them (references.{unused[0]}: null where a recipe "
+                "has it) or name them in "
                 "algorithm.kl.reference or algorithm.distillation"
             )
         return self
@@ -121,63 +141,105 @@ class RunSettings(Section):
             return self
         unknown = sorted(distillation.instances - set(self.references))
         if unknown:
-            raise ValueError(f"algorithm.distillation names the teachers {unknown}, which are not under references ({sorted(self.references)}); add them")
+            raise ValueError(
+                f"algorithm.distillation names the teachers {unknown}, which are not under references "
+                f"({sorted(self.references)}); add them"
+            )
         if algorithm.kl is not None and algorithm.kl.reference == TEACHER:
-            raise ValueError(f"references.{TEACHER}: what teachers say is kept under this name, and algorithm.kl reads it too; give the instance another one")
+            raise ValueError(
+                f"references.{TEACHER}: what teachers say is kept under this name, and algorithm.kl reads it too; "
+                "give the instance another one"
+            )
         if not distillation.task_coef and algorithm.filters.without_signal:
-            raise ValueError("algorithm.filters.without_signal drops groups by a reward that task_coef 0 does not train on; remove it or raise task_coef")
+            raise ValueError(
+                "algorithm.filters.without_signal drops groups by a reward that task_coef 0 does not train on; "
+                "remove it or raise task_coef"
+            )
         if not distillation.task_coef and algorithm.kl is not None and algorithm.kl.placement == "reward":
             raise ValueError(
-                "algorithm.kl.placement reward: with task_coef 0 rewards are not trained on, nor is their KL; use placement: loss or raise task_coef"
+                "algorithm.kl.placement reward: with task_coef 0 rewards are not trained on, nor is their KL; use "
+                "placement: loss or raise task_coef"
             )
         advantage = algorithm.advantage
-        if not distillation.task_coef and (reads_values(advantage) or isinstance(advantage, RemaxAdvantage | OptimalTokenBaselineAdvantage)):
-            raise ValueError(f"algorithm.advantage {advantage.kind} costs another pass, of which task_coef 0 makes nothing; use kind: grpo or raise task_coef")
+        if not distillation.task_coef and (
+            reads_values(advantage) or isinstance(advantage, RemaxAdvantage | OptimalTokenBaselineAdvantage)
+        ):
+            raise ValueError(
+                f"algorithm.advantage {advantage.kind} costs another pass, of which task_coef 0 makes nothing; use "
+                "kind: grpo or raise task_coef"
+            )
         return self
 
     @model_validator(mode="after")
     def _batch_splits(self) -> Self:
         rows = self.algorithm.groups_per_batch * self.sampling.num_responses
         if rows < self.algorithm.num_minibatches:
-            raise ValueError(f"algorithm.num_minibatches {self.algorithm.num_minibatches} exceeds the batch's {rows} trajectories")
+            raise ValueError(
+                f"algorithm.num_minibatches {self.algorithm.num_minibatches} exceeds the batch's {rows} trajectories"
+            )
         is_task_trained = self.algorithm.distillation is None or self.algorithm.distillation.task_coef > 0
         if is_task_trained and compares_responses(self.algorithm.advantage) and self.sampling.num_responses < 2:
-            raise ValueError(f"sampling.num_responses must be at least 2: {self.algorithm.advantage.kind} compares responses within a group")
+            raise ValueError(
+                f"sampling.num_responses must be at least 2: {self.algorithm.advantage.kind} compares responses "
+                "within a group"
+            )
         adaptive = self.algorithm.kl.adaptive if self.algorithm.kl is not None else None
         if adaptive is not None and rows * KL_ERROR_BOUND >= adaptive.horizon:
             raise ValueError(
-                f"algorithm.kl.adaptive.horizon {adaptive.horizon}: one step of {rows} responses could take kl_coef to 0, where it stays; raise it above "
+                f"algorithm.kl.adaptive.horizon {adaptive.horizon}: one step of {rows} responses could take kl_coef "
+                "to 0, where it stays; raise it above "
                 f"{rows * KL_ERROR_BOUND:g}"
             )
         return self
 
     @model_validator(mode="after")
     def _advantage_gets_its_rewards(self) -> Self:
-        advantage, scorers = self.algorithm.advantage, {name: component.scorer for name, component in self.reward.components.items()}
+        advantage, scorers = (
+            self.algorithm.advantage,
+            {name: component.scorer for name, component in self.reward.components.items()},
+        )
         adds_kl = self.algorithm.kl is not None and self.algorithm.kl.placement == "reward"
         if isinstance(advantage, PassAtKAdvantage) and advantage.k > self.sampling.num_responses:
-            raise ValueError(f"algorithm.advantage.k {advantage.k} exceeds sampling.num_responses {self.sampling.num_responses}; lower it")
+            raise ValueError(
+                f"algorithm.advantage.k {advantage.k} exceeds sampling.num_responses {self.sampling.num_responses}; "
+                "lower it"
+            )
         if isinstance(advantage, GrpoAdvantage) and advantage.supervision == "process":
             if not self._may_have_token_rewards:
                 raise ValueError(
-                    "algorithm.advantage.supervision process compares rewarded steps, and no scorer gives token_rewards; use one that does, or outcome"
+                    "algorithm.advantage.supervision process compares rewarded steps, and no scorer gives "
+                    "token_rewards; use one that does, or outcome"
                 )
             if adds_kl:
-                raise ValueError("algorithm.kl.placement reward would make a step of every token under supervision process; use placement loss")
-        if isinstance(advantage, MaxrlAdvantage | PassAtKAdvantage) and (adds_kl or self.algorithm.shaping.normalize is not None):
-            what, meant = ("kl.placement reward", "kl.placement loss") if adds_kl else ("shaping.normalize", "no normalize")
-            raise ValueError(f"algorithm.{what} moves the rewards that {advantage.kind} reads as right or wrong, from 0 up; use {meant}, or another estimator")
+                raise ValueError(
+                    "algorithm.kl.placement reward would make a step of every token under supervision process; use "
+                    "placement loss"
+                )
+        if isinstance(advantage, MaxrlAdvantage | PassAtKAdvantage) and (
+            adds_kl or self.algorithm.shaping.normalize is not None
+        ):
+            what, meant = (
+                ("kl.placement reward", "kl.placement loss") if adds_kl else ("shaping.normalize", "no normalize")
+            )
+            raise ValueError(
+                f"algorithm.{what} moves the rewards that {advantage.kind} reads as right or wrong, from 0 up; use "
+                f"{meant}, or another estimator"
+            )
         if isinstance(advantage, GdpoAdvantage):
             unknown = sorted(name for name in advantage.weights if scorers and name.partition("/")[0] not in scorers)
             if unknown or not (scorers or advantage.weights):
                 raise ValueError(
-                    f"algorithm.advantage.weights: gdpo weighs reward components, {unknown or 'none'} named, {sorted(scorers)} under reward.components; "
+                    f"algorithm.advantage.weights: gdpo weighs reward components, {unknown or 'none'} named, "
+                    f"{sorted(scorers)} under reward.components; "
                     "name those that the scorers give"
                 )
-            shaping = self.algorithm.shaping.model_dump(include={"clip_min", "clip_max", "normalize", "overlong"}, exclude_none=True)
+            shaping = self.algorithm.shaping.model_dump(
+                include={"clip_min", "clip_max", "normalize", "overlong"}, exclude_none=True
+            )
             if adds_kl or shaping:
                 raise ValueError(
-                    f"algorithm.advantage gdpo reads the reward's components, which {sorted(shaping) or 'KL in the reward'} does not reach; remove it"
+                    "algorithm.advantage gdpo reads the reward's components, which "
+                    f"{sorted(shaping) or 'KL in the reward'} does not reach; remove it"
                 )
         return self
 
@@ -185,14 +247,24 @@ class RunSettings(Section):
     def _loss_reads_what_is_there(self) -> Self:
         loss, kl, distillation = self.algorithm.policy_loss, self.algorithm.kl, self.algorithm.distillation
         if isinstance(loss, CustomLoss):
-            there = {"token_ids", "response_mask", "rollout_logprobs", "policy_versions", "loss_mask", "advantages", "old_logprobs"}
+            there = {
+                "token_ids",
+                "response_mask",
+                "rollout_logprobs",
+                "policy_versions",
+                "loss_mask",
+                "advantages",
+                "old_logprobs",
+            }
             there |= {"token_rewards"} if self._may_have_token_rewards else set()
             there |= {"values", "returns"} if self.critic is not None else set()
             there |= {f"{kl.reference}/logprobs"} if kl is not None else set()
             there |= {f"{TEACHER}/logprobs"} if distillation is not None else set()
             absent = sorted(set(loss.columns) - there)
             if absent:
-                raise ValueError(f"algorithm.policy_loss.columns {absent} are not in the rows of this run; there are {sorted(there)}")
+                raise ValueError(
+                    f"algorithm.policy_loss.columns {absent} are not in the rows of this run; there are {sorted(there)}"
+                )
         return self
 
     @model_validator(mode="after")
@@ -201,29 +273,41 @@ class RunSettings(Section):
         longest = self.sampling.max_tokens if overlong is None or overlong.max_tokens is None else overlong.max_tokens
         if overlong is not None and overlong.buffer_tokens > longest:
             raise ValueError(
-                f"algorithm.shaping.overlong.buffer_tokens {overlong.buffer_tokens} exceeds the longest response, {longest} tokens; even an empty one would "
+                f"algorithm.shaping.overlong.buffer_tokens {overlong.buffer_tokens} exceeds the longest response, "
+                f"{longest} tokens; even an empty one would "
                 "be punished: lower it"
             )
         if overlong is not None and longest - overlong.buffer_tokens >= self.sampling.max_tokens:
             raise ValueError(
-                f"algorithm.shaping.overlong punishes beyond {longest - overlong.buffer_tokens} tokens, and sampling.max_tokens is {self.sampling.max_tokens}: "
+                f"algorithm.shaping.overlong punishes beyond {longest - overlong.buffer_tokens} tokens, and "
+                f"sampling.max_tokens is {self.sampling.max_tokens}: "
                 "no response is that long; lower overlong.max_tokens, or leave it out"
             )
         if overlong is not None and isinstance(self.algorithm.advantage, MaxrlAdvantage):
-            raise ValueError("algorithm.shaping.overlong: maxrl divides by the group's mean reward, which this would bring near 0; remove one of them")
+            raise ValueError(
+                "algorithm.shaping.overlong: maxrl divides by the group's mean reward, which this would bring near "
+                "0; remove one of them"
+            )
         if filters.without_signal and self.responses_per_group < 2:
-            raise ValueError("algorithm.filters.without_signal: a group of one response never has any; raise sampling.num_responses, or remove the filter")
+            raise ValueError(
+                "algorithm.filters.without_signal: a group of one response never has any; raise "
+                "sampling.num_responses, or remove the filter"
+            )
         return self
 
     @model_validator(mode="after")
     def _longest_trajectory_fits(self) -> Self:
         longest = self.data.max_prompt_tokens + self.sampling.max_tokens
-        trainers: dict[str, TrainerSection] = {"actor": self.actor, **{f"references.{name}": section for name, section in self.references.items()}}
+        trainers: dict[str, TrainerSection] = {
+            "actor": self.actor,
+            **{f"references.{name}": section for name, section in self.references.items()},
+        }
         trainers |= {"critic": self.critic} if self.critic else {}
         for role, section in trainers.items():
             if section.token_budget < longest:
                 raise ValueError(
-                    f"{role}.token_budget {section.token_budget} is less than the longest trajectory, data.max_prompt_tokens + sampling.max_tokens = "
+                    f"{role}.token_budget {section.token_budget} is less than the longest trajectory, "
+                    "data.max_prompt_tokens + sampling.max_tokens = "
                     f"{longest}; raise it, or lower one of them"
                 )
         return self
@@ -233,19 +317,28 @@ class RunSettings(Section):
         updates = self.run.num_steps * self.algorithm.num_epochs
         trainers = [("actor", self.actor.optimizer, updates * self.algorithm.num_minibatches)]
         if self.critic:
-            trainers.append(("critic", self.critic.optimizer, updates * (self.critic.num_minibatches or self.algorithm.num_minibatches)))
+            trainers.append(
+                (
+                    "critic",
+                    self.critic.optimizer,
+                    updates * (self.critic.num_minibatches or self.algorithm.num_minibatches),
+                )
+            )
         for role, optimizer, num_updates in trainers:
             num_changing = optimizer.warmup_steps + (optimizer.decay_steps or 0)
             if optimizer.decay_steps and num_changing > num_updates:
                 raise ValueError(
-                    f"{role}.optimizer.warmup_steps + decay_steps = {num_changing} exceed the run's {num_updates} optimizer steps "
+                    f"{role}.optimizer.warmup_steps + decay_steps = {num_changing} exceed the run's {num_updates} "
+                    "optimizer steps "
                     "(run.num_steps x num_minibatches x num_epochs); shorten them"
                 )
         return self
 
     @model_validator(mode="after")
     def _devices_do_not_overlap(self) -> Self:
-        """A role with an `address` runs elsewhere, and so do rollouts where num_replicas is 0: their devices are other machines'."""
+        """A role with an `address` runs elsewhere, and so do rollouts where num_replicas is 0: their devices are other
+        machines'.
+        """
         owners: dict[int, str] = {}
         sections: dict[str, ServiceSection] = {"actor": self.actor, "reward": self.reward}
         sections |= {"critic": self.critic} if self.critic else {}
@@ -256,15 +349,20 @@ class RunSettings(Section):
             for device in devices:
                 if device in owners:
                     raise ValueError(
-                        f"GPU {device} is given to {owners[device]} and to {name}; give each role its own, and the address to one on another machine"
+                        f"GPU {device} is given to {owners[device]} and to {name}; give each role its own, and the "
+                        "address to one on another machine"
                     )
                 owners[device] = name
         if self.rollout.local_devices and len(self.rollout.devices) != self.rollout.num_replicas:
-            raise ValueError(f"rollout.devices has {len(self.rollout.devices)} entries, rollout.num_replicas is {self.rollout.num_replicas}; make them equal")
+            raise ValueError(
+                f"rollout.devices has {len(self.rollout.devices)} entries, rollout.num_replicas is "
+                f"{self.rollout.num_replicas}; make them equal"
+            )
         return self
 
     @model_validator(mode="after")
     def _deadlines_are_derived(self) -> Self:
         self._derived_deadlines = derive(self)
-        vars(self).update(filled_in(self, self._derived_deadlines))  # not by attribute: to everybody else the file is frozen
+        # not by attribute: to everybody else the file is frozen
+        vars(self).update(filled_in(self, self._derived_deadlines))
         return self

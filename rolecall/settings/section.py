@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from rolecall.address import check_address
 from rolecall.errors import ConfigError
-from rolecall.rpc.address import check_address
 
 NonNegativeInt: TypeAlias = Annotated[int, Field(ge=0)]
 NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0)]
@@ -27,14 +27,17 @@ ConfigPath: TypeAlias = Annotated[Path, BeforeValidator(_absolute)]
 def _without_password(url: str) -> str:
     if "://" in url and urlsplit(url).password is not None:
         raise ValueError(
-            "a password in a URL would stand in config.yaml; take it out, and give it in the environment as its library reads it (AWS_ACCESS_KEY_ID and "
+            "a password in a URL would stand in config.yaml; take it out, and give it in the environment as its "
+            "library reads it (AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY; for any other FSSPEC_<PROTOCOL>_<OPTION>, as FSSPEC_FTP_PASSWORD)"
         )
     return url
 
 
 CheckpointUrl: TypeAlias = Annotated[
-    str, BeforeValidator(lambda value, info: value if "://" in str(value) else value and str(_absolute(value, info))), AfterValidator(_without_password)
+    str,
+    BeforeValidator(lambda value, info: value if "://" in str(value) else value and str(_absolute(value, info))),
+    AfterValidator(_without_password),
 ]
 """A URL without a password, or a path as ConfigPath."""
 
@@ -42,7 +45,8 @@ CheckpointUrl: TypeAlias = Annotated[
 def _without_login(uri: str) -> str:
     if "@" in urlsplit(uri).netloc:
         raise ValueError(
-            "a user or password in it would stand in config.yaml; take them out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or "
+            "a user or password in it would stand in config.yaml; take them out, and set MLFLOW_TRACKING_USERNAME "
+            "and MLFLOW_TRACKING_PASSWORD (or "
             "MLFLOW_TRACKING_TOKEN) in the environment"
         )
     return uri
@@ -79,7 +83,9 @@ Address: TypeAlias = Annotated[str, AfterValidator(_address)]
 class Section(BaseModel):
     """Common to all sections: frozen, unknown keys and numbers that are not finite forbidden."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, validate_default=True
+    )
 
 
 class ServiceSection(Section):
@@ -90,4 +96,6 @@ class ServiceSection(Section):
     bind: Address | None = None
     """`host:port` it listens on; absent: the address."""
     devices: tuple[int, ...] = ()
-    """GPU indices it may use on its machine, on each of them where its ranks are on several; empty: CPU. No two local roles may share one."""
+    """GPU indices it may use on its machine, on each of them where its ranks are on several; empty: CPU. No two local
+    roles may share one.
+    """

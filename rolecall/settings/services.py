@@ -1,4 +1,6 @@
-"""Sections of the other roles and of what all of them stand on: rollout, weights, controller, launcher, store, RPC, telemetry, trackers."""
+"""Sections of the other roles and of what all of them stand on: rollout, weights, controller, launcher, store, RPC,
+telemetry, trackers.
+"""
 
 from typing import Annotated, Literal
 
@@ -18,7 +20,9 @@ class RolloutSection(Section):
     advertise_host: str | None = None
     """Host that others reach it by; absent: the bind's host."""
     devices: tuple[tuple[int, ...], ...] = ()
-    """GPU indices per local replica, or of each `rollout-<i>` that is started elsewhere where num_replicas is 0; empty: CPUs."""
+    """GPU indices per local replica, or of each `rollout-<i>` that is started elsewhere where num_replicas is 0; empty:
+    CPUs.
+    """
     tensor_parallel_size: PositiveInt = 1
     """GPUs a layer is split over."""
     max_num_seqs: PositiveInt = 256
@@ -34,14 +38,19 @@ class RolloutSection(Section):
     sleep_mode: bool = False
     """GPUs: lets the RPC Sleep free their memory, for which vLLM keeps weights and KV cache in a pool of its own."""
     num_threads: PositiveInt | None = None
-    """Threads of a replica on CPUs; absent: the machine's cores over local replicas. Replicas never share a core when there are enough."""
+    """Threads of a replica on CPUs; absent: the machine's cores over local replicas. Replicas never share a core when
+    there are enough.
+    """
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
     """What a publish does with requests in flight."""
     generation_timeout_s: PositiveFloat = 600.0
-    """Deadline of one group's generation, at the least; unless set, longer with sampling.max_tokens (settings/deadlines.py)."""
+    """Deadline of one group's generation, at the least; unless set, longer with sampling.max_tokens
+    (settings/deadlines.py).
+    """
     hang_s: PositiveFloat = 15.0
-    """Longest time with requests in the engine and no token from any before the replica is taken for hung and replaced; unless set, longer on GPUs and for
-    larger models."""
+    """Longest time with requests in the engine and no token from any before the replica is taken for hung and replaced;
+    unless set, longer on GPUs and for larger models.
+    """
 
     @property
     def local_devices(self) -> tuple[tuple[int, ...], ...]:
@@ -53,21 +62,28 @@ class WeightsSection(Section):
     """The weight channel."""
 
     backend: Literal["gloo", "nccl"] | None = None
-    """Collectives, said by the actor's file; absent: nccl while the actor and every rollout that has joined are on GPUs, else gloo."""
+    """Collectives, said by the actor's file; absent: nccl while the actor and every rollout that has joined are on
+    GPUs, else gloo.
+    """
     host: str = "127.0.0.1"
     """Interface on which the actor opens the rendezvous; reachable from every rollout."""
     bucket_bytes: Annotated[int, Field(ge=1024)] = 16 * 2**20
     """Bytes per broadcast."""
     open_timeout_s: PositiveFloat = 10.0
-    """Deadline of forming an epoch, and what a rollout that hangs then costs the others; unless set, longer over nccl."""
+    """Deadline of forming an epoch, and what a rollout that hangs then costs the others; unless set, longer over nccl.
+    """
     bucket_timeout_s: PositiveFloat = 10.0
-    """Deadline of one bucket, and of a receiver's last load and probe: what a rollout that hangs in a transfer costs the others; unless set,
-    longer over nccl, and for models whose probe takes long on CPUs."""
+    """Deadline of one bucket, and of a receiver's last load and probe: what a rollout that hangs in a transfer costs
+    the others; unless set, longer over nccl, and for models whose probe takes long on CPUs.
+    """
     publish_timeout_s: PositiveFloat = 600.0
-    """Deadline of one publish, pause and probe included; unless set, longer for larger models, and with pause_mode wait."""
+    """Deadline of one publish, pause and probe included; unless set, longer for larger models, and with pause_mode
+    wait.
+    """
     probe_tolerance: PositiveFloat | None = None
-    """Nats by which the probe's logprobs may differ: at every token in float32, absent: 1e-4; at 90% of them in bfloat16,
-    absent: four times the actor's own noise."""
+    """Nats by which the probe's logprobs may differ: at every token in float32, absent: 1e-4; at 90% of them in
+    bfloat16, absent: four times the actor's own noise.
+    """
 
 
 class ControllerSection(ServiceSection):
@@ -76,20 +92,30 @@ class ControllerSection(ServiceSection):
     heartbeat_s: PositiveFloat = 1.0
     """Seconds between a worker's heartbeats."""
     lease_s: PositiveFloat = 5.0
-    """Silence after which a worker is taken for dead, and a controller for gone; a group that is not renewed for longer is given to another rollout."""
+    """Silence after which a worker is taken for dead, and a controller for gone; a group that is not renewed for longer
+    is given to another rollout.
+    """
     max_deliveries: PositiveInt = 3
-    """Failures of its generation after which a group is dropped; or deaths of its rollout, after one more of them than that, the last with it alone in hand."""
+    """Failures of its generation after which a group is dropped; or deaths of its rollout, after one more of them than
+    that, the last with it alone in hand.
+    """
     max_dead_letters: NonNegativeInt = 32
-    """Budget of groups dropped because they killed or failed their rollouts too often, of any failure_window groups; one more stops the run."""
+    """Budget of groups dropped because they killed or failed their rollouts too often, of any failure_window groups;
+    one more stops the run.
+    """
     failure_window: PositiveInt = 1000
     """Groups, in order of admission, of which max_dead_letters and reward.max_failed_groups may fail."""
     start_timeout_s: PositiveFloat = 300.0
     """Deadline for every role to become healthy at the start; unless set, longer on GPUs and for larger models."""
     stall_timeout_s: PositiveFloat = 600.0
-    """Longest wait without progress: for roles that are away, or for a batch while no group ends and no rollout makes a token (where
-    reward.timeout_s or a reference's compute_timeout_s is longer, as long as that). A pause does not count. Then the run fails and says what it waited for."""
+    """Longest wait without progress: for roles that are away, or for a batch while no group ends and no rollout makes a
+    token (where reward.timeout_s or a reference's compute_timeout_s is longer, as long as that). A pause does not
+    count. Then the run fails and says what it waited for.
+    """
     max_recoveries: PositiveInt = 8
-    """Times the loop is started over from the store, after a role or the store failed, without a step applied in between; one more stops the run."""
+    """Times the loop is started over from the store, after a role or the store failed, without a step applied in
+    between; one more stops the run.
+    """
     max_score_calls: PositiveInt = 32
     """Score calls under way at a time."""
     num_samples_kept: NonNegativeInt = 8
@@ -100,7 +126,9 @@ class LauncherSection(Section):
     """How `rolecall train` restarts its local processes."""
 
     max_restarts: NonNegativeInt = 5
-    """Restarts of one role without a step applied in between; one more stops the run, with a checkpoint where that is possible."""
+    """Restarts of one role without a step applied in between; one more stops the run, with a checkpoint where that is
+    possible.
+    """
     backoff_s: PositiveFloat = 0.5
     """Pause before the first restart; doubled at each further one, until a step is applied."""
     max_backoff_s: PositiveFloat = 30.0
@@ -111,7 +139,9 @@ class StoreSection(Section):
     """Redis or Valkey."""
 
     url: SecretStr | None = None
-    """`redis://`, `rediss://`, `unix://`, `redis+sentinel://host:port/service` or `redis+cluster://`; absent: an embedded Valkey in the run directory."""
+    """`redis://`, `rediss://`, `unix://`, `redis+sentinel://host:port/service` or `redis+cluster://`; absent: an
+    embedded Valkey in the run directory.
+    """
     durability: Literal["strict", "relaxed"] = "strict"
     """`strict` refuses an external store whose appendfsync is not `always`."""
     num_shards: PositiveInt = 1
@@ -158,7 +188,9 @@ class TelemetrySection(Section):
 
 
 class TrackersSection(Section):
-    """Where metrics and samples go, besides metrics.jsonl and samples.jsonl, which are always written. None of them can stop a run."""
+    """Where metrics and samples go, besides metrics.jsonl and samples.jsonl, which are always written. None of them can
+    stop a run.
+    """
 
     tensorboard: bool = True
     """Event files in <run dir>/tensorboard."""
@@ -167,4 +199,6 @@ class TrackersSection(Section):
     mlflow_uri: MlflowUri | None = None
     """MLflow tracking URI; needs the extra `mlflow`."""
     custom: PluginSection | None = None
-    """A tracker of your own: a function that is called with a rolecall.trackers.TrackedRun and returns a rolecall.trackers.Tracker."""
+    """A tracker of your own: a function that is called with a rolecall.trackers.TrackedRun and returns a
+    rolecall.trackers.Tracker.
+    """

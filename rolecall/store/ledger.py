@@ -1,11 +1,13 @@
 """The controller's side of the ledger: admit, read what was committed, seal, count, publish, expel.
 
-One controller per run: `lock` gives it a fencing number, which every script carries; an older controller gets FencedError from each. Every change is
-one script, safe to repeat. The rules are in the scripts, the keys at the top of `scripts/common.lua`.
+One controller per run: `lock` gives it a fencing number, which every script carries; an older controller gets
+FencedError from each. Every change is one script, safe to repeat. The rules are in the scripts, the keys at the top of
+`scripts/common.lua`.
 
-Liveness of the other controller is judged on our own clock: its heartbeat is a counter in the store, and whoever wants the run watches that counter
-for a whole lease on the monotonic clock. The server's clock decides nothing, so neither a clock jump nor a stopped server expires a lease; the price
-is that taking over from a controller that died costs one lease of waiting (none after `unlock`).
+Liveness of the other controller is judged on our own clock: its heartbeat is a counter in the store, and whoever wants
+the run watches that counter for a whole lease on the monotonic clock. The server's clock decides nothing, so neither a
+clock jump nor a stopped server expires a lease; the price is that taking over from a controller that died costs one
+lease of waiting (none after `unlock`).
 """
 
 import secrets
@@ -62,8 +64,8 @@ class Admission:
 class Ledger:
     """The ledger of run `run`. Threads may share it after `lock`.
 
-    Calls that return a bool say whether they had an effect or found it done before: by an earlier call, or by this very one when its first answer was
-    lost and it was sent again. So false is never an error.
+    Calls that return a bool say whether they had an effect or found it done before: by an earlier call, or by this very
+    one when its first answer was lost and it was sent again. So false is never an error.
     """
 
     def __init__(self, connection: Connection, run: str) -> None:
@@ -78,10 +80,12 @@ class Ledger:
         return self._ctl
 
     def lock(self, lease_s: float, known_ctl: int = 0) -> int:
-        """Takes the run and returns our fencing number, above `known_ctl`, one that there was. RunLockedError while another controller is alive.
+        """Takes the run and returns our fencing number, above `known_ctl`, one that there was. RunLockedError while
+        another controller is alive.
 
-        Blocks up to `lease_s` to see that no other controller's heartbeat moves, unless none holds the run. A look that came late, because the store was
-        away or this process stood still, begins the lease anew: nobody could beat, or be heard, meanwhile.
+        Blocks up to `lease_s` to see that no other controller's heartbeat moves, unless none holds the run. A look that
+        came late, because the store was away or this process stood still, begins the lease anew: nobody could beat, or
+        be heard, meanwhile.
         """
         seen, looked_at = self._holder(), time.monotonic()
         deadline = looked_at + (lease_s if seen[2] else 0.0)
@@ -109,27 +113,34 @@ class Ledger:
         self._call("beat")
 
     def admit(self, group: PromptGroup, cursor: bytes, traceparent: str = "") -> bool:
-        """Admits `group`, whose gid must be the next; `cursor` is the data position after it. False when that gid was admitted before.
+        """Admits `group`, whose gid must be the next; `cursor` is the data position after it. False when that gid was
+        admitted before.
 
         OutOfOrderError for a later gid. StoreFullError is back-pressure: admit again later.
         """
         return self._call("admit", *Admission(group, cursor, traceparent).arguments).fresh
 
     def admit_all(self, admissions: Sequence[Admission]) -> None:
-        """As `admit`, of each in order, in two round trips. When one is refused, those before it stay admitted; the same call may be made again."""
+        """As `admit`, of each in order, in two round trips. When one is refused, those before it stay admitted; the
+        same call may be made again.
+        """
         calls = [(self._ctl, *item.arguments) for item in admissions]
         for reply in self._connection.script_many("admit", [self._prefix], calls):
             scripts.check(reply, self._run)
 
     def read_committed(self, position: str, count: int, block_s: float) -> list[tuple[str, CommittedGroup]]:
-        """Committed groups after `position` ("0": all that are committed or sealed), at most `count`, as (position, group). Blocks up to `block_s` for one."""
+        """Committed groups after `position` ("0": all that are committed or sealed), at most `count`, as (position,
+        group). Blocks up to `block_s` for one.
+        """
         stream, deadline = f"{self._prefix}trajectories", time.monotonic() + block_s
         while True:
             left_ms = int(min(deadline - time.monotonic(), MAX_BLOCK_S) * 1000)
             block = ("BLOCK", left_ms) if left_ms > 0 else ()
             reply = self._connection.command("XREAD", "COUNT", count, *block, "STREAMS", stream, position)
             if reply:
-                return [(entry.decode(), CommittedGroup.FromString(fields[b"group"])) for entry, fields in _entries(reply)]
+                return [
+                    (entry.decode(), CommittedGroup.FromString(fields[b"group"])) for entry, fields in _entries(reply)
+                ]
             if not block:
                 return []
 
@@ -139,15 +150,17 @@ class Ledger:
         return [PromptGroup.FromString(fields[b"group"]) for _, fields in entries]
 
     def drop(self, gid: int, reason: str, error: str = "") -> bool:
-        """Makes group `gid` terminal untrained, counted under `reason`; an `error` text makes it a dead letter, which also says what its last worker
-        reported. False when it was terminal before.
+        """Makes group `gid` terminal untrained, counted under `reason`; an `error` text makes it a dead letter, which
+        also says what its last worker reported. False when it was terminal before.
 
         ConflictError for a sealed group, NotFoundError for one never admitted.
         """
         return self._call("drop", gid, reason, error[:MAX_ERROR_CHARS]).fresh
 
     def begin_batch(self, step: int, gids: Sequence[int]) -> None:
-        """Remembers the groups that trainers are asked about for the batch of `step`, before it is sealed. OutOfOrderError for another step."""
+        """Remembers the groups that trainers are asked about for the batch of `step`, before it is sealed.
+        OutOfOrderError for another step.
+        """
         self._call("begin_batch", step, *gids)
 
     def begun(self, step: int) -> list[int]:
@@ -157,7 +170,8 @@ class Ledger:
     def seal(self, batch: TrainBatch) -> bool:
         """Fixes the batch of the next step: ids, order, digest. False when it was sealed with the same digest before.
 
-        OutOfOrderError for another step, BatchMismatchError for another digest, ConflictError for a group that is not committed.
+        OutOfOrderError for another step, BatchMismatchError for another digest, ConflictError for a group that is not
+        committed.
         """
         return self._call("seal", batch.step, batch.SerializeToString(), batch.digest, *batch.gids).fresh
 
@@ -167,12 +181,17 @@ class Ledger:
         return None if data is None else TrainBatch.FromString(data)
 
     def commit_step(self, step: int, results: Sequence[TrainResult], algorithm_state: bytes = b"") -> bool:
-        """Counts the sealed batch of `step` as trained: step + 1, and from there `algorithm_state`. `results` go into its record. False when it was
-        committed before: then nothing changes.
+        """Counts the sealed batch of `step` as trained: step + 1, and from there `algorithm_state`. `results` go into
+        its record. False when it was committed before: then nothing changes.
 
         BatchMismatchError when a trainer's result is of another batch than the sealed one.
         """
-        return self._call("commit_step", step, algorithm_state, *(part for result in results for part in (result.digest, result.SerializeToString()))).fresh
+        return self._call(
+            "commit_step",
+            step,
+            algorithm_state,
+            *(part for result in results for part in (result.digest, result.SerializeToString())),
+        ).fresh
 
     def results(self, step: int) -> list[TrainResult]:
         """What commit_step recorded for `step`, in its order; empty when it is not trained or was freed."""
@@ -183,7 +202,8 @@ class Ledger:
     def free_rows(self, upto_step: int) -> Garbage:
         """Gives up the batches of steps below `upto_step`, which every trainer's committed checkpoint must cover.
 
-        Returns all rows nobody reads any more, those of dropped groups and of earlier calls included, until `forget` confirms that they were deleted.
+        Returns all rows nobody reads any more, those of dropped groups and of earlier calls included, until `forget`
+        confirms that they were deleted.
         """
         notes = self._call("free_rows", upto_step).values[0]
         return rows_of_garbage(dict(zip(notes[::2], notes[1::2], strict=True)))
@@ -205,18 +225,30 @@ class Ledger:
         return len(garbage.rows)
 
     def start_lineage(self, point: RunPosition) -> int:
-        """Sets the run back to `point`, a checkpoint that is not the store's own past: empty keys, counters as of then. Returns the first gid to admit.
+        """Sets the run back to `point`, a checkpoint that is not the store's own past: empty keys, counters as of then.
+        Returns the first gid to admit.
 
-        `point.lineage` is the new lineage's number, above the store's; repeated: nothing happens. Gids, versions and epochs do not go back. The
-        caller admits the checkpoint's untrained prompts again; after a crash, `position().next_gid - lineage_gid` of them were.
+        `point.lineage` is the new lineage's number, above the store's; repeated: nothing happens. Gids, versions and
+        epochs do not go back. The caller admits the checkpoint's untrained prompts again; after a crash,
+        `position().next_gid - lineage_gid` of them were.
         """
         dropped = [text for reason, count in point.dropped.items() for text in (f"dropped:{reason}", str(count))]
         version = max(point.policy_version, point.begun_version)
-        state: list[str | bytes | int] = [point.step, point.next_gid, version, point.epoch, point.cursor, point.trained, point.algorithm_state, *dropped]
+        state: list[str | bytes | int] = [
+            point.step,
+            point.next_gid,
+            version,
+            point.epoch,
+            point.cursor,
+            point.trained,
+            point.algorithm_state,
+            *dropped,
+        ]
         return int(self._call("start_lineage", point.lineage, *state).values[0])
 
     def drain(self, stream: Literal["history", "dead"], path: Path) -> int:
-        """Moves a stream to the JSONL file `path`, then deletes what was moved; returns how many lines. The file is synced before anything is deleted.
+        """Moves a stream to the JSONL file `path`, then deletes what was moved; returns how many lines. The file is
+        synced before anything is deleted.
 
         `rolecall/store/history.py` says what a line holds. A crash in between writes lines again: their `id` tells.
         DiskFullError leaves the file and the stream as they were.
@@ -237,39 +269,62 @@ class Ledger:
         return int(self._call("next_epoch").values[0])
 
     def begin_publish(self, policy_version: int, step: int) -> bool:
-        """Revokes every attestation: from here nobody claims until `attest`. StaleVersionError unless the version is above every one begun before.
+        """Revokes every attestation: from here nobody claims until `attest`. StaleVersionError unless the version is
+        above every one begun before.
 
         False when exactly this publish was begun before and not attested yet.
         """
         return self._call("begin_publish", policy_version, step).fresh
 
     def attest(self, policy_version: int, step: int, digest: str, workers: Sequence[str]) -> None:
-        """The digests were equal: the consumers `workers` hold the version last begun and may claim. More may follow later under the same version."""
+        """The digests were equal: the consumers `workers` hold the version last begun and may claim. More may follow
+        later under the same version.
+        """
         self._call("attest", policy_version, step, digest, *workers)
 
-    def expel(self, consumer: str, max_deliveries: int = 0, excused: bool = False, error: str = "") -> list[Overdelivered]:
-        """A worker is dead or left behind: revokes its attestation and hands its entries back. Returns the groups delivered too often, to be dropped.
+    def expel(
+        self, consumer: str, max_deliveries: int = 0, excused: bool = False, error: str = ""
+    ) -> list[Overdelivered]:
+        """A worker is dead or left behind: revokes its attestation and hands its entries back. Returns the groups
+        delivered too often, to be dropped.
 
-        Entries delivered `max_deliveries` times (0: no limit) are held back from everyone. `excused`: these deliveries do not count (a failed publish).
-        `error`: what happened; it stays with the groups as their last error.
+        Entries delivered `max_deliveries` times (0: no limit) are held back from everyone. `excused`: these deliveries
+        do not count (a failed publish). `error`: what happened; it stays with the groups as their last error.
         """
-        return _overdelivered(self._call("expel", consumer, max_deliveries, int(excused), error[:MAX_ERROR_CHARS]).values[1])
+        return _overdelivered(
+            self._call("expel", consumer, max_deliveries, int(excused), error[:MAX_ERROR_CHARS]).values[1]
+        )
 
     def reap(self, entries: Sequence[PendingEntry], max_deliveries: int = 0, error: str = "") -> list[Overdelivered]:
-        """Takes unrenewed entries from workers that live, each unless it was given back, claimed anew or renewed since. Otherwise as `expel`.
+        """Takes unrenewed entries from workers that live, each unless it was given back, claimed anew or renewed since.
+        Otherwise as `expel`.
 
-        Returns every group that was delivered too often and waits to be dropped: after a restart, also those that the last controller did not get to.
+        Returns every group that was delivered too often and waits to be dropped: after a restart, also those that the
+        last controller did not get to.
         """
-        held = (text for entry in entries for text in (entry.consumer, entry.entry_id, entry.delivery, round(entry.renewed_at_s * 1000)))
+        held = (
+            text
+            for entry in entries
+            for text in (entry.consumer, entry.entry_id, entry.delivery, round(entry.renewed_at_s * 1000))
+        )
         return _overdelivered(self._call("reap", max_deliveries, error[:MAX_ERROR_CHARS], *held).values[0])
 
     def note(self, gids: Sequence[int], event: str, **fields: str | int | float) -> None:
-        """Adds `event` with its `fields` to the history of groups. For what happens to them outside the ledger: "scored". A lost answer may note it twice."""
+        """Adds `event` with its `fields` to the history of groups. For what happens to them outside the ledger:
+        "scored". A lost answer may note it twice.
+        """
         if gids:
-            self._call("note", " ".join(map(str, gids)), event, *(text for name, value in fields.items() for text in (name, str(value))))
+            self._call(
+                "note",
+                " ".join(map(str, gids)),
+                event,
+                *(text for name, value in fields.items() for text in (name, str(value))),
+            )
 
     def rate(self, uid: str, rate: SuccessRate) -> bool:
-        """Keeps the success rate of prompt `uid`, which outlives controllers and lineages. False when a rate as new is kept already."""
+        """Keeps the success rate of prompt `uid`, which outlives controllers and lineages. False when a rate as new is
+        kept already.
+        """
         return self._call("rate", uid, rate.gid, repr(rate.rate)).fresh
 
     def rates(self) -> dict[str, SuccessRate]:
@@ -325,7 +380,10 @@ class Ledger:
             generating=generating,
             committed=num_trajectories,
         )
-        found = (LiveGroup(int(gid), GroupState(state.decode()), entry.decode(), int(step), int(published)) for gid, state, entry, step, published in groups)
+        found = (
+            LiveGroup(int(gid), GroupState(state.decode()), entry.decode(), int(step), int(published))
+            for gid, state, entry, step, published in groups
+        )
         return Snapshot(position, counts, tuple(found))
 
     def _holder(self) -> tuple[str, str, bytes]:
@@ -337,7 +395,9 @@ class Ledger:
 
 
 def require_free_name(settings: RunSettings) -> None:
-    """ConfigError when the store of a run that is to begin holds another one of its name, whose keys and weights it would take for its own."""
+    """ConfigError when the store of a run that is to begin holds another one of its name, whose keys and weights it
+    would take for its own.
+    """
     name, connection = settings.run.name, connect(settings.store)
     try:
         position = Ledger(connection, name).position()
@@ -345,8 +405,10 @@ def require_free_name(settings: RunSettings) -> None:
         connection.close()
     if position.next_gid:
         raise ConfigError(
-            f"run.name {name!r} is taken: the store holds a run of that name, at step {position.step} with {position.admitted} groups admitted. Give this "
-            f"run another run.name; or go on with that one from its own run.dir with --resume; or, if nobody needs it, delete its keys ({{rl:{name}...)"
+            f"run.name {name!r} is taken: the store holds a run of that name, at step {position.step} with "
+            f"{position.admitted} groups admitted. Give this "
+            "run another run.name; or go on with that one from its own run.dir with --resume; or, if nobody needs "
+            f"it, delete its keys ({{rl:{name}...)"
         )
 
 

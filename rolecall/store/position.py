@@ -1,4 +1,6 @@
-"""What a ledger says of itself: position, balance, live groups, pending entries. Plain values, decoded from one snapshot."""
+"""What a ledger says of itself: position, balance, live groups, pending entries. Plain values, decoded from one
+snapshot.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +13,9 @@ from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, TrainBatch
 
 
 class GroupState(StrEnum):
-    """Where a live group is: admitted -> committed -> sealed -> (trained). Dropped is reached from admitted and committed; terminal groups are not live."""
+    """Where a live group is: admitted -> committed -> sealed -> (trained). Dropped is reached from admitted and
+    committed; terminal groups are not live.
+    """
 
     ADMITTED = "admitted"
     COMMITTED = "committed"
@@ -29,7 +33,8 @@ class LiveGroup:
     admit_step: int
     """Steps applied when it was admitted."""
     admit_published_step: int
-    """Steps behind the weights the fleet held then: no token of it comes from older ones. -1: before the first publish."""
+    """Steps behind the weights the fleet held then: no token of it comes from older ones. -1: before the first publish.
+    """
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,9 @@ class PendingEntry:
     entry_id: str
     consumer: str
     renewed_at_s: float
-    """Time of its claim or last renewal by the server's clock, to the millisecond: watch it change, compare it with nothing else."""
+    """Time of its claim or last renewal by the server's clock, to the millisecond: watch it change, compare it with
+    nothing else.
+    """
     delivery: int
     """Delivery count, the second half of its token."""
 
@@ -78,7 +85,8 @@ class RunPosition:
     policy_version: int = -1
     """Version last attested; -1 before the first."""
     begun_version: int = -1
-    """Highest version a publish was begun under; above policy_version while a publish is under way or after one failed."""
+    """Highest version a publish was begun under; above policy_version while a publish is under way or after one failed.
+    """
     begun_step: int = -1
     """Step of that publish."""
     epoch: int = 0
@@ -134,15 +142,31 @@ def garbage_of(gid: int, rows: Sequence[RowRef]) -> Garbage:
 def decode_position(fields: Mapping[bytes, bytes]) -> RunPosition:
     """The position in the fields of the `run` hash."""
     text = {name.decode(): value for name, value in fields.items()}
-    numbers = {name: int(text[name]) for name in RunPosition.__dataclass_fields__ if name in text and name not in ("cursor", "algorithm_state")}
+    numbers = {
+        name: int(text[name])
+        for name in RunPosition.__dataclass_fields__
+        if name in text and name not in ("cursor", "algorithm_state")
+    }
     dropped = {name.removeprefix("dropped:"): int(value) for name, value in text.items() if name.startswith("dropped:")}
-    failed = {name.removeprefix("failed:"): tuple(map(int, value.split())) for name, value in text.items() if name.startswith("failed:")}
-    return RunPosition(cursor=text.get("cursor", b""), algorithm_state=text.get("algorithm_state", b""), dropped=dropped, failed=failed, **numbers)
+    failed = {
+        name.removeprefix("failed:"): tuple(map(int, value.split()))
+        for name, value in text.items()
+        if name.startswith("failed:")
+    }
+    return RunPosition(
+        cursor=text.get("cursor", b""),
+        algorithm_state=text.get("algorithm_state", b""),
+        dropped=dropped,
+        failed=failed,
+        **numbers,
+    )
 
 
 def rows_of_garbage(notes: Mapping[bytes, bytes]) -> Garbage:
     """The rows that the fields of the `garbage` hash name."""
     rows: list[RowRef] = []
     for note, message in notes.items():
-        rows += rows_of(TrainBatch.FromString(message) if note.startswith(b"batch:") else CommittedGroup.FromString(message))
+        rows += rows_of(
+            TrainBatch.FromString(message) if note.startswith(b"batch:") else CommittedGroup.FromString(message)
+        )
     return Garbage(tuple(rows), tuple(note.decode() for note in notes))

@@ -1,4 +1,6 @@
-"""Whether the store of a configuration answers, asked once before anything starts: within seconds, and with what to do when it does not."""
+"""Whether the store of a configuration answers, asked once before anything starts: within seconds, and with what to do
+when it does not.
+"""
 
 import socket
 import ssl
@@ -13,7 +15,9 @@ PROBE_S = 3.0
 
 
 def find_store(section: StoreSection) -> str:
-    """Connects to the external store of `section` as every role will; returns where it is, without the password. ConfigError says what is wrong with it."""
+    """Connects to the external store of `section` as every role will; returns where it is, without the password.
+    ConfigError says what is wrong with it.
+    """
     assert section.url is not None
     url = section.url.get_secret_value()
     where = _where(url)
@@ -39,11 +43,16 @@ def _problem(error: StoreUnavailableError, url: str) -> str:
     for cause in causes:
         match cause:
             case ssl.SSLCertVerificationError():
-                return f"shows a certificate that is not trusted ({cause.verify_message}); end the URL with ?ssl_ca_certs=FILE, the roots that signed it"
+                return (
+                    f"shows a certificate that is not trusted ({cause.verify_message}); end the URL with "
+                    "?ssl_ca_certs=FILE, the roots that signed it"
+                )
             case ssl.SSLError() if cause.reason == "WRONG_VERSION_NUMBER":
                 return "does not speak TLS; write redis:// instead of rediss://, or the port on which it does"
             case ssl.SSLError():
-                return f"and this side cannot agree on TLS ({cause.reason or cause}); correct the files that the URL names"
+                return (
+                    f"and this side cannot agree on TLS ({cause.reason or cause}); correct the files that the URL names"
+                )
             case socket.gaierror():
                 return f"names a host that is not known ({cause.strerror}); correct it"
             case FileNotFoundError() if secure:
@@ -51,6 +60,12 @@ def _problem(error: StoreUnavailableError, url: str) -> str:
             case ConnectionRefusedError() | FileNotFoundError():
                 return f"cannot be reached ({cause.strerror}); start the server, or correct the URL"
             case TimeoutError():
-                return f"did not answer within {PROBE_S:g} s; is it the right address, does a firewall let it through{', does it speak TLS' * secure}?"
+                return (
+                    f"did not answer within {PROBE_S:g} s; is it the right address, does a firewall let it "
+                    f"through{', does it speak TLS' * secure}?"
+                )
     words = str(causes[1] if len(causes) > 1 else error.message).partition(" : <")[0]
-    return f"cannot be used ({words}); start the server, or correct the URL{'' if secure else '; if it speaks TLS, write rediss://'}"
+    return (
+        f"cannot be used ({words}); start the server, or correct the "
+        f"URL{'' if secure else '; if it speaks TLS, write rediss://'}"
+    )

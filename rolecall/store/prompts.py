@@ -1,7 +1,8 @@
 """The rollouts' side of the ledger: pull prompt groups, keep the lease, commit what was sampled.
 
-A claim is a lease with a fence: renew, release and commit name the token under which the group was claimed, and the store refuses a token that is no
-longer the entry's. The rules are in the scripts claim, renew, release (which also abandons) and commit.
+A claim is a lease with a fence: renew, release and commit name the token under which the group was claimed, and the
+store refuses a token that is no longer the entry's. The rules are in the scripts claim, renew, release (which also
+abandons) and commit.
 
 Bounds: a worker claims what its engine has room for; `wait` blocks at most MAX_BLOCK_S.
 """
@@ -34,7 +35,9 @@ class Claim:
     deliveries: int
     """Times it was claimed, this one included, not counting those that were handed back."""
     max_in_hand: int
-    """Most groups that this worker may hold while it holds this one, whose worker died: it may be poison. 0: any number."""
+    """Most groups that this worker may hold while it holds this one, whose worker died: it may be poison. 0: any
+    number.
+    """
     traceparent: str
     """W3C trace context of the admission; empty when tracing is off."""
 
@@ -45,7 +48,9 @@ class Claim:
 
 
 class PromptQueue:
-    """The prompts stream of run `run` as the worker `consumer` ("<worker>.<incarnation>") sees it. Threads may share it."""
+    """The prompts stream of run `run` as the worker `consumer` ("<worker>.<incarnation>") sees it. Threads may share
+    it.
+    """
 
     def __init__(self, connection: Connection, run: str, consumer: str) -> None:
         self._connection = connection
@@ -55,10 +60,14 @@ class PromptQueue:
         self._claiming = threading.Lock()
         self._delivered = "0"
         self._unanswered = 0
-        """Number of the claim whose answer is still owed: asked again, it gives what an outage kept from us, which nobody would renew. 0: none."""
+        """Number of the claim whose answer is still owed: asked again, it gives what an outage kept from us, which
+        nobody would renew. 0: none.
+        """
 
     def claim(self, max_groups: int) -> list[Claim]:
-        """At most `max_groups` groups, none when there is no work; does not block. NotAttestedError while this worker may not sample."""
+        """At most `max_groups` groups, none when there is no work; does not block. NotAttestedError while this worker
+        may not sample.
+        """
         if max_groups < 1:
             return []
         # One at a time: the store remembers a consumer's last claim, by its number, for when its answer is lost.
@@ -77,9 +86,13 @@ class PromptQueue:
         return [self._claim(*entry) for entry in entries]
 
     def wait(self, timeout_s: float) -> bool:
-        """Blocks until there may be new work, at most min(`timeout_s`, MAX_BLOCK_S). Released groups do not end the wait: claim again after it."""
+        """Blocks until there may be new work, at most min(`timeout_s`, MAX_BLOCK_S). Released groups do not end the
+        wait: claim again after it.
+        """
         block_ms = max(1, int(min(timeout_s, MAX_BLOCK_S) * 1000))
-        reply = self._connection.command("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", f"{self._prefix}prompts", self._delivered)
+        reply = self._connection.command(
+            "XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", f"{self._prefix}prompts", self._delivered
+        )
         return bool(reply)
 
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
@@ -90,36 +103,57 @@ class PromptQueue:
         return [claims[index] for index in lost]
 
     def commit(self, claim: Claim, group: CommittedGroup, spans: Collection[tuple[int, str]]) -> bool:
-        """Makes the group exist, once. `spans`: every (policy version, weights digest) that sampled a token of it. Stage the rows before, persist them after.
+        """Makes the group exist, once. `spans`: every (policy version, weights digest) that sampled a token of it.
+        Stage the rows before, persist them after.
 
-        False when this very attempt had committed it before. LeaseLostError when the group is someone else's or gone; WrongVersionError when a
-        version was never attested with that digest. Either way the rows are left to expire.
+        False when this very attempt had committed it before. LeaseLostError when the group is someone else's or gone;
+        WrongVersionError when a version was never attested with that digest. Either way the rows are left to expire.
         """
         asked, rows = claim.group, rows_of(group)
         is_whole = len(group.rows) == asked.num_responses and group.HasField("greedy_row") == asked.greedy_response
         if group.gid != asked.gid or not is_whole or any(row.token != claim.token for row in rows):
             beside = " and a greedy one" if asked.greedy_response else ""
-            raise InvalidInputError(f"group {asked.gid} needs {asked.num_responses} rows{beside} under token {claim.token} to be committed")
+            raise InvalidInputError(
+                f"group {asked.gid} needs {asked.num_responses} rows{beside} under token {claim.token} to be committed"
+            )
         versions = [text for version, digest in sorted(spans) for text in (str(version), digest)]
-        return self._call("commit", claim.entry_id, self._consumer, claim.delivery, group.gid, group.SerializeToString(), *versions).fresh
+        return self._call(
+            "commit", claim.entry_id, self._consumer, claim.delivery, group.gid, group.SerializeToString(), *versions
+        ).fresh
 
     def release(self, claims: Sequence[Claim], why: str = "") -> int:
-        """Gives `claims` back (drain, pause, publish failure); the delivery does not count. Returns how many were still held."""
-        return int(self._call("release", self._consumer, "released", 1, 0, why, *_pairs(claims)).values[0]) if claims else 0
+        """Gives `claims` back (drain, pause, publish failure); the delivery does not count. Returns how many were still
+        held.
+        """
+        return (
+            int(self._call("release", self._consumer, "released", 1, 0, why, *_pairs(claims)).values[0])
+            if claims
+            else 0
+        )
 
     def abandon(self, claim: Claim, error: str, max_deliveries: int = 0) -> bool:
-        """Gives `claim` back because its generation failed here with `error`: the delivery counts. False when it was no longer held.
+        """Gives `claim` back because its generation failed here with `error`: the delivery counts. False when it was no
+        longer held.
 
-        At `max_deliveries` deliveries (0: no limit) it is held back from everyone, and the controller drops it with its last error.
+        At `max_deliveries` deliveries (0: no limit) it is held back from everyone, and the controller drops it with its
+        last error.
         """
-        return bool(self._call("release", self._consumer, "abandoned", 0, max_deliveries, error[:MAX_ERROR_CHARS], *_pairs([claim])).values[0])
+        return bool(
+            self._call(
+                "release", self._consumer, "abandoned", 0, max_deliveries, error[:MAX_ERROR_CHARS], *_pairs([claim])
+            ).values[0]
+        )
 
     def _call(self, script: str, *args: str | bytes | int) -> scripts.Answer:
         return scripts.check(self._connection.script(script, [self._prefix], args), self._run)
 
-    def _claim(self, entry: bytes, count: int, excused: int, max_in_hand: int, group: bytes, traceparent: bytes) -> Claim:
+    def _claim(
+        self, entry: bytes, count: int, excused: int, max_in_hand: int, group: bytes, traceparent: bytes
+    ) -> Claim:
         token = f"{self._consumer}-{count}"
-        return Claim(entry.decode(), token, PromptGroup.FromString(group), count - excused, max_in_hand, traceparent.decode())
+        return Claim(
+            entry.decode(), token, PromptGroup.FromString(group), count - excused, max_in_hand, traceparent.decode()
+        )
 
 
 def _pairs(claims: Sequence[Claim]) -> list[str]:

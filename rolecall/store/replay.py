@@ -1,7 +1,9 @@
-"""The history played back: where each group stands according to it, and every step of it that the protocol does not allow.
+"""The history played back: where each group stands according to it, and every step of it that the protocol does not
+allow.
 
-Owns no store: it is fed events and says what they add up to. A new lineage undoes what came after its checkpoint: batches from its step on, and the drops
-that the checkpoint had not counted (each reason's first drops are those it had).
+Owns no store: it is fed events and says what they add up to. A new lineage undoes what came after its checkpoint:
+batches from its step on, and the drops that the checkpoint had not counted (each reason's first drops are those it
+had).
 """
 
 from collections import Counter
@@ -132,7 +134,13 @@ class Replay:
 
     def _undo(self, event: Event) -> None:
         step, lineage = int(event.fields["step"]), event.fields["lineage"]
-        counted = Counter({name.removeprefix("dropped:"): int(count) for name, count in event.fields.items() if name.startswith("dropped:")})
+        counted = Counter(
+            {
+                name.removeprefix("dropped:"): int(count)
+                for name, count in event.fields.items()
+                if name.startswith("dropped:")
+            }
+        )
         left = counted.copy()
         kept_drops = []
         for gid in self._dropped:
@@ -143,7 +151,9 @@ class Replay:
         if +left or len(kept_trained) != int(event.fields["trained"]):
             at = f"{event.fields['trained']} trained and {counted.total()} dropped"
             found = f"{len(kept_trained)} and {len(kept_drops)}"
-            self._findings.add(f"lineage {lineage} began from a checkpoint with {at}, of which the history knows {found}")
+            self._findings.add(
+                f"lineage {lineage} began from a checkpoint with {at}, of which the history knows {found}"
+            )
         kept = {*kept_drops, *kept_trained}
         for gid, group in self.groups.items():
             if gid not in kept:

@@ -1,10 +1,12 @@
 """Rows: trajectories as hashes, columns as fields, written once.
 
-A row's key is `{rl:<run>:<shard>}:row:<id>:<token>`. The token is that of the attempt that sampled it, so two attempts at one group never share a
-row, and what a zombie writes nobody reads. A group's rows share a shard. A row is staged before its group is committed, with an expiry that is
-lifted after it; columns that come later are written once (a repeated or second writer changes nothing) and never into a row that is gone.
+A row's key is `{rl:<run>:<shard>}:row:<id>:<token>`. The token is that of the attempt that sampled it, so two attempts
+at one group never share a row, and what a zombie writes nobody reads. A group's rows share a shard. A row is staged
+before its group is committed, with an expiry that is lifted after it; columns that come later are written once (a
+repeated or second writer changes nothing) and never into a row that is gone.
 
-Bounds: what the controller admits, in bytes; rows nobody committed expire. Calls carry at most CHUNK_ROWS rows and about CHUNK_BYTES each.
+Bounds: what the controller admits, in bytes; rows nobody committed expire. Calls carry at most CHUNK_ROWS rows and
+about CHUNK_BYTES each.
 """
 
 import zlib
@@ -40,24 +42,43 @@ class Rows:
         return RowRef(id=id, shard=zlib.crc32(group.encode()) % self._num_shards, token=token, num_tokens=num_tokens)
 
     def stage(self, ref: RowRef, columns: Mapping[str, Array], meta: TrajectoryMeta, expiry_s: int) -> None:
-        """Writes one whole row that lives `expiry_s` seconds unless persisted. Safe to repeat. StoreFullError is back-pressure: wait and stage again."""
+        """Writes one whole row that lives `expiry_s` seconds unless persisted. Safe to repeat. StoreFullError is
+        back-pressure: wait and stage again.
+        """
         self.stage_many([ref], [columns], [meta], expiry_s)
 
-    def stage_many(self, refs: Sequence[RowRef], columns: Sequence[Mapping[str, Array]], metas: Sequence[TrajectoryMeta], expiry_s: int) -> None:
+    def stage_many(
+        self,
+        refs: Sequence[RowRef],
+        columns: Sequence[Mapping[str, Array]],
+        metas: Sequence[TrajectoryMeta],
+        expiry_s: int,
+    ) -> None:
         """Stages rows, a group's in one round trip."""
-        fields = [{**_encoded(ref, mapping), META: meta.SerializeToString()} for ref, mapping, meta in zip(refs, columns, metas, strict=True)]
+        fields = [
+            {**_encoded(ref, mapping), META: meta.SerializeToString()}
+            for ref, mapping, meta in zip(refs, columns, metas, strict=True)
+        ]
         for keys, values in self._chunks(refs, fields):
             self._call("stage", keys, [expiry_s, *values])
 
     def persist(self, refs: Sequence[RowRef]) -> None:
-        """Lifts the expiry of rows whose group is committed. Safe to repeat. RowMissingError when one is gone; none of its chunk is touched then."""
+        """Lifts the expiry of rows whose group is committed. Safe to repeat. RowMissingError when one is gone; none of
+        its chunk is touched then.
+        """
         for keys, _ in self._chunks(refs, [{}] * len(refs)):
             self._call("persist", keys, [])
 
-    def read(self, refs: Sequence[RowRef], columns: Sequence[str], optional: Sequence[str] = ()) -> list[dict[str, Array]]:
-        """Per row, its `columns` and those of `optional` that were written, as read-only arrays. RowMissingError when a row or column is not there."""
+    def read(
+        self, refs: Sequence[RowRef], columns: Sequence[str], optional: Sequence[str] = ()
+    ) -> list[dict[str, Array]]:
+        """Per row, its `columns` and those of `optional` that were written, as read-only arrays. RowMissingError when a
+        row or column is not there.
+        """
         names = [*columns, *optional]
-        return [_decoded(ref, columns, names, values) for ref, values in zip(refs, self._fields(refs, names), strict=True)]
+        return [
+            _decoded(ref, columns, names, values) for ref, values in zip(refs, self._fields(refs, names), strict=True)
+        ]
 
     def read_with_meta(
         self, refs: Sequence[RowRef], columns: Sequence[str], optional: Sequence[str] = ()
@@ -75,7 +96,8 @@ class Rows:
         return [_meta(ref, data) for ref, (data,) in zip(refs, self._fields(refs, [META]), strict=True)]
 
     def put(self, refs: Sequence[RowRef], columns: Sequence[Mapping[str, Array]]) -> int:
-        """Writes columns into existing rows, once: a column that is there stays as it was. Returns how many rows had all of theirs before.
+        """Writes columns into existing rows, once: a column that is there stays as it was. Returns how many rows had
+        all of theirs before.
 
         RowMissingError when a row is gone; nothing of its chunk is written then.
         """
@@ -94,11 +116,17 @@ class Rows:
     def _call(self, script: str, keys: Sequence[str], args: Sequence[str | bytes | int]) -> int:
         reply = self._connection.script(script, keys, args)
         if reply[0] == b"MISSING":
-            raise RowMissingError(f"row {reply[1].decode()} is gone; it expired or its group was dropped", key=reply[1].decode())
+            raise RowMissingError(
+                f"row {reply[1].decode()} is gone; it expired or its group was dropped", key=reply[1].decode()
+            )
         return sum(map(int, scripts.check(reply, self._run).values))
 
-    def _chunks(self, refs: Sequence[RowRef], fields: Sequence[Mapping[str, bytes]]) -> Iterator[tuple[list[str], list[str | bytes | int]]]:
-        """Keys of one shard with the arguments of its scripts (number of fields, then field and value of each), cut to the bounds of one call."""
+    def _chunks(
+        self, refs: Sequence[RowRef], fields: Sequence[Mapping[str, bytes]]
+    ) -> Iterator[tuple[list[str], list[str | bytes | int]]]:
+        """Keys of one shard with the arguments of its scripts (number of fields, then field and value of each), cut to
+        the bounds of one call.
+        """
         by_shard: dict[int, list[tuple[RowRef, Mapping[str, bytes]]]] = {}
         for ref, mapping in zip(refs, fields, strict=True):
             by_shard.setdefault(ref.shard, []).append((ref, mapping))
@@ -116,13 +144,22 @@ class Rows:
             yield from self._connection.pipeline([("HMGET", self._key(ref), *names) for ref in chunk])
 
 
-def _decoded(ref: RowRef, columns: Sequence[str], names: Sequence[str], values: Sequence[bytes | None]) -> dict[str, Array]:
+def _decoded(
+    ref: RowRef, columns: Sequence[str], names: Sequence[str], values: Sequence[bytes | None]
+) -> dict[str, Array]:
     """The columns `names` that were written; RowMissingError when one of `columns` was not."""
-    row = {name: decode_column(name, data, ref.num_tokens) for name, data in zip(names, values, strict=True) if data is not None}
+    row = {
+        name: decode_column(name, data, ref.num_tokens)
+        for name, data in zip(names, values, strict=True)
+        if data is not None
+    }
     missing = [name for name in columns if name not in row]
     if missing:
         absent = ", ".join(missing)
-        raise RowMissingError(f"row {ref.id} of attempt {ref.token} has no {absent}; it expired, was deleted or was never scored", id=ref.id)
+        raise RowMissingError(
+            f"row {ref.id} of attempt {ref.token} has no {absent}; it expired, was deleted or was never scored",
+            id=ref.id,
+        )
     return row
 
 

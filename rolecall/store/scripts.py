@@ -32,7 +32,9 @@ _ROW_SCRIPTS = ("stage", "put_columns", "persist")
 
 @cache
 def source(name: str) -> str:
-    """Text of script `name` as the server runs it: its shebang line, the shared functions (ledger scripts only), its body."""
+    """Text of script `name` as the server runs it: its shebang line, the shared functions (ledger scripts only), its
+    body.
+    """
     folder = files("rolecall.store") / "scripts"
     shebang, body = (folder / f"{name}.lua").read_text().split("\n", 1)
     shared = "" if name in _ROW_SCRIPTS else (folder / "common.lua").read_text()

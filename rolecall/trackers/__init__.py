@@ -23,7 +23,9 @@ __all__ = ["TrackedRun", "Tracker", "Trackers", "require"]
 
 
 def require(section: TrackersSection) -> Iterator[str]:
-    """A line for people per tracker that is not a file. ConfigError when a library or the user's function is missing."""
+    """A line for people per tracker that is not a file. ConfigError when a library or the user's function is
+    missing.
+    """
     for field, value, library in (
         ("wandb_project", section.wandb_project, "wandb"),
         ("mlflow_uri", section.mlflow_uri, "mlflow"),
@@ -86,7 +88,7 @@ def _open_custom(section: PluginSection, run: TrackedRun) -> Tracker:
     tracker = load_plugin(section, "trackers.custom.function", "the run")(run, **section.options)
     if not isinstance(tracker, Tracker):
         raise ConfigError(
-            f"trackers.custom.function {section.function!r} returned {type(tracker).__name__}; "
-            "return an object with log, keep_samples and close"
+            f"trackers.custom.function {section.function!r} returned {type(tracker).__name__}; return an object "
+            "with log, keep_samples and close"
         )
     return tracker

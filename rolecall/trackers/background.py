@@ -48,9 +48,8 @@ class BackgroundTracker:
         self._open = open_tracker
         self._first_pause_s = first_pause_s
         self._tracker: Tracker | None = None
-        self._notes: deque[_Note] = deque(
-            [_Note(lambda tracker: None, 0)]
-        )  # opens it at once: people look for the run before its first step
+        # opens it at once: people look for the run before its first step
+        self._notes: deque[_Note] = deque([_Note(lambda tracker: None, 0)])
         self._num_chars = 0
         self._changed = threading.Condition()
         self._closing = False

@@ -1,4 +1,6 @@
-"""Trackers that are files of the run's directory, written at once: metrics.jsonl (one line per step or evaluation), samples.jsonl and event files."""
+"""Trackers that are files of the run's directory, written at once: metrics.jsonl (one line per step or evaluation),
+samples.jsonl and event files.
+"""
 
 import contextlib
 import json
@@ -17,7 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 class JsonlFile:
-    """Whole lines for people. What the disk refuses is lost and counted; the run goes on, for nothing is decided by these files."""
+    """Whole lines for people. What the disk refuses is lost and counted; the run goes on, for nothing is decided by
+    these files.
+    """
 
     def __init__(self, path: Path) -> None:
         """DiskFullError or RoleCallError when not even an empty file can be made: then nothing has begun yet."""
@@ -54,7 +58,9 @@ class JsonlTracker:
 
 
 class TensorBoardTracker:
-    """Event files, written without torch or tensorflow, each event at once: nothing is lost with a killed process, and a full disk is noticed here."""
+    """Event files, written without torch or tensorflow, each event at once: nothing is lost with a killed process, and
+    a full disk is noticed here.
+    """
 
     def __init__(self, path: Path) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -68,12 +74,16 @@ class TensorBoardTracker:
         self._failing = False
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        summary = self._summary(value=[self._summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        summary = self._summary(
+            value=[self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        )
         try:
             self._write(self._open(), self._event(wall_time=time.time(), step=step, summary=summary))
         except OSError as error:
             if not self._failing:
-                logger.warning("cannot write to %s (%s); the run goes on without these numbers", self._path, error.strerror)
+                logger.warning(
+                    "cannot write to %s (%s); the run goes on without these numbers", self._path, error.strerror
+                )
             self._failing = True
             self.close()  # what is half written ends this file; the next try begins another
         else:

@@ -13,7 +13,9 @@ from rolecall.settings import RunSettings, SftSettings
 
 ID_FILE = "tracker_run_id"
 """In the run's directory: the id under which remote trackers know the run."""
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@|(?<=[?&])[^=&\s]*(?:pass|token|secret|key)[^=&\s]*=[^&\s]*", re.IGNORECASE)
+_CREDENTIALS = re.compile(
+    r"(?<=://)[^/@\s]*@|(?<=[?&])[^=&\s]*(?:pass|token|secret|key)[^=&\s]*=[^&\s]*", re.IGNORECASE
+)
 """In a URL: the user and password, and parameters of the query that are named like one."""
 
 
@@ -42,7 +44,9 @@ class TrackedRun:
     name: str
     dir: Path
     configuration: Mapping[str, Any]
-    """Sections as in the configuration file, without credentials: no `trackers` section, no user or password in any URL."""
+    """Sections as in the configuration file, without credentials: no `trackers` section, no user or password in any
+    URL.
+    """
 
     @classmethod
     def of(cls, settings: RunSettings | SftSettings) -> "TrackedRun":
@@ -61,7 +65,9 @@ def shown_configuration(settings: RunSettings | SftSettings) -> dict[str, Any]:
 
 
 def tables_of(samples: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[str], list[list[Any]]]]:
-    """(columns, rows) by the samples' "set". A cell is a string, a number or None; a conversation is a turn per line."""
+    """(columns, rows) by the samples' "set". A cell is a string, a number or None; a conversation is a turn per
+    line.
+    """
     tables: dict[str, tuple[list[str], list[list[Any]]]] = {}
     for name in dict.fromkeys(str(sample.get("set", "samples")) for sample in samples):
         members = [sample for sample in samples if str(sample.get("set", "samples")) == name]

@@ -9,7 +9,8 @@ from rolecall.trackers.tracker import TrackedRun, tables_of
 class WandbTracker:
     """One Weights & Biases run.
 
-    Its horizontal axis is our step: what a run that went back to a checkpoint reports, and what comes late, is shown."""
+    Its horizontal axis is our step: what a run that went back to a checkpoint reports, and what comes late, is shown.
+    """
 
     def __init__(self, run: TrackedRun, project: str) -> None:
         """Raises what the library raises: no key, no server."""

@@ -1,1 +1,3 @@
-"""The training library that actor, critic and reference share: packing, logprobs, engines behind two seams, checkpoints."""
+"""The training library that actor, critic and reference share: packing, logprobs, engines behind two seams,
+checkpoints.
+"""

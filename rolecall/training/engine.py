@@ -1,7 +1,8 @@
 """The two seams of the training library: `TrainingEngine` computes, `EngineState` keeps.
 
-FSDP2 (`rolecall/training/fsdp/`) implements both; a service's engine.py knows only this file. Every rank of the group makes the same calls
-in the same order: each call is a collective. Nothing here knows gRPC, the store or what a step is made of.
+FSDP2 (`rolecall/training/fsdp/`) implements both; a service's engine.py knows only this file. Every rank of the group
+makes the same calls in the same order: each call is a collective. Nothing here knows gRPC, the store or what a step is
+made of.
 
 Shape legend: N tokens of one microbatch, all its sequences one after another; S sequences of one microbatch.
 """
@@ -13,17 +14,19 @@ from typing import Literal, Protocol, get_args
 import torch
 
 from rolecall.algorithms.losses.router import Routing
-from rolecall.checkpoints import StoredFile
-from rolecall.storage import Storage
+from rolecall.checkpoint.manifest import StoredFile
+from rolecall.checkpoint.storage import Storage
 from rolecall.telemetry import Metrics
-from rolecall.training.group import CommandGroup
-from rolecall.training.logprobs import Wanted
-from rolecall.training.prefixes import SharedPrefixes
+from rolecall.training.model.logprobs import Wanted
+from rolecall.training.model.prefixes import SharedPrefixes
+from rolecall.training.ranks.command_group import CommandGroup
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Packed sequences on the engine's device, padding-free. An empty one (N = 0) still takes part in the collectives."""
+    """Packed sequences on the engine's device, padding-free. An empty one (N = 0) still takes part in the
+    collectives.
+    """
 
     token_ids_N: torch.Tensor
     """int64 [N]."""
@@ -42,12 +45,16 @@ class Microbatch:
     prefixes: SharedPrefixes | None
     """What sequences have in common from their start; None: nothing worth sharing."""
     columns: Mapping[str, torch.Tensor]
-    """Per-token columns, [N] or [N, k], that the loss reads (advantages, old_logprobs, ...), by their names in the trajectory schema."""
+    """Per-token columns, [N] or [N, k], that the loss reads (advantages, old_logprobs, ...), by their names in the
+    trajectory schema.
+    """
 
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """What a policy says of each token, aligned as in rolecall/trajectory.py; 0 where score_mask is false. Keeps the graph in forward_backward."""
+    """What a policy says of each token, aligned as in rolecall/trajectory.py; 0 where score_mask is false. Keeps the
+    graph in forward_backward.
+    """
 
     logprobs_N: torch.Tensor
     """float32 [N], temperature applied."""
@@ -76,7 +83,9 @@ class ValueOutputs:
 
 
 Loss = Callable[[Microbatch, TokenOutputs | ValueOutputs], tuple[torch.Tensor, Metrics]]
-"""(loss, metrics). The loss is already divided by the global mini-batch's own counts, so that microbatches' and ranks' losses add up."""
+"""(loss, metrics). The loss is already divided by the global mini-batch's own counts, so that microbatches' and ranks'
+losses add up.
+"""
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,9 @@ class StepOutcome:
 
 
 StatePart = Literal["parameters", "optimizer", "gradients"]
-"""What can be in host memory by itself: parameters; the optimizer's moments; gradients, which exist between forward_backward and step only."""
+"""What can be in host memory by itself: parameters; the optimizer's moments; gradients, which exist between
+forward_backward and step only.
+"""
 
 STATE_PARTS: tuple[StatePart, ...] = get_args(StatePart)
 
@@ -112,29 +123,37 @@ class TrainingEngine(Protocol):
         wanted: Wanted | None = None,
         plain: bool = False,
     ) -> list[TokenOutputs | ValueOutputs]:
-        """Outputs without a graph, one per microbatch, in order. Leaves parameters sharded. `base`: those of the model without its adapters.
+        """Outputs without a graph, one per microbatch, in order. Leaves parameters sharded. `base`: those of the model
+        without its adapters.
 
-        `wanted`: what else is to be said of each distribution, in place of the entropy. `plain`: with attention that is not
-        fused, of a few short sequences: what then differs is rounding."""
+        `wanted`: what else is to be said of each distribution, in place of the entropy. `plain`: with attention that is
+        not fused, of a few short sequences: what then differs is rounding.
+        """
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss, *, entropy: bool = False) -> Metrics:
-        """Adds the gradients of the sum of losses over all microbatches of all ranks; returns this rank's metrics, merged over its microbatches."""
+        """Adds the gradients of the sum of losses over all microbatches of all ranks; returns this rank's metrics,
+        merged over its microbatches.
+        """
 
     def step(self) -> StepOutcome:
         """Clips, applies the optimizer and schedule, clears the gradients."""
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, full tensor in the publish dtype), one at a time, in a fixed order, the same on every rank; a tied tensor once.
+        """(Hugging Face name, full tensor in the publish dtype), one at a time, in a fixed order, the same on every
+        rank; a tied tensor once.
 
-        Of an engine that trains adapters, these alone, by peft's names."""
+        Of an engine that trains adapters, these alone, by peft's names.
+        """
 
 
 class Snapshot(Protocol):
     """A state that was taken and is yet to be written, by another thread than the engine's."""
 
     def write(self, storage: Storage, group: CommandGroup, more: Mapping[str, bytes]) -> tuple[StoredFile, ...]:
-        """Writes it, and the files `more` beside it; a collective of `group`, which that thread has for itself. Rank 0 returns all files of all ranks, in order
-        for a manifest; DiskFullError and StorageUnavailableError are raised on every rank."""
+        """Writes it, and the files `more` beside it; a collective of `group`, which that thread has for itself. Rank 0
+        returns all files of all ranks, in order for a manifest; DiskFullError and StorageUnavailableError are raised on
+        every rank.
+        """
 
 
 class EngineState(Protocol):
@@ -144,10 +163,14 @@ class EngineState(Protocol):
         """Parameters, optimizer, schedule and RNG as they are now."""
 
     def load(self, storage: Storage) -> None:
-        """Restores what a snapshot wrote, at any world size. CheckpointMissingError, CheckpointMismatchError, StorageUnavailableError."""
+        """Restores what a snapshot wrote, at any world size. CheckpointMissingError, CheckpointMismatchError,
+        StorageUnavailableError.
+        """
 
     def offload(self, *parts: StatePart) -> None:
-        """Moves `parts`, all where none is named, to host memory; idempotent. Whatever needs one brings it back by itself."""
+        """Moves `parts`, all where none is named, to host memory; idempotent. Whatever needs one brings it back by
+        itself.
+        """
 
     def onload(self, *parts: StatePart) -> None:
         """Moves them back; idempotent."""

@@ -1,11 +1,13 @@
-"""EngineOptions: what a training engine is built from, all of it plain settings. Device and process group are the process's affair, not the model's."""
+"""EngineOptions: what a training engine is built from, all of it plain settings. Device and process group are the
+process's affair, not the model's.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from rolecall.settings import LoraSection, OptimizerSection, ParallelSection
-from rolecall.training.model import Head
+from rolecall.training.model.packed_model import Head
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,1 +1,3 @@
-"""The weight channel: policy parameters from the actor to every rollout worker, versioned by epochs, fingerprinted, abortable."""
+"""The weight channel: policy parameters from the actor to every rollout worker, versioned by epochs, fingerprinted,
+abortable.
+"""

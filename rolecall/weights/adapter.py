@@ -1,7 +1,9 @@
-"""The adapter: LoRA tensors that came over the weight channel, put into the running vLLM engine under the one id that every request names.
+"""The adapter: LoRA tensors that came over the weight channel, put into the running vLLM engine under the one id that
+every request names.
 
-Owns vLLM's way of taking an adapter from memory, and the check that it took all of it. Like the receiver it runs in vLLM's worker. The base is the engine's own
-affair: it was read from the model directory, and the probe shows whether base and adapter together are the actor's model.
+Owns vLLM's way of taking an adapter from memory, and the check that it took all of it. Like the receiver it runs in
+vLLM's worker. The base is the engine's own affair: it was read from the model directory, and the probe shows whether
+base and adapter together are the actor's model.
 """
 
 from collections.abc import Iterable
@@ -16,19 +18,26 @@ from rolecall.errors import TornWeightsError
 from rolecall.v1 import weights_pb2
 
 POLICY = LoRARequest(lora_name="policy", lora_int_id=1, lora_path="sent over the weight channel")
-"""What every request names. vLLM reads the path of an adapter that it does not hold; this one is installed before anything is served."""
+"""What every request names. vLLM reads the path of an adapter that it does not hold; this one is installed before
+anything is served.
+"""
 
 
 def install(model: torch.nn.Module, spec: weights_pb2.LoraAdapter, tensors: dict[str, torch.Tensor]) -> None:
     """Replaces the policy's adapter by `tensors` (peft's names). Requests must be paused.
 
-    TornWeightsError, with the adapter before still in place, when some tensor is not half of a pair of `spec.rank` or the engine has no place for it.
+    TornWeightsError, with the adapter before still in place, when some tensor is not half of a pair of `spec.rank` or
+    the engine has no place for it.
     """
     manager = model.lora_manager
     assert isinstance(manager, LoRAModelManager)  # as the engine was started with LoRA
-    mapper = manager.model.hf_to_vllm_mapper.get_rename_mapper() if hasattr(manager.model, "hf_to_vllm_mapper") else None
+    mapper = (
+        manager.model.hf_to_vllm_mapper.get_rename_mapper() if hasattr(manager.model, "hf_to_vllm_mapper") else None
+    )
     config = PEFTHelper(r=spec.rank, lora_alpha=spec.alpha, target_modules=[])
-    adapter = LoRAModel.from_lora_tensors(POLICY.lora_int_id, tensors, config, device="cpu", dtype=manager.lora_config.lora_dtype, weights_mapper=mapper)
+    adapter = LoRAModel.from_lora_tensors(
+        POLICY.lora_int_id, tensors, config, device="cpu", dtype=manager.lora_config.lora_dtype, weights_mapper=mapper
+    )
     _require_pairs(adapter, spec.rank)
     _require_places(adapter.loras, manager)
     manager.remove_adapter(adapter.id)
@@ -39,13 +48,20 @@ def install(model: torch.nn.Module, spec: weights_pb2.LoraAdapter, tensors: dict
 def _require_pairs(adapter: LoRAModel, rank: int) -> None:
     for name, pair in adapter.loras.items():
         if pair.lora_a is None or pair.lora_b is None or (pair.lora_a.shape[0], pair.lora_b.shape[1]) != (rank, rank):
-            raise TornWeightsError(f"the adapter of {name} is not a pair of lora_A [{rank}, in] and lora_B [out, {rank}]; the actor's export is broken")
+            raise TornWeightsError(
+                f"the adapter of {name} is not a pair of lora_A [{rank}, in] and lora_B [out, {rank}]; the actor's "
+                "export is broken"
+            )
 
 
 def _require_places(names: Iterable[str], manager: LoRAModelManager) -> None:
-    """Every module that the adapter changes is one that the engine gives an adapter to, alone or fused with others (q, k and v)."""
+    """Every module that the adapter changes is one that the engine gives an adapter to, alone or fused with others (q,
+    k and v).
+    """
     places = {part for module in manager.modules for part in manager.packed_modules.get(module, [module])}
     homeless = sorted(set(names) - places)
     if homeless:
         more = f" and {len(homeless) - 3} more" if len(homeless) > 3 else ""
-        raise TornWeightsError(f"vLLM takes no adapter at {', '.join(homeless[:3])}{more}; name others in actor.lora.target_modules")
+        raise TornWeightsError(
+            f"vLLM takes no adapter at {', '.join(homeless[:3])}{more}; name others in actor.lora.target_modules"
+        )

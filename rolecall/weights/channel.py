@@ -1,7 +1,8 @@
 """Channels: a communicator of their own beside any training world, over which rank 0 broadcasts buckets of bytes.
 
-Owns joining, waiting with deadlines, and aborting from another thread. `GlooChannel` runs on CPUs, `NcclChannel` on GPUs over a raw communicator, because
-torch's own NCCL group tears the process down when a peer dies. A channel knows nothing of parameters: what the bytes mean is the manifest's affair.
+Owns joining, waiting with deadlines, and aborting from another thread. `GlooChannel` runs on CPUs, `NcclChannel` on
+GPUs over a raw communicator, because torch's own NCCL group tears the process down when a peer dies. A channel knows
+nothing of parameters: what the bytes mean is the manifest's affair.
 """
 
 import threading
@@ -13,7 +14,7 @@ import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo, Work
 
 from rolecall.errors import ChannelBrokenError, NotOnThisDeviceError, RoleCallError
-from rolecall.training.device import backend_of
+from rolecall.training.ranks.device import backend_of
 from rolecall.weights.rendezvous import Rendezvous, local_address
 
 _POLL = timedelta(milliseconds=50)
@@ -27,7 +28,9 @@ class Transfer(Protocol):
     """One broadcast under way."""
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when this rank's part is done. ChannelBrokenError, after aborting the epoch, when it fails or is not done in time."""
+        """Returns when this rank's part is done. ChannelBrokenError, after aborting the epoch, when it fails or is not
+        done in time.
+        """
 
 
 class Channel(Protocol):
@@ -39,14 +42,19 @@ class Channel(Protocol):
     """Where buckets must lie."""
 
     def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> Transfer:
-        """Begins to copy rank 0's `bucket` (uint8 [n]) into everyone's; several may be under way, in order. ChannelBrokenError."""
+        """Begins to copy rank 0's `bucket` (uint8 [n]) into everyone's; several may be under way, in order.
+        ChannelBrokenError.
+        """
 
     def close(self) -> None:
         """Gives the communicator back; idempotent, safe from any thread, frees one that waits, waits for no peer."""
 
 
-def join(rendezvous: Rendezvous, world_size: int, backend: Literal["gloo", "nccl"], device: torch.device, timeout_s: float) -> Channel:
-    """Meets the other ranks of the epoch within `timeout_s`. ChannelBrokenError when they do not all come, NotOnThisDeviceError.
+def join(
+    rendezvous: Rendezvous, world_size: int, backend: Literal["gloo", "nccl"], device: torch.device, timeout_s: float
+) -> Channel:
+    """Meets the other ranks of the epoch within `timeout_s`. ChannelBrokenError when they do not all come,
+    NotOnThisDeviceError.
 
     Whatever fails aborts the epoch: the other ranks would wait out their deadline for this one.
     """
@@ -54,7 +62,10 @@ def join(rendezvous: Rendezvous, world_size: int, backend: Literal["gloo", "nccl
         if backend == "gloo":
             return GlooChannel(rendezvous, world_size, timeout_s)
         if backend_of(device) != "nccl":
-            raise NotOnThisDeviceError(f"weights.backend nccl needs a CUDA device on every rank, this one is {device}; use weights.backend: gloo")
+            raise NotOnThisDeviceError(
+                f"weights.backend nccl needs a CUDA device on every rank, this one is {device}; use "
+                "weights.backend: gloo"
+            )
         from rolecall.weights.nccl import NcclChannel  # loads the NCCL library
 
         return NcclChannel(rendezvous, world_size, device, timeout_s)
@@ -64,7 +75,9 @@ def join(rendezvous: Rendezvous, world_size: int, backend: Literal["gloo", "nccl
 
 
 class GlooChannel:
-    """A Gloo group built directly on the epoch's store, independent of the default group. Buckets lie in host memory."""
+    """A Gloo group built directly on the epoch's store, independent of the default group. Buckets lie in host
+    memory.
+    """
 
     def __init__(self, rendezvous: Rendezvous, world_size: int, timeout_s: float) -> None:
         self.rendezvous, self.world_size, self.device = rendezvous, world_size, torch.device("cpu")
@@ -76,7 +89,9 @@ class GlooChannel:
         rendezvous.check()
         try:
             # bounded: by the timeouts of its store and options, set above
-            self._group: ProcessGroupGloo | None = ProcessGroupGloo(rendezvous.communicator_store(timeout_s), rendezvous.rank, world_size, options)
+            self._group: ProcessGroupGloo | None = ProcessGroupGloo(
+                rendezvous.communicator_store(timeout_s), rendezvous.rank, world_size, options
+            )
         except RuntimeError as error:
             rendezvous.check()
             raise ChannelBrokenError(f"the ranks did not meet within {timeout_s:g} s: {error}") from error
@@ -103,12 +118,15 @@ class GlooChannel:
     def has_failed_transfer(self) -> bool:
         """Whether any transfer has failed.
 
-        When a peer dies, Gloo fails the transfers that wait for it, but not one whose bytes it is just writing: that one would end at its deadline only.
+        When a peer dies, Gloo fails the transfers that wait for it, but not one whose bytes it is just writing: that
+        one would end at its deadline only.
         """
         return any(_has_failed(work) for work in self._under_way)
 
     def close(self) -> None:
-        """As in Channel. The group's own threads may sit in a stuck transfer, so it is dropped on a thread that may wait for them."""
+        """As in Channel. The group's own threads may sit in a stuck transfer, so it is dropped on a thread that may
+        wait for them.
+        """
         with self._lock:
             group, self._group = self._group, None
             self._under_way = []  # they hold the group's threads and the buckets
@@ -138,7 +156,9 @@ class GlooTransfer:
             except RuntimeError as error:
                 rendezvous.check()
                 if done or self._channel.has_failed_transfer():
-                    rendezvous.blame(f"a transfer failed: {error}" if done else "a later transfer failed: a peer is gone")
+                    rendezvous.blame(
+                        f"a transfer failed: {error}" if done else "a later transfer failed: a peer is gone"
+                    )
                 elif time.monotonic() > deadline:
                     rendezvous.abort(f"a bucket took more than {timeout_s:g} s")
                 rendezvous.check()

@@ -1,9 +1,10 @@
 """Coverage: which elements of which engine parameter a load wrote, counted where the writes happen.
 
-Owns a dispatch mode that watches copies into the engine's parameters while weight loaders run. Layerwise reload first runs every loader against parameters
-without memory (meta), so the watch sees exactly the region each loader means to fill: fused q/k/v, gate/up and stacked experts each as their slice, padding
-as its fill. Regions are a set, so a tensor loaded twice does not make up for one that is missing. It is a count of elements, not a check of values: those are
-the fingerprints' and the probe's affair.
+Owns a dispatch mode that watches copies into the engine's parameters while weight loaders run. Layerwise reload first
+runs every loader against parameters without memory (meta), so the watch sees exactly the region each loader means to
+fill: fused q/k/v, gate/up and stacked experts each as their slice, padding as its fill. Regions are a set, so a tensor
+loaded twice does not make up for one that is missing. It is a count of elements, not a check of values: those are the
+fingerprints' and the probe's affair.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,11 +13,18 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_WRITES = (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
+_WRITES = (
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.fill_.Tensor,
+    torch.ops.aten.zero_.default,
+)
 
 
 class Coverage:
-    """Counts for one load. Build it after the parameters were put on the meta device and before the first loader runs."""
+    """Counts for one load. Build it after the parameters were put on the meta device and before the first loader
+    runs.
+    """
 
     def __init__(self, parameters: Iterable[tuple[str, torch.Tensor, int]]) -> None:
         """`parameters`: every (name, parameter, elements) a load must fill, as the loaders will see them."""
@@ -25,7 +33,9 @@ class Coverage:
         for name, parameter, num_elements in parameters:
             self._wanted[_storage(parameter)] = (name, num_elements)
             self._keep.append(parameter)  # a storage's address names it only while it lives
-        self._regions: dict[int, set[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {key: set() for key in self._wanted}
+        self._regions: dict[int, set[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {
+            key: set() for key in self._wanted
+        }
 
     def watch(self) -> TorchDispatchMode:
         """A context in which writes into the parameters are counted."""
@@ -34,7 +44,9 @@ class Coverage:
     def missing(self) -> dict[str, tuple[int, int]]:
         """Parameters not wholly written: name -> (elements written, elements expected)."""
         written = {key: _num_elements(regions) for key, regions in self._regions.items()}
-        return {name: (written[key], expected) for key, (name, expected) in self._wanted.items() if written[key] != expected}
+        return {
+            name: (written[key], expected) for key, (name, expected) in self._wanted.items() if written[key] != expected
+        }
 
     def missing_of_tied(self, tied: Iterable[Sequence[str]]) -> dict[str, tuple[int, int]]:
         """As `missing`, where each of `tied` names one parameter: it is whole when it is under any of its names, for
@@ -57,7 +69,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._record = record
 
-    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func in _WRITES:
             self._record(args[0])
         return func(*args, **(kwargs or {}))

@@ -1,11 +1,14 @@
-"""Fingerprints: 64 bits over a tensor's bytes that notice any change of value, order or length, computed where the tensor is.
+"""Fingerprints: 64 bits over a tensor's bytes that notice any change of value, order or length, computed where the
+tensor is.
 
-Owns the hash and the digest over a whole model. It guards against mistakes (a swapped, skipped or stale tensor), not against an adversary.
+Owns the hash and the digest over a whole model. It guards against mistakes (a swapped, skipped or stale tensor), not
+against an adversary.
 
-The hash. The bytes, as they lie in memory order, are little-endian signed 32-bit words x_i (the last one padded with zeros). Each word is mixed,
-y_i = m ^ (m >> 32) with m = x_i * MULTIPLIER, and words are summed in blocks of BLOCK with a multiplier of their own per position; block sums are mixed and
-summed the same way, and the length goes in last. All arithmetic is modulo 2^64, so every device and every chunking gives the same number. Two different
-tensors of one length agree with probability about 2^-33 or less.
+The hash. The bytes, as they lie in memory order, are little-endian signed 32-bit words x_i (the last one padded with
+zeros). Each word is mixed, y_i = m ^ (m >> 32) with m = x_i * MULTIPLIER, and words are summed in blocks of BLOCK with
+a multiplier of their own per position; block sums are mixed and summed the same way, and the length goes in last. All
+arithmetic is modulo 2^64, so every device and every chunking gives the same number. Two different tensors of one length
+agree with probability about 2^-33 or less.
 """
 
 import functools
@@ -19,7 +22,9 @@ from rolecall.v1 import weights_pb2
 BLOCK = 2**16
 """Words per block: its table of position multipliers and the temporaries of one block stay in a core's cache."""
 _BLOCKS_AT_ONCE = 64
-"""Blocks hashed by one set of kernels on a GPU: bounds the temporaries to 8 bytes a word of as many blocks. On CPUs one, which stays in the cache."""
+"""Blocks hashed by one set of kernels on a GPU: bounds the temporaries to 8 bytes a word of as many blocks. On CPUs
+one, which stays in the cache.
+"""
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
 _MASK = 2**64 - 1
 
@@ -53,7 +58,9 @@ def unsigned(fingerprints: torch.Tensor) -> list[int]:
 
 
 def digest(manifest: weights_pb2.WeightManifest, fingerprints: Sequence[int]) -> str:
-    """Hex digest over names, dtypes, shapes and fingerprints, in the manifest's order. ValueError when the counts differ."""
+    """Hex digest over names, dtypes, shapes and fingerprints, in the manifest's order. ValueError when the counts
+    differ.
+    """
     state = hashlib.sha256()
     for spec, value in zip(manifest.parameters, fingerprints, strict=True):
         state.update(f"{spec.name}\0{spec.dtype}\0{','.join(map(str, spec.shape))}\0{value:016x}\n".encode())
@@ -61,7 +68,9 @@ def digest(manifest: weights_pb2.WeightManifest, fingerprints: Sequence[int]) ->
 
 
 def _block_sums(words: torch.Tensor) -> torch.Tensor:
-    """int64 [blocks]: the sum of each block, the last one perhaps short. In place on one copy of the words: memory traffic is all it costs."""
+    """int64 [blocks]: the sum of each block, the last one perhaps short. In place on one copy of the words: memory
+    traffic is all it costs.
+    """
     mixed = _mix_(words.to(torch.int64))
     table = _position_multipliers(BLOCK, words.device, salt=0)
     whole = len(mixed) // BLOCK * BLOCK

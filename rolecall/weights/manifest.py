@@ -1,6 +1,7 @@
 """The manifest: what one transfer carries, and how it is cut into buckets.
 
-Owns the mapping between torch dtypes and the contract's, and the bucket plan, which both sides derive from the manifest alone.
+Owns the mapping between torch dtypes and the contract's, and the bucket plan, which both sides derive from the manifest
+alone.
 """
 
 from collections.abc import Iterable, Iterator
@@ -46,7 +47,8 @@ class Slot:
         """WeightsMismatchError unless (name, tensor) is what the manifest says comes here."""
         if (name, tensor.dtype, tuple(tensor.shape)) != (self.name, self.dtype, self.shape):
             raise WeightsMismatchError(
-                f"the model yields {name} {tensor.dtype} {list(tensor.shape)} where the manifest has {self.name} {self.dtype} {list(self.shape)}; "
+                f"the model yields {name} {tensor.dtype} {list(tensor.shape)} where the manifest has {self.name} "
+                f"{self.dtype} {list(self.shape)}; "
                 "named_weights must keep its order, names and shapes"
             )
 
@@ -62,34 +64,46 @@ class Bucket:
 def build_manifest(
     weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int, adapter: weights_pb2.LoraAdapter | None = None
 ) -> weights_pb2.WeightManifest:
-    """The manifest of `weights` in their order, consuming the iterator; meta tensors will do. With `adapter` they are LoRA tensors by peft's names.
+    """The manifest of `weights` in their order, consuming the iterator; meta tensors will do. With `adapter` they are
+    LoRA tensors by peft's names.
 
     InvalidInputError for a name that comes twice (a tied tensor is sent once) or a dtype outside the contract.
     """
     manifest = weights_pb2.WeightManifest(bucket_bytes=bucket_bytes, adapter=adapter)
     for name, tensor in weights:
         if tensor.dtype not in _CODES:
-            raise InvalidInputError(f"{name}: dtype {tensor.dtype} does not travel on the weight channel; publish in one of {sorted(map(str, _CODES))}")
+            raise InvalidInputError(
+                f"{name}: dtype {tensor.dtype} does not travel on the weight channel; publish in one of "
+                f"{sorted(map(str, _CODES))}"
+            )
         manifest.parameters.add(name=name, dtype=_CODES[tensor.dtype], shape=tensor.shape)
     validate_manifest(manifest)
     return manifest
 
 
 def validate_manifest(manifest: weights_pb2.WeightManifest) -> None:
-    """InvalidInputError unless every parameter has a name of its own, a known dtype and a shape, and the bucket size is positive."""
+    """InvalidInputError unless every parameter has a name of its own, a known dtype and a shape, and the bucket size is
+    positive.
+    """
     seen: set[str] = set()
     for spec in manifest.parameters:
         if not spec.name or spec.name in seen:
-            raise InvalidInputError(f"the weight manifest names {spec.name!r} twice or not at all; each tensor is sent once, tied ones too")
+            raise InvalidInputError(
+                f"the weight manifest names {spec.name!r} twice or not at all; each tensor is sent once, tied ones too"
+            )
         if spec.dtype not in _DTYPES or min(spec.shape, default=0) < 0:
             raise InvalidInputError(
-                f"the weight manifest gives {spec.name} dtype {spec.dtype} and shape {list(spec.shape)}; both sides must run the same release"
+                f"the weight manifest gives {spec.name} dtype {spec.dtype} and shape {list(spec.shape)}; both sides "
+                "must run the same release"
             )
         seen.add(spec.name)
     if not seen or manifest.bucket_bytes <= 0:
         raise InvalidInputError("the weight manifest is empty or has no bucket size")
     if manifest.HasField("adapter") and (manifest.adapter.rank <= 0 or not manifest.adapter.alpha > 0):
-        raise InvalidInputError(f"the weight manifest's adapter has rank {manifest.adapter.rank} and alpha {manifest.adapter.alpha}; both are positive")
+        raise InvalidInputError(
+            f"the weight manifest's adapter has rank {manifest.adapter.rank} and alpha {manifest.adapter.alpha}; "
+            "both are positive"
+        )
 
 
 def plan_buckets(manifest: weights_pb2.WeightManifest) -> list[Bucket]:

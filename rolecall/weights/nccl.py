@@ -1,7 +1,8 @@
 """NCCL by its C interface: a communicator that can be given up without ending the process.
 
-Owns the few calls a broadcast channel needs, found in the NCCL library that torch itself loaded. Everything is non-blocking and polled, so that each wait has
-a deadline and another thread may abort. Needs a CUDA build of torch; no vLLM and no default process group.
+Owns the few calls a broadcast channel needs, found in the NCCL library that torch itself loaded. Everything is
+non-blocking and polled, so that each wait has a deadline and another thread may abort. Needs a CUDA build of torch; no
+vLLM and no default process group.
 """
 
 import ctypes
@@ -48,13 +49,29 @@ class NcclLibrary:
         try:
             self._library = ctypes.CDLL(str(_library_path()))
         except OSError as error:
-            raise NotOnThisDeviceError(f"torch's NCCL library cannot be loaded ({error}); use weights.backend: gloo") from error
+            raise NotOnThisDeviceError(
+                f"torch's NCCL library cannot be loaded ({error}); use weights.backend: gloo"
+            ) from error
         comm = ctypes.c_void_p
         self._library.ncclGetErrorString.restype = ctypes.c_char_p
         self._library.ncclGetUniqueId.argtypes = [ctypes.POINTER(_UniqueId)]
-        self._library.ncclCommInitRankConfig.argtypes = [ctypes.POINTER(comm), ctypes.c_int, _UniqueId, ctypes.c_int, ctypes.POINTER(_Config)]
+        self._library.ncclCommInitRankConfig.argtypes = [
+            ctypes.POINTER(comm),
+            ctypes.c_int,
+            _UniqueId,
+            ctypes.c_int,
+            ctypes.POINTER(_Config),
+        ]
         self._library.ncclCommGetAsyncError.argtypes = [comm, ctypes.POINTER(ctypes.c_int)]
-        self._library.ncclBroadcast.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, comm, ctypes.c_void_p]
+        self._library.ncclBroadcast.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_int,
+            comm,
+            ctypes.c_void_p,
+        ]
         self._library.ncclCommAbort.argtypes = [comm]
 
     def unique_id(self) -> bytes:
@@ -66,9 +83,21 @@ class NcclLibrary:
     def begin_init(self, unique_id: bytes, rank: int, world_size: int) -> ctypes.c_void_p:
         """Starts to meet the other ranks; poll `is_settled`."""
         comm = ctypes.c_void_p()
-        config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0, _UNDEFINED, _UNDEFINED, _UNDEFINED, None, _UNDEFINED)
+        config = _Config(
+            ctypes.sizeof(_Config),
+            _CONFIG_MAGIC,
+            _CONFIG_VERSION,
+            0,
+            _UNDEFINED,
+            _UNDEFINED,
+            _UNDEFINED,
+            None,
+            _UNDEFINED,
+        )
         unique = _UniqueId.from_buffer_copy(unique_id)
-        self.check(self._library.ncclCommInitRankConfig(ctypes.byref(comm), world_size, unique, rank, ctypes.byref(config)))
+        self.check(
+            self._library.ncclCommInitRankConfig(ctypes.byref(comm), world_size, unique, rank, ctypes.byref(config))
+        )
         return comm
 
     def is_settled(self, comm: ctypes.c_void_p) -> bool:
@@ -118,14 +147,17 @@ class NcclChannel:
         with self._lock, torch.cuda.device(self.device):  # bounded: held for calls that only enqueue
             if self._comm is not None:
                 self._library.broadcast(bucket, self._comm, self._stream)
-        bucket.record_stream(self._stream)  # before anything can fail: the kernel may still write when the bucket is freed
+        # before anything can fail: the kernel may still write when the bucket is freed
+        bucket.record_stream(self._stream)
         self._settle(deadline, f"a bucket took more than {timeout_s:g} s")
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(self._stream)
         return NcclTransfer(done, self)
 
     def poll(self, deadline: float, late: str) -> None:
-        """One look between two polls: sleeps a little; ChannelBrokenError, after aborting the epoch, when it failed or `deadline` (monotonic) is past."""
+        """One look between two polls: sleeps a little; ChannelBrokenError, after aborting the epoch, when it failed or
+        `deadline` (monotonic) is past.
+        """
         self.rendezvous.check()
         if time.monotonic() > deadline:
             self.rendezvous.abort(late)
@@ -134,7 +166,9 @@ class NcclChannel:
         time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """As in Channel. A communicator that was not used up must be aborted, never destroyed: destroying waits for the peers."""
+        """As in Channel. A communicator that was not used up must be aborted, never destroyed: destroying waits for the
+        peers.
+        """
         with self._lock:  # bounded: held for calls that do not wait for peers
             comm, self._comm = self._comm, None
             if comm is not None:
@@ -173,10 +207,12 @@ class NcclTransfer:
 
 
 def _library_path() -> Path:
-    """The library that this process's torch is linked to. Its wheel lies beside torch's, in site-packages/nvidia/nccl; a torch built against a system NCCL
-    names it only to the loader.
+    """The library that this process's torch is linked to. Its wheel lies beside torch's, in site-packages/nvidia/nccl;
+    a torch built against a system NCCL names it only to the loader.
     """
     if not torch.distributed.is_nccl_available():
-        raise NotOnThisDeviceError("this build of torch has no NCCL; use weights.backend: gloo, or install a CUDA build of torch")
+        raise NotOnThisDeviceError(
+            "this build of torch has no NCCL; use weights.backend: gloo, or install a CUDA build of torch"
+        )
     beside = Path(torch.__file__).parent.parent / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
     return beside if beside.exists() else Path("libnccl.so.2")

@@ -1,14 +1,16 @@
 """The publisher: the actor's end of the weight channel.
 
-Owns the rendezvous, the epoch that is open and the rule that epochs and versions only rise. It does not know the controller, gRPC or how tensors are
-gathered: it takes an iterator of (Hugging Face name, full tensor). Only rank 0 of an actor has one; see `publish` for what the other ranks do meanwhile.
+Owns the rendezvous, the epoch that is open and the rule that epochs and versions only rise. It does not know the
+controller, gRPC or how tensors are gathered: it takes an iterator of (Hugging Face name, full tensor). Only rank 0 of
+an actor has one; see `publish` for what the other ranks do meanwhile.
 
     host = Publisher(device)
-    address = host.open(epoch=3, world_size=1 + num_receivers, host="127.0.0.1", backend="gloo", timeout_s=60)      # tell it to the receivers, who join
+    address = host.open(epoch=3, world_size=1 + num_receivers, host="127.0.0.1", backend="gloo", timeout_s=60)
+    # tell the address to the receivers, who join
     meanwhile sent = host.publish(engine.named_weights(), manifest, epoch=3, policy_version=7, bucket_timeout_s=30)
 
-Life of an epoch: meeting -> open -> (transfer)* -> broken or closed. A transfer that fails breaks its epoch: nobody can tell who holds what, so a new one is
-opened.
+Life of an epoch: meeting -> open -> (transfer)* -> broken or closed. A transfer that fails breaks its epoch: nobody can
+tell who holds what, so a new one is opened.
 """
 
 import logging
@@ -34,14 +36,18 @@ _MEETING_GRACE_S = 1.0
 
 
 class Publisher:
-    """Opens epochs and publishes versions over them. `publish` is called by one thread at a time; `abort`, `open` and `close` by any."""
+    """Opens epochs and publishes versions over them. `publish` is called by one thread at a time; `abort`, `open` and
+    `close` by any.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """`device` holds the weights; NCCL sends from there, Gloo from host memory."""
         self._device = device
         self._lock = threading.Lock()
         self._stores: tuple[RendezvousHost, ...] = ()
-        """One per epoch, two at most, the newest last. The one before still tells late ranks that it is over; older ones are gone with all their keys."""
+        """One per epoch, two at most, the newest last. The one before still tells late ranks that it is over; older
+        ones are gone with all their keys.
+        """
         self._epoch = -1
         self._policy_version = -1
         self._rendezvous: Rendezvous | None = None
@@ -50,13 +56,17 @@ class Publisher:
         self._meeting_deadline = 0.0
 
     def open(self, epoch: int, world_size: int, host: str, backend: Literal["gloo", "nccl"], timeout_s: float) -> str:
-        """Aborts the epoch before, listens on `host` and returns "host:port"; the ranks meet within `timeout_s` on a thread of their own.
+        """Aborts the epoch before, listens on `host` and returns "host:port"; the ranks meet within `timeout_s` on a
+        thread of their own.
 
         StaleEpochError for an epoch not higher than all before. A meeting that fails is told by the next publish.
         """
         with self._lock:
             if epoch <= self._epoch:
-                raise StaleEpochError(f"epoch {epoch} of the weight channel is not higher than {self._epoch}; an epoch is never opened twice")
+                raise StaleEpochError(
+                    f"epoch {epoch} of the weight channel is not higher than {self._epoch}; an epoch is never "
+                    "opened twice"
+                )
             self._epoch = epoch
             before, self._rendezvous = self._rendezvous, None
         if before is not None:
@@ -70,7 +80,12 @@ class Publisher:
             self._stores = (*self._stores[-1:], store)
             self._rendezvous, self._channel, self._manifest = rendezvous, channel, None
             self._meeting_deadline = time.monotonic() + timeout_s
-        threading.Thread(target=self._meet, args=(channel, rendezvous, world_size, backend, timeout_s), name=f"weights-meet-{epoch}", daemon=True).start()
+        threading.Thread(
+            target=self._meet,
+            args=(channel, rendezvous, world_size, backend, timeout_s),
+            name=f"weights-meet-{epoch}",
+            daemon=True,
+        ).start()
         return store.address
 
     def publish(
@@ -82,12 +97,14 @@ class Publisher:
         policy_version: int,
         bucket_timeout_s: float,
     ) -> Transferred:
-        """Sends `weights` to every receiver of the open epoch as `policy_version` and says what was sent; blocks until the last bucket.
+        """Sends `weights` to every receiver of the open epoch as `policy_version` and says what was sent; blocks until
+        the last bucket.
 
-        `weights` is always run to its end, also when sending fails: producing them is a collective of the actor's ranks, and the others run theirs to the end
-        too. StaleEpochError for another epoch than the open one, StaleVersionError for a version not higher than all before, ChannelBrokenError when the
-        ranks did not meet, a receiver was lost or a bucket took longer than `bucket_timeout_s`, WeightsMismatchError when `weights` are not as in `manifest`;
-        after the last two the epoch is broken.
+        `weights` is always run to its end, also when sending fails: producing them is a collective of the actor's
+        ranks, and the others run theirs to the end too. StaleEpochError for another epoch than the open one,
+        StaleVersionError for a version not higher than all before, ChannelBrokenError when the ranks did not meet, a
+        receiver was lost or a bucket took longer than `bucket_timeout_s`, WeightsMismatchError when `weights` are not
+        as in `manifest`; after the last two the epoch is broken.
         """
         try:
             return self._publish(weights, manifest, epoch, policy_version, bucket_timeout_s)
@@ -97,14 +114,20 @@ class Publisher:
             raise
 
     def _publish(
-        self, weights: Iterator[tuple[str, torch.Tensor]], manifest: weights_pb2.WeightManifest, epoch: int, policy_version: int, bucket_timeout_s: float
+        self,
+        weights: Iterator[tuple[str, torch.Tensor]],
+        manifest: weights_pb2.WeightManifest,
+        epoch: int,
+        policy_version: int,
+        bucket_timeout_s: float,
     ) -> Transferred:
         with self._lock:
             if epoch != self._epoch or self._rendezvous is None:
                 raise StaleEpochError(f"epoch {epoch} of the weight channel is not the open one ({self._epoch})")
             if policy_version <= self._policy_version:
                 raise StaleVersionError(
-                    f"policy version {policy_version} is not higher than {self._policy_version}, which was published already; versions never go back"
+                    f"policy version {policy_version} is not higher than {self._policy_version}, which was "
+                    "published already; versions never go back"
                 )
             self._policy_version = policy_version
             rendezvous, meeting, agreed = self._rendezvous, self._channel, self._manifest
@@ -117,12 +140,16 @@ class Publisher:
         except RoleCallError as error:
             late = rendezvous.laggards(channel.world_size)
             rendezvous.abort(error.message)
-            message = f"policy version {policy_version} did not reach every receiver (fewest buckets: ranks {late}): {error.message}"
+            message = (
+                f"policy version {policy_version} did not reach every receiver (fewest buckets: ranks "
+                f"{late}): {error.message}"
+            )
             raise type(error)(message, ranks=",".join(map(str, late))) from error
 
     def abort(self, reason: str, epoch: int | None = None) -> None:
-        """Breaks the open epoch, if it is `epoch` (None: whichever), from any thread: whoever waits in a transfer of it, here or at a receiver, gets
-        ChannelBrokenError soon. Idempotent."""
+        """Breaks the open epoch, if it is `epoch` (None: whichever), from any thread: whoever waits in a transfer of
+        it, here or at a receiver, gets ChannelBrokenError soon. Idempotent.
+        """
         with self._lock:
             rendezvous = self._rendezvous
         if rendezvous is not None and epoch in (None, rendezvous.epoch):
@@ -143,7 +170,14 @@ class Publisher:
             rendezvous.check()
         return meeting.result()  # bounded: it is done
 
-    def _meet(self, channel: "Future[Channel]", rendezvous: Rendezvous, world_size: int, backend: Literal["gloo", "nccl"], timeout_s: float) -> None:
+    def _meet(
+        self,
+        channel: "Future[Channel]",
+        rendezvous: Rendezvous,
+        world_size: int,
+        backend: Literal["gloo", "nccl"],
+        timeout_s: float,
+    ) -> None:
         try:
             channel.set_result(join(rendezvous, world_size, backend, self._device, timeout_s))
         except RoleCallError as error:

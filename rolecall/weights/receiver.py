@@ -1,7 +1,8 @@
 """The receiver: the rollout's end of the weight channel, inside vLLM's worker process.
 
-Owns the registered `WeightTransferEngine` ("rolecall") and the state of the weights; how they get into the engine is reload.py's and adapter.py's. It
-never decides to serve: whoever drives it compares the report with the actor's and resumes. Only a process that runs vLLM imports this file.
+Owns the registered `WeightTransferEngine` ("rolecall") and the state of the weights; how they get into the engine is
+reload.py's and adapter.py's. It never decides to serve: whoever drives it compares the report with the actor's and
+resumes. Only a process that runs vLLM imports this file.
 
 Usage, by the rollout service (one `AsyncLLM`; every worker of it, i.e. every TP rank, takes a rank of its own):
 
@@ -18,11 +19,12 @@ Usage, by the rollout service (one `AsyncLLM`; every worker of it, i.e. every TP
     ... compare report.fingerprints and report.digest with the actor's, run the probe, attest ...
     await llm.resume_generation()
 
-`receive_version` makes vLLM's own calls in order: start_weight_update, update_weights, finish_weight_update; asks every worker for its report
-(`collective_rpc("weights_report")`); then update_weight_version(str(policy_version)), which names the spans of completions, and reset_prefix_cache. The first
-weights (load_format="dummy") come the same way. After TornWeightsError serve nothing; the next successful receive_version, over a new epoch, heals it. A
-newer `open_channel` aborts the epoch before, wherever a worker may be stuck in it. Neither call blocks the event loop; `open_channel` does not block the
-engine either.
+`receive_version` makes vLLM's own calls in order: start_weight_update, update_weights, finish_weight_update; asks every
+worker for its report (`collective_rpc("weights_report")`); then update_weight_version(str(policy_version)), which names
+the spans of completions, and reset_prefix_cache. The first weights (load_format="dummy") come the same way. After
+TornWeightsError serve nothing; the next successful receive_version, over a new epoch, heals it. A newer `open_channel`
+aborts the epoch before, wherever a worker may be stuck in it. Neither call blocks the event loop; `open_channel` does
+not block the engine either.
 """
 
 import asyncio
@@ -49,9 +51,16 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from rolecall.errors import ChannelBrokenError, DeadlineError, RoleCallError, StaleEpochError, StaleVersionError, TornWeightsError
+from rolecall.errors import (
+    ChannelBrokenError,
+    DeadlineError,
+    RoleCallError,
+    StaleEpochError,
+    StaleVersionError,
+    TornWeightsError,
+)
 from rolecall.lifeline import die_with_parent, parent_of
-from rolecall.training.device import wait_for
+from rolecall.training.ranks.device import wait_for
 from rolecall.v1 import weights_pb2
 from rolecall.weights import adapter, reload
 from rolecall.weights.channel import Channel, join
@@ -91,14 +100,18 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """One worker's end. A transfer happens wholly inside `receive_weights`, so that no caller can leave a load half open; errors are kept in the report,
-    because an exception would lose its type on the way out of vLLM and leave the worker inside an update."""
+    """One worker's end. A transfer happens wholly inside `receive_weights`, so that no caller can leave a load half
+    open; errors are kept in the report, because an exception would lose its type on the way out of vLLM and leave the
+    worker inside an update.
+    """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
-    def __init__(self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._lock = threading.Lock()
         self._epoch = -1
@@ -113,16 +126,23 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
             threading.Thread(target=_end_orphaned_engine, name="engine-parent-watch", daemon=True).start()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Leaves the epoch before and begins to join the new one on a thread: requests go on meanwhile. `joined` tells the outcome."""
+        """Leaves the epoch before and begins to join the new one on a thread: requests go on meanwhile. `joined` tells
+        the outcome.
+        """
         self._error = None
         if init_info.epoch <= self._epoch:
-            self._error = StaleEpochError(f"epoch {init_info.epoch} of the weight channel is not higher than {self._epoch}; an epoch is never joined twice")
+            self._error = StaleEpochError(
+                f"epoch {init_info.epoch} of the weight channel is not higher than {self._epoch}; an epoch is never "
+                "joined twice"
+            )
             return
         with self._lock:
             self._epoch = init_info.epoch
         self.shutdown()
         self._joined, self._manifest = Future(), None
-        threading.Thread(target=self._join, args=(init_info, self._joined), name=f"weights-join-{init_info.epoch}", daemon=True).start()
+        threading.Thread(
+            target=self._join, args=(init_info, self._joined), name=f"weights-join-{init_info.epoch}", daemon=True
+        ).start()
 
     def joined(self) -> dict[str, Any]:
         """{"done": bool, "error": [reason, message] or None}."""
@@ -157,7 +177,12 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
             self._error = error
             self._state = "torn"
             channel.rendezvous.abort(error.message)
-            log.warning("policy version %d did not load (the weights were %s before): %s", update_info.policy_version, before, error.message)
+            log.warning(
+                "policy version %d did not load (the weights were %s before): %s",
+                update_info.policy_version,
+                before,
+                error.message,
+            )
             return
         self._state, self._policy_version = "loaded", update_info.policy_version
 
@@ -165,7 +190,13 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         """State, version, error ([reason, message] or None) and what arrived, of plain types."""
         arrived = asdict(self._arrived) if self._arrived else None
         names = [spec.name for spec in self._manifest.parameters] if self._manifest and arrived else []
-        return {"state": self._state, "policy_version": self._policy_version, "error": wire_error(self._error), "names": names, "arrived": arrived}
+        return {
+            "state": self._state,
+            "policy_version": self._policy_version,
+            "error": wire_error(self._error),
+            "names": names,
+            "arrived": arrived,
+        }
 
     def shutdown(self) -> None:
         """Leaves the epoch: frees whoever waits in it here. The other ranks are told."""
@@ -191,7 +222,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
             raise StaleEpochError(f"epoch {info.epoch} of the weight channel is not the joined one ({self._epoch})")
         if info.policy_version <= self._policy_version:
             raise StaleVersionError(
-                f"policy version {info.policy_version} is not higher than {self._policy_version}, which this worker has held; versions never go back"
+                f"policy version {info.policy_version} is not higher than {self._policy_version}, which this worker "
+                "has held; versions never go back"
             )
         if not self._joined.done():
             raise ChannelBrokenError(f"epoch {info.epoch} of the weight channel is not joined yet")
@@ -212,8 +244,12 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         """Installs the adapter once all of it has arrived: it is small."""
         tensors = {name: tensor for named in reception for name, tensor in named}
         if not manifest.HasField("adapter") or self.vllm_config.lora_config is None:
-            sent, taken = ("an adapter", "whole models") if manifest.HasField("adapter") else ("a whole model", "adapters")
-            raise TornWeightsError(f"the actor publishes {sent} and this engine takes {taken}; give both the same actor.lora")
+            sent, taken = (
+                ("an adapter", "whole models") if manifest.HasField("adapter") else ("a whole model", "adapters")
+            )
+            raise TornWeightsError(
+                f"the actor publishes {sent} and this engine takes {taken}; give both the same actor.lora"
+            )
         try:
             adapter.install(self.model, manifest.adapter, tensors)
         except RoleCallError:
@@ -224,7 +260,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker (worker_extension_cls): importing its module registers the engine, and its methods answer `collective_rpc`."""
+    """Mixed into vLLM's worker (worker_extension_cls): importing its module registers the engine, and its methods
+    answer `collective_rpc`.
+    """
 
     weight_transfer_engine: WeightTransferEngine[Any, Any] | None
 
@@ -233,7 +271,9 @@ class WorkerExtension:
         return self._weights_receiver().joined()
 
     def receive_adapter(self, **info: Any) -> None:
-        """As Receiver.receive_weights, outside of vLLM's own update of weights, which ends by dropping every adapter."""
+        """As Receiver.receive_weights, outside of vLLM's own update of weights, which ends by dropping every
+        adapter.
+        """
         self._weights_receiver().receive_weights(UpdateInfo(**info))
 
     def weights_report(self) -> dict[str, Any]:
@@ -249,7 +289,13 @@ class WorkerExtension:
 class Engine(Protocol):
     """The calls of `AsyncLLM` that a load makes."""
 
-    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[Any]:
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
         """Every worker's answer."""
 
     async def init_weight_transfer_engine(self, request: WeightTransferInitRequest) -> None:
@@ -282,13 +328,16 @@ async def open_channel(
     backend: Literal["gloo", "nccl"] = "gloo",
     on_answer: Callable[[], None] = lambda: None,
 ) -> int:
-    """Joins epoch `epoch` with every worker, the first as `rank`, and returns how many ranks the replica took once all ranks of the epoch have met.
+    """Joins epoch `epoch` with every worker, the first as `rank`, and returns how many ranks the replica took once all
+    ranks of the epoch have met.
 
-    Requests go on meanwhile. `on_answer` is called whenever the workers have answered: they live, whoever else may be late. StaleEpochError,
-    ChannelBrokenError, DeadlineError.
+    Requests go on meanwhile. `on_answer` is called whenever the workers have answered: they live, whoever else may be
+    late. StaleEpochError, ChannelBrokenError, DeadlineError.
     """
     deadline = time.monotonic() + timeout_s + 1.0
-    info = InitInfo(epoch=epoch, address=address, rank=rank, world_size=world_size, timeout_s=timeout_s, backend=backend)
+    info = InitInfo(
+        epoch=epoch, address=address, rank=rank, world_size=world_size, timeout_s=timeout_s, backend=backend
+    )
     await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=asdict(info)))
     while True:
         workers = await llm.collective_rpc("weights_joined")
@@ -298,16 +347,21 @@ async def open_channel(
         if all(worker["done"] for worker in workers):
             return len(workers)
         if time.monotonic() > deadline:
-            raise DeadlineError(f"the workers did not meet the other ranks of weight-channel epoch {epoch} within {timeout_s:g} s")
+            raise DeadlineError(
+                f"the workers did not meet the other ranks of weight-channel epoch {epoch} within {timeout_s:g} s"
+            )
         await asyncio.sleep(_JOIN_POLL_S)
 
 
-async def receive_version(llm: Engine, *, epoch: int, policy_version: int, bucket_timeout_s: float, is_adapter: bool = False) -> Report:
-    """Receives and loads one version over the joined epoch, concurrently with the actor's publish. Requests must be paused and stay paused until the report
-    was compared. `is_adapter`: the engine was started with LoRA, so that its base stays and the adapter is replaced.
+async def receive_version(
+    llm: Engine, *, epoch: int, policy_version: int, bucket_timeout_s: float, is_adapter: bool = False
+) -> Report:
+    """Receives and loads one version over the joined epoch, concurrently with the actor's publish. Requests must be
+    paused and stay paused until the report was compared. `is_adapter`: the engine was started with LoRA, so that its
+    base stays and the adapter is replaced.
 
-    StaleEpochError, StaleVersionError, ChannelBrokenError before anything was touched; TornWeightsError when a worker's load did not finish;
-    WeightsMismatchError when the workers of the replica differ.
+    StaleEpochError, StaleVersionError, ChannelBrokenError before anything was touched; TornWeightsError when a worker's
+    load did not finish; WeightsMismatchError when the workers of the replica differ.
     """
     info = asdict(UpdateInfo(epoch=epoch, policy_version=policy_version, bucket_timeout_s=bucket_timeout_s))
     if is_adapter:
@@ -324,8 +378,8 @@ async def receive_version(llm: Engine, *, epoch: int, policy_version: int, bucke
 
 
 def _die_with_parent() -> None:
-    """Ends this process when the process that spawned it ends, however it ends. Only in a worker process of vLLM's: an engine inside the service is the
-    service's affair.
+    """Ends this process when the process that spawned it ends, however it ends. Only in a worker process of vLLM's: an
+    engine inside the service is the service's affair.
     """
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
@@ -335,7 +389,8 @@ def _die_with_parent() -> None:
 def _end_orphaned_engine() -> None:
     """Ends the engine's core once the service is gone; `_die_with_parent` then ends the workers with it.
 
-    Where workers are processes of their own (always on CPUs, and with several GPUs) the core stands between the service and them and imports nothing of ours.
+    Where workers are processes of their own (always on CPUs, and with several GPUs) the core stands between the service
+    and them and imports nothing of ours.
     """
     core = os.getppid()
     service = parent_of(core)

@@ -1,4 +1,5 @@
-"""A whole model into the running vLLM engine: its layerwise reload, the proof that every parameter was written, and the repairs that the reload needs on CPUs.
+"""A whole model into the running vLLM engine: its layerwise reload, the proof that every parameter was written, and the
+repairs that the reload needs on CPUs.
 
 Like the receiver it runs in vLLM's worker. The adapter's counterpart is adapter.py.
 """
@@ -24,11 +25,16 @@ log = logging.getLogger(__name__)
 
 
 def load_model(model: torch.nn.Module, config: ModelConfig, device: torch.device, reception: Reception) -> None:
-    """Loads all of `reception`. Requests must be paused. TornWeightsError when a tensor was refused or a parameter not written whole."""
+    """Loads all of `reception`. Requests must be paused. TornWeightsError when a tensor was refused or a parameter not
+    written whole.
+    """
     tied = _tied_groups(model)
     _rebuild_moe_kernels(model, device)
     initialize_layerwise_reload(model)
-    coverage = Coverage((name, parameter, get_tensor_load_numel(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False))
+    coverage = Coverage(
+        (name, parameter, get_tensor_load_numel(parameter))
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    )
     failure: Exception | None = None
     whole = False
     try:
@@ -48,8 +54,8 @@ def load_model(model: torch.nn.Module, config: ModelConfig, device: torch.device
 
 
 def _load_bucket(model: torch.nn.Module, named: list[tuple[str, torch.Tensor]], coverage: Coverage) -> Exception | None:
-    """Loads one bucket; what vLLM's loaders raise (any type) is returned, so that the remaining buckets are taken off the channel and no peer has to wait
-    for this worker.
+    """Loads one bucket; what vLLM's loaders raise (any type) is returned, so that the remaining buckets are taken off
+    the channel and no peer has to wait for this worker.
     """
     try:
         with coverage.watch():
@@ -78,8 +84,8 @@ def _why(failure: Exception | None, missing: dict[str, tuple[int, int]]) -> str:
 
 @contextmanager
 def _without_false_alarms() -> Iterator[None]:
-    """Silences vLLM's warning of layers that nothing was loaded into: it means rotary tables and tied heads at every publish, and what is really missing was
-    found by coverage.
+    """Silences vLLM's warning of layers that nothing was loaded into: it means rotary tables and tied heads at every
+    publish, and what is really missing was found by coverage.
     """
 
     def other(record: logging.LogRecord) -> bool:
@@ -94,8 +100,8 @@ def _without_false_alarms() -> Iterator[None]:
 
 
 def _forget_loads(model: torch.nn.Module) -> None:
-    """Makes the reload fall back to the tensors that incomplete layers had, instead of building them out of memory that nobody wrote: the engine lives, and
-    the next full load heals it.
+    """Makes the reload fall back to the tensors that incomplete layers had, instead of building them out of memory that
+    nobody wrote: the engine lives, and the next full load heals it.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -105,7 +111,9 @@ def _forget_loads(model: torch.nn.Module) -> None:
 
 
 def _rebuild_moe_kernels(model: torch.nn.Module, device: torch.device) -> None:
-    """Repair 1, CPUs: an expert layer repacks its weights only while it builds its kernel, and would go on computing with the old packed copy."""
+    """Repair 1, CPUs: an expert layer repacks its weights only while it builds its kernel, and would go on computing
+    with the old packed copy.
+    """
     if device.type != "cpu":
         return
     for module in model.modules():
@@ -114,10 +122,14 @@ def _rebuild_moe_kernels(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _repack_tied_heads(model: torch.nn.Module, tied: list[list[str]]) -> None:
-    """Repair 2, CPUs: a tied head shares the embedding's memory and yet computes with a packed copy of its own, which the reload of the embedding does not
-    renew.
+    """Repair 2, CPUs: a tied head shares the embedding's memory and yet computes with a packed copy of its own, which
+    the reload of the embedding does not renew.
     """
     for name in (name for names in tied for name in names):
         module = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(module, ParallelLMHead) and isinstance(module.quant_method, UnquantizedEmbeddingMethod) and module.weight.device.type == "cpu":
+        if (
+            isinstance(module, ParallelLMHead)
+            and isinstance(module.quant_method, UnquantizedEmbeddingMethod)
+            and module.weight.device.type == "cpu"
+        ):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)

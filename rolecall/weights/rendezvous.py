@@ -1,11 +1,13 @@
-"""Where the ranks of the weight channel meet and tell each other what bytes cannot: the manifest, progress, and that it is over.
+"""Where the ranks of the weight channel meet and tell each other what bytes cannot: the manifest, progress, and that it
+is over.
 
-Owns one TCPStore per epoch, served by the actor until two epochs later, when nobody can be in it any more. Each rank keeps a connection for the calls of
-its own threads, one for its communicator, and one for a watcher, which learns within WATCH_S that somebody aborted the epoch, or that the actor is gone, and
-frees whatever of this rank is stuck. It moves no weights.
+Owns one TCPStore per epoch, served by the actor until two epochs later, when nobody can be in it any more. Each rank
+keeps a connection for the calls of its own threads, one for its communicator, and one for a watcher, which learns
+within WATCH_S that somebody aborted the epoch, or that the actor is gone, and frees whatever of this rank is stuck. It
+moves no weights.
 
-Keys of an epoch: `manifest` (serialized WeightManifest), `abort` (why), `progress/<rank>` (buckets received since the epoch began), and those that the
-communicator itself makes under `comm`.
+Keys of an epoch: `manifest` (serialized WeightManifest), `abort` (why), `progress/<rank>` (buckets received since the
+epoch began), and those that the communicator itself makes under `comm`.
 """
 
 import logging
@@ -38,7 +40,9 @@ class RendezvousHost:
     def __init__(self, host: str) -> None:
         listener = socket.create_server((host, 0))
         self.host, self._port = host, int(listener.getsockname()[1])
-        self._server = TCPStore(host, self._port, None, True, _STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach())
+        self._server = TCPStore(
+            host, self._port, None, True, _STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
 
     @property
     def address(self) -> str:
@@ -64,13 +68,16 @@ class Rendezvous:
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, args=(self._connect(timeout_s),), name=f"weights-watch-{epoch}", daemon=True)
+        self._watcher = threading.Thread(
+            target=self._watch, args=(self._connect(timeout_s),), name=f"weights-watch-{epoch}", daemon=True
+        )
         self._watcher.start()
 
     def communicator_store(self, timeout_s: float) -> Store:
         """The store under which a communicator may make its own keys, over a connection of its own.
 
-        The communicator waits there for its peers, and a connection serves one call at a time: an abort must not queue behind it.
+        The communicator waits there for its peers, and a connection serves one call at a time: an abort must not queue
+        behind it.
         """
         return PrefixStore("comm", self._connect(timeout_s))
 
@@ -87,7 +94,10 @@ class Rendezvous:
     def check(self) -> None:
         """ChannelBrokenError when the epoch is over."""
         if self._broken is not None:
-            raise ChannelBrokenError(f"epoch {self.epoch} of the weight channel is broken: {self._broken}; open a new epoch", rank=str(self.rank))
+            raise ChannelBrokenError(
+                f"epoch {self.epoch} of the weight channel is broken: {self._broken}; open a new epoch",
+                rank=str(self.rank),
+            )
 
     def on_broken(self, callback: Callable[[], None]) -> None:
         """Calls `callback` once when the epoch breaks, from the thread that learns it; at once when it already has."""
@@ -98,15 +108,21 @@ class Rendezvous:
         callback()
 
     def abort(self, reason: str) -> None:
-        """Ends the epoch for every rank: this one now, the others when their watchers look. Idempotent, never waits for a peer."""
+        """Ends the epoch for every rank: this one now, the others when their watchers look. Idempotent, never waits for
+        a peer.
+        """
         if self.rank == 0 and self._broken is None:
-            self._tell(reason)  # before the communicator closes, so that nobody takes the actor for dead; the store is its own and cannot hang
+            # before the communicator closes, so that nobody takes the actor for dead; the store is its own and cannot
+            # hang
+            self._tell(reason)
             self._break(reason)
         elif self._break(reason):
             self._tell(reason)
 
     def blame(self, reason: str) -> None:
-        """As abort, for a rank that only saw a transfer fail: when somebody has already said why the epoch ended, that is the reason."""
+        """As abort, for a rank that only saw a transfer fail: when somebody has already said why the epoch ended, that
+        is the reason.
+        """
         try:
             if self._broken is None and self._calls.check(["abort"]):
                 self._break(self._calls.get("abort").decode())
@@ -130,7 +146,10 @@ class Rendezvous:
                 self._break(f"the rendezvous does not answer: {error}")
                 continue
             if time.monotonic() > deadline:
-                raise DeadlineError(f"epoch {self.epoch} of the weight channel: the actor did not offer {key!r} within {timeout_s:g} s", rank=str(self.rank))
+                raise DeadlineError(
+                    f"epoch {self.epoch} of the weight channel: the actor did not offer {key!r} within {timeout_s:g} s",
+                    rank=str(self.rank),
+                )
             time.sleep(_TAKE_POLL_S)
 
     def report_progress(self) -> None:
@@ -152,7 +171,8 @@ class Rendezvous:
         self._closed.set()
         self._break("closed")
         if threading.current_thread() is not self._watcher:
-            self._watcher.join(_CLOSE_S)  # a thread that is inside the store when the interpreter ends takes the process down with an abort
+            # a thread that is inside the store when the interpreter ends takes the process down with an abort
+            self._watcher.join(_CLOSE_S)
 
     def _tell(self, reason: str) -> None:
         try:
@@ -164,7 +184,10 @@ class Rendezvous:
         try:
             store = TCPStore(self._host, self._port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
         except DistError as error:
-            reason = f"nobody answers at the rendezvous {self._host}:{self._port} of weight-channel epoch {self.epoch}: {error}"
+            reason = (
+                f"nobody answers at the rendezvous {self._host}:{self._port} of weight-channel epoch "
+                f"{self.epoch}: {error}"
+            )
             raise ChannelBrokenError(reason, rank=str(self.rank)) from error
         store.set_timeout(_STORE_TIMEOUT)
         return PrefixStore(f"epoch/{self.epoch}", store)

@@ -1,7 +1,7 @@
 """What the workers of one replica say of a load, and what follows from it for the replica.
 
-Owns the report as it crosses vLLM's `collective_rpc`, in plain types, because an exception would lose its type on the way.
-It needs no vLLM.
+Owns the report as it crosses vLLM's `collective_rpc`, in plain types, because an exception would lose its type on the
+way. It needs no vLLM.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,9 @@ def agreed_report(policy_version: int, workers: Sequence[dict[str, Any]]) -> Rep
         raise_reported(worker["error"])
     arrived = workers[0]["arrived"]
     if any(worker["arrived"]["digest"] != arrived["digest"] for worker in workers):
-        raise WeightsMismatchError(f"the workers of one replica received different weights for policy version {policy_version}")
+        raise WeightsMismatchError(
+            f"the workers of one replica received different weights for policy version {policy_version}"
+        )
     return Report(
         policy_version,
         tuple(workers[0]["names"]),
@@ -67,4 +69,6 @@ def raise_reported(error: Sequence[str] | None) -> None:
         raise _BY_REASON[error[0]](error[1])
 
 
-_BY_REASON: dict[str, type[RoleCallError]] = {kind.reason: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, RoleCallError)}
+_BY_REASON: dict[str, type[RoleCallError]] = {
+    kind.reason: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, RoleCallError)
+}

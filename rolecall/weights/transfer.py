@@ -1,7 +1,9 @@
-"""One transfer: buckets out of named weights at the root, named tensors out of buckets at a receiver, two in flight on both sides.
+"""One transfer: buckets out of named weights at the root, named tensors out of buckets at a receiver, two in flight on
+both sides.
 
-Owns packing, unpacking and the fingerprints of what was sent and what arrived. Memory: a bucket is allocated per broadcast and never reused, because a
-receiver's engine may keep views of it until a layer is whole; the root holds at most IN_FLIGHT + 1 buckets and their source tensors.
+Owns packing, unpacking and the fingerprints of what was sent and what arrived. Memory: a bucket is allocated per
+broadcast and never reused, because a receiver's engine may keep views of it until a layer is whole; the root holds at
+most IN_FLIGHT + 1 buckets and their source tensors.
 """
 
 import time
@@ -37,8 +39,15 @@ class Transferred:
     """Seconds from the first bucket to the last."""
 
 
-def send(channel: Channel, weights: Iterator[tuple[str, torch.Tensor]], manifest: weights_pb2.WeightManifest, bucket_timeout_s: float) -> Transferred:
-    """Sends `weights`, which must come as the manifest says, to every receiver. ChannelBrokenError, WeightsMismatchError."""
+def send(
+    channel: Channel,
+    weights: Iterator[tuple[str, torch.Tensor]],
+    manifest: weights_pb2.WeightManifest,
+    bucket_timeout_s: float,
+) -> Transferred:
+    """Sends `weights`, which must come as the manifest says, to every receiver. ChannelBrokenError,
+    WeightsMismatchError.
+    """
     buckets = plan_buckets(manifest)
     pending: deque[Transfer] = deque()
     prints: list[torch.Tensor] = []
@@ -80,7 +89,9 @@ class Reception:
         self._start = time.monotonic()
 
     def __iter__(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """(name, tensor) of each bucket in the manifest's order; the tensors stay valid for as long as they are kept. ChannelBrokenError."""
+        """(name, tensor) of each bucket in the manifest's order; the tensors stay valid for as long as they are kept.
+        ChannelBrokenError.
+        """
         pending: deque[tuple[Bucket, torch.Tensor, Transfer]] = deque()
         for bucket in plan_buckets(self._manifest):
             memory = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._channel.device)
@@ -115,9 +126,15 @@ def _pack(bucket: Bucket, memory: torch.Tensor, weights: Iterator[tuple[str, tor
 
 def _refuse_more(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
     for name, _ in weights:
-        raise WeightsMismatchError(f"the model yields {name}, which the manifest does not have; build the manifest from the same named_weights")
+        raise WeightsMismatchError(
+            f"the model yields {name}, which the manifest does not have; build the manifest from the same named_weights"
+        )
 
 
-def _transferred(manifest: weights_pb2.WeightManifest, prints: list[torch.Tensor], buckets: list[Bucket], transfer_s: float) -> Transferred:
+def _transferred(
+    manifest: weights_pb2.WeightManifest, prints: list[torch.Tensor], buckets: list[Bucket], transfer_s: float
+) -> Transferred:
     fingerprints = unsigned(torch.cat(prints))
-    return Transferred(tuple(fingerprints), digest(manifest, fingerprints), sum(bucket.num_bytes for bucket in buckets), transfer_s)
+    return Transferred(
+        tuple(fingerprints), digest(manifest, fingerprints), sum(bucket.num_bytes for bucket in buckets), transfer_s
+    )

@@ -17,12 +17,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(args: ServiceArgs) -> None:
+    from rolecall.rpc.fence import Fence
     from rolecall.store.connection import connect
     from rolecall.store.sealed import read_ctl, read_sealed
-    from rolecall.training.fence import Fence
-    from rolecall.training.front import TrainerFront
-    from rolecall.training.host import follow, host, load, make_server
-    from rolecall.training.lane import Lane
+    from rolecall.training.serving.calls import TrainerFront
+    from rolecall.training.serving.device_thread import Lane
+    from rolecall.training.serving.serve import follow, host, load, make_server
     from rolecall.v1 import actor_pb2_grpc, controller_pb2
     from services.actor.engine import build
     from services.actor.service import ActorServicer
@@ -36,10 +36,21 @@ async def _serve(args: ServiceArgs) -> None:
     engine = await load(args, lane, lambda vitals: build(settings, connection, vitals))
     fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
     consumer = f"{args.worker}.{args.incarnation}"
-    front = TrainerFront(engine, lambda step: read_sealed(connection, settings.run.name, step), lane, fence, section.token_budget, consumer)
+    front = TrainerFront(
+        engine,
+        lambda step: read_sealed(connection, settings.run.name, step),
+        lane,
+        fence,
+        section.token_budget,
+        consumer,
+    )
     server = make_server(settings, section, "actor")
-    server.add(actor_pb2_grpc.add_ActorServiceServicer_to_server, ActorServicer(engine, front), "rolecall.v1.ActorService")
-    await host(args, section, controller_pb2.ROLE_ACTOR, server, front, on_drain=lambda: asyncio.to_thread(engine.close))
+    server.add(
+        actor_pb2_grpc.add_ActorServiceServicer_to_server, ActorServicer(engine, front), "rolecall.v1.ActorService"
+    )
+    await host(
+        args, section, controller_pb2.ROLE_ACTOR, server, front, on_drain=lambda: asyncio.to_thread(engine.close)
+    )
 
 
 if __name__ == "__main__":

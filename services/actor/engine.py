@@ -6,11 +6,11 @@ from rolecall.errors import OutOfOrderError, StaleVersionError
 from rolecall.settings import RunSettings
 from rolecall.store.connection import Connection
 from rolecall.training.engine import EngineState, Microbatch, TokenOutputs
-from rolecall.training.packing import pack, unpack
-from rolecall.training.ranks import start_bench
-from rolecall.training.share import Bench
-from rolecall.training.trainer import TrainerRanks
-from rolecall.training.vitals import UNWATCHED, Vitals
+from rolecall.training.packing.pack import pack, unpack
+from rolecall.training.serving.hooks import UNWATCHED, Vitals
+from rolecall.training.step.role_ranks import TrainerRanks
+from rolecall.training.step.share import Bench
+from rolecall.training.step.start import start_bench
 from rolecall.v1 import actor_pb2, command_pb2, weights_pb2
 from rolecall.v1.command_pb2 import TrainerCommand
 from rolecall.weights.manifest import build_manifest
@@ -43,7 +43,9 @@ def build(settings: RunSettings, connection: Connection, vitals: Vitals = UNWATC
 class ActorEngine(TrainerRanks):
     """service.ActorEngine over the ranks of a group."""
 
-    def __init__(self, settings: RunSettings, bench: Bench, steps: PolicySteps, state: EngineState, num_parameters: int) -> None:
+    def __init__(
+        self, settings: RunSettings, bench: Bench, steps: PolicySteps, state: EngineState, num_parameters: int
+    ) -> None:
         """A collective: the manifest is made by gathering every parameter once."""
         super().__init__(bench, steps, state, num_parameters)
         self._settings = settings
@@ -56,17 +58,29 @@ class ActorEngine(TrainerRanks):
         """service.ActorEngine.open_channel; on rank 0, from any thread."""
         assert self._publisher is not None
         backend = config.channel_backend(self._settings, request.receivers_on_gpus)
-        address = self._publisher.open(request.epoch, request.world_size, self._settings.weights.host, backend, request.timeout_s)
+        address = self._publisher.open(
+            request.epoch, request.world_size, self._settings.weights.host, backend, request.timeout_s
+        )
         return weights_pb2.OpenWeightChannelResponse(address=address, backend=BACKENDS[backend])
 
     def publish(self, request: actor_pb2.PublishWeightsRequest) -> actor_pb2.PublishWeightsResponse:
         """service.ActorEngine.publish; on rank 0."""
         assert self._publisher is not None
         if request.step != self.applied.step:
-            raise OutOfOrderError(f"weights of step {request.step} were asked for at step {self.applied.step}", step=str(self.applied.step))
+            raise OutOfOrderError(
+                f"weights of step {request.step} were asked for at step {self.applied.step}",
+                step=str(self.applied.step),
+            )
         if request.policy_version <= self.applied.policy_version:
-            raise StaleVersionError(f"version {request.policy_version} is not higher than {self.applied.policy_version}; versions never go back")
-        token_ids = decode_tensor(request.probe.token_ids, "probe.token_ids").astype("<i4") if request.HasField("probe") else np.zeros(0, "<i4")
+            raise StaleVersionError(
+                f"version {request.policy_version} is not higher than {self.applied.policy_version}; versions never "
+                "go back"
+            )
+        token_ids = (
+            decode_tensor(request.probe.token_ids, "probe.token_ids").astype("<i4")
+            if request.HasField("probe")
+            else np.zeros(0, "<i4")
+        )
         command = command_pb2.PublishCommand(policy_version=request.policy_version, probe_token_ids=token_ids.tobytes())
         probe = self._lead(TrainerCommand(publish=command), lambda: self._begin_publish(command))
         self.applied = self.applied.after_publish(request.policy_version)
@@ -79,10 +93,15 @@ class ActorEngine(TrainerRanks):
                 bucket_timeout_s=request.bucket_timeout_s,
             )
         fingerprints = [
-            weights_pb2.Fingerprint(name=parameter.name, value=value) for parameter, value in zip(self._manifest.parameters, sent.fingerprints, strict=True)
+            weights_pb2.Fingerprint(name=parameter.name, value=value)
+            for parameter, value in zip(self._manifest.parameters, sent.fingerprints, strict=True)
         ]
         return actor_pb2.PublishWeightsResponse(
-            fingerprints=fingerprints, digest=sent.digest, probe=probe, num_bytes=sent.num_bytes, transfer_s=sent.transfer_s
+            fingerprints=fingerprints,
+            digest=sent.digest,
+            probe=probe,
+            num_bytes=sent.num_bytes,
+            transfer_s=sent.transfer_s,
         )
 
     def abort_publish(self, epoch: int, reason: str) -> None:

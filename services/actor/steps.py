@@ -1,7 +1,9 @@
-"""What an actor does with a sealed batch: columns of old logprobs, then mini-batches and epochs of the configured objective. Knows tensors and no gRPC.
+"""What an actor does with a sealed batch: columns of old logprobs, then mini-batches and epochs of the configured
+objective. Knows tensors and no gRPC.
 
-A step: read this rank's rows; compute old_logprobs of every mini-batch but the first, whose own training pass gives them (none when the rows hold them
-already, or when the sampler's take their place); then the updates. How far the sampler's logprobs are from the actor's is measured on the way.
+A step: read this rank's rows; compute old_logprobs of every mini-batch but the first, whose own training pass gives
+them (none when the rows hold them already, or when the sampler's take their place); then the updates. How far the
+sampler's logprobs are from the actor's is measured on the way.
 """
 
 import time
@@ -17,25 +19,27 @@ from rolecall.algorithms.losses.custom import load
 from rolecall.algorithms.selection import token_keys
 from rolecall.settings import ACTOR_BASE, CovarianceLoss, CustomLoss, RunSettings
 from rolecall.telemetry import Metrics
-from rolecall.training.applied import Applied
-from rolecall.training.chain import Progress
 from rolecall.training.engine import Loss, Microbatch, TokenOutputs, ValueOutputs
-from rolecall.training.logprobs import Wanted
-from rolecall.training.objectives import PolicyObjective, policy_columns
-from rolecall.training.packing import unpack
-from rolecall.training.routing import RouterLosses, router_load
-from rolecall.training.selection import KEYS, select
-from rolecall.training.share import Bench, Derive, Minibatch, TrainShare, read_share
-from rolecall.training.steps import Counted, Effort, optimize, per_update
+from rolecall.training.model.logprobs import Wanted
+from rolecall.training.objective.objectives import PolicyObjective, policy_columns
+from rolecall.training.objective.routing import RouterLosses, router_load
+from rolecall.training.packing.pack import unpack
+from rolecall.training.serving.applied import Applied
+from rolecall.training.serving.train_chain import Progress
+from rolecall.training.step.optimize import Counted, Effort, optimize, per_update
+from rolecall.training.step.share import Bench, Derive, Minibatch, TrainShare, read_share
+from rolecall.training.step.token_selection import KEYS, select
 from rolecall.trajectory import reference_column, seed_of
 from rolecall.v1.trajectory_pb2 import Coefficients, RowRef, TrainBatch
 from rolecall.wire import Array
 
 ON_POLICY = "on_policy"
-"""Derived column: 1 on the sampled tokens of a trajectory that was sampled wholly with the weights it is trained from."""
+"""Derived column: 1 on the sampled tokens of a trajectory that was sampled wholly with the weights it is trained from.
+"""
 OLD = "old_logprobs"
 SEEN = "seen_logprobs"
-"""Derived column under `proximal: bypass`: what the training pass of the first epoch gave, to measure the sampler by."""
+"""Derived column under `proximal: bypass`: what the training pass of the first epoch gave, to measure the sampler by.
+"""
 BASE = reference_column(ACTOR_BASE)
 """Logprobs of the actor's own model without its adapters: computed here, never stored."""
 _SUMS = ("actor/loss", "actor/policy_loss", "actor/router_balance", "actor/router_z")
@@ -73,7 +77,11 @@ class PolicySteps:
     def encode(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> list[dict[str, Array]]:
         """ColumnRecipe.encode."""
         assert isinstance(outputs, TokenOutputs)
-        said = [outputs.logprobs_N] if outputs.sum_squared_probs_N is None else [outputs.logprobs_N, outputs.sum_squared_probs_N]
+        said = (
+            [outputs.logprobs_N]
+            if outputs.sum_squared_probs_N is None
+            else [outputs.logprobs_N, outputs.sum_squared_probs_N]
+        )
         rows = zip(*(unpack(each_N, microbatch.lengths) for each_N in said), strict=True)
         return [dict(zip(self.columns, row, strict=True)) for row in rows]
 
@@ -84,7 +92,9 @@ class PolicySteps:
         read_s = time.perf_counter() - started
         if self._bypass:
             for minibatch in share.minibatches:
-                minibatch.add_column(OLD, [each.columns["rollout_logprobs"] for each in minibatch.microbatches if each.lengths])
+                minibatch.add_column(
+                    OLD, [each.columns["rollout_logprobs"] for each in minibatch.microbatches if each.lengths]
+                )
         later = [minibatch for minibatch in share.minibatches[1:] if not minibatch.has(OLD)]
         bases = share.minibatches if BASE in policy_columns(section) else []
         passes = (2 if self._looks_first else 1) * section.num_epochs * len(share.microbatches)
@@ -102,7 +112,9 @@ class PolicySteps:
         for minibatch in share.minibatches:
             seen.add_to(minibatch)
         metrics = per_update(metrics, _SUMS, section.num_minibatches * section.num_epochs)
-        _add_mismatch(bench, metrics, [microbatch for microbatch in share.microbatches if microbatch.lengths], seen.column)
+        _add_mismatch(
+            bench, metrics, [microbatch for microbatch in share.microbatches if microbatch.lengths], seen.column
+        )
         if bench.group.leads:
             metrics.mean("actor/read_s", read_s)
         effort.add_to(metrics, "actor", share.num_tokens)
@@ -116,7 +128,9 @@ class PolicySteps:
         return read_share(bench, batch, columns, section.num_minibatches, seed, optional=OLD, derive=derive)
 
     def _loss(self, bench: Bench, minibatch: Minibatch, coefficients: Coefficients, counted: Counted) -> Loss:
-        """Of the next update with `minibatch`, after a look at all of it with the weights of the moment where the loss wants one."""
+        """Of the next update with `minibatch`, after a look at all of it with the weights of the moment where the loss
+        wants one.
+        """
         seen = bench.engine.forward(minibatch.microbatches) if self._looks_first else []
         counted.advance(len(seen))
         if self._covariance is not None:
@@ -138,7 +152,9 @@ def _on_policy(row: Mapping[str, Array], versions: frozenset[int]) -> dict[str, 
     return {ON_POLICY: row["response_mask"] if pure else np.zeros_like(row["response_mask"])}
 
 
-def _add_logprobs(bench: Bench, minibatches: Sequence[Minibatch], column: str, counted: Counted, *, base: bool = False) -> None:
+def _add_logprobs(
+    bench: Bench, minibatches: Sequence[Minibatch], column: str, counted: Counted, *, base: bool = False
+) -> None:
     """Adds the logprobs of a pass without a graph over all of `minibatches`; a collective, unless there are none."""
     microbatches = [microbatch for minibatch in minibatches for microbatch in minibatch.microbatches]
     if not microbatches:
@@ -155,7 +171,9 @@ def _logprobs(outputs: Sequence[TokenOutputs | ValueOutputs]) -> list[torch.Tens
 
 
 class _FirstPasses:
-    """The logprobs that each mini-batch's first training pass gives, for mini-batches without a column of them: no pass is made for it alone."""
+    """The logprobs that each mini-batch's first training pass gives, for mini-batches without a column of them: no pass
+    is made for it alone.
+    """
 
     def __init__(self, column: str) -> None:
         self.column = column
@@ -181,10 +199,11 @@ class _FirstPasses:
 
 
 def _add_mismatch(bench: Bench, metrics: Metrics, microbatches: Sequence[Microbatch], measured: str) -> None:
-    """How far sampler and actor are apart: over trajectories sampled with these very weights (`mismatch_*`), and over all. A collective.
+    """How far sampler and actor are apart: over trajectories sampled with these very weights (`mismatch_*`), and over
+    all. A collective.
 
-    `measured` is the column of the actor's logprobs. What adds up is summed over the slots and reported by rank 0, exact; order statistics are each rank's
-    own, of which the extreme is kept.
+    `measured` is the column of the actor's logprobs. What adds up is summed over the slots and reported by rank 0,
+    exact; order statistics are each rank's own, of which the extreme is kept.
     """
     sums = sum((_mismatch_sums(each, measured) for each in microbatches), MismatchSums())
     whole = mismatch(MismatchSums(*bench.group.sum_over_slots(np.array(sums.numbers())).tolist()))
@@ -216,4 +235,6 @@ def _add_mismatch(bench: Bench, metrics: Metrics, microbatches: Sequence[Microba
 
 def _mismatch_sums(microbatch: Microbatch, measured: str) -> MismatchSums:
     columns, index_N = microbatch.columns, sequence_index(microbatch.cu_seqlens, microbatch.token_ids_N.numel())
-    return mismatch_sums(columns["rollout_logprobs"], columns[measured], microbatch.score_mask_N, index_N, len(microbatch.lengths))
+    return mismatch_sums(
+        columns["rollout_logprobs"], columns[measured], microbatch.score_mask_N, index_N, len(microbatch.lengths)
+    )

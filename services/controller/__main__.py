@@ -23,20 +23,24 @@ async def serve_controller(args: ServiceArgs) -> None:
     from rolecall.rpc.process import serve
     from rolecall.rpc.server import Server
     from rolecall.v1 import controller_pb2, controller_pb2_grpc
-    from services.controller.engine import ControllerEngine
+    from services.controller.run import ControllerEngine
     from services.controller.service import ControllerServicer
 
     settings = args.settings
     bind = settings.controller.bind or settings.controller.address
     if bind is None:
-        raise ConfigError("controller.address is not set; a controller that runs alone needs --controller.address HOST:PORT")
+        raise ConfigError(
+            "controller.address is not set; a controller that runs alone needs --controller.address HOST:PORT"
+        )
     telemetry.configure(settings.telemetry, "controller", args.worker)
     settings.run.dir.mkdir(parents=True, exist_ok=True)
     engine = ControllerEngine(settings)
     try:
         server = Server(settings.rpc, bind, setting="controller.bind")
         service_name = controller_pb2.DESCRIPTOR.services_by_name["ControllerService"].full_name
-        server.add(controller_pb2_grpc.add_ControllerServiceServicer_to_server, ControllerServicer(engine), service_name)
+        server.add(
+            controller_pb2_grpc.add_ControllerServiceServicer_to_server, ControllerServicer(engine), service_name
+        )
         await server.start()
         await server.set_serving(True)
         running = asyncio.ensure_future(engine.run())

@@ -2,10 +2,18 @@
 
 from rolecall.settings import RunSettings
 from rolecall.store.budget import StoreBudget
-from services.controller.admission import AdmissionPolicy
+from services.controller.groups.admission import AdmissionPolicy
 
 
 def admission_policy(settings: RunSettings, prompt_bytes: int) -> AdmissionPolicy:
-    """ConfigError when the store cannot hold the batches that max_staleness allows, of prompts that take up to `prompt_bytes`."""
+    """ConfigError when the store cannot hold the batches that max_staleness allows, of prompts that take up to
+    `prompt_bytes`.
+    """
     budget, algorithm = StoreBudget.of(settings, prompt_bytes), settings.algorithm
-    return AdmissionPolicy(algorithm.groups_per_batch, algorithm.max_staleness, settings.run.num_steps, budget.max_bytes, budget.group_bytes)
+    return AdmissionPolicy(
+        algorithm.groups_per_batch,
+        algorithm.max_staleness,
+        settings.run.num_steps,
+        budget.max_bytes,
+        budget.group_bytes,
+    )

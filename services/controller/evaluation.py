@@ -1,7 +1,7 @@
 """Held-out evaluation: every prompt of a set through Rollout.Generate on one pinned version, then the run's own scorer.
 
-Outside the ledger: nothing here is trained on. A response that no rollout gave, or no scorer could score, is counted as missing and is in no mean: a prompt
-with fewer than k scored responses is in no pass@k and maj@k.
+Outside the ledger: nothing here is trained on. A response that no rollout gave, or no scorer could score, is counted as
+missing and is in no mean: a prompt with fewer than k scored responses is in no pass@k and maj@k.
 """
 
 import asyncio
@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 
 from rolecall.algorithms.evaluation import majority_at_k, pass_at_k, subset_sizes
-from rolecall.dataset import load_prompts
+from rolecall.data.dataset import load_prompts
 from rolecall.errors import RoleCallError, UnavailableError
-from rolecall.scores import Score, score_item
-from rolecall.scoring import RewardClient
+from rolecall.scoring.client import RewardClient
+from rolecall.scoring.scores import Score, score_item
 from rolecall.settings import EvaluationSet, RunSettings
 from rolecall.telemetry import Metrics
 from rolecall.trajectory import is_truncated
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.wire import Array
-from services.controller.fleet import Fleet
-from services.controller.liveness import Rollout
-from services.controller.prompts import PromptRenderer
+from services.controller.fleet.liveness import Rollout
+from services.controller.fleet.members import Fleet
+from services.controller.groups.prompts import PromptRenderer
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +46,17 @@ def load_sets(settings: RunSettings, renderer: PromptRenderer) -> list[HeldOutSe
     """All configured sets. ConfigError as load_prompts; prompts that are too long are left out with a warning."""
     sets = []
     for name, section in settings.evaluation.sets.items():
-        rendered = [renderer.render(raw, 0) for raw in load_prompts(section.path, settings.data, settings.reward)[: section.max_prompts]]
+        rendered = [
+            renderer.render(raw, 0)
+            for raw in load_prompts(section.path, settings.data, settings.reward)[: section.max_prompts]
+        ]
         fitting = tuple(prompt for prompt in rendered if prompt is not None)
         if len(fitting) < len(rendered):
-            logger.warning("evaluation set %s: %d prompts exceed data.max_prompt_tokens and are left out", name, len(rendered) - len(fitting))
+            logger.warning(
+                "evaluation set %s: %d prompts exceed data.max_prompt_tokens and are left out",
+                name,
+                len(rendered) - len(fitting),
+            )
         sets.append(HeldOutSet(name, section, fitting))
     return sets
 
@@ -70,7 +77,9 @@ class Evaluation:
         self._sets = sets
 
     async def run(self, step: int, policy_version: int) -> tuple[Metrics, list[dict[str, Any]]]:
-        """Metrics "eval/<set>/..." and samples for people, of weights `policy_version` after `step` steps. TimeoutError after evaluation.timeout_s."""
+        """Metrics "eval/<set>/..." and samples for people, of weights `policy_version` after `step` steps. TimeoutError
+        after evaluation.timeout_s.
+        """
         metrics, samples = Metrics(), []
         async with asyncio.timeout(self._settings.evaluation.timeout_s):
             for held_out in self._sets:
@@ -79,7 +88,10 @@ class Evaluation:
                 scored = await self._score(responses)
                 await asyncio.to_thread(self._summarise, held_out, responses, scored, metrics)
                 metrics.max(f"eval/{held_out.name}/time_s", time.monotonic() - started)
-                samples += [_sample(step, held_out.name, response, scored) for response in responses[: self._settings.evaluation.num_samples_kept]]
+                samples += [
+                    _sample(step, held_out.name, response, scored)
+                    for response in responses[: self._settings.evaluation.num_samples_kept]
+                ]
         return metrics, samples
 
     async def _generate(self, held_out: HeldOutSet, step: int, policy_version: int) -> list[_Response]:
@@ -93,7 +105,9 @@ class Evaluation:
                 index, prompt = queue.pop()
                 request = self._request(held_out, f"eval/{step}/{held_out.name}/{index}", prompt, policy_version)
                 try:
-                    results[index] = [_Response(prompt, answer) async for answer in rollout.stub.Generate(request, timeout=timeout_s)]
+                    results[index] = [
+                        _Response(prompt, answer) async for answer in rollout.stub.Generate(request, timeout=timeout_s)
+                    ]
                 except UnavailableError as error:
                     logger.warning("%s leaves the evaluation: %s", rollout.consumer, error)
                     queue.append((index, prompt))
@@ -105,7 +119,9 @@ class Evaluation:
         await asyncio.gather(*(work(rollout) for rollout in holders for _ in range(width)))
         return [response for index in sorted(results) for response in results[index]]
 
-    def _request(self, held_out: HeldOutSet, request_id: str, prompt: trajectory_pb2.Prompt, policy_version: int) -> rollout_pb2.GenerateRequest:
+    def _request(
+        self, held_out: HeldOutSet, request_id: str, prompt: trajectory_pb2.Prompt, policy_version: int
+    ) -> rollout_pb2.GenerateRequest:
         section = held_out.section
         sampling = trajectory_pb2.SamplingParams(
             temperature=section.temperature,
@@ -114,7 +130,12 @@ class Evaluation:
             stop_token_ids=self._settings.sampling.stop_token_ids,
         )
         return rollout_pb2.GenerateRequest(
-            id=request_id, prompt=prompt, num_responses=section.num_responses, sampling=sampling, seed=self._settings.run.seed, policy_version=policy_version
+            id=request_id,
+            prompt=prompt,
+            num_responses=section.num_responses,
+            sampling=sampling,
+            seed=self._settings.run.seed,
+            policy_version=policy_version,
         )
 
     async def _score(self, responses: Sequence[_Response]) -> dict[str, Score]:
@@ -127,7 +148,9 @@ class Evaluation:
                     scored[item.id] = outcome
         return scored
 
-    def _summarise(self, held_out: HeldOutSet, responses: Sequence[_Response], scored: dict[str, Score], metrics: Metrics) -> None:
+    def _summarise(
+        self, held_out: HeldOutSet, responses: Sequence[_Response], scored: dict[str, Score], metrics: Metrics
+    ) -> None:
         prefix = f"eval/{held_out.name}"
         metrics.sum(f"{prefix}/missing", len(held_out.prompts) * held_out.section.num_responses - len(scored))
         for response in responses:
@@ -141,8 +164,12 @@ class Evaluation:
         _summarise_prompts(prefix, held_out.section.num_responses, self._settings.reward.solved_at, scored, metrics)
 
 
-def _summarise_prompts(prefix: str, num_responses: int, solved_at: float, scored: dict[str, Score], metrics: Metrics) -> None:
-    """mean@n, and pass@k and maj@k by k, each a mean over prompts. maj@k only where the scorer named an answer to anything in the set."""
+def _summarise_prompts(
+    prefix: str, num_responses: int, solved_at: float, scored: dict[str, Score], metrics: Metrics
+) -> None:
+    """mean@n, and pass@k and maj@k by k, each a mean over prompts. maj@k only where the scorer named an answer to
+    anything in the set.
+    """
     by_prompt: dict[str, list[Score]] = {}
     for id, score in scored.items():
         by_prompt.setdefault(id.rpartition("/")[0], []).append(score)

@@ -1,8 +1,10 @@
-"""The run, as the algorithm reads: admit, score as groups land, assemble, advantages, seal, train actor and critic, commit, publish, evaluate, checkpoint.
+"""The run, as the algorithm reads: admit, score as groups land, assemble, advantages, seal, train actor and critic,
+commit, publish, evaluate, checkpoint.
 
-Synchronous training is max_staleness = 0 of this loop. Four activities share one event loop: admission (intake.py), collection (collection.py: each
-committed group is scored as it lands), the return of abandoned groups (reaping.py) and the steps themselves. Every decision is in the store before it is acted
-on, so a loop that starts over (engine.py, after the failure of a role or the store) goes on from there, in this process or another.
+Synchronous training is max_staleness = 0 of this loop. Four activities share one event loop: admission (intake.py),
+collection (collection.py: each committed group is scored as it lands), the return of abandoned groups (reaping.py) and
+the steps themselves. Every decision is in the store before it is acted on, so a loop that starts over (engine.py, after
+the failure of a role or the store) goes on from there, in this process or another.
 """
 
 import asyncio
@@ -17,17 +19,17 @@ from rolecall.store.budget import batch_bytes
 from rolecall.telemetry import Metrics, export, tracer
 from rolecall.v1 import controller_pb2, training_pb2, trajectory_pb2
 from rolecall.wire import Array
-from services.controller import measures, preparation
-from services.controller.adaptive import AdaptiveState
-from services.controller.assembly import Assembly, ScoredGroup
-from services.controller.checkpoints import RunPoint
-from services.controller.collection import Collection
-from services.controller.failures import FailureBudget, StallClock
-from services.controller.intake import Intake
+from services.controller.durable.recovery import encode_prompts
+from services.controller.durable.run_point import RunPoint
+from services.controller.durable.saving import NO_ROOM, CheckpointSaver
+from services.controller.groups.assembly import Assembly, ScoredGroup
+from services.controller.groups.collection import Collection
+from services.controller.groups.failures import FailureBudget, StallClock
+from services.controller.groups.intake import Intake
+from services.controller.groups.reaping import Reaper
 from services.controller.parts import Parts
-from services.controller.reaping import Reaper
-from services.controller.recovery import encode_prompts
-from services.controller.saving import NO_ROOM, CheckpointSaver
+from services.controller.step import measures, preparation
+from services.controller.step.adaptive import AdaptiveState
 from services.controller.tasks import first_error
 
 logger = logging.getLogger(__name__)
@@ -43,12 +45,30 @@ class Loop:
         self._settings = parts.settings
         self._ctl = ctl
         self._assembly = Assembly(parts.policy)
-        self._intake = Intake(parts.settings, parts.ledger, parts.threads, parts.prompts, parts.policy, parts.publisher, parts.board, self._assembly)
+        self._intake = Intake(
+            parts.settings,
+            parts.ledger,
+            parts.threads,
+            parts.prompts,
+            parts.policy,
+            parts.publisher,
+            parts.board,
+            self._assembly,
+        )
         self._background: set[asyncio.Task[None]] = set()
         self._step = 0
         self._saver = CheckpointSaver(parts.trainers, parts.checkpoints, parts.threads, saved_step=0)
         self._collection = Collection(
-            parts.settings, parts.ledger, parts.rows, parts.threads, parts.scorer, parts.prompts, parts.board, self._assembly, self._intake, self._stop_for
+            parts.settings,
+            parts.ledger,
+            parts.rows,
+            parts.threads,
+            parts.scorer,
+            parts.prompts,
+            parts.board,
+            self._assembly,
+            self._intake,
+            self._stop_for,
         )
         self._reaper = Reaper(parts.settings.controller, parts.ledger, parts.threads, self._collection, self._stop_for)
         self._state = AdaptiveState.start(parts.settings.algorithm)
@@ -58,7 +78,9 @@ class Loop:
         self._clock = measures.Stopwatch()
 
     async def run(self) -> None:
-        """Returns when the last step is done or a stop was asked for. Raises the error that ended the loop; BudgetSpentError after a checkpoint."""
+        """Returns when the last step is done or a stop was asked for. Raises the error that ended the loop;
+        BudgetSpentError after a checkpoint.
+        """
         await self._recover()
         try:
             await self._between_steps()
@@ -91,13 +113,19 @@ class Loop:
         task.add_done_callback(self._background.discard)
 
     async def _end(self) -> None:
-        if self._step == self._settings.run.num_steps or self._parts.board.stop_with_checkpoint or self._spent is not None:
+        if (
+            self._step == self._settings.run.num_steps
+            or self._parts.board.stop_with_checkpoint
+            or self._spent is not None
+        ):
             try:
                 await self._last_checkpoint()
             except RoleCallError as error:
                 if self._spent is None:
                     raise
-                raise BudgetSpentError(f"{self._spent.message}; no checkpoint of step {self._step} could be saved: {error.message}") from error
+                raise BudgetSpentError(
+                    f"{self._spent.message}; no checkpoint of step {self._step} could be saved: {error.message}"
+                ) from error
         if self._spent is not None:
             raise self._spent
 
@@ -116,7 +144,7 @@ class Loop:
         self._spent = self._spent or error
         self._budget_spent.set()
 
-    # --- where the last loop left off ---------------------------------------------------------------------------------------------------------------
+    # --- where the last loop left off -------------------------------------------------------------
 
     async def _recover(self) -> None:
         """Takes the ledger's position, and trainers and fleet to it."""
@@ -128,8 +156,12 @@ class Loop:
         parts.publisher.policy_version = recovered.policy_version
         parts.publisher.step_of_version.update(recovered.step_of_version)
         window = self._settings.controller.failure_window
-        self._collection.failures = FailureBudget(self._settings.reward.max_failed_groups, window, position.failed.get("scorer_error", ()))
-        self._reaper.dead_letters = FailureBudget(self._settings.controller.max_dead_letters, window, position.failed.get("over_delivered", ()))
+        self._collection.failures = FailureBudget(
+            self._settings.reward.max_failed_groups, window, position.failed.get("scorer_error", ())
+        )
+        self._reaper.dead_letters = FailureBudget(
+            self._settings.controller.max_dead_letters, window, position.failed.get("over_delivered", ())
+        )
         if self._settings.algorithm.curriculum is not None:
             parts.prompts.rates = await parts.threads.call(parts.ledger.rates)
         sealed = await parts.threads.call(parts.ledger.sealed, self._step)
@@ -145,7 +177,7 @@ class Loop:
         if recovered.is_actor_restored or not (attested and parts.publisher.holds(self._step)):
             await self._publish()
 
-    # --- the steps ----------------------------------------------------------------------------------------------------------------------------------
+    # --- the steps --------------------------------------------------------------------------------
 
     async def _train(self) -> None:
         settings, board = self._settings, self._parts.board
@@ -163,7 +195,9 @@ class Loop:
             self._clock.leave_out()
 
     async def _between_steps(self) -> None:
-        """The evaluation and the checkpoint that are due after this many steps: also when the loop that applied the last of them did not get to it."""
+        """The evaluation and the checkpoint that are due after this many steps: also when the loop that applied the
+        last of them did not get to it.
+        """
         every, step = self._settings.evaluation.every_steps, self._step
         due = step in (0, self._settings.run.num_steps) or (every and step % every == 0)
         if due and self._parts.board.evaluated_step != step:
@@ -173,7 +207,11 @@ class Loop:
             if self._wants_checkpoint():
                 await self._checkpoint()
         except NO_ROOM as error:
-            logger.error("no checkpoint before step %d: %s; the last one stands, and the next step tries again", step + 1, error.message)
+            logger.error(
+                "no checkpoint before step %d: %s; the last one stands, and the next step tries again",
+                step + 1,
+                error.message,
+            )
 
     async def _one_step(self, groups: list[ScoredGroup]) -> None:
         self._step_metrics = Metrics()
@@ -181,11 +219,15 @@ class Loop:
         self._step_metrics.merge(clock.waited(groups))
         rows = [ref for group in groups for ref in group.rows]
         sealed = await self._parts.threads.call(self._parts.ledger.sealed, self._step)
-        # A batch that an earlier loop sealed holds these columns, and a trainer may have applied it since: it could not compute them again.
+        # A batch that an earlier loop sealed holds these columns, and a trainer may have applied it since: it could not
+        # compute them again.
         asked = self._parts.computing(preparation.columns_computed(self._settings.algorithm)) if sealed is None else []
         if asked:
-            self._parts.board.wait_for(f"what the {' and the '.join(trainer.name for trainer in asked)} say of the batch")
-            # What they say is written once: a loop that starts over after this must choose these groups, not keep what it says of them for a later step.
+            self._parts.board.wait_for(
+                f"what the {' and the '.join(trainer.name for trainer in asked)} say of the batch"
+            )
+            # What they say is written once: a loop that starts over after this must choose these groups, not keep what
+            # it says of them for a later step.
             await self._parts.threads.call(self._parts.ledger.begin_batch, self._step, [group.gid for group in groups])
             await self._at_once([trainer.compute(self._ctl, rows, self._step) for trainer in asked])
             clock.lap("values")
@@ -194,7 +236,9 @@ class Loop:
         results = await self._apply(batch)
         clock.lap("train")
         self._state = self._state.after(self._settings.algorithm, batch, results)
-        await self._parts.threads.call(self._parts.ledger.commit_step, self._step, results, self._state.encode(self._settings.algorithm))
+        await self._parts.threads.call(
+            self._parts.ledger.commit_step, self._step, results, self._state.encode(self._settings.algorithm)
+        )
         self._assembly.trained(batch.gids)
         self._intake.retained_bytes += batch_bytes(self._settings, batch, self._parts.recovery.prompt_bytes)
         self._collection.begin_step()
@@ -215,7 +259,9 @@ class Loop:
             logger.warning("the ledger's history stays in the store: %s", error.message)
 
     async def _next_groups(self) -> list[ScoredGroup] | None:
-        """The groups of this step's batch: those sealed by an earlier loop, or the ones admission.py chooses; None when the run is to end before it."""
+        """The groups of this step's batch: those sealed by an earlier loop, or the ones admission.py chooses; None when
+        the run is to end before it.
+        """
         sealed = await self._parts.threads.call(self._parts.ledger.sealed, self._step)
         ending = asyncio.create_task(self._budget_spent.wait())
         if sealed is not None:
@@ -227,7 +273,11 @@ class Loop:
         try:
             while True:
                 self._tell_what_is_awaited()
-                await asyncio.wait([waiting, ending] if sealed is None else [waiting], timeout=stall.look_s, return_when=FIRST_COMPLETED)
+                await asyncio.wait(
+                    [waiting, ending] if sealed is None else [waiting],
+                    timeout=stall.look_s,
+                    return_when=FIRST_COMPLETED,
+                )
                 if not waiting.done() and stall.has_stalled(self._what_moves(), paused=self._parts.board.paused):
                     self._stop_for(self._stalled())
                     return None
@@ -243,19 +293,26 @@ class Loop:
             ending.cancel()
 
     def _what_moves(self) -> object:
-        """What changes while a batch is on its way: groups end, or rollouts sample; the longest responses take longer than controller.stall_timeout_s."""
-        return self._assembly.num_changes, [(rollout.consumer, rollout.progress) for rollout in self._parts.fleet.rollouts()]
+        """What changes while a batch is on its way: groups end, or rollouts sample; the longest responses take longer
+        than controller.stall_timeout_s.
+        """
+        return self._assembly.num_changes, [
+            (rollout.consumer, rollout.progress) for rollout in self._parts.fleet.rollouts()
+        ]
 
     def _stalled(self) -> BudgetSpentError:
         return BudgetSpentError(
-            f"step {self._step}: no group was finished for controller.stall_timeout_s = {_patience_s(self._settings):.0f} s; "
+            f"step {self._step}: no group was finished for controller.stall_timeout_s = "
+            f"{_patience_s(self._settings):.0f} s; "
             f"{self._assembly.num_live} are live, {self._assembly.num_ready} ready, "
             f"rollouts: {[rollout.consumer + ' ' + rollout.phase for rollout in self._parts.fleet.rollouts()]}"
             + (f"; {self._parts.scorer.trouble}" if self._parts.scorer.trouble else "")
         )
 
     def _ends_now(self) -> bool:
-        """Whether the batch that is awaited is not to be trained any more: a budget is spent, or a stop was asked for and nobody samples or scores."""
+        """Whether the batch that is awaited is not to be trained any more: a budget is spent, or a stop was asked for
+        and nobody samples or scores.
+        """
         fleet = self._parts.fleet
         scorer_gone = any(fleet.is_lost(name) for name in ("reward", *self._settings.references))
         return self._spent is not None or (self._parts.board.stop_requested and (scorer_gone or not fleet.rollouts()))
@@ -265,36 +322,62 @@ class Loop:
         awaited = f"groups of step {self._step}" if self._parts.fleet.rollouts() else "rollouts: none is alive"
         self._parts.board.wait_for(awaited)
 
-    async def _seal(self, groups: Sequence[ScoredGroup], rows: list[trajectory_pb2.RowRef]) -> trajectory_pb2.TrainBatch:
-        """Fixes the batch, then writes its columns: in this order, so that whoever crashes in between writes the same columns again."""
+    async def _seal(
+        self, groups: Sequence[ScoredGroup], rows: list[trajectory_pb2.RowRef]
+    ) -> trajectory_pb2.TrainBatch:
+        """Fixes the batch, then writes its columns: in this order, so that whoever crashes in between writes the same
+        columns again.
+        """
         parts = self._parts
-        contents = await parts.threads.call(parts.rows.read, rows, preparation.columns_read(self._settings), preparation.OPTIONAL_COLUMNS)
-        greedy = [group.greedy.row for group in groups if group.greedy is not None] if self._settings.algorithm.wants_greedy_response else []
-        greedy_contents = await parts.threads.call(parts.rows.read, greedy, preparation.GREEDY_COLUMNS, preparation.OPTIONAL_COLUMNS)
-        batch, columns = await parts.threads.call(preparation.prepare, self._settings, self._step, groups, contents, greedy_contents, self._state)
+        contents = await parts.threads.call(
+            parts.rows.read, rows, preparation.columns_read(self._settings), preparation.OPTIONAL_COLUMNS
+        )
+        greedy = (
+            [group.greedy.row for group in groups if group.greedy is not None]
+            if self._settings.algorithm.wants_greedy_response
+            else []
+        )
+        greedy_contents = await parts.threads.call(
+            parts.rows.read, greedy, preparation.GREEDY_COLUMNS, preparation.OPTIONAL_COLUMNS
+        )
+        batch, columns = await parts.threads.call(
+            preparation.prepare, self._settings, self._step, groups, contents, greedy_contents, self._state
+        )
         self._measure(batch, groups, contents)
         await parts.threads.call(parts.ledger.seal, batch)
         await parts.threads.call(parts.rows.put, rows, columns)
         return batch
 
-    async def _take_up(self, batch: trajectory_pb2.TrainBatch, groups: Sequence[ScoredGroup], rows: list[trajectory_pb2.RowRef]) -> trajectory_pb2.TrainBatch:
-        """A batch that an earlier loop sealed stands as it is, whatever the settings are now; its columns are written where that loop did not get to it."""
+    async def _take_up(
+        self, batch: trajectory_pb2.TrainBatch, groups: Sequence[ScoredGroup], rows: list[trajectory_pb2.RowRef]
+    ) -> trajectory_pb2.TrainBatch:
+        """A batch that an earlier loop sealed stands as it is, whatever the settings are now; its columns are written
+        where that loop did not get to it.
+        """
         parts = self._parts
-        contents = await parts.threads.call(parts.rows.read, rows, preparation.columns_reported(self._settings), ["advantages", "old_logprobs"])
+        contents = await parts.threads.call(
+            parts.rows.read, rows, preparation.columns_reported(self._settings), ["advantages", "old_logprobs"]
+        )
         if not all("advantages" in row for row in contents):
             return await self._seal(groups, rows)
         self._measure(batch, groups, contents)
         return batch
 
-    def _measure(self, batch: trajectory_pb2.TrainBatch, groups: Sequence[ScoredGroup], contents: Sequence[Mapping[str, Array]]) -> None:
-        self._step_metrics.merge(measures.of_batch(self._settings, self._step, groups, contents, self._parts.publisher.step_of_version))
+    def _measure(
+        self, batch: trajectory_pb2.TrainBatch, groups: Sequence[ScoredGroup], contents: Sequence[Mapping[str, Array]]
+    ) -> None:
+        self._step_metrics.merge(
+            measures.of_batch(self._settings, self._step, groups, contents, self._parts.publisher.step_of_version)
+        )
         self._step_metrics.merge(measures.of_sealed(self._settings, batch))
 
     async def _apply(self, batch: trajectory_pb2.TrainBatch) -> list[training_pb2.TrainResult]:
         """Actor and critic at the same time."""
         parts = self._parts
         parts.board.wait_for(f"training of step {batch.step}")
-        return await self._at_once([trainer.train(self._ctl, batch.step, batch.digest, parts.board.wait_for) for trainer in parts.trainers])
+        return await self._at_once(
+            [trainer.train(self._ctl, batch.step, batch.digest, parts.board.wait_for) for trainer in parts.trainers]
+        )
 
     async def _at_once(self, calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """What `calls` return; the first error ends the others."""
@@ -310,7 +393,9 @@ class Loop:
         self._step_metrics.merge(await self._parts.publisher.publish(self._step))
         self._intake.wake()
 
-    async def _report(self, groups: Sequence[ScoredGroup], results: Sequence[training_pb2.TrainResult], clock: measures.Stopwatch) -> None:
+    async def _report(
+        self, groups: Sequence[ScoredGroup], results: Sequence[training_pb2.TrainResult], clock: measures.Stopwatch
+    ) -> None:
         parts, metrics = self._parts, self._step_metrics
         for result in results:
             metrics.merge(Metrics.from_proto(result.metrics))
@@ -321,7 +406,9 @@ class Loop:
         metrics.max("groups/dropped", self._intake.dropped.total())
         for reason, count in self._intake.dropped.items():
             metrics.max(f"groups/dropped_{reason}", count)
-        samples = await parts.threads.call(measures.samples, parts.rows, self._step, groups, self._settings.controller.num_samples_kept)
+        samples = await parts.threads.call(
+            measures.samples, parts.rows, self._step, groups, self._settings.controller.num_samples_kept
+        )
         await parts.threads.call(parts.trackers.log, self._step, metrics.values())
         await parts.threads.call(parts.trackers.keep_samples, self._step, samples)
         export(metrics)
@@ -335,7 +422,9 @@ class Loop:
         try:
             metrics, samples = await parts.evaluation.run(self._step, parts.publisher.policy_version)
         except TimeoutError:
-            logger.warning("the evaluation of step %d took longer than evaluation.timeout_s and is left out", self._step)
+            logger.warning(
+                "the evaluation of step %d took longer than evaluation.timeout_s and is left out", self._step
+            )
             return
         await parts.threads.call(parts.trackers.log, self._step, metrics.values())
         await parts.threads.call(parts.trackers.keep_samples, self._step, samples)
@@ -343,13 +432,15 @@ class Loop:
         parts.board.evaluation_metrics, parts.board.evaluated_step = metrics, self._step
         parts.board.move(parts.board.state)
 
-    # --- checkpoints --------------------------------------------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------
 
     def _wants_checkpoint(self) -> bool:
         every = self._settings.run.checkpoint_every_steps
         due = self._step // every > self._saver.step // every
         crowded = self._intake.retained_bytes > self._parts.policy.max_bytes // 2 and not self._saver.is_in_flight
-        return self._step < self._settings.run.num_steps and (due or crowded or bool(self._parts.board.checkpoint_requests))
+        return self._step < self._settings.run.num_steps and (
+            due or crowded or bool(self._parts.board.checkpoint_requests)
+        )
 
     async def _checkpoint(self) -> None:
         """Begins the checkpoint of this step; returns when the steps may go on."""
@@ -365,15 +456,20 @@ class Loop:
             self._intake.retained_bytes -= covered_bytes
             self._intake.wake()
 
-        await self._saver.begin(self._ctl, step, self._point, committed, lambda: parts.board.checkpoint_requests.extend(requests))
+        await self._saver.begin(
+            self._ctl, step, self._point, committed, lambda: parts.board.checkpoint_requests.extend(requests)
+        )
 
     async def _point(self) -> RunPoint:
-        """The controller's share of a checkpoint: the ledger at one instant, and the prompts that were in flight then."""
+        """The controller's share of a checkpoint: the ledger at one instant, and the prompts that were in flight
+        then.
+        """
         await self._drain()  # so that the history knows all that the checkpoint counts, also if the store is lost
         position = await self._parts.threads.call(self._parts.ledger.position)
         if position.step != self._step:
             raise StoreRolledBackError(
-                f"the store stands at step {position.step} and the run at {self._step}: it was restored from an older copy; start the run again"
+                f"the store stands at step {position.step} and the run at {self._step}: it was restored from an "
+                "older copy; start the run again"
             )
         return RunPoint(
             run=self._settings.run.name,
@@ -394,4 +490,8 @@ class Loop:
 
 def _patience_s(settings: RunSettings) -> float:
     """controller.stall_timeout_s, or the deadline of a call that a group waits for where that is longer."""
-    return max(settings.controller.stall_timeout_s, settings.reward.timeout_s, *(section.compute_timeout_s for section in settings.references.values()))
+    return max(
+        settings.controller.stall_timeout_s,
+        settings.reward.timeout_s,
+        *(section.compute_timeout_s for section in settings.references.values()),
+    )

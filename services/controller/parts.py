@@ -7,17 +7,17 @@ from rolecall.settings import RunSettings
 from rolecall.store.ledger import Ledger
 from rolecall.store.rows import Rows
 from rolecall.trackers import Trackers
-from services.controller.admission import AdmissionPolicy
 from services.controller.board import RunBoard
-from services.controller.checkpoints import Checkpoints
+from services.controller.durable.recovery import Recovery
+from services.controller.durable.run_point import Checkpoints
 from services.controller.evaluation import Evaluation
-from services.controller.fleet import Fleet
-from services.controller.prompts import PromptSequence
-from services.controller.publish import PolicyPublisher
-from services.controller.recovery import Recovery
-from services.controller.scoring import GroupScorer
+from services.controller.fleet.members import Fleet
+from services.controller.groups.admission import AdmissionPolicy
+from services.controller.groups.group_scorer import GroupScorer
+from services.controller.groups.prompts import PromptSequence
+from services.controller.publish.publisher import PolicyPublisher
+from services.controller.step.trainers import ActorTrainer, CriticTrainer, Trainer
 from services.controller.threads import StoreThreads
-from services.controller.trainers import ActorTrainer, CriticTrainer, Trainer
 
 
 @dataclass(frozen=True)
@@ -48,4 +48,6 @@ class Parts:
 
     def computing(self, columns: Sequence[str]) -> list[ActorTrainer | CriticTrainer]:
         """The trainers that compute any of `columns`."""
-        return [trainer for trainer in (self.actor, self.critic) if trainer is not None and trainer.columns & set(columns)]
+        return [
+            trainer for trainer in (self.actor, self.critic) if trainer is not None and trainer.columns & set(columns)
+        ]

@@ -7,7 +7,7 @@ from grpc.aio import ServicerContext
 
 from rolecall.v1 import controller_pb2 as pb
 from rolecall.v1.controller_pb2_grpc import ControllerServiceServicer
-from services.controller.engine import ControllerEngine
+from services.controller.run import ControllerEngine
 
 Context: TypeAlias = ServicerContext[Any, Any]
 

@@ -4,7 +4,9 @@ import asyncio
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first leaf of `group` that is not a mere cancellation; the others are its consequences and stay in its traceback."""
+    """The first leaf of `group` that is not a mere cancellation; the others are its consequences and stay in its
+    traceback.
+    """
     leaves: list[BaseException] = []
     pending: list[BaseException] = [group]
     while pending:

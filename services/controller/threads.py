@@ -1,6 +1,8 @@
-"""Threads for blocking store calls, so that the event loop never waits for the store. A call outlives a caller that is cancelled.
+"""Threads for blocking store calls, so that the event loop never waits for the store. A call outlives a caller that is
+cancelled.
 
-Bounded: NUM_THREADS calls at a time, the rest queue here; what may queue is bounded by the callers (one call per scoring task, per publish, per admission).
+Bounded: NUM_THREADS calls at a time, the rest queue here; what may queue is bounded by the callers (one call per
+scoring task, per publish, per admission).
 """
 
 import asyncio
@@ -18,7 +20,9 @@ SETTLE_S = 30.0
 
 
 class StoreThreads:
-    """A small pool. Every store call has its own deadline (the client's socket timeout), so waiting for one needs none."""
+    """A small pool. Every store call has its own deadline (the client's socket timeout), so waiting for one needs
+    none.
+    """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="store")

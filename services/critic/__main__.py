@@ -17,12 +17,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(args: ServiceArgs) -> None:
+    from rolecall.rpc.fence import Fence
     from rolecall.store.connection import connect
     from rolecall.store.sealed import read_ctl, read_sealed
-    from rolecall.training.fence import Fence
-    from rolecall.training.front import TrainerFront
-    from rolecall.training.host import follow, host, load, make_server
-    from rolecall.training.lane import Lane
+    from rolecall.training.serving.calls import TrainerFront
+    from rolecall.training.serving.device_thread import Lane
+    from rolecall.training.serving.serve import follow, host, load, make_server
     from rolecall.v1 import controller_pb2, critic_pb2_grpc
     from services.critic import config
     from services.critic.engine import build
@@ -37,7 +37,14 @@ async def _serve(args: ServiceArgs) -> None:
     engine = await load(args, lane, lambda vitals: build(settings, connection, vitals))
     fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
     consumer = f"{args.worker}.{args.incarnation}"
-    front = TrainerFront(engine, lambda step: read_sealed(connection, settings.run.name, step), lane, fence, section.token_budget, consumer)
+    front = TrainerFront(
+        engine,
+        lambda step: read_sealed(connection, settings.run.name, step),
+        lane,
+        fence,
+        section.token_budget,
+        consumer,
+    )
     server = make_server(settings, section, "critic")
     server.add(critic_pb2_grpc.add_CriticServiceServicer_to_server, CriticServicer(front), "rolecall.v1.CriticService")
     await host(args, section, controller_pb2.ROLE_CRITIC, server, front)

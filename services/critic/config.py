@@ -9,7 +9,9 @@ from rolecall.settings import CriticSection, RunSettings
 def section(settings: RunSettings) -> CriticSection:
     """The critic's section. ConfigError when the run has none."""
     if settings.critic is None:
-        raise ConfigError("this run has no critic section; add one (critic: {} takes all defaults) or do not start a critic")
+        raise ConfigError(
+            "this run has no critic section; add one (critic: {} takes all defaults) or do not start a critic"
+        )
     return settings.critic
 
 

@@ -1,4 +1,6 @@
-"""The critic on its ranks: values of sampled tokens, and value-loss steps on sealed batches. Knows tensors and no gRPC."""
+"""The critic on its ranks: values of sampled tokens, and value-loss steps on sealed batches. Knows tensors and no
+gRPC.
+"""
 
 import time
 
@@ -7,17 +9,17 @@ import numpy as np
 from rolecall.settings import RunSettings
 from rolecall.store.connection import Connection
 from rolecall.telemetry import Metrics
-from rolecall.training.applied import Applied
-from rolecall.training.chain import Progress
 from rolecall.training.engine import EngineState, Microbatch, TokenOutputs, ValueOutputs
-from rolecall.training.logprobs import Wanted
-from rolecall.training.objectives import VALUE_COLUMNS, ValueObjective
-from rolecall.training.packing import unpack
-from rolecall.training.ranks import start_bench
-from rolecall.training.share import Bench, read_share
-from rolecall.training.steps import Counted, Effort, optimize, per_update
-from rolecall.training.trainer import TrainerRanks
-from rolecall.training.vitals import UNWATCHED, Vitals
+from rolecall.training.model.logprobs import Wanted
+from rolecall.training.objective.objectives import VALUE_COLUMNS, ValueObjective
+from rolecall.training.packing.pack import unpack
+from rolecall.training.serving.applied import Applied
+from rolecall.training.serving.hooks import UNWATCHED, Vitals
+from rolecall.training.serving.train_chain import Progress
+from rolecall.training.step.optimize import Counted, Effort, optimize, per_update
+from rolecall.training.step.role_ranks import TrainerRanks
+from rolecall.training.step.share import Bench, read_share
+from rolecall.training.step.start import start_bench
 from rolecall.trajectory import seed_of
 from rolecall.v1.trajectory_pb2 import TrainBatch
 from rolecall.wire import Array
@@ -43,15 +45,21 @@ class ValueSteps:
         assert isinstance(outputs, ValueOutputs)
         last_S = outputs.bootstrap_values_S.detach().to("cpu").numpy().astype(np.float32)
         values = unpack(outputs.values_N, microbatch.lengths)
-        return [{"values": values_T, "bootstrap_value": last[None]} for values_T, last in zip(values, last_S, strict=True)]
+        return [
+            {"values": values_T, "bootstrap_value": last[None]} for values_T, last in zip(values, last_S, strict=True)
+        ]
 
     def apply(self, bench: Bench, batch: TrainBatch, applied: Applied, progress: Progress) -> tuple[Metrics, int]:
-        """StepRecipe.apply. The clip is around the values of the rows: those the critic gave before the batch was sealed."""
+        """StepRecipe.apply. The clip is around the values of the rows: those the critic gave before the batch was
+        sealed.
+        """
         started, effort = time.perf_counter(), Effort(bench)
         share = read_share(bench, batch, VALUE_COLUMNS, self._num_minibatches, seed_of(self._seed, batch.step, 0))
         read_s = time.perf_counter() - started
         counted = Counted(progress, len(share.microbatches) * self._num_epochs)
-        metrics, skipped = optimize(bench, share, lambda part: ValueObjective(self._clip_eps, part.counts), self._num_epochs, counted, "critic")
+        metrics, skipped = optimize(
+            bench, share, lambda part: ValueObjective(self._clip_eps, part.counts), self._num_epochs, counted, "critic"
+        )
         metrics = per_update(metrics, _SUMS, self._num_minibatches * self._num_epochs)
         _add_explained_variance(bench, metrics, share.rows)
         if bench.group.leads:
@@ -86,9 +94,15 @@ class CriticEngine(TrainerRanks):
 def _add_explained_variance(bench: Bench, metrics: Metrics, rows: list[dict[str, Array]]) -> None:
     """1 - var(returns - values) / var(returns) of the values the batch's advantages were made of; a collective."""
     masks = [row["loss_mask"] != 0 for row in rows]
-    returns = np.concatenate([np.zeros(0), *(row["returns"][mask].astype(np.float64) for row, mask in zip(rows, masks, strict=True))])
-    errors = returns - np.concatenate([np.zeros(0), *(row["values"][mask].astype(np.float64) for row, mask in zip(rows, masks, strict=True))])
-    num, sum_r, sum_rr, sum_e, sum_ee = bench.group.sum_over_slots(np.array([returns.size, returns.sum(), (returns**2).sum(), errors.sum(), (errors**2).sum()]))
+    returns = np.concatenate(
+        [np.zeros(0), *(row["returns"][mask].astype(np.float64) for row, mask in zip(rows, masks, strict=True))]
+    )
+    errors = returns - np.concatenate(
+        [np.zeros(0), *(row["values"][mask].astype(np.float64) for row, mask in zip(rows, masks, strict=True))]
+    )
+    num, sum_r, sum_rr, sum_e, sum_ee = bench.group.sum_over_slots(
+        np.array([returns.size, returns.sum(), (returns**2).sum(), errors.sum(), (errors**2).sum()])
+    )
     variance = sum_rr / num - (sum_r / num) ** 2 if num else 0.0
     if bench.group.leads and variance > 0:
         metrics.mean("critic/explained_variance", 1 - (sum_ee / num - (sum_e / num) ** 2) / variance)

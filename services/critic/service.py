@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from rolecall.training.front import TrainerFront
+from rolecall.training.serving.calls import TrainerFront
 from rolecall.v1 import critic_pb2_grpc, training_pb2
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -17,10 +17,14 @@ class CriticServicer(critic_pb2_grpc.CriticServiceServicer):
     def __init__(self, front: TrainerFront) -> None:
         self._front = front
 
-    async def ComputeValues(self, request: training_pb2.ComputeColumnRequest, context: Context) -> training_pb2.ComputeColumnResponse:
+    async def ComputeValues(
+        self, request: training_pb2.ComputeColumnRequest, context: Context
+    ) -> training_pb2.ComputeColumnResponse:
         return await self._front.compute(request)
 
-    async def Train(self, request: training_pb2.TrainRequest, context: Context) -> AsyncIterator[training_pb2.TrainResponse]:
+    async def Train(
+        self, request: training_pb2.TrainRequest, context: Context
+    ) -> AsyncIterator[training_pb2.TrainResponse]:
         async for response in self._front.train(request):
             yield response
 
@@ -30,7 +34,9 @@ class CriticServicer(critic_pb2_grpc.CriticServiceServicer):
         async for response in self._front.save(request):
             yield response
 
-    async def LoadCheckpoint(self, request: training_pb2.LoadTrainerCheckpointRequest, context: Context) -> training_pb2.LoadTrainerCheckpointResponse:
+    async def LoadCheckpoint(
+        self, request: training_pb2.LoadTrainerCheckpointRequest, context: Context
+    ) -> training_pb2.LoadTrainerCheckpointResponse:
         return await self._front.load(request)
 
     async def Offload(self, request: training_pb2.OffloadRequest, context: Context) -> training_pb2.OffloadResponse:
@@ -39,5 +45,7 @@ class CriticServicer(critic_pb2_grpc.CriticServiceServicer):
     async def Onload(self, request: training_pb2.OnloadRequest, context: Context) -> training_pb2.OnloadResponse:
         return await self._front.onload(request)
 
-    async def GetInfo(self, request: training_pb2.GetTrainerInfoRequest, context: Context) -> training_pb2.GetTrainerInfoResponse:
+    async def GetInfo(
+        self, request: training_pb2.GetTrainerInfoRequest, context: Context
+    ) -> training_pb2.GetTrainerInfoResponse:
         return self._front.info()

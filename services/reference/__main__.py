@@ -1,4 +1,6 @@
-"""Starts a reference: `rolecall serve reference run.yaml --name ref` (or ref/0, ref/1: replicas); with num_ranks > 1, under torchrun."""
+"""Starts a reference: `rolecall serve reference run.yaml --name ref` (or ref/0, ref/1: replicas); with num_ranks > 1,
+under torchrun.
+"""
 
 import asyncio
 import sys
@@ -17,12 +19,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(args: ServiceArgs) -> None:
+    from rolecall.rpc.fence import Fence
     from rolecall.store.connection import connect
     from rolecall.store.sealed import read_ctl
-    from rolecall.training.fence import Fence
-    from rolecall.training.front import ColumnFront
-    from rolecall.training.host import follow, host, load, make_server
-    from rolecall.training.lane import Lane
+    from rolecall.training.serving.calls import ColumnFront
+    from rolecall.training.serving.device_thread import Lane
+    from rolecall.training.serving.serve import follow, host, load, make_server
     from rolecall.v1 import controller_pb2, reference_pb2_grpc
     from services.reference import config
     from services.reference.engine import build

@@ -14,7 +14,10 @@ def instance_of(worker: str) -> str:
 def section(settings: RunSettings, instance: str) -> ReferenceSection:
     """The section of `instance`. ConfigError when there is none."""
     if instance not in settings.references:
-        raise ConfigError(f"reference {instance!r} is not under references ({sorted(settings.references)}); pass --name with one of them")
+        raise ConfigError(
+            f"reference {instance!r} is not under references ({sorted(settings.references)}); pass --name with one "
+            "of them"
+        )
     return settings.references[instance]
 
 

@@ -1,16 +1,18 @@
-"""A reference on its ranks: logprobs of sampled tokens under frozen weights, and what a teacher says besides. Knows tensors and no gRPC."""
+"""A reference on its ranks: logprobs of sampled tokens under frozen weights, and what a teacher says besides. Knows
+tensors and no gRPC.
+"""
 
+from rolecall.data.model_files import vocab_size
 from rolecall.errors import ConfigError
-from rolecall.model_files import vocab_size
 from rolecall.settings import TEACHER, RunSettings
 from rolecall.store.connection import Connection
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
-from rolecall.training.logprobs import Wanted
-from rolecall.training.packing import unpack
-from rolecall.training.ranks import start_bench
-from rolecall.training.share import Bench
-from rolecall.training.trainer import ColumnRanks
-from rolecall.training.vitals import UNWATCHED, Vitals
+from rolecall.training.model.logprobs import Wanted
+from rolecall.training.packing.pack import unpack
+from rolecall.training.serving.hooks import UNWATCHED, Vitals
+from rolecall.training.step.role_ranks import ColumnRanks
+from rolecall.training.step.share import Bench
+from rolecall.training.step.start import start_bench
 from rolecall.trajectory import TOPK_IDS, TOPK_LOGPROBS, reference_column
 from rolecall.wire import Array
 from services.reference import config
@@ -60,14 +62,21 @@ def recipes(settings: RunSettings, instance: str) -> dict[str, ReferenceLogprobs
     # The policy reads the ranking, so ids that only the teacher's (padded) vocabulary has are left out of it.
     num_ids = vocab_size(settings.model.path)
     if distillation.top_k >= num_ids:
-        raise ConfigError(f"algorithm.distillation.top_k {distillation.top_k} is not less than the {num_ids} ids of model.path; lower it")
+        raise ConfigError(
+            f"algorithm.distillation.top_k {distillation.top_k} is not less than the {num_ids} ids of model.path; "
+            "lower it"
+        )
     return own | {TEACHER: TeacherRanking(Wanted(top_k=distillation.top_k, num_ids=num_ids))}
 
 
-def build(settings: RunSettings, instance: str, connection: Connection, vitals: Vitals = UNWATCHED) -> "ReferenceEngine":
+def build(
+    settings: RunSettings, instance: str, connection: Connection, vitals: Vitals = UNWATCHED
+) -> "ReferenceEngine":
     """This rank's engine, its model loaded; a collective. ConfigError."""
     section, path = config.section(settings, instance), config.model_path(settings, instance)
-    engine, bench = start_bench(settings, section, connection, path=path, head="policy", optimizer=None, total_steps=1, vitals=vitals)
+    engine, bench = start_bench(
+        settings, section, connection, path=path, head="policy", optimizer=None, total_steps=1, vitals=vitals
+    )
     return ReferenceEngine(settings, instance, bench, engine.num_parameters)
 
 

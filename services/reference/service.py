@@ -4,7 +4,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from rolecall.training.front import ColumnEngine, ColumnFront
+from rolecall.training.serving.calls import ColumnEngine, ColumnFront
 from rolecall.v1 import reference_pb2, reference_pb2_grpc, training_pb2
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -20,8 +20,12 @@ class ReferenceServicer(reference_pb2_grpc.ReferenceServiceServicer):
             instance=instance, worker=worker, num_parameters=engine.num_parameters, world_size=engine.world_size
         )
 
-    async def ComputeLogprobs(self, request: training_pb2.ComputeColumnRequest, context: Context) -> training_pb2.ComputeColumnResponse:
+    async def ComputeLogprobs(
+        self, request: training_pb2.ComputeColumnRequest, context: Context
+    ) -> training_pb2.ComputeColumnResponse:
         return await self._front.compute(request)
 
-    async def GetInfo(self, request: reference_pb2.GetReferenceInfoRequest, context: Context) -> reference_pb2.GetReferenceInfoResponse:
+    async def GetInfo(
+        self, request: reference_pb2.GetReferenceInfoRequest, context: Context
+    ) -> reference_pb2.GetReferenceInfoResponse:
         return self._info

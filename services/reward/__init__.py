@@ -1,1 +1,3 @@
-"""The reward service: scores responses with built-in, user-written and external scorers behind the public RewardService contract."""
+"""The reward service: scores responses with built-in, user-written and external scorers behind the public RewardService
+contract.
+"""

@@ -48,7 +48,9 @@ async def serve_reward(args: ServiceArgs) -> None:
         await engine.start()
         failed: asyncio.Future[None] | None = None
         if settings.controller.address is not None:
-            membership = Membership(settings, controller_pb2.ROLE_REWARD, args.worker, args.incarnation, settings.reward.address or address)
+            membership = Membership(
+                settings, controller_pb2.ROLE_REWARD, args.worker, args.incarnation, settings.reward.address or address
+            )
             membership.start()
             membership.phase = SERVING
             failed = membership.failed

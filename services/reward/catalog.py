@@ -1,6 +1,7 @@
 """From a component's configuration to what it is (`describe`) and to the function that scores (`bind`).
 
-`describe` is cheap and runs in the service; `bind` imports scorers, users' modules among them, and runs only in worker processes.
+`describe` is cheap and runs in the service; `bind` imports scorers, users' modules among them, and runs only in worker
+processes.
 """
 
 import re
@@ -8,7 +9,7 @@ from typing import TypeAlias
 
 from rolecall.errors import BadGroundTruthError
 from rolecall.plugins import load_function
-from rolecall.scores import ALL_FIELDS, Item, Score, ScoreFunction, component_spec
+from rolecall.scoring.scores import ALL_FIELDS, Item, Score, ScoreFunction, component_spec
 from rolecall.settings import (
     BoxedScorer,
     ExactMatchScorer,
@@ -27,7 +28,16 @@ from services.reward.scorers.json_ import is_json
 from services.reward.scorers.length import length_cost
 from services.reward.scorers.regex import regex_answer, regex_match
 
-LocalScorer: TypeAlias = ExactMatchScorer | RegexScorer | BoxedScorer | MathScorer | JsonScorer | FormatScorer | LengthScorer | FunctionScorer
+LocalScorer: TypeAlias = (
+    ExactMatchScorer
+    | RegexScorer
+    | BoxedScorer
+    | MathScorer
+    | JsonScorer
+    | FormatScorer
+    | LengthScorer
+    | FunctionScorer
+)
 """Every scorer that runs in a worker process: all but the external one."""
 
 COMPARES = (reward_pb2.SCORE_FIELD_RESPONSE_TEXT, reward_pb2.SCORE_FIELD_GROUND_TRUTH)
@@ -38,7 +48,9 @@ def describe(name: str, scorer: LocalScorer) -> reward_pb2.DescribeResponse:
     if isinstance(scorer, FunctionScorer):
         components = [component_spec(part, None, None) for part in scorer.components]
         reward = component_spec("", scorer.min, scorer.max)
-        return reward_pb2.DescribeResponse(name=name, reads=ALL_FIELDS, reward=reward, components=components, token_rewards=scorer.token_rewards)
+        return reward_pb2.DescribeResponse(
+            name=name, reads=ALL_FIELDS, reward=reward, components=components, token_rewards=scorer.token_rewards
+        )
     if isinstance(scorer, LengthScorer):
         return reward_pb2.DescribeResponse(name=name, reward=component_spec("", -1.0, 0.0))
     reads = (reward_pb2.SCORE_FIELD_RESPONSE_TEXT,) if isinstance(scorer, JsonScorer | FormatScorer) else COMPARES
@@ -51,13 +63,18 @@ def bind(scorer: LocalScorer) -> ScoreFunction:
         case ExactMatchScorer():
             ignore_case = scorer.ignore_case
             return lambda item: Score(
-                exact_match(item.response_text, _truth(item), ignore_case=ignore_case), answer=whole_answer(item.response_text, ignore_case=ignore_case)
+                exact_match(item.response_text, _truth(item), ignore_case=ignore_case),
+                answer=whole_answer(item.response_text, ignore_case=ignore_case),
             )
         case RegexScorer():
             pattern = re.compile(scorer.pattern)
-            return lambda item: Score(regex_match(item.response_text, _truth(item), pattern), answer=regex_answer(item.response_text, pattern))
+            return lambda item: Score(
+                regex_match(item.response_text, _truth(item), pattern), answer=regex_answer(item.response_text, pattern)
+            )
         case BoxedScorer():
-            return lambda item: Score(boxed_match(item.response_text, _truth(item)), answer=boxed_answer(item.response_text))
+            return lambda item: Score(
+                boxed_match(item.response_text, _truth(item)), answer=boxed_answer(item.response_text)
+            )
         case MathScorer():
             from services.reward.scorers.math import math_equal  # sympy: half a second, and only in the extra `reward`
 
@@ -79,5 +96,8 @@ def _math_score(value: float, answer: str | None) -> Score:
 
 def _truth(item: Item) -> str:
     if not item.ground_truth:
-        raise BadGroundTruthError(f"item {item.id} has no ground truth to compare with; give every prompt one, or use a scorer that needs none")
+        raise BadGroundTruthError(
+            f"item {item.id} has no ground truth to compare with; give every prompt one, or use a scorer that needs "
+            "none"
+        )
     return item.ground_truth

@@ -1,6 +1,7 @@
 """How components become one reward: their weighted sum, and the description of that sum. Pure functions.
 
-A component that is itself composed (an external scorer with components, a function that returns some) reports them as `<component>/<part>`.
+A component that is itself composed (an external scorer with components, a function that returns some) reports them as
+`<component>/<part>`.
 """
 
 import math
@@ -8,13 +9,17 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rolecall.scores import Failure, Outcome, Score, component_spec, error_result
+from rolecall.scoring.scores import Failure, Outcome, Score, component_spec, error_result
 from rolecall.v1 import reward_pb2
 from rolecall.wire import encode_tensor
 
 
-def compose_spec(name: str, specs: Mapping[str, reward_pb2.DescribeResponse], weights: Mapping[str, float]) -> reward_pb2.DescribeResponse:
-    """What the weighted sum of the components `specs` reads and returns. A range is bounded when every component with a weight is."""
+def compose_spec(
+    name: str, specs: Mapping[str, reward_pb2.DescribeResponse], weights: Mapping[str, float]
+) -> reward_pb2.DescribeResponse:
+    """What the weighted sum of the components `specs` reads and returns. A range is bounded when every component with a
+    weight is.
+    """
     low = sum(min(_scaled(weights[part], bound) for bound in _range(spec.reward)) for part, spec in specs.items())
     high = sum(max(_scaled(weights[part], bound) for bound in _range(spec.reward)) for part, spec in specs.items())
     components = []
@@ -30,9 +35,12 @@ def compose_spec(name: str, specs: Mapping[str, reward_pb2.DescribeResponse], we
     )
 
 
-def compose(item: reward_pb2.ScoreItem, outcomes: Mapping[str, Outcome], weights: Mapping[str, float]) -> reward_pb2.ScoreResult:
-    """The item's result: the weighted sum in the order of `outcomes`, or the error of the components that failed, never a partial sum. The answer is that
-    of the first component that reads one."""
+def compose(
+    item: reward_pb2.ScoreItem, outcomes: Mapping[str, Outcome], weights: Mapping[str, float]
+) -> reward_pb2.ScoreResult:
+    """The item's result: the weighted sum in the order of `outcomes`, or the error of the components that failed, never
+    a partial sum. The answer is that of the first component that reads one.
+    """
     failures = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failure)}
     if failures:
         return _failed(item, failures)
@@ -41,11 +49,17 @@ def compose(item: reward_pb2.ScoreItem, outcomes: Mapping[str, Outcome], weights
     for name, score in scores.items():
         components[name] = score.value
         components.update({f"{name}/{inner}": value for inner, value in score.components.items()})
-    reward = reward_pb2.Reward(value=sum(_scaled(weights[name], score.value) for name, score in scores.items()), components=components)
+    reward = reward_pb2.Reward(
+        value=sum(_scaled(weights[name], score.value) for name, score in scores.items()), components=components
+    )
     answers = [score.answer for score in scores.values() if score.answer is not None]
     if answers:
         reward.answer = answers[0]
-    per_token = [np.float32(weights[name]) * score.token_rewards for name, score in scores.items() if score.token_rewards is not None]
+    per_token = [
+        np.float32(weights[name]) * score.token_rewards
+        for name, score in scores.items()
+        if score.token_rewards is not None
+    ]
     if per_token:
         reward.token_rewards.CopyFrom(encode_tensor(np.stack(per_token).sum(axis=0, dtype=np.float32)))
     return reward_pb2.ScoreResult(id=item.id, reward=reward)

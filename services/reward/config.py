@@ -26,19 +26,30 @@ class RewardSettings:
     @property
     def local(self) -> dict[str, LocalScorer]:
         """Scorers that run in worker processes, by component."""
-        return {name: component.scorer for name, component in self.components.items() if not isinstance(component.scorer, ExternalScorer)}
+        return {
+            name: component.scorer
+            for name, component in self.components.items()
+            if not isinstance(component.scorer, ExternalScorer)
+        }
 
     @property
     def external(self) -> dict[str, ExternalScorer]:
         """Scorers that are called over gRPC, by component."""
-        return {name: component.scorer for name, component in self.components.items() if isinstance(component.scorer, ExternalScorer)}
+        return {
+            name: component.scorer
+            for name, component in self.components.items()
+            if isinstance(component.scorer, ExternalScorer)
+        }
 
 
 def reward_settings(settings: RunSettings) -> RewardSettings:
     """The reward service's settings. ConfigError when the file leaves the service nothing to do."""
     section = settings.reward
     if not section.components:
-        raise ConfigError("reward.components is empty: the file only calls a RewardService at reward.address; add components to serve one here")
+        raise ConfigError(
+            "reward.components is empty: the file only calls a RewardService at reward.address; add components to "
+            "serve one here"
+        )
     return RewardSettings(
         bind=section.bind or section.address or "127.0.0.1:0",
         components=section.components,

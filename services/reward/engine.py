@@ -1,7 +1,7 @@
 """The reward of a response: every component scores it, at the same time, and the weighted sum is the reward.
 
-Owns the components: local ones share a pool of worker processes, external ones are RewardServices called with `rolecall.scoring`. Knows no
-servers and no requests.
+Owns the components: local ones share a pool of worker processes, external ones are RewardServices called with
+`rolecall.scoring.client`. Knows no servers and no requests.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from typing import Protocol
 import grpc
 
 from rolecall.errors import RoleCallError, ScorerError, ScorerUnavailableError
-from rolecall.scores import Failure, Outcome, decode_reward
-from rolecall.scoring import RewardClient, open_external, with_retries
+from rolecall.scoring.client import RewardClient, open_external, with_retries
+from rolecall.scoring.scores import Failure, Outcome, decode_reward
 from rolecall.settings import RpcSection
 from rolecall.v1 import reward_pb2
 from services.reward import catalog
@@ -52,7 +52,9 @@ class LocalComponent:
         return self._spec
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
-        """One outcome per item, in order; retryable failures were tried max_attempts times. An item that kills or holds its worker each time is bad data."""
+        """One outcome per item, in order; retryable failures were tried max_attempts times. An item that kills or holds
+        its worker each time is bad data.
+        """
         return await with_retries(self._attempt, items, self._max_attempts)
 
     async def _attempt(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
@@ -71,7 +73,9 @@ class RewardEngine:
         self._external: dict[str, RewardClient] = {}
         for name, scorer in settings.external.items():
             component = components[name]
-            self._external[name], channel = open_external(name, scorer, rpc, timeout_s=component.timeout_s, max_attempts=component.max_attempts)
+            self._external[name], channel = open_external(
+                name, scorer, rpc, timeout_s=component.timeout_s, max_attempts=component.max_attempts
+            )
             self._channels.append(channel)
         self._components: dict[str, Component] = {}
         for name, component in components.items():
@@ -82,7 +86,9 @@ class RewardEngine:
         self._weights = {name: component.weight for name, component in components.items()}
 
     async def start(self) -> None:
-        """Returns when every component can score. ConfigError when a local one never will, ScorerUnavailableError when an external one does not answer."""
+        """Returns when every component can score. ConfigError when a local one never will, ScorerUnavailableError when
+        an external one does not answer.
+        """
         if self._pool is not None:
             await self._pool.start()
         await asyncio.gather(*(self._reach(name, client) for name, client in self._external.items()))
@@ -96,13 +102,20 @@ class RewardEngine:
         """One result per item, in order. Ids must be unique."""
         scored = await asyncio.gather(*(component.score(items) for component in self._components.values()))
         by_item = zip(*scored, strict=True)
-        return [compose(item, dict(zip(self._components, outcomes, strict=True)), self._weights) for item, outcomes in zip(items, by_item, strict=True)]
+        return [
+            compose(item, dict(zip(self._components, outcomes, strict=True)), self._weights)
+            for item, outcomes in zip(items, by_item, strict=True)
+        ]
 
     @property
     def trouble(self) -> str:
         """Which external scorers give no scores at present, and where they are; empty when all do."""
         silent = [name for name, client in self._external.items() if client.trouble]
-        return f"no scores from {', '.join(f'{name} at {self._settings.external[name].address}' for name in silent)}" if silent else ""
+        return (
+            f"no scores from {', '.join(f'{name} at {self._settings.external[name].address}' for name in silent)}"
+            if silent
+            else ""
+        )
 
     async def close(self) -> None:
         """Kills the workers and closes the channels."""
@@ -128,7 +141,9 @@ class RewardEngine:
                         await asyncio.sleep(DESCRIBE_PAUSE_S)
         except TimeoutError:
             raise ScorerUnavailableError(
-                f"the scorer of component {name!r} did not answer within {start_timeout_s:.0f} s: {last.message if last else 'no connection'}", component=name
+                f"the scorer of component {name!r} did not answer within {start_timeout_s:.0f} s: "
+                f"{last.message if last else 'no connection'}",
+                component=name,
             ) from last
 
 

@@ -1,10 +1,11 @@
 """The bytes between the service and a worker process: length-prefixed frames over pipes, never a pickle.
 
     frame     = u32 length of payload, u16 component, payload             (little-endian)
-    to worker   first a setup frame (component 0, a WorkerSetup as JSON), then one frame per item: component index, serialized ScoreItem
-    to service  first a ready frame (component 0, empty, or why the worker cannot work), then one serialized ScoreResult per item, in order
+    to worker   first a setup frame (component 0, a WorkerSetup as JSON), then a frame per item: component, ScoreItem
+    to service  first a ready frame (component 0, empty, or why it cannot work), then a ScoreResult per item, in order
 
-Results come one by one and in order, so the item being worked on is always the first unanswered one: that is what a deadline or a death is blamed on.
+Results come one by one and in order, so the item being worked on is always the first unanswered one: that is what a
+deadline or a death is blamed on.
 """
 
 import struct
@@ -27,7 +28,9 @@ class FrameBuffer:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """Adds `data`; yields (component, payload) of every frame now complete. ValueError on a length beyond MAX_PAYLOAD_BYTES."""
+        """Adds `data`; yields (component, payload) of every frame now complete. ValueError on a length beyond
+        MAX_PAYLOAD_BYTES.
+        """
         self._bytes += data
         start = 0
         while len(self._bytes) - start >= HEADER.size:

@@ -1,11 +1,12 @@
 """A supervised pool of scorer processes: killable, with a deadline per item.
 
-Owns the worker processes and the queue before them. One thread (`Lane`) per worker starts it, sends it a few items at a time, times the one it
-is on, and kills it when that one is late: that item alone fails with TIMEOUT, the others go back to the head of the queue. A worker that dies
-by itself fails the item it was on with WORKER_DIED. Knows no gRPC and no reward arithmetic.
+Owns the worker processes and the queue before them. One thread (`Lane`) per worker starts it, sends it a few items at a
+time, times the one it is on, and kills it when that one is late: that item alone fails with TIMEOUT, the others go back
+to the head of the queue. A worker that dies by itself fails the item it was on with WORKER_DIED. Knows no gRPC and no
+reward arithmetic.
 
-Bounds: MAX_QUEUED_ITEMS wait (more are answered OVERLOADED at once); a worker holds at most MAX_BATCH_ITEMS. An item that waits is bounded by the
-deadline of the call it belongs to: a cancelled call's items are skipped.
+Bounds: MAX_QUEUED_ITEMS wait (more are answered OVERLOADED at once); a worker holds at most MAX_BATCH_ITEMS. An item
+that waits is bounded by the deadline of the call it belongs to: a cancelled call's items are skipped.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rolecall.errors import DeadlineError, RoleCallError, UnavailableError, WorkerLostError
-from rolecall.scores import error_result
+from rolecall.scoring.scores import error_result
 from rolecall.v1 import reward_pb2
 from services.reward.catalog import LocalScorer
 from services.reward.process import WorkerProcess
@@ -26,9 +27,13 @@ from services.reward.process import WorkerProcess
 log = logging.getLogger(__name__)
 
 WORKER_DIED = "WORKER_DIED"
-"""Code of an item whose worker ended while it was on it: killed from outside (worth another try), or by the item itself."""
+"""Code of an item whose worker ended while it was on it: killed from outside (worth another try), or by the item
+itself.
+"""
 TIMEOUT = "TIMEOUT"
-"""Code of an item that was late: its worker was stopped or starved (worth another try), or the item takes too long by itself."""
+"""Code of an item that was late: its worker was stopped or starved (worth another try), or the item takes too long by
+itself.
+"""
 MAX_QUEUED_ITEMS = 65536
 MAX_BATCH_ITEMS = 64
 START_TIMEOUT_S = 120.0
@@ -85,7 +90,9 @@ class Queue:
 class WorkerPool:
     """Scores items with the components given, each item of a component within that component's seconds."""
 
-    def __init__(self, scorers: Mapping[str, LocalScorer], timeouts_s: Mapping[str, float], num_workers: int, search_path: Path) -> None:
+    def __init__(
+        self, scorers: Mapping[str, LocalScorer], timeouts_s: Mapping[str, float], num_workers: int, search_path: Path
+    ) -> None:
         self._timeouts_s = dict(timeouts_s)
         self._indices = {name: index for index, name in enumerate(scorers)}
         dumped = {name: scorer.model_dump(mode="json") for name, scorer in scorers.items()}
@@ -94,7 +101,9 @@ class WorkerPool:
         self._lanes = [Lane(self._queue, setup, num_workers) for _ in range(num_workers)]
 
     async def start(self) -> None:
-        """Starts the workers and waits until all have imported their scorers. ConfigError says which component cannot start."""
+        """Starts the workers and waits until all have imported their scorers. ConfigError says which component cannot
+        start.
+        """
         first, *others = self._lanes
         await self._start(first)  # alone, so that a scorer that cannot be imported is said once
         await asyncio.gather(*(self._start(lane) for lane in others))
@@ -131,7 +140,12 @@ class WorkerPool:
                 return
             room = max(0, MAX_QUEUED_ITEMS - len(self._queue.tasks))
             self._queue.tasks.extend(tasks[:room])
-            _fail(tasks[room:], "OVERLOADED", f"{MAX_QUEUED_ITEMS} items wait already; score fewer at a time or add reward.num_workers", retryable=True)
+            _fail(
+                tasks[room:],
+                "OVERLOADED",
+                f"{MAX_QUEUED_ITEMS} items wait already; score fewer at a time or add reward.num_workers",
+                retryable=True,
+            )
             self._queue.condition.notify_all()
 
 
@@ -152,9 +166,14 @@ class Lane:
         self._thread.start()
 
     def wait_ready(self) -> None:
-        """Blocks until the worker can score. ConfigError when it cannot, WorkerLostError when it was killed, DeadlineError after START_TIMEOUT_S."""
+        """Blocks until the worker can score. ConfigError when it cannot, WorkerLostError when it was killed,
+        DeadlineError after START_TIMEOUT_S.
+        """
         if not self._ready.wait(START_TIMEOUT_S):
-            raise DeadlineError(f"a scorer's worker process did not start within {START_TIMEOUT_S:.0f} s; see the service's log for what it imports")
+            raise DeadlineError(
+                f"a scorer's worker process did not start within {START_TIMEOUT_S:.0f} s; see the service's log for "
+                "what it imports"
+            )
         if self._start_error:
             raise type(self._start_error)(f"the reward service cannot start: {self._start_error.message}")
 
@@ -182,7 +201,12 @@ class Lane:
             if not tasks:
                 break
             if worker is None or error is not None:
-                self._fail(tasks, "WORKER_FAILED", f"a scorer's worker process cannot start: {error.message if error else 'it is stopping'}", retryable=True)
+                self._fail(
+                    tasks,
+                    "WORKER_FAILED",
+                    f"a scorer's worker process cannot start: {error.message if error else 'it is stopping'}",
+                    retryable=True,
+                )
             elif not worker.alive():  # lost while it had nothing to do: no item is to blame
                 self._give_back(tasks)
             else:
@@ -210,7 +234,8 @@ class Lane:
                 if live:
                     return live
                 if not taken:
-                    self._queue.condition.wait()  # bounded: by nothing, on purpose: a worker's thread waits for items until close
+                    # bounded: by nothing, on purpose: a worker's thread waits for items until close
+                    self._queue.condition.wait()
         return deque()
 
     def _score(self, worker: WorkerProcess, tasks: deque[Task]) -> None:
@@ -223,9 +248,16 @@ class Lane:
                     task.finish(result)
         except DeadlineError:
             task = tasks.popleft()
-            self._fail([task], TIMEOUT, f"the scorer took longer than {task.timeout_s:g} s and was stopped", retryable=True)
+            self._fail(
+                [task], TIMEOUT, f"the scorer took longer than {task.timeout_s:g} s and was stopped", retryable=True
+            )
         except WorkerLostError as error:
-            self._fail([tasks.popleft()], WORKER_DIED, f"the scorer's process ended while it scored the item ({error.message})", retryable=True)
+            self._fail(
+                [tasks.popleft()],
+                WORKER_DIED,
+                f"the scorer's process ended while it scored the item ({error.message})",
+                retryable=True,
+            )
         if tasks:
             self._give_back(tasks)
 

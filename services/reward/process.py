@@ -19,7 +19,9 @@ from services.reward.frames import FrameBuffer, frame
 
 READ_BYTES = 1 << 16
 ROOT = Path(__file__).resolve().parents[2]
-"""Where `services` and `rolecall` are imported from: workers run the service's own code, whatever folder the service was started in."""
+"""Where `services` and `rolecall` are imported from: workers run the service's own code, whatever folder the service
+was started in.
+"""
 
 
 class WorkerProcess:
@@ -27,7 +29,9 @@ class WorkerProcess:
 
     def __init__(self, setup: bytes) -> None:
         command = [sys.executable, "-m", "services.reward.worker", str(os.getpid())]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, process_group=0, cwd=ROOT)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, process_group=0, cwd=ROOT
+        )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
@@ -36,7 +40,9 @@ class WorkerProcess:
         self._setup = setup
 
     def wait_ready(self, timeout_s: float) -> RoleCallError | None:
-        """None when the worker is ready; else why it is not, and it is killed: ConfigError when it said so itself, else it may be tried again."""
+        """None when the worker is ready; else why it is not, and it is killed: ConfigError when it said so itself, else
+        it may be tried again.
+        """
         try:
             for payload in self._exchange(frame(self._setup), deque([timeout_s])):
                 if payload:
@@ -51,7 +57,9 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def score(self, tasks: Sequence[tuple[int, bytes, float]]) -> Iterator[reward_pb2.ScoreResult]:
-        """Results of (component, serialized ScoreItem, timeout in seconds), in order, as they come. DeadlineError and WorkerLostError speak of the next one."""
+        """Results of (component, serialized ScoreItem, timeout in seconds), in order, as they come. DeadlineError and
+        WorkerLostError speak of the next one.
+        """
         frames = b"".join(frame(payload, component) for component, payload, _ in tasks)
         for payload in self._exchange(frames, deque(timeout_s for _, _, timeout_s in tasks)):
             try:
@@ -63,7 +71,9 @@ class WorkerProcess:
             yield result
 
     def interrupt(self) -> None:
-        """Sends SIGKILL to the process and what it started; the thread that uses this object then sees it end. The one call for other threads."""
+        """Sends SIGKILL to the process and what it started; the thread that uses this object then sees it end. The one
+        call for other threads.
+        """
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # it ended, and the other thread saw it first
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -77,7 +87,9 @@ class WorkerProcess:
                 pipe.close()
 
     def _exchange(self, data: bytes, timeouts_s: deque[float]) -> Iterator[bytes]:
-        """Sends `data` and yields one answer per timeout, each counted from the answer before. Takes turns at reading and writing: full pipes stop nobody."""
+        """Sends `data` and yields one answer per timeout, each counted from the answer before. Takes turns at reading
+        and writing: full pipes stop nobody.
+        """
         poller = select.poll()
         poller.register(self._output, select.POLLIN)
         poller.register(self._input, select.POLLOUT)

@@ -20,16 +20,23 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._engine = engine
         self._on_score = on_score
 
-    async def Score(self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]) -> reward_pb2.ScoreResponse:
+    async def Score(
+        self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> reward_pb2.ScoreResponse:
         """Idempotent. INVALID_ARGUMENT for an empty request or ids that are empty or not unique."""
         items = list(request.items)
         ids = {item.id for item in items}
         if not items or len(ids) != len(items) or "" in ids:
-            raise InvalidInputError(f"items: {len(items)} items with {len(ids)} different ids; send at least one item, each with an id of its own")
+            raise InvalidInputError(
+                f"items: {len(items)} items with {len(ids)} different ids; send at least one item, each with an id "
+                "of its own"
+            )
         results = await self._engine.score(items)
         self._on_score()
         return reward_pb2.ScoreResponse(results=results)
 
-    async def Describe(self, request: reward_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]) -> reward_pb2.DescribeResponse:
+    async def Describe(
+        self, request: reward_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> reward_pb2.DescribeResponse:
         """Idempotent."""
         return await self._engine.describe()

@@ -1,7 +1,9 @@
-"""A scorer's worker process: `python -m services.reward.worker`, started by the pool and killed by it at an item's deadline.
+"""A scorer's worker process: `python -m services.reward.worker`, started by the pool and killed by it at an item's
+deadline.
 
-Speaks frames (see `frames.py`) on the stdin and stdout it was born with. Those are moved away before any scorer is imported: what a user's
-function prints goes to stderr, and it cannot read the service's requests. Holds no state between items; dies with its parent.
+Speaks frames (see `frames.py`) on the stdin and stdout it was born with. Those are moved away before any scorer is
+imported: what a user's function prints goes to stderr, and it cannot read the service's requests. Holds no state
+between items; dies with its parent.
 """
 
 import logging
@@ -14,7 +16,7 @@ from pydantic import Field
 
 from rolecall.errors import ConfigError
 from rolecall.lifeline import die_with_parent
-from rolecall.scores import ScoreFunction, evaluate
+from rolecall.scoring.scores import ScoreFunction, evaluate
 from rolecall.settings import Section
 from rolecall.v1 import reward_pb2
 from services.reward.catalog import LocalScorer, bind, describe
@@ -46,7 +48,9 @@ def main() -> int:
                 scorers, ready = _set_up(payload, answers), True
                 continue
             function, spec = scorers[component]
-            _write(answers, frame(evaluate(function, reward_pb2.ScoreItem.FromString(payload), spec).SerializeToString()))
+            _write(
+                answers, frame(evaluate(function, reward_pb2.ScoreItem.FromString(payload), spec).SerializeToString())
+            )
     return 0
 
 

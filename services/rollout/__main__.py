@@ -10,7 +10,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from rolecall.model_files import check_tokenizer
+from rolecall.data.model_files import check_tokenizer
+from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.rpc.fence import Fence
 from rolecall.rpc.membership import Membership
 from rolecall.rpc.process import ServiceArgs, parse_args, run, serve, tie_to_parent
 from rolecall.rpc.server import Server
@@ -20,8 +22,6 @@ from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
 from rolecall.store.sealed import read_ctl
 from rolecall.telemetry import configure as configure_telemetry
-from rolecall.tokenizer import ChatTokenizer
-from rolecall.training.fence import Fence
 from rolecall.v1 import controller_pb2, rollout_pb2_grpc
 from services.rollout.config import RolloutConfig, configure, machine_cores, start_environment
 from services.rollout.pull import PullLoop, PullSettings
@@ -34,7 +34,9 @@ DRAIN_S = 3.0
 GRACE_S = 5.0
 """Seconds of the whole drain, and then of the calls under way."""
 
-if __name__ == "__mp_main__":  # a process that vLLM spawns, before it does anything else: it may not outlive the one that spawned it, however that ends
+# a process that vLLM spawns, before it does anything else: it may not outlive the one that spawned it, however that
+# ends
+if __name__ == "__mp_main__":
     tie_to_parent()
     os.environ.update(tied_to_this_process())
 
@@ -70,7 +72,13 @@ async def _main(args: ServiceArgs) -> None:
         lambda phase: _note(membership, phase),
     )
     servicer = RolloutServicer(
-        replica, pull, tokenizer, fence, consumer=consumer, max_groups=config.max_groups, generation_timeout_s=settings.rollout.generation_timeout_s
+        replica,
+        pull,
+        tokenizer,
+        fence,
+        consumer=consumer,
+        max_groups=config.max_groups,
+        generation_timeout_s=settings.rollout.generation_timeout_s,
     )
     server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, SERVICE_NAME)
     address = _advertised(await server.start(), settings.rollout.advertise_host)
@@ -121,7 +129,9 @@ def _advertised(address: str, host: str | None) -> str:
 
 
 async def _first_failure(*parts: "asyncio.Future[None]") -> None:
-    """Raises what the first failing part raised; a part that ends well (the pull loop, drained) does not end the role."""
+    """Raises what the first failing part raised; a part that ends well (the pull loop, drained) does not end the
+    role.
+    """
     pending: set[asyncio.Future[None]] = set(parts)
     while pending:
         # bounded: by nothing, on purpose: the role's whole life, until a part fails
@@ -132,7 +142,9 @@ async def _first_failure(*parts: "asyncio.Future[None]") -> None:
 
 @contextlib.contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """While vLLM starts, which blocks the event loop for tens of seconds, a signal ends the process on the spot: nothing is held yet."""
+    """While vLLM starts, which blocks the event loop for tens of seconds, a signal ends the process on the spot:
+    nothing is held yet.
+    """
 
     def end(number: int, frame: Any) -> None:
         os._exit(0)
@@ -156,7 +168,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _leave(outcome: list[int]) -> None:
-    """Ends the process without the interpreter's last search for garbage: with torch and vLLM loaded it takes seconds, to free what the kernel frees."""
+    """Ends the process without the interpreter's last search for garbage: with torch and vLLM loaded it takes seconds,
+    to free what the kernel frees.
+    """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -164,5 +178,7 @@ def _leave(outcome: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    __spec__ = None  # so that multiprocessing knows this file by its path: by its name it would leave a `__main__` out of the processes that it spawns
+    # so that multiprocessing knows this file by its path: by its name it would leave a `__main__` out of the processes
+    # that it spawns
+    __spec__ = None
     sys.exit(main())

@@ -1,7 +1,8 @@
-"""What a rollout replica derives from the run's settings: its index, its cores or GPUs, its sizes, and the environment vLLM must start in.
+"""What a rollout replica derives from the run's settings: its index, its cores or GPUs, its sizes, and the environment
+vLLM must start in.
 
-Owns `start_environment`, the one place that says which environment variables the process and its children see before vLLM is imported.
-It reads the model's JSON files only: no torch, no vLLM.
+Owns `start_environment`, the one place that says which environment variables the process and its children see before
+vLLM is imported. It reads the model's JSON files only: no torch, no vLLM.
 """
 
 import os
@@ -10,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rolecall.data.model_files import check_cpu_adapters, check_cpu_attention, eos_token_ids, max_model_tokens
 from rolecall.errors import ConfigError
-from rolecall.model_files import check_cpu_adapters, check_cpu_attention, eos_token_ids, max_model_tokens
 from rolecall.settings import LoraSection, RunSettings
 
 GIB = 2**30
@@ -46,13 +47,17 @@ class RolloutConfig:
     sleep_mode: bool
     """Whether Sleep can free the GPU's memory."""
     in_one_process: bool
-    """Whether vLLM's one worker lives in its scheduler's process: a third less CPU time at the start, fewer hops per token."""
+    """Whether vLLM's one worker lives in its scheduler's process: a third less CPU time at the start, fewer hops per
+    token.
+    """
     lora: LoraSection | None
     """The adapters that the actor publishes; None: it publishes whole models."""
 
 
 def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) -> RolloutConfig:
-    """The replica called `worker` ("rollout-1" is index 1) on a machine with these cores. ConfigError says what does not fit."""
+    """The replica called `worker` ("rollout-1" is index 1) on a machine with these cores. ConfigError says what does
+    not fit.
+    """
     section, index = settings.rollout, replica_index(worker)
     devices = _devices(settings, index)
     path = settings.model.path
@@ -125,21 +130,29 @@ def _devices(settings: RunSettings, index: int) -> tuple[int, ...]:
     if not settings.rollout.devices:
         return ()
     if index >= len(settings.rollout.devices):
-        raise ConfigError(f"rollout.devices names {len(settings.rollout.devices)} replicas; there is no entry for replica {index}")
+        raise ConfigError(
+            f"rollout.devices names {len(settings.rollout.devices)} replicas; there is no entry for replica {index}"
+        )
     devices = settings.rollout.devices[index]
     if len(devices) != settings.rollout.tensor_parallel_size:
         raise ConfigError(
-            f"rollout.devices[{index}] names {len(devices)} GPUs, rollout.tensor_parallel_size is {settings.rollout.tensor_parallel_size}; they must agree"
+            f"rollout.devices[{index}] names {len(devices)} GPUs, rollout.tensor_parallel_size is "
+            f"{settings.rollout.tensor_parallel_size}; they must agree"
         )
     return devices
 
 
 def _cores(settings: RunSettings, index: int, machine: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """A slice of the machine's cores for each rank. Replicas overlap only when there are fewer cores than they ask for."""
+    """A slice of the machine's cores for each rank. Replicas overlap only when there are fewer cores than they ask
+    for.
+    """
     section = settings.rollout
     num_replicas = max(section.num_replicas, 1)
     per_replica = section.num_threads or max(1, len(machine) // num_replicas)
     per_rank = max(1, per_replica // section.tensor_parallel_size)
     first = index * per_rank * section.tensor_parallel_size
     taken = [machine[(first + i) % len(machine)] for i in range(per_rank * section.tensor_parallel_size)]
-    return tuple(tuple(sorted(set(taken[rank * per_rank : (rank + 1) * per_rank]))) for rank in range(section.tensor_parallel_size))
+    return tuple(
+        tuple(sorted(set(taken[rank * per_rank : (rank + 1) * per_rank])))
+        for rank in range(section.tensor_parallel_size)
+    )

@@ -1,9 +1,11 @@
 """vLLM as a RolloutEngine: tokens in, tokens out. The only file of the services that imports vLLM.
 
-Owns how our requests become vLLM's and back, and which vLLM calls make up a pause, a load and a probe. It decides nothing about serving: the replica does.
+Owns how our requests become vLLM's and back, and which vLLM calls make up a pause, a load and a probe. It decides
+nothing about serving: the replica does.
 
-Sampling is softmax(logits / temperature), its logprobs those of the tokens sampled ("processed" logprobs). `min_tokens` is never set: it masks the end
-token and changes the distribution. Stop tokens are token ids, kept as the response's last token. vLLM itself names the weights version of every token.
+Sampling is softmax(logits / temperature), its logprobs those of the tokens sampled ("processed" logprobs). `min_tokens`
+is never set: it masks the end token and changes the distribution. Stop tokens are token ids, kept as the response's
+last token. vLLM itself names the weights version of every token.
 """
 
 import asyncio
@@ -31,7 +33,16 @@ from rolecall.weights.adapter import POLICY
 from rolecall.weights.receiver import open_channel, receive_version
 from rolecall.wire import Array
 from services.rollout.config import RolloutConfig
-from services.rollout.sampling import EngineInfo, MeetingPlace, PauseMode, Probed, Received, Sample, SampleRequest, VersionSpan
+from services.rollout.sampling import (
+    EngineInfo,
+    MeetingPlace,
+    PauseMode,
+    Probed,
+    Received,
+    Sample,
+    SampleRequest,
+    VersionSpan,
+)
 
 _FINISH_REASONS = {"stop": trajectory_pb2.FINISH_REASON_STOP, "length": trajectory_pb2.FINISH_REASON_LENGTH}
 _PROBE_PRIORITY, _PRIORITY = -1, 0
@@ -50,13 +61,17 @@ CLOSE_TIMEOUT_S = 1.0
 class VllmEngine:
     """One AsyncLLM. Starts with dummy weights: the first real ones, too, come over the weight channel.
 
-    Where the actor trains adapters the base is read from the model directory, the adapter alone comes over the channel, and every request names it."""
+    Where the actor trains adapters the base is read from the model directory, the adapter alone comes over the channel,
+    and every request names it.
+    """
 
     def __init__(self, config: RolloutConfig) -> None:
         """Starts the engine's processes; takes tens of seconds. Call it inside the event loop that will use it."""
         self._llm = AsyncLLM.from_engine_args(engine_args(config))
         if config.float32_head and self._llm.model_config.head_dtype != torch.float32:
-            raise ConfigError("model.head_dtype float32: vLLM does not compute logits in float32 on this device; leave it at model")
+            raise ConfigError(
+                "model.head_dtype float32: vLLM does not compute logits in float32 on this device; leave it at model"
+            )
         self._num_probes = 0
         self._num_moves = 0
         self._takes_adapters = config.lora is not None
@@ -77,7 +92,9 @@ class VllmEngine:
 
     @property
     def num_moves(self) -> int:
-        """As SamplingEngine.num_moves: outputs, and answers of the core, which gives them between two steps of its scheduler."""
+        """As SamplingEngine.num_moves: outputs, and answers of the core, which gives them between two steps of its
+        scheduler.
+        """
         return self._num_moves
 
     async def warm_up(self) -> None:
@@ -91,7 +108,7 @@ class VllmEngine:
         prompt = tokens_input(list(WARM_UP_TOKENS), cache_salt=request.cache_salt)
         await self._final(prompt, sampling_params(request, self._info.eos_token_ids), request.request_id, _PRIORITY)
 
-    # --- sampling -----------------------------------------------------------------------------------------------------------------------------------
+    # --- sampling ---------------------------------------------------------------------------------
 
     async def sample(self, request: SampleRequest) -> Sample:
         """As SamplingEngine.sample."""
@@ -134,7 +151,9 @@ class VllmEngine:
         final: RequestOutput | None = None
         try:
             # bounded: by generation_timeout_s of whoever asks, and by vitals.py, which ends a hung engine
-            async for output in self._llm.generate(prompt, params, request_id, lora_request=self._adapter, priority=priority):
+            async for output in self._llm.generate(
+                prompt, params, request_id, lora_request=self._adapter, priority=priority
+            ):
                 final = output
                 self._num_moves += 1
         except EngineDeadError as error:
@@ -145,20 +164,23 @@ class VllmEngine:
             raise GenerationError(f"vLLM ended request {request_id} without an output")
         return final
 
-    # --- pausing ------------------------------------------------------------------------------------------------------------------------------------
+    # --- pausing ----------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
-        """As SamplingEngine.pause. Clearing the cache makes kept requests compute their keys and values again, under the weights they go on with.
+        """As SamplingEngine.pause. Clearing the cache makes kept requests compute their keys and values again, under
+        the weights they go on with.
 
-        Asked of the engine's core: pause_generation does no more for text, and then sleeps 20 ms for callers who want all outputs before its answer. Ours
-        come to a gate that is shut (gate.py), whenever they come, and a publish pauses twice."""
+        Asked of the engine's core: pause_generation does no more for text, and then sleeps 20 ms for callers who want
+        all outputs before its answer. Ours come to a gate that is shut (gate.py), whenever they come, and a publish
+        pauses twice.
+        """
         await self._alive(self._llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=True))
 
     async def resume(self) -> None:
         """As SamplingEngine.resume."""
         await self._alive(self._llm.resume_generation())
 
-    # --- weights ------------------------------------------------------------------------------------------------------------------------------------
+    # --- weights ----------------------------------------------------------------------------------
 
     async def join(self, place: MeetingPlace) -> None:
         """As EngineWeights.join."""
@@ -176,7 +198,13 @@ class VllmEngine:
 
     async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:
         """As EngineWeights.receive."""
-        receiving = receive_version(self._llm, epoch=epoch, policy_version=policy_version, bucket_timeout_s=bucket_timeout_s, is_adapter=self._takes_adapters)
+        receiving = receive_version(
+            self._llm,
+            epoch=epoch,
+            policy_version=policy_version,
+            bucket_timeout_s=bucket_timeout_s,
+            is_adapter=self._takes_adapters,
+        )
         report = await self._alive(receiving)
         self._adapter = POLICY if self._takes_adapters else None
         named = zip(report.names, report.fingerprints, strict=True)
@@ -193,9 +221,12 @@ class VllmEngine:
         await self.pause(PauseMode.KEEP)
 
     async def watch(self) -> None:
-        """Runs while the engine lives, and asks it every WATCH_S for a sign. WorkerLostError when it died, also when nobody asks anything of it.
+        """Runs while the engine lives, and asks it every WATCH_S for a sign. WorkerLostError when it died, also when
+        nobody asks anything of it.
 
-        One question is open at a time, without a deadline: how long the answer may take is the controller's affair, who sees `num_moves`."""
+        One question is open at a time, without a deadline: how long the answer may take is the controller's affair, who
+        sees `num_moves`.
+        """
         question = asyncio.create_task(self._alive(self._llm.is_paused()))
         try:
             while not self._llm.errored:
@@ -218,7 +249,9 @@ class VllmEngine:
 
     async def _alive(self, call: Any) -> Any:
         try:
-            return await call  # bounded: by the caller's deadline; an engine that hangs is ended by the controller's hang_s
+            return (
+                await call
+            )  # bounded: by the caller's deadline; an engine that hangs is ended by the controller's hang_s
         except EngineDeadError as error:
             raise WorkerLostError(ENGINE_DIED) from error
 
@@ -243,7 +276,8 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         scheduling_policy="priority",
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=True,
-        # Of a prompt cut in two vLLM draws a token too early and takes it back from the request's seeded generator, which CPU generators cannot do.
+        # Of a prompt cut in two vLLM draws a token too early and takes it back from the request's seeded generator,
+        # which CPU generators cannot do.
         enable_chunked_prefill=None if config.devices else False,
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend="rolecall"),
@@ -253,7 +287,9 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
 
 
 def _for_adapters(lora: LoraSection) -> dict[str, Any]:
-    """The modules are named, because vLLM would give the head one too, and then fails at the probe: its prompt has more logits than the batch has requests."""
+    """The modules are named, because vLLM would give the head one too, and then fails at the probe: its prompt has more
+    logits than the batch has requests.
+    """
     return {
         "load_format": "auto",
         "enable_lora": True,
@@ -288,13 +324,16 @@ def _sample(output: CompletionOutput, request: SampleRequest) -> Sample:
     spans = tuple(VersionSpan(int(span.version), span.start, span.end) for span in output.weight_versions or ())
     if output.finish_reason not in _FINISH_REASONS or not token_ids or not spans or spans[-1].end != len(token_ids):
         raise GenerationError(
-            f"vLLM ended request {request.request_id} with {output.finish_reason!r}, {len(token_ids)} tokens and versions {output.weight_versions}"
+            f"vLLM ended request {request.request_id} with {output.finish_reason!r}, {len(token_ids)} tokens and "
+            f"versions {output.weight_versions}"
         )
     logprobs = np.zeros(len(token_ids), dtype=np.float32)
     if request.sampling.temperature != 0:
         logprobs = _logprobs(output)
         if not np.isfinite(logprobs).all():
-            raise GenerationError(f"vLLM gave a logprob that is not finite for request {request.request_id}; look at the weights")
+            raise GenerationError(
+                f"vLLM gave a logprob that is not finite for request {request.request_id}; look at the weights"
+            )
     return Sample(token_ids, logprobs, spans, _FINISH_REASONS[output.finish_reason])
 
 

@@ -1,7 +1,8 @@
 """The gate that everything sampled passes on its way out of the process: shut unless the weights are attested.
 
-Owns who is on the way out, so that shutting it is a promise: when shut() has returned nothing leaves until it is opened again. It knows no engine
-and no versions. Bound: as many wait here as requests are in flight, each under its caller's deadline.
+Owns who is on the way out, so that shutting it is a promise: when shut() has returned nothing leaves until it is opened
+again. It knows no engine and no versions. Bound: as many wait here as requests are in flight, each under its caller's
+deadline.
 """
 
 import asyncio
@@ -38,7 +39,9 @@ class Gate:
     async def wait_open(self) -> None:
         """Returns while the gate is open, whatever is given up in between: for those who hold nothing."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._open)  # bounded: by nothing, on purpose: the pull loop waits for weights until it is drained
+            await self._changed.wait_for(
+                lambda: self._open
+            )  # bounded: by nothing, on purpose: the pull loop waits for weights until it is drained
 
     @asynccontextmanager
     async def leaving(self) -> AsyncIterator[None]:
@@ -60,16 +63,22 @@ class Gate:
             self._changed.notify_all()
 
     async def shut(self) -> None:
-        """Returns when nothing leaves any more. DeadlineError (and the gate shut) when something stays inside for SHUT_TIMEOUT_S."""
+        """Returns when nothing leaves any more. DeadlineError (and the gate shut) when something stays inside for
+        SHUT_TIMEOUT_S.
+        """
         self._open = False
         try:
             async with asyncio.timeout(SHUT_TIMEOUT_S), self._changed:
                 await self._changed.wait_for(lambda: self._num_leaving == 0)
         except TimeoutError as error:
-            raise DeadlineError(f"{self._num_leaving} commits did not end within {SHUT_TIMEOUT_S:.0f} s; look at the store") from error
+            raise DeadlineError(
+                f"{self._num_leaving} commits did not end within {SHUT_TIMEOUT_S:.0f} s; look at the store"
+            ) from error
 
     async def give_up(self) -> None:
-        """Turns away everyone who waits, and who comes until the gate opens again: what they hold would be kept for nobody knows how long."""
+        """Turns away everyone who waits, and who comes until the gate opens again: what they hold would be kept for
+        nobody knows how long.
+        """
         async with self._changed:
             self._num_given_up += 1
             self._is_given_up = True
@@ -83,4 +92,6 @@ class Gate:
 
         await self._changed.wait_for(decided)  # bounded: by keep_timeout_s, past which what is kept is given up
         if not self._open or self._num_given_up != before:
-            raise UnavailableError("what was sampled is discarded: the engine's weights tore or it was put to sleep; ask again")
+            raise UnavailableError(
+                "what was sampled is discarded: the engine's weights tore or it was put to sleep; ask again"
+            )

@@ -1,14 +1,18 @@
-"""The pull loop: a rollout's main work. claim -> sample G -> stage rows -> commit -> persist, as long as the engine has room.
+"""The pull loop: a rollout's main work. claim -> sample G -> stage rows -> commit -> persist, as long as the engine has
+room.
 
 Owns the claims in this worker's hands: their leases, deadlines and their end. A group ends in one of three ways:
 
     committed   every response passed the gate; one fenced script made the group exist
-    released    not the group's fault (a publish aborted it, the weights tore, the store was away or full, a drain): back to the stream, the delivery excused
-    abandoned   its generation failed or ran out of time: handed back with the error, the delivery counted; too many make it a dead letter
+    released    not the group's fault (a publish aborted it, the weights tore, the store was away or full, a drain):
+    back to the stream, the delivery excused
+    abandoned   its generation failed or ran out of time: handed back with the error, the delivery counted; too many
+    make it a dead letter
 
-A store that is away ends none of them and not the role: what is to be handed back waits for it. Never an empty response in place of a failure. A group
-whose worker died is in company as small as the store says: were it poison, it would take the others with it.
-Bounds: max_groups claims in hand; one task each; calls to the store run in the process's thread pool.
+A store that is away ends none of them and not the role: what is to be handed back waits for it. Never an empty response
+in place of a failure. A group whose worker died is in company as small as the store says: were it poison, it would take
+the others with it. Bounds: max_groups claims in hand; one task each; calls to the store run in the process's thread
+pool.
 """
 
 import asyncio
@@ -20,6 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import (
     DeadlineError,
     GenerationError,
@@ -36,7 +41,6 @@ from rolecall.errors import (
 from rolecall.store.prompts import Claim, PromptQueue
 from rolecall.store.rows import Rows
 from rolecall.telemetry import Metrics, attached, export, tracer
-from rolecall.tokenizer import ChatTokenizer
 from rolecall.trajectory import trajectory_id
 from rolecall.v1 import trajectory_pb2
 from services.rollout.replica import Replica, Response
@@ -90,7 +94,13 @@ class PullLoop:
     """One per replica. `run` ends after a drain, or with the error that ends the role."""
 
     def __init__(
-        self, settings: PullSettings, replica: Replica, queue: PromptQueue, rows: Rows, tokenizer: ChatTokenizer, on_turn: Callable[[str], None]
+        self,
+        settings: PullSettings,
+        replica: Replica,
+        queue: PromptQueue,
+        rows: Rows,
+        tokenizer: ChatTokenizer,
+        on_turn: Callable[[str], None],
     ) -> None:
         """`on_turn` is told the phase ("generating", "idle", ...) at every turn, for people."""
         self._settings = settings
@@ -128,23 +138,29 @@ class PullLoop:
             self._fatal.cancel()
 
     async def drain(self, finish_s: float) -> tuple[int, int]:
-        """Claims nothing more, gives what is in hand `finish_s` to finish and hands back the rest. Returns (groups finished, groups released). Idempotent."""
+        """Claims nothing more, gives what is in hand `finish_s` to finish and hands back the rest. Returns (groups
+        finished, groups released). Idempotent.
+        """
         self._draining.set()
         work = list(self._work.values())
         tasks = [item.task for item in work if item.task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=finish_s)
-        finished = sum(task.done() and not task.cancelled() and task.exception() is None and task.result() for task in tasks)
+        finished = sum(
+            task.done() and not task.cancelled() and task.exception() is None and task.result() for task in tasks
+        )
         held = [item.claim for item in work if item.key in self._work]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # bounded: they are cancelled, and their waits end with that
+        await asyncio.gather(
+            *tasks, return_exceptions=True
+        )  # bounded: they are cancelled, and their waits end with that
         released = await self._release_all(held)
         self._work.clear()
         self._drained.set()
         return finished, released
 
-    # --- the loop -----------------------------------------------------------------------------------------------------------------------------------
+    # --- the loop ---------------------------------------------------------------------------------
 
     async def _turn(self) -> None:
         self._on_turn(self._phase())
@@ -173,7 +189,9 @@ class PullLoop:
             await self._wait_for_work()
 
     def _take(self, claim: Claim) -> None:
-        """Takes a claim into hand. One that was lost in between and is claimed again ends the attempt under its older token."""
+        """Takes a claim into hand. One that was lost in between and is claimed again ends the attempt under its older
+        token.
+        """
         for work in list(self._work.values()):
             if work.claim.entry_id == claim.entry_id:
                 self._lose(work)
@@ -181,7 +199,9 @@ class PullLoop:
         self._work[taken.key] = taken
 
     async def _release_unstarted(self) -> None:
-        """Nothing starts while the gate is shut, and nobody knows for how long: others may start what was claimed just before."""
+        """Nothing starts while the gate is shut, and nobody knows for how long: others may start what was claimed just
+        before.
+        """
         waiting = [work for work in self._work.values() if work.task is None]
         for work in waiting:
             del self._work[work.key]
@@ -233,7 +253,9 @@ class PullLoop:
         return f"generating {len(self._work)} groups" if self._work else "idle"
 
     async def _renew(self) -> None:
-        """Keeps the leases of what is in hand; stops work on what is lost. The next renewal is due lease_s / 3 after this one began, however long it takes."""
+        """Keeps the leases of what is in hand; stops work on what is lost. The next renewal is due lease_s / 3 after
+        this one began, however long it takes.
+        """
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
@@ -262,12 +284,17 @@ class PullLoop:
         else:
             work.task.cancel()
 
-    # --- one group ----------------------------------------------------------------------------------------------------------------------------------
+    # --- one group --------------------------------------------------------------------------------
 
     async def _group(self, work: _Work) -> bool:
         """Brings one group to its end; whether it was committed."""
         claim = work.claim
-        with attached(claim.traceparent), tracer().start_as_current_span("rollout.group", attributes={"gid": claim.group.gid, "deliveries": claim.deliveries}):
+        with (
+            attached(claim.traceparent),
+            tracer().start_as_current_span(
+                "rollout.group", attributes={"gid": claim.group.gid, "deliveries": claim.deliveries}
+            ),
+        ):
             try:
                 await self._commit(work, *await self._sample(claim))
                 return True
@@ -282,19 +309,26 @@ class PullLoop:
             return False
 
     async def _sample(self, claim: Claim) -> tuple[list[SampleRequest], list[Response]]:
-        """GenerationError when it takes longer than generation_timeout_s: the engine moves, or hang_s would end it, and this group does not come to its end."""
+        """GenerationError when it takes longer than generation_timeout_s: the engine moves, or hang_s would end it, and
+        this group does not come to its end.
+        """
         group = claim.group
         requests = group_requests(group, claim.token, self._replica.cache_salt)
         self._replica.require_room(requests[0].prompt_token_ids, f"group {group.gid}")
         responses: list[Response | None] = [None] * len(requests)
         try:
-            async with asyncio.timeout(self._settings.generation_timeout_s), aclosing(self._replica.sample_all(requests)) as sampled:
+            async with (
+                asyncio.timeout(self._settings.generation_timeout_s),
+                aclosing(self._replica.sample_all(requests)) as sampled,
+            ):
                 async for index, response in sampled:
                     responses[index] = response
         except TimeoutError as error:
             if not self._replica.gate.is_open:
                 raise DeadlineError("no weights were attested in time") from error
-            raise GenerationError(f"not sampled within {self._settings.generation_timeout_s:g} s (rollout.generation_timeout_s)") from error
+            raise GenerationError(
+                f"not sampled within {self._settings.generation_timeout_s:g} s (rollout.generation_timeout_s)"
+            ) from error
         return requests, [response for response in responses if response is not None]
 
     async def _commit(self, work: _Work, requests: list[SampleRequest], responses: list[Response]) -> None:
@@ -303,25 +337,34 @@ class PullLoop:
         spans = {(version, digest) for response in responses for version, digest in response.digests.items()}
         versions = sorted(version for version, _ in spans)
         committed = trajectory_pb2.CommittedGroup(
-            gid=group.gid, rows=refs[: group.num_responses], min_policy_version=versions[0], max_policy_version=versions[-1], traceparent=claim.traceparent
+            gid=group.gid,
+            rows=refs[: group.num_responses],
+            min_policy_version=versions[0],
+            max_policy_version=versions[-1],
+            traceparent=claim.traceparent,
         )
         if group.greedy_response:
             committed.greedy_row.CopyFrom(refs[-1])
         async with self._replica.gate.leaving():
             work.committing = True
             await asyncio.to_thread(self._queue.commit, claim, committed, spans)
-        # The controller may have scored and dropped the group already; and it lifts the expiry, too, should the store be away now.
+        # The controller may have scored and dropped the group already; and it lifts the expiry, too, should the store
+        # be away now.
         with contextlib.suppress(RowMissingError, StoreUnavailableError):
             await asyncio.to_thread(self._rows.persist, refs)
 
-    async def _stage(self, claim: Claim, requests: list[SampleRequest], responses: list[Response]) -> list[trajectory_pb2.RowRef]:
+    async def _stage(
+        self, claim: Claim, requests: list[SampleRequest], responses: list[Response]
+    ) -> list[trajectory_pb2.RowRef]:
         """StoreFullError when the store has no room for generation_timeout_s."""
         group = claim.group
         ids = prompt_token_ids(group.prompt)
         refs, arrays, metas = [], [], []
         for index, (request, response) in enumerate(zip(requests, responses, strict=True)):
             id = trajectory_id(group.gid, index)
-            meta = trajectory_meta(id, group.prompt, request.sampling, response, self._tokenizer, self._settings.consumer)
+            meta = trajectory_meta(
+                id, group.prompt, request.sampling, response, self._tokenizer, self._settings.consumer
+            )
             meta.gid, meta.index, meta.traceparent = group.gid, index, claim.traceparent
             if index:
                 meta.ClearField("prompt")  # once a group: it may be a megabyte of tests
@@ -349,7 +392,9 @@ class PullLoop:
         await self._hand_back(work, lambda: self._queue.abandon(work.claim, error, self._settings.max_deliveries))
 
     async def _hand_back(self, work: _Work, hand: Callable[[], object]) -> None:
-        """Hands one group back, for as long as the store is away: until then it stays in hand, and its lease is renewed as soon as that is possible."""
+        """Hands one group back, for as long as the store is away: until then it stays in hand, and its lease is renewed
+        as soon as that is possible.
+        """
         work.committing = False
         while True:
             try:
@@ -364,7 +409,9 @@ class PullLoop:
         try:
             return await asyncio.to_thread(self._queue.release, claims) if claims else 0
         except StoreUnavailableError as error:
-            logger.warning("%d groups could not be released and are left to their lease: %s", len(claims), error.message)
+            logger.warning(
+                "%d groups could not be released and are left to their lease: %s", len(claims), error.message
+            )
             return 0
 
 

@@ -1,11 +1,12 @@
 """One rollout replica: an engine, the weights it holds and the gate between what it samples and the world.
 
-Owns the order of a publish on this side: shut the gate, pause, load, probe, and open again only when Resume names what is held. It is not the pull loop
-(pull.py) and not the gRPC surface (service.py); both sample through it.
+Owns the order of a publish on this side: shut the gate, pause, load, probe, and open again only when Resume names what
+is held. It is not the pull loop (pull.py) and not the gRPC surface (service.py); both sample through it.
 
-The probe has to run in the engine's own scheduler, which computes nothing while paused, and a paused engine may hold kept requests. So the scheduler runs
-for the probe alone with the gate shut: kept requests may sample a few tokens meanwhile, under weights that nobody attested. Nothing of it leaves: a
-response passes only when every version in its spans was attested to this engine.
+The probe has to run in the engine's own scheduler, which computes nothing while paused, and a paused engine may hold
+kept requests. So the scheduler runs for the probe alone with the gate shut: kept requests may sample a few tokens
+meanwhile, under weights that nobody attested. Nothing of it leaves: a response passes only when every version in its
+spans was attested to this engine.
 """
 
 import asyncio
@@ -95,10 +96,18 @@ class Replica:
     """Samples for whoever asks, and takes weights from the channel. Used from one event loop."""
 
     def __init__(
-        self, engine: RolloutEngine, *, pause_timeout_s: float, load_timeout_s: float, keep_timeout_s: float, on_serving: Callable[[bool], Awaitable[None]]
+        self,
+        engine: RolloutEngine,
+        *,
+        pause_timeout_s: float,
+        load_timeout_s: float,
+        keep_timeout_s: float,
+        on_serving: Callable[[bool], Awaitable[None]],
     ) -> None:
-        """`pause_timeout_s` bounds one pause (mode WAIT finishes what runs), `load_timeout_s` one load; requests kept over a load are given up
-        when Resume does not come within `keep_timeout_s` of it; `on_serving` is told whether the replica serves."""
+        """`pause_timeout_s` bounds one pause (mode WAIT finishes what runs), `load_timeout_s` one load; requests kept
+        over a load are given up when Resume does not come within `keep_timeout_s` of it; `on_serving` is told whether
+        the replica serves.
+        """
         self._engine = engine
         self._pause_timeout_s = pause_timeout_s
         self._load_timeout_s = load_timeout_s
@@ -133,8 +142,10 @@ class Replica:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the engine owes something, so that `num_moves` must grow: tokens, an answer to what ends promptly in an engine that lives, or the end
-        of a load that its caller has given up (whose collective is over). A load that is waited for is not counted: it may wait for the actor."""
+        """Whether the engine owes something, so that `num_moves` must grow: tokens, an answer to what ends promptly in
+        an engine that lives, or the end of a load that its caller has given up (whose collective is over). A load that
+        is waited for is not counted: it may wait for the actor.
+        """
         return self._busy.is_running or self._num_asked > 0 or (self._is_receiving and not self._num_awaiting_load)
 
     @property
@@ -142,7 +153,7 @@ class Replica:
         """Grows whenever the engine moves."""
         return self._engine.num_moves + self._num_answered
 
-    # --- sampling -----------------------------------------------------------------------------------------------------------------------------------
+    # --- sampling ---------------------------------------------------------------------------------
 
     def require_room(self, prompt_token_ids: Sequence[int], what: str) -> None:
         """PromptTooLongError when `what` leaves no room for a single token, InvalidInputError when it is empty."""
@@ -150,11 +161,14 @@ class Replica:
             raise InvalidInputError(f"{what} has no prompt tokens")
         if len(prompt_token_ids) >= self.info.max_model_tokens:
             raise PromptTooLongError(
-                f"{what} has {len(prompt_token_ids)} prompt tokens; the model takes {self.info.max_model_tokens} in all, response included"
+                f"{what} has {len(prompt_token_ids)} prompt tokens; the model takes {self.info.max_model_tokens} in "
+                "all, response included"
             )
 
     def require_serving(self, policy_version: int | None = None) -> None:
-        """UnavailableError (NotAttestedError before the first attestation) unless new requests are taken now, at `policy_version` when one is given."""
+        """UnavailableError (NotAttestedError before the first attestation) unless new requests are taken now, at
+        `policy_version` when one is given.
+        """
         self.held.require_attested(policy_version)
         if self.draining or not self.gate.is_open:
             raise UnavailableError("the replica is paused or draining; ask again or ask another")
@@ -165,8 +179,9 @@ class Replica:
         return f"v{self.held.policy_version}"
 
     async def sample(self, request: SampleRequest) -> Response:
-        """One response, once the gate lets it out. Cancelling it aborts the request. Errors as SamplingEngine.sample, and NotAttestedError when some token came
-        from weights that were never attested."""
+        """One response, once the gate lets it out. Cancelling it aborts the request. Errors as SamplingEngine.sample,
+        and NotAttestedError when some token came from weights that were never attested.
+        """
         started = time.monotonic()
         sample = await self._sample(request)
         generation_s = time.monotonic() - started
@@ -185,7 +200,9 @@ class Replica:
             if task not in self._given_up:
                 raise
             task.uncancel()
-            raise UnavailableError(f"request {request.request_id} was given up with the engine's weights; ask again") from None
+            raise UnavailableError(
+                f"request {request.request_id} was given up with the engine's weights; ask again"
+            ) from None
         finally:
             self._busy.change(running=-1)
             self._sampling.discard(task)
@@ -197,19 +214,25 @@ class Replica:
         pending = set(tasks)
         try:
             while pending:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)  # bounded: by generation_timeout_s of whoever asks
+                done, pending = await asyncio.wait(
+                    pending, return_when=asyncio.FIRST_COMPLETED
+                )  # bounded: by generation_timeout_s of whoever asks
                 for task in done:
                     yield tasks[task], task.result()
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # bounded: they are cancelled, and their waits end with that
+            await asyncio.gather(
+                *tasks, return_exceptions=True
+            )  # bounded: they are cancelled, and their waits end with that
 
-    # --- weights ------------------------------------------------------------------------------------------------------------------------------------
+    # --- weights ----------------------------------------------------------------------------------
 
     async def join(self, place: MeetingPlace) -> None:
-        """Takes part in an epoch of the weight channel. Not in line with other changes: a new epoch is what frees a load that is stuck in an older one.
-        A caller that leaves does not end it: an engine that hangs goes on owing the answer. StaleEpochError, ChannelBrokenError, DeadlineError."""
+        """Takes part in an epoch of the weight channel. Not in line with other changes: a new epoch is what frees a
+        load that is stuck in an older one. A caller that leaves does not end it: an engine that hangs goes on owing the
+        answer. StaleEpochError, ChannelBrokenError, DeadlineError.
+        """
         if place.epoch <= self._epoch:
             raise StaleEpochError(f"epoch {place.epoch} is not newer than {self._epoch}, which this replica has seen")
         self._epoch = place.epoch
@@ -224,14 +247,18 @@ class Replica:
             await self._engine.join(place)
 
     async def receive(self, transfer: Transfer) -> tuple[Received, Probed | None]:
-        """Loads one version; the weights are LOADED after it and nothing is served. Also returns what they say of the probe, if there is one.
+        """Loads one version; the weights are LOADED after it and nothing is served. Also returns what they say of the
+        probe, if there is one.
 
-        A caller that leaves does not interrupt it: half a load would tear the weights for nothing.
-        AsleepError, StaleEpochError, StaleVersionError (nothing was touched); TornWeightsError when the load did not finish."""
+        A caller that leaves does not interrupt it: half a load would tear the weights for nothing. AsleepError,
+        StaleEpochError, StaleVersionError (nothing was touched); TornWeightsError when the load did not finish.
+        """
         self.held.check_awake()
         self.held.check_newer(transfer.policy_version)
         if transfer.epoch != self._epoch:
-            raise StaleEpochError(f"epoch {transfer.epoch} is not the one this replica joined last ({self._epoch}); open it first")
+            raise StaleEpochError(
+                f"epoch {transfer.epoch} is not the one this replica joined last ({self._epoch}); open it first"
+            )
         if transfer.probe_token_ids is not None:
             self.require_room([*transfer.probe_token_ids, *range(transfer.num_decoded)], "the probe")
         if self._load is not None:  # of an older epoch, which joining this one has freed
@@ -242,7 +269,9 @@ class Replica:
         self._load.add_done_callback(_look_at)
         self._num_awaiting_load += 1
         try:
-            return await asyncio.shield(self._load)  # bounded: by bucket_timeout_s for each bucket, and by the caller's deadline
+            return await asyncio.shield(
+                self._load
+            )  # bounded: by bucket_timeout_s for each bucket, and by the caller's deadline
         finally:
             self._num_awaiting_load -= 1
 
@@ -260,11 +289,22 @@ class Replica:
             except (RoleCallError, TimeoutError) as error:
                 self.held.torn()
                 await self._give_up()
-                cause = error.details.get("cause", error.reason) if isinstance(error, RoleCallError) else TornWeightsError.reason
-                raise TornWeightsError(f"the load of version {transfer.policy_version} did not finish: {error}", cause=cause) from error
+                cause = (
+                    error.details.get("cause", error.reason)
+                    if isinstance(error, RoleCallError)
+                    else TornWeightsError.reason
+                )
+                raise TornWeightsError(
+                    f"the load of version {transfer.policy_version} did not finish: {error}", cause=cause
+                ) from error
             self.held.loaded(received.digest)
             self._keeping = asyncio.create_task(self._keep())
-            logger.info("version %d loaded: %.1f MB in %.3f s", transfer.policy_version, received.num_bytes / 1e6, received.transfer_s)
+            logger.info(
+                "version %d loaded: %.1f MB in %.3f s",
+                transfer.policy_version,
+                received.num_bytes / 1e6,
+                received.transfer_s,
+            )
             probe = transfer.probe_token_ids
             return received, None if probe is None else await self._probe(probe, transfer.num_decoded)
 
@@ -295,7 +335,9 @@ class Replica:
             await self._pause(mode)
 
     async def resume(self, policy_version: int, digest: str) -> None:
-        """Serves, if (policy_version, digest) is what the engine holds whole. Idempotent. AsleepError, TornWeightsError, WrongVersionError."""
+        """Serves, if (policy_version, digest) is what the engine holds whole. Idempotent. AsleepError,
+        TornWeightsError, WrongVersionError.
+        """
         self.held.check_whole()
         async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
             self.held.attest(policy_version, digest)
@@ -314,14 +356,21 @@ class Replica:
                 with self._asking():
                     await self._engine.pause(mode)
         except TimeoutError as error:
-            raise DeadlineError(f"requests in flight did not come to rest within {self._pause_timeout_s:.0f} s; pause with KEEP or ABORT") from error
+            raise DeadlineError(
+                f"requests in flight did not come to rest within {self._pause_timeout_s:.0f} s; pause with KEEP or "
+                "ABORT"
+            ) from error
         self._busy.change(paused=True)
 
     async def _keep(self) -> None:
-        """Gives up what is kept when nobody resumes: held any longer, its groups would be missing in the batch that the next publish waits for."""
+        """Gives up what is kept when nobody resumes: held any longer, its groups would be missing in the batch that the
+        next publish waits for.
+        """
         await asyncio.sleep(self._keep_timeout_s)
         async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
-            logger.warning("no version was attested within %.0f s of the load; kept requests are given up", self._keep_timeout_s)
+            logger.warning(
+                "no version was attested within %.0f s of the load; kept requests are given up", self._keep_timeout_s
+            )
             await self._give_up()
 
     def _stop_keeping(self) -> None:
@@ -347,7 +396,7 @@ class Replica:
             self._num_asked -= 1
             self._num_answered += 1
 
-    # --- memory and the end -------------------------------------------------------------------------------------------------------------------------
+    # --- memory and the end -----------------------------------------------------------------------
 
     async def sleep(self, level: int) -> None:
         """Frees GPU memory; what is kept is given up with its KV cache. Idempotent at one level.
@@ -356,13 +405,17 @@ class Replica:
         """
         self._require_sleep()
         if level not in self.info.sleep_levels:
-            raise InvalidInputError(f"level {level} is not one of this engine's: 1 keeps the weights in host memory, 2 drops them, unless nobody sends them")
+            raise InvalidInputError(
+                f"level {level} is not one of this engine's: 1 keeps the weights in host memory, 2 drops them, "
+                "unless nobody sends them"
+            )
         async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
             if self.gate.is_open:
                 raise ConflictError("the engine is serving; Pause it before Sleep")
             if self.held.sleep_level == level:
                 return
-            self.held.fall_asleep(level)  # first: a caller that leaves meanwhile must not leave an engine that only seems awake
+            # first: a caller that leaves meanwhile must not leave an engine that only seems awake
+            self.held.fall_asleep(level)
             await self._engine.sleep(level)
             self._stop_keeping()
             await self.gate.give_up()
@@ -377,7 +430,9 @@ class Replica:
 
     def _require_sleep(self) -> None:
         if not self.info.sleep_levels:
-            raise NotOnThisDeviceError("sleep and wake-up free GPU memory; give the replica GPUs and set rollout.sleep_mode")
+            raise NotOnThisDeviceError(
+                "sleep and wake-up free GPU memory; give the replica GPUs and set rollout.sleep_mode"
+            )
 
     async def stop_taking(self) -> None:
         """Takes nothing new from now on; what runs goes on. Idempotent."""

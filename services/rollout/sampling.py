@@ -1,6 +1,8 @@
-"""The seams of a rollout: `SamplingEngine` samples, `EngineWeights` takes in new weights. Knows no gRPC server, no store and no torch.
+"""The seams of a rollout: `SamplingEngine` samples, `EngineWeights` takes in new weights. Knows no gRPC server, no
+store and no torch.
 
-`engine.py` implements both over vLLM; `scripted.py` is the small in-process twin. One engine serves one replica; all calls come from one event loop.
+`engine.py` implements both over vLLM; `scripted.py` is the small in-process twin. One engine serves one replica; all
+calls come from one event loop.
 """
 
 from collections.abc import Sequence
@@ -114,7 +116,9 @@ class Probed:
 
 
 class SamplingEngine(Protocol):
-    """Samples tokens. Knows nothing of attestation: what it returns may not leave the process before the replica says so."""
+    """Samples tokens. Knows nothing of attestation: what it returns may not leave the process before the replica says
+    so.
+    """
 
     @property
     def info(self) -> EngineInfo:
@@ -122,14 +126,19 @@ class SamplingEngine(Protocol):
 
     @property
     def num_moves(self) -> int:
-        """Grows with whatever shows that the engine moves: tokens, answers. It stands still in a hung engine, and may in an idle one."""
+        """Grows with whatever shows that the engine moves: tokens, answers. It stands still in a hung engine, and may
+        in an idle one.
+        """
 
     async def sample(self, request: SampleRequest) -> Sample:
-        """One response; waits while paused. Cancelling it aborts the request. UnavailableError when a pause aborted it; GenerationError when the
-        engine failed on it; WorkerLostError when the engine is gone for good."""
+        """One response; waits while paused. Cancelling it aborts the request. UnavailableError when a pause aborted it;
+        GenerationError when the engine failed on it; WorkerLostError when the engine is gone for good.
+        """
 
     async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
-        """What the weights say of `token_ids` and of `num_decoded` tokens more. Ahead of all other requests; not while paused."""
+        """What the weights say of `token_ids` and of `num_decoded` tokens more. Ahead of all other requests; not while
+        paused.
+        """
 
     async def pause(self, mode: PauseMode) -> None:
         """Returns when nothing is computed any more, with the prefix cache empty. New requests wait. Idempotent."""
@@ -142,13 +151,17 @@ class EngineWeights(Protocol):
     """Takes in new weights and gives memory back. Called while paused only, except for join and close."""
 
     async def join(self, place: MeetingPlace) -> None:
-        """All ranks of this engine take part in an epoch of the weight channel. Aborts an older epoch, also one a receive is stuck in.
-        StaleEpochError, ChannelBrokenError, DeadlineError; NotOnThisDeviceError for a backend that its device cannot do."""
+        """All ranks of this engine take part in an epoch of the weight channel. Aborts an older epoch, also one a
+        receive is stuck in. StaleEpochError, ChannelBrokenError, DeadlineError; NotOnThisDeviceError for a backend that
+        its device cannot do.
+        """
 
     async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:
         """Loads one version over the channel of `epoch`, which was joined, and checks that every parameter was covered.
 
-        StaleEpochError, StaleVersionError, ChannelBrokenError before anything was touched; after any other error the weights are torn."""
+        StaleEpochError, StaleVersionError, ChannelBrokenError before anything was touched; after any other error the
+        weights are torn.
+        """
 
     async def sleep(self, level: int) -> None:
         """Level 1 keeps the weights in host memory, level 2 drops them. Awake, and only at the levels of `info`."""

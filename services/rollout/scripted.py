@@ -1,8 +1,9 @@
-"""A small deterministic RolloutEngine in this process: the twin of vLLM for tests and for trying a pipeline without a model.
+"""A small deterministic RolloutEngine in this process: the twin of vLLM for tests and for trying a pipeline without a
+model.
 
-A response's tokens follow from (prompt, seed, version) by a hash, so that two versions differ and a repetition does not. Token by token it yields to the
-event loop, so that requests can be paused, kept over a load and aborted as in the real engine. Weights are never received: each join or receive answers
-what the next entry of its script says.
+A response's tokens follow from (prompt, seed, version) by a hash, so that two versions differ and a repetition does
+not. Token by token it yields to the event loop, so that requests can be paused, kept over a load and aborted as in the
+real engine. Weights are never received: each join or receive answers what the next entry of its script says.
 """
 
 import asyncio
@@ -16,7 +17,16 @@ import numpy as np
 from rolecall.errors import RoleCallError, UnavailableError
 from rolecall.v1 import trajectory_pb2, weights_pb2
 from rolecall.wire import Array
-from services.rollout.sampling import EngineInfo, MeetingPlace, PauseMode, Probed, Received, Sample, SampleRequest, VersionSpan
+from services.rollout.sampling import (
+    EngineInfo,
+    MeetingPlace,
+    PauseMode,
+    Probed,
+    Received,
+    Sample,
+    SampleRequest,
+    VersionSpan,
+)
 
 POLL_S = 0.002
 """Seconds between two looks at whether a held response may grow."""
@@ -50,7 +60,12 @@ class ScriptedEngine:
         self._may_run = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._info = EngineInfo(max_model_tokens=max_model_tokens, num_weight_ranks=1, eos_token_ids=(eos_token_id,), sleep_levels=sleep_levels)
+        self._info = EngineInfo(
+            max_model_tokens=max_model_tokens,
+            num_weight_ranks=1,
+            eos_token_ids=(eos_token_id,),
+            sleep_levels=sleep_levels,
+        )
         self.joined: list[int] = []
         """Epochs joined, in order."""
         self.failures: deque[RoleCallError] = deque()
@@ -94,7 +109,10 @@ class ScriptedEngine:
         room = self._info.max_model_tokens - len(request.prompt_token_ids)
         stops = {*self._info.eos_token_ids, *request.sampling.stop_token_ids}
         reason = trajectory_pb2.FINISH_REASON_LENGTH
-        while len(running.tokens) < min(room, request.sampling.max_tokens) and reason == trajectory_pb2.FINISH_REASON_LENGTH:
+        while (
+            len(running.tokens) < min(room, request.sampling.max_tokens)
+            and reason == trajectory_pb2.FINISH_REASON_LENGTH
+        ):
             await asyncio.sleep(self._token_s)
             await self._turn(running)
             if running.aborted:
@@ -116,7 +134,9 @@ class ScriptedEngine:
         """Returns when the next token may be sampled."""
         await self._may_run.wait()  # bounded: by whoever asks, as in engine.py
         await self._thawed()
-        while not running.aborted and ((self.hold and len(running.tokens) >= self._steps) or not self._may_run.is_set()):
+        while not running.aborted and (
+            (self.hold and len(running.tokens) >= self._steps) or not self._may_run.is_set()
+        ):
             self._num_moves += not self.frozen  # a response that is held does not hang
             await asyncio.sleep(POLL_S)
 

@@ -1,4 +1,6 @@
-"""RolloutService in gRPC: decode, one call of the replica or the pull loop, encode. Reaches no torch and decides nothing."""
+"""RolloutService in gRPC: decode, one call of the replica or the pull loop, encode. Reaches no torch and decides
+nothing.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -8,9 +10,9 @@ from typing import Any, Literal, TypeAlias
 import grpc
 import numpy as np
 
+from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import DeadlineError, InvalidInputError, WrongVersionError
-from rolecall.tokenizer import ChatTokenizer
-from rolecall.training.fence import Fence
+from rolecall.rpc.fence import Fence
 from rolecall.trajectory import seed_of
 from rolecall.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
 from rolecall.wire import decode_tensor, encode_tensor
@@ -39,7 +41,15 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """One call of the replica per method."""
 
     def __init__(
-        self, replica: Replica, pull: PullLoop, tokenizer: ChatTokenizer, fence: Fence, *, consumer: str, max_groups: int, generation_timeout_s: float
+        self,
+        replica: Replica,
+        pull: PullLoop,
+        tokenizer: ChatTokenizer,
+        fence: Fence,
+        *,
+        consumer: str,
+        max_groups: int,
+        generation_timeout_s: float,
     ) -> None:
         self._replica = replica
         self._pull = pull
@@ -50,19 +60,29 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._generation_timeout_s = generation_timeout_s
         self._num_calls = 0
 
-    async def Generate(self, request: rollout_pb2.GenerateRequest, context: Context) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+    async def Generate(
+        self, request: rollout_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         pinned = request.policy_version if request.HasField("policy_version") else None
         self._replica.require_serving(pinned)
         requests = self._requests(request)
         self._replica.require_room(requests[0].prompt_token_ids, f"prompt {request.id!r}")
         try:
-            async with asyncio.timeout(self._generation_timeout_s), aclosing(self._replica.sample_all(requests)) as sampled:
+            async with (
+                asyncio.timeout(self._generation_timeout_s),
+                aclosing(self._replica.sample_all(requests)) as sampled,
+            ):
                 async for index, response in sampled:
                     if pinned is not None and response.digests.keys() != {pinned}:
-                        raise WrongVersionError(f"{request.id}/{index} was sampled by versions {sorted(response.digests)}, not by {pinned} alone")
+                        raise WrongVersionError(
+                            f"{request.id}/{index} was sampled by versions {sorted(response.digests)}, not by "
+                            f"{pinned} alone"
+                        )
                     yield self._response(request, index, response)
         except TimeoutError as error:
-            raise DeadlineError(f"{request.id} was not sampled within {self._generation_timeout_s:.0f} s (rollout.generation_timeout_s)") from error
+            raise DeadlineError(
+                f"{request.id} was not sampled within {self._generation_timeout_s:.0f} s (rollout.generation_timeout_s)"
+            ) from error
 
     def _requests(self, request: rollout_pb2.GenerateRequest) -> list[SampleRequest]:
         check_sampling(request.sampling, request.num_responses)
@@ -70,12 +90,18 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._num_calls += 1
         salt = self._replica.cache_salt
         return [
-            SampleRequest(f"{request.id}/{i}:call-{self._num_calls}", ids, request.sampling, seed_of(request.seed, 0, i), salt)
+            SampleRequest(
+                f"{request.id}/{i}:call-{self._num_calls}", ids, request.sampling, seed_of(request.seed, 0, i), salt
+            )
             for i in range(request.num_responses)
         ]
 
-    def _response(self, request: rollout_pb2.GenerateRequest, index: int, response: Response) -> rollout_pb2.GenerateResponse:
-        meta = trajectory_meta(f"{request.id}/{index}", request.prompt, request.sampling, response, self._tokenizer, self._consumer)
+    def _response(
+        self, request: rollout_pb2.GenerateRequest, index: int, response: Response
+    ) -> rollout_pb2.GenerateResponse:
+        meta = trajectory_meta(
+            f"{request.id}/{index}", request.prompt, request.sampling, response, self._tokenizer, self._consumer
+        )
         meta.index = index
         greedy = request.sampling.temperature == 0
         return rollout_pb2.GenerateResponse(
@@ -84,17 +110,23 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             response_logprobs=b"" if greedy else response.sample.logprobs.astype("<f4").tobytes(),
         )
 
-    async def OpenWeightChannel(self, request: weights_pb2.JoinWeightChannelRequest, context: Context) -> weights_pb2.JoinWeightChannelResponse:
+    async def OpenWeightChannel(
+        self, request: weights_pb2.JoinWeightChannelRequest, context: Context
+    ) -> weights_pb2.JoinWeightChannelResponse:
         self._fence.check(request.ctl)
         if request.backend not in _BACKENDS:
-            raise InvalidInputError(f"backend {request.backend} is not one; send what the actor's OpenWeightChannel answered")
+            raise InvalidInputError(
+                f"backend {request.backend} is not one; send what the actor's OpenWeightChannel answered"
+            )
         backend = _BACKENDS[request.backend]
         await self._replica.join(
             MeetingPlace(request.epoch, request.address, request.rank, request.world_size, request.timeout_s, backend)
         )
         return weights_pb2.JoinWeightChannelResponse(num_workers=self._replica.info.num_weight_ranks)
 
-    async def ReceiveWeights(self, request: rollout_pb2.ReceiveWeightsRequest, context: Context) -> rollout_pb2.ReceiveWeightsResponse:
+    async def ReceiveWeights(
+        self, request: rollout_pb2.ReceiveWeightsRequest, context: Context
+    ) -> rollout_pb2.ReceiveWeightsResponse:
         self._fence.check(request.ctl)
         probe = _probe_token_ids(request.probe) if request.HasField("probe") else None
         mode, num_decoded = _pause_mode(request.pause_mode), request.probe.num_decoded
@@ -102,7 +134,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             Transfer(request.epoch, request.policy_version, mode, request.bucket_timeout_s, probe, num_decoded)
         )
         response = rollout_pb2.ReceiveWeightsResponse(
-            fingerprints=received.fingerprints, digest=received.digest, num_bytes=received.num_bytes, transfer_s=received.transfer_s
+            fingerprints=received.fingerprints,
+            digest=received.digest,
+            num_bytes=received.num_bytes,
+            transfer_s=received.transfer_s,
         )
         if probed is not None:
             response.probe.CopyFrom(request.probe)
@@ -137,7 +172,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         await self._replica.wake_up()
         return rollout_pb2.WakeUpResponse()
 
-    async def GetInfo(self, request: rollout_pb2.GetRolloutInfoRequest, context: Context) -> rollout_pb2.GetRolloutInfoResponse:
+    async def GetInfo(
+        self, request: rollout_pb2.GetRolloutInfoRequest, context: Context
+    ) -> rollout_pb2.GetRolloutInfoResponse:
         held = self._replica.held
         return rollout_pb2.GetRolloutInfoResponse(
             consumer=self._consumer,

@@ -26,11 +26,13 @@ class State(Enum):
     - serving implies ATTESTED; every other state closes the gate.
     - (policy_version, digest) name whole weights in LOADED and ATTESTED only; elsewhere they are (-1, "").
     - ASLEEP is left by WakeUp only: memory is unmapped, so that loading and resuming would be an illegal access.
-    - LOADING is left only for LOADED or TORN, or for what was before it when the load failed before it changed anything; TORN is left only by a full load.
+    - LOADING is left only for LOADED or TORN, or for what was before it when the load failed before it changed
+      anything; TORN is left only by a full load.
     - policy_version never goes back, not even over a torn load: a version once begun is spent.
 
-    Example: EMPTY, receive(3) LOADING, whole LOADED(3, d3), Resume(3, d3) ATTESTED and serving; receive(4) LOADING, a bucket is late: TORN;
-    Resume(3, d3) is refused (TORN_WEIGHTS); receive(5) LOADING, LOADED(5, d5), Resume(5, d5): serving, and 4 never was.
+    Example: EMPTY, receive(3) LOADING, whole LOADED(3, d3), Resume(3, d3) ATTESTED and serving; receive(4) LOADING, a
+    bucket is late: TORN; Resume(3, d3) is refused (TORN_WEIGHTS); receive(5) LOADING, LOADED(5, d5), Resume(5, d5):
+    serving, and 4 never was.
     """
 
     EMPTY = 1
@@ -59,7 +61,9 @@ class HeldWeights:
     def check_newer(self, policy_version: int) -> None:
         """StaleVersionError unless `policy_version` is higher than any version begun before."""
         if policy_version <= self._newest_begun:
-            raise StaleVersionError(f"version {policy_version} is not newer than {self._newest_begun}, which this engine has begun before")
+            raise StaleVersionError(
+                f"version {policy_version} is not newer than {self._newest_begun}, which this engine has begun before"
+            )
 
     def begin(self, policy_version: int) -> None:
         """A load of `policy_version` starts: LOADING. AsleepError, StaleVersionError."""
@@ -70,7 +74,9 @@ class HeldWeights:
         self.state, self.policy_version, self.digest = State.LOADING, -1, ""
 
     def untouched(self) -> None:
-        """The load in progress failed before it changed anything: back to what was held before it. The version stays spent."""
+        """The load in progress failed before it changed anything: back to what was held before it. The version stays
+        spent.
+        """
         if self.state is State.LOADING:
             self.state, self.policy_version, self.digest = self._before
 
@@ -84,7 +90,10 @@ class HeldWeights:
         """TornWeightsError while a load is in progress or after one that did not finish; AsleepError."""
         self.check_awake()
         if self.state in (State.TORN, State.LOADING):
-            raise TornWeightsError(f"the engine's weights are {self.state.name}; publish a full version before resuming", state=self.state.name)
+            raise TornWeightsError(
+                f"the engine's weights are {self.state.name}; publish a full version before resuming",
+                state=self.state.name,
+            )
 
     def check_awake(self) -> None:
         """AsleepError from Sleep to WakeUp."""
@@ -92,7 +101,9 @@ class HeldWeights:
             raise AsleepError(f"the engine was put to sleep at level {self.sleep_level}; wake it up first")
 
     def fall_asleep(self, level: int) -> None:
-        """Memory is about to be given back: ASLEEP. Level 2 drops the weights. AsleepError, TornWeightsError in a load."""
+        """Memory is about to be given back: ASLEEP. Level 2 drops the weights. AsleepError, TornWeightsError in a
+        load.
+        """
         self.check_awake()
         if self.state is State.LOADING:
             raise TornWeightsError("a load is in progress; it ends before the engine can sleep", state=self.state.name)
@@ -110,26 +121,40 @@ class HeldWeights:
         self.state, self.policy_version, self.digest = State.TORN, -1, ""
 
     def attest(self, policy_version: int, digest: str) -> None:
-        """The store holds (policy_version, digest) as attested: ATTESTED, when that is what is held. AsleepError, TornWeightsError, WrongVersionError."""
+        """The store holds (policy_version, digest) as attested: ATTESTED, when that is what is held. AsleepError,
+        TornWeightsError, WrongVersionError.
+        """
         self.check_whole()
         if (policy_version, digest) != (self.policy_version, self.digest) or self.state is State.EMPTY:
-            raise WrongVersionError(f"the engine holds version {self.policy_version} ({self.digest[:12]}), not {policy_version} ({digest[:12]})")
+            raise WrongVersionError(
+                f"the engine holds version {self.policy_version} ({self.digest[:12]}), not {policy_version} "
+                f"({digest[:12]})"
+            )
         self.state = State.ATTESTED
         self._attested[policy_version] = digest
         if len(self._attested) > MAX_KNOWN_VERSIONS:
             del self._attested[min(self._attested)]
 
     def require_attested(self, policy_version: int | None = None) -> None:
-        """NotAttestedError unless the weights are attested, WrongVersionError unless they are `policy_version` when one is given."""
+        """NotAttestedError unless the weights are attested, WrongVersionError unless they are `policy_version` when one
+        is given.
+        """
         if self.state is not State.ATTESTED:
-            raise NotAttestedError(f"the engine's weights are {self.state.name}, not attested; ask again after the next publish", state=self.state.name)
+            raise NotAttestedError(
+                f"the engine's weights are {self.state.name}, not attested; ask again after the next publish",
+                state=self.state.name,
+            )
         if policy_version is not None and policy_version != self.policy_version:
             raise WrongVersionError(f"the engine holds version {self.policy_version}, not {policy_version}")
 
     def digests(self, policy_versions: Iterable[int]) -> dict[int, str]:
-        """Digest of each version. NotAttestedError when one of them was never attested here: what it sampled must not leave."""
+        """Digest of each version. NotAttestedError when one of them was never attested here: what it sampled must not
+        leave.
+        """
         versions = sorted(set(policy_versions))
         missing = [version for version in versions if version not in self._attested]
         if missing:
-            raise NotAttestedError(f"versions {missing} were never attested to this engine; what they sampled is discarded")
+            raise NotAttestedError(
+                f"versions {missing} were never attested to this engine; what they sampled is discarded"
+            )
         return {version: self._attested[version] for version in versions}

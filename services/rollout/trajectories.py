@@ -1,11 +1,13 @@
-"""From prompt groups to sample requests, and from responses to rows: pure functions between the contract's messages and the engine's types."""
+"""From prompt groups to sample requests, and from responses to rows: pure functions between the contract's messages and
+the engine's types.
+"""
 
 from collections.abc import Sequence
 
 import numpy as np
 
+from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import InvalidInputError
-from rolecall.tokenizer import ChatTokenizer
 from rolecall.trajectory import seed_of
 from rolecall.v1 import trajectory_pb2
 from rolecall.wire import Array, decode_array
@@ -36,12 +38,16 @@ def check_sampling(sampling: trajectory_pb2.SamplingParams, num_responses: int) 
 
 
 def group_requests(group: trajectory_pb2.PromptGroup, attempt: str, cache_salt: str) -> list[SampleRequest]:
-    """G requests, and the greedy one last where the group wants it; seeds are those of (run seed, gid, i), whoever samples and however often. `attempt`
-    keeps request ids of two attempts apart."""
+    """G requests, and the greedy one last where the group wants it; seeds are those of (run seed, gid, i), whoever
+    samples and however often. `attempt` keeps request ids of two attempts apart.
+    """
     ids = prompt_token_ids(group.prompt)
     check_sampling(group.sampling, group.num_responses)
     if group.sampling.top_p != 1:
-        raise InvalidInputError(f"group {group.gid} has top_p {group.sampling.top_p}; training needs the sampler's distribution untouched (top_p = 1)")
+        raise InvalidInputError(
+            f"group {group.gid} has top_p {group.sampling.top_p}; training needs the sampler's distribution "
+            "untouched (top_p = 1)"
+        )
     samplings = [group.sampling] * group.num_responses
     if group.greedy_response:
         greedy = trajectory_pb2.SamplingParams()
@@ -49,12 +55,15 @@ def group_requests(group: trajectory_pb2.PromptGroup, attempt: str, cache_salt: 
         greedy.temperature = 0
         samplings.append(greedy)
     return [
-        SampleRequest(f"{group.gid}/{i}:{attempt}", ids, sampling, seed_of(group.run_seed, group.gid, i), cache_salt) for i, sampling in enumerate(samplings)
+        SampleRequest(f"{group.gid}/{i}:{attempt}", ids, sampling, seed_of(group.run_seed, group.gid, i), cache_salt)
+        for i, sampling in enumerate(samplings)
     ]
 
 
 def columns(ids: Sequence[int], response: Response) -> dict[str, Array]:
-    """The sampled columns of one trajectory: token_ids int32, response_mask uint8, rollout_logprobs float32, policy_versions int32, all [T]."""
+    """The sampled columns of one trajectory: token_ids int32, response_mask uint8, rollout_logprobs float32,
+    policy_versions int32, all [T].
+    """
     sample, start = response.sample, len(ids)
     num_tokens = start + len(sample.token_ids)
     token_ids = np.array([*ids, *sample.token_ids], dtype=np.int32)
@@ -69,7 +78,12 @@ def columns(ids: Sequence[int], response: Response) -> dict[str, Array]:
 
 
 def trajectory_meta(
-    id: str, prompt: trajectory_pb2.Prompt, sampling: trajectory_pb2.SamplingParams, response: Response, tokenizer: ChatTokenizer, consumer: str
+    id: str,
+    prompt: trajectory_pb2.Prompt,
+    sampling: trajectory_pb2.SamplingParams,
+    response: Response,
+    tokenizer: ChatTokenizer,
+    consumer: str,
 ) -> trajectory_pb2.TrajectoryMeta:
     """What is known of one trajectory beside its arrays; gid, index and traceparent are left to the caller."""
     sample, num_prompt_tokens = response.sample, len(prompt.token_ids) // 4

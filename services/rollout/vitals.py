@@ -1,6 +1,7 @@
 """What a replica's heartbeats say of it: whether its engine owes something, and whether it moves.
 
-Not whether the pull loop turns: that says nothing of an engine. Decides nothing: the controller judges (services/controller/liveness.py).
+Not whether the pull loop turns: that says nothing of an engine. Decides nothing: the controller judges
+(services/controller/fleet/liveness.py).
 """
 
 import asyncio

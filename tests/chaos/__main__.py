@@ -1,7 +1,8 @@
 """Chaos runs from the command line: python -m tests.chaos --seed 0 --kills 100. `make chaos` calls it.
 
-Runs the light system (or, with --real, torch and vLLM), kills it as often as asked, checks what was left and prints the ledger and the table of times.
-Without staleness it also runs the same seed undisturbed and compares the weights after every step, bit for bit. The folder of a failed run stays.
+Runs the light system (or, with --real, torch and vLLM), kills it as often as asked, checks what was left and prints the
+ledger and the table of times. Without staleness it also runs the same seed undisturbed and compares the weights after
+every step, bit for bit. The folder of a failed run stays.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rolecall.ledger_command import ledger
+from rolecall.commands.ledger import ledger
 from tests.chaos.checker import Verdict
 from tests.chaos.faults import PHASES, REAL_PHASES
 from tests.chaos.observer import Story
@@ -26,7 +27,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--real", action="store_true", help="with torch and vLLM; the options below are not for it")
-    parser.add_argument("--staleness", type=int, default=None, help="max_staleness; absent: 0 for even seeds, 2 for odd ones")
+    parser.add_argument(
+        "--staleness", type=int, default=None, help="max_staleness; absent: 0 for even seeds, 2 for odd ones"
+    )
     parser.add_argument("--lease", type=float, default=2.0, help="controller.lease_s")
     parser.add_argument("--hang", type=float, default=6.0, help="hang_s of every role")
     parser.add_argument("--down", type=int, default=3, help="targets that are down, or about to be, at a time")
@@ -39,7 +42,9 @@ def main() -> int:
     if arguments.real:
         story, verdict = real_chaos(folder, arguments.seed, arguments.kills)
     else:
-        story, verdict = light_chaos(folder, arguments.seed, arguments.kills, staleness, arguments.lease, arguments.hang, arguments.down)
+        story, verdict = light_chaos(
+            folder, arguments.seed, arguments.kills, staleness, arguments.lease, arguments.hang, arguments.down
+        )
     say(story, verdict, REAL_PHASES if arguments.real else PHASES)
     ledger(str(folder / "run" if arguments.real else folder / "killed" / "run"), None, False, sys.stdout)
     if not verdict.problems and not arguments.keep:
@@ -55,7 +60,8 @@ def say(story: Story, verdict: Verdict, phases: Mapping[str, Sequence[str]]) -> 
     lines = [
         table(story.records),
         coverage(story.records, phases),
-        f"{kills} kills, {len(story.records)} faults in {story.wall_s:.0f} s ({60 * kills / story.wall_s:.0f} kills a minute), {story.steps} steps",
+        f"{kills} kills, {len(story.records)} faults in {story.wall_s:.0f} s ({60 * kills / story.wall_s:.0f} "
+        f"kills a minute), {story.steps} steps",
         f"longest time without progress: {story.max_still_s:.1f} s, after {story.still_after}",
         f"trajectories judged live: {story.num_judged_live}",
         "  ".join(f"{name} {number}" for name, number in verdict.figures.items()),

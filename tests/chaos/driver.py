@@ -1,8 +1,9 @@
-"""Drives one chaos run: starts the launcher, wires the links, draws faults and sees to it that each hits, and that the run moves on after it.
+"""Drives one chaos run: starts the launcher, wires the links, draws faults and sees to it that each hits, and that the
+run moves on after it.
 
-A target gets its next fault once it has worked again after the last one, so faults come as fast as recovery allows, on several roles at once. When no step
-was applied for BREATH_S the driver holds its fire until one is: chaos must not be what hangs. It judges one thing itself: that the run moves within
-`hang_s`; the rest is checker.py's.
+A target gets its next fault once it has worked again after the last one, so faults come as fast as recovery allows, on
+several roles at once. When no step was applied for BREATH_S the driver holds its fire until one is: chaos must not be
+what hangs. It judges one thing itself: that the run moves within `hang_s`; the rest is checker.py's.
 """
 
 import asyncio
@@ -75,7 +76,9 @@ class Plan:
     """For the first step."""
     package: str = LIGHT
     max_down: int = 3
-    """Targets that wait for their fault, or are not back from it, at a time: with more at once, few phases would be left to hit."""
+    """Targets that wait for their fault, or are not back from it, at a time: with more at once, few phases would be
+    left to hit.
+    """
     armed_s: float = 2.0
     """Longest wait for a phase while the run moves; then the fault hits where the target is."""
     breath_s: float = 6.0
@@ -110,7 +113,10 @@ class Driver:
         started, plan = time.monotonic(), self._plan
         await self._wire_up()
         self._spawn(self._tend_outside())
-        self._processes = Processes([sys.executable, "-m", "tests.chaos.launch", str(plan.config), plan.package], self._plan.folder / "launcher.log")
+        self._processes = Processes(
+            [sys.executable, "-m", "tests.chaos.launch", str(plan.config), plan.package],
+            self._plan.folder / "launcher.log",
+        )
         try:
             settings = await self._resolved()
             if self._plan.package == LIGHT:
@@ -134,7 +140,7 @@ class Driver:
         self.story.wall_s = time.monotonic() - started
         return self.story
 
-    # --- the wires ----------------------------------------------------------------------------------------------------------------------------------
+    # --- the wires --------------------------------------------------------------------------------
 
     async def _wire_up(self) -> None:
         if self._plan.package != LIGHT:
@@ -143,11 +149,22 @@ class Driver:
         await self._phases.start()
         for worker in self._plan.workers:
             spy = StoreSpy(worker, self._traps, self._seen.done)
-            await self._link(f"{worker}:store", str(self._wire / f"{worker}.store"), self._plan.folder / "run" / "store" / "store.sock", spy)
+            await self._link(
+                f"{worker}:store",
+                str(self._wire / f"{worker}.store"),
+                self._plan.folder / "run" / "store" / "store.sock",
+                spy,
+            )
         await self._link("actor:weights", str(self._wire / "weights.link"), self._wire / "weights.real", Spy())
 
     async def _wire_calls(self, settings: RunSettings) -> None:
-        sections = {"controller": settings.controller, "actor": settings.actor, "critic": settings.critic, "reward": settings.reward, **settings.references}
+        sections = {
+            "controller": settings.controller,
+            "actor": settings.actor,
+            "critic": settings.critic,
+            "reward": settings.reward,
+            **settings.references,
+        }
         for worker in self._plan.workers:
             section = sections.get(worker)
             listen = str(section.bind) if section is not None else str(self._wire / f"{worker}.link")
@@ -164,7 +181,7 @@ class Driver:
         await asyncio.sleep(0.1)  # it is written in one go, after it was made
         return load_settings(path)
 
-    # --- faults -------------------------------------------------------------------------------------------------------------------------------------
+    # --- faults -----------------------------------------------------------------------------------
 
     async def _fire(self) -> None:
         """Until as many kills were made as planned."""
@@ -189,11 +206,16 @@ class Driver:
                 self._spawn(self._await_phase(fault))
 
     def _may_hit(self, fault: Fault) -> bool:
-        """Whether the target is at work. One hang at a time, so that it is known what each costs; and where a rollout takes half a minute to start, one of them
-        at a time, for without any the run can only wait."""
+        """Whether the target is at work. One hang at a time, so that it is known what each costs; and where a rollout
+        takes half a minute to start, one of them at a time, for without any the run can only wait.
+        """
         down = [record.fault for record in self._seen.open.values()]
         hangs = fault.kind in _HANGS and any(other.kind in _HANGS for other in down)
-        last = self._plan.package != LIGHT and role_of(fault.target) == "rollout" and any(role_of(other.target) == "rollout" for other in down)
+        last = (
+            self._plan.package != LIGHT
+            and role_of(fault.target) == "rollout"
+            and any(role_of(other.target) == "rollout" for other in down)
+        )
         return fault.target in self._seen.up - self._armed and not hangs and not last
 
     async def _await_phase(self, fault: Fault) -> None:
@@ -216,7 +238,9 @@ class Driver:
         self._armed.discard(fault.target)
 
     async def _while_moving(self, event: asyncio.Event, timeout_s: float) -> None:
-        """Waits for `event`; while the run stands still, no phase can be expected, and the clock stands still with it."""
+        """Waits for `event`; while the run stands still, no phase can be expected, and the clock stands still with
+        it.
+        """
         left_s, deadline = timeout_s, time.monotonic() + self._plan.hang_s / 2
         while left_s > 0 and not event.is_set() and time.monotonic() < deadline:
             with suppress(TimeoutError):
@@ -257,7 +281,11 @@ class Driver:
 
     async def _watch_stopped(self, record: Record, pid: int) -> None:
         """Notes when a stopped process is killed; wakes a zombie up."""
-        until = time.monotonic() + self._plan.lease_s * (0.3 + 1.4 * record.fault.size) if record.fault.kind is Kind.ZOMBIE else float("inf")
+        until = (
+            time.monotonic() + self._plan.lease_s * (0.3 + 1.4 * record.fault.size)
+            if record.fault.kind is Kind.ZOMBIE
+            else float("inf")
+        )
         while exists(pid):
             if time.monotonic() > until:
                 send(pid, signal.SIGCONT)
@@ -271,7 +299,7 @@ class Driver:
                 self._seen.noticed(OUTSIDE)
             await asyncio.sleep(0.1)
 
-    # --- watching and ending ------------------------------------------------------------------------------------------------------------------------
+    # --- watching and ending ----------------------------------------------------------------------
 
     async def _look(self) -> None:
         story = self.story
@@ -279,27 +307,39 @@ class Driver:
             verdict = await asyncio.to_thread(check, self._plan.folder / "run")
             assert not verdict.problems, "; ".join(verdict.problems[:5])
             story.num_judged_live += verdict.figures["trajectories judged live"]
-        log.info("%d kills, %d faults, %d steps, longest stillness %.1f s", story.num_kills, len(story.records), story.steps, story.max_still_s)
+        log.info(
+            "%d kills, %d faults, %d steps, longest stillness %.1f s",
+            story.num_kills,
+            len(story.records),
+            story.steps,
+            story.max_still_s,
+        )
 
     def _check_moving(self) -> None:
         self._check_alive()
         if time.monotonic() - self._seen.moved_at > self._plan.hang_s:
             still_s = self._seen.still()
-            raise RunHungError(f"nothing moved for {still_s:.0f} s after {self.story.still_after}; down: {sorted(self._seen.open)}")
+            raise RunHungError(
+                f"nothing moved for {still_s:.0f} s after {self.story.still_after}; down: {sorted(self._seen.open)}"
+            )
 
     async def _settle(self) -> None:
         """Everybody is back, and a few steps were applied since."""
         self._traps.armed.clear()
         await self._until(lambda: not self._armed and not self._seen.open, 2 * self._plan.hang_s, "everybody's return")
         steps = self.story.steps
-        await self._until(lambda: self.story.steps >= steps + NUM_CALM_STEPS, self._plan.hang_s, f"{NUM_CALM_STEPS} more steps")
+        await self._until(
+            lambda: self.story.steps >= steps + NUM_CALM_STEPS, self._plan.hang_s, f"{NUM_CALM_STEPS} more steps"
+        )
 
     async def _end(self, settings: RunSettings) -> None:
         deadline = time.monotonic() + END_S
         assert settings.controller.address is not None
         async with open_channel(settings.controller.address, settings.rpc) as channel:
             with suppress(RoleCallError):
-                await controller_pb2_grpc.ControllerServiceStub(channel).StopRun(controller_pb2.StopRunRequest(checkpoint=True), timeout=10)
+                await controller_pb2_grpc.ControllerServiceStub(channel).StopRun(
+                    controller_pb2.StopRunRequest(checkpoint=True), timeout=10
+                )
         while self._process().code is None:
             if time.monotonic() > deadline:
                 raise RunHungError(f"the run did not end within {END_S:.0f} s of StopRun")
@@ -310,7 +350,9 @@ class Driver:
         deadline = time.monotonic() + timeout_s
         while not true():
             if time.monotonic() > deadline:
-                raise RunHungError(f"waited {timeout_s:.0f} s for {what}; down: {sorted(self._seen.open)}; see {self._plan.folder}")
+                raise RunHungError(
+                    f"waited {timeout_s:.0f} s for {what}; down: {sorted(self._seen.open)}; see {self._plan.folder}"
+                )
             self._check_alive()
             await asyncio.sleep(TICK_S)
 

@@ -1,4 +1,6 @@
-"""What can go wrong: the catalogue of {role x phase x fault} and the seeded draw from it. The same seed draws the same faults in the same order."""
+"""What can go wrong: the catalogue of {role x phase x fault} and the seeded draw from it. The same seed draws the same
+faults in the same order.
+"""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -36,20 +38,40 @@ _SAVE = ("save:start", "save:taken", "save:middle", "save:written", "load:start"
 _COMPUTE = ("compute:start", "compute:computed", "compute:written")
 _BUCKETS = tuple(range(6))
 PHASES: dict[str, tuple[str, ...]] = {
-    "controller": _store("admit", "seal", "put_columns", "commit_step", "begin_publish", "next_epoch", "attest", "free_rows", "expel", "lock"),
+    "controller": _store(
+        "admit",
+        "seal",
+        "put_columns",
+        "commit_step",
+        "begin_publish",
+        "next_epoch",
+        "attest",
+        "free_rows",
+        "expel",
+        "lock",
+    ),
     "rollout": (
         *_store("claim", "stage", "commit", "persist", "renew"),
         *("sample:start", "sample:middle", "sample:end", "join:start", "join:met", "receive:start"),
         *(f"receive:bucket-{i}" for i in _BUCKETS),
         *("receive:loaded", "receive:probe", "resume"),
     ),
-    "actor": (*_TRAIN, *_SAVE, "publish:open", "publish:meeting", *(f"publish:bucket-{i}" for i in _BUCKETS), "publish:sent"),
+    "actor": (
+        *_TRAIN,
+        *_SAVE,
+        "publish:open",
+        "publish:meeting",
+        *(f"publish:bucket-{i}" for i in _BUCKETS),
+        "publish:sent",
+    ),
     "critic": (*_TRAIN, *_SAVE, *_COMPUTE),
     "reference": (*_COMPUTE, *_store("put_columns")),
     "reward": ("call", "answer"),
     "scorer": (),
 }
-"""Phases by role of a light run. Those of the store are the others' scripts, those of the external scorer the reward service's calls."""
+"""Phases by role of a light run. Those of the store are the others' scripts, those of the external scorer the reward
+service's calls.
+"""
 
 REAL_PHASES: dict[str, tuple[str, ...]] = {
     "controller": (),
@@ -88,7 +110,9 @@ def role_of(worker: str) -> str:
 
 
 def draw(seed: int, targets: list[str], phases: Mapping[str, tuple[str, ...]] = PHASES) -> Iterator[Fault]:
-    """Faults without end, over `targets` and the store. Where phases are only what heartbeats say, nothing is cut and no answer lost."""
+    """Faults without end, over `targets` and the store. Where phases are only what heartbeats say, nothing is cut and
+    no answer lost.
+    """
     rng, number = random.Random(seed), 0
     workers = [target for target in targets if "/" not in target and target != "scorer"]
     wired = phases is PHASES
@@ -100,10 +124,14 @@ def draw(seed: int, targets: list[str], phases: Mapping[str, tuple[str, ...]] = 
         watched = "reward" if target in ("scorer", "reward/worker") else watched
         found = phases.get(role_of(watched), ())
         if kind is Kind.LOST_REPLY:
-            target = watched = rng.choice([worker for worker in workers if any(phase.startswith("after") for phase in phases[role_of(worker)])] or workers)
+            target = watched = rng.choice(
+                [worker for worker in workers if any(phase.startswith("after") for phase in phases[role_of(worker)])]
+                or workers
+            )
             found = tuple(phase for phase in phases[role_of(watched)] if phase.startswith("after"))
         if kind is Kind.STOP and target in ("scorer", "reward/worker"):
-            kind = Kind.ZOMBIE  # whoever runs a scorer outside may let it hang; the pool of the reward service kills by deadline
+            # whoever runs a scorer outside may let it hang; the pool of the reward service kills by deadline
+            kind = Kind.ZOMBIE
         exactly = kind is Kind.LOST_REPLY or rng.random() < 0.75
         phase, size = rng.choice(found) if found and exactly else RANDOM, rng.random()
         if kind in (Kind.CUT, Kind.LOST_REPLY) and (not wired or target in ("scorer", "reward/worker")):

@@ -1,8 +1,9 @@
 """A weight channel over sockets for light engines: what it carries is tiny, how it fails is real.
 
-The actor listens, anew for each epoch; every rollout connects and says its epoch and rank. A publish waits until all have met, then sends a header and the
-tensors one by one to everyone, each acknowledged by everyone before the next: as in a collective, one that hangs holds up all, for a bucket's deadline at
-most, and one that dies breaks it for all. A newer epoch, or `abort`, ends whatever an older one is stuck in.
+The actor listens, anew for each epoch; every rollout connects and says its epoch and rank. A publish waits until all
+have met, then sends a header and the tensors one by one to everyone, each acknowledged by everyone before the next: as
+in a collective, one that hangs holds up all, for a bucket's deadline at most, and one that dies breaks it for all. A
+newer epoch, or `abort`, ends whatever an older one is stuck in.
 """
 
 import asyncio
@@ -73,15 +74,21 @@ class LightSender:
                 self._peers[hello["rank"]] = peer
                 self._met.notify_all()
 
-    def publish(self, weights: Array, epoch: int, policy_version: int, bucket_timeout_s: float, at: Callable[[str], None]) -> None:
+    def publish(
+        self, weights: Array, epoch: int, policy_version: int, bucket_timeout_s: float, at: Callable[[str], None]
+    ) -> None:
         """Sends `weights` to every rank. StaleEpochError, ChannelBrokenError."""
         at("publish:meeting")
         with self._met:
             if epoch != self._epoch:
                 raise StaleEpochError(f"epoch {epoch} is not the open one, {self._epoch}")
-            if not self._met.wait_for(lambda: epoch != self._epoch or len(self._peers) == self._world_size - 1, bucket_timeout_s):
+            if not self._met.wait_for(
+                lambda: epoch != self._epoch or len(self._peers) == self._world_size - 1, bucket_timeout_s
+            ):
                 self._close()
-                raise ChannelBrokenError(f"{len(self._peers)} of {self._world_size - 1} ranks met within {bucket_timeout_s:g} s")
+                raise ChannelBrokenError(
+                    f"{len(self._peers)} of {self._world_size - 1} ranks met within {bucket_timeout_s:g} s"
+                )
             peers = list(self._peers.values())
         try:
             self._to_all(peers, f"{json.dumps({'version': policy_version})}\n".encode(), bucket_timeout_s)
@@ -139,7 +146,9 @@ class LightReceiver:
             raise ChannelBrokenError(f"epoch {epoch} cannot be joined: {error}") from error
         self._epoch = epoch
 
-    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float, at: Callable[[str], None]) -> Array:
+    async def receive(
+        self, epoch: int, policy_version: int, bucket_timeout_s: float, at: Callable[[str], None]
+    ) -> Array:
         """The weights of one version. ChannelBrokenError before the first tensor came, TornWeightsError after it."""
         if epoch != self._epoch or self._streams is None:
             raise StaleEpochError(f"epoch {epoch} is not the one joined, {self._epoch}")

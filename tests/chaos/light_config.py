@@ -1,4 +1,6 @@
-"""The configuration of a light run: every role, PPO so that there is a critic, KL so that there is a reference, and all that adapts from step to step."""
+"""The configuration of a light run: every role, PPO so that there is a critic, KL so that there is a reference, and all
+that adapts from step to step.
+"""
 
 import json
 from pathlib import Path
@@ -11,11 +13,17 @@ from tests.tiny_tokenizer import write_tokenizer
 NUM_PROMPTS = 64
 
 
-def write_config(folder: Path, *, seed: int, num_steps: int, max_staleness: int, lease_s: float, hang_s: float, num_rollouts: int = 3) -> Path:
-    """The file, with all that it names, in `folder`. Budgets are out of the way: what is counted here are losses, not patience."""
+def write_config(
+    folder: Path, *, seed: int, num_steps: int, max_staleness: int, lease_s: float, hang_s: float, num_rollouts: int = 3
+) -> Path:
+    """The file, with all that it names, in `folder`. Budgets are out of the way: what is counted here are losses, not
+    patience.
+    """
     (folder / "model").mkdir(parents=True)
     write_tokenizer(folder / "model")
-    (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": f"number {i}", "ground_truth": str(i)}) + "\n" for i in range(NUM_PROMPTS)))
+    (folder / "train.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"number {i}", "ground_truth": str(i)}) + "\n" for i in range(NUM_PROMPTS))
+    )
     trainer = {"train_timeout_s": 120.0, "compute_timeout_s": 60.0, "hang_s": hang_s}
     tree: dict[str, Any] = {
         "run": {"name": "chaos", "dir": "run", "seed": seed, "num_steps": num_steps, "checkpoint_every_steps": 5},
@@ -26,7 +34,12 @@ def write_config(folder: Path, *, seed: int, num_steps: int, max_staleness: int,
             "groups_per_batch": 4,
             "max_staleness": max_staleness,
             "advantage": {"kind": "gae"},
-            "kl": {"reference": "ref", "kl_coef": 0.1, "placement": "reward", "adaptive": {"target": 0.1, "horizon": 100}},
+            "kl": {
+                "reference": "ref",
+                "kl_coef": 0.1,
+                "placement": "reward",
+                "adaptive": {"target": 0.1, "horizon": 100},
+            },
             "entropy": {"entropy_coef": 0.001, "target": 0.5},
             "shaping": {"normalize": "running"},
             "filters": {"max_mean_tokens": 10},
@@ -46,8 +59,16 @@ def write_config(folder: Path, *, seed: int, num_steps: int, max_staleness: int,
         "references": {"ref": trainer},
         "reward": {
             "components": {
-                "hashed": {"scorer": {"kind": "function", "target": "tests.chaos.scorer:score", "min": 0.0, "max": 1.0}, "weight": 0.5, "timeout_s": 3.0},
-                "outside": {"scorer": {"kind": "external", "address": f"unix:{folder / 'scorer.sock'}"}, "weight": 0.5, "timeout_s": 3.0},
+                "hashed": {
+                    "scorer": {"kind": "function", "target": "tests.chaos.scorer:score", "min": 0.0, "max": 1.0},
+                    "weight": 0.5,
+                    "timeout_s": 3.0,
+                },
+                "outside": {
+                    "scorer": {"kind": "external", "address": f"unix:{folder / 'scorer.sock'}"},
+                    "weight": 0.5,
+                    "timeout_s": 3.0,
+                },
             },
             "num_workers": 1,
             "timeout_s": 5.0,

@@ -1,7 +1,9 @@
-"""A model of a few thousand numbers that trains deterministically: the same batches give the same bits, in whatever process.
+"""A model of a few thousand numbers that trains deterministically: the same batches give the same bits, in whatever
+process.
 
-`weights` is one float64 vector, cut into named tensors for the weight channel. Training folds every bit of the batch's columns into it. What it "computes"
-(logprobs, values, probes) is hashed from its digest, so that two versions differ and a restored one does not.
+`weights` is one float64 vector, cut into named tensors for the weight channel. Training folds every bit of the batch's
+columns into it. What it "computes" (logprobs, values, probes) is hashed from its digest, so that two versions differ
+and a restored one does not.
 """
 
 import hashlib
@@ -64,13 +66,17 @@ def fingerprints_of(weights: Array) -> list[weights_pb2.Fingerprint]:
 def numbers_of(digest: str, token_ids: Sequence[int]) -> Array:
     """float32 [T] in (-1, 0], index 0 is 0: what a model of this digest says of these tokens."""
     text = f"{digest} {list(token_ids)}".encode()
-    numbers = -np.random.default_rng(int(hashlib.blake2b(text, digest_size=8).hexdigest(), 16)).random(len(token_ids), np.float32)
+    numbers = -np.random.default_rng(int(hashlib.blake2b(text, digest_size=8).hexdigest(), 16)).random(
+        len(token_ids), np.float32
+    )
     numbers[:1] = 0
     return numbers
 
 
 def token_of(prompt_token_ids: Sequence[int], seed: int, digest: str, position: int) -> tuple[int, float]:
-    """Token `position` of the response that weights of `digest` sample, and its logprob. About one token in eight is the end token."""
+    """Token `position` of the response that weights of `digest` sample, and its logprob. About one token in eight is
+    the end token.
+    """
     text = f"{list(prompt_token_ids)}/{seed}/{digest}/{position}".encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
     token = END_TOKEN_ID if number % 8 == 0 else 3 + number % (VOCABULARY - 3)

@@ -1,12 +1,14 @@
-"""A light sampling engine: the scripted twin's scheduling, tokens hashed from (prompt, seed, weights digest), and weights that really arrive.
+"""A light sampling engine: the scripted twin's scheduling, tokens hashed from (prompt, seed, weights digest), and
+weights that really arrive.
 
-Because the digest and not the version number is hashed, weights published again under a new version after a restore sample the same tokens.
+Because the digest and not the version number is hashed, weights published again under a new version after a restore
+sample the same tokens.
 """
 
 import time
 from collections.abc import Sequence
 
-from rolecall.tokenizer import ChatTokenizer
+from rolecall.data.tokenizer import ChatTokenizer
 from services.rollout.sampling import MeetingPlace, Probed, Received, Sample, SampleRequest
 from services.rollout.scripted import ScriptedEngine, probed
 from tests.chaos.light_channel import LightReceiver
@@ -20,7 +22,9 @@ class LightEngine(ScriptedEngine):
     """See the module."""
 
     def __init__(self, hook: Hook, max_model_tokens: int) -> None:
-        super().__init__(vocab_size=VOCABULARY, eos_token_id=END_TOKEN_ID, max_model_tokens=max_model_tokens, token_s=TOKEN_S)
+        super().__init__(
+            vocab_size=VOCABULARY, eos_token_id=END_TOKEN_ID, max_model_tokens=max_model_tokens, token_s=TOKEN_S
+        )
         self._hook = hook
         self._channel = LightReceiver()
         self._digest = ""
@@ -60,7 +64,9 @@ class LightEngine(ScriptedEngine):
 
 
 class LightTokenizer(ChatTokenizer):
-    """Decodes to the numbers themselves: a scorer of light responses reads no words, and a light rollout starts a second sooner."""
+    """Decodes to the numbers themselves: a scorer of light responses reads no words, and a light rollout starts a
+    second sooner.
+    """
 
     def __init__(self) -> None:
         self.digest = "light"

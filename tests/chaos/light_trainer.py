@@ -1,7 +1,8 @@
-"""Light engines of actor, critic and reference: the protocol's side of a trainer is real (chain, record, checkpoint), the arithmetic is light_model.py's.
+"""Light engines of actor, critic and reference: the protocol's side of a trainer is real (chain, record, checkpoint),
+the arithmetic is light_model.py's.
 
-A trainer keeps a journal beside its checkpoints: one line for every step it applies, replays and repeats included, synced before the step counts. The journal
-is what the checker believes; nothing in the system reads it.
+A trainer keeps a journal beside its checkpoints: one line for every step it applies, replays and repeats included,
+synced before the step counts. The journal is what the checker believes; nothing in the system reads it.
 """
 
 import json
@@ -14,18 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from rolecall.checkpoints import StoredFile, store, verify
+from rolecall.checkpoint.manifest import StoredFile, store, verify
+from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import OutOfOrderError, StaleVersionError
 from rolecall.settings import RunSettings
-from rolecall.storage import open_storage
 from rolecall.store.connection import Connection
 from rolecall.store.rows import Rows
 from rolecall.telemetry import Metrics
-from rolecall.training.applied import FILE, Applied
-from rolecall.training.background import in_background
-from rolecall.training.chain import Progress
-from rolecall.training.saving import Written
-from rolecall.training.vitals import nothing
+from rolecall.training.serving.applied import FILE, Applied
+from rolecall.training.serving.background import in_background
+from rolecall.training.serving.hooks import nothing
+from rolecall.training.serving.save_chain import Written
+from rolecall.training.serving.train_chain import Progress
 from rolecall.trajectory import reference_column, seed_of
 from rolecall.v1 import actor_pb2, training_pb2, weights_pb2
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch, TrajectoryMeta
@@ -102,7 +103,15 @@ class Journal:
 class LightTrainer(LightColumn):
     """front.TrainerEngine."""
 
-    def __init__(self, settings: RunSettings, connection: Connection, hook: Hook, incarnation: str, column: str, columns: Sequence[str]) -> None:
+    def __init__(
+        self,
+        settings: RunSettings,
+        connection: Connection,
+        hook: Hook,
+        incarnation: str,
+        column: str,
+        columns: Sequence[str],
+    ) -> None:
         super().__init__(settings, connection, hook, column)
         self.applied = Applied()
         self._columns_read = list(columns)
@@ -113,7 +122,9 @@ class LightTrainer(LightColumn):
     def train(self, batch: TrainBatch, progress: Progress) -> training_pb2.TrainResult:
         """front.TrainerEngine.train."""
         if batch.step != self.applied.step:
-            raise OutOfOrderError(f"step {batch.step} cannot be applied at step {self.applied.step}", step=str(self.applied.step))
+            raise OutOfOrderError(
+                f"step {batch.step} cannot be applied at step {self.applied.step}", step=str(self.applied.step)
+            )
         self.hook.at("train:start")
         rows, metas = self.rows.read_with_meta(list(batch.rows), self._columns_read)
         for index in range(NUM_MICROBATCHES):
@@ -141,7 +152,9 @@ class LightTrainer(LightColumn):
         self.model.weights = weights
         metrics = Metrics()
         metrics.mean("actor/entropy", int(self.model.digest[:4], 16) / 2**16)  # what the next coefficient follows
-        result = training_pb2.TrainResult(step=batch.step, digest=batch.digest, train_s=NUM_MICROBATCHES * MICROBATCH_S, metrics=metrics.to_proto())
+        result = training_pb2.TrainResult(
+            step=batch.step, digest=batch.digest, train_s=NUM_MICROBATCHES * MICROBATCH_S, metrics=metrics.to_proto()
+        )
         self.applied = self.applied.after_step(result, 0)
         self.hook.at("train:applied")
         return result
@@ -153,7 +166,12 @@ class LightTrainer(LightColumn):
     def save(self, path: str) -> Written:
         """front.TrainerEngine.save."""
         self.hook.at("save:start")
-        step, record, weights, digest = self.applied.step, self.applied.to_json(), self.model.weights.tobytes(), self.model.digest
+        step, record, weights, digest = (
+            self.applied.step,
+            self.applied.to_json(),
+            self.model.weights.tobytes(),
+            self.model.digest,
+        )
 
         def write() -> tuple[StoredFile, ...]:
             storage = open_storage(path)
@@ -206,7 +224,10 @@ class LightActor(LightTrainer):
     def violations(self, refs: Sequence[RowRef], metas: Sequence[TrajectoryMeta]) -> list[str]:
         """LightTrainer.violations: every sampled token is that of the attested weights which its span names."""
         rows = self.rows.read(refs, list(attestation.COLUMNS))
-        found = [attestation.Trajectory(meta, *(row[name] for name in attestation.COLUMNS)) for meta, row in zip(metas, rows, strict=True)]
+        found = [
+            attestation.Trajectory(meta, *(row[name] for name in attestation.COLUMNS))
+            for meta, row in zip(metas, rows, strict=True)
+        ]
         return attestation.violations(found, attestation.read_attested(self._connection, self._run), self._sampled)
 
     def _sampled(self, meta: TrajectoryMeta, token_ids: Sequence[int], index: int, digest: str) -> int:
@@ -222,9 +243,14 @@ class LightActor(LightTrainer):
     def publish(self, request: actor_pb2.PublishWeightsRequest) -> actor_pb2.PublishWeightsResponse:
         """service.ActorEngine.publish."""
         if request.step != self.applied.step:
-            raise OutOfOrderError(f"weights of step {request.step} were asked for at step {self.applied.step}", step=str(self.applied.step))
+            raise OutOfOrderError(
+                f"weights of step {request.step} were asked for at step {self.applied.step}",
+                step=str(self.applied.step),
+            )
         if request.policy_version <= self.applied.policy_version:
-            raise StaleVersionError(f"version {request.policy_version} is not higher than {self.applied.policy_version}")
+            raise StaleVersionError(
+                f"version {request.policy_version} is not higher than {self.applied.policy_version}"
+            )
         self.applied = self.applied.after_publish(request.policy_version)
         weights, started = self.model.weights, time.monotonic()
         digest = digest_of(weights)
@@ -235,7 +261,9 @@ class LightActor(LightTrainer):
         return actor_pb2.PublishWeightsResponse(
             fingerprints=fingerprints_of(weights),
             digest=digest,
-            probe=weights_pb2.Probe(token_ids=request.probe.token_ids, logprobs=encode_tensor(numbers_of(digest, token_ids.tolist()))),
+            probe=weights_pb2.Probe(
+                token_ids=request.probe.token_ids, logprobs=encode_tensor(numbers_of(digest, token_ids.tolist()))
+            ),
             num_bytes=weights.nbytes,
             transfer_s=time.monotonic() - started,
         )

@@ -1,8 +1,9 @@
 """The driver's links: byte pumps between the roles that can be watched and cut, and the traps that a phase springs.
 
-A `Link` listens where clients call and forwards to where the role really listens. A `StoreSpy` on a link to the store reads which script goes by and what
-it answers, so that a fault can hit exactly before or after it, and an answer can be lost. A `PhaseServer` hears the roles' own phases (wiring.Hook). Nothing
-here decides: `Traps` holds what the driver armed.
+A `Link` listens where clients call and forwards to where the role really listens. A `StoreSpy` on a link to the store
+reads which script goes by and what it answers, so that a fault can hit exactly before or after it, and an answer can be
+lost. A `PhaseServer` hears the roles' own phases (wiring.Hook). Nothing here decides: `Traps` holds what the driver
+armed.
 """
 
 import asyncio
@@ -199,5 +200,11 @@ class PhaseServer:
 
 @cache
 def _scripts() -> dict[bytes, str]:
-    names = [path.name.removesuffix(".lua") for path in (files("rolecall.store") / "scripts").iterdir() if path.name != "common.lua"]
-    return {hashlib.sha1(scripts.source(name).encode(), usedforsecurity=False).hexdigest().encode(): name for name in names}
+    names = [
+        path.name.removesuffix(".lua")
+        for path in (files("rolecall.store") / "scripts").iterdir()
+        if path.name != "common.lua"
+    ]
+    return {
+        hashlib.sha1(scripts.source(name).encode(), usedforsecurity=False).hexdigest().encode(): name for name in names
+    }

@@ -1,6 +1,8 @@
-"""What the driver sees of a run, and what became of each fault: when it was noticed, when its target was at work again, when the run moved on.
+"""What the driver sees of a run, and what became of each fault: when it was noticed, when its target was at work again,
+when the run moved on.
 
-Told of events by whoever sees them: the links and hooks of a light run (links.py), the controller's status of a real one (status.py).
+Told of events by whoever sees them: the links and hooks of a light run (links.py), the controller's status of a real
+one (status.py).
 """
 
 import time

@@ -1,4 +1,6 @@
-"""A scorer outside the system, as a user would run one: python -m tests.chaos.outside ADDRESS. Nobody but the driver starts it again."""
+"""A scorer outside the system, as a user would run one: python -m tests.chaos.outside ADDRESS. Nobody but the driver
+starts it again.
+"""
 
 import sys
 

@@ -27,7 +27,9 @@ class Processes:
         return self._launcher.poll()
 
     def pid_of(self, target: str) -> int | None:
-        """The target's process now; None when there is none. "actor/1" is its rank 1 under torchrun, "reward/worker" one of its scoring processes."""
+        """The target's process now; None when there is none. "actor/1" is its rank 1 under torchrun, "reward/worker"
+        one of its scoring processes.
+        """
         name, _, part = target.partition("/")
         with suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self._launcher.pid).children():

@@ -1,4 +1,6 @@
-"""The configuration of a real run small enough to be killed often: a random model of a few thousand parameters, every role, the actor on two ranks."""
+"""The configuration of a real run small enough to be killed often: a random model of a few thousand parameters, every
+role, the actor on two ranks.
+"""
 
 import json
 from pathlib import Path
@@ -10,11 +12,15 @@ from tests.chaos.light_config import NUM_PROMPTS
 
 
 def write_config(folder: Path, *, seed: int) -> Path:
-    """The file, with all that it names, in `folder`. Leases and hangs are the defaults: what is measured is what people get."""
+    """The file, with all that it names, in `folder`. Leases and hangs are the defaults: what is measured is what people
+    get.
+    """
     from tests.tiny_models import write_qwen3  # torch, which only real runs need
 
     write_qwen3(folder / "model", hidden=128)
-    (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": f"number {i}", "ground_truth": str(i)}) + "\n" for i in range(NUM_PROMPTS)))
+    (folder / "train.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"number {i}", "ground_truth": str(i)}) + "\n" for i in range(NUM_PROMPTS))
+    )
     tree: dict[str, Any] = {
         "run": {"name": "chaos", "dir": "run", "seed": seed, "num_steps": 1_000_000, "checkpoint_every_steps": 4},
         "model": {"path": "model", "dtype": "float32"},
@@ -26,7 +32,13 @@ def write_config(folder: Path, *, seed: int) -> Path:
             "advantage": {"kind": "gae"},
             "kl": {"reference": "ref", "kl_coef": 0.01},
         },
-        "controller": {"max_deliveries": 1000, "max_dead_letters": 1000, "start_timeout_s": 300.0, "max_recoveries": 100_000, "num_samples_kept": 0},
+        "controller": {
+            "max_deliveries": 1000,
+            "max_dead_letters": 1000,
+            "start_timeout_s": 300.0,
+            "max_recoveries": 100_000,
+            "num_samples_kept": 0,
+        },
         "actor": {"num_ranks": 2, "num_threads": 1, "optimizer": {"learning_rate": 1e-4}},
         "critic": {"num_threads": 1},
         "references": {"ref": {"num_threads": 1}},

@@ -1,4 +1,6 @@
-"""The table of a chaos run: per target and kind of fault, how soon it was noticed, how soon the role and the run were at work again."""
+"""The table of a chaos run: per target and kind of fault, how soon it was noticed, how soon the role and the run were
+at work again.
+"""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +32,10 @@ def table(records: Sequence[Record]) -> str:
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         groups.setdefault((role_of(record.fault.target), record.fault.kind), []).append(record)
-    lines = [f"{'role':<14}{'fault':<12}{'n':>5}{'at phase':>9}  {'noticed':>15}{'back at work':>15}{'run moves':>15}{'step applied':>15}   (median / max, s)"]
+    lines = [
+        f"{'role':<14}{'fault':<12}{'n':>5}{'at phase':>9}  "
+        f"{'noticed':>15}{'back at work':>15}{'run moves':>15}{'step applied':>15}   (median / max, s)"
+    ]
     for (role, kind), found in sorted(groups.items()):
         times = [
             _times((record.noticed_at, record.hit_at) for record in found),

@@ -19,10 +19,14 @@ TARGETS = [*WORKERS, "reward/worker", OUTSIDE]
 """What faults are drawn over, beside the store."""
 
 
-def light_chaos(folder: Path, seed: int, kills: int, staleness: int, lease_s: float, hang_s: float, max_down: int = 3) -> tuple[Story, Verdict]:
+def light_chaos(
+    folder: Path, seed: int, kills: int, staleness: int, lease_s: float, hang_s: float, max_down: int = 3
+) -> tuple[Story, Verdict]:
     """One light run with faults, checked; without staleness also against an undisturbed one."""
     place = folder / "killed"
-    config = write_config(place, seed=seed, num_steps=1_000_000, max_staleness=staleness, lease_s=lease_s, hang_s=hang_s)
+    config = write_config(
+        place, seed=seed, num_steps=1_000_000, max_staleness=staleness, lease_s=lease_s, hang_s=hang_s
+    )
     story, verdict = drive(Plan(place, config, WORKERS, draw(seed, TARGETS), kills, lease_s, max_down=max_down))
     if staleness == 0:
         compare(folder / "calm", seed, verdict, lease_s, hang_s)
@@ -30,7 +34,9 @@ def light_chaos(folder: Path, seed: int, kills: int, staleness: int, lease_s: fl
 
 
 def real_chaos(folder: Path, seed: int, kills: int) -> tuple[Story, Verdict]:
-    """One run with torch and vLLM, killed at random instants and by what heartbeats say; slow to start, so faults have time."""
+    """One run with torch and vLLM, killed at random instants and by what heartbeats say; slow to start, so faults have
+    time.
+    """
     config = real_config.write_config(folder, seed=seed)
     workers = [worker for worker in WORKERS if worker != "rollout-2"]
     targets = [*workers, "actor/1", "reward/worker", OUTSIDE]
@@ -78,7 +84,13 @@ def compare(folder: Path, seed: int, verdict: Verdict, lease_s: float, hang_s: f
     finally:
         outside.end()
     calm = check_run(folder / "run")
-    verdict.require(code == 0 and not calm.problems, f"the undisturbed run failed: exit code {code}, {calm.problems[:3]}")
+    verdict.require(
+        code == 0 and not calm.problems, f"the undisturbed run failed: exit code {code}, {calm.problems[:3]}"
+    )
     different = [step for step in range(steps + 1) if calm.weights.get(step) != verdict.weights.get(step)]
-    verdict.require(not different, f"weights differ from those of the undisturbed run from step {different[:1]} on, in {len(different)} of {steps} steps")
+    verdict.require(
+        not different,
+        f"weights differ from those of the undisturbed run from step {different[:1]} on, in {len(different)} of "
+        f"{steps} steps",
+    )
     verdict.figures["weights bit-equal to undisturbed"] = steps + 1 - len(different)

@@ -1,8 +1,10 @@
-"""The light run's scorer: a reward hashed from the response, so that it differs within a group and never between runs."""
+"""The light run's scorer: a reward hashed from the response, so that it differs within a group and never between
+runs.
+"""
 
 import zlib
 
-from rolecall.scores import Item
+from rolecall.scoring.scores import Item
 
 
 def score(item: Item) -> float:

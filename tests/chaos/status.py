@@ -1,6 +1,8 @@
-"""Eyes for a real run, whose roles have no hooks: the controller's status, asked several times a second, told to the observer and the traps as events.
+"""Eyes for a real run, whose roles have no hooks: the controller's status, asked several times a second, told to the
+observer and the traps as events.
 
-A heartbeat carries what a worker says it is doing; that is its phase here, `says <first word>`, as late as heartbeats are.
+A heartbeat carries what a worker says it is doing; that is its phase here, `says <first word>`, as late as heartbeats
+are.
 """
 
 import asyncio

@@ -1,4 +1,6 @@
-"""A short chaos run in the default tests, and a planted violation that its checker catches. `make chaos` runs longer ones."""
+"""A short chaos run in the default tests, and a planted violation that its checker catches. `make chaos` runs longer
+ones.
+"""
 
 import asyncio
 import itertools
@@ -28,7 +30,9 @@ def short_path() -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("seed", "max_staleness"), [(0, 0), (1, 2)])
-def test_kills_stops_and_cuts_lose_nothing_train_nothing_twice_and_change_no_weight(short_path: Path, seed: int, max_staleness: int) -> None:
+def test_kills_stops_and_cuts_lose_nothing_train_nothing_twice_and_change_no_weight(
+    short_path: Path, seed: int, max_staleness: int
+) -> None:
     story, verdict = light_chaos(short_path, seed, kills=15, staleness=max_staleness, lease_s=2.0, hang_s=6.0)
     assert verdict.problems == []
     assert (verdict.figures["lost"], verdict.figures["trained twice"], verdict.figures["unattested"]) == (0, 0, 0)
@@ -46,7 +50,10 @@ def test_an_actor_that_forgets_its_weights_is_caught(short_path: Path) -> None:
     driver = Driver(Plan(short_path, config, WORKERS, faults, num_kills=20, lease_s=2.0, hang_s=30.0))
     with pytest.raises(AssertionError, match="actor: "):
         asyncio.run(driver.run())
-    assert any("that are not those after" in problem or "other weights than" in problem for problem in check_journals(short_path / "run").problems)
+    assert any(
+        "that are not those after" in problem or "other weights than" in problem
+        for problem in check_journals(short_path / "run").problems
+    )
 
 
 def test_the_same_seed_draws_the_same_faults_over_every_role_and_kind() -> None:

@@ -1,8 +1,10 @@
-"""How the processes of a chaos run are wired: through sockets of the driver, where there is one, and past it where there is none.
+"""How the processes of a chaos run are wired: through sockets of the driver, where there is one, and past it where
+there is none.
 
-Every light role sits behind links that the driver owns (link.py): one for the calls it takes, one for its way to the store, and for the actor one for the
-weight channel. A role also tells the driver which phase it is in and waits for its nod, so that a fault can hit exactly there. All sockets lie in `wire`
-beside the run directory; without that folder a role is an ordinary one.
+Every light role sits behind links that the driver owns (link.py): one for the calls it takes, one for its way to the
+store, and for the actor one for the weight channel. A role also tells the driver which phase it is in and waits for its
+nod, so that a fault can hit exactly there. All sockets lie in `wire` beside the run directory; without that folder a
+role is an ordinary one.
 """
 
 import os
@@ -57,11 +59,15 @@ def hook_of(settings: RunSettings, worker: str) -> Hook:
 
 
 def through_the_wire(args: ServiceArgs, section: str = "") -> ServiceArgs:
-    """`args` with the store behind the driver's link; with a `section`, its server bound behind one, too. Unchanged when there is no driver."""
+    """`args` with the store behind the driver's link; with a `section`, its server bound behind one, too. Unchanged
+    when there is no driver.
+    """
     settings, wire = args.settings, wire_of(args.settings)
     if not wire.is_dir():
         return args
-    changes: dict[str, object] = {"store": settings.store.model_copy(update={"url": SecretStr(_store_url(settings, wire, args.worker))})}
+    changes: dict[str, object] = {
+        "store": settings.store.model_copy(update={"url": SecretStr(_store_url(settings, wire, args.worker))})
+    }
     if section:
         owner = settings.references[args.worker] if section == "references" else getattr(settings, section)
         bound = owner.model_copy(update={"bind": f"unix:{wire / args.worker}.real"})

@@ -1,4 +1,6 @@
-"""A role for the process tests: `python -m tests.contract.a_role HOW CONFIG ...` serves nothing, and ends in the way HOW says."""
+"""A role for the process tests: `python -m tests.contract.a_role HOW CONFIG ...` serves nothing, and ends in the way
+HOW says.
+"""
 
 import asyncio
 import sys
@@ -133,7 +135,21 @@ def say(word: str) -> None:
 
 WAYS: dict[str, Callable[[process.ServiceArgs], Awaitable[None]]] = {
     way.__name__: way
-    for way in (serve, lose_a_rank, be_lost, hang_for_good, refuse, crash, load, hang, block_at_its_end, fail_and_block, hang_in_drain, name, incarnation)
+    for way in (
+        serve,
+        lose_a_rank,
+        be_lost,
+        hang_for_good,
+        refuse,
+        crash,
+        load,
+        hang,
+        block_at_its_end,
+        fail_and_block,
+        hang_in_drain,
+        name,
+        incarnation,
+    )
 }
 
 

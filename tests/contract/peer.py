@@ -51,7 +51,9 @@ class Peer(controller_pb2_grpc.ControllerServiceServicer):
         self.known.add(request.worker)
         return controller_pb2.JoinResponse(ctl=7, heartbeat_s=0.02, lease_s=1.0)
 
-    async def Heartbeat(self, request: controller_pb2.HeartbeatRequest, context: Any) -> controller_pb2.HeartbeatResponse:
+    async def Heartbeat(
+        self, request: controller_pb2.HeartbeatRequest, context: Any
+    ) -> controller_pb2.HeartbeatResponse:
         self.beats.append(request)
         if self.given_up:
             raise self.given_up
@@ -75,7 +77,9 @@ class Peer(controller_pb2_grpc.ControllerServiceServicer):
             raise self.fails
         return controller_pb2.GetRunResponse()
 
-    async def WatchRun(self, request: controller_pb2.WatchRunRequest, context: Any) -> AsyncIterator[controller_pb2.WatchRunResponse]:
+    async def WatchRun(
+        self, request: controller_pb2.WatchRunRequest, context: Any
+    ) -> AsyncIterator[controller_pb2.WatchRunResponse]:
         self.time_remaining_s = deadlines.remaining_s()
         try:
             for step in range(self.num_sent):
@@ -90,13 +94,17 @@ class Peer(controller_pb2_grpc.ControllerServiceServicer):
     async def PauseRun(self, request: controller_pb2.PauseRunRequest, context: Any) -> controller_pb2.PauseRunResponse:
         return controller_pb2.PauseRunResponse()
 
-    async def ResumeRun(self, request: controller_pb2.ResumeRunRequest, context: Any) -> controller_pb2.ResumeRunResponse:
+    async def ResumeRun(
+        self, request: controller_pb2.ResumeRunRequest, context: Any
+    ) -> controller_pb2.ResumeRunResponse:
         return controller_pb2.ResumeRunResponse()
 
     async def StopRun(self, request: controller_pb2.StopRunRequest, context: Any) -> controller_pb2.StopRunResponse:
         return controller_pb2.StopRunResponse()
 
-    async def SaveCheckpoint(self, request: controller_pb2.SaveCheckpointRequest, context: Any) -> controller_pb2.SaveCheckpointResponse:
+    async def SaveCheckpoint(
+        self, request: controller_pb2.SaveCheckpointRequest, context: Any
+    ) -> controller_pb2.SaveCheckpointResponse:
         return controller_pb2.SaveCheckpointResponse(path="x" * int(request.ByteSize() or 0))
 
 
@@ -122,7 +130,9 @@ class Authority:
         self._folder = folder
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"authority {folder.name}")])
-        certificate = self._builder(self._name, self._key).add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        certificate = self._builder(self._name, self._key).add_extension(
+            x509.BasicConstraints(ca=True, path_length=None), critical=True
+        )
         self.ca_file = folder / "ca.pem"
         self.ca_file.write_bytes(certificate.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
@@ -131,9 +141,17 @@ class Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         hosts = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-        certificate = self._builder(subject, key).add_extension(x509.SubjectAlternativeName(hosts), critical=False).sign(self._key, hashes.SHA256())
+        certificate = (
+            self._builder(subject, key)
+            .add_extension(x509.SubjectAlternativeName(hosts), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
         certificate_file, key_file = self._folder / f"{name}.pem", self._folder / f"{name}.key"
-        key_file.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
+        key_file.write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+        )
         certificate_file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
         return TlsSection(certificate_file=certificate_file, key_file=key_file, ca_file=self.ca_file)
 
@@ -141,4 +159,6 @@ class Authority:
         now = datetime.datetime.now(datetime.UTC)
         builder = x509.CertificateBuilder().subject_name(subject).issuer_name(self._name).public_key(key.public_key())
         builder = builder.serial_number(x509.random_serial_number())
-        return builder.not_valid_before(now - datetime.timedelta(hours=1)).not_valid_after(now + datetime.timedelta(hours=1))
+        return builder.not_valid_before(now - datetime.timedelta(hours=1)).not_valid_after(
+            now + datetime.timedelta(hours=1)
+        )

@@ -1,4 +1,6 @@
-"""What the reward tests share: items, a user's module of well and badly behaved scorers, and a RewardService that lies on request."""
+"""What the reward tests share: items, a user's module of well and badly behaved scorers, and a RewardService that lies
+on request.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -9,8 +11,8 @@ from typing import Any
 from rolecall.reward import SERVICE_NAME
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.server import Server
-from rolecall.scores import component_spec
-from rolecall.scoring import RewardClient
+from rolecall.scoring.client import RewardClient
+from rolecall.scoring.scores import component_spec
 from rolecall.settings import RpcSection
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 
@@ -20,7 +22,7 @@ USER_MODULE = '''
 import os, signal, subprocess, sys, time
 import numpy as np
 from rolecall.errors import ScorerUnavailableError
-from rolecall.scores import Item, Score
+from rolecall.scoring.scores import Item, Score
 
 def behave(item: Item) -> float:
     """Does what the response says, so that one module serves every test."""
@@ -73,7 +75,10 @@ def detailed(item: Item) -> Score:
 
 def items_of(*responses: str, truth: str = "") -> list[reward_pb2.ScoreItem]:
     """One item per response, three response tokens each."""
-    return [reward_pb2.ScoreItem(id=f"7/{i}", response_text=text, ground_truth=truth, num_response_tokens=3) for i, text in enumerate(responses)]
+    return [
+        reward_pb2.ScoreItem(id=f"7/{i}", response_text=text, ground_truth=truth, num_response_tokens=3)
+        for i, text in enumerate(responses)
+    ]
 
 
 def write_user_module(folder: Path) -> Path:
@@ -120,7 +125,9 @@ class Liar(reward_pb2_grpc.RewardServiceServicer):
 
 
 @asynccontextmanager
-async def serving(servicer: reward_pb2_grpc.RewardServiceServicer, rpc: RpcSection | None = None, bind: str = "127.0.0.1:0") -> AsyncIterator[str]:
+async def serving(
+    servicer: reward_pb2_grpc.RewardServiceServicer, rpc: RpcSection | None = None, bind: str = "127.0.0.1:0"
+) -> AsyncIterator[str]:
     """A server of `servicer`; gives its address."""
     server = Server(rpc or RpcSection(), bind, client_certificates=False)
     server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer, SERVICE_NAME)
@@ -138,4 +145,6 @@ async def client_of(
 ) -> AsyncIterator[RewardClient]:
     """A client of the scorer at `address`."""
     async with open_channel(address, RpcSection()) as channel:
-        yield RewardClient(channel, name="it", address=address, timeout_s=timeout_s, max_attempts=max_attempts, is_foreign=is_foreign)
+        yield RewardClient(
+            channel, name="it", address=address, timeout_s=timeout_s, max_attempts=max_attempts, is_foreign=is_foreign
+        )

@@ -1,4 +1,6 @@
-"""A whole rollout replica in this process: the real servicer, server, pull loop and store around the scripted engine."""
+"""A whole rollout replica in this process: the real servicer, server, pull loop and store around the scripted
+engine.
+"""
 
 import asyncio
 import contextlib
@@ -9,13 +11,13 @@ from pathlib import Path
 import grpc
 import numpy as np
 
+from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.rpc.channel import open_channel
+from rolecall.rpc.fence import Fence
 from rolecall.rpc.server import Server
 from rolecall.settings import RpcSection
 from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
-from rolecall.tokenizer import ChatTokenizer
-from rolecall.training.fence import Fence
 from rolecall.v1 import rollout_pb2, rollout_pb2_grpc, trajectory_pb2, weights_pb2
 from rolecall.wire import encode_tensor
 from services.rollout.pull import PullLoop, PullSettings
@@ -51,19 +53,27 @@ class ReplicaUnderTest:
             await self.open_epoch(1)
         probe = weights_pb2.Probe(token_ids=encode_tensor(np.array([5, 6, 7, 8], dtype=np.int32)), num_decoded=2)
         return await self.stub.ReceiveWeights(
-            rollout_pb2.ReceiveWeightsRequest(ctl=ctl, epoch=self.epoch, policy_version=version, pause_mode=mode, bucket_timeout_s=1, probe=probe)
+            rollout_pb2.ReceiveWeightsRequest(
+                ctl=ctl, epoch=self.epoch, policy_version=version, pause_mode=mode, bucket_timeout_s=1, probe=probe
+            )
         )
 
     async def open_epoch(self, epoch: int) -> None:
-        place = weights_pb2.JoinWeightChannelRequest(ctl=1, epoch=epoch, address="127.0.0.1:1", rank=1, world_size=2, timeout_s=1)
+        place = weights_pb2.JoinWeightChannelRequest(
+            ctl=1, epoch=epoch, address="127.0.0.1:1", rank=1, world_size=2, timeout_s=1
+        )
         place.backend = weights_pb2.WEIGHT_BACKEND_GLOO
         await self.stub.OpenWeightChannel(place)
         self.epoch = epoch
 
     async def resume(self, version: int, digest: str | None = None) -> None:
-        await self.stub.Resume(rollout_pb2.ResumeRequest(ctl=1, policy_version=version, digest=digest or digest_of(version)))
+        await self.stub.Resume(
+            rollout_pb2.ResumeRequest(ctl=1, policy_version=version, digest=digest or digest_of(version))
+        )
 
-    async def publish(self, version: int, *, mode: rollout_pb2.PauseMode.ValueType = rollout_pb2.PAUSE_MODE_KEEP) -> None:
+    async def publish(
+        self, version: int, *, mode: rollout_pb2.PauseMode.ValueType = rollout_pb2.PAUSE_MODE_KEEP
+    ) -> None:
         """A whole publish, store included."""
         await asyncio.to_thread(self.store.ledger.begin_publish, version, version)
         await self.receive(version, mode=mode)
@@ -77,13 +87,23 @@ class ReplicaUnderTest:
     async def info(self) -> rollout_pb2.GetRolloutInfoResponse:
         return await self.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest())
 
-    def admit(self, count: int, *, num_responses: int = 4, max_tokens: int = 20, prompt: tuple[int, ...] = PROMPT, greedy_response: bool = False) -> None:
+    def admit(
+        self,
+        count: int,
+        *,
+        num_responses: int = 4,
+        max_tokens: int = 20,
+        prompt: tuple[int, ...] = PROMPT,
+        greedy_response: bool = False,
+    ) -> None:
         """Admits the next `count` groups."""
         first = self.store.ledger.position().next_gid
         for gid in range(first, first + count):
             group = trajectory_pb2.PromptGroup(
                 gid=gid,
-                prompt=trajectory_pb2.Prompt(uid=f"u{gid}", token_ids=np.array(prompt, dtype="<i4").tobytes(), ground_truth="42"),
+                prompt=trajectory_pb2.Prompt(
+                    uid=f"u{gid}", token_ids=np.array(prompt, dtype="<i4").tobytes(), ground_truth="42"
+                ),
                 num_responses=num_responses,
                 sampling=trajectory_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=max_tokens),
                 run_seed=11,
@@ -127,17 +147,29 @@ async def replica_under_test(
 ) -> AsyncIterator[ReplicaUnderTest]:
     """Serves `engine` on a free port and pulls from `store`, by `queue` and `rows` where they are given."""
     server = Server(RpcSection(), "127.0.0.1:0")
-    replica = Replica(engine, pause_timeout_s=5.0, load_timeout_s=5.0, keep_timeout_s=keep_timeout_s, on_serving=server.set_serving)
+    replica = Replica(
+        engine, pause_timeout_s=5.0, load_timeout_s=5.0, keep_timeout_s=keep_timeout_s, on_serving=server.set_serving
+    )
     chat = ChatTokenizer(tokenizer)
     phases: list[str] = []
     settings = PullSettings(CONSUMER, MAX_GROUPS, lease_s, generation_timeout_s, 60, 3)
     pull = PullLoop(settings, replica, queue or store.worker(CONSUMER), rows or store.rows, chat, phases.append)
-    servicer = RolloutServicer(replica, pull, chat, Fence(1), consumer=CONSUMER, max_groups=MAX_GROUPS, generation_timeout_s=generation_timeout_s)
+    servicer = RolloutServicer(
+        replica,
+        pull,
+        chat,
+        Fence(1),
+        consumer=CONSUMER,
+        max_groups=MAX_GROUPS,
+        generation_timeout_s=generation_timeout_s,
+    )
     server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, SERVICE_NAME)
     channel = open_channel(await server.start(), RpcSection())
     pulling = asyncio.create_task(pull.run())
     try:
-        yield ReplicaUnderTest(engine, replica, pull, rollout_pb2_grpc.RolloutServiceStub(channel), channel, store, pulling, phases=phases)
+        yield ReplicaUnderTest(
+            engine, replica, pull, rollout_pb2_grpc.RolloutServiceStub(channel), channel, store, pulling, phases=phases
+        )
     finally:
         pulling.cancel()
         await asyncio.gather(pulling, return_exceptions=True)

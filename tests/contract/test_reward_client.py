@@ -1,4 +1,6 @@
-"""The caller's side of RewardService against a real service that lies, hangs and dies: every item ends as a Score or a Failure."""
+"""The caller's side of RewardService against a real service that lies, hangs and dies: every item ends as a Score or a
+Failure.
+"""
 
 import asyncio
 import math
@@ -11,8 +13,8 @@ import pytest
 
 from rolecall.errors import InvalidInputError, ScorerError, UnavailableError
 from rolecall.reward import SERVICE_NAME
-from rolecall.scores import Failure, Outcome, Score, component_spec
-from rolecall.scoring import MAX_CONCURRENT_CALLS, RewardClient
+from rolecall.scoring.client import MAX_CONCURRENT_CALLS, RewardClient
+from rolecall.scoring.scores import Failure, Outcome, Score, component_spec
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 from rolecall.wire import encode_tensor
 from tests.contract.reward_peers import Liar, client_of, items_of, serving
@@ -45,13 +47,17 @@ async def test_the_scorer_is_described_once_per_connection(client: RewardClient,
 
 
 async def test_only_the_fields_it_reads_are_sent(client: RewardClient, liar: Liar) -> None:
-    liar.spec = reward_pb2.DescribeResponse(name="liar", reads=[reward_pb2.SCORE_FIELD_GROUND_TRUTH], reward=component_spec("", 0, 1))
+    liar.spec = reward_pb2.DescribeResponse(
+        name="liar", reads=[reward_pb2.SCORE_FIELD_GROUND_TRUTH], reward=component_spec("", 0, 1)
+    )
     await client.score(items_of("secret", truth="42"))
     (sent,) = liar.requests[0].items
     assert (sent.id, sent.response_text, sent.ground_truth, sent.num_response_tokens) == ("7/0", "", "42", 3)
 
 
-async def test_requests_are_cut_to_what_the_scorer_takes_and_few_are_under_way(client: RewardClient, liar: Liar) -> None:
+async def test_requests_are_cut_to_what_the_scorer_takes_and_few_are_under_way(
+    client: RewardClient, liar: Liar
+) -> None:
     liar.spec.max_items = 3
     liar.fail = lambda: asyncio.sleep(0.02)
     assert len(await client.score(items_of(*["a"] * 100))) == 100
@@ -86,7 +92,9 @@ def answer_one_twice(response: reward_pb2.ScoreResponse) -> None:
 
 
 @pytest.mark.parametrize("lie", [drop_one, repeat_one, add_one, rename_one, answer_one_twice])
-async def test_an_answer_to_other_items_is_refused_whole(client: RewardClient, liar: Liar, lie: Callable[[reward_pb2.ScoreResponse], None]) -> None:
+async def test_an_answer_to_other_items_is_refused_whole(
+    client: RewardClient, liar: Liar, lie: Callable[[reward_pb2.ScoreResponse], None]
+) -> None:
     liar.lie = lie
     for failure in failures(await client.score(items_of("a", "b"))):
         assert (failure.code, failure.retryable) == (ScorerError.reason, False)
@@ -119,7 +127,9 @@ def nothing(result: reward_pb2.ScoreResult) -> None:
 
 
 @pytest.mark.parametrize("lie", [not_a_number, infinite, too_much, undeclared_component, undeclared_tokens, nothing])
-async def test_one_unbelievable_score_fails_its_own_item_only(client: RewardClient, liar: Liar, lie: Callable[[reward_pb2.ScoreResult], None]) -> None:
+async def test_one_unbelievable_score_fails_its_own_item_only(
+    client: RewardClient, liar: Liar, lie: Callable[[reward_pb2.ScoreResult], None]
+) -> None:
     liar.lie = lambda response: lie(response.results[1])
     first, second, third = await client.score(items_of("a", "b", "c"))
     assert first == third == Score(0.5)
@@ -167,10 +177,14 @@ async def test_a_scorers_error_keeps_its_code_and_says_who(client: RewardClient,
         response.results[0].error.code, response.results[0].error.message = "BAD_GROUND_TRUTH", "it is empty"
 
     liar.lie = refuse
-    assert failures(await client.score(items_of("a"))) == [Failure("BAD_GROUND_TRUTH", "scorer 'it': it is empty", False)]
+    assert failures(await client.score(items_of("a"))) == [
+        Failure("BAD_GROUND_TRUTH", "scorer 'it': it is empty", False)
+    ]
 
 
-async def test_a_scorers_long_and_unprintable_words_are_bounded(client: RewardClient, liar: Liar, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_scorers_long_and_unprintable_words_are_bounded(
+    client: RewardClient, liar: Liar, caplog: pytest.LogCaptureFixture
+) -> None:
     def shout(response: reward_pb2.ScoreResponse) -> None:
         response.results[0].error.code = "\x1b[31mX" * 20_000
         response.results[0].error.message = "no\n" * 70_000
@@ -196,7 +210,9 @@ async def test_a_description_that_leaves_things_open_is_told_once(liar: Liar, ca
     assert "names no range" in told[1]
 
 
-async def test_a_scorer_that_gives_no_scores_is_in_trouble_until_it_does(liar: Liar, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_scorer_that_gives_no_scores_is_in_trouble_until_it_does(
+    liar: Liar, caplog: pytest.LogCaptureFixture
+) -> None:
     async with serving(liar) as address, client_of(address) as client:
         liar.fail = lambda: refuse("its disk is full")
         for _ in range(3):
@@ -206,7 +222,7 @@ async def test_a_scorer_that_gives_no_scores_is_in_trouble_until_it_does(liar: L
         liar.fail = None
         await client.score(items_of("a"))
         assert not client.trouble
-    told = [record.getMessage() for record in caplog.records if record.name == "rolecall.scoring"]
+    told = [record.getMessage() for record in caplog.records if record.name == "rolecall.scoring.client"]
     assert [line.partition(address)[2].partition(":")[0] for line in told] == [" gives no scores", " answers again"]
 
 
@@ -231,7 +247,11 @@ async def test_only_retryable_items_are_asked_again(liar: Liar) -> None:
     liar.lie = sometimes
     async with serving(liar) as address, client_of(address, max_attempts=3) as client:
         assert await client.score(items_of("a", "b", "c")) == [Score(0.5)] * 3
-    assert [[item.id for item in request.items] for request in liar.requests] == [["7/0", "7/1", "7/2"], ["7/0"], ["7/0"]]
+    assert [[item.id for item in request.items] for request in liar.requests] == [
+        ["7/0", "7/1", "7/2"],
+        ["7/0"],
+        ["7/0"],
+    ]
 
 
 async def test_attempts_are_bounded(liar: Liar) -> None:
@@ -347,7 +367,10 @@ async def test_bytes_that_are_no_message_are_a_failure() -> None:
     async def score(request: bytes, context: object) -> bytes:
         return b"\xff" * 100
 
-    handlers: dict[str, Any] = {"Describe": grpc.unary_unary_rpc_method_handler(describe), "Score": grpc.unary_unary_rpc_method_handler(score)}
+    handlers: dict[str, Any] = {
+        "Describe": grpc.unary_unary_rpc_method_handler(describe),
+        "Score": grpc.unary_unary_rpc_method_handler(score),
+    }
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")

@@ -1,4 +1,6 @@
-"""Every gRPC status of a scorer means what the table in reward.proto says: real servers answer with each, code by code."""
+"""Every gRPC status of a scorer means what the table in reward.proto says: real servers answer with each, code by
+code.
+"""
 
 import asyncio
 import re
@@ -14,13 +16,15 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from rolecall.rpc.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_RETRY_AFTER_S, RateLimit
-from rolecall.scores import Failure, Outcome, Score
+from rolecall.scoring.scores import Failure, Outcome, Score
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 from tests.contract.reward_peers import client_of, items_of
 
 PROTO = Path(__file__).parents[2] / "proto" / "rolecall" / "v1" / "reward.proto"
 ROW = re.compile(r"^//   ([A-Z_]+) +\| ([A-Z_]+) +\| (yes|no) +\| (waited for|dropped)$", re.MULTILINE)
-TABLE = {status: (code, tried == "yes", then == "waited for") for status, code, tried, then in ROW.findall(PROTO.read_text())}
+TABLE = {
+    status: (code, tried == "yes", then == "waited for") for status, code, tried, then in ROW.findall(PROTO.read_text())
+}
 MAX_ATTEMPTS = 2
 PLENTY_S = 30.0
 """Bound on what ends with an event; the machine may be busy."""
@@ -29,17 +33,27 @@ PLENTY_S = 30.0
 class Refusing(reward_pb2_grpc.RewardServiceServicer):
     """A scorer as another language's would be: bare gRPC. Refuses the first `times` calls of `method` with `code`."""
 
-    def __init__(self, method: str, code: grpc.StatusCode, times: float = float("inf"), details: str = "not today") -> None:
+    def __init__(
+        self, method: str, code: grpc.StatusCode, times: float = float("inf"), details: str = "not today"
+    ) -> None:
         self.method, self.code, self.times, self.details = method, code, times, details
         self.retry_after_s: float | None = None
         self.calls: dict[str, list[float]] = {"Describe": [], "Score": []}
         """Times of the calls, on the event loop's clock."""
 
-    async def Describe(self, request: reward_pb2.DescribeRequest, context: grpc.aio.ServicerContext) -> reward_pb2.DescribeResponse:  # type: ignore[type-arg]
+    async def Describe(
+        self,
+        request: reward_pb2.DescribeRequest,
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
+    ) -> reward_pb2.DescribeResponse:
         await self._answer("Describe", context)
         return reward_pb2.DescribeResponse(name="refusing", reads=[reward_pb2.SCORE_FIELD_RESPONSE_TEXT])
 
-    async def Score(self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext) -> reward_pb2.ScoreResponse:  # type: ignore[type-arg]
+    async def Score(
+        self,
+        request: reward_pb2.ScoreRequest,
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
+    ) -> reward_pb2.ScoreResponse:
         await self._answer("Score", context)
         response = reward_pb2.ScoreResponse()
         for item in request.items:
@@ -72,7 +86,10 @@ async def bare_server(servicer: reward_pb2_grpc.RewardServiceServicer) -> AsyncI
 
 
 async def scored_by(servicer: Refusing, max_attempts: int = MAX_ATTEMPTS) -> list[Outcome]:
-    async with bare_server(servicer) as address, client_of(address, timeout_s=PLENTY_S, max_attempts=max_attempts) as client:
+    async with (
+        bare_server(servicer) as address,
+        client_of(address, timeout_s=PLENTY_S, max_attempts=max_attempts) as client,
+    ):
         return await client.score(items_of("a", "b"))
 
 
@@ -86,7 +103,9 @@ async def test_a_status_means_what_the_table_says(status: str, method: str) -> N
     code, tried_again, waited_for = TABLE[status]
     servicer = Refusing(method, grpc.StatusCode[status])
     outcomes = await scored_by(servicer)
-    assert [(outcome.code, outcome.retryable) for outcome in outcomes if isinstance(outcome, Failure)] == [(code, waited_for)] * 2
+    assert [(outcome.code, outcome.retryable) for outcome in outcomes if isinstance(outcome, Failure)] == [
+        (code, waited_for)
+    ] * 2
     assert all("scorer 'it'" in outcome.message for outcome in outcomes if isinstance(outcome, Failure))
     assert len(servicer.calls[method]) == (MAX_ATTEMPTS if tried_again else 1)
 
@@ -107,7 +126,9 @@ async def test_a_status_that_passes_costs_no_item_its_score(status: str) -> None
 async def test_a_message_that_is_too_large_is_no_rate_limit(details: str) -> None:
     servicer = Refusing("Score", grpc.StatusCode.RESOURCE_EXHAUSTED, details=details)
     outcomes = await scored_by(servicer)
-    assert [(outcome.code, outcome.retryable) for outcome in outcomes if isinstance(outcome, Failure)] == [("EXHAUSTED", False)] * 2
+    assert [(outcome.code, outcome.retryable) for outcome in outcomes if isinstance(outcome, Failure)] == [
+        ("EXHAUSTED", False)
+    ] * 2
     assert len(servicer.calls["Score"]) == 1
 
 
@@ -137,7 +158,11 @@ async def test_a_limit_that_lasts_longer_than_a_call_may_is_told_and_not_asked_a
 
 async def test_an_items_own_rate_limit_pauses_the_calls_too() -> None:
     class Limited(Refusing):
-        async def Score(self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext) -> reward_pb2.ScoreResponse:  # type: ignore[type-arg]
+        async def Score(
+            self,
+            request: reward_pb2.ScoreRequest,
+            context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
+        ) -> reward_pb2.ScoreResponse:
             response = await super().Score(request, context)
             if len(self.calls["Score"]) <= 3:
                 response.results[0].error.code, response.results[0].error.retryable = "RATE_LIMITED", True
@@ -153,7 +178,7 @@ async def test_an_items_own_rate_limit_pauses_the_calls_too() -> None:
     assert [pause >= 0.49 * FIRST_PAUSE_S * 2**i for i, pause in enumerate(pauses)] == [True] * 3
 
 
-# --- the pauses, on a clock of the test's own ------------------------------------------------------------------------------------------------------------
+# --- the pauses, on a clock of the test's own -----------------------------------------------------
 
 
 def test_pauses_double_to_a_bound_and_calls_that_were_under_way_together_count_once() -> None:

@@ -58,9 +58,12 @@ async def test_results_come_in_the_order_of_the_items_whoever_scores_them(start_
 
 async def test_a_hung_function_is_killed_at_its_deadline_and_the_others_are_scored(start_pool: StartPool) -> None:
     pool = await start_pool(num_workers=1, f=BEHAVE)
-    results = await asyncio.wait_for(pool.score("f", items_of("fine", "hang", "fine", "fine")), 50.0)  # it hangs for 60 s
+    # it hangs for 60 s
+    results = await asyncio.wait_for(pool.score("f", items_of("fine", "hang", "fine", "fine")), 50.0)
     assert codes(results) == ["ok", "TIMEOUT", "ok", "ok"]
-    assert results[1].error.retryable, "its worker may have been stopped: the engine asks again before it blames the item"
+    assert results[1].error.retryable, (
+        "its worker may have been stopped: the engine asks again before it blames the item"
+    )
     assert "longer than 1 s" in results[1].error.message
 
 
@@ -93,8 +96,12 @@ async def test_killing_idle_workers_loses_nothing(start_pool: StartPool) -> None
     assert codes(await pool.score("f", items_of(*["fine"] * 8))) == ["ok"] * 8
 
 
-@pytest.mark.parametrize(("response", "code"), [("raise", "SCORER_EXCEPTION"), ("none", "SCORER_FAILED"), ("big", "SCORER_FAILED")])
-async def test_what_a_function_does_wrong_is_an_error_never_a_number(start_pool: StartPool, response: str, code: str) -> None:
+@pytest.mark.parametrize(
+    ("response", "code"), [("raise", "SCORER_EXCEPTION"), ("none", "SCORER_FAILED"), ("big", "SCORER_FAILED")]
+)
+async def test_what_a_function_does_wrong_is_an_error_never_a_number(
+    start_pool: StartPool, response: str, code: str
+) -> None:
     pool = await start_pool(num_workers=1, f=BEHAVE)
     assert codes(await pool.score("f", items_of(response, "fine"))) == [code, "ok"]
 
@@ -110,7 +117,11 @@ async def test_functions_run_in_the_folder_where_they_are_found(start_pool: Star
 
 
 async def test_items_larger_than_a_pipe_go_both_ways(start_pool: StartPool) -> None:
-    pool = await start_pool(num_workers=1, timeout_s=20.0, d=FunctionScorer(target="behaviour:detailed", components=("first", "second"), token_rewards=True))
+    pool = await start_pool(
+        num_workers=1,
+        timeout_s=20.0,
+        d=FunctionScorer(target="behaviour:detailed", components=("first", "second"), token_rewards=True),
+    )
     items = items_of(*["x" * 300_000] * 12)
     for item in items:
         item.num_response_tokens = 100_000
@@ -126,7 +137,8 @@ async def test_a_cancelled_call_gives_its_place_in_the_queue_to_others(start_poo
     given_up = asyncio.ensure_future(pool.score("f", items_of(*["sleep 20"] * 20)))
     await asyncio.sleep(0.1)
     given_up.cancel()
-    assert codes(await asyncio.wait_for(pool.score("f", items_of("fine")), 60.0)) == ["ok"]  # behind the others it would take 400 s
+    # behind the others it would take 400 s
+    assert codes(await asyncio.wait_for(pool.score("f", items_of("fine")), 60.0)) == ["ok"]
     assert codes(await busy) == ["ok"]
 
 
@@ -143,8 +155,13 @@ async def test_what_a_killed_function_had_started_ends_with_it(start_pool: Start
         pytest.fail("the child of a killed worker lives on")
 
 
-@pytest.mark.parametrize(("target", "message"), [("behaviour:absent", "has no function 'absent'"), ("no_such_module:f", "there is no module 'no_such_module'")])
-async def test_a_function_that_cannot_be_imported_stops_the_start_and_is_named(start_pool: StartPool, target: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [("behaviour:absent", "has no function 'absent'"), ("no_such_module:f", "there is no module 'no_such_module'")],
+)
+async def test_a_function_that_cannot_be_imported_stops_the_start_and_is_named(
+    start_pool: StartPool, target: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as failed:
         await start_pool(mine=FunctionScorer(target=target))
     assert "component 'mine'" in failed.value.message

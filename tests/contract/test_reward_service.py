@@ -1,4 +1,6 @@
-"""RewardService, one suite over every server we ship: the reward service, `rolecall.reward.serve` and `serve_batches`; then what only ours does."""
+"""RewardService, one suite over every server we ship: the reward service, `rolecall.reward.serve` and `serve_batches`;
+then what only ours does.
+"""
 
 import asyncio
 import importlib.util
@@ -17,8 +19,8 @@ from pydantic import TypeAdapter
 from rolecall.errors import ConfigError, InvalidInputError, ScorerUnavailableError, UnauthenticatedError
 from rolecall.reward import Field, Item, Score, Scorer, all_at_once, description, new_server, one_by_one, rpc_section
 from rolecall.rpc.channel import open_channel
-from rolecall.scores import Failure, Outcome
-from rolecall.scoring import RewardClient, open_client
+from rolecall.scoring.client import RewardClient, open_client
+from rolecall.scoring.scores import Failure, Outcome
 from rolecall.settings import RewardComponent, RewardSection, RpcSection
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 from services.reward.config import RewardSettings
@@ -43,8 +45,13 @@ async def start_service(folder: Path) -> AsyncIterator[StartService]:
     async with AsyncExitStack() as stack:
 
         async def start(start_timeout_s: float = 10.0, **components: dict[str, Any]) -> str:
-            parts = {name: COMPONENT.validate_python(component, context={"base": folder}) for name, component in components.items()}
-            settings = RewardSettings("127.0.0.1:0", parts, num_workers=2, search_path=folder, start_timeout_s=start_timeout_s)
+            parts = {
+                name: COMPONENT.validate_python(component, context={"base": folder})
+                for name, component in components.items()
+            }
+            settings = RewardSettings(
+                "127.0.0.1:0", parts, num_workers=2, search_path=folder, start_timeout_s=start_timeout_s
+            )
             engine = RewardEngine(settings, RpcSection())
             stack.push_async_callback(engine.close)
             await engine.start()
@@ -68,7 +75,9 @@ def load_behaviour(folder: Path) -> ModuleType:
 
 
 @pytest.fixture(params=["reward service", "serve", "serve_batches"])
-async def client(request: pytest.FixtureRequest, folder: Path, start_service: StartService) -> AsyncIterator[RewardClient]:
+async def client(
+    request: pytest.FixtureRequest, folder: Path, start_service: StartService
+) -> AsyncIterator[RewardClient]:
     """A client of the same function behind each server."""
     async with AsyncExitStack() as stack:
         if request.param == "reward service":
@@ -111,7 +120,9 @@ async def test_concurrent_calls_do_not_mix(client: RewardClient) -> None:
 
 
 @pytest.mark.parametrize(("response", "code"), [("none", "SCORER_FAILED"), ("big", "SCORER_FAILED")])
-async def test_an_answer_that_is_no_score_is_an_error_of_its_item(client: RewardClient, response: str, code: str) -> None:
+async def test_an_answer_that_is_no_score_is_an_error_of_its_item(
+    client: RewardClient, response: str, code: str
+) -> None:
     assert codes(await client.score(items_of("fine", response, "fine"))) == ["ok", code, "ok"]
 
 
@@ -208,17 +219,29 @@ async def test_a_function_with_details_has_them_declared_and_checked(start_servi
     np.testing.assert_array_equal(score.token_rewards, np.full(3, 0.5, np.float32))
 
 
-async def test_an_external_scorer_is_a_component_over_tls_with_a_token(start_service: StartService, folder: Path) -> None:
+async def test_an_external_scorer_is_a_component_over_tls_with_a_token(
+    start_service: StartService, folder: Path
+) -> None:
     tls = Authority(folder / "tls").issue("scorer")
     (folder / "token").write_text("s3cret\n")
     spec = description("half", (0, 1), READS, {}, token_rewards=False, max_items=0)
     rpc = rpc_section(tls.certificate_file, tls.key_file, behind_mesh=False)
     server = new_server(Scorer(spec, one_by_one(lambda item: 0.5, spec), bearer_token="s3cret"), "localhost:0", rpc)
-    scorer = {"kind": "external", "address": await server.start(), "tls": True, "ca_file": str(tls.ca_file), "bearer_token_file": "token"}
+    scorer = {
+        "kind": "external",
+        "address": await server.start(),
+        "tls": True,
+        "ca_file": str(tls.ca_file),
+        "bearer_token_file": "token",
+    }
     try:
-        address = await start_service(half={"scorer": scorer, "weight": 3.0}, correct={"scorer": {"kind": "exact_match"}})
+        address = await start_service(
+            half={"scorer": scorer, "weight": 3.0}, correct={"scorer": {"kind": "exact_match"}}
+        )
         async with client_of(address) as client:
-            assert await client.score(items_of("1", truth="1")) == [Score(2.5, {"half": 0.5, "correct": 1.0}, answer="1")]
+            assert await client.score(items_of("1", truth="1")) == [
+                Score(2.5, {"half": 0.5, "correct": 1.0}, answer="1")
+            ]
         (folder / "token").write_text("wrong")
         with pytest.raises(UnauthenticatedError, match="bearer_token_file"):
             await start_service(half={"scorer": scorer})
@@ -230,7 +253,8 @@ async def test_an_external_scorer_that_is_away_fails_items_until_it_is_back(star
     liar = Liar()
     async with serving(liar) as external:
         address = await start_service(
-            there={"scorer": {"kind": "external", "address": external}, "timeout_s": 2.0, "max_attempts": 1}, json={"scorer": {"kind": "json"}, "weight": 0.0}
+            there={"scorer": {"kind": "external", "address": external}, "timeout_s": 2.0, "max_attempts": 1},
+            json={"scorer": {"kind": "json"}, "weight": 0.0},
         )
         async with client_of(address, timeout_s=20.0) as client:
             assert codes(await client.score(items_of("1"))) == ["ok"]
@@ -283,7 +307,12 @@ async def test_a_whole_reward_service_of_somebody_elses_is_called_over_tls_with_
     server = new_server(Scorer(spec, one_by_one(lambda item: 0.5, spec), bearer_token="s3cret"), "localhost:0", rpc)
     address = await server.start()
     section = RewardSection(
-        address=address, tls=True, ca_file=authority.ca_file, bearer_token_file=folder / "token", timeout_s=5.0, max_attempts=1
+        address=address,
+        tls=True,
+        ca_file=authority.ca_file,
+        bearer_token_file=folder / "token",
+        timeout_s=5.0,
+        max_attempts=1,
     )
     try:
         client, channel = open_client(section, address, RpcSection())

@@ -48,8 +48,14 @@ async def test_every_admitted_group_is_committed_with_its_rows(rollout: ReplicaU
             assert (row["rollout_logprobs"] < 0).tolist() == row["response_mask"].astype(bool).tolist()
             assert row["policy_versions"].tolist() == [-1] * prompt + [1] * (total - prompt)
             assert (meta.id, meta.gid, meta.index) == (f"{committed.gid}/{index}", committed.gid, index)
-            assert (meta.num_prompt_tokens, meta.prompt.ground_truth, meta.prompt.token_ids) == (prompt, "" if index else "42", b"")
-            assert [(span.policy_version, span.weights_digest, span.worker) for span in meta.spans] == [(1, digest_of(1), CONSUMER)]
+            assert (meta.num_prompt_tokens, meta.prompt.ground_truth, meta.prompt.token_ids) == (
+                prompt,
+                "" if index else "42",
+                b"",
+            )
+            assert [(span.policy_version, span.weights_digest, span.worker) for span in meta.spans] == [
+                (1, digest_of(1), CONSUMER)
+            ]
             assert (meta.spans[0].start, meta.spans[-1].end) == (prompt, total)
     assert rollout.store.balance() == (10, 0, 0, 10)
 
@@ -58,7 +64,9 @@ async def test_a_groups_prompt_is_kept_once_however_many_responses_there_are(rol
     prompt = trajectory_pb2.Prompt(uid="u", token_ids=np.array(PROMPT, dtype="<i4").tobytes(), ground_truth="42")
     prompt.metadata.update({"tests": "x" * 100_000})
     sampling = trajectory_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=20)
-    rollout.store.ledger.admit(trajectory_pb2.PromptGroup(gid=0, prompt=prompt, num_responses=8, sampling=sampling, greedy_response=True), b"")
+    rollout.store.ledger.admit(
+        trajectory_pb2.PromptGroup(gid=0, prompt=prompt, num_responses=8, sampling=sampling, greedy_response=True), b""
+    )
     await rollout.publish(1)
     (committed,) = await rollout.committed(1)
     first, *others = rollout.store.rows.read_meta(rows_of(committed))
@@ -70,7 +78,9 @@ async def test_a_groups_prompt_is_kept_once_however_many_responses_there_are(rol
     assert taken < 150_000
 
 
-async def test_a_greedy_response_is_sampled_beside_the_others_and_marked_by_its_temperature(rollout: ReplicaUnderTest) -> None:
+async def test_a_greedy_response_is_sampled_beside_the_others_and_marked_by_its_temperature(
+    rollout: ReplicaUnderTest,
+) -> None:
     rollout.admit(3, num_responses=2, greedy_response=True)
     await rollout.publish(1)
     greedy = []
@@ -170,7 +180,9 @@ async def test_a_pause_that_aborts_gives_groups_back_without_counting_the_delive
 
 
 async def test_groups_whose_worker_died_run_beside_a_quarter_as_many(rollout: ReplicaUnderTest) -> None:
-    """Of six that died together two may be in one worker's hands, which has room for four, and nothing else beside them."""
+    """Of six that died together two may be in one worker's hands, which has room for four, and nothing else beside
+    them.
+    """
     rollout.admit(6)
     await asyncio.to_thread(rollout.store.publish, 1, 1, "rollout-9.dead")
     assert len(rollout.store.worker("rollout-9.dead").claim(6)) == 6
@@ -199,7 +211,9 @@ async def test_a_group_that_failed_by_itself_is_sampled_again_beside_others(roll
 
 
 class SlowQueue(PromptQueue):
-    """A queue whose first answer to `slow` that says something is on its way until the test lets it arrive; the entry is claimed again meanwhile."""
+    """A queue whose first answer to `slow` that says something is on its way until the test lets it arrive; the entry
+    is claimed again meanwhile.
+    """
 
     def __init__(self, store: StoreUnderTest, slow: str) -> None:
         super().__init__(store.connection, store.run, CONSUMER)
@@ -264,10 +278,14 @@ async def commits_the_second_attempt(rollout: ReplicaUnderTest) -> None:
     assert rollout.store.balance() == (1, 0, 0, 1)
 
 
-async def test_a_worker_that_claims_its_own_lost_group_again_goes_on_with_the_new_claim(store: StoreUnderTest, tmp_path: Path) -> None:
+async def test_a_worker_that_claims_its_own_lost_group_again_goes_on_with_the_new_claim(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
     """It claims within a second, and would hear of the loss by its next renewal, a second and a half after the last."""
     write_tokenizer(tmp_path)
-    async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.002), lease_s=4.5, generation_timeout_s=60.0) as rollout:
+    async with replica_under_test(
+        store, tmp_path, ScriptedEngine(token_s=0.002), lease_s=4.5, generation_timeout_s=60.0
+    ) as rollout:
         rollout.engine.hold = True
         rollout.admit(1)
         await rollout.publish(1)
@@ -279,11 +297,17 @@ async def test_a_worker_that_claims_its_own_lost_group_again_goes_on_with_the_ne
 
 
 @pytest.mark.parametrize("slow", ["renew", "release"])
-async def test_a_late_answer_about_a_lost_claim_does_not_touch_the_new_one(store: StoreUnderTest, tmp_path: Path, slow: str) -> None:
-    """The answer that says that the first claim is lost, or given back, arrives when the worker holds the same entry again."""
+async def test_a_late_answer_about_a_lost_claim_does_not_touch_the_new_one(
+    store: StoreUnderTest, tmp_path: Path, slow: str
+) -> None:
+    """The answer that says that the first claim is lost, or given back, arrives when the worker holds the same entry
+    again.
+    """
     write_tokenizer(tmp_path)
     queue = SlowQueue(store, slow)
-    async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.002), lease_s=0.9, generation_timeout_s=60.0, queue=queue) as rollout:
+    async with replica_under_test(
+        store, tmp_path, ScriptedEngine(token_s=0.002), lease_s=0.9, generation_timeout_s=60.0, queue=queue
+    ) as rollout:
         rollout.engine.hold = True
         if slow == "release":
             rollout.engine.sample_failures[f"0/2:{CONSUMER}-1"] = UnavailableError("given up with the weights")
@@ -307,18 +331,28 @@ class FullRows(Rows):
         self.is_full = True
         self.num_refused = 0
 
-    def stage_many(self, refs: Sequence[RowRef], columns: Sequence[Mapping[str, Array]], metas: Sequence[TrajectoryMeta], expiry_s: int) -> None:
+    def stage_many(
+        self,
+        refs: Sequence[RowRef],
+        columns: Sequence[Mapping[str, Array]],
+        metas: Sequence[TrajectoryMeta],
+        expiry_s: int,
+    ) -> None:
         if self.is_full:
             self.num_refused += 1
             raise StoreFullError("OOM command not allowed")
         super().stage_many(refs, columns, metas, expiry_s)
 
 
-async def test_a_group_that_finds_the_store_full_is_not_charged_for_the_wait(store: StoreUnderTest, tmp_path: Path) -> None:
+async def test_a_group_that_finds_the_store_full_is_not_charged_for_the_wait(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
     """It is given back, excused, as often as it takes; what was sampled in time is not called late."""
     write_tokenizer(tmp_path)
     rows = FullRows(store)
-    async with replica_under_test(store, tmp_path, ScriptedEngine(), generation_timeout_s=0.4, lease_s=0.9, rows=rows) as rollout:
+    async with replica_under_test(
+        store, tmp_path, ScriptedEngine(), generation_timeout_s=0.4, lease_s=0.9, rows=rows
+    ) as rollout:
         rollout.admit(1)
         await rollout.publish(1)
         async with asyncio.timeout(30):
@@ -331,7 +365,9 @@ async def test_a_group_that_finds_the_store_full_is_not_charged_for_the_wait(sto
         assert committed.rows[0].token > f"{CONSUMER}-4"
 
 
-async def test_a_group_whose_generation_fails_is_handed_back_at_once_and_sampled_again(rollout: ReplicaUnderTest) -> None:
+async def test_a_group_whose_generation_fails_is_handed_back_at_once_and_sampled_again(
+    rollout: ReplicaUnderTest,
+) -> None:
     rollout.engine.sample_failures[f"0/2:{CONSUMER}-1"] = GenerationError("the engine choked")
     rollout.admit(3)
     await rollout.publish(1)
@@ -339,7 +375,9 @@ async def test_a_group_whose_generation_fails_is_handed_back_at_once_and_sampled
     assert not rollout.store.ledger.reap([])
 
 
-async def test_a_group_whose_generation_always_fails_is_given_to_nobody_after_max_deliveries_and_its_error_is_kept(rollout: ReplicaUnderTest) -> None:
+async def test_a_group_whose_generation_always_fails_is_given_to_nobody_after_max_deliveries_and_its_error_is_kept(
+    rollout: ReplicaUnderTest,
+) -> None:
     for delivery in (1, 2, 3):
         rollout.engine.sample_failures[f"0/2:{CONSUMER}-{delivery}"] = GenerationError("the engine choked")
     rollout.admit(1)
@@ -412,7 +450,9 @@ async def test_draining_waits_for_groups_that_end_in_time(rollout: ReplicaUnderT
 
 async def test_a_group_that_takes_too_long_is_abandoned(store: StoreUnderTest, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
-    async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.002), generation_timeout_s=0.3, lease_s=0.9) as rollout:
+    async with replica_under_test(
+        store, tmp_path, ScriptedEngine(token_s=0.002), generation_timeout_s=0.3, lease_s=0.9
+    ) as rollout:
         rollout.engine.hold = True
         rollout.admit(1)
         await rollout.publish(1)
@@ -457,7 +497,9 @@ async def test_admission_with_a_sampling_that_training_does_not_know_is_not_samp
 
 
 class LateQueue(PromptQueue):
-    """Its commits answer at the second renewal after them: the first has found the lease gone, as a commit leaves it."""
+    """Its commits answer at the second renewal after them: the first has found the lease gone, as a commit leaves
+    it.
+    """
 
     def __init__(self, store: StoreUnderTest) -> None:
         super().__init__(store.connection, store.run, CONSUMER)
@@ -491,10 +533,14 @@ class NotedRows(Rows):
         self.persisted.set()
 
 
-async def test_a_lease_that_ends_because_the_group_is_committed_does_not_end_the_commit(store: StoreUnderTest, tmp_path: Path) -> None:
+async def test_a_lease_that_ends_because_the_group_is_committed_does_not_end_the_commit(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
     write_tokenizer(tmp_path)
     rows = NotedRows(store, 2)
-    async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.002), lease_s=0.9, queue=LateQueue(store), rows=rows) as rollout:
+    async with replica_under_test(
+        store, tmp_path, ScriptedEngine(token_s=0.002), lease_s=0.9, queue=LateQueue(store), rows=rows
+    ) as rollout:
         rollout.admit(1)
         await rollout.publish(1)
         assert await asyncio.to_thread(rows.persisted.wait, 20), "its rows wait for a controller to lift their expiry"
@@ -515,7 +561,9 @@ class HeldClaims(PromptQueue):
         return claims
 
 
-async def test_what_is_claimed_while_the_gate_shuts_is_given_back_for_others_to_start(store: StoreUnderTest, tmp_path: Path) -> None:
+async def test_what_is_claimed_while_the_gate_shuts_is_given_back_for_others_to_start(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
     write_tokenizer(tmp_path)
     queue = HeldClaims(store)
     async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.002), queue=queue) as rollout:

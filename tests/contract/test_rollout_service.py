@@ -69,7 +69,12 @@ async def test_generate_streams_each_response_with_its_tokens_logprobs_and_spans
         ids = np.frombuffer(response.response_token_ids, "<i4")
         assert len(np.frombuffer(response.response_logprobs, "<f4")) == len(ids) > 0
         (span,) = response.meta.spans
-        assert (span.policy_version, span.weights_digest, span.start, span.end) == (1, digest_of(1), len(PROMPT), len(PROMPT) + len(ids))
+        assert (span.policy_version, span.weights_digest, span.start, span.end) == (
+            1,
+            digest_of(1),
+            len(PROMPT),
+            len(PROMPT) + len(ids),
+        )
         assert response.meta.id == f"eval/0/heldout/{1}/{response.meta.index}"
         assert response.meta.finish_reason in (trajectory_pb2.FINISH_REASON_STOP, trajectory_pb2.FINISH_REASON_LENGTH)
         assert (response.meta.finish_reason == trajectory_pb2.FINISH_REASON_STOP) == (ids[-1] == 2)
@@ -80,7 +85,10 @@ async def test_generate_streams_each_response_with_its_tokens_logprobs_and_spans
 
 async def test_the_same_seed_gives_the_same_responses(rollout: ReplicaUnderTest) -> None:
     await rollout.publish(1)
-    first, second, other = [{response.meta.index: response.response_token_ids for response in await rollout.generate(seed=seed)} for seed in (5, 5, 6)]
+    first, second, other = [
+        {response.meta.index: response.response_token_ids for response in await rollout.generate(seed=seed)}
+        for seed in (5, 5, 6)
+    ]
     assert first == second != other
 
 
@@ -148,7 +156,9 @@ async def test_the_probe_runs_on_the_loaded_weights(rollout: ReplicaUnderTest) -
         assert [item.value for item in received.fingerprints] == [version]
 
 
-async def test_a_response_kept_over_a_publish_leaves_only_after_resume_and_names_both_versions(rollout: ReplicaUnderTest) -> None:
+async def test_a_response_kept_over_a_publish_leaves_only_after_resume_and_names_both_versions(
+    rollout: ReplicaUnderTest,
+) -> None:
     await rollout.publish(1)
     rollout.engine.hold = True
     call = asyncio.create_task(rollout.generate(3))
@@ -171,7 +181,9 @@ async def test_a_response_kept_over_a_publish_leaves_only_after_resume_and_names
 async def test_what_an_unattested_version_sampled_never_leaves(rollout: ReplicaUnderTest) -> None:
     await rollout.publish(1)
     rollout.engine.hold = True
-    call = asyncio.create_task(rollout.generate(1, prompt=trajectory_pb2.Prompt(token_ids=np.array([9, 9], "<i4").tobytes())))
+    call = asyncio.create_task(
+        rollout.generate(1, prompt=trajectory_pb2.Prompt(token_ids=np.array([9, 9], "<i4").tobytes()))
+    )
     async with asyncio.timeout(5):
         while not rollout.engine.num_running:
             await asyncio.sleep(0.005)
@@ -218,7 +230,9 @@ async def test_kept_work_of_an_engine_that_tears_is_given_up(rollout: ReplicaUnd
         await call
 
 
-async def test_a_channel_that_breaks_before_the_first_bucket_leaves_the_weights_whole(rollout: ReplicaUnderTest) -> None:
+async def test_a_channel_that_breaks_before_the_first_bucket_leaves_the_weights_whole(
+    rollout: ReplicaUnderTest,
+) -> None:
     await rollout.publish(1)
     rollout.engine.failures.append(ChannelBrokenError("the actor went away"))
     with pytest.raises(ChannelBrokenError):
@@ -279,7 +293,9 @@ async def test_an_epoch_is_joined_once_and_only_the_last_one_receives(rollout: R
 
 
 async def test_a_meeting_without_a_backend_is_refused(rollout: ReplicaUnderTest) -> None:
-    place = weights_pb2.JoinWeightChannelRequest(ctl=1, epoch=1, address="127.0.0.1:1", rank=1, world_size=2, timeout_s=1)
+    place = weights_pb2.JoinWeightChannelRequest(
+        ctl=1, epoch=1, address="127.0.0.1:1", rank=1, world_size=2, timeout_s=1
+    )
     with pytest.raises(InvalidInputError, match="backend"):
         await rollout.stub.OpenWeightChannel(place)
 
@@ -354,14 +370,22 @@ async def test_info_says_what_is_held_and_done(rollout: ReplicaUnderTest) -> Non
     before = await rollout.info()
     responses = await rollout.generate(8)
     info = await rollout.info()
-    assert (info.weights_state, info.policy_version, info.digest) == (rollout_pb2.WEIGHTS_STATE_ATTESTED, 4, digest_of(4))
-    assert info.num_sampled_tokens - before.num_sampled_tokens == sum(len(response.response_token_ids) // 4 for response in responses)
+    assert (info.weights_state, info.policy_version, info.digest) == (
+        rollout_pb2.WEIGHTS_STATE_ATTESTED,
+        4,
+        digest_of(4),
+    )
+    assert info.num_sampled_tokens - before.num_sampled_tokens == sum(
+        len(response.response_token_ids) // 4 for response in responses
+    )
     assert info.busy_s > before.busy_s
     assert (info.max_model_tokens, info.num_weight_ranks, info.consumer) == (64, 1, "rollout-0.abc")
 
 
 async def test_health_watchers_see_every_change(rollout: ReplicaUnderTest) -> None:
-    watch = cast(Any, health_pb2_grpc.HealthStub)(rollout.channel).Watch(health_pb2.HealthCheckRequest(service=""), timeout=10)
+    watch = cast(Any, health_pb2_grpc.HealthStub)(rollout.channel).Watch(
+        health_pb2.HealthCheckRequest(service=""), timeout=10
+    )
     states = []
 
     async def follow() -> None:

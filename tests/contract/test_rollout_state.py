@@ -5,7 +5,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rolecall.errors import AsleepError, NotAttestedError, RoleCallError, StaleVersionError, TornWeightsError, WrongVersionError
+from rolecall.errors import (
+    AsleepError,
+    NotAttestedError,
+    RoleCallError,
+    StaleVersionError,
+    TornWeightsError,
+    WrongVersionError,
+)
 from services.rollout.state import MAX_KNOWN_VERSIONS, HeldWeights, State
 
 

@@ -1,4 +1,6 @@
-"""What a replica's heartbeats would say: an engine that owes something and stands still is seen, and a store that is away ends nothing."""
+"""What a replica's heartbeats would say: an engine that owes something and stands still is seen, and a store that is
+away ends nothing.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -40,7 +42,9 @@ async def stands_still(rollout: ReplicaUnderTest, seconds: float = 0.3) -> bool:
     return rollout.replica.num_moves == before
 
 
-async def test_an_engine_without_work_owes_nothing_and_one_that_samples_moves(store: StoreUnderTest, tmp_path: Path) -> None:
+async def test_an_engine_without_work_owes_nothing_and_one_that_samples_moves(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
     write_tokenizer(tmp_path)
     async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.02)) as rollout:
         await rollout.publish(1)
@@ -59,7 +63,9 @@ async def test_an_engine_without_work_owes_nothing_and_one_that_samples_moves(st
         await rollout.committed(2)
 
 
-async def test_a_load_is_owed_once_its_caller_has_left_and_not_while_it_is_waited_for(store: StoreUnderTest, tmp_path: Path) -> None:
+async def test_a_load_is_owed_once_its_caller_has_left_and_not_while_it_is_waited_for(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
     write_tokenizer(tmp_path)
     engine = ScriptedEngine(token_s=0.05)  # what a load takes before it hangs
     async with replica_under_test(store, tmp_path, engine) as rollout:

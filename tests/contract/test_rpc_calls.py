@@ -1,4 +1,6 @@
-"""What every call of a channel promises: a deadline, the caller's deadline when that is nearer, repetition only where it is safe, and a trace."""
+"""What every call of a channel promises: a deadline, the caller's deadline when that is nearer, repetition only where
+it is safe, and a trace.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -54,7 +56,11 @@ async def test_a_call_keeps_its_own_deadline(peer: Peer, address: str) -> None:
 
 async def test_a_child_call_gets_no_more_time_than_its_caller_has_left(peer: Peer, address: str) -> None:
     front = Peer()
-    async with open_channel(address, RpcSection()) as to_peer, serving(front) as (_, front_address), open_channel(front_address, RpcSection()) as to_front:
+    async with (
+        open_channel(address, RpcSection()) as to_peer,
+        serving(front) as (_, front_address),
+        open_channel(front_address, RpcSection()) as to_front,
+    ):
         child = controller_pb2_grpc.ControllerServiceStub(to_peer)
 
         async def call_child() -> None:

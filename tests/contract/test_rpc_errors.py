@@ -36,7 +36,9 @@ async def stub(peer: Peer) -> AsyncIterator[controller_pb2_grpc.ControllerServic
         yield controller_pb2_grpc.ControllerServiceStub(channel)
 
 
-async def test_every_error_of_the_tree_arrives_as_the_class_that_was_raised(peer: Peer, stub: controller_pb2_grpc.ControllerServiceStub) -> None:
+async def test_every_error_of_the_tree_arrives_as_the_class_that_was_raised(
+    peer: Peer, stub: controller_pb2_grpc.ControllerServiceStub
+) -> None:
     for kind in leaves():
         peer.fails = kind("it is so; do that", worker="rollout-0", version="3")
         with pytest.raises(errors.RoleCallError) as caught:
@@ -51,7 +53,9 @@ def test_every_error_has_a_reason_of_its_own() -> None:
     assert sorted(reasons) == sorted(set(reasons))
 
 
-async def test_a_stream_delivers_what_came_before_the_error_and_then_the_error(peer: Peer, stub: controller_pb2_grpc.ControllerServiceStub) -> None:
+async def test_a_stream_delivers_what_came_before_the_error_and_then_the_error(
+    peer: Peer, stub: controller_pb2_grpc.ControllerServiceStub
+) -> None:
     peer.fails = errors.FencedError("a newer controller is in charge", ctl="9")
     steps = []
 
@@ -69,14 +73,19 @@ async def test_an_unknown_exception_is_internal_and_its_traceback_stays_in_the_s
     peer: Peer, stub: controller_pb2_grpc.ControllerServiceStub, caplog: pytest.LogCaptureFixture
 ) -> None:
     peer.fails = ZeroDivisionError("by zero")
-    with caplog.at_level(logging.ERROR), pytest.raises(errors.RoleCallError, match="GetRun failed with ZeroDivisionError: by zero") as caught:
+    with (
+        caplog.at_level(logging.ERROR),
+        pytest.raises(errors.RoleCallError, match="GetRun failed with ZeroDivisionError: by zero") as caught,
+    ):
         await stub.GetRun(GET)
     assert type(caught.value) is errors.RoleCallError
     assert "Traceback" not in caught.value.message
     assert "in GetRun" in caplog.text
 
 
-async def test_a_timeout_inside_a_method_is_a_deadline_error(peer: Peer, stub: controller_pb2_grpc.ControllerServiceStub) -> None:
+async def test_a_timeout_inside_a_method_is_a_deadline_error(
+    peer: Peer, stub: controller_pb2_grpc.ControllerServiceStub
+) -> None:
     peer.fails = TimeoutError("no store")
     with pytest.raises(errors.DeadlineError, match="no store"):
         await stub.GetRun(GET)
@@ -107,7 +116,9 @@ async def test_the_original_status_is_canonical_and_carries_error_info(peer: Pee
 async def test_an_absent_peer_is_unavailable_and_named(unused_tcp_port: int) -> None:
     target = f"127.0.0.1:{unused_tcp_port}"
     async with open_channel(target, RpcSection()) as channel:
-        with pytest.raises(errors.UnavailableError, match=rf"{target} cannot be reached .*ControllerService/GetRun") as caught:
+        with pytest.raises(
+            errors.UnavailableError, match=rf"{target} cannot be reached .*ControllerService/GetRun"
+        ) as caught:
             await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET)
     assert caught.value.retryable
     assert caught.value.details["target"] == target
@@ -116,7 +127,9 @@ async def test_an_absent_peer_is_unavailable_and_named(unused_tcp_port: int) -> 
 async def test_a_method_the_peer_does_not_serve_is_a_version_mismatch(peer: Peer) -> None:
     async with serving(peer) as (_, address), open_channel(address, RpcSection()) as channel:
         absent = channel.unary_unary(
-            "/rolecall.v1.ActorService/Train", controller_pb2.GetRunRequest.SerializeToString, controller_pb2.GetRunResponse.FromString
+            "/rolecall.v1.ActorService/Train",
+            controller_pb2.GetRunRequest.SerializeToString,
+            controller_pb2.GetRunResponse.FromString,
         )
         with pytest.raises(errors.VersionMismatchError, match="ActorService/Train"):
             await absent(GET)
@@ -124,7 +137,9 @@ async def test_a_method_the_peer_does_not_serve_is_a_version_mismatch(peer: Peer
 
 @pytest.mark.parametrize("code", list(grpc.StatusCode))
 def test_any_plain_status_becomes_an_error_that_names_target_and_method(code: grpc.StatusCode) -> None:
-    error = status.to_error(code, "said so", (("grpc-status-details-bin", b"\xff not a status"),), target="reward:1", method="/a.B/C")
+    error = status.to_error(
+        code, "said so", (("grpc-status-details-bin", b"\xff not a status"),), target="reward:1", method="/a.B/C"
+    )
     assert "reward:1" in error.message
     assert "/a.B/C" in error.message
     assert error.details["code"] == code.name
@@ -132,5 +147,7 @@ def test_any_plain_status_becomes_an_error_that_names_target_and_method(code: gr
 
 def test_error_info_of_another_domain_is_not_taken_for_ours() -> None:
     info = status.trailing_metadata(errors.FencedError("old"))[0][1].replace(b"rolecall", b"elsewher")
-    error = status.to_error(grpc.StatusCode.FAILED_PRECONDITION, "old", (("grpc-status-details-bin", info),), target="t:1", method="/a.B/C")
+    error = status.to_error(
+        grpc.StatusCode.FAILED_PRECONDITION, "old", (("grpc-status-details-bin", info),), target="t:1", method="/a.B/C"
+    )
     assert type(error) is errors.ConflictError

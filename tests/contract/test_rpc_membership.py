@@ -25,7 +25,9 @@ async def peer() -> Peer:
 
 
 def member_of(settings: RunSettings) -> Membership:
-    return Membership(settings, controller_pb2.ROLE_ROLLOUT, "rollout-0", "abc123", "127.0.0.1:5", num_weight_ranks=2, on_gpus=True)
+    return Membership(
+        settings, controller_pb2.ROLE_ROLLOUT, "rollout-0", "abc123", "127.0.0.1:5", num_weight_ranks=2, on_gpus=True
+    )
 
 
 @asynccontextmanager
@@ -44,7 +46,9 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_worker_joins_with_its_particulars_and_learns_who_is_in_charge(peer: Peer, make_settings: MakeSettings) -> None:
+async def test_a_worker_joins_with_its_particulars_and_learns_who_is_in_charge(
+    peer: Peer, make_settings: MakeSettings
+) -> None:
     async with serving(peer) as (_, address), started(make_settings(controller={"address": address})) as member:
         await member.joined()
         assert member.ctl == 7
@@ -69,10 +73,15 @@ async def test_heartbeats_go_on_while_the_workers_event_loop_is_busy(make_settin
         beats.append(request)
         return b""
 
-    methods = {"Join": lambda request, context: controller_pb2.JoinResponse(ctl=1, heartbeat_s=0.02).SerializeToString(), "Heartbeat": hear}
+    methods = {
+        "Join": lambda request, context: controller_pb2.JoinResponse(ctl=1, heartbeat_s=0.02).SerializeToString(),
+        "Heartbeat": hear,
+    }
     with ThreadPoolExecutor(1) as threads:
         server = grpc.server(threads)
-        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {name: grpc.unary_unary_rpc_method_handler(method) for name, method in methods.items()}
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            name: grpc.unary_unary_rpc_method_handler(method) for name, method in methods.items()
+        }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
@@ -114,7 +123,9 @@ async def test_a_restarted_controller_is_joined_again(peer: Peer, make_settings:
             assert not member.failed.done()
 
 
-async def test_a_worker_may_start_before_its_controller(peer: Peer, make_settings: MakeSettings, unused_tcp_port: int) -> None:
+async def test_a_worker_may_start_before_its_controller(
+    peer: Peer, make_settings: MakeSettings, unused_tcp_port: int
+) -> None:
     address = f"127.0.0.1:{unused_tcp_port}"
     async with started(make_settings(controller={"address": address})) as member:
         await asyncio.sleep(0.2)
@@ -122,7 +133,9 @@ async def test_a_worker_may_start_before_its_controller(peer: Peer, make_setting
             await asyncio.wait_for(member.joined(), 10.0)
 
 
-async def test_a_controller_that_never_appears_is_an_error_within_the_start_timeout(make_settings: MakeSettings, unused_tcp_port: int) -> None:
+async def test_a_controller_that_never_appears_is_an_error_within_the_start_timeout(
+    make_settings: MakeSettings, unused_tcp_port: int
+) -> None:
     address = f"127.0.0.1:{unused_tcp_port}"
     async with started(make_settings(controller={"address": address, "start_timeout_s": 0.6})) as member:
         with pytest.raises(UnavailableError, match=rf"not joined to a controller at {address} within 0.6 s"):
@@ -147,16 +160,25 @@ async def test_a_controller_that_is_not_in_charge_is_waited_for(peer: Peer, make
 
 
 async def test_heartbeats_have_a_connection_of_their_own(peer: Peer, make_settings: MakeSettings) -> None:
-    async with serving(peer) as (_, address), open_channel(address, RpcSection()) as channel, started(make_settings(controller={"address": address})) as member:
+    async with (
+        serving(peer) as (_, address),
+        open_channel(address, RpcSection()) as channel,
+        started(make_settings(controller={"address": address})) as member,
+    ):
         await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(controller_pb2.GetRunRequest())
         await member.joined()
     assert len(peer.peers) == 2
 
 
-async def test_heartbeats_go_over_mutual_tls(peer: Peer, make_settings: MakeSettings, tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_heartbeats_go_over_mutual_tls(
+    peer: Peer, make_settings: MakeSettings, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     tls = Authority(tmp_path_factory.mktemp("ca")).issue("any")
     rpc = RpcSection(tls=tls)
-    async with serving(peer, rpc) as (_, address), started(make_settings(controller={"address": address}, rpc=rpc.model_dump())) as member:
+    async with (
+        serving(peer, rpc) as (_, address),
+        started(make_settings(controller={"address": address}, rpc=rpc.model_dump())) as member,
+    ):
         await member.joined()
         await until(lambda: bool(peer.beats))
 
@@ -203,10 +225,15 @@ async def test_an_event_loop_that_stands_still_is_work_without_progress(make_set
         beats.append(controller_pb2.HeartbeatRequest.FromString(request))
         return b""
 
-    methods = {"Join": lambda request, context: controller_pb2.JoinResponse(ctl=1, heartbeat_s=0.05).SerializeToString(), "Heartbeat": hear}
+    methods = {
+        "Join": lambda request, context: controller_pb2.JoinResponse(ctl=1, heartbeat_s=0.05).SerializeToString(),
+        "Heartbeat": hear,
+    }
     with ThreadPoolExecutor(1) as threads:
         server = grpc.server(threads)
-        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {name: grpc.unary_unary_rpc_method_handler(method) for name, method in methods.items()}
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            name: grpc.unary_unary_rpc_method_handler(method) for name, method in methods.items()
+        }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()

@@ -35,7 +35,14 @@ class Launcher:
 
     def start(self, how: str, *arguments: str, **environment: str) -> Role:
         command = [sys.executable, "-W", "error", "-m", "tests.contract.a_role", how, str(self._config), *arguments]
-        role = subprocess.Popen(command, cwd=ROOT, env=child_environment(environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        role = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=child_environment(environment),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         self._roles.append(role)
         return role
 
@@ -96,7 +103,9 @@ def test_a_log_that_finds_no_space_makes_no_failure_final(config: Path) -> None:
     command = [sys.executable, "-m", "tests.contract.a_role", "lose_a_rank", str(config)]
     with open("/dev/full", "w") as full:
         code = subprocess.run(command, cwd=ROOT, stdout=full, stderr=full, timeout=60).returncode
-    assert code in (process.RESTART, 120), "120: the interpreter could not flush its own streams, which no launcher takes for final either"
+    assert code in (process.RESTART, 120), (
+        "120: the interpreter could not flush its own streams, which no launcher takes for final either"
+    )
 
 
 def test_an_error_that_no_restart_mends_has_an_exit_code_of_its_own(launcher: Launcher) -> None:
@@ -136,7 +145,9 @@ def test_an_end_that_blocks_does_not_keep_a_role_that_was_stopped(launcher: Laun
     assert "leaving threads that did not end within 5 s: MainThread" in err
 
 
-def test_an_end_that_blocks_does_not_keep_a_role_that_failed_and_the_reason_is_its_last_line(launcher: Launcher) -> None:
+def test_an_end_that_blocks_does_not_keep_a_role_that_failed_and_the_reason_is_its_last_line(
+    launcher: Launcher,
+) -> None:
     role = launcher.start("fail_and_block")
     _, err = role.communicate(timeout=50)
     assert role.returncode == process.RESTART, err
@@ -154,11 +165,14 @@ def test_a_drain_that_hangs_does_not_keep_the_process(launcher: Launcher) -> Non
 def test_a_role_ends_when_its_launcher_is_killed(config: Path, tmp_path: Path) -> None:
     starter = (
         "import subprocess, sys; "
-        "p = subprocess.Popen([sys.executable, '-m', 'tests.contract.a_role', 'load', sys.argv[1]], stdout=subprocess.PIPE, text=True); "
+        "p = subprocess.Popen([sys.executable, '-m', 'tests.contract.a_role', 'load', sys.argv[1]], "
+        "stdout=subprocess.PIPE, text=True); "
         "print(p.stdout.readline().strip(), p.pid, flush=True); p.wait()"
     )
     environment = child_environment({"ROLECALL_DIE_WITH_PARENT": "1"})
-    with subprocess.Popen([sys.executable, "-c", starter, str(config)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as launcher:
+    with subprocess.Popen(
+        [sys.executable, "-c", starter, str(config)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ) as launcher:
         assert launcher.stdout is not None
         word, pid = launcher.stdout.readline().split()
         assert word == "up"
@@ -185,7 +199,9 @@ def test_overrides_name_and_file_reach_the_role(launcher: Launcher) -> None:
         (["--speed", "3"], "actor failed: unexpected argument '--speed'"),
     ],
 )
-def test_a_bad_command_line_is_one_line_and_exit_code_2(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_command_line_is_one_line_and_exit_code_2(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         process.parse_args("actor", arguments)
     assert caught.value.code == 2
@@ -240,7 +256,9 @@ def test_help_and_bad_configurations_are_instant_and_load_nothing_heavy() -> Non
         "assert not heavy, heavy\n"
         "p.parse_args('actor', ['--help'])"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20, check=False
+    )
     assert result.returncode == 0, result.stderr
     assert "usage: rolecall serve actor CONFIG" in result.stdout
 

@@ -1,4 +1,6 @@
-"""What every role's server promises: it says who can serve, refuses what would go wrong in silence, and ends without dropping calls."""
+"""What every role's server promises: it says who can serve, refuses what would go wrong in silence, and ends without
+dropping calls.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -35,7 +37,9 @@ def socket_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def health_of(address: str, service: str) -> str:
     async with open_channel(address, RpcSection()) as channel:
-        check = channel.unary_unary("/grpc.health.v1.Health/Check", _to_bytes, health_pb2.HealthCheckResponse.FromString)
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check", _to_bytes, health_pb2.HealthCheckResponse.FromString
+        )
         response = await check(health_pb2.HealthCheckRequest(service=service))
     return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
 
@@ -70,7 +74,9 @@ async def test_reflection_lists_the_services(peer: Peer) -> None:
 
 async def test_a_port_in_use_is_a_clear_error(peer: Peer) -> None:
     async with serving(peer) as (_, address):
-        with pytest.raises(ConfigError, match=rf"cannot listen on {address}: it is in use: another process listens there"):
+        with pytest.raises(
+            ConfigError, match=rf"cannot listen on {address}: it is in use: another process listens there"
+        ):
             await Server(RpcSection(), address).start()
 
 
@@ -168,7 +174,11 @@ async def _get(stub: controller_pb2_grpc.ControllerServiceStub) -> controller_pb
 
 async def test_streams_are_bounded_apart_so_that_watchers_leave_room_for_heartbeats(peer: Peer) -> None:
     peer.num_sent, peer.delay_s = 1, 60.0
-    async with serving(peer) as (_, address), open_channel(address, RpcSection()) as channel, AsyncExitStack() as watchers:
+    async with (
+        serving(peer) as (_, address),
+        open_channel(address, RpcSection()) as channel,
+        AsyncExitStack() as watchers,
+    ):
         stub = controller_pb2_grpc.ControllerServiceStub(channel)
         for _ in range(MAX_STREAMS):
             stream = stub.WatchRun(controller_pb2.WatchRunRequest(), timeout=60)

@@ -24,7 +24,9 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path / "ours")
 
 
-async def call(target: str, rpc: RpcSection, tls: bool | None = None, ca_file: Path | None = None, bearer_token: str | None = None) -> None:
+async def call(
+    target: str, rpc: RpcSection, tls: bool | None = None, ca_file: Path | None = None, bearer_token: str | None = None
+) -> None:
     async with open_channel(target, rpc, tls=tls, ca_file=ca_file, bearer_token=bearer_token) as channel:
         await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET, timeout=5.0)
 
@@ -37,7 +39,9 @@ async def test_roles_with_certificates_of_one_authority_reach_each_other(peer: P
 
 async def test_a_certificate_of_another_authority_is_refused(peer: Peer, authority: Authority, tmp_path: Path) -> None:
     stranger = Authority(tmp_path / "theirs").issue("stranger")
-    trusting = TlsSection(certificate_file=stranger.certificate_file, key_file=stranger.key_file, ca_file=authority.ca_file)
+    trusting = TlsSection(
+        certificate_file=stranger.certificate_file, key_file=stranger.key_file, ca_file=authority.ca_file
+    )
     async with serving(peer, RpcSection(tls=authority.issue("controller"))) as (_, address):
         with pytest.raises(UnavailableError):
             await call(address, RpcSection(tls=trusting))
@@ -53,7 +57,9 @@ async def test_a_caller_without_a_certificate_is_refused(peer: Peer, authority: 
     assert peer.calls == []
 
 
-async def test_a_replaced_certificate_is_used_without_a_restart(peer: Peer, authority: Authority, tmp_path: Path) -> None:
+async def test_a_replaced_certificate_is_used_without_a_restart(
+    peer: Peer, authority: Authority, tmp_path: Path
+) -> None:
     theirs = Authority(tmp_path / "theirs")
     served, old, new = authority.issue("controller"), authority.issue("rollout"), theirs.issue("rollout")
     async with serving(peer, RpcSection(tls=served)) as (_, address):
@@ -61,7 +67,10 @@ async def test_a_replaced_certificate_is_used_without_a_restart(peer: Peer, auth
         for ours, replacement in zip(_files(served), _files(theirs.issue("controller")), strict=True):
             os.replace(replacement, ours)
         new_roots = served.ca_file  # now their roots
-        await call(address, RpcSection(tls=TlsSection(certificate_file=new.certificate_file, key_file=new.key_file, ca_file=new_roots)))
+        await call(
+            address,
+            RpcSection(tls=TlsSection(certificate_file=new.certificate_file, key_file=new.key_file, ca_file=new_roots)),
+        )
 
 
 async def test_half_a_rotation_keeps_the_old_certificate(peer: Peer, authority: Authority) -> None:

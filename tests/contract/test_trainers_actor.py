@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import (
     BatchMismatchError,
     ChannelBrokenError,
@@ -25,7 +26,6 @@ from rolecall.errors import (
     StaleVersionError,
 )
 from rolecall.settings import RunSettings
-from rolecall.storage import open_storage
 from rolecall.v1 import actor_pb2, weights_pb2
 from rolecall.v1.training_pb2 import (
     STATE_PART_GRADIENTS,
@@ -49,7 +49,16 @@ from rolecall.wire import decode_tensor, encode_tensor
 from tests.checkpoint_rig import exported
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_qwen3
-from tests.trainer_rig import Batches, saved, served_actor, settings_tree, train, true_distribution, true_logprobs, values_of
+from tests.trainer_rig import (
+    Batches,
+    saved,
+    served_actor,
+    settings_tree,
+    train,
+    true_distribution,
+    true_logprobs,
+    values_of,
+)
 
 MakeRun = Callable[..., RunSettings]
 MANY_UPDATES = {"groups_per_batch": 4, "num_minibatches": 2, "num_epochs": 20}
@@ -76,18 +85,24 @@ def batches(store: StoreUnderTest, model: Path) -> Batches:
 
 def publish_request(ctl: int, step: int, version: int, epoch: int = 1) -> actor_pb2.PublishWeightsRequest:
     probe = weights_pb2.Probe(token_ids=encode_tensor(PROBE))
-    return actor_pb2.PublishWeightsRequest(ctl=ctl, epoch=epoch, step=step, policy_version=version, bucket_timeout_s=10.0, probe=probe)
+    return actor_pb2.PublishWeightsRequest(
+        ctl=ctl, epoch=epoch, step=step, policy_version=version, bucket_timeout_s=10.0, probe=probe
+    )
 
 
 def receive(address: str, epoch: int) -> tuple[dict[str, torch.Tensor], str]:
     """One transfer of a channel of two ranks, as a rollout would take it."""
     rendezvous = Rendezvous(address, epoch, 1, 10.0)
-    reception = Reception(join(rendezvous, 2, "gloo", torch.device("cpu"), 10.0), agreed_manifest(rendezvous, 10.0), 10.0)
+    reception = Reception(
+        join(rendezvous, 2, "gloo", torch.device("cpu"), 10.0), agreed_manifest(rendezvous, 10.0), 10.0
+    )
     received = {name: tensor for bucket in reception for name, tensor in bucket}
     return received, reception.result().digest
 
 
-async def test_a_sealed_step_is_applied_and_its_metrics_are_told(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+async def test_a_sealed_step_is_applied_and_its_metrics_are_told(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches
+) -> None:
     batch = batches.sealed(0)
     async with served_actor(make_run(), store) as (_, actor):
         result = await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest))
@@ -101,7 +116,9 @@ async def test_a_sealed_step_is_applied_and_its_metrics_are_told(store: StoreUnd
     assert metrics["actor/tokens"] == sum(row.num_tokens for row in batch.rows)
 
 
-async def test_a_repeated_step_answers_with_its_record_and_changes_nothing(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+async def test_a_repeated_step_answers_with_its_record_and_changes_nothing(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches
+) -> None:
     request = TrainRequest(ctl=store.ledger.ctl, step=0, digest=batches.sealed(0).digest)
     async with served_actor(make_run(), store) as (rig, actor):
         first = await train(actor, request)
@@ -112,7 +129,9 @@ async def test_a_repeated_step_answers_with_its_record_and_changes_nothing(store
             await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest="another"))
 
 
-async def test_a_later_an_unsealed_and_a_differing_step_are_refused(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+async def test_a_later_an_unsealed_and_a_differing_step_are_refused(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches
+) -> None:
     async with served_actor(make_run(), store) as (rig, actor):
         with pytest.raises(NotFoundError):
             await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest="batch-0"))
@@ -134,7 +153,9 @@ async def test_a_replaced_controller_is_refused(store: StoreUnderTest, make_run:
             await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest=digest))
 
 
-async def test_state_that_went_to_the_host_comes_back_for_whoever_needs_it(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+async def test_state_that_went_to_the_host_comes_back_for_whoever_needs_it(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches
+) -> None:
     digest, ctl = batches.sealed(0).digest, store.ledger.ctl
     async with served_actor(make_run(), store) as (rig, actor):
         await actor.Offload(OffloadRequest(ctl=ctl), timeout=5)
@@ -146,7 +167,9 @@ async def test_state_that_went_to_the_host_comes_back_for_whoever_needs_it(store
             await actor.Offload(OffloadRequest(ctl=ctl, parts=[STATE_PART_UNSPECIFIED]), timeout=5)
 
 
-async def test_a_step_goes_on_when_its_caller_leaves_and_a_retry_attaches(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+async def test_a_step_goes_on_when_its_caller_leaves_and_a_retry_attaches(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches
+) -> None:
     request = TrainRequest(ctl=store.ledger.ctl, step=0, digest=batches.sealed(0).digest)
     async with served_actor(make_run(algorithm=MANY_UPDATES), store) as (rig, actor):
         leaving = actor.Train(request, timeout=30)
@@ -160,7 +183,9 @@ async def test_a_step_goes_on_when_its_caller_leaves_and_a_retry_attaches(store:
     assert values_of(one)["actor/clip_fraction_high"] >= 0
 
 
-async def test_a_missing_row_refuses_the_step_and_leaves_the_policy_as_it_was(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+async def test_a_missing_row_refuses_the_step_and_leaves_the_policy_as_it_was(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches
+) -> None:
     batch = batches.sealed(0)
     request = TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest)
     async with served_actor(make_run(), store) as (rig, actor):
@@ -170,10 +195,14 @@ async def test_a_missing_row_refuses_the_step_and_leaves_the_policy_as_it_was(st
         assert (rig.engine.applied.step, rig.engine.bench.engine.num_updates) == (0, 0)
 
 
-async def test_concurrent_calls_for_logprobs_agree_with_transformers(store: StoreUnderTest, make_run: MakeRun, batches: Batches, model: Path) -> None:
+async def test_concurrent_calls_for_logprobs_agree_with_transformers(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches, model: Path
+) -> None:
     rows = [row for group in batches.sampled(6) for row in group.rows]
     async with served_actor(make_run(), store) as (_, actor):
-        calls = [ComputeColumnRequest(ctl=store.ledger.ctl, rows=rows[start : start + 2]) for start in range(0, len(rows), 2)]
+        calls = [
+            ComputeColumnRequest(ctl=store.ledger.ctl, rows=rows[start : start + 2]) for start in range(0, len(rows), 2)
+        ]
         answers = await asyncio.gather(*(actor.ComputeLogprobs(call, timeout=30) for call in calls))
         again = await actor.ComputeLogprobs(ComputeColumnRequest(ctl=store.ledger.ctl, rows=rows), timeout=30)
     assert [answer.num_tokens for answer in answers] == [sum(row.num_tokens for row in call.rows) for call in calls]
@@ -193,7 +222,9 @@ async def test_a_greedy_response_is_not_computed_with(store: StoreUnderTest, mak
             await actor.ComputeLogprobs(ComputeColumnRequest(ctl=store.ledger.ctl, rows=[group.greedy_row]), timeout=30)
 
 
-async def test_a_step_is_the_same_whether_old_logprobs_were_written_before_or_not(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+async def test_a_step_is_the_same_whether_old_logprobs_were_written_before_or_not(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches
+) -> None:
     batch = batches.sealed(0)
     request = TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest)
     run = make_run(algorithm={"groups_per_batch": 4, "num_minibatches": 3, "num_epochs": 2})
@@ -208,16 +239,25 @@ async def test_a_step_is_the_same_whether_old_logprobs_were_written_before_or_no
         assert written[name] == pytest.approx(without[name], rel=1e-3, abs=1e-6), name
 
 
-async def test_kl_and_sampler_correction_are_terms_of_the_loss(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+async def test_kl_and_sampler_correction_are_terms_of_the_loss(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches
+) -> None:
     batches.coefficients = Coefficients(kl_coef=0.5, entropy_coef=0.01)
     batch = batches.sealed(0)
     request = TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest)
-    algorithm = {"groups_per_batch": 4, "kl": {"reference": "ref", "kl_coef": 0.5}, "correction": {"weight": {"kind": "token", "cap": 1.5}}}
+    algorithm = {
+        "groups_per_batch": 4,
+        "kl": {"reference": "ref", "kl_coef": 0.5},
+        "correction": {"weight": {"kind": "token", "cap": 1.5}},
+    }
     async with served_actor(make_run(algorithm=algorithm, references={"ref": {}}), store) as (rig, actor):
         with pytest.raises(RowMissingError, match="ref/logprobs"):
             await train(actor, request)
         masks = store.rows.read(batch.rows, ["response_mask"])
-        store.rows.put(batch.rows, [{"ref/logprobs": np.where(read["response_mask"], np.float32(-3), np.float32(0))} for read in masks])
+        store.rows.put(
+            batch.rows,
+            [{"ref/logprobs": np.where(read["response_mask"], np.float32(-3), np.float32(0))} for read in masks],
+        )
         metrics = values_of(await train(actor, request))
         assert rig.engine.bench.engine.num_updates == 1
     assert metrics["actor/reference_kl"] > 0
@@ -227,12 +267,17 @@ async def test_kl_and_sampler_correction_are_terms_of_the_loss(store: StoreUnder
 
 
 @pytest.mark.parametrize("kind", ["clip_cov", "kl_cov"])
-async def test_tokens_are_singled_out_before_every_update(store: StoreUnderTest, make_run: MakeRun, batches: Batches, kind: str) -> None:
+async def test_tokens_are_singled_out_before_every_update(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches, kind: str
+) -> None:
     batch = batches.sealed(0)
     policy_loss = {"kind": kind, "fraction": 0.2} | ({"cov_low": 0.0, "cov_high": 100.0} if kind == "clip_cov" else {})
     algorithm = {"groups_per_batch": 4, "num_minibatches": 2, "num_epochs": 2, "policy_loss": policy_loss}
     async with served_actor(make_run(algorithm=algorithm), store) as (rig, actor):
-        events = [event async for event in actor.Train(TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest), timeout=60)]
+        events = [
+            event
+            async for event in actor.Train(TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest), timeout=60)
+        ]
         assert rig.engine.bench.engine.num_updates == 4
     metrics = values_of(events[-1].result)
     assert 0.1 < metrics["actor/selected_fraction"] <= 0.2
@@ -240,9 +285,18 @@ async def test_tokens_are_singled_out_before_every_update(store: StoreUnderTest,
     assert all(0 < each.num_done <= each.num_total for each in progress)
 
 
-async def test_a_second_epoch_draws_no_token_that_ppos_clip_already_holds(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+async def test_a_second_epoch_draws_no_token_that_ppos_clip_already_holds(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches
+) -> None:
     batch = batches.sealed(0)
-    policy_loss = {"kind": "clip_cov", "fraction": 0.5, "cov_low": -100.0, "cov_high": 100.0, "clip_eps_low": 1e-6, "clip_eps_high": 1e-6}
+    policy_loss = {
+        "kind": "clip_cov",
+        "fraction": 0.5,
+        "cov_low": -100.0,
+        "cov_high": 100.0,
+        "clip_eps_low": 1e-6,
+        "clip_eps_high": 1e-6,
+    }
     algorithm = {"groups_per_batch": 4, "num_epochs": 2, "policy_loss": policy_loss}
     async with served_actor(make_run(algorithm=algorithm), store) as (_, actor):
         metrics = values_of(await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest)))
@@ -251,14 +305,18 @@ async def test_a_second_epoch_draws_no_token_that_ppos_clip_already_holds(store:
     assert metrics["actor/selected_fraction"] == pytest.approx(min(0.5 + (1 - 2 * clipped), 1.0) / 2, abs=0.01)
 
 
-async def test_a_policy_loss_that_is_not_there_is_known_at_the_start(store: StoreUnderTest, make_run: MakeRun, tmp_path: Path) -> None:
+async def test_a_policy_loss_that_is_not_there_is_known_at_the_start(
+    store: StoreUnderTest, make_run: MakeRun, tmp_path: Path
+) -> None:
     policy_loss = {"kind": "custom", "function": "nowhere_to_be_found:loss", "search_path": str(tmp_path)}
     with pytest.raises(ConfigError, match=r"algorithm\.policy_loss\.function"):
         async with served_actor(make_run(algorithm={"groups_per_batch": 4, "policy_loss": policy_loss}), store):
             pass
 
 
-async def test_a_missing_row_fails_only_the_call_that_named_it(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+async def test_a_missing_row_fails_only_the_call_that_named_it(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches
+) -> None:
     rows = [row for group in batches.sampled(2) for row in group.rows]
     gone = RowRef(id="99/0", token="r.0-1", num_tokens=9)
     async with served_actor(make_run(), store) as (_, actor):
@@ -272,12 +330,17 @@ async def test_a_missing_row_fails_only_the_call_that_named_it(store: StoreUnder
     assert good.num_tokens == sum(row.num_tokens for row in rows)
 
 
-async def test_published_weights_are_those_of_the_step_with_their_probe(store: StoreUnderTest, make_run: MakeRun, model: Path) -> None:
+async def test_published_weights_are_those_of_the_step_with_their_probe(
+    store: StoreUnderTest, make_run: MakeRun, model: Path
+) -> None:
     ctl = store.ledger.ctl
     async with served_actor(make_run(), store) as (_, actor):
-        opened = await actor.OpenWeightChannel(weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=2, timeout_s=10), timeout=10)
+        opened = await actor.OpenWeightChannel(
+            weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=2, timeout_s=10), timeout=10
+        )
         published, (received, digest) = await asyncio.gather(
-            actor.PublishWeights(publish_request(ctl, step=0, version=5), timeout=30), asyncio.to_thread(receive, opened.address, 1)
+            actor.PublishWeights(publish_request(ctl, step=0, version=5), timeout=30),
+            asyncio.to_thread(receive, opened.address, 1),
         )
         info = await actor.GetInfo(GetTrainerInfoRequest(), timeout=5)
         with pytest.raises(StaleVersionError):
@@ -285,31 +348,43 @@ async def test_published_weights_are_those_of_the_step_with_their_probe(store: S
         with pytest.raises(OutOfOrderError):
             await actor.PublishWeights(publish_request(ctl, step=1, version=6), timeout=30)
         with pytest.raises(StaleEpochError):
-            await actor.OpenWeightChannel(weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=2, timeout_s=10), timeout=10)
+            await actor.OpenWeightChannel(
+                weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=2, timeout_s=10), timeout=10
+            )
     expected = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
     assert set(received) == set(expected)
     assert all(torch.equal(received[name], expected[name]) for name in expected)
     assert (published.digest, info.policy_version) == (digest, 5)
-    np.testing.assert_allclose(decode_tensor(published.probe.logprobs, "probe"), true_logprobs(model, PROBE, 1.0), atol=1e-4)
+    np.testing.assert_allclose(
+        decode_tensor(published.probe.logprobs, "probe"), true_logprobs(model, PROBE, 1.0), atol=1e-4
+    )
     assert not published.probe.HasField("again")
 
 
-async def test_in_bfloat16_the_probe_is_computed_twice_and_differs_by_rounding(store: StoreUnderTest, make_run: MakeRun, model: Path) -> None:
+async def test_in_bfloat16_the_probe_is_computed_twice_and_differs_by_rounding(
+    store: StoreUnderTest, make_run: MakeRun, model: Path
+) -> None:
     ctl = store.ledger.ctl
     run = make_run()
     run = run.model_copy(update={"model": run.model.model_copy(update={"dtype": "bfloat16"})})
     async with served_actor(run, store) as (_, actor):
-        await actor.OpenWeightChannel(weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=1, timeout_s=10), timeout=10)
+        await actor.OpenWeightChannel(
+            weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=1, timeout_s=10), timeout=10
+        )
         published = await actor.PublishWeights(publish_request(ctl, step=0, version=5), timeout=30)
     first, second = decode_tensor(published.probe.logprobs, "first"), decode_tensor(published.probe.again, "second")
     assert 0 < np.abs(first - second).max() < 0.2
     np.testing.assert_allclose(second, true_logprobs(model, PROBE, 1.0), atol=0.2)
 
 
-async def test_a_publish_whose_caller_leaves_frees_the_actor_and_its_receivers(store: StoreUnderTest, make_run: MakeRun) -> None:
+async def test_a_publish_whose_caller_leaves_frees_the_actor_and_its_receivers(
+    store: StoreUnderTest, make_run: MakeRun
+) -> None:
     ctl = store.ledger.ctl
     async with served_actor(make_run(), store) as (_, actor):
-        opened = await actor.OpenWeightChannel(weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=3, timeout_s=60), timeout=10)
+        opened = await actor.OpenWeightChannel(
+            weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=3, timeout_s=60), timeout=10
+        )
         waiting = Rendezvous(opened.address, 1, 1, 10.0)  # the second receiver never comes
         publishing = asyncio.create_task(one(actor.PublishWeights(publish_request(ctl, step=0, version=5), timeout=60)))
         await asyncio.sleep(1.0)
@@ -321,9 +396,12 @@ async def test_a_publish_whose_caller_leaves_frees_the_actor_and_its_receivers(s
             with pytest.raises(ChannelBrokenError, match="its caller left"):
                 await actor.PublishWeights(publish_request(ctl, step=0, version=6), timeout=30)
         waiting.close()
-        reopened = await actor.OpenWeightChannel(weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=2, world_size=2, timeout_s=10), timeout=10)
+        reopened = await actor.OpenWeightChannel(
+            weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=2, world_size=2, timeout_s=10), timeout=10
+        )
         published, (_, digest) = await asyncio.gather(
-            actor.PublishWeights(publish_request(ctl, step=0, version=7, epoch=2), timeout=30), asyncio.to_thread(receive, reopened.address, 2)
+            actor.PublishWeights(publish_request(ctl, step=0, version=7, epoch=2), timeout=30),
+            asyncio.to_thread(receive, reopened.address, 2),
         )
     assert published.digest == digest
 
@@ -333,11 +411,15 @@ async def one(call: Any) -> Any:
     return await call
 
 
-async def test_mismatch_is_told_apart_for_trajectories_of_the_trained_weights(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+async def test_mismatch_is_told_apart_for_trajectories_of_the_trained_weights(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches
+) -> None:
     ctl = store.ledger.ctl
     batch = batches.sealed(0)
     async with served_actor(make_run(), store) as (_, actor):
-        await actor.OpenWeightChannel(weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=1, timeout_s=10), timeout=10)
+        await actor.OpenWeightChannel(
+            weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=1, timeout_s=10), timeout=10
+        )
         await actor.PublishWeights(publish_request(ctl, step=0, version=0), timeout=30)
         first = await train(actor, TrainRequest(ctl=ctl, step=0, digest=batch.digest))
         batches.commit(first)
@@ -351,8 +433,12 @@ async def test_mismatch_is_told_apart_for_trajectories_of_the_trained_weights(st
 
 
 @pytest.mark.parametrize("proximal", ["recompute", "bypass"])
-async def test_the_proximal_policy_is_recomputed_or_the_sampler(store: StoreUnderTest, make_run: MakeRun, batches: Batches, proximal: str) -> None:
-    """In the second step the actor is no longer the sampler; two mini-batches would cost a pass ahead of the updates."""
+async def test_the_proximal_policy_is_recomputed_or_the_sampler(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches, proximal: str
+) -> None:
+    """In the second step the actor is no longer the sampler; two mini-batches would cost a pass ahead of the
+    updates.
+    """
     algorithm = {"groups_per_batch": 4, "num_minibatches": 2, "correction": {"proximal": proximal}}
     async with served_actor(make_run(algorithm=algorithm), store) as (rig, actor):
         first = await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest=batches.sealed(0).digest))
@@ -360,13 +446,21 @@ async def test_the_proximal_policy_is_recomputed_or_the_sampler(store: StoreUnde
         bench, batch = rig.engine.bench, batches.sealed(1)
         flops = bench.engine.flops_done
         metrics = values_of(await train(actor, TrainRequest(ctl=store.ledger.ctl, step=1, digest=batch.digest)))
-        num_passes = (bench.engine.flops_done - flops) / bench.flops.forward.costs([row.num_tokens for row in batch.rows]).sum()
-    assert num_passes == pytest.approx(3.35 if proximal == "recompute" else 2.85, abs=0.2)  # the head runs over scored tokens only
+        num_passes = (bench.engine.flops_done - flops) / bench.flops.forward.costs(
+            [row.num_tokens for row in batch.rows]
+        ).sum()
+    # the head runs over scored tokens only
+    assert num_passes == pytest.approx(3.35 if proximal == "recompute" else 2.85, abs=0.2)
     assert metrics["actor/mismatch_all_max"] > 1e-4
     assert metrics["actor/mismatch_kl"] > 0
     assert 0 < metrics["actor/ess_sequences"] <= metrics["actor/ess_tokens"] + 1e-3 <= 1.001
     assert metrics["actor/sampler_perplexity"] == pytest.approx(metrics["actor/trainer_perplexity"], rel=0.2)
-    assert metrics["actor/sampler_ratio_min"] <= metrics["actor/sampler_ratio_p01"] <= metrics["actor/sampler_ratio_p99"] <= metrics["actor/sampler_ratio_max"]
+    assert (
+        metrics["actor/sampler_ratio_min"]
+        <= metrics["actor/sampler_ratio_p01"]
+        <= metrics["actor/sampler_ratio_p99"]
+        <= metrics["actor/sampler_ratio_max"]
+    )
     assert metrics["actor/probs_correlation"] > 0.9
     assert metrics["actor/rejected_tokens"] == metrics["actor/rejected_sequences"] == 0
     if proximal == "bypass":
@@ -376,12 +470,16 @@ async def test_the_proximal_policy_is_recomputed_or_the_sampler(store: StoreUnde
         assert metrics["actor/old_kl"] < metrics["actor/mismatch_kl"]
 
 
-async def test_a_restored_actor_goes_on_as_if_it_had_never_stopped(store: StoreUnderTest, make_run: MakeRun, batches: Batches, tmp_path: Path) -> None:
+async def test_a_restored_actor_goes_on_as_if_it_had_never_stopped(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches, tmp_path: Path
+) -> None:
     ctl, path = store.ledger.ctl, str(tmp_path / "checkpoints" / "actor")
     zero = TrainRequest(ctl=ctl, step=0, digest=batches.sealed(0).digest)
     save = SaveTrainerCheckpointRequest(ctl=ctl, path=path, step=1)
     async with served_actor(make_run(), store) as (_, actor):
-        await actor.OpenWeightChannel(weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=1, timeout_s=10), timeout=10)
+        await actor.OpenWeightChannel(
+            weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=1, timeout_s=10), timeout=10
+        )
         await actor.PublishWeights(publish_request(ctl, step=0, version=5), timeout=30)
         first = await train(actor, zero)
         batches.commit(first)
@@ -423,17 +521,30 @@ async def test_sums_of_squared_probabilities_are_written_beside_logprobs_where_t
     assert metrics["actor/ratio"] == pytest.approx(1.0, abs=1e-5)
     for read in store.rows.read(batch.rows, ["token_ids", "response_mask", "old_logprobs", "sum_squared_probs"]):
         log_p = true_distribution(model, read["token_ids"], batches.temperature)
-        np.testing.assert_allclose(read["sum_squared_probs"], np.exp(2 * log_p).sum(1) * read["response_mask"], atol=1e-5)
-        np.testing.assert_allclose(read["old_logprobs"], true_logprobs(model, read["token_ids"], batches.temperature) * read["response_mask"], atol=1e-4)
+        np.testing.assert_allclose(
+            read["sum_squared_probs"], np.exp(2 * log_p).sum(1) * read["response_mask"], atol=1e-5
+        )
+        np.testing.assert_allclose(
+            read["old_logprobs"],
+            true_logprobs(model, read["token_ids"], batches.temperature) * read["response_mask"],
+            atol=1e-4,
+        )
 
 
-async def test_a_teachers_reverse_kl_is_a_term_of_the_loss(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+async def test_a_teachers_reverse_kl_is_a_term_of_the_loss(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches
+) -> None:
     batch = batches.sealed(0)
     distillation = {"teacher": "wise", "placement": "loss", "coef": 0.5}
     run = make_run(algorithm={"groups_per_batch": 4, "distillation": distillation}, references={"wise": {}})
     rows = store.rows.read(batch.rows, ["response_mask", "rollout_logprobs"])
-    store.rows.put(batch.rows, [{"teacher/logprobs": row["rollout_logprobs"] - np.float32(0.25) * row["response_mask"]} for row in rows])
+    store.rows.put(
+        batch.rows,
+        [{"teacher/logprobs": row["rollout_logprobs"] - np.float32(0.25) * row["response_mask"]} for row in rows],
+    )
     async with served_actor(run, store) as (_, actor):
         metrics = values_of(await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest)))
     assert metrics["actor/teacher_kl"] == pytest.approx(0.25, abs=1e-3)
-    assert metrics["actor/loss"] == pytest.approx(metrics["actor/policy_loss"] + 0.5 * metrics["actor/teacher_kl"], abs=1e-4)
+    assert metrics["actor/loss"] == pytest.approx(
+        metrics["actor/policy_loss"] + 0.5 * metrics["actor/teacher_kl"], abs=1e-4
+    )

@@ -37,7 +37,9 @@ def batches(store: StoreUnderTest, model: Path) -> Batches:
     return Batches(store, model)
 
 
-async def test_values_cover_sampled_tokens_and_are_written_once(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+async def test_values_cover_sampled_tokens_and_are_written_once(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches
+) -> None:
     rows = [row for group in batches.sampled(2) for row in group.rows]
     request = ComputeColumnRequest(ctl=store.ledger.ctl, rows=rows)
     async with served_critic(make_run(), store) as (_, critic):
@@ -69,17 +71,24 @@ async def test_the_value_loss_falls_over_steps(store: StoreUnderTest, make_run: 
     assert values_of(result)["critic/grad_norm"] > 0
 
 
-async def test_the_explained_variance_is_that_of_the_trained_tokens(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+async def test_the_explained_variance_is_that_of_the_trained_tokens(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches
+) -> None:
     batch = batches.sealed(0)
     async with served_critic(make_run(), store) as (_, critic):
         result = await train(critic, TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest))
     rows = store.rows.read(batch.rows, ["loss_mask", "values", "returns"])
-    values, returns = (np.concatenate([row[name][row["loss_mask"] != 0] for row in rows]).astype(float) for name in ("values", "returns"))
+    values, returns = (
+        np.concatenate([row[name][row["loss_mask"] != 0] for row in rows]).astype(float)
+        for name in ("values", "returns")
+    )
     expected = 1 - np.var(returns - values) / np.var(returns)
     assert values_of(result)["critic/explained_variance"] == pytest.approx(expected)
 
 
-async def test_its_own_number_of_minibatches_comes_before_the_actors(store: StoreUnderTest, make_run: MakeRun, batches: Batches) -> None:
+async def test_its_own_number_of_minibatches_comes_before_the_actors(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches
+) -> None:
     async with served_critic(make_run(num_minibatches=4), store) as (rig, critic):
         await train(critic, TrainRequest(ctl=store.ledger.ctl, step=0, digest=batches.sealed(0).digest))
         assert rig.engine.bench.engine.num_updates == 4

@@ -1,4 +1,6 @@
-"""What a trainer promises when calls cross each other, callers leave, controllers change and the disk is full. Over a real connection, store and model."""
+"""What a trainer promises when calls cross each other, callers leave, controllers change and the disk is full. Over a
+real connection, store and model.
+"""
 
 import asyncio
 import resource
@@ -12,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import CheckpointMissingError, DeadlineError, DiskFullError, FencedError, OutOfOrderError
 from rolecall.rpc.process import ServiceArgs
 from rolecall.settings import RunSettings
-from rolecall.storage import open_storage
-from rolecall.training.applied import Applied
-from rolecall.training.host import load
-from rolecall.training.lane import Lane
+from rolecall.training.serving.applied import Applied
+from rolecall.training.serving.device_thread import Lane
+from rolecall.training.serving.serve import load
 from rolecall.v1 import actor_pb2, weights_pb2
 from rolecall.v1.actor_pb2_grpc import ActorServiceStub
 from rolecall.v1.training_pb2 import (
@@ -60,16 +62,22 @@ class Caller:
         self.actor, self.ctl, self.path = actor, ctl, folder / "checkpoint" / "actor"
 
     async def save(self, step: int, name: str = "actor") -> Any:
-        return await saved(self.actor, SaveTrainerCheckpointRequest(ctl=self.ctl, path=str(self.path.with_name(name)), step=step))
+        return await saved(
+            self.actor, SaveTrainerCheckpointRequest(ctl=self.ctl, path=str(self.path.with_name(name)), step=step)
+        )
 
     async def load(self) -> Any:
-        return await self.actor.LoadCheckpoint(LoadTrainerCheckpointRequest(ctl=self.ctl, path=str(self.path)), timeout=TIMEOUT_S)
+        return await self.actor.LoadCheckpoint(
+            LoadTrainerCheckpointRequest(ctl=self.ctl, path=str(self.path)), timeout=TIMEOUT_S
+        )
 
     async def train(self, step: int, digest: str) -> Any:
         return await train(self.actor, TrainRequest(ctl=self.ctl, step=step, digest=digest))
 
     async def publish(self, version: int) -> None:
-        request = actor_pb2.PublishWeightsRequest(ctl=self.ctl, epoch=1, step=0, policy_version=version, bucket_timeout_s=10)
+        request = actor_pb2.PublishWeightsRequest(
+            ctl=self.ctl, epoch=1, step=0, policy_version=version, bucket_timeout_s=10
+        )
         await self.actor.PublishWeights(request, timeout=TIMEOUT_S)
 
     async def info(self) -> Any:
@@ -137,7 +145,9 @@ async def test_calls_that_cross_are_done_one_after_the_other(
         await caller.save(1, "another")
 
 
-async def test_a_save_whose_caller_left_is_finished(actor: tuple[Rig, ActorServiceStub], store: StoreUnderTest, tmp_path: Path) -> None:
+async def test_a_save_whose_caller_left_is_finished(
+    actor: tuple[Rig, ActorServiceStub], store: StoreUnderTest, tmp_path: Path
+) -> None:
     rig, stub = actor
     caller = Caller(stub, store.ledger.ctl, tmp_path)
     with held(rig):
@@ -193,7 +203,9 @@ async def test_a_trainer_that_is_set_back_keeps_the_highest_version_it_published
 ) -> None:
     _, stub = actor
     caller = Caller(stub, store.ledger.ctl, tmp_path)
-    await stub.OpenWeightChannel(weights_pb2.OpenWeightChannelRequest(ctl=caller.ctl, epoch=1, world_size=1, timeout_s=10), timeout=10)
+    await stub.OpenWeightChannel(
+        weights_pb2.OpenWeightChannelRequest(ctl=caller.ctl, epoch=1, world_size=1, timeout_s=10), timeout=10
+    )
     await caller.publish(version=3)
     await caller.save(0)
     await caller.publish(version=5)
@@ -245,26 +257,37 @@ class Moves:
         return self.num - before
 
 
-async def test_every_kind_of_work_moves_in_small_parts(actor: tuple[Rig, ActorServiceStub], store: StoreUnderTest, batches: Batches, tmp_path: Path) -> None:
+async def test_every_kind_of_work_moves_in_small_parts(
+    actor: tuple[Rig, ActorServiceStub], store: StoreUnderTest, batches: Batches, tmp_path: Path
+) -> None:
     rig, stub = actor
     caller, moves = Caller(stub, store.ledger.ctl, tmp_path), Moves()
     rig.front.lane.show_to(moves)
     num_tensors = sum(1 for _ in rig.engine.bench.engine.named_weights())
     rows = [row for group in batches.sampled(8) for row in group.rows]
     num_microbatches = sum(row.num_tokens for row in rows) // 64
-    assert await moves.of(stub.ComputeLogprobs(ComputeColumnRequest(ctl=caller.ctl, rows=rows), timeout=TIMEOUT_S)) > num_microbatches
+    assert (
+        await moves.of(stub.ComputeLogprobs(ComputeColumnRequest(ctl=caller.ctl, rows=rows), timeout=TIMEOUT_S))
+        > num_microbatches
+    )
     assert await moves.of(caller.train(0, batches.sealed(0).digest)) > 4
     await moves.of(caller.save(1))  # its snapshot copies nothing yet, and files are written beside the device's work
     assert await moves.of(caller.load()) > 3 * num_tensors
-    await stub.OpenWeightChannel(weights_pb2.OpenWeightChannelRequest(ctl=caller.ctl, epoch=1, world_size=1, timeout_s=10), timeout=10)
+    await stub.OpenWeightChannel(
+        weights_pb2.OpenWeightChannelRequest(ctl=caller.ctl, epoch=1, world_size=1, timeout_s=10), timeout=10
+    )
     publish = actor_pb2.PublishWeightsRequest(ctl=caller.ctl, epoch=1, step=1, policy_version=0, bucket_timeout_s=10)
     assert await moves.of(stub.PublishWeights(publish, timeout=TIMEOUT_S)) > num_tensors
 
 
-async def test_a_model_that_is_not_loaded_in_time_is_an_error_that_says_so(store: StoreUnderTest, model: Path, tmp_path: Path) -> None:
+async def test_a_model_that_is_not_loaded_in_time_is_an_error_that_says_so(
+    store: StoreUnderTest, model: Path, tmp_path: Path
+) -> None:
     settings = RunSettings.model_validate(settings_tree(store, model, tmp_path, controller={"start_timeout_s": 0.2}))
     lane = Lane()
-    with pytest.raises(DeadlineError, match=r"actor was still loading the model after controller.start_timeout_s = 0.2 s"):
+    with pytest.raises(
+        DeadlineError, match=r"actor was still loading the model after controller.start_timeout_s = 0.2 s"
+    ):
         await load(ServiceArgs(settings, "actor", "1"), lane, lambda vitals: time.sleep(1))
     await lane.close()
 

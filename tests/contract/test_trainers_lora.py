@@ -1,4 +1,6 @@
-"""What ActorService promises of an actor with adapters: what it publishes, and a KL to its own base that is that to a reference service."""
+"""What ActorService promises of an actor with adapters: what it publishes, and a KL to its own base that is that to a
+reference service.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -11,7 +13,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from rolecall.settings import RunSettings
-from rolecall.training import lora
+from rolecall.training.model import lora
 from rolecall.v1 import weights_pb2
 from rolecall.v1.training_pb2 import TrainRequest
 from rolecall.v1.trajectory_pb2 import Coefficients, TrainBatch
@@ -53,7 +55,9 @@ def receive_adapter(address: str) -> tuple[weights_pb2.WeightManifest, dict[str,
     return manifest, {name: tensor for bucket in Reception(channel, manifest, 10.0) for name, tensor in bucket}
 
 
-async def test_a_kl_to_the_base_is_the_kl_to_a_reference_service_of_the_same_model(store: StoreUnderTest, make_run: MakeRun, model: Path) -> None:
+async def test_a_kl_to_the_base_is_the_kl_to_a_reference_service_of_the_same_model(
+    store: StoreUnderTest, make_run: MakeRun, model: Path
+) -> None:
     ctl, batches = store.ledger.ctl, Batches(store, model, coefficients=Coefficients(kl_coef=0.5))
     sealed: list[TrainBatch] = []
     values: dict[str, list[dict[str, float]]] = {}
@@ -66,22 +70,33 @@ async def test_a_kl_to_the_base_is_the_kl_to_a_reference_service_of_the_same_mod
             values["base"].append(values_of(result))
     for batch in sealed:
         rows = store.rows.read(batch.rows, ["token_ids", "response_mask"])
-        store.rows.put(batch.rows, [{"ref/logprobs": true_logprobs(model, row["token_ids"], 0.8) * row["response_mask"]} for row in rows])
+        store.rows.put(
+            batch.rows,
+            [{"ref/logprobs": true_logprobs(model, row["token_ids"], 0.8) * row["response_mask"]} for row in rows],
+        )
     async with served_actor(make_run(algorithm=kl_to("ref"), references={"ref": {}}), store) as (_, actor):
-        values["ref"] = [values_of(await train(actor, TrainRequest(ctl=ctl, step=step, digest=sealed[step].digest))) for step in range(2)]
+        values["ref"] = [
+            values_of(await train(actor, TrainRequest(ctl=ctl, step=step, digest=sealed[step].digest)))
+            for step in range(2)
+        ]
     assert values["base"][1]["actor/reference_kl"] > 1e-3
     for ours, theirs in zip(values["base"], values["ref"], strict=True):
         for name in ("actor/reference_kl", "actor/loss", "actor/grad_norm"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
 
 
-async def test_what_is_published_is_an_adapter_that_makes_the_base_the_actors_model(store: StoreUnderTest, make_run: MakeRun, model: Path) -> None:
+async def test_what_is_published_is_an_adapter_that_makes_the_base_the_actors_model(
+    store: StoreUnderTest, make_run: MakeRun, model: Path
+) -> None:
     ctl, batches, settings = store.ledger.ctl, Batches(store, model), make_run()
     async with served_actor(settings, store) as (_, actor):
         await train(actor, TrainRequest(ctl=ctl, step=0, digest=batches.sealed(0).digest))
-        opened = await actor.OpenWeightChannel(weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=2, timeout_s=10), timeout=10)
+        opened = await actor.OpenWeightChannel(
+            weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=2, timeout_s=10), timeout=10
+        )
         published, (manifest, tensors) = await asyncio.gather(
-            actor.PublishWeights(publish_request(ctl, step=1, version=5), timeout=30), asyncio.to_thread(receive_adapter, opened.address)
+            actor.PublishWeights(publish_request(ctl, step=1, version=5), timeout=30),
+            asyncio.to_thread(receive_adapter, opened.address),
         )
     assert (manifest.adapter.rank, manifest.adapter.alpha) == (4, 8.0)
     assert [item.name for item in published.fingerprints] == list(tensors)

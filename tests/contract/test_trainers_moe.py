@@ -37,7 +37,9 @@ async def test_routers_are_measured_and_their_losses_added(store: StoreUnderTest
     assert metrics["actor/loss"] - metrics["actor/policy_loss"] == pytest.approx(added, rel=1e-4)
 
 
-async def test_without_the_setting_nothing_is_said_of_routers(store: StoreUnderTest, model: Path, tmp_path: Path) -> None:
+async def test_without_the_setting_nothing_is_said_of_routers(
+    store: StoreUnderTest, model: Path, tmp_path: Path
+) -> None:
     metrics = await step_of(store, model, tmp_path, None)
     assert not [name for name in metrics if "router" in name or "expert" in name]
 

@@ -8,7 +8,7 @@ import pytest
 
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import RunSettings
-from rolecall.training.logprobs import Wanted
+from rolecall.training.model.logprobs import Wanted
 from rolecall.v1.reference_pb2 import GetReferenceInfoRequest
 from rolecall.v1.training_pb2 import ComputeColumnRequest
 from services.reference.engine import recipes
@@ -23,11 +23,15 @@ async def test_its_column_agrees_with_transformers_and_is_written_once(store: St
     rows = [row for group in batches.sampled(4) for row in group.rows]
     algorithm = {"groups_per_batch": 4, "kl": {"reference": "ref", "kl_coef": 0.1}}
     references = {"ref": {"token_budget": 64, "num_threads": 1}}
-    settings = RunSettings.model_validate(settings_tree(store, model, tmp_path, algorithm=algorithm, references=references))
+    settings = RunSettings.model_validate(
+        settings_tree(store, model, tmp_path, algorithm=algorithm, references=references)
+    )
     request = ComputeColumnRequest(ctl=store.ledger.ctl, rows=rows)
     async with served_reference(settings, "ref", store) as reference:
         info = await reference.GetInfo(GetReferenceInfoRequest(), timeout=5)
-        first, second = await asyncio.gather(reference.ComputeLogprobs(request, timeout=30), reference.ComputeLogprobs(request, timeout=30))
+        first, second = await asyncio.gather(
+            reference.ComputeLogprobs(request, timeout=30), reference.ComputeLogprobs(request, timeout=30)
+        )
         third = await reference.ComputeLogprobs(request, timeout=30)
     assert info.instance == "ref"
     assert first.num_tokens == second.num_tokens == sum(row.num_tokens for row in rows)
@@ -44,15 +48,21 @@ async def test_a_teacher_writes_its_ranking_under_the_common_prefix(store: Store
     distillation = {"teacher": "wise", "divergence": "forward_topk", "placement": "loss", "top_k": 5}
     algorithm = {"groups_per_batch": 4, "distillation": distillation}
     references = {"wise": {"token_budget": 64, "num_threads": 1}}
-    settings = RunSettings.model_validate(settings_tree(store, model, tmp_path, algorithm=algorithm, references=references))
+    settings = RunSettings.model_validate(
+        settings_tree(store, model, tmp_path, algorithm=algorithm, references=references)
+    )
     request = ComputeColumnRequest(ctl=store.ledger.ctl, rows=rows, prefix="teacher")
     async with served_reference(settings, "wise", store) as reference:
         await reference.ComputeLogprobs(request, timeout=30)
         again = await reference.ComputeLogprobs(request, timeout=30)
         with pytest.raises(InvalidInputError, match="prefix 'other'"):
-            await reference.ComputeLogprobs(ComputeColumnRequest(ctl=store.ledger.ctl, rows=rows, prefix="other"), timeout=30)
+            await reference.ComputeLogprobs(
+                ComputeColumnRequest(ctl=store.ledger.ctl, rows=rows, prefix="other"), timeout=30
+            )
     assert again.num_already_written == len(rows)
-    for read in store.rows.read(rows, ["token_ids", "response_mask", "teacher/logprobs", "teacher/topk_ids", "teacher/topk_logprobs"]):
+    for read in store.rows.read(
+        rows, ["token_ids", "response_mask", "teacher/logprobs", "teacher/topk_ids", "teacher/topk_logprobs"]
+    ):
         log_p = true_distribution(model, read["token_ids"], batches.temperature)
         mask = read["response_mask"] != 0
         ids, ranked = read["teacher/topk_ids"], read["teacher/topk_logprobs"]
@@ -63,10 +73,14 @@ async def test_a_teacher_writes_its_ranking_under_the_common_prefix(store: Store
         expected = np.sort(log_p, 1)[:, ::-1][:, :5]
         np.testing.assert_allclose(ranked[mask], expected[mask], atol=1e-4)
         np.testing.assert_allclose(np.take_along_axis(log_p, ids.astype(np.int64), 1)[mask], ranked[mask], atol=1e-4)
-        np.testing.assert_allclose(read["teacher/logprobs"], true_logprobs(model, read["token_ids"], batches.temperature) * mask, atol=1e-4)
+        np.testing.assert_allclose(
+            read["teacher/logprobs"], true_logprobs(model, read["token_ids"], batches.temperature) * mask, atol=1e-4
+        )
 
 
-def test_a_ranking_is_of_the_ids_that_the_policy_knows_and_one_of_all_of_them_is_refused(store: StoreUnderTest, tmp_path: Path) -> None:
+def test_a_ranking_is_of_the_ids_that_the_policy_knows_and_one_of_all_of_them_is_refused(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
     model = write_qwen3(tmp_path / "policy", seed=4)
 
     def of(top_k: int) -> Wanted | None:

@@ -1,4 +1,6 @@
-"""A run of real processes with vLLM, torch and a critic whose fleet grows while it runs, and which is resumed afterwards."""
+"""A run of real processes with vLLM, torch and a critic whose fleet grows while it runs, and which is resumed
+afterwards.
+"""
 
 import json
 import os
@@ -41,7 +43,7 @@ def write_config(folder: Path) -> Path:
 
 
 def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "rolecall.cli", *words]
+    return [sys.executable, "-m", "rolecall", *words]
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
@@ -65,9 +67,13 @@ def test_a_rollout_that_joins_late_samples_for_the_run_and_the_run_can_be_resume
     config = write_config(tmp_path)
     late = None
     try:
-        train = subprocess.Popen(command("train", str(config)), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        train = subprocess.Popen(
+            command("train", str(config)), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         wait_for_step(tmp_path, 1, train)
-        pause = subprocess.run(command("pause", str(tmp_path / "run")), capture_output=True, text=True, timeout=30, check=False)
+        pause = subprocess.run(
+            command("pause", str(tmp_path / "run")), capture_output=True, text=True, timeout=30, check=False
+        )
         assert pause.returncode == 0, pause.stderr
         serve = command("serve", "rollout", str(tmp_path / "run" / "config.yaml"), "--name", "rollout-1")
         with (tmp_path / "late.log").open("w") as log:
@@ -77,7 +83,9 @@ def test_a_rollout_that_joins_late_samples_for_the_run_and_the_run_can_be_resume
         while "rollout-1" not in status:
             assert time.monotonic() < deadline
             assert late.poll() is None, (tmp_path / "late.log").read_text()
-            status = subprocess.run(command("status", str(tmp_path / "run")), capture_output=True, text=True, timeout=30, check=False).stdout
+            status = subprocess.run(
+                command("status", str(tmp_path / "run")), capture_output=True, text=True, timeout=30, check=False
+            ).stdout
         subprocess.run(command("resume", str(tmp_path / "run")), timeout=30, check=True)
         output = train.communicate(timeout=RUN_TIMEOUT_S)[0]
         assert train.returncode == 0, output
@@ -87,7 +95,12 @@ def test_a_rollout_that_joins_late_samples_for_the_run_and_the_run_can_be_resume
         assert late.wait(timeout=30) == 0
 
         resumed = subprocess.run(
-            command("train", str(config), "--resume", "--run.num_steps=14"), env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
+            command("train", str(config), "--resume", "--run.num_steps=14"),
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=RUN_TIMEOUT_S,
+            check=False,
         )
         assert resumed.returncode == 0, resumed.stdout + resumed.stderr
         check_bounds(tmp_path, num_steps=14)

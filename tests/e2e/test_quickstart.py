@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.model_files import read_model
+from rolecall.data.model_files import read_model
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sort_digits"
 
 
 def quickstart(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, str(EXAMPLE / "quickstart.py"), "--folder", str(folder), *arguments]
-    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=840, check=False)
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=840, check=False
+    )
 
 
 def last_evaluation(folder: Path) -> float:

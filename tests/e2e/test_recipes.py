@@ -1,4 +1,5 @@
-"""Every recipe trains the sort-digits model for two steps through the whole system: real processes, vLLM, the roles that the method needs.
+"""Every recipe trains the sort-digits model for two steps through the whole system: real processes, vLLM, the roles
+that the method needs.
 
 Part of `make test-learning`; `make test` trains them all without vLLM (tests/integration/test_recipes_train.py).
 """
@@ -27,7 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_the_recipe_trains(recipe: str, folder: Path, tmp_path: Path) -> None:
     command = [*train_command(folder, 0, recipe), *FEW, f"--run.dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stdout
     steps = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "actor/grad_norm" in row]
     assert len(steps) == 2, done.stdout

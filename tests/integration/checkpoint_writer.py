@@ -1,14 +1,16 @@
-"""A process that commits one checkpoint after the other until it is killed: `python -m tests.integration.checkpoint_writer FOLDER NUMBER`.
+"""A process that commits one checkpoint after the other until it is killed: `python -m
+tests.integration.checkpoint_writer FOLDER NUMBER`.
 
-Every number in the n-th is n; each step is saved twice. It says n once that is committed. Light, because a test starts many.
+Every number in the n-th is n; each step is saved twice. It says n once that is committed. Light, because a test starts
+many.
 """
 
 import json
 import sys
 from itertools import count
 
-from rolecall.checkpoints import Attempt, RunCheckpoints, StoredFile, store
-from rolecall.storage import open_storage
+from rolecall.checkpoint.manifest import Attempt, RunCheckpoints, StoredFile, store
+from rolecall.checkpoint.storage import open_storage
 
 NUM_FILES = 4
 

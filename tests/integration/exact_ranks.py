@@ -1,7 +1,9 @@
-"""A group of ranks that stays up and answers jobs, one JSON line each: what test_training_exact.py spreads its mini-batches over.
+"""A group of ranks that stays up and answers jobs, one JSON line each: what test_training_exact.py spreads its
+mini-batches over.
 
-`Ranks` starts them (`python -m tests.integration.exact_ranks FOLDER WORLD_SIZE RANK`) and hands jobs out; `answer` does a job on one rank, also in the test's
-own process, which is the group of one that the others are held to. Gradients are read where the optimizer would read them.
+`Ranks` starts them (`python -m tests.integration.exact_ranks FOLDER WORLD_SIZE RANK`) and hands jobs out; `answer` does
+a job on one rank, also in the test's own process, which is the group of one that the others are held to. Gradients are
+read where the optimizer would read them.
 """
 
 import json
@@ -36,17 +38,23 @@ from rolecall.settings import (
     child_environment,
 )
 from rolecall.telemetry import Metrics
-from rolecall.training.device import RankSpec, start_rank, stop_rank
 from rolecall.training.engine import Loss, Microbatch, TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.group import CommandGroup
-from rolecall.training.logprobs import Wanted
-from rolecall.training.objectives import VALUE_COLUMNS, PolicyObjective, SupervisedObjective, ValueObjective, policy_columns
+from rolecall.training.model.logprobs import Wanted
+from rolecall.training.objective.objectives import (
+    VALUE_COLUMNS,
+    PolicyObjective,
+    SupervisedObjective,
+    ValueObjective,
+    policy_columns,
+)
+from rolecall.training.objective.routing import RouterLosses, router_load
 from rolecall.training.options import EngineOptions
-from rolecall.training.packing import Row, local_counts, pack, plan_batch, unpack
-from rolecall.training.routing import RouterLosses, router_load
-from rolecall.training.selection import KEYS, select
-from rolecall.training.share import Minibatch
+from rolecall.training.packing.pack import Row, local_counts, pack, plan_batch, unpack
+from rolecall.training.ranks.command_group import CommandGroup
+from rolecall.training.ranks.device import RankSpec, start_rank, stop_rank
+from rolecall.training.step.share import Minibatch
+from rolecall.training.step.token_selection import KEYS, select
 from rolecall.v1.training_pb2 import TrainResult
 from rolecall.v1.trajectory_pb2 import Coefficients
 
@@ -105,7 +113,9 @@ class Answer:
 
 def write_rows(path: Path, rows: Sequence[Row], temperatures: list[float]) -> None:
     """Rows with their temperatures, as a file of plain arrays."""
-    columns: dict[str, Any] = {f"{index}|{name}": column for index, row in enumerate(rows) for name, column in row.items()}
+    columns: dict[str, Any] = {
+        f"{index}|{name}": column for index, row in enumerate(rows) for name, column in row.items()
+    }
     np.savez(path, temperatures=np.array(temperatures), **columns)
 
 
@@ -123,8 +133,14 @@ def read_rows(path: Path) -> tuple[list[Row], list[float]]:
 
 def policy_algorithm(job: Job) -> AlgorithmSection:
     """Every piece of the policy's objective at once."""
-    pieces = {"kl": KlSection(reference="ref", kl_coef=0.1), "correction": CorrectionSection(), "distillation": job.distillation}
-    return AlgorithmSection.model_validate({"groups_per_batch": 1, "policy_loss": job.policy_loss, "aggregation": job.aggregation, **pieces})
+    pieces = {
+        "kl": KlSection(reference="ref", kl_coef=0.1),
+        "correction": CorrectionSection(),
+        "distillation": job.distillation,
+    }
+    return AlgorithmSection.model_validate(
+        {"groups_per_batch": 1, "policy_loss": job.policy_loss, "aggregation": job.aggregation, **pieces}
+    )
 
 
 def make_loss(job: Job, counts: Counts) -> tuple[Loss, tuple[str, ...]]:
@@ -132,7 +148,9 @@ def make_loss(job: Job, counts: Counts) -> tuple[Loss, tuple[str, ...]]:
     match job.objective:
         case "policy":
             algorithm = policy_algorithm(job)
-            return PolicyObjective(algorithm, counts, Coefficients(kl_coef=0.1, entropy_coef=0.01), LENGTH), policy_columns(algorithm)
+            return PolicyObjective(
+                algorithm, counts, Coefficients(kl_coef=0.1, entropy_coef=0.01), LENGTH
+            ), policy_columns(algorithm)
         case "supervised":
             return SupervisedObjective(counts, job.aggregation), ("loss_mask",)
         case "value":
@@ -169,16 +187,31 @@ class Rank:
         losses, norms, outputs, metrics = [], [], dict[int, Any](), Metrics()
         for step in range(job.num_steps):
             plans = plan_batch(
-                lengths, num_minibatches=1, token_budget=job.token_budget, world_size=layout.data_size, cost=engine.flops.forward, seed=job.seed + step
+                lengths,
+                num_minibatches=1,
+                token_budget=job.token_budget,
+                world_size=layout.data_size,
+                cost=engine.flops.forward,
+                seed=job.seed + step,
             )
             plan = plans[layout.data_rank]
             loss, columns = make_loss(job, local_counts(rows))
             packed = [
-                pack([rows[i] for i in indices], columns, temperature=[temperatures[i] for i in indices], device=engine.device) for indices in plan.microbatches
+                pack(
+                    [rows[i] for i in indices],
+                    columns,
+                    temperature=[temperatures[i] for i in indices],
+                    device=engine.device,
+                )
+                for indices in plan.microbatches
             ]
-            seen = engine.forward(packed, entropy=True, wanted=Wanted(top_k=job.top_k, squares=True) if job.top_k else None)
+            seen = engine.forward(
+                packed, entropy=True, wanted=Wanted(top_k=job.top_k, squares=True) if job.top_k else None
+            )
             if job.moe is not None:
-                load = router_load(CommandGroup.of_default(slot_size=engine.layout.world_size // layout.data_size), seen)
+                load = router_load(
+                    CommandGroup.of_default(slot_size=engine.layout.world_size // layout.data_size), seen
+                )
                 loss = RouterLosses(loss, MoeSection(**job.moe), load, job.objective)
             for indices, microbatch, output in zip(plan.microbatches, packed, seen, strict=True):
                 outputs.update(zip(indices, _columns(output, microbatch.lengths), strict=True))
@@ -191,7 +224,11 @@ class Rank:
                 self._write(engine, Path(job.out) / "gradients.safetensors", _gradients(engine))
             norms.append(engine.step().grad_norm)
         if job.optimizer is not None:
-            self._write(engine, Path(job.out) / "weights.safetensors", {name: tensor.clone() for name, tensor in engine.named_weights()})
+            self._write(
+                engine,
+                Path(job.out) / "weights.safetensors",
+                {name: tensor.clone() for name, tensor in engine.named_weights()},
+            )
         told = TrainResult(metrics=metrics.to_proto()).SerializeToString().hex()
         return {
             "speaks": layout.speaks,
@@ -223,7 +260,9 @@ def combine(parts: list[dict[str, Any]]) -> Answer:
     protos = [TrainResult.FromString(bytes.fromhex(part["metrics"])) for part in parts]
     metrics = Metrics.from_proto(metric for proto in protos for metric in proto.metrics)
     losses = [sum(per_rank) for per_rank in zip(*(part["losses"] for part in parts), strict=True)]
-    outputs = {int(index): np.asarray(columns, np.float32) for part in parts for index, columns in part["outputs"].items()}
+    outputs = {
+        int(index): np.asarray(columns, np.float32) for part in parts for index, columns in part["outputs"].items()
+    }
     return Answer(metrics.values(), norms, losses, outputs)
 
 
@@ -267,7 +306,16 @@ def living_ranks(world_size: int, folder: Path) -> Iterator[Ranks]:
         processes = []
         for rank, log in enumerate(logs):
             stderr = stack.enter_context(log.open("w"))
-            processes.append(subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment))
+            processes.append(
+                subprocess.Popen(
+                    [*command, str(rank)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    text=True,
+                    env=environment,
+                )
+            )
         try:
             yield Ranks(processes, logs)
         finally:
@@ -277,10 +325,15 @@ def living_ranks(world_size: int, folder: Path) -> Iterator[Ranks]:
                 process.communicate()
 
 
-def _with_selected(engine: FsdpEngine, packed: list[Microbatch], loss: CovarianceLoss, microbatches: Sequence[Sequence[int]]) -> list[Microbatch]:
+def _with_selected(
+    engine: FsdpEngine, packed: list[Microbatch], loss: CovarianceLoss, microbatches: Sequence[Sequence[int]]
+) -> list[Microbatch]:
     """`packed` with the tokens that `loss` singles out; a collective."""
     minibatch = Minibatch(packed, Counts(0, 0))
-    keys = [[token_keys(str(i), length) for i, length in zip(rows, each.lengths, strict=True)] for rows, each in zip(microbatches, packed, strict=True)]
+    keys = [
+        [token_keys(str(i), length) for i, length in zip(rows, each.lengths, strict=True)]
+        for rows, each in zip(microbatches, packed, strict=True)
+    ]
     minibatch.add_column(KEYS, [torch.from_numpy(np.concatenate(each)) for each in keys if each])
     group = CommandGroup.of_default(slot_size=engine.layout.world_size // engine.layout.data_size)
     select(group, minibatch, loss, engine.forward(packed))
@@ -293,13 +346,18 @@ def _columns(output: Any, lengths: tuple[int, ...]) -> list[Any]:
         parts = zip(*(unpack(tensor, lengths) for tensor in tensors if tensor is not None), strict=True)
         return [np.concatenate([part.reshape(len(part), -1).T for part in row]) for row in parts]
     if isinstance(output, TokenOutputs):
-        return [np.stack(pair) for pair in zip(unpack(output.logprobs_N, lengths), unpack(output.entropy_N, lengths), strict=True)]
+        return [
+            np.stack(pair)
+            for pair in zip(unpack(output.logprobs_N, lengths), unpack(output.entropy_N, lengths), strict=True)
+        ]
     values, bootstrap = unpack(output.values_N, lengths), output.bootstrap_values_S.tolist()
     return [np.stack([value, np.full_like(value, last)]) for value, last in zip(values, bootstrap, strict=True)]
 
 
 def _summed_loss(metrics: Metrics) -> float:
-    return sum(value for name, value in metrics.values().items() if name in ("actor/loss", "critic/loss", "supervised/loss"))
+    return sum(
+        value for name, value in metrics.values().items() if name in ("actor/loss", "critic/loss", "supervised/loss")
+    )
 
 
 def _gradients(engine: FsdpEngine) -> dict[str, torch.Tensor]:

@@ -1,4 +1,5 @@
-"""A replica's own vLLM on a model directory: samples and writes one JSON object with the ids and logprobs of each response.
+"""A replica's own vLLM on a model directory: samples and writes one JSON object with the ids and logprobs of each
+response.
 
 python -m tests.integration.float32_head_process CONFIGURATION
 """
@@ -29,7 +30,9 @@ async def main(config_path: Path) -> None:
     from services.rollout.engine import engine_args
 
     llm = AsyncLLM.from_engine_args(dataclasses.replace(engine_args(config), load_format="auto"))
-    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, seed=1, logprobs=0, ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        max_tokens=NUM_TOKENS, temperature=1.0, seed=1, logprobs=0, ignore_eos=True, detokenize=False
+    )
 
     async def sample(index: int) -> tuple[list[int], list[float]]:
         async for output in llm.generate(tokens_input(prompt_token_ids=PROMPTS[index]), params, request_id=str(index)):

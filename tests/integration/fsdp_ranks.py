@@ -1,6 +1,8 @@
-"""One rank of an FSDP group, as a process of its own: `python -m tests.integration.fsdp_ranks JOB.json RANK`. What test_fsdp_engine.py runs on two ranks.
+"""One rank of an FSDP group, as a process of its own: `python -m tests.integration.fsdp_ranks JOB.json RANK`. What
+test_fsdp_engine.py runs on two ranks.
 
-The job trains on the synthetic batch of `make_rows` and writes, from rank 0, the weights after every step, the outcomes, and the rows' logprobs.
+The job trains on the synthetic batch of `make_rows` and writes, from rank 0, the weights after every step, the
+outcomes, and the rows' logprobs.
 """
 
 import json
@@ -14,12 +16,12 @@ import torch
 from safetensors.torch import save_file
 
 from rolecall.settings import OptimizerSection
-from rolecall.training.device import RankSpec, start_rank, stop_rank
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.objectives import SupervisedObjective
+from rolecall.training.objective.objectives import SupervisedObjective
 from rolecall.training.options import EngineOptions
-from rolecall.training.packing import Row, local_counts, pack, plan_batch
+from rolecall.training.packing.pack import Row, local_counts, pack, plan_batch
+from rolecall.training.ranks.device import RankSpec, start_rank, stop_rank
 from tests.checkpoint_rig import save
 
 VOCAB = 150
@@ -34,7 +36,10 @@ def make_rows(num_rows: int, seed: int = 0) -> list[Row]:
         mask = (np.arange(length) >= length // 3).astype(np.uint8)
         ids = rng.integers(0, VOCAB, length, dtype=np.int32)
         noise = {name: rng.normal(size=length).astype(np.float32) * 0.3 for name in ("advantages", "values", "returns")}
-        logprobs = {name: (-5 + rng.normal(size=length) * 0.3).astype(np.float32) for name in ("rollout_logprobs", "old_logprobs")}
+        logprobs = {
+            name: (-5 + rng.normal(size=length) * 0.3).astype(np.float32)
+            for name in ("rollout_logprobs", "old_logprobs")
+        }
         rows.append({"token_ids": ids, "response_mask": mask, "loss_mask": mask, **noise, **logprobs})
     return rows
 
@@ -43,9 +48,14 @@ def train_step(engine: FsdpEngine, rows: list[Row], *, token_budget: int, seed: 
     """One optimizer step of the supervised loss over all rows."""
     lengths = [len(row["token_ids"]) for row in rows]
     cost = engine.flops.forward
-    plan = plan_batch(lengths, num_minibatches=1, token_budget=token_budget, world_size=engine.layout.data_size, cost=cost, seed=seed)[engine.layout.data_rank]
+    plan = plan_batch(
+        lengths, num_minibatches=1, token_budget=token_budget, world_size=engine.layout.data_size, cost=cost, seed=seed
+    )[engine.layout.data_rank]
     counts = local_counts(rows)
-    microbatches = [pack([rows[i] for i in indices], ["loss_mask"], temperature=0.7, device=engine.device) for indices in plan.microbatches]
+    microbatches = [
+        pack([rows[i] for i in indices], ["loss_mask"], temperature=0.7, device=engine.device)
+        for indices in plan.microbatches
+    ]
     metrics = engine.forward_backward(microbatches, SupervisedObjective(counts))
     outcome = engine.step()
     loss = torch.tensor(metrics.values().get("supervised/loss", 0.0))
@@ -75,10 +85,17 @@ def main(job: dict[str, Any], rank: int) -> None:
     for step in range(job["num_steps"]):
         # a pass without gradients in between must leave training untouched
         lengths = [len(row["token_ids"]) for row in rows]
-        plan = plan_batch(lengths, num_minibatches=1, token_budget=64, world_size=engine.layout.data_size, cost=engine.flops.forward, seed=0)[
-            engine.layout.data_rank
-        ]
-        outputs = engine.forward([pack([rows[i] for i in indices], [], temperature=0.7, device=device) for indices in plan.microbatches])
+        plan = plan_batch(
+            lengths,
+            num_minibatches=1,
+            token_budget=64,
+            world_size=engine.layout.data_size,
+            cost=engine.flops.forward,
+            seed=0,
+        )[engine.layout.data_rank]
+        outputs = engine.forward(
+            [pack([rows[i] for i in indices], [], temperature=0.7, device=device) for indices in plan.microbatches]
+        )
         assert all(isinstance(output, TokenOutputs) for output in outputs)
         outcomes.append(train_step(engine, rows, token_budget=job["token_budget"], seed=step))
         if step + 1 == job["save_after"]:

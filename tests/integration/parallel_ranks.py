@@ -1,7 +1,8 @@
-"""One rank of four, as a process of its own: `python -m tests.integration.parallel_ranks FOLDER RANK`. What test_parallel.py looks at.
+"""One rank of four, as a process of its own: `python -m tests.integration.parallel_ranks FOLDER RANK`. What
+test_parallel.py looks at.
 
-Trains one model in several layouts, each going on from the checkpoint of the one before, and writes what was seen to FOLDER/seen.json (rank 0) and the weights
-after every layout's steps.
+Trains one model in several layouts, each going on from the checkpoint of the one before, and writes what was seen to
+FOLDER/seen.json (rank 0) and the weights after every layout's steps.
 """
 
 import json
@@ -19,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection, OptimizerSection, ParallelSection
-from rolecall.training.device import RankSpec, start_rank, stop_rank
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.fsdp.layout import Box
-from rolecall.training.group import CommandGroup
-from rolecall.training.objectives import SupervisedObjective
+from rolecall.training.objective.objectives import SupervisedObjective
 from rolecall.training.options import EngineOptions
-from rolecall.training.packing import local_counts, pack, plan_batch
+from rolecall.training.packing.pack import local_counts, pack, plan_batch
+from rolecall.training.ranks.command_group import CommandGroup
+from rolecall.training.ranks.device import RankSpec, start_rank, stop_rank
 from tests.checkpoint_rig import load, save
 from tests.integration.fsdp_ranks import make_rows
 
@@ -43,7 +44,9 @@ NUM_ROWS = 12
 
 
 def make_engine(model: Path, parallel: dict[str, Any], **more: Any) -> FsdpEngine:
-    options = EngineOptions(path=model, head="policy", dtype="float32", optimizer=SECTION, parallel=ParallelSection(**parallel), **more)
+    options = EngineOptions(
+        path=model, head="policy", dtype="float32", optimizer=SECTION, parallel=ParallelSection(**parallel), **more
+    )
     return FsdpEngine(options, device=torch.device("cpu"))
 
 
@@ -54,8 +57,18 @@ def train(engine: FsdpEngine, first_step: int, num_steps: int) -> list[float]:
     for step in range(first_step, first_step + num_steps):
         lengths = [len(row["token_ids"]) for row in rows]
         layout = engine.layout
-        plans = plan_batch(lengths, num_minibatches=1, token_budget=40, world_size=layout.data_size, cost=engine.flops.forward, seed=step)
-        packed = [pack([rows[i] for i in part], ["loss_mask"], temperature=0.7, device=engine.device) for part in plans[layout.data_rank].microbatches]
+        plans = plan_batch(
+            lengths,
+            num_minibatches=1,
+            token_budget=40,
+            world_size=layout.data_size,
+            cost=engine.flops.forward,
+            seed=step,
+        )
+        packed = [
+            pack([rows[i] for i in part], ["loss_mask"], temperature=0.7, device=engine.device)
+            for part in plans[layout.data_rank].microbatches
+        ]
         engine.forward_backward(packed, SupervisedObjective(local_counts(rows)))
         norms.append(engine.step().grad_norm)
     return norms
@@ -67,7 +80,12 @@ def _check_boxes(engine: FsdpEngine) -> None:
         assert isinstance(parameter, DTensor)
         box, local = Box.of(parameter), parameter.to_local()
         assert torch.equal(parameter.full_tensor()[box.slices], local), name
-        counted = torch.tensor([local.numel() * engine.layout.is_first_holder(parameter), local.numel() / engine.layout.num_holders(parameter)])
+        counted = torch.tensor(
+            [
+                local.numel() * engine.layout.is_first_holder(parameter),
+                local.numel() / engine.layout.num_holders(parameter),
+            ]
+        )
         dist.all_reduce(counted)
         assert counted.tolist() == [parameter.numel()] * 2, name
 
@@ -123,7 +141,10 @@ def main(folder: Path, rank: int) -> None:
     seen["adapter_norms"] = train(make_engine(folder / "model", {"replicate": 2, "sequence": 2}, lora=ADAPTERS), 0, 2)
     waiting: list[dict[str, Any]] = [{"replicate": 2, "accumulate": how} for how in ("sharded", "unsharded")]
     seen["reductions"] = [_num_reductions(make_engine(folder / "model", parallel)) for parallel in waiting]
-    seen["refused"] = [_refused(folder / "model", parallel) for parallel in ({"tensor": 4}, {"sequence": 3}, {"sequence": 4, "tensor": 1})]
+    seen["refused"] = [
+        _refused(folder / "model", parallel)
+        for parallel in ({"tensor": 4}, {"sequence": 3}, {"sequence": 4, "tensor": 1})
+    ]
     if rank == 0:
         (folder / "seen.json").write_text(json.dumps(seen))
     stop_rank()

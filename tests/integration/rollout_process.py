@@ -1,4 +1,6 @@
-"""The surroundings of one real rollout process: a store with its ledger, a controller that only says yes, an actor's end of the weight channel."""
+"""The surroundings of one real rollout process: a store with its ledger, a controller that only says yes, an actor's
+end of the weight channel.
+"""
 
 import contextlib
 import os
@@ -68,7 +70,9 @@ class YesController:
             "Heartbeat": (self.heartbeat, controller_pb2.HeartbeatRequest, controller_pb2.HeartbeatResponse),
         }
         handlers = {
-            name: grpc.unary_unary_rpc_method_handler(method, request_deserializer=ask.FromString, response_serializer=answer.SerializeToString)
+            name: grpc.unary_unary_rpc_method_handler(
+                method, request_deserializer=ask.FromString, response_serializer=answer.SerializeToString
+            )
             for name, (method, ask, answer) in methods.items()
         }
         return grpc.method_handlers_generic_handler("rolecall.v1.ControllerService", handlers)
@@ -101,11 +105,15 @@ class RolloutProcess:
     def open_epoch(self) -> None:
         self.epoch += 1
         address = self.publisher.open(self.epoch, 2, "127.0.0.1", "gloo", 20.0)
-        place = weights_pb2.JoinWeightChannelRequest(ctl=1, epoch=self.epoch, address=address, rank=1, world_size=2, timeout_s=20.0)
+        place = weights_pb2.JoinWeightChannelRequest(
+            ctl=1, epoch=self.epoch, address=address, rank=1, world_size=2, timeout_s=20.0
+        )
         place.backend = weights_pb2.WEIGHT_BACKEND_GLOO
         self.stub.OpenWeightChannel(place, timeout=30)
 
-    def transfer(self, *, pause_mode: int = rollout_pb2.PAUSE_MODE_KEEP) -> tuple[Transferred, rollout_pb2.ReceiveWeightsResponse]:
+    def transfer(
+        self, *, pause_mode: int = rollout_pb2.PAUSE_MODE_KEEP
+    ) -> tuple[Transferred, rollout_pb2.ReceiveWeightsResponse]:
         """Publishes the model as the next version and returns what both ends saw; nothing is attested."""
         self.version += 1
         request = rollout_pb2.ReceiveWeightsRequest(
@@ -118,16 +126,26 @@ class RolloutProcess:
         )
         receiving = self.stub.ReceiveWeights.future(request, timeout=60)
         manifest = build_manifest(self.weights, 64 * 1024, self.adapter)
-        sent = self.publisher.publish(iter(self.weights), manifest, epoch=self.epoch, policy_version=self.version, bucket_timeout_s=BUCKET_TIMEOUT_S)
+        sent = self.publisher.publish(
+            iter(self.weights),
+            manifest,
+            epoch=self.epoch,
+            policy_version=self.version,
+            bucket_timeout_s=BUCKET_TIMEOUT_S,
+        )
         self.digests[self.version] = sent.digest
         return sent, receiving.result()
 
     def attest(self) -> None:
         """Attests the version sent last in the store and resumes."""
         self.ledger.attest(self.version, self.version, self.digests[self.version], [self.consumer])
-        self.stub.Resume(rollout_pb2.ResumeRequest(ctl=1, policy_version=self.version, digest=self.digests[self.version]), timeout=10)
+        self.stub.Resume(
+            rollout_pb2.ResumeRequest(ctl=1, policy_version=self.version, digest=self.digests[self.version]), timeout=10
+        )
 
-    def publish(self, *, pause_mode: int = rollout_pb2.PAUSE_MODE_KEEP) -> tuple[Transferred, rollout_pb2.ReceiveWeightsResponse]:
+    def publish(
+        self, *, pause_mode: int = rollout_pb2.PAUSE_MODE_KEEP
+    ) -> tuple[Transferred, rollout_pb2.ReceiveWeightsResponse]:
         """One whole publish."""
         self.ledger.begin_publish(self.version + 1, self.version + 1)
         both = self.transfer(pause_mode=pause_mode)
@@ -152,17 +170,27 @@ class RolloutProcess:
         """Waits until the replica holds a group, 30 s at most."""
         deadline = time.monotonic() + 30
         while self.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=5).num_groups == 0:
-            assert time.monotonic() < deadline, "the replica claimed no group: has it weights? The tests of a file run in order"
+            assert time.monotonic() < deadline, (
+                "the replica claimed no group: has it weights? The tests of a file run in order"
+            )
             time.sleep(0.01)
 
 
 def group(
-    gid: int, prompt: list[int], num_responses: int, *, max_tokens: int = 24, temperature: float = 0.8, greedy_response: bool = False
+    gid: int,
+    prompt: list[int],
+    num_responses: int,
+    *,
+    max_tokens: int = 24,
+    temperature: float = 0.8,
+    greedy_response: bool = False,
 ) -> trajectory_pb2.PromptGroup:
     """A group to admit."""
     return trajectory_pb2.PromptGroup(
         gid=gid,
-        prompt=trajectory_pb2.Prompt(uid=f"p{gid}", token_ids=np.array(prompt, dtype="<i4").tobytes(), ground_truth="x"),
+        prompt=trajectory_pb2.Prompt(
+            uid=f"p{gid}", token_ids=np.array(prompt, dtype="<i4").tobytes(), ground_truth="x"
+        ),
         num_responses=num_responses,
         sampling=trajectory_pb2.SamplingParams(temperature=temperature, top_p=1.0, max_tokens=max_tokens),
         run_seed=7,
@@ -171,10 +199,12 @@ def group(
 
 
 def check_sampled_from(rollout_logprobs: Array, recomputed: Array) -> None:
-    """That tokens of one kept row, float32 [T], were sampled under the weights of `recomputed`, with keys and values computed anew.
+    """That tokens of one kept row, float32 [T], were sampled under the weights of `recomputed`, with keys and values
+    computed anew.
 
-    Keys and values of the weights before the publish move every token by 1e-2 to 3e-1 (measured without clear_cache), so the median says
-    which weights these are. The bound on single tokens is wider, because vLLM's CPU attention was once 3e-4 off, late in one row.
+    Keys and values of the weights before the publish move every token by 1e-2 to 3e-1 (measured without clear_cache),
+    so the median says which weights these are. The bound on single tokens is wider, because vLLM's CPU attention was
+    once 3e-4 off, late in one row.
     """
     gap = np.abs(rollout_logprobs - recomputed)
     assert np.median(gap) < 1e-4, gap
@@ -185,7 +215,9 @@ def check_sampled_from(rollout_logprobs: Array, recomputed: Array) -> None:
 def rollout_process(
     directory: Path, model_path: Path, environment: Mapping[str, str] = {}, **sections: dict[str, Any]
 ) -> Iterator[RolloutProcess]:
-    """Starts all of it, the replica in this environment beside the test's own, waits until it has joined, and ends all of it."""
+    """Starts all of it, the replica in this environment beside the test's own, waits until it has joined, and ends all
+    of it.
+    """
     store = EmbeddedStore(directory / "store", RUN, 256 * 2**20, None)
     server = grpc.server(futures.ThreadPoolExecutor(4))
     controller = YesController()
@@ -201,7 +233,9 @@ def rollout_process(
         tree[name] = {**tree.get(name, {}), **section}
     (directory / "run.yaml").write_text(yaml.safe_dump(tree))
     command = [sys.executable, "-m", "services.rollout", str(directory / "run.yaml"), "--name", "rollout-0"]
-    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], env={**os.environ, "ROLECALL_DIE_WITH_PARENT": "1", **environment})
+    process = subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], env={**os.environ, "ROLECALL_DIE_WITH_PARENT": "1", **environment}
+    )
     try:
         deadline = time.monotonic() + 240
         while not controller.arrived.wait(0.2):

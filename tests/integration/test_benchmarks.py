@@ -19,7 +19,12 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 def quick(name: str, *words: str, smoke: str = "--quick") -> str:
     """What the benchmark prints in its smoke run."""
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / name), smoke, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S, check=False
+        [sys.executable, str(BENCHMARKS / name), smoke, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -27,7 +32,17 @@ def quick(name: str, *words: str, smoke: str = "--quick") -> str:
 
 def test_the_store_benchmark_compares_every_phase_with_raw_redis() -> None:
     output = quick("store.py", "--tokens", "256", "--shards", "2")
-    assert re.findall(r"^([a-z]+) +\d+ ", output, re.MULTILINE) == ["admit", "claim", "stage", "commit", "read", "write", "train", "ack", "all"]
+    assert re.findall(r"^([a-z]+) +\d+ ", output, re.MULTILINE) == [
+        "admit",
+        "claim",
+        "stage",
+        "commit",
+        "read",
+        "write",
+        "train",
+        "ack",
+        "all",
+    ]
 
 
 def test_the_scale_benchmark_runs_the_real_controller_to_its_figures() -> None:
@@ -38,13 +53,31 @@ def test_the_scale_benchmark_runs_the_real_controller_to_its_figures() -> None:
 
 def test_the_training_benchmark_makes_its_one_table() -> None:
     output = quick("training.py")
-    parts = ("packed, tokens/s", "logprobs and entropy, float32, s", "4,096 sequences over 64 parts, CPU ms", "loop blocked", "export of")
+    parts = (
+        "packed, tokens/s",
+        "logprobs and entropy, float32, s",
+        "4,096 sequences over 64 parts, CPU ms",
+        "loop blocked",
+        "export of",
+    )
     assert [part for part in parts if part not in output] == []
 
 
 def test_the_algorithms_benchmark_agrees_with_its_plain_loops() -> None:
     output = quick("algorithms.py")
-    kinds = ("grpo", "rloo", "opo", "gpg", "maxrl", "pass_at_k", "gdpo", "remax", "reinforce_plus_plus", "gae", "optimal_token_baseline")
+    kinds = (
+        "grpo",
+        "rloo",
+        "opo",
+        "gpg",
+        "maxrl",
+        "pass_at_k",
+        "gdpo",
+        "remax",
+        "reinforce_plus_plus",
+        "gae",
+        "optimal_token_baseline",
+    )
     assert [kind for kind in kinds if not re.search(rf"^{kind}\b.* \d", output, re.MULTILINE)] == []
 
 

@@ -1,11 +1,13 @@
-"""The store's clock jumps: leases are judged by the controller's own, so that a jump costs nobody a group and gives nobody two."""
+"""The store's clock jumps: leases are judged by the controller's own, so that a jump costs nobody a group and gives
+nobody two.
+"""
 
 import time
 
 import pytest
 
 from rolecall.errors import LeaseLostError
-from services.controller.leases import Leases
+from services.controller.groups.leases import Leases
 from tests.fixtures_store import DIGEST, StoreUnderTest
 
 LEASE_S = 5.0
@@ -13,10 +15,14 @@ HOUR_MS = 3_600_000
 
 
 def jump(store: StoreUnderTest, consumer: str, milliseconds: int) -> None:
-    """What a jump of the server's clock does to claimed entries: their idle time is suddenly this long. Nothing else about them changes."""
+    """What a jump of the server's clock does to claimed entries: their idle time is suddenly this long. Nothing else
+    about them changes.
+    """
     stream = f"{{rl:{store.run}}}:prompts"
     for entry in store.connection.ledger.xpending_range(stream, "rollout", "-", "+", 10):
-        store.connection.ledger.xclaim(stream, "rollout", consumer, 0, [entry["message_id"]], idle=milliseconds, justid=True)
+        store.connection.ledger.xclaim(
+            stream, "rollout", consumer, 0, [entry["message_id"]], idle=milliseconds, justid=True
+        )
 
 
 def test_a_clock_that_jumps_an_hour_ahead_and_back_expires_only_what_is_not_renewed(store: StoreUnderTest) -> None:

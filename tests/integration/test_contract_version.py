@@ -1,4 +1,6 @@
-"""Stubs of another version: of RoleCall, told apart by release and content, and of protobuf, which says what to install."""
+"""Stubs of another version: of RoleCall, told apart by release and content, and of protobuf, which says what to
+install.
+"""
 
 import re
 import shutil
@@ -36,7 +38,14 @@ def test_one_field_more_is_another_version(tmp_path: Path) -> None:
     changed = tmp_path / "proto" / "rolecall" / "v1" / "tensor.proto"
     text = changed.read_text()
     changed.write_text(text.rstrip().removesuffix("}") + "  // Of another build.\n  bytes another = 99;\n}\n")
-    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{tmp_path / 'proto'}", f"--python_out={tmp_path / 'other'}", str(changed)]
+    command = [
+        sys.executable,
+        "-m",
+        "grpc_tools.protoc",
+        f"-I{tmp_path / 'proto'}",
+        f"--python_out={tmp_path / 'other'}",
+        str(changed),
+    ]
     subprocess.run(command, check=True, timeout=60)
     answer = run_python("from rolecall.contract import contract_version; print(contract_version())", tmp_path / "other")
     assert answer.stdout.startswith(f"{__version__}+"), answer.stderr
@@ -57,7 +66,7 @@ def test_a_protobuf_that_does_not_fit_the_stubs_is_named_with_what_to_install(tm
     folder = older_protobuf(tmp_path)
     if what != "an older one":
         (folder / "google" / "protobuf" / "runtime_version.py").unlink()
-    answer = run_python("from rolecall.cli import main; sys.exit(main(['status', '127.0.0.1:9']))", folder)
+    answer = run_python("from rolecall.commands.cli import main; sys.exit(main(['status', '127.0.0.1:9']))", folder)
     assert answer.returncode == 2, answer.stderr
     assert answer.stderr.startswith("rolecall: the installed protobuf ")
     assert f"pip install '{rolecall.v1.PROTOBUF}'" in answer.stderr

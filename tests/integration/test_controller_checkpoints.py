@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import CheckpointMismatchError
 from rolecall.settings import RunSettings
-from rolecall.storage import open_storage
 from rolecall.store.ledger import Ledger
 from rolecall.v1 import controller_pb2 as pb
 from rolecall.v1.controller_pb2_grpc import ControllerServiceStub
-from services.controller.checkpoints import Checkpoints, RunPoint
+from services.controller.durable.run_point import Checkpoints, RunPoint
 from tests.fixtures_store import StoreUnderTest
 from tests.light_roles import balance, check_trained_once, light_run, saved
 
@@ -21,7 +21,9 @@ RUN_S = 60.0
 """Deadline of one light run, which takes a second or two on a quiet machine."""
 
 
-async def test_a_full_disk_costs_a_checkpoint_and_not_the_run(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+async def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
     async with light_run(store, tmp_path, make_settings, run={"num_steps": 6, "checkpoint_every_steps": 2}) as run:
         async with run.controller() as (stub, running), run.rollout("rollout-0", token_s=0.002):
             run.actor.trainer.disk_is_full = True
@@ -65,7 +67,10 @@ async def test_steps_go_on_while_a_checkpoint_is_written_and_its_rows_stay_until
 async def test_a_run_whose_checkpoint_is_never_written_goes_on_in_another_controller(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
-    async with light_run(store, tmp_path, make_settings, run={"num_steps": 8, "checkpoint_every_steps": 3}) as run, run.rollout("rollout-0"):
+    async with (
+        light_run(store, tmp_path, make_settings, run={"num_steps": 8, "checkpoint_every_steps": 3}) as run,
+        run.rollout("rollout-0"),
+    ):
         run.actor.trainer.may_write.clear()
         async with run.controller() as (stub, running):
             await reaches(stub, running, 5)
@@ -77,7 +82,9 @@ async def test_a_run_whose_checkpoint_is_never_written_goes_on_in_another_contro
     check_trained_once(run.actor.trainer, 64)
 
 
-async def test_checkpoints_may_live_behind_a_url(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+async def test_checkpoints_may_live_behind_a_url(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
     url = f"memory://{tmp_path.name}/checkpoints"
     section = {"num_steps": 5, "checkpoint_every_steps": 1, "checkpoint_url": url}
     async with light_run(store, tmp_path, make_settings, run=section) as run, run.rollout("rollout-0", token_s=0.002):
@@ -93,7 +100,9 @@ async def test_checkpoints_may_live_behind_a_url(store: StoreUnderTest, tmp_path
     assert not (run.settings.run.dir / "checkpoints").exists()
 
 
-async def test_a_checkpoint_of_another_run_is_refused(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+async def test_a_checkpoint_of_another_run_is_refused(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
     async with light_run(store, tmp_path, make_settings) as run:
         checkpoints = Checkpoints(open_storage(run.settings.run.checkpoints), 2)
         checkpoints.commit(checkpoints.begin(1), [], RunPoint("another", 0, 1, 1, 1, 4, 4, {}, "", []))

@@ -1,4 +1,6 @@
-"""Whole runs with light roles whose groups are filtered, whose coefficients adapt and whose prompts are chosen by success: counts, budgets, restarts."""
+"""Whole runs with light roles whose groups are filtered, whose coefficients adapt and whose prompts are chosen by
+success: counts, budgets, restarts.
+"""
 
 import asyncio
 import json
@@ -9,16 +11,16 @@ from typing import Any
 
 import pytest
 
+from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import BudgetSpentError
-from rolecall.scores import Item
+from rolecall.scoring.scores import Item
 from rolecall.settings import RunSettings
-from rolecall.storage import open_storage
 from rolecall.store.ledger import Ledger
 from rolecall.telemetry import Metrics
 from rolecall.v1 import controller_pb2 as pb
 from rolecall.v1.trajectory_pb2 import TrainBatch
-from services.controller.adaptive import AdaptiveState
-from services.controller.checkpoints import Checkpoints
+from services.controller.durable.run_point import Checkpoints
+from services.controller.step.adaptive import AdaptiveState
 from tests.fixtures_store import StoreUnderTest
 from tests.light_roles import LightRun, LightTrainer, light_run, parity
 
@@ -42,15 +44,21 @@ def counts_of(run: LightRun) -> dict[str, int]:
 
 
 def by_number(item: Item) -> float:
-    """With 0.5 for solved: of four prompts one has no signal, one is solved, one is hopeless and one depends on the response."""
+    """With 0.5 for solved: of four prompts one has no signal, one is solved, one is hopeless and one depends on the
+    response.
+    """
     first = item.id.endswith("/0")
     return {0: 0.25, 1: 0.7 if first else 0.6, 2: 0.2 if first else 0.1}.get(int(item.ground_truth) % 4, parity(item))
 
 
-async def test_batches_are_full_of_groups_that_passed_and_every_drop_has_its_reason(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+async def test_batches_are_full_of_groups_that_passed_and_every_drop_has_its_reason(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
     filters = {"without_signal": True, "min_success_rate": 0.1, "max_success_rate": 0.9}
     algorithm = {"groups_per_batch": 4, "max_staleness": 1, "filters": filters}
-    async with light_run(store, tmp_path, make_settings, score=by_number, algorithm=algorithm, reward={"solved_at": 0.5}) as run:
+    async with light_run(
+        store, tmp_path, make_settings, score=by_number, algorithm=algorithm, reward={"solved_at": 0.5}
+    ) as run:
         async with run.controller() as (_, running), run.rollout("rollout-0"):
             await asyncio.wait_for(running, RUN_S)
     dropped = counts_of(run)
@@ -62,12 +70,18 @@ async def test_batches_are_full_of_groups_that_passed_and_every_drop_has_its_rea
     assert last["groups/dropped"] == sum(dropped.values())
 
 
-async def test_a_run_whose_filters_drop_too_much_ends_and_says_how_much_of_what(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+async def test_a_run_whose_filters_drop_too_much_ends_and_says_how_much_of_what(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
     filters = {"without_signal": True, "max_dropped_per_step": 5}
-    async with light_run(store, tmp_path, make_settings, score=lambda item: 1.0, algorithm={"groups_per_batch": 4, "filters": filters}) as run:
+    async with light_run(
+        store, tmp_path, make_settings, score=lambda item: 1.0, algorithm={"groups_per_batch": 4, "filters": filters}
+    ) as run:
         async with run.controller() as (_, running), run.rollout("rollout-0"):
             with pytest.raises(
-                BudgetSpentError, match=r"dropped 6 groups within a step \(6 without_signal\), more than algorithm\.filters\.max_dropped_per_step"
+                BudgetSpentError,
+                match=r"dropped 6 groups within a step \(6 without_signal\), "
+                r"more than algorithm\.filters\.max_dropped_per_step",
             ):
                 await asyncio.wait_for(running, RUN_S)
     assert counts_of(run)["without_signal"] >= 6
@@ -114,9 +128,14 @@ async def states_by_step(run: LightRun) -> list[bytes]:
     return states
 
 
-async def test_what_adapts_is_carried_from_step_to_step_by_however_many_controllers(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+async def test_what_adapts_is_carried_from_step_to_step_by_however_many_controllers(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
     section = {"num_steps": 6, "checkpoint_every_steps": 1000}
-    async with light_run(store, tmp_path, make_settings, algorithm=ADAPTIVE, run=section) as run, run.rollout("rollout-0", token_s=0.002):
+    async with (
+        light_run(store, tmp_path, make_settings, algorithm=ADAPTIVE, run=section) as run,
+        run.rollout("rollout-0", token_s=0.002),
+    ):
         run.actor.trainer = MeasuringTrainer(store)
         for stop_at in (1, 3, 4):
             async with run.controller() as (stub, running):
@@ -137,7 +156,9 @@ async def test_what_adapts_is_carried_from_step_to_step_by_however_many_controll
     assert len(set(coefs)) > 1, "the coefficient never moved"
 
 
-async def test_a_lineage_begins_with_the_state_of_its_checkpoint(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+async def test_a_lineage_begins_with_the_state_of_its_checkpoint(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
     async with light_run(store, tmp_path, make_settings, algorithm=ADAPTIVE, run={"num_steps": 4}) as run:
         async with run.rollout("rollout-0"), run.controller() as (stub, _):
             while (await stub.GetRun(pb.GetRunRequest())).status.step < 3:
@@ -157,7 +178,9 @@ def visits(run: LightRun) -> Counter[str]:
     return Counter(line["prompt"] for line in lines if line["event"] == "admitted")
 
 
-async def test_solved_prompts_are_visited_less_often_also_by_the_next_controller(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+async def test_solved_prompts_are_visited_less_often_also_by_the_next_controller(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
     solved = {str(number) for number in range(20)}
 
     def score(item: Item) -> float:
@@ -166,7 +189,14 @@ async def test_solved_prompts_are_visited_less_often_also_by_the_next_controller
     curriculum = {"max_success_rate": 0.9, "revisit_epochs": 5}
     algorithm = {"groups_per_batch": 4, "curriculum": curriculum}
     async with (
-        light_run(store, tmp_path, make_settings, score=score, algorithm=algorithm, run={"num_steps": 15, "checkpoint_every_steps": 100}) as run,
+        light_run(
+            store,
+            tmp_path,
+            make_settings,
+            score=score,
+            algorithm=algorithm,
+            run={"num_steps": 15, "checkpoint_every_steps": 100},
+        ) as run,
         run.rollout("rollout-0"),
     ):
         async with run.controller() as (stub, running):

@@ -1,4 +1,6 @@
-"""Disks that fill up, on a real file system of a few pages: what must stay whole does, the run goes on where it can, and everything says what it needs."""
+"""Disks that fill up, on a real file system of a few pages: what must stay whole does, the run goes on where it can,
+and everything says what it needs.
+"""
 
 import asyncio
 import contextlib
@@ -20,7 +22,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from rolecall.disk import append_lines
 from rolecall.errors import DiskFullError, RoleCallError
 from rolecall.identity import settle
-from rolecall.run_record import keep_record, read_record
+from rolecall.launcher.run_record import keep_record, read_record
 from rolecall.settings import RunSettings
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import Ledger
@@ -41,7 +43,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of DISK_BYTES; skipped where nothing may be mounted."""
     path = tmp_path / "disk"
     path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(path)], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(path)], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
     try:
@@ -74,7 +78,9 @@ def test_lines_are_appended_whole_or_not_at_all(disk: Path) -> None:
     path = disk / "history.jsonl"
     append_lines(path, ["first"], sync=True)
     ballast = fill(disk, but=1)
-    with pytest.raises(DiskFullError, match=r"no space to write .*history\.jsonl \(No space left on device\); free some"):
+    with pytest.raises(
+        DiskFullError, match=r"no space to write .*history\.jsonl \(No space left on device\); free some"
+    ):
         append_lines(path, ["x" * 1000] * 20, sync=True)
     assert path.read_text() == "first\n"
     ballast.unlink()
@@ -101,7 +107,9 @@ def test_two_that_append_to_one_file_cut_nothing_off(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(append, range(4)))
-    assert sorted(path.read_text().splitlines()) == sorted(f"{name} {number}" for name in range(4) for number in range(300))
+    assert sorted(path.read_text().splitlines()) == sorted(
+        f"{name} {number}" for name in range(4) for number in range(300)
+    )
 
 
 def test_a_quota_is_a_full_disk_and_a_folder_in_the_way_is_named(tmp_path: Path) -> None:
@@ -111,7 +119,9 @@ def test_a_quota_is_a_full_disk_and_a_folder_in_the_way_is_named(tmp_path: Path)
         append_lines(tmp_path, ["x"])
 
 
-def test_what_a_run_is_and_was_is_kept_whole_or_not_at_all(disk: Path, tmp_path: Path, make_settings: MakeSettings) -> None:
+def test_what_a_run_is_and_was_is_kept_whole_or_not_at_all(
+    disk: Path, tmp_path: Path, make_settings: MakeSettings
+) -> None:
     write_model(tmp_path / "model")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1", "ground_truth": "2"}\n')
     settings = make_settings(run={"name": "full", "dir": str(disk), "num_steps": 1})
@@ -141,7 +151,12 @@ def test_metrics_and_samples_that_find_no_space_are_lost_with_one_warning_and_th
             trackers.log(step, {f"metric/{i}": 1.0 for i in range(400)})
             trackers.keep_samples(step, [{"id": f"{step}/{i}", "response": "x" * 500} for i in range(20)])
     told = [record.getMessage() for record in caplog.records]
-    assert sum("metrics.jsonl" in line for line in told) == sum("samples.jsonl" in line for line in told) == sum("tensorboard" in line for line in told) == 1
+    assert (
+        sum("metrics.jsonl" in line for line in told)
+        == sum("samples.jsonl" in line for line in told)
+        == sum("tensorboard" in line for line in told)
+        == 1
+    )
     assert all("the run goes on" in line for line in told)
     ballast.unlink()
     trackers.log(6, {"loss": 0.25})
@@ -168,7 +183,9 @@ def test_a_history_that_finds_no_space_stays_in_the_store(disk: Path, store: Sto
 async def test_a_run_whose_disk_fills_up_goes_on_keeps_its_last_checkpoint_and_catches_up(
     disk: Path, store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Everything of the run is on the full disk but the store. The trainers' share is small, as is the controller's; the ballast leaves neither a page."""
+    """Everything of the run is on the full disk but the store. The trainers' share is small, as is the controller's;
+    the ballast leaves neither a page.
+    """
     sections = {"name": store.run, "dir": str(disk / "run"), "num_steps": 12, "checkpoint_every_steps": 2}
     async with light_run(store, tmp_path, make_settings, run=sections) as run, run.rollout("rollout-0", token_s=0.005):
         async with run.controller() as (stub, running):
@@ -196,7 +213,9 @@ async def reaches(stub: ControllerServiceStub, step: int) -> None:
             await asyncio.sleep(0.02)
 
 
-def test_a_store_whose_disk_fills_up_ends_says_why_and_has_lost_nothing_when_there_is_room_again(disk: Path, make_embedded_store: MakeEmbeddedStore) -> None:
+def test_a_store_whose_disk_fills_up_ends_says_why_and_has_lost_nothing_when_there_is_room_again(
+    disk: Path, make_embedded_store: MakeEmbeddedStore
+) -> None:
     """Valkey with appendfsync always ends rather than acknowledge what is not on the disk."""
     server = make_embedded_store(disk / "store")
     client = redis.Redis.from_url(server.start(), socket_timeout=5)
@@ -215,7 +234,11 @@ def test_a_store_whose_disk_fills_up_ends_says_why_and_has_lost_nothing_when_the
     client.close()
 
 
-def test_a_run_directory_that_takes_no_files_is_refused_before_anything_begins(disk: Path, make_settings: MakeSettings) -> None:
+def test_a_run_directory_that_takes_no_files_is_refused_before_anything_begins(
+    disk: Path, make_settings: MakeSettings
+) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    with pytest.raises(RoleCallError, match=r"cannot write .*metrics\.jsonl \(Read-only file system\); make it writable"):
+    with pytest.raises(
+        RoleCallError, match=r"cannot write .*metrics\.jsonl \(Read-only file system\); make it writable"
+    ):
         Trackers(make_settings(run={"name": "ro", "dir": str(disk), "num_steps": 1}))

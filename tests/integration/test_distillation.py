@@ -1,4 +1,6 @@
-"""Distillation through a whole light run: each prompt's own teacher is asked, and what it says is trained on; trainers' columns come before the seal."""
+"""Distillation through a whole light run: each prompt's own teacher is asked, and what it says is trained on; trainers'
+columns come before the seal.
+"""
 
 import asyncio
 import json
@@ -30,15 +32,24 @@ class LightTeacher(reference_pb2_grpc.ReferenceServiceServicer):
         self.taught: dict[str, RowRef] = {}
         self.prefixes: set[str] = set()
 
-    async def ComputeLogprobs(self, request: training_pb2.ComputeColumnRequest, context: Any) -> training_pb2.ComputeColumnResponse:
+    async def ComputeLogprobs(
+        self, request: training_pb2.ComputeColumnRequest, context: Any
+    ) -> training_pb2.ComputeColumnResponse:
         refs = list(request.rows)
         self.taught |= {ref.id: ref for ref in refs}
         self.prefixes.add(request.prefix)
         rows = await asyncio.to_thread(self.store.rows.read, refs, ["response_mask"])
-        columns: list[dict[str, Array]] = [{f"{request.prefix}/logprobs": row["response_mask"].astype(np.float32) * np.float32(self.logprob)} for row in rows]
-        return training_pb2.ComputeColumnResponse(num_already_written=await asyncio.to_thread(self.store.rows.put, refs, columns))
+        columns: list[dict[str, Array]] = [
+            {f"{request.prefix}/logprobs": row["response_mask"].astype(np.float32) * np.float32(self.logprob)}
+            for row in rows
+        ]
+        return training_pb2.ComputeColumnResponse(
+            num_already_written=await asyncio.to_thread(self.store.rows.put, refs, columns)
+        )
 
-    async def GetInfo(self, request: reference_pb2.GetReferenceInfoRequest, context: Any) -> reference_pb2.GetReferenceInfoResponse:
+    async def GetInfo(
+        self, request: reference_pb2.GetReferenceInfoRequest, context: Any
+    ) -> reference_pb2.GetReferenceInfoResponse:
         return reference_pb2.GetReferenceInfoResponse(world_size=1)
 
 
@@ -52,9 +63,14 @@ async def served(stack: AsyncExitStack, teacher: LightTeacher) -> dict[str, str]
     return {"address": address}
 
 
-async def test_two_teachers_each_teach_the_prompts_of_their_subject(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+async def test_two_teachers_each_teach_the_prompts_of_their_subject(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
     subjects = ["math" if i % 3 else "code" for i in range(30)]
-    lines = (json.dumps({"uid": str(i), "prompt": f"number {i}", "ground_truth": "x", "subject": subject}) + "\n" for i, subject in enumerate(subjects))
+    lines = (
+        json.dumps({"uid": str(i), "prompt": f"number {i}", "ground_truth": "x", "subject": subject}) + "\n"
+        for i, subject in enumerate(subjects)
+    )
     (tmp_path / "taught.jsonl").write_text("".join(lines))
     reckoner, coder = LightTeacher(store, -0.5), LightTeacher(store, -2.0)
     distillation = {"field": "subject", "teachers": {"math": "reckoner", "code": "coder"}, "coef": 0.5}
@@ -88,9 +104,15 @@ async def test_two_teachers_each_teach_the_prompts_of_their_subject(store: Store
     assert all("distillation/reverse_kl" in line for line in run.metrics())
 
 
-async def test_the_actor_is_asked_before_the_seal_for_what_an_estimator_reads_of_it(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+async def test_the_actor_is_asked_before_the_seal_for_what_an_estimator_reads_of_it(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
     algorithm = {"groups_per_batch": 4, "advantage": {"kind": "optimal_token_baseline"}}
-    async with light_run(store, tmp_path, make_settings, algorithm=algorithm) as run, run.controller() as (_, running), run.rollout("rollout-0"):
+    async with (
+        light_run(store, tmp_path, make_settings, algorithm=algorithm) as run,
+        run.controller() as (_, running),
+        run.rollout("rollout-0"),
+    ):
         await asyncio.wait_for(running, RUN_S)
     assert run.actor.columns_asked == [(step, 8) for step in range(3)]
     assert len(run.actor.trainer.trained) == 24

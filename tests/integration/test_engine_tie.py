@@ -1,4 +1,6 @@
-"""Processes that an engine spawns end with their rollout from the first moment of the engine's start, however the rollout ends."""
+"""Processes that an engine spawns end with their rollout from the first moment of the engine's start, however the
+rollout ends.
+"""
 
 import contextlib
 import os
@@ -37,7 +39,9 @@ def test_an_engine_that_is_still_starting_dies_with_its_killed_rollout(tmp_path:
     (package / "__init__.py").write_text(ENGINE.format(told=str(told)))
     (package / "core.py").write_text(CORE)
     assert store.section.url is not None
-    environment = child_environment({"PYTHONPATH": str(package.parent), "ROLECALL_STORE_URL": store.section.url.get_secret_value()})
+    environment = child_environment(
+        {"PYTHONPATH": str(package.parent), "ROLECALL_STORE_URL": store.section.url.get_secret_value()}
+    )
     command = [sys.executable, "-m", "services.rollout", str(write_light_config(tmp_path)), "--name", "rollout-0"]
     with (tmp_path / "log").open("w") as log:
         rollout = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)

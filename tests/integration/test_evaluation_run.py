@@ -1,4 +1,6 @@
-"""Held-out evaluation in whole light runs: what is reported of several responses to a prompt follows from their rewards and answers."""
+"""Held-out evaluation in whole light runs: what is reported of several responses to a prompt follows from their rewards
+and answers.
+"""
 
 import asyncio
 import json
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from rolecall.algorithms.evaluation import pass_at_k
-from rolecall.scores import Item, Score, ScoreFunction
+from rolecall.scoring.scores import Item, Score, ScoreFunction
 from rolecall.settings import RunSettings
 from tests.fixtures_store import StoreUnderTest
 from tests.light_roles import light_run, parity
@@ -30,8 +32,13 @@ async def evaluated(
     store: StoreUnderTest, folder: Path, make_settings: MakeSettings, score: ScoreFunction, **sets: dict[str, Any]
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Metrics and samples of the evaluation at step 0; every response is kept as a sample."""
-    (folder / "held.jsonl").write_text("".join(json.dumps({"prompt": f"held {i}", "ground_truth": "1"}) + "\n" for i in range(6)))
-    sections = {"sets": {name: {"path": str(folder / "held.jsonl"), **section} for name, section in sets.items()}, "num_samples_kept": 1000}
+    (folder / "held.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"held {i}", "ground_truth": "1"}) + "\n" for i in range(6))
+    )
+    sections = {
+        "sets": {name: {"path": str(folder / "held.jsonl"), **section} for name, section in sets.items()},
+        "num_samples_kept": 1000,
+    }
     async with light_run(store, folder, make_settings, score=score, run={"num_steps": 1}, evaluation=sections) as run:
         async with run.controller() as (_, running), run.rollout("rollout-0"):
             await asyncio.wait_for(running, RUN_S)
@@ -41,12 +48,16 @@ async def evaluated(
     return first, [sample for sample in samples if sample["set"] != "train" and sample["step"] == 0]
 
 
-async def test_pass_and_majority_of_a_set_follow_from_its_responses(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+async def test_pass_and_majority_of_a_set_follow_from_its_responses(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
     many, one = {"num_responses": 6, "temperature": 1.0}, {"num_responses": 1}
     metrics, samples = await evaluated(store, tmp_path, make_settings, answering, many=many, greedy=one)
     names = {name.partition("/")[2] for name in metrics if name.startswith("eval/many/") and "@" in name}
     assert names == {"many/mean@6"} | {f"many/{kind}@{k}" for kind in ("pass", "maj") for k in (1, 2, 4, 6)}
-    assert {name for name in metrics if name.startswith("eval/greedy/") and "@" in name} == {f"eval/greedy/{kind}@1" for kind in ("mean", "pass", "maj")}
+    assert {name for name in metrics if name.startswith("eval/greedy/") and "@" in name} == {
+        f"eval/greedy/{kind}@1" for kind in ("mean", "pass", "maj")
+    }
     by_prompt: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         if sample["set"] == "many":
@@ -56,10 +67,13 @@ async def test_pass_and_majority_of_a_set_follow_from_its_responses(store: Store
         expected = fmean(pass_at_k(6, int(sum(rewards)), k) for rewards in by_prompt.values())
         assert metrics[f"eval/many/pass@{k}"] == pytest.approx(expected)
     assert metrics["eval/many/mean@6"] == pytest.approx(metrics["eval/many/accuracy"])
-    assert metrics["eval/many/maj@1"] == pytest.approx(metrics["eval/many/pass@1"])  # a vote of one is the response itself: only right ones have the answer 1
+    # a vote of one is the response itself: only right ones have the answer 1
+    assert metrics["eval/many/maj@1"] == pytest.approx(metrics["eval/many/pass@1"])
     assert 0 < metrics["eval/many/accuracy"] < 1
 
 
-async def test_without_answers_there_is_no_vote_to_report(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+async def test_without_answers_there_is_no_vote_to_report(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
     metrics, _ = await evaluated(store, tmp_path, make_settings, parity, many={"num_responses": 2, "temperature": 1.0})
     assert {name for name in metrics if "@" in name} == {"eval/many/mean@2", "eval/many/pass@1", "eval/many/pass@2"}

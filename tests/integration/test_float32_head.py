@@ -1,4 +1,6 @@
-"""model.head_dtype float32: vLLM and the trainer compute logits of a bfloat16 model in float32, and agree beyond bfloat16's digits."""
+"""model.head_dtype float32: vLLM and the trainer compute logits of a bfloat16 model in float32, and agree beyond
+bfloat16's digits.
+"""
 
 import json
 import subprocess
@@ -14,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.options import EngineOptions
-from rolecall.training.packing import Row, pack, unpack
+from rolecall.training.packing.pack import Row, pack, unpack
 from tests.integration.float32_head_process import NUM_TOKENS, PROMPTS
 from tests.tiny_models import write_qwen3
 
@@ -24,7 +26,9 @@ CPU = torch.device("cpu")
 
 
 def write_model(path: Path) -> Path:
-    """In bfloat16, with logits as wide as a trained model's, where their rounding shows; layers add nothing, so that hidden states are equal to the bit."""
+    """In bfloat16, with logits as wide as a trained model's, where their rounding shows; layers add nothing, so that
+    hidden states are equal to the bit.
+    """
     write_qwen3(path, hidden=128, num_layers=1, dtype=torch.bfloat16)
     weights = load_file(path / "model.safetensors")
     for name, weight in weights.items():
@@ -49,7 +53,9 @@ def test_trainer_and_sampler_agree_on_float32_logits(tmp_path: Path) -> None:
     }
     config.write_text(yaml.safe_dump(tree))
     command = [sys.executable, "-m", "tests.integration.float32_head_process", str(config)]
-    answer = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=240, check=True).stdout.splitlines()[-1])
+    answer = json.loads(
+        subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=240, check=True).stdout.splitlines()[-1]
+    )
     assert answer["head_dtype"] == "torch.float32"
     rows: list[Row] = []
     for prompt, (ids, _) in zip(PROMPTS, answer["responses"], strict=True):

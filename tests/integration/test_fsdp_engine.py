@@ -1,4 +1,6 @@
-"""FsdpEngine against plain Hugging Face with AdamW, on one rank in this process and on two ranks in processes of their own."""
+"""FsdpEngine against plain Hugging Face with AdamW, on one rank in this process and on two ranks in processes of their
+own.
+"""
 
 import json
 import resource
@@ -20,16 +22,24 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, ConfigError, DiskFullError
-from rolecall.settings import Aggregation, AlgorithmSection, CorrectionSection, KlSection, OptimizerSection, PpoLoss, child_environment
+from rolecall.settings import (
+    Aggregation,
+    AlgorithmSection,
+    CorrectionSection,
+    KlSection,
+    OptimizerSection,
+    PpoLoss,
+    child_environment,
+)
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.huggingface import write_model
-from rolecall.training.model import Head
-from rolecall.training.objectives import PolicyObjective, SupervisedObjective, ValueObjective, policy_columns
+from rolecall.training.model.huggingface import write_model
+from rolecall.training.model.packed_model import Head
+from rolecall.training.objective.objectives import PolicyObjective, SupervisedObjective, ValueObjective, policy_columns
 from rolecall.training.options import EngineOptions
-from rolecall.training.packing import Row, local_counts, pack, unpack
-from rolecall.training.vitals import nothing
+from rolecall.training.packing.pack import Row, local_counts, pack, unpack
+from rolecall.training.serving.hooks import nothing
 from rolecall.v1.trajectory_pb2 import Coefficients
 from tests.checkpoint_rig import exported, load, save
 from tests.integration.fsdp_ranks import VOCAB, make_rows, train_step, weights_of
@@ -52,7 +62,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def make_engine(path: Path, *, head: Head = "policy", optimizer: OptimizerSection | None = SECTION, **more: Any) -> FsdpEngine:
+def make_engine(
+    path: Path, *, head: Head = "policy", optimizer: OptimizerSection | None = SECTION, **more: Any
+) -> FsdpEngine:
     more.setdefault("dtype", "float32")
     return FsdpEngine(EngineOptions(path=path, head=head, optimizer=optimizer, total_steps=8, **more), device=CPU)
 
@@ -96,11 +108,15 @@ def oracle_training(path: Path, rows: list[Row], num_steps: int) -> tuple[list[f
 def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], atol: float) -> None:
     assert ours.keys() == theirs.keys()
     for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=atol, msg=f"{name} differs by more than {atol}")
+        torch.testing.assert_close(
+            ours[name], theirs[name], rtol=0, atol=atol, msg=f"{name} differs by more than {atol}"
+        )
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_packed_logprobs_and_entropy_agree_with_hugging_face_one_sequence_at_a_time(models: dict[str, Path], kind: str) -> None:
+def test_packed_logprobs_and_entropy_agree_with_hugging_face_one_sequence_at_a_time(
+    models: dict[str, Path], kind: str
+) -> None:
     rows = make_rows(9)
     packed = pack(rows, [], temperature=0.7, device=CPU)
     (outputs,) = make_engine(models[kind], optimizer=None).forward([packed], entropy=True)
@@ -122,15 +138,21 @@ def test_weights_come_back_under_the_checkpoints_own_names_bit_for_bit(models: d
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_publishing_holds_no_more_than_one_parameter_and_its_pieces_beyond_the_shard(models: dict[str, Path], kind: str) -> None:
+def test_publishing_holds_no_more_than_one_parameter_and_its_pieces_beyond_the_shard(
+    models: dict[str, Path], kind: str
+) -> None:
     engine = make_engine(models[kind], dtype="bfloat16")
     made: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = 0
     for _, tensor in engine.named_weights():
         made.add(tensor)
         del tensor
-        most = max(most, sum({piece.untyped_storage().data_ptr(): piece.untyped_storage().nbytes() for piece in made}.values()))
-    largest_parameter = max(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(models[kind]).parameters())
+        most = max(
+            most, sum({piece.untyped_storage().data_ptr(): piece.untyped_storage().nbytes() for piece in made}.values())
+        )
+    largest_parameter = max(
+        parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(models[kind]).parameters()
+    )
     assert most <= 2 * largest_parameter
 
 
@@ -143,7 +165,8 @@ def test_one_rank_trains_like_hugging_face_with_adamw(models: dict[str, Path], k
     np.testing.assert_allclose([o["loss"] for o in outcomes], losses, rtol=1e-5)
     np.testing.assert_allclose([o["grad_norm"] for o in outcomes], norms, rtol=1e-4)
     model.save_pretrained(tmp_path)
-    # AdamW divides by the root of tiny second moments: last bits of a gradient may move a weight by a few per cent of the rate
+    # AdamW divides by the root of tiny second moments: last bits of a gradient may move a weight by a few per cent of
+    # the rate
     assert_same_weights(weights_of(engine), load_file(tmp_path / "model.safetensors"), atol=2e-4)
 
 
@@ -169,19 +192,26 @@ def run_ranks(world_size: int, model: Path, out: Path, **more: Any) -> list[dict
     environment = child_environment({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
     with ExitStack() as stack:
         logs = [stack.enter_context((out / f"rank-{rank}.log").open("w")) for rank in range(world_size)]
-        ranks = [stack.enter_context(subprocess.Popen([*command, str(rank)], stderr=log, env=environment)) for rank, log in enumerate(logs)]
+        ranks = [
+            stack.enter_context(subprocess.Popen([*command, str(rank)], stderr=log, env=environment))
+            for rank, log in enumerate(logs)
+        ]
         try:
             codes = [rank.wait(timeout=100) for rank in ranks]
         finally:
             for process in ranks:
                 process.kill()
-    assert codes == [0] * world_size, "".join((out / f"rank-{rank}.log").read_text()[-2000:] for rank in range(world_size))
+    assert codes == [0] * world_size, "".join(
+        (out / f"rank-{rank}.log").read_text()[-2000:] for rank in range(world_size)
+    )
     outcomes: list[dict[str, float]] = json.loads((out / "outcomes.json").read_text())
     return outcomes
 
 
 @pytest.mark.parametrize("kind", ["tied", "moe"])
-def test_two_ranks_train_like_hugging_face_and_their_checkpoint_goes_on_at_one(models: dict[str, Path], kind: str, tmp_path: Path) -> None:
+def test_two_ranks_train_like_hugging_face_and_their_checkpoint_goes_on_at_one(
+    models: dict[str, Path], kind: str, tmp_path: Path
+) -> None:
     rows = make_rows(10)
     outcomes = run_ranks(2, models[kind], tmp_path / "two", gradient_checkpointing=kind == "tied")
     losses, norms, model = oracle_training(models[kind], rows, 4)
@@ -193,7 +223,9 @@ def test_two_ranks_train_like_hugging_face_and_their_checkpoint_goes_on_at_one(m
 
     engine = make_engine(models[kind])
     load(engine, tmp_path / "two" / "checkpoint")
-    assert_same_weights(weights_of(engine), load_file(exported(tmp_path / "two" / "checkpoint") / "model.safetensors"), atol=0)
+    assert_same_weights(
+        weights_of(engine), load_file(exported(tmp_path / "two" / "checkpoint") / "model.safetensors"), atol=0
+    )
     later = [train_step(engine, rows, token_budget=40, seed=step) for step in (2, 3)]
     np.testing.assert_allclose([o["loss"] for o in later], losses[2:], rtol=1e-5)
     assert [o["learning_rate"] for o in later] == [o["learning_rate"] for o in outcomes[2:]]
@@ -217,7 +249,9 @@ def test_resuming_on_one_rank_is_bit_equal(models: dict[str, Path], tmp_path: Pa
     resumed = make_engine(models["tied"])
     load(resumed, tmp_path)
     for step in (2, 3):
-        assert train_step(straight, rows, token_budget=64, seed=step) == train_step(resumed, rows, token_budget=64, seed=step)
+        assert train_step(straight, rows, token_budget=64, seed=step) == train_step(
+            resumed, rows, token_budget=64, seed=step
+        )
     assert_same_weights(weights_of(straight), weights_of(resumed), atol=0)
     assert resumed.num_updates == 4
 
@@ -230,7 +264,10 @@ def test_an_exported_directory_is_a_plain_hugging_face_model(models: dict[str, P
     AutoModelForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "again")
     assert_same_weights(weights_of(engine), load_file(tmp_path / "again" / "model.safetensors"), atol=0)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<|im_start|>user\nhi<|im_end|>\n"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+        == "<|im_start|>user\nhi<|im_end|>\n"
+    )
 
 
 def test_no_file_of_a_checkpoint_is_a_pickle(models: dict[str, Path], tmp_path: Path) -> None:
@@ -263,7 +300,9 @@ def test_an_export_to_a_full_disk_is_named(models: dict[str, Path], tmp_path: Pa
         write_model(tmp_path / "out", models["dense"], weights, progressed=nothing)
 
 
-def test_a_half_written_checkpoint_is_missing_and_another_models_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_half_written_checkpoint_is_missing_and_another_models_is_refused(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     save(make_engine(models["dense"]), tmp_path)
     with pytest.raises(CheckpointMismatchError, match="lm_head"):
         load(make_engine(models["tied"]), tmp_path)
@@ -275,7 +314,9 @@ def test_a_half_written_checkpoint_is_missing_and_another_models_is_refused(mode
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
 @settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_step_does_not_depend_on_microbatches_packing_or_order(split_engine: FsdpEngine, aggregation: Aggregation, data: st.DataObject) -> None:
+def test_a_step_does_not_depend_on_microbatches_packing_or_order(
+    split_engine: FsdpEngine, aggregation: Aggregation, data: st.DataObject
+) -> None:
     rows = make_rows(8)
     algorithm = AlgorithmSection(
         groups_per_batch=1,
@@ -289,7 +330,9 @@ def test_a_step_does_not_depend_on_microbatches_packing_or_order(split_engine: F
 
     def step(parts: list[list[int]]) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
         load(split_engine, split_engine_start(split_engine))
-        packed = [pack([rows[i] for i in part], policy_columns(algorithm), temperature=1.0, device=CPU) for part in parts]
+        packed = [
+            pack([rows[i] for i in part], policy_columns(algorithm), temperature=1.0, device=CPU) for part in parts
+        ]
         metrics = split_engine.forward_backward(packed, objective, entropy=True)
         return split_engine.step().grad_norm, metrics.values(), weights_of(split_engine)
 
@@ -312,17 +355,30 @@ def make_groups(num_prompts: int, num_responses: int) -> list[Row]:
             ids = np.concatenate([prompt, [index % 2, 3], rng.integers(0, VOCAB, rng.integers(1, 9))]).astype(np.int32)
             mask = (np.arange(len(ids)) >= len(prompt)).astype(np.uint8)
             names = ("advantages", "values", "returns", "rollout_logprobs", "old_logprobs")
-            rows.append({"token_ids": ids, "response_mask": mask, "loss_mask": mask, **{n: rng.normal(size=len(ids)).astype(np.float32) * 0.3 for n in names}})
+            rows.append(
+                {
+                    "token_ids": ids,
+                    "response_mask": mask,
+                    "loss_mask": mask,
+                    **{n: rng.normal(size=len(ids)).astype(np.float32) * 0.3 for n in names},
+                }
+            )
     return rows
 
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("head", ["policy", "value"])
-def test_what_sequences_have_in_common_is_computed_once_and_changes_no_number(models: dict[str, Path], kind: str, head: Head) -> None:
+def test_what_sequences_have_in_common_is_computed_once_and_changes_no_number(
+    models: dict[str, Path], kind: str, head: Head
+) -> None:
     rows = make_groups(3, 4)
     algorithm = AlgorithmSection(groups_per_batch=1)
     counts = local_counts(rows)
-    objective = PolicyObjective(algorithm, counts, Coefficients(entropy_coef=0.01), 1) if head == "policy" else ValueObjective(0.2, counts)
+    objective = (
+        PolicyObjective(algorithm, counts, Coefficients(entropy_coef=0.01), 1)
+        if head == "policy"
+        else ValueObjective(0.2, counts)
+    )
     columns = [*policy_columns(algorithm), "values", "returns"]
     section = OptimizerSection(learning_rate=1.0, eps=1.0, max_grad_norm=1e9)
     together = [pack(rows, columns, temperature=0.7, device=CPU)]
@@ -331,11 +387,19 @@ def test_what_sequences_have_in_common_is_computed_once_and_changes_no_number(mo
     assert together[0].prefixes.num_saved >= 3 * 3 * 9
     assert all(microbatch.prefixes is None for microbatch in alone)
 
-    def step(microbatches: list[Microbatch]) -> tuple[list[torch.Tensor], dict[str, float], float, dict[str, torch.Tensor], float]:
+    def step(
+        microbatches: list[Microbatch],
+    ) -> tuple[list[torch.Tensor], dict[str, float], float, dict[str, torch.Tensor], float]:
         engine = make_engine(models[kind], head=head, optimizer=section)
         outputs = zip(*(vars(each).values() for each in engine.forward(microbatches, entropy=True)), strict=True)
         flops, metrics = engine.flops_done, engine.forward_backward(microbatches, objective, entropy=True)
-        return [torch.cat(parts) for parts in outputs if parts[0] is not None], metrics.values(), engine.step().grad_norm, weights_of(engine), flops
+        return (
+            [torch.cat(parts) for parts in outputs if parts[0] is not None],
+            metrics.values(),
+            engine.step().grad_norm,
+            weights_of(engine),
+            flops,
+        )
 
     shared, own = step(together), step(alone)
     torch.testing.assert_close(shared[0], own[0], rtol=0, atol=1e-5)
@@ -362,7 +426,9 @@ def split_engine(models: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
     return engine
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(models: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(
+    models: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
     engine = make_engine(models["dense"])
     rows = make_rows(4)
     train_step(engine, rows, token_budget=64, seed=0)
@@ -383,7 +449,14 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(models: di
 def test_a_critic_regresses_to_its_returns_and_keeps_its_head_on_disk(models: dict[str, Path], tmp_path: Path) -> None:
     section = OptimizerSection(learning_rate=3e-3)
     engine = make_engine(models["tied"], head="value", optimizer=section)
-    rows = [{**row, "returns": np.where(row["token_ids"] > 75, 1.0, -1.0).astype(np.float32), "values": np.zeros_like(row["values"])} for row in make_rows(8)]
+    rows = [
+        {
+            **row,
+            "returns": np.where(row["token_ids"] > 75, 1.0, -1.0).astype(np.float32),
+            "values": np.zeros_like(row["values"]),
+        }
+        for row in make_rows(8)
+    ]
     packed = pack(rows, ["loss_mask", "values", "returns"], temperature=1.0, device=CPU)
     objective = ValueObjective(None, local_counts(rows))
     losses = []
@@ -407,14 +480,18 @@ def test_values_stand_one_token_before_and_the_bootstrap_after_the_last(models: 
     (row,) = make_rows(1, seed=3)
     full = {**row, "response_mask": np.ones_like(row["response_mask"])}
     shorter = {name: column[:-1] for name, column in full.items()}
-    whole, cut = engine.forward([pack([full], [], temperature=1.0, device=CPU), pack([shorter], [], temperature=1.0, device=CPU)])
+    whole, cut = engine.forward(
+        [pack([full], [], temperature=1.0, device=CPU), pack([shorter], [], temperature=1.0, device=CPU)]
+    )
     assert isinstance(whole, ValueOutputs)
     assert isinstance(cut, ValueOutputs)
     assert float(whole.values_N[0]) == 0.0
     torch.testing.assert_close(whole.values_N[-1], cut.bootstrap_values_S[0])
 
 
-def test_bfloat16_computes_and_publishes_halves_but_keeps_float32_masters(models: dict[str, Path], tmp_path: Path) -> None:
+def test_bfloat16_computes_and_publishes_halves_but_keeps_float32_masters(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     rows = make_rows(8)
     engine = make_engine(models["dense"], dtype="bfloat16")
     losses = [train_step(engine, rows, token_budget=64, seed=step)["loss"] for step in range(4)]
@@ -430,18 +507,29 @@ def test_gradient_checkpointing_changes_no_number(models: dict[str, Path]) -> No
     rows = make_rows(6)
     plain, checkpointed = (make_engine(models["dense"], gradient_checkpointing=flag) for flag in (False, True))
     for step in range(2):
-        assert train_step(plain, rows, token_budget=64, seed=step) == pytest.approx(train_step(checkpointed, rows, token_budget=64, seed=step), rel=1e-6)
+        assert train_step(plain, rows, token_budget=64, seed=step) == pytest.approx(
+            train_step(checkpointed, rows, token_budget=64, seed=step), rel=1e-6
+        )
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 def test_every_layer_is_progress_in_both_directions(models: dict[str, Path], again: bool) -> None:
     """One microbatch may take longer than a worker may stand still."""
     heard: list[int] = []
-    options = EngineOptions(path=models["dense"], head="policy", optimizer=SECTION, total_steps=8, dtype="float32", gradient_checkpointing=again)
+    options = EngineOptions(
+        path=models["dense"],
+        head="policy",
+        optimizer=SECTION,
+        total_steps=8,
+        dtype="float32",
+        gradient_checkpointing=again,
+    )
     engine = FsdpEngine(options, device=CPU, progressed=lambda: heard.append(1))
     rows = make_rows(2)
     heard.clear()
-    engine.forward_backward([pack(rows, [], temperature=0.7, device=CPU)], lambda _, outputs: (logprobs_of(outputs).sum(), Metrics()))
+    engine.forward_backward(
+        [pack(rows, [], temperature=0.7, device=CPU)], lambda _, outputs: (logprobs_of(outputs).sum(), Metrics())
+    )
     num_layers = 2
     assert len(heard) == 2 * num_layers + 2, "each layer twice, the head, and the end of the backward pass"
 

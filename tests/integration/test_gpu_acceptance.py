@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from rolecall.training.device import stop_rank
+from rolecall.training.ranks.device import stop_rank
 from tools.gpu_acceptance.__main__ import main, run_part
 from tools.gpu_acceptance.catalogue import CATALOGUE, PART_S, Check, part
 from tools.gpu_acceptance.findings import Findings, table

@@ -1,4 +1,6 @@
-"""Whole light runs with ReMax: every group brings its greedy response, through restarts, filters and checkpoints, and leaves nothing behind."""
+"""Whole light runs with ReMax: every group brings its greedy response, through restarts, filters and checkpoints, and
+leaves nothing behind.
+"""
 
 import asyncio
 from collections import Counter
@@ -7,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rolecall.scores import Item
+from rolecall.scoring.scores import Item
 from rolecall.settings import RunSettings
 from rolecall.store.audit import Report, audit
 from rolecall.store.ledger import Ledger
@@ -33,7 +35,11 @@ async def test_a_run_trains_on_sampled_responses_only_and_deletes_greedy_rows_wi
         seen[item.id] += 1
         return parity(item)
 
-    async with light_run(store, tmp_path, make_settings, score=counting, algorithm=REMAX) as run, run.controller() as (_, running), run.rollout("rollout-0"):
+    async with (
+        light_run(store, tmp_path, make_settings, score=counting, algorithm=REMAX) as run,
+        run.controller() as (_, running),
+        run.rollout("rollout-0"),
+    ):
         await asyncio.wait_for(running, RUN_S)
     assert sorted(run.actor.trainer.trained) == sorted(f"{gid}/{i}" for gid in range(12) for i in range(2))
     assert seen == {f"{gid}/{i}": 1 for gid in range(12) for i in range(3)}
@@ -43,7 +49,9 @@ async def test_a_run_trains_on_sampled_responses_only_and_deletes_greedy_rows_wi
     assert (report.rows.needed, report.rows.garbage, report.rows.staged) == (0, 0, 0)
 
 
-async def test_advantages_are_what_was_earned_above_the_greedy_response(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+async def test_advantages_are_what_was_earned_above_the_greedy_response(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
     rewards: dict[str, float] = {}
 
     def noted(item: Item) -> float:
@@ -61,13 +69,17 @@ async def test_advantages_are_what_was_earned_above_the_greedy_response(store: S
             rows = store.rows.read(list(batch.rows), ["advantages", "loss_mask"])
             for ref, row in zip(batch.rows, rows, strict=True):
                 expected = rewards[ref.id] - rewards[f"{ref.id.partition('/')[0]}/2"]
-                np.testing.assert_array_equal(row["advantages"], np.where(row["loss_mask"] != 0, np.float32(expected), 0))
+                np.testing.assert_array_equal(
+                    row["advantages"], np.where(row["loss_mask"] != 0, np.float32(expected), 0)
+                )
             assert [ref.id for ref in batch.greedy_rows] == [f"{gid}/2" for gid in batch.gids]
             run.actor.trainer.may_write.set()
             await asyncio.wait_for(running, RUN_S)
 
 
-async def test_restarts_of_the_controller_keep_greedy_scores_and_rows(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
+async def test_restarts_of_the_controller_keep_greedy_scores_and_rows(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
     seen: Counter[str] = Counter()
 
     def counting(item: Item) -> float:
@@ -76,7 +88,10 @@ async def test_restarts_of_the_controller_keep_greedy_scores_and_rows(store: Sto
 
     algorithm = {**REMAX, "max_staleness": 1}
     run_section = {"num_steps": 6, "checkpoint_every_steps": 2}
-    async with light_run(store, tmp_path, make_settings, score=counting, algorithm=algorithm, run=run_section) as run, run.rollout("rollout-0", token_s=0.005):
+    async with (
+        light_run(store, tmp_path, make_settings, score=counting, algorithm=algorithm, run=run_section) as run,
+        run.rollout("rollout-0", token_s=0.005),
+    ):
         for stop_at in (1, 2, 4):
             async with run.controller() as (stub, running):
                 while (await stub.GetRun(pb.GetRunRequest())).status.step < stop_at:
@@ -96,7 +111,9 @@ async def test_restarts_of_the_controller_keep_greedy_scores_and_rows(store: Sto
 async def test_a_trainer_that_lost_its_steps_is_replayed_while_greedy_rows_are_still_there(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
-    async with light_run(store, tmp_path, make_settings, algorithm=REMAX, run={"num_steps": 4, "checkpoint_every_steps": 10}) as run:
+    async with light_run(
+        store, tmp_path, make_settings, algorithm=REMAX, run={"num_steps": 4, "checkpoint_every_steps": 10}
+    ) as run:
         async with run.rollout("rollout-0"):
             async with run.controller() as (stub, _):
                 while (await stub.GetRun(pb.GetRunRequest())).status.step < 2:
@@ -121,7 +138,11 @@ async def test_a_group_that_earns_what_its_greedy_response_earns_is_filtered_wit
         return 1.0 if gid % 3 < 2 and not (gid % 3 == 1 and index == 2) else float(index == 0)
 
     algorithm = {**REMAX, "filters": {"without_signal": True}}
-    async with light_run(store, tmp_path, make_settings, score=score, algorithm=algorithm) as run, run.controller() as (_, running), run.rollout("rollout-0"):
+    async with (
+        light_run(store, tmp_path, make_settings, score=score, algorithm=algorithm) as run,
+        run.controller() as (_, running),
+        run.rollout("rollout-0"),
+    ):
         await asyncio.wait_for(running, RUN_S)
     report = audited(run)
     trained = {int(id.partition("/")[0]) for id in run.actor.trainer.trained}
@@ -130,13 +151,22 @@ async def test_a_group_that_earns_what_its_greedy_response_earns_is_filtered_wit
     assert report.position.dropped["without_signal"] >= 4
 
 
-async def test_groups_of_another_estimator_are_dropped_and_counted_after_a_change(store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings) -> None:
-    async with light_run(store, tmp_path, make_settings, algorithm={"groups_per_batch": 4}) as run, run.rollout("rollout-0", token_s=0.005):
+async def test_groups_of_another_estimator_are_dropped_and_counted_after_a_change(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    async with (
+        light_run(store, tmp_path, make_settings, algorithm={"groups_per_batch": 4}) as run,
+        run.rollout("rollout-0", token_s=0.005),
+    ):
         async with run.controller() as (stub, _):
             while (await stub.GetRun(pb.GetRunRequest())).status.step < 1:
                 await asyncio.sleep(0.005)
         run.settings = run.settings.model_copy(
-            update={"algorithm": make_settings(**{**run.settings.model_dump(exclude_defaults=True), "algorithm": REMAX}).algorithm}
+            update={
+                "algorithm": make_settings(
+                    **{**run.settings.model_dump(exclude_defaults=True), "algorithm": REMAX}
+                ).algorithm
+            }
         )
         async with run.controller() as (_, running):
             await asyncio.wait_for(running, RUN_S)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import yaml
 
-from rolecall.processes import Processes, Worker
+from rolecall.launcher.processes import Processes, Worker
 from rolecall.settings import load_settings
 from tests.light_run import FAILS_IN_A_ROLE, start_train, wait_until_gone, wait_until_up, write_light_config
 
@@ -60,7 +60,11 @@ def test_a_second_launcher_in_the_same_directory_is_refused_with_and_without_res
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=STOP_LIMIT_S)
     assert [second.returncode for second in seconds] == [1, 1]
-    assert all(f"another `rolecall train` or `sft` works in {tmp_path / 'run'}; stop it first, or name another with --run.dir" in output for output in outputs)
+    assert all(
+        f"another `rolecall train` or `sft` works in {tmp_path / 'run'}; stop it first, or name another with --run.dir"
+        in output
+        for output in outputs
+    )
 
 
 def test_the_first_failure_is_shown_with_its_role_its_last_lines_and_its_log(tmp_path: Path) -> None:
@@ -91,7 +95,7 @@ def test_a_run_under_way_can_be_asked_paused_and_resumed(tmp_path: Path) -> None
     wait_until_up(train)
     said = {}
     for command in ("status", "pause", "resume"):
-        line = [sys.executable, "-m", "rolecall.cli", command, str(tmp_path / "run")]
+        line = [sys.executable, "-m", "rolecall", command, str(tmp_path / "run")]
         call = subprocess.run(line, capture_output=True, text=True, timeout=STOP_LIMIT_S, check=False)
         said[command] = (call.returncode, call.stdout + call.stderr)
     train.send_signal(signal.SIGINT)
@@ -101,7 +105,9 @@ def test_a_run_under_way_can_be_asked_paused_and_resumed(tmp_path: Path) -> None
 
 
 def test_what_a_role_started_ends_with_it(tmp_path: Path) -> None:
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    )
     parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {stubborn!r}]); time.sleep(600)"
     processes = Processes()
     worker = Worker("reward", "reward", (sys.executable, "-c", parent), {}, tmp_path / "reward.log")

@@ -1,4 +1,6 @@
-"""The launcher over roles that end, hang and fall silent: what is started again, when, how often, and what people are told. The roles are fakes."""
+"""The launcher over roles that end, hang and fall silent: what is started again, when, how often, and what people are
+told. The roles are fakes.
+"""
 
 import json
 import os
@@ -17,7 +19,7 @@ import pytest
 import yaml
 from pydantic import SecretStr
 
-from rolecall.run_record import read_record
+from rolecall.launcher.run_record import read_record
 from rolecall.settings import StoreSection, child_environment, store_url_file
 from rolecall.store.connection import connect
 
@@ -98,7 +100,9 @@ class Launch:
     def report(self, **status: Any) -> None:
         """What the controller says from now on."""
         file = self.run_dir / "status.json"
-        file.with_suffix(".new").write_text(json.dumps({"run": "fake", "state": "RUN_STATE_RUNNING", "totalSteps": 9, **status}))
+        file.with_suffix(".new").write_text(
+            json.dumps({"run": "fake", "state": "RUN_STATE_RUNNING", "totalSteps": 9, **status})
+        )
         file.with_suffix(".new").rename(file)
 
     def end(self, timeout_s: float = DEADLINE_S) -> int:
@@ -177,7 +181,10 @@ def test_without_an_actor_there_is_no_checkpoint_and_it_says_so(launch: Launch) 
     launch.until(lambda: "step 3/9" in launch.output())
     launch.signal("actor", signal.SIGKILL)
     assert launch.end() == 1
-    assert "no checkpoint of step 3 could be saved, the last is of step 0; --resume goes on from the store" in launch.output()
+    assert (
+        "no checkpoint of step 3 could be saved, the last is of step 0; --resume goes on from the store"
+        in launch.output()
+    )
 
 
 def test_an_applied_step_renews_the_budget(launch: Launch) -> None:
@@ -189,7 +196,9 @@ def test_an_applied_step_renews_the_budget(launch: Launch) -> None:
         launch.until(lambda step=step: launch.starts("rollout-0") == step)  # type: ignore[misc]
 
 
-def test_a_worker_that_the_controller_gives_up_is_killed_though_it_is_stopped_and_only_for_its_own_sins(launch: Launch) -> None:
+def test_a_worker_that_the_controller_gives_up_is_killed_though_it_is_stopped_and_only_for_its_own_sins(
+    launch: Launch,
+) -> None:
     launch.start()
     launch.signal("rollout-0", signal.SIGSTOP)
     lost = {"worker": "rollout-0", "lost": "no progress for 15 s"}
@@ -199,7 +208,10 @@ def test_a_worker_that_the_controller_gives_up_is_killed_though_it_is_stopped_an
     incarnation = launch.entries()["rollout-0"]["incarnation"]
     launch.report(step=1, workers=[{**lost, "incarnation": incarnation}])
     launch.until(lambda: launch.starts("rollout-0") == 1)
-    assert "rollout-0 was given up by the controller (no progress for 15 s) and killed; starting it again" in launch.output()
+    assert (
+        "rollout-0 was given up by the controller (no progress for 15 s) and killed; starting it again"
+        in launch.output()
+    )
     launch.report(step=2, workers=[{**lost, "incarnation": incarnation}])
     launch.until(lambda: "step 2/9" in launch.output())
     assert launch.starts("rollout-0") == 1, "the report stands until the next incarnation joins"

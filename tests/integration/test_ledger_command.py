@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rolecall.cli import main
+from rolecall.commands.cli import main
 from rolecall.settings import RunSettings
 from rolecall.store.embedded import EmbeddedStore
 from tests.fixtures_store import StoreUnderTest
@@ -25,7 +25,9 @@ def run_dir(make_settings: Callable[..., RunSettings]) -> Path:
     """A run directory with its configuration, of run "test"."""
     settings = make_settings(store={"num_shards": 2})
     settings.run.dir.mkdir()
-    (settings.run.dir / "config.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json", exclude={"store": {"url"}})))
+    (settings.run.dir / "config.yaml").write_text(
+        yaml.safe_dump(settings.model_dump(mode="json", exclude={"store": {"url"}}))
+    )
     return settings.run.dir
 
 
@@ -66,7 +68,13 @@ def test_it_balances_beside_a_living_store_and_after_a_crash(
         time.sleep(0.01)
     code, dead = ask(capsys, str(run_dir / "config.yaml"), "--json")
     report = json.loads(dead)
-    assert (code, report["balanced"], report["admitted"], report["trained"], report["dropped"]) == (0, True, 2, 1, {"scorer_error": 1})
+    assert (code, report["balanced"], report["admitted"], report["trained"], report["dropped"]) == (
+        0,
+        True,
+        2,
+        1,
+        {"scorer_error": 1},
+    )
     assert ask(capsys, str(run_dir))[0] == 0, "what it started it also stopped"
 
 
@@ -146,25 +154,33 @@ def test_it_tells_the_life_of_a_group_and_of_a_trajectory(
 
 
 @pytest.mark.parametrize("words", [["--id", "twelve"], ["--id", "1/x"]])
-def test_bad_ids_are_refused(run_dir: Path, server: EmbeddedStore, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+def test_bad_ids_are_refused(
+    run_dir: Path, server: EmbeddedStore, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
     server.start()
     assert ask(capsys, str(run_dir), *words)[0] == 2
 
 
-def test_a_group_that_was_never_admitted_is_not_found(run_dir: Path, server: EmbeddedStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_group_that_was_never_admitted_is_not_found(
+    run_dir: Path, server: EmbeddedStore, capsys: pytest.CaptureFixture[str]
+) -> None:
     server.start()
     code, said = ask(capsys, str(run_dir), "--id", "5")
     assert (code, said.strip()) == (1, "rolecall: run test admitted no group 5")
 
 
-def test_what_holds_no_run_or_no_store_is_refused(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_holds_no_run_or_no_store_is_refused(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert ask(capsys, str(tmp_path))[0] == 2
     code, said = ask(capsys, str(run_dir))
     assert code == 1
     assert "holds no store" in said
 
 
-def test_a_store_that_its_launcher_is_starting_again_is_left_to_it(run_dir: Path, server: EmbeddedStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_that_its_launcher_is_starting_again_is_left_to_it(
+    run_dir: Path, server: EmbeddedStore, capsys: pytest.CaptureFixture[str]
+) -> None:
     server.start()
     server.stop()
     launcher = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,4 +1,6 @@
-"""Adapters trained by the engine, against peft's own model on plain Hugging Face with AdamW; what is published, merged and written."""
+"""Adapters trained by the engine, against peft's own model on plain Hugging Face with AdamW; what is published, merged
+and written.
+"""
 
 from pathlib import Path
 
@@ -9,15 +11,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import CheckpointMismatchError, ConfigError
 from rolecall.settings import LoraSection, OptimizerSection
-from rolecall.storage import open_storage
-from rolecall.training import lora
 from rolecall.training.engine import TokenOutputs
-from rolecall.training.export import export
+from rolecall.training.export.export import export
 from rolecall.training.fsdp.engine import FsdpEngine
+from rolecall.training.model import lora
 from rolecall.training.options import EngineOptions
-from rolecall.training.packing import Row, pack, unpack
+from rolecall.training.packing.pack import Row, pack, unpack
 from tests import checkpoint_rig
 from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
 from tests.integration.test_fsdp_engine import oracle_outputs
@@ -45,9 +47,15 @@ def make_engine(path: Path, *, dtype: str = "float32", section: LoraSection = LO
 def peft_model(path: Path, section: LoraSection, start: dict[str, torch.Tensor]) -> PeftModel:
     """peft's own wrapper of the plain model, its adapters set to `start`."""
     hf = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
-    config = LoraConfig(r=section.rank, lora_alpha=section.alpha, target_modules=list(section.target_modules), task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=section.rank, lora_alpha=section.alpha, target_modules=list(section.target_modules), task_type="CAUSAL_LM"
+    )
     model = get_peft_model(hf, config)
-    named = {name.replace(".default.weight", ".weight"): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    named = {
+        name.replace(".default.weight", ".weight"): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
     assert named.keys() == start.keys()
     with torch.no_grad():
         for name, parameter in named.items():
@@ -57,8 +65,16 @@ def peft_model(path: Path, section: LoraSection, start: dict[str, torch.Tensor])
 
 def train_peft(model: PeftModel, rows: list[Row], num_steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses, and the adapters after AdamW."""
-    parameters = {name.replace(".default.weight", ".weight"): p for name, p in model.named_parameters() if p.requires_grad}
-    adamw = torch.optim.AdamW(parameters.values(), lr=OPTIMIZER.learning_rate, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay)
+    parameters = {
+        name.replace(".default.weight", ".weight"): p for name, p in model.named_parameters() if p.requires_grad
+    }
+    adamw = torch.optim.AdamW(
+        parameters.values(),
+        lr=OPTIMIZER.learning_rate,
+        betas=OPTIMIZER.betas,
+        eps=OPTIMIZER.eps,
+        weight_decay=OPTIMIZER.weight_decay,
+    )
     num_tokens = sum(int(np.count_nonzero(row["loss_mask"][1:])) for row in rows)
     losses = []
     for _ in range(num_steps):
@@ -74,7 +90,9 @@ def train_peft(model: PeftModel, rows: list[Row], num_steps: int) -> tuple[list[
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], atol: float) -> None:
     assert ours.keys() == theirs.keys()
     for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=atol, msg=f"{name} differs by more than {atol}")
+        torch.testing.assert_close(
+            ours[name], theirs[name], rtol=0, atol=atol, msg=f"{name} differs by more than {atol}"
+        )
 
 
 @pytest.mark.parametrize("kind", ["tied", "moe"])
@@ -85,7 +103,8 @@ def test_adapters_train_like_pefts_own_model_with_adamw(models: dict[str, Path],
     losses, expected = train_peft(peft_model(models[kind], section, weights_of(engine)), rows, 4)
     outcomes = [train_step(engine, rows, token_budget=64, seed=step) for step in range(4)]
     np.testing.assert_allclose([o["loss"] for o in outcomes], losses, rtol=1e-5)
-    # AdamW divides by the root of tiny second moments: last bits of a gradient may move a weight by a few per cent of the rate
+    # AdamW divides by the root of tiny second moments: last bits of a gradient may move a weight by a few per cent of
+    # the rate
     assert_same(weights_of(engine), expected, atol=2e-4)
 
 
@@ -126,7 +145,9 @@ def test_a_target_that_the_model_does_not_have_is_named_with_those_it_has(models
         make_engine(models["moe"])
 
 
-def test_a_checkpoint_holds_adapters_alone_goes_on_bit_for_bit_and_exports_merged_and_apart(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_checkpoint_holds_adapters_alone_goes_on_bit_for_bit_and_exports_merged_and_apart(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     rows = make_rows(6)
     engine = make_engine(models["tied"])
     for step in range(2):
@@ -134,7 +155,9 @@ def test_a_checkpoint_holds_adapters_alone_goes_on_bit_for_bit_and_exports_merge
     checkpoint_rig.save(engine, tmp_path / "saved")
     with safe_open(tmp_path / "saved" / "rank-00000.safetensors", framework="pt") as file:
         keys: list[str] = file.keys()
-    assert {lora.peft_name(key.partition("/")[2]) for key in keys if not key.startswith("rng/")} == {name for name, _ in engine.named_weights()}
+    assert {lora.peft_name(key.partition("/")[2]) for key in keys if not key.startswith("rng/")} == {
+        name for name, _ in engine.named_weights()
+    }
     resumed = make_engine(models["tied"])
     checkpoint_rig.load(resumed, tmp_path / "saved")
     model = checkpoint_rig.exported(tmp_path / "saved")
@@ -145,7 +168,9 @@ def test_a_checkpoint_holds_adapters_alone_goes_on_bit_for_bit_and_exports_merge
             expected = np.concatenate([oracle_outputs(theirs, row, 0.7)[0].numpy() for row in rows])
             np.testing.assert_allclose(logprobs_of(resumed, rows), expected, atol=2e-5)
     for step in (2, 3):
-        assert train_step(engine, rows, token_budget=64, seed=step) == train_step(resumed, rows, token_budget=64, seed=step)
+        assert train_step(engine, rows, token_budget=64, seed=step) == train_step(
+            resumed, rows, token_budget=64, seed=step
+        )
     assert_same(weights_of(resumed), weights_of(engine), atol=0)
 
 

@@ -1,4 +1,5 @@
-"""Layouts of four ranks (replicas, sequence and tensor parallel, sharding) train what one rank trains, each going on from the other's checkpoint.
+"""Layouts of four ranks (replicas, sequence and tensor parallel, sharding) train what one rank trains, each going on
+from the other's checkpoint.
 
 That loss and gradients agree for every objective and shape of batch is test_training_exact.py's.
 """
@@ -34,13 +35,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "tests.integration.parallel_ranks", str(path)]
     with ExitStack() as stack:
         logs = [stack.enter_context((path / f"rank-{rank}.log").open("w")) for rank in range(WORLD_SIZE)]
-        ranks = [stack.enter_context(subprocess.Popen([*command, str(rank)], stderr=log, env=environment)) for rank, log in enumerate(logs)]
+        ranks = [
+            stack.enter_context(subprocess.Popen([*command, str(rank)], stderr=log, env=environment))
+            for rank, log in enumerate(logs)
+        ]
         try:
             codes = [rank.wait(timeout=200) for rank in ranks]
         finally:
             for process in ranks:
                 process.kill()
-    assert codes == [0] * WORLD_SIZE, "".join((path / f"rank-{rank}.log").read_text()[-2000:] for rank in range(WORLD_SIZE))
+    assert codes == [0] * WORLD_SIZE, "".join(
+        (path / f"rank-{rank}.log").read_text()[-2000:] for rank in range(WORLD_SIZE)
+    )
     return path
 
 
@@ -58,7 +64,8 @@ def test_every_layout_goes_on_where_another_left_off_as_one_rank_does(folder: Pa
         norms += train(alone, index * STEPS_PER_LAYOUT, STEPS_PER_LAYOUT)
         ours = load_file(folder / f"weights-{index}.safetensors")
         for name, tensor in alone.named_weights():
-            # AdamW divides by the root of tiny second moments: last bits of a gradient may move a weight by a few per cent of the rate
+            # AdamW divides by the root of tiny second moments: last bits of a gradient may move a weight by a few per
+            # cent of the rate
             np.testing.assert_allclose(ours[name], tensor, atol=2e-4, rtol=0, err_msg=f"{name} in {LAYOUTS[index]}")
     np.testing.assert_allclose(seen["norms"], norms, rtol=1e-4)
 

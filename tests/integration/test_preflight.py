@@ -1,4 +1,6 @@
-"""What would keep a run from starting is told by `rolecall check` and `rolecall train` before anything is started or written."""
+"""What would keep a run from starting is told by `rolecall check` and `rolecall train` before anything is started or
+written.
+"""
 
 import io
 import socket
@@ -15,8 +17,8 @@ import pytest
 import yaml
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from rolecall.check import find_problems
-from rolecall.cli import main
+from rolecall.commands.check import find_problems
+from rolecall.commands.cli import main
 from rolecall.settings import load_settings
 from rolecall.v1 import controller_pb2, reward_pb2
 from tests.contract.peer import Authority
@@ -42,7 +44,9 @@ def serve(opened: ExitStack, credentials: grpc.ServerCredentials | None = None) 
     health_pb2_grpc.add_HealthServicer_to_server(known, server)
     for service, method, answer in (("ControllerService", "GetRun", get_run), ("RewardService", "Describe", describe)):
         handler: Any = grpc.unary_unary_rpc_method_handler(answer)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(f"rolecall.v1.{service}", {method: handler}),))
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(f"rolecall.v1.{service}", {method: handler}),)
+        )
     address = "127.0.0.1:0"
     port = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
     server.start()
@@ -90,26 +94,69 @@ LOCAL = {"actor": {}, "rollout": {"num_replicas": 1}}
     [
         ("store.url=redis://{nobody}", "store.url: {nobody} cannot be reached (Connection refused); start the server"),
         ("controller.address={web}", "controller.address {web} is somebody else's: what listens there speaks no gRPC"),
-        ("controller.address={silent}", "controller.address {silent} is somebody else's: what listens there speaks no gRPC"),
-        ("controller.address={roles}", "controller.address {roles} is the controller of the run 'other', not of 'light'; correct the address or run.name"),
-        ("actor.address={scorer}", "actor.address {scorer} is somebody else's: what listens there speaks no gRPC, or with other certificates"),
+        (
+            "controller.address={silent}",
+            "controller.address {silent} is somebody else's: what listens there speaks no gRPC",
+        ),
+        (
+            "controller.address={roles}",
+            "controller.address {roles} is the controller of the run 'other', not of 'light'; correct the address "
+            "or run.name",
+        ),
+        (
+            "actor.address={scorer}",
+            "actor.address {scorer} is somebody else's: what listens there speaks no gRPC, or with other certificates",
+        ),
         ("reward.address={web}", "reward.address {web} is somebody else's"),
         ("reward.address={roles}", "reward.address {roles} refuses the credentials"),
-        ("reward.address=scorer.example:50051", "reward: scorer.example:50051 is beyond this machine and the connection has no TLS; set rpc.tls"),
-        ("controller.bind=0.0.0.0:45671", "refusing to listen on 0.0.0.0:45671 (controller.bind) without TLS; set rpc.tls"),
+        (
+            "reward.address=scorer.example:50051",
+            "reward: scorer.example:50051 is beyond this machine and the connection has no TLS; set rpc.tls",
+        ),
+        (
+            "controller.bind=0.0.0.0:45671",
+            "refusing to listen on 0.0.0.0:45671 (controller.bind) without TLS; set rpc.tls",
+        ),
         (SCORER % "ca_file: '{folder}/none'", f"{C}: ca_file: cannot read {{folder}}/none: No such file or directory"),
-        (SCORER % "ca_file: '{folder}/garbage'", "ca_file: {folder}/garbage holds no certificate that can be read (NO_CERTIFICATE_OR_CRL_FOUND)"),
-        (SCORER % "ca_file: '{theirs}'", f"{C}.address {{scorer}} is somebody else's: what listens there speaks no gRPC, or with other certificates"),
+        (
+            SCORER % "ca_file: '{folder}/garbage'",
+            "ca_file: {folder}/garbage holds no certificate that can be read (NO_CERTIFICATE_OR_CRL_FOUND)",
+        ),
+        (
+            SCORER % "ca_file: '{theirs}'",
+            f"{C}.address {{scorer}} is somebody else's: what listens there speaks no gRPC, or with other certificates",
+        ),
         (SCORER % "bearer_token_file: '{folder}/none'", f"{C}: bearer_token_file: cannot read {{folder}}/none"),
-        (SCORER % "bearer_token_file: '{folder}/empty'", "bearer_token_file: {folder}/empty is empty; write the token into it"),
-        (SCORER % "ca_file: '{ca}', bearer_token_file: '{folder}/wrong'", f"{C}.address {{scorer}} refuses the credentials"),
-        ("rpc.tls={{{torn}, ca_file: '{ca}'}}", "are no certificate with its key (KEY_VALUES_MISMATCH); name two PEM files that belong together"),
-        ("rpc.tls={{{pair}, ca_file: '{folder}/garbage'}}", "rpc.tls.ca_file: {folder}/garbage holds no certificate that can be read"),
+        (
+            SCORER % "bearer_token_file: '{folder}/empty'",
+            "bearer_token_file: {folder}/empty is empty; write the token into it",
+        ),
+        (
+            SCORER % "ca_file: '{ca}', bearer_token_file: '{folder}/wrong'",
+            f"{C}.address {{scorer}} refuses the credentials",
+        ),
+        (
+            "rpc.tls={{{torn}, ca_file: '{ca}'}}",
+            "are no certificate with its key (KEY_VALUES_MISMATCH); name two PEM files that belong together",
+        ),
+        (
+            "rpc.tls={{{pair}, ca_file: '{folder}/garbage'}}",
+            "rpc.tls.ca_file: {folder}/garbage holds no certificate that can be read",
+        ),
         (FUNCTION % "absent_module:score", f"{C}.target 'absent_module:score': there is no module 'absent_module' in"),
-        (FUNCTION % "my_rewards:scroe", f"{C}.target 'my_rewards:scroe': the module 'my_rewards' has no function 'scroe'; correct it"),
-        (FUNCTION % "broken:score", f"{C}.target 'broken:score' cannot be imported: ZeroDivisionError: division by zero; correct the module"),
+        (
+            FUNCTION % "my_rewards:scroe",
+            f"{C}.target 'my_rewards:scroe': the module 'my_rewards' has no function 'scroe'; correct it",
+        ),
+        (
+            FUNCTION % "broken:score",
+            f"{C}.target 'broken:score' cannot be imported: ZeroDivisionError: division by zero; correct the module",
+        ),
         ("rollout.num_replicas=5000", "the roles on CPUs need at least 1,2"),
-        ("rollout.tensor_parallel_size=1000", "rollout.tensor_parallel_size 1000: each worker of a replica needs a core of its own"),
+        (
+            "rollout.tensor_parallel_size=1000",
+            "rollout.tensor_parallel_size 1000: each worker of a replica needs a core of its own",
+        ),
         ("rollout.kv_cache_bytes=1000000000000000", "the roles on CPUs need at least 931,323."),
         ("actor.num_ranks=100000", "the roles on CPUs need at least "),
         ("store.max_bytes=1000000000000000", "store.max_bytes 931,322.6 GiB exceeds the "),
@@ -132,7 +179,10 @@ def test_what_cannot_start_is_told_by_check_and_train_and_leaves_no_run_dir(
 
 
 def test_a_loss_that_needs_a_gpu_to_be_imported_finds_the_one_that_its_role_has(tmp_path: Path) -> None:
-    (tmp_path / "kernels.py").write_text("import os\n\nGPUS = os.environ['CUDA_VISIBLE_DEVICES'].split(',')\nassert '1' in GPUS\n\n\ndef loss(batch): ...\n")
+    (tmp_path / "kernels.py").write_text(
+        "import os\n\nGPUS = os.environ['CUDA_VISIBLE_DEVICES'].split(',')\nassert '1' in GPUS\n\n\ndef "
+        "loss(batch): ...\n"
+    )
     config = write_light_config(tmp_path)
     tree = yaml.safe_load(config.read_text())
     config.write_text(yaml.safe_dump(tree | LOCAL))
@@ -146,7 +196,10 @@ def test_a_loss_that_needs_a_gpu_to_be_imported_finds_the_one_that_its_role_has(
 def test_a_role_that_may_still_come_is_noted_and_waited_for(tmp_path: Path, places: dict[str, str]) -> None:
     out = io.StringIO()
     assert find_problems(load_settings(write_light_config(tmp_path), [f"actor.address={places['nobody']}"]), out) == []
-    told = f"NOTE actor.address {places['nobody']}: nobody listens there yet; the run waits for it, up to controller.start_timeout_s = 300 s\n"
+    told = (
+        f"NOTE actor.address {places['nobody']}: nobody listens there yet; the run waits for it, up to "
+        "controller.start_timeout_s = 300 s\n"
+    )
     assert told in out.getvalue()
 
 
@@ -155,7 +208,9 @@ def test_what_is_there_is_told(tmp_path: Path, places: dict[str, str]) -> None:
     scorer = SCORER % "ca_file: '{ca}', bearer_token_file: '{folder}/right'"
     overrides = [f"actor.address={places['roles']}", scorer.format(**places), "run.name=other"]
     assert find_problems(load_settings(write_light_config(tmp_path), overrides), out) == []
-    assert {f"actor.address {places['roles']} answers", f"{C}.address {places['scorer']} answers"} < set(out.getvalue().splitlines())
+    assert {f"actor.address {places['roles']} answers", f"{C}.address {places['scorer']} answers"} < set(
+        out.getvalue().splitlines()
+    )
 
 
 def test_another_role_at_an_address_is_told(tmp_path: Path, places: dict[str, str]) -> None:
@@ -164,7 +219,9 @@ def test_another_role_at_an_address_is_told(tmp_path: Path, places: dict[str, st
     assert told == f"critic.address {places['roles']} answers and is no rolecall.v1.CriticService; correct the address"
 
 
-def test_a_controller_that_nobody_serves_yet_is_noted_waited_for_and_told_of(tmp_path: Path, places: dict[str, str]) -> None:
+def test_a_controller_that_nobody_serves_yet_is_noted_waited_for_and_told_of(
+    tmp_path: Path, places: dict[str, str]
+) -> None:
     address = places["nobody"]
     train = start_train(write_light_config(tmp_path), f"--controller.address={address}")
     assert train.stdout is not None
@@ -176,5 +233,8 @@ def test_a_controller_that_nobody_serves_yet_is_noted_waited_for_and_told_of(tmp
     train.kill()
     train.communicate(timeout=60)
     assert said[0].startswith("NOTE ")
-    assert any(line.startswith(f"NOTE controller.address {address}: nobody listens there yet; the run waits for it") for line in said), said
+    assert any(
+        line.startswith(f"NOTE controller.address {address}: nobody listens there yet; the run waits for it")
+        for line in said
+    ), said
     assert said[-1].endswith("the roles here wait for it\n"), said

@@ -16,10 +16,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.options import EngineOptions
-from rolecall.training.packing import pack, unpack
+from rolecall.training.packing.pack import pack, unpack
 from rolecall.v1 import actor_pb2, rollout_pb2, weights_pb2
 from rolecall.wire import Array, encode_tensor
-from services.controller.probe import difference
+from services.controller.publish.probe import difference
 from tests.tiny_models import write_qwen3
 
 OLD_BOUND = 0.05
@@ -73,7 +73,9 @@ class Ends:
             (outputs,) = engine.forward([microbatch], plain=plain)
             assert isinstance(outputs, TokenOutputs)
             self.passes += unpack(outputs.logprobs_N, microbatch.lengths)
-        self.model = fuse(Qwen3ForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa").eval())
+        self.model = fuse(
+            Qwen3ForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+        )
 
     @torch.no_grad()
     def rollout(self) -> Array:
@@ -87,8 +89,12 @@ class Ends:
         ours, again = (encode_tensor(said) for said in self.passes)
         sent = actor_pb2.PublishWeightsResponse(digest="d", probe=weights_pb2.Probe(logprobs=ours, again=again))
         nothing = encode_tensor(np.zeros(0, np.float32))
-        probe = weights_pb2.Probe(logprobs=encode_tensor(self.rollout()), decoded_logprobs=nothing, prefilled_logprobs=nothing)
-        return difference(sent, rollout_pb2.ReceiveWeightsResponse(digest="d", probe=probe), exact=False, tolerance=None)
+        probe = weights_pb2.Probe(
+            logprobs=encode_tensor(self.rollout()), decoded_logprobs=nothing, prefilled_logprobs=nothing
+        )
+        return difference(
+            sent, rollout_pb2.ReceiveWeightsResponse(digest="d", probe=probe), exact=False, tolerance=None
+        )
 
 
 def with_spread_logits(path: Path) -> None:

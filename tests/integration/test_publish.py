@@ -1,4 +1,6 @@
-"""One publish at a time, with something going wrong in each of its phases: the rest is served soon, and what was left out claims nothing."""
+"""One publish at a time, with something going wrong in each of its phases: the rest is served soon, and what was left
+out claims nothing.
+"""
 
 import asyncio
 import time
@@ -33,7 +35,11 @@ async def three(rig: Rig) -> None:
 
 def serving(rig: Rig) -> list[str]:
     """Names of those that serve the current version, by their own account."""
-    held = [twin for twin in rig.alive if twin.replica.gate.is_open and twin.replica.held.policy_version == rig.publisher.policy_version]
+    held = [
+        twin
+        for twin in rig.alive
+        if twin.replica.gate.is_open and twin.replica.held.policy_version == rig.publisher.policy_version
+    ]
     return sorted(twin.name for twin in held)
 
 
@@ -61,7 +67,9 @@ async def test_every_receiver_is_told_the_backend_that_the_actor_chose_for_all_o
 
 @pytest.mark.parametrize("kind", [Kind.DIE, Kind.HANG, Kind.STOP, Kind.LATE, Kind.FAIL], ids=lambda kind: kind.value)
 @pytest.mark.parametrize("phase", PHASES)
-async def test_whoever_fails_in_any_phase_is_left_out_and_the_others_serve_soon(rig: Rig, phase: str, kind: Kind) -> None:
+async def test_whoever_fails_in_any_phase_is_left_out_and_the_others_serve_soon(
+    rig: Rig, phase: str, kind: Kind
+) -> None:
     await three(rig)
     if phase == "join":
         await rig.rollout("rollout-3")  # so that a new epoch is opened
@@ -208,12 +216,16 @@ async def test_a_publish_that_nobody_ever_takes_ends_in_an_error_that_says_why(r
             await asyncio.sleep(0.001)
 
     lying = asyncio.create_task(always_false())
-    with pytest.raises(WorkerLostError, match=r"no rollout took the weights of step 0: rollout-0.0: .*the engine computes with others"):
+    with pytest.raises(
+        WorkerLostError, match=r"no rollout took the weights of step 0: rollout-0.0: .*the engine computes with others"
+    ):
         await rig.publisher.publish(0)
     lying.cancel()
 
 
-async def test_a_publish_without_rollouts_says_so_after_the_stall_timeout(store: StoreUnderTest, tmp_path: Path) -> None:
+async def test_a_publish_without_rollouts_says_so_after_the_stall_timeout(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
     async with publish_rig(store, {"controller": {"lease_s": LEASE_S, "stall_timeout_s": 0.3}}, tmp_path) as rig:
         with pytest.raises(DeadlineError, match="0 of 1 rollouts joined"):
             await rig.publisher.publish(0)
@@ -238,12 +250,19 @@ def join_actor(rig: Rig, incarnation: str) -> None:
     join = rig.twins[0].join
     other = type(join)()
     other.CopyFrom(join)
-    other.role, other.worker, other.incarnation, other.num_weight_ranks = controller_pb2.ROLE_ACTOR, "actor", incarnation, 0
+    other.role, other.worker, other.incarnation, other.num_weight_ranks = (
+        controller_pb2.ROLE_ACTOR,
+        "actor",
+        incarnation,
+        0,
+    )
     rig.fleet.join(other)
 
 
 @pytest.mark.parametrize("replica", [Replica, RogueReplica])
-async def test_the_checker_sees_an_engine_that_serves_torn_weights_by_itself(store: StoreUnderTest, tmp_path: Path, replica: type[Replica]) -> None:
+async def test_the_checker_sees_an_engine_that_serves_torn_weights_by_itself(
+    store: StoreUnderTest, tmp_path: Path, replica: type[Replica]
+) -> None:
     async with publish_rig(store, {}, tmp_path) as rig:
         rig.replica = replica
         await three(rig)

@@ -1,8 +1,9 @@
-"""Publishing as a whole, model-checked: rollouts join, leave, die, hang, stop, wake up, come late and lie, in any phase of any
-publish; publishes are cancelled; the actor fails.
+"""Publishing as a whole, model-checked: rollouts join, leave, die, hang, stop, wake up, come late and lie, in any phase
+of any publish; publishes are cancelled; the actor fails.
 
-After every move: no committed token is of torn or unattested weights and a version is one digest (tests/attestation.py, which asks nobody but the store);
-whoever serves holds whole what the store says is attested. At the end, once failures stop: everyone alive serves, and every group is committed.
+After every move: no committed token is of torn or unattested weights and a version is one digest (tests/attestation.py,
+which asks nobody but the store); whoever serves holds whole what the store says is attested. At the end, once failures
+stop: everyone alive serves, and every group is committed.
 """
 
 import asyncio
@@ -15,7 +16,14 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from rolecall.errors import DeadlineError, RoleCallError, WorkerLostError
 from rolecall.store.embedded import EmbeddedStore
@@ -28,7 +36,9 @@ T = TypeVar("T")
 NAMES = ("rollout-0", "rollout-1", "rollout-2")
 PUBLISH_S = 25.0
 """Far more than any publish here takes; a longer one hangs."""
-faults = st.dictionaries(st.sampled_from(NAMES), st.builds(Fault, st.sampled_from(PHASES), st.sampled_from(Kind)), max_size=2)
+faults = st.dictionaries(
+    st.sampled_from(NAMES), st.builds(Fault, st.sampled_from(PHASES), st.sampled_from(Kind)), max_size=2
+)
 
 
 async def outcomes(*moves: Awaitable[Any]) -> list[Any]:
@@ -44,7 +54,9 @@ class PublishMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.stack = AsyncExitStack()
         # No group is given up for poison here, however many of its workers die.
-        self.rig = self.do(self.stack.enter_async_context(publish_rig(store, {"controller": {"max_deliveries": 1000}}, folder)))
+        self.rig = self.do(
+            self.stack.enter_async_context(publish_rig(store, {"controller": {"max_deliveries": 1000}}, folder))
+        )
         self.rig.replica = replica
 
     def do(self, move: Coroutine[Any, Any, T]) -> T:
@@ -86,7 +98,9 @@ class PublishMachine(RuleBasedStateMachine):
         assert any(twin.replica.gate.is_open for twin in rig.alive)
 
     async def keep_one(self) -> None:
-        """What the launcher does: a worker that learns only now that it was given up ends, and another takes its place."""
+        """What the launcher does: a worker that learns only now that it was given up ends, and another takes its
+        place.
+        """
         while True:
             if not self.rig.alive:
                 await self.rig.rollout("rollout-9")
@@ -99,7 +113,7 @@ class PublishMachine(RuleBasedStateMachine):
         self.do(self.rig.admit(4))
         self.do(self.rig.publisher.publish(0))
 
-    # --- the fleet ----------------------------------------------------------------------------------------------------------------------------------
+    # --- the fleet --------------------------------------------------------------------------------
 
     @rule(name=st.sampled_from(NAMES))
     def start(self, name: str) -> None:
@@ -125,7 +139,7 @@ class PublishMachine(RuleBasedStateMachine):
         self.do(self.rig.admit(2))
         self.do(asyncio.sleep(seconds))
 
-    # --- the controller and the actor -----------------------------------------------------------------------------------------------------------------
+    # --- the controller and the actor -------------------------------------------------------------
 
     @rule(faults=faults, steps=st.integers(0, 1))
     def publish(self, faults: dict[str, Fault], steps: int) -> None:
@@ -165,7 +179,7 @@ class PublishMachine(RuleBasedStateMachine):
         assert all(error.retryable for error in failures if isinstance(error, RoleCallError))
         self.rig.actor.failures = {}
 
-    # --- what must hold -------------------------------------------------------------------------------------------------------------------------------
+    # --- what must hold ---------------------------------------------------------------------------
 
     @invariant()
     def check(self) -> None:
@@ -173,13 +187,19 @@ class PublishMachine(RuleBasedStateMachine):
         attested = read_attested(self.rig.store.connection, self.rig.store.run)
         for twin in self.rig.alive:
             if twin.replica.gate.is_open:
-                assert attested[twin.replica.held.policy_version] == digest_of(twin.engine.buckets), f"{twin.consumer} serves what nobody attested"
+                assert attested[twin.replica.held.policy_version] == digest_of(twin.engine.buckets), (
+                    f"{twin.consumer} serves what nobody attested"
+                )
 
 
 @pytest.fixture
-def machine(store_server: EmbeddedStore, make_store: Callable[[str, str], StoreUnderTest], tmp_path: Path) -> Callable[..., PublishMachine]:
+def machine(
+    store_server: EmbeddedStore, make_store: Callable[[str, str], StoreUnderTest], tmp_path: Path
+) -> Callable[..., PublishMachine]:
     """Makes machines over runs of their own."""
-    return lambda **options: PublishMachine(make_store(store_server.url, f"run-{uuid.uuid4().hex[:12]}"), tmp_path, **options)
+    return lambda **options: PublishMachine(
+        make_store(store_server.url, f"run-{uuid.uuid4().hex[:12]}"), tmp_path, **options
+    )
 
 
 def run(make: Callable[[], PublishMachine], max_examples: int) -> None:

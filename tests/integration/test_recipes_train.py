@@ -1,6 +1,8 @@
-"""Every recipe trains the sort-digits model for two steps: real trainers, reference, reward, controller, store and weight channel.
+"""Every recipe trains the sort-digits model for two steps: real trainers, reference, reward, controller, store and
+weight channel.
 
-Plain transformers sample from the weights that arrive: vLLM knows nothing of recipes, and takes most of a minute to start (tests/e2e/test_recipes.py has it).
+Plain transformers sample from the weights that arrive: vLLM knows nothing of recipes, and takes most of a minute to
+start (tests/e2e/test_recipes.py has it).
 """
 
 import asyncio
@@ -13,8 +15,8 @@ import yaml
 
 from examples.sort_digits import prepare as sort_digits
 from examples.sort_digits.quickstart import HERE, train_command
-from rolecall.cli import main
-from rolecall.launch import write_config
+from rolecall.commands.cli import main
+from rolecall.launcher.plan import write_config
 from rolecall.settings import RunSettings, recipe_file, recipe_names
 from rolecall.store.embedded import EmbeddedStore
 from tests.fixtures_store import StoreUnderTest
@@ -50,19 +52,29 @@ def nursery(store_server: EmbeddedStore) -> Iterator[Nursery]:
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("recipe", NAMES)
 async def test_the_recipe_trains(
-    recipe: str, work: Path, store: StoreUnderTest, nursery: Nursery, tmp_path: Path, make_settings: Callable[..., RunSettings]
+    recipe: str,
+    work: Path,
+    store: StoreUnderTest,
+    nursery: Nursery,
+    tmp_path: Path,
+    make_settings: Callable[..., RunSettings],
 ) -> None:
     task = yaml.safe_load(TASK.read_text())
-    sections: dict[str, Any] = {name: task[name] for name in ("actor", "reward", "sampling")} | yaml.safe_load(recipe_file(recipe).read_text())
+    sections: dict[str, Any] = {name: task[name] for name in ("actor", "reward", "sampling")} | yaml.safe_load(
+        recipe_file(recipe).read_text()
+    )
     sections |= {
         "run": {"num_steps": NUM_STEPS},
         "model": {"path": str(work / "model"), "dtype": "float32"},
         "data": {"train": str(work / "train.jsonl"), "max_prompt_tokens": 40},
         "algorithm": {**sections["algorithm"], "groups_per_batch": 4, "num_minibatches": 2},
-        "controller": {"lease_s": 4.0, "start_timeout_s": 60.0, "stall_timeout_s": 60.0},  # the machine may be busy with other tests
+        # the machine may be busy with other tests
+        "controller": {"lease_s": 4.0, "start_timeout_s": 60.0, "stall_timeout_s": 60.0},
     }
     references = sections.get("references", {})
-    roles = {name: name for name in ("actor", "critic", "reward") if name in sections} | dict.fromkeys(references, "reference")
+    roles = {name: name for name in ("actor", "critic", "reward") if name in sections} | dict.fromkeys(
+        references, "reference"
+    )
     for name in roles:
         section = references if name in references else sections
         section[name] = {**section[name], "address": f"127.0.0.1:{free_port()}"}
@@ -81,11 +93,15 @@ async def test_the_recipe_trains(
     steps = run.metrics()
     assert len(steps) == NUM_STEPS
     assert all(step["actor/grad_norm"] > 0 and step["actor/skipped_steps"] == 0 for step in steps)
-    assert recipe == "dppo" or steps[0]["actor/mismatch_max"] < 1e-4, "dppo alone has no proximal pass, which compares with the sampler before the first update"
+    assert recipe == "dppo" or steps[0]["actor/mismatch_max"] < 1e-4, (
+        "dppo alone has no proximal pass, which compares with the sampler before the first update"
+    )
 
 
 @pytest.mark.parametrize("recipe", NAMES)
-def test_the_quickstarts_command_is_accepted_with_the_recipe(recipe: str, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_quickstarts_command_is_accepted_with_the_recipe(
+    recipe: str, work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, _, _, train, *words = train_command(work, 0, recipe)
     assert train == "train"
     assert main(["check", *words]) == 0

@@ -1,6 +1,8 @@
-"""Actor and critic killed at exact instants, restored and fed the sealed batches again: the inputs are the same to the bit, and so are the final weights.
+"""Actor and critic killed at exact instants, restored and fed the sealed batches again: the inputs are the same to the
+bit, and so are the final weights.
 
-Real trainers in processes of their own, on one rank and one thread; the real controller; a rollout whose tokens depend on (prompt, seed, weights) alone.
+Real trainers in processes of their own, on one rank and one thread; the real controller; a rollout whose tokens depend
+on (prompt, seed, weights) alone.
 """
 
 import asyncio
@@ -12,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from rolecall.checkpoints import RunCheckpoints
-from rolecall.launch import write_config
+from rolecall.checkpoint.manifest import RunCheckpoints
+from rolecall.checkpoint.storage import open_storage
+from rolecall.launcher.plan import write_config
 from rolecall.settings import RunSettings
-from rolecall.storage import open_storage
 from rolecall.store.embedded import EmbeddedStore
 from tests.fixtures_store import StoreUnderTest
 from tests.light_roles import light_run
@@ -69,25 +71,40 @@ def free_address() -> str:
 
 def tensors(checkpoints: Path, step: int) -> dict[str, bytes]:
     committed = RunCheckpoints(open_storage(str(checkpoints)), 2).read(step)
-    return {file.name: bytes(committed.storage.read(file.name)) for file in committed.files if file.name.endswith(".safetensors")}
+    return {
+        file.name: bytes(committed.storage.read(file.name))
+        for file in committed.files
+        if file.name.endswith(".safetensors")
+    }
 
 
 async def trained(
-    folder: Path, store: StoreUnderTest, make_settings: MakeSettings, nursery: Nursery, kills: Mapping[str, Sequence[Instant]], algorithm: dict[str, Any]
+    folder: Path,
+    store: StoreUnderTest,
+    make_settings: MakeSettings,
+    nursery: Nursery,
+    kills: Mapping[str, Sequence[Instant]],
+    algorithm: dict[str, Any],
 ) -> Outcome:
     """A run of NUM_STEPS under `kills`, by role."""
     folder.mkdir()
     write_qwen3(folder / "model", hidden=32)
     config = folder / "run" / "config.yaml"
-    gateways = {role: Gateway(role, free_address(), nursery, store, config, list(instants)) for role, instants in kills.items()}
+    gateways = {
+        role: Gateway(role, free_address(), nursery, store, config, list(instants)) for role, instants in kills.items()
+    }
     optimizer = {"learning_rate": 1e-3}
     sections: dict[str, Any] = {
-        role: {"address": await gateway.start(), "bind": gateway.address, "num_threads": 1, "optimizer": optimizer} for role, gateway in gateways.items()
+        role: {"address": await gateway.start(), "bind": gateway.address, "num_threads": 1, "optimizer": optimizer}
+        for role, gateway in gateways.items()
     }
     run_section = {"num_steps": NUM_STEPS, "checkpoint_every_steps": 2}
-    sections["controller"] = {"lease_s": 4.0, "start_timeout_s": 200.0, "stall_timeout_s": 200.0}  # the machine may be busy with other tests
+    # the machine may be busy with other tests
+    sections["controller"] = {"lease_s": 4.0, "start_timeout_s": 200.0, "stall_timeout_s": 200.0}
     model = {"path": str(folder / "model"), "dtype": "float32"}
-    async with light_run(store, folder, make_settings, run=run_section, model=model, algorithm=algorithm, **sections) as run:
+    async with light_run(
+        store, folder, make_settings, run=run_section, model=model, algorithm=algorithm, **sections
+    ) as run:
         write_config(run.settings)
         for gateway in gateways.values():
             gateway.start_trainer()
@@ -101,7 +118,9 @@ async def trained(
                 await gateway.close()
     for gateway in gateways.values():
         assert not gateway.kills, f"never came to {gateway.kills}"
-        assert all(len(digests) == 1 for digests in gateway.batches.values()), "a step was trained from another batch than the sealed one"
+        assert all(len(digests) == 1 for digests in gateway.batches.values()), (
+            "a step was trained from another batch than the sealed one"
+        )
     last, earlier = (tensors(run.settings.run.dir / "checkpoints", step) for step in (NUM_STEPS, NUM_STEPS - 1))
     assert all(last[name] != data for name, data in earlier.items()), "one step must be seen in every file"
     return Outcome(
@@ -140,8 +159,12 @@ async def test_killed_trainers_end_with_the_weights_of_trainers_that_were_never_
         outcomes.append(await trained(tmp_path / name, store, make_settings, nursery, planned, algorithm))
     never, killed = outcomes
     for role in kills:
-        assert {step: len(digests) for step, digests in never.inputs[role].items()} == dict.fromkeys(range(NUM_STEPS), 1)
+        assert {step: len(digests) for step, digests in never.inputs[role].items()} == dict.fromkeys(
+            range(NUM_STEPS), 1
+        )
         assert sum(map(len, killed.inputs[role].values())) > NUM_STEPS, "nothing was replayed"
-        assert {step: set(digests) for step, digests in killed.inputs[role].items()} == {step: set(digests) for step, digests in never.inputs[role].items()}
+        assert {step: set(digests) for step, digests in killed.inputs[role].items()} == {
+            step: set(digests) for step, digests in never.inputs[role].items()
+        }
     assert killed.files.keys() == never.files.keys()
     assert [name for name, data in killed.files.items() if data != never.files[name]] == []

@@ -1,4 +1,6 @@
-"""Replicas behind one address: reward services and references in processes of their own, of which some are killed, stopped and started again under load."""
+"""Replicas behind one address: reward services and references in processes of their own, of which some are killed,
+stopped and started again under load.
+"""
 
 import asyncio
 import signal
@@ -15,8 +17,8 @@ import pytest
 import yaml
 
 from rolecall.rpc.channel import open_channel
-from rolecall.scores import Score
-from rolecall.scoring import RewardClient, open_client
+from rolecall.scoring.client import RewardClient, open_client
+from rolecall.scoring.scores import Score
 from rolecall.settings import RpcSection, child_environment, load_settings
 from rolecall.v1 import reward_pb2
 from rolecall.v1.reference_pb2_grpc import ReferenceServiceStub
@@ -58,7 +60,9 @@ class Replicas:
         for index in indices:
             arguments = [str(self.config), "--name", self.name(index), self.option, f"127.0.0.1:{self.ports[index]}"]
             command = [sys.executable, "-m", f"services.{self.role}", *arguments]
-            self.processes[index] = subprocess.Popen(command, env=child_environment({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}))
+            self.processes[index] = subprocess.Popen(
+                command, env=child_environment({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
+            )
         async with asyncio.timeout(START_TIMEOUT_S):
             while len(self.peer.joins) < joined + len(indices):
                 assert all(process.poll() is None for process in self.processes.values())
@@ -142,7 +146,9 @@ async def disturb(replicas: Replicas, num_done: Callable[[], int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-async def test_no_item_is_lost_or_miscounted_while_reward_replicas_die_and_come_back(make: Make, tmp_path: Path) -> None:
+async def test_no_item_is_lost_or_miscounted_while_reward_replicas_die_and_come_back(
+    make: Make, tmp_path: Path
+) -> None:
     reward = {"components": {"correct": {"scorer": {"kind": "exact_match"}}}, "num_workers": 1, "timeout_s": 60.0}
     replicas = make("reward", "--reward.bind", tmp_path / "no-model", reward=reward)
     await replicas.start(0, 1)
@@ -173,7 +179,9 @@ async def test_no_item_is_lost_or_miscounted_while_reward_replicas_die_and_come_
 async def a_hung_one_costs_its_callers_one_deadline(replicas: Replicas, client: RewardClient) -> None:
     replicas.signal(1, signal.SIGSTOP)
     try:
-        items = [[reward_pb2.ScoreItem(id=f"hung-{number}", response_text="1", ground_truth="1")] for number in range(4)]
+        items = [
+            [reward_pb2.ScoreItem(id=f"hung-{number}", response_text="1", ground_truth="1")] for number in range(4)
+        ]
         async with asyncio.timeout(HUNG_S):
             outcomes = await asyncio.gather(*(client.score(each) for each in items))
         assert [outcome.value for (outcome,) in outcomes if isinstance(outcome, Score)] == [1.0] * 4
@@ -183,7 +191,9 @@ async def a_hung_one_costs_its_callers_one_deadline(replicas: Replicas, client: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_every_row_gets_its_logprobs_while_references_die_hang_and_come_back(make: Make, store: StoreUnderTest, tmp_path: Path) -> None:
+async def test_every_row_gets_its_logprobs_while_references_die_hang_and_come_back(
+    make: Make, store: StoreUnderTest, tmp_path: Path
+) -> None:
     model = write_qwen3(tmp_path / "policy", seed=4)
     sections = {
         "algorithm": {"groups_per_batch": 4, "kl": {"reference": "ref", "kl_coef": 0.1}},
@@ -215,7 +225,10 @@ async def test_every_row_gets_its_logprobs_while_references_die_hang_and_come_ba
         replicas.signal(1, signal.SIGSTOP)
         try:
             async with asyncio.timeout(HUNG_S):
-                calls = (reference.ComputeLogprobs(ComputeColumnRequest(ctl=store.ledger.ctl, rows=[row]), timeout=HUNG_S) for row in rows[100:])
+                calls = (
+                    reference.ComputeLogprobs(ComputeColumnRequest(ctl=store.ledger.ctl, rows=[row]), timeout=HUNG_S)
+                    for row in rows[100:]
+                )
                 await asyncio.gather(*calls)
         finally:
             replicas.signal(1, signal.SIGCONT)

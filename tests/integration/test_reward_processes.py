@@ -1,4 +1,6 @@
-"""Reward over real connections between processes: the example scorer, and the reward service in front of it, started as people start them."""
+"""Reward over real connections between processes: the example scorer, and the reward service in front of it, started as
+people start them.
+"""
 
 import asyncio
 import random
@@ -20,7 +22,7 @@ from grpc_health.v1 import health_pb2
 from rolecall.reward import SERVICE_NAME
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.process import RESTART
-from rolecall.scores import Failure, Score
+from rolecall.scoring.scores import Failure, Score
 from rolecall.settings import RpcSection
 from rolecall.v1 import controller_pb2
 from tests.contract import peer
@@ -129,13 +131,20 @@ async def test_the_reward_service_puts_the_example_beside_its_own(start: StartPr
     assert await health_of(address) == health_pb2.HealthCheckResponse.SERVING
     async with client_of(address) as client:
         outcomes = await client.score(items_of("to be", "be", truth="to be"))
-    assert outcomes == [Score(1.0, {"words": 1.0, "correct": 1.0}, answer="to be"), Score(0.25, {"words": 0.5, "correct": 0.0}, answer="be")]
+    assert outcomes == [
+        Score(1.0, {"words": 1.0, "correct": 1.0}, answer="to be"),
+        Score(0.25, {"words": 0.5, "correct": 0.0}, answer="be"),
+    ]
 
 
 async def test_the_service_joins_its_run_and_leaves_no_process(start: StartProcess, tmp_path: Path) -> None:
     controller = peer.Peer()
     async with peer.serving(controller) as (_, controller_address):
-        path = write_run(tmp_path, {"components": {"correct": {"scorer": {"kind": "exact_match"}}}}, controller={"address": controller_address})
+        path = write_run(
+            tmp_path,
+            {"components": {"correct": {"scorer": {"kind": "exact_match"}}}},
+            controller={"address": controller_address},
+        )
         service = start("-m", "services.reward", str(path))
         address = await service.address()
         async with asyncio.timeout(20):
@@ -150,7 +159,9 @@ async def test_the_service_joins_its_run_and_leaves_no_process(start: StartProce
     assert not psutil.wait_procs(workers, timeout=5)[1]
 
 
-async def test_the_service_says_which_scorer_gives_no_scores_in_place_of_serving(start: StartProcess, tmp_path: Path) -> None:
+async def test_the_service_says_which_scorer_gives_no_scores_in_place_of_serving(
+    start: StartProcess, tmp_path: Path
+) -> None:
     controller = peer.Peer()
 
     async def heard(phase: str) -> None:
@@ -210,11 +221,16 @@ def test_a_component_that_cannot_start_is_said_in_one_line(start: StartProcess, 
     service = start("-m", "services.reward", str(path))
     assert service.process.wait(timeout=60) == 1
     service.end()
-    assert "component 'mine' cannot start: the scorer's target 'absent:f': there is no module 'absent'" in service.lines[-1]
+    assert (
+        "component 'mine' cannot start: the scorer's target 'absent:f': there is no module 'absent'"
+        in service.lines[-1]
+    )
     assert not any("Traceback" in line for line in service.lines)
 
 
-def test_a_service_whose_scoring_process_is_killed_at_the_start_asks_to_be_started_again(start: StartProcess, tmp_path: Path) -> None:
+def test_a_service_whose_scoring_process_is_killed_at_the_start_asks_to_be_started_again(
+    start: StartProcess, tmp_path: Path
+) -> None:
     (tmp_path / "killed.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     path = write_run(tmp_path, {"components": {"mine": {"scorer": {"kind": "function", "target": "killed:score"}}}})
     service = start("-m", "services.reward", str(path))

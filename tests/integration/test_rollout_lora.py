@@ -1,4 +1,6 @@
-"""A real rollout process with vLLM that serves the actor's adapters: only they travel, and its logprobs are the actor's own, version after version."""
+"""A real rollout process with vLLM that serves the actor's adapters: only they travel, and its logprobs are the actor's
+own, version after version.
+"""
 
 import time
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from rolecall.settings import LoraSection, OptimizerSection
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.options import EngineOptions
-from rolecall.training.packing import Row, pack, unpack
+from rolecall.training.packing.pack import Row, pack, unpack
 from rolecall.trajectory import SAMPLED_COLUMNS
 from rolecall.v1 import rollout_pb2, trajectory_pb2, weights_pb2
 from rolecall.wire import Array, decode_tensor
@@ -39,7 +41,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def actor(one_rank: None, model: Path) -> FsdpEngine:
     """The engine of an actor with adapters, in this process."""
     optimizer = OptimizerSection(learning_rate=1e-2)
-    return FsdpEngine(EngineOptions(path=model, head="policy", dtype="float32", optimizer=optimizer, lora=LORA), device=CPU)
+    return FsdpEngine(
+        EngineOptions(path=model, head="policy", dtype="float32", optimizer=optimizer, lora=LORA), device=CPU
+    )
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +89,9 @@ def generated(rollout: RolloutProcess, actor: FsdpEngine) -> float:
     return float(max(gaps))
 
 
-def test_only_the_adapter_travels_and_a_new_one_leaves_the_base_as_it_is(rollout: RolloutProcess, actor: FsdpEngine) -> None:
+def test_only_the_adapter_travels_and_a_new_one_leaves_the_base_as_it_is(
+    rollout: RolloutProcess, actor: FsdpEngine
+) -> None:
     rollout.ledger.begin_publish(1, 1)
     sent, received = rollout.transfer()
     assert received.digest == sent.digest
@@ -97,7 +103,9 @@ def test_only_the_adapter_travels_and_a_new_one_leaves_the_base_as_it_is(rollout
     assert generated(rollout, actor) < TOLERANCE
 
 
-def test_trained_adapters_change_the_rollouts_logprobs_into_the_actors_own(rollout: RolloutProcess, actor: FsdpEngine) -> None:
+def test_trained_adapters_change_the_rollouts_logprobs_into_the_actors_own(
+    rollout: RolloutProcess, actor: FsdpEngine
+) -> None:
     for _ in range(2):
         before = logprobs(actor, PROBE)
         train(actor, rollout)
@@ -130,18 +138,31 @@ def test_groups_kept_over_a_publish_go_on_with_the_new_adapter(rollout: RolloutP
     assert num_mixed > 0
 
 
-def test_an_adapter_that_does_not_fit_and_whole_weights_tear_and_the_next_publish_heals(rollout: RolloutProcess, actor: FsdpEngine) -> None:
+def test_an_adapter_that_does_not_fit_and_whole_weights_tear_and_the_next_publish_heals(
+    rollout: RolloutProcess, actor: FsdpEngine
+) -> None:
     good, adapter = rollout.weights, rollout.adapter
     odd = [(name.replace("q_proj", "odd_proj"), tensor) for name, tensor in good]
     half = [(name, tensor) for name, tensor in good if not name.endswith("layers.0.self_attn.o_proj.lora_B.weight")]
-    wide = [(name, torch.cat([tensor, tensor], dim=1) if name.endswith("layers.1.mlp.down_proj.lora_A.weight") else tensor) for name, tensor in good]
+    wide = [
+        (name, torch.cat([tensor, tensor], dim=1) if name.endswith("layers.1.mlp.down_proj.lora_A.weight") else tensor)
+        for name, tensor in good
+    ]
     whole = [(name, parameter.data) for name, parameter in rollout.model.named_parameters()]
-    for weights, spec, words in ((odd, adapter, "odd_proj"), (half, adapter, "not a pair"), (wide, adapter, "could not load"), (whole, None, "actor.lora")):
+    for weights, spec, words in (
+        (odd, adapter, "odd_proj"),
+        (half, adapter, "not a pair"),
+        (wide, adapter, "could not load"),
+        (whole, None, "actor.lora"),
+    ):
         rollout.weights, rollout.adapter = weights, spec
         rollout.open_epoch()
         with pytest.raises(grpc.RpcError, match=words):
             rollout.transfer()
-        assert rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=5).weights_state == rollout_pb2.WEIGHTS_STATE_TORN
+        assert (
+            rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=5).weights_state
+            == rollout_pb2.WEIGHTS_STATE_TORN
+        )
     rollout.weights, rollout.adapter = good, adapter
     rollout.open_epoch()
     rollout.publish()

@@ -1,4 +1,6 @@
-"""A real rollout process with vLLM: weights over the channel, pulled groups and Generate, compared with Hugging Face token by token."""
+"""A real rollout process with vLLM: weights over the channel, pulled groups and Generate, compared with Hugging Face
+token by token.
+"""
 
 import time
 from collections.abc import Iterator
@@ -39,7 +41,12 @@ def rollout(tmp_path_factory: pytest.TempPathFactory, kernels: Path) -> Iterator
 
 
 def generate(
-    rollout: RolloutProcess, *, num_responses: int = 4, temperature: float = 0.8, max_tokens: int = 24, prompt: list[int] | None = None
+    rollout: RolloutProcess,
+    *,
+    num_responses: int = 4,
+    temperature: float = 0.8,
+    max_tokens: int = 24,
+    prompt: list[int] | None = None,
 ) -> list[rollout_pb2.GenerateResponse]:
     request = rollout_pb2.GenerateRequest(
         id="eval/0/heldout/1",
@@ -67,10 +74,14 @@ def test_the_first_weights_arrive_over_the_channel_and_the_probe_agrees_with_hug
     rollout.open_epoch()
     rollout.ledger.begin_publish(1, 1)
     sent, received = rollout.transfer()
-    assert set(kernels.rglob("*.so")) == compiled, "the first publish waited for a compiler; what it needs is compiled before joining"
+    assert set(kernels.rglob("*.so")) == compiled, (
+        "the first publish waited for a compiler; what it needs is compiled before joining"
+    )
     assert received.digest == sent.digest
     assert [item.value for item in received.fingerprints] == list(sent.fingerprints)
-    decoded, prefilled = (decode_tensor(given, "probe") for given in (received.probe.decoded_logprobs, received.probe.prefilled_logprobs))
+    decoded, prefilled = (
+        decode_tensor(given, "probe") for given in (received.probe.decoded_logprobs, received.probe.prefilled_logprobs)
+    )
     assert decoded.shape == (4,)
     assert np.abs(decoded - prefilled).max() < 1e-4
     probe = decode_tensor(received.probe.logprobs, "probe")
@@ -80,7 +91,10 @@ def test_the_first_weights_arrive_over_the_channel_and_the_probe_agrees_with_hug
     with pytest.raises(grpc.RpcError):
         generate(rollout)
     rollout.attest()
-    assert rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=5).weights_state == rollout_pb2.WEIGHTS_STATE_ATTESTED
+    assert (
+        rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=5).weights_state
+        == rollout_pb2.WEIGHTS_STATE_ATTESTED
+    )
 
 
 def test_generate_returns_stopped_or_full_responses_with_the_samplers_own_logprobs(rollout: RolloutProcess) -> None:
@@ -124,11 +138,17 @@ def test_pulled_groups_are_committed_with_rows_that_hugging_face_confirms(rollou
             expected = rollout.logprobs(ids, temperature=0.8)
             worst = max(worst, float(np.abs(row["rollout_logprobs"] - expected)[mask].max()))
             assert (row["policy_versions"] == np.where(mask, 1, -1)).all()
-            assert (meta.prompt.ground_truth, meta.prompt.token_ids, meta.gid) == ("" if meta.index else "x", b"", one.gid)
+            assert (meta.prompt.ground_truth, meta.prompt.token_ids, meta.gid) == (
+                "" if meta.index else "x",
+                b"",
+                one.gid,
+            )
     assert worst < 1e-4
 
 
-def test_a_greedy_response_beside_the_others_takes_the_models_likeliest_token_each_time(rollout: RolloutProcess) -> None:
+def test_a_greedy_response_beside_the_others_takes_the_models_likeliest_token_each_time(
+    rollout: RolloutProcess,
+) -> None:
     gid = rollout.ledger.position().next_gid
     assert rollout.ledger.admit(group(gid, PROMPT, 3, greedy_response=True), b"")
     deadline = time.monotonic() + 60
@@ -171,7 +191,9 @@ def test_groups_kept_over_a_publish_carry_the_version_of_every_token(rollout: Ro
             assert (np.diff(versions) >= 0).all()
             new = row["policy_versions"] == 2
             if new.any():
-                check_sampled_from(row["rollout_logprobs"][new], rollout.logprobs(row["token_ids"].tolist(), temperature=1.5)[new])
+                check_sampled_from(
+                    row["rollout_logprobs"][new], rollout.logprobs(row["token_ids"].tolist(), temperature=1.5)[new]
+                )
             assert {span.weights_digest for span in meta.spans} <= {rollout.digests[1], sent.digest}
     assert seen <= {1, 2}
     assert 2 in seen
@@ -179,7 +201,9 @@ def test_groups_kept_over_a_publish_carry_the_version_of_every_token(rollout: Ro
 
 
 @pytest.mark.parametrize("mode", [rollout_pb2.PAUSE_MODE_WAIT, rollout_pb2.PAUSE_MODE_ABORT])
-def test_groups_that_a_publish_finishes_or_aborts_hold_one_version_each(rollout: RolloutProcess, mode: rollout_pb2.PauseMode.ValueType) -> None:
+def test_groups_that_a_publish_finishes_or_aborts_hold_one_version_each(
+    rollout: RolloutProcess, mode: rollout_pb2.PauseMode.ValueType
+) -> None:
     first = rollout.ledger.position().next_gid
     for gid in range(first, first + 4):
         assert rollout.ledger.admit(group(gid, [*PROMPT, gid], 4, max_tokens=300, temperature=1.5), b"")
@@ -208,7 +232,10 @@ def test_sleep_is_not_for_cpus(rollout: RolloutProcess) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         rollout.stub.Sleep(rollout_pb2.SleepRequest(ctl=1, level=1), timeout=10)
     assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
-    rollout.stub.Resume(rollout_pb2.ResumeRequest(ctl=1, policy_version=rollout.version, digest=rollout.digests[rollout.version]), timeout=10)
+    rollout.stub.Resume(
+        rollout_pb2.ResumeRequest(ctl=1, policy_version=rollout.version, digest=rollout.digests[rollout.version]),
+        timeout=10,
+    )
     assert generate(rollout, num_responses=1)
 
 
@@ -225,7 +252,9 @@ def moves_in(rollout: RolloutProcess, seconds: float) -> list[tuple[bool, int]]:
     return rollout.controller.moves[seen:]
 
 
-def test_an_engine_that_is_stopped_while_it_samples_is_seen_to_hang_and_an_idle_or_sampling_one_is_not(rollout: RolloutProcess) -> None:
+def test_an_engine_that_is_stopped_while_it_samples_is_seen_to_hang_and_an_idle_or_sampling_one_is_not(
+    rollout: RolloutProcess,
+) -> None:
     rollout.publish()
     time.sleep(1.0)
     assert not any(busy for busy, _ in moves_in(rollout, 1.0))
@@ -245,7 +274,9 @@ def test_an_engine_that_is_stopped_while_it_samples_is_seen_to_hang_and_an_idle_
         assert len(sampling.result()) == 32
 
 
-def test_a_replica_that_is_given_up_while_its_engine_hangs_ends_at_once_to_be_restarted(rollout: RolloutProcess) -> None:
+def test_a_replica_that_is_given_up_while_its_engine_hangs_ends_at_once_to_be_restarted(
+    rollout: RolloutProcess,
+) -> None:
     cores = engine_of(rollout)
     for core in cores:
         core.suspend()

@@ -1,4 +1,6 @@
-"""Losses of routers in the engine: transformers' own on one unsplit batch, and the same on every cut, layout and way of saving memory."""
+"""Losses of routers in the engine: transformers' own on one unsplit batch, and the same on every cut, layout and way of
+saving memory.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +18,7 @@ from rolecall.errors import ConfigError
 from rolecall.settings import ActorSection, LoraSection, MoeSection, OptimizerSection, ParallelSection
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.options import EngineOptions
-from rolecall.training.packing import Row
+from rolecall.training.packing.pack import Row
 from tests.integration.exact_ranks import Answer, Job, Rank, Ranks, combine, living_ranks, write_rows
 from tests.tiny_models import write_qwen3, write_qwen3_moe
 
@@ -54,7 +56,14 @@ def job(model: Path, tmp_path: Path) -> Job:
     rows = make_rows()
     write_rows(tmp_path / "rows.npz", rows, [1.0] * len(rows))
     moe = {"balance_coef": BALANCE, "z_coef": Z}
-    return Job(str(model), str(tmp_path / "rows.npz"), str(tmp_path), objective="supervised", options={"routers": True}, moe=moe)
+    return Job(
+        str(model),
+        str(tmp_path / "rows.npz"),
+        str(tmp_path),
+        objective="supervised",
+        options={"routers": True},
+        moe=moe,
+    )
 
 
 def alone(job: Job) -> tuple[Answer, dict[str, torch.Tensor]]:
@@ -111,7 +120,9 @@ def test_ways_of_saving_memory_do_not_matter(job: Job, saving: dict[str, Any]) -
 
 @pytest.mark.parametrize("parallel", [{}, {"replicate": 2}, {"sequence": 2}], ids=str)
 @pytest.mark.parametrize("token_budget", [18, 1000])
-def test_two_ranks_have_the_losses_and_gradients_of_one(job: Job, two_ranks: Ranks, parallel: dict[str, Any], token_budget: int) -> None:
+def test_two_ranks_have_the_losses_and_gradients_of_one(
+    job: Job, two_ranks: Ranks, parallel: dict[str, Any], token_budget: int
+) -> None:
     expected = alone(job)
     answer = two_ranks.ask(replace(job, parallel=parallel, token_budget=token_budget))
     assert_same((answer, load_file(Path(job.out) / "gradients.safetensors")), expected)
@@ -127,7 +138,9 @@ def test_without_coefficients_routers_are_measured_and_the_loss_stays(job: Job) 
 
 
 def test_adapters_are_trained_by_them_too(model: Path, job: Job) -> None:
-    trained = replace(job, lora={"rank": 2, "target_modules": ["q_proj"]}, optimizer={"learning_rate": 1e-2}, num_steps=2)
+    trained = replace(
+        job, lora={"rank": 2, "target_modules": ["q_proj"]}, optimizer={"learning_rate": 1e-2}, num_steps=2
+    )
     weights = []
     for each in (trained, replace(trained, moe=None)):
         Rank().answer(each)
@@ -136,7 +149,9 @@ def test_adapters_are_trained_by_them_too(model: Path, job: Job) -> None:
 
 
 def test_a_model_without_routers_refuses_the_setting(tmp_path: Path) -> None:
-    options = EngineOptions(path=write_qwen3(tmp_path / "dense"), head="policy", dtype="float32", optimizer=OptimizerSection(), routers=True)
+    options = EngineOptions(
+        path=write_qwen3(tmp_path / "dense"), head="policy", dtype="float32", optimizer=OptimizerSection(), routers=True
+    )
     with pytest.raises(ConfigError, match=r"actor\.moe: Qwen3ForCausalLM has no routers"):
         FsdpEngine(options, device=torch.device("cpu"))
 

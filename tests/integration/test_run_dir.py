@@ -1,4 +1,6 @@
-"""What a run directory means to the next command: an attempt that is begun anew, a run that is gone on with, one that is over."""
+"""What a run directory means to the next command: an attempt that is begun anew, a run that is gone on with, one that
+is over.
+"""
 
 import json
 import signal
@@ -6,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.cli import main
+from rolecall.commands.cli import main
 from rolecall.errors import RunExistsError
-from rolecall.launch import holds_a_run, prepare_run_dir
+from rolecall.launcher.plan import holds_a_run, prepare_run_dir
 from rolecall.settings import load_settings
 from tests.light_run import FAILS_IN_A_ROLE, start_train, wait_until_up, write_light_config
 
@@ -74,7 +76,13 @@ def test_status_of_a_run_that_is_over_says_how_it_ended(tmp_path: Path, capsys: 
     wait_until_up(train)
     assert main(["status", str(config), "--json"]) == 0, "the configuration that it was started from names it, too"
     said = json.loads(capsys.readouterr().out)
-    assert (said["run"], said["state"], said["step"], said["total_steps"], said["over"]) == ("light", "starting", 0, 1, None)
+    assert (said["run"], said["state"], said["step"], said["total_steps"], said["over"]) == (
+        "light",
+        "starting",
+        0,
+        1,
+        None,
+    )
     assert said["ledger"]["admitted"] == 0
     train.kill()
     train.communicate(timeout=END_LIMIT_S)

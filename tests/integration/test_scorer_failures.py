@@ -1,7 +1,9 @@
-"""No error ever becomes a number: every way in which a scorer can fail, through the client, our reward service and the controller's scoring, to the rows.
+"""No error ever becomes a number: every way in which a scorer can fail, through the client, our reward service and the
+controller's scoring, to the rows.
 
-The store is real, the scorers are real gRPC servers that misbehave. Which responses of a group are hit is drawn per seed. A group with any failed response
-gets no reward column in any of its rows; the same group, scored honestly afterwards, gets all: so the check would see one.
+The store is real, the scorers are real gRPC servers that misbehave. Which responses of a group are hit is drawn per
+seed. A group with any failed response gets no reward column in any of its rows; the same group, scored honestly
+afterwards, gets all: so the check would see one.
 """
 
 import asyncio
@@ -20,13 +22,13 @@ from pydantic import TypeAdapter
 from rolecall.errors import DeadlineError, InvalidInputError, RoleCallError, ScorerError, UnavailableError
 from rolecall.reward import SERVICE_NAME
 from rolecall.rpc.channel import open_channel
-from rolecall.scores import component_spec
-from rolecall.scoring import RewardClient
+from rolecall.scoring.client import RewardClient
+from rolecall.scoring.scores import component_spec
 from rolecall.settings import RewardComponent, RpcSection, RunSettings
 from rolecall.v1 import reward_pb2
 from rolecall.v1.trajectory_pb2 import CommittedGroup
 from rolecall.wire import encode_tensor
-from services.controller.scoring import GroupScorer
+from services.controller.groups.group_scorer import GroupScorer
 from services.controller.threads import StoreThreads
 from services.reward.config import RewardSettings
 from services.reward.engine import RewardEngine
@@ -110,7 +112,14 @@ def bloat(response: reward_pb2.ScoreResponse) -> None:
     response.results[0].reward.components["x" * 17_000_000] = 0.5
 
 
-ANSWER_LIES = {"a result too few": lose, "no results": lose_all, "an id twice": double, "a result too many": surplus, "another id": rename, "17 MB": bloat}
+ANSWER_LIES = {
+    "a result too few": lose,
+    "no results": lose_all,
+    "an id twice": double,
+    "a result too many": surplus,
+    "another id": rename,
+    "17 MB": bloat,
+}
 
 
 def refuse(kind: type[RoleCallError]) -> Callable[[], Any]:
@@ -130,7 +139,9 @@ KINDS = [*ITEM_LIES, *ANSWER_LIES, *CALL_FAILURES]
 
 
 def misbehave(liar: Liar, kind: str, hit: Sequence[int]) -> None:
-    """From now on, `liar` fails in the manner of `kind` on the responses `hit` (or on all, where it is the call that fails)."""
+    """From now on, `liar` fails in the manner of `kind` on the responses `hit` (or on all, where it is the call that
+    fails).
+    """
     liar.lie, liar.fail = (lambda response: None), None
     if kind in ITEM_LIES:
         lie = ITEM_LIES[kind]
@@ -148,8 +159,12 @@ def misbehave(liar: Liar, kind: str, hit: Sequence[int]) -> None:
 
 
 @asynccontextmanager
-async def scoring(store: StoreUnderTest, make_settings: MakeSettings, address: str, timeout_s: float = 4 * TIMEOUT_S) -> AsyncIterator[GroupScorer]:
-    """The controller's scoring towards the scorer at `address`; a scorer that is away is given up at once, for the controller's patience has its own tests."""
+async def scoring(
+    store: StoreUnderTest, make_settings: MakeSettings, address: str, timeout_s: float = 4 * TIMEOUT_S
+) -> AsyncIterator[GroupScorer]:
+    """The controller's scoring towards the scorer at `address`; a scorer that is away is given up at once, for the
+    controller's patience has its own tests.
+    """
     settings = make_settings(controller={"stall_timeout_s": 0.001})
     threads = StoreThreads()
     async with open_channel(address, RpcSection()) as channel:
@@ -164,7 +179,9 @@ async def scoring(store: StoreUnderTest, make_settings: MakeSettings, address: s
 async def reward_service(folder: Path, **components: dict[str, Any]) -> AsyncIterator[str]:
     """Our reward service over the components given as in the file."""
     parts = {name: COMPONENT.validate_python(part, context={"base": folder}) for name, part in components.items()}
-    engine = RewardEngine(RewardSettings("127.0.0.1:0", parts, num_workers=1, search_path=folder, start_timeout_s=60.0), RpcSection())
+    engine = RewardEngine(
+        RewardSettings("127.0.0.1:0", parts, num_workers=1, search_path=folder, start_timeout_s=60.0), RpcSection()
+    )
     try:
         await engine.start()
         async with serving(RewardServicer(engine, on_score=lambda: None)) as address:
@@ -192,7 +209,9 @@ def new_group(store: StoreUnderTest) -> CommittedGroup:
 
 
 async def check_never_a_number(store: StoreUnderTest, scorer: GroupScorer, liar: Liar, kind: str) -> None:
-    """Fails a few drawn responses in the manner of `kind`, looks at the rows, then lets the liar be honest about the same group."""
+    """Fails a few drawn responses in the manner of `kind`, looks at the rows, then lets the liar be honest about the
+    same group.
+    """
     group = new_group(store)
     draw = random.Random(kind)
     for _ in range(3):
@@ -208,19 +227,25 @@ async def check_never_a_number(store: StoreUnderTest, scorer: GroupScorer, liar:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_scorer_of_the_users_own_that_fails_writes_no_reward(store: StoreUnderTest, make_settings: MakeSettings, kind: str) -> None:
+async def test_a_scorer_of_the_users_own_that_fails_writes_no_reward(
+    store: StoreUnderTest, make_settings: MakeSettings, kind: str
+) -> None:
     liar = Liar()
     async with serving(liar) as address, scoring(store, make_settings, address) as scorer:
         await check_never_a_number(store, scorer, liar, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_one_failing_component_of_our_service_fails_the_item(store: StoreUnderTest, make_settings: MakeSettings, kind: str, tmp_path: Path) -> None:
+async def test_one_failing_component_of_our_service_fails_the_item(
+    store: StoreUnderTest, make_settings: MakeSettings, kind: str, tmp_path: Path
+) -> None:
     honest, liar = Liar(), Liar()
     async with AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(serving(scorer)) for scorer in (honest, liar)]
         service = reward_service(tmp_path, good=external(addresses[0]), bad=external(addresses[1], weight=0.0))
-        scorer = await stack.enter_async_context(scoring(store, make_settings, await stack.enter_async_context(service)))
+        scorer = await stack.enter_async_context(
+            scoring(store, make_settings, await stack.enter_async_context(service))
+        )
         await check_never_a_number(store, scorer, liar, kind)
 
 
@@ -229,7 +254,9 @@ class Described(Liar):
 
     def __init__(self, value: float = 0.5, **spec: Any) -> None:
         super().__init__()
-        self.spec = reward_pb2.DescribeResponse(name="described", reads=self.spec.reads, **{"reward": component_spec("", 0, 1), **spec})
+        self.spec = reward_pb2.DescribeResponse(
+            name="described", reads=self.spec.reads, **{"reward": component_spec("", 0, 1), **spec}
+        )
         self.value = value
         self.lie = self._answer
 
@@ -248,7 +275,9 @@ class Described(Liar):
                 result.reward.token_rewards.CopyFrom(encode_tensor(np.zeros(4, np.float32)))
 
 
-async def test_a_group_waits_for_its_scorer_as_long_as_others_are_scored(store: StoreUnderTest, make_settings: MakeSettings) -> None:
+async def test_a_group_waits_for_its_scorer_as_long_as_others_are_scored(
+    store: StoreUnderTest, make_settings: MakeSettings
+) -> None:
     """A scorer that limits its rate lets some groups wait for hours: that is no stall."""
     liar, now = Liar(), 0.0
     starved, served = store.committed(2)
@@ -281,15 +310,24 @@ async def test_a_group_waits_for_its_scorer_as_long_as_others_are_scored(store: 
     threads.close()
 
 
-async def test_a_reward_that_float32_cannot_hold_is_refused_before_it_becomes_infinity(store: StoreUnderTest, make_settings: MakeSettings) -> None:
-    async with serving(Described(1e39, reward=component_spec("", None, None))) as address, scoring(store, make_settings, address) as scorer:
+async def test_a_reward_that_float32_cannot_hold_is_refused_before_it_becomes_infinity(
+    store: StoreUnderTest, make_settings: MakeSettings
+) -> None:
+    async with (
+        serving(Described(1e39, reward=component_spec("", None, None))) as address,
+        scoring(store, make_settings, address) as scorer,
+    ):
         group = new_group(store)
-        with pytest.raises(ScorerError, match=r"returned the reward 1e\+39, which is not a float32: it would be trained on as infinity"):
+        with pytest.raises(
+            ScorerError, match=r"returned the reward 1e\+39, which is not a float32: it would be trained on as infinity"
+        ):
             await scorer.score(group)
     assert reward_columns(store, group) == 0
 
 
-async def test_token_rewards_that_are_not_finite_or_of_another_length_write_nothing(store: StoreUnderTest, make_settings: MakeSettings) -> None:
+async def test_token_rewards_that_are_not_finite_or_of_another_length_write_nothing(
+    store: StoreUnderTest, make_settings: MakeSettings
+) -> None:
     liar = Described(token_rewards=True)
     async with serving(liar) as address, scoring(store, make_settings, address) as scorer:
         group = new_group(store)
@@ -303,8 +341,14 @@ async def test_token_rewards_that_are_not_finite_or_of_another_length_write_noth
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"reward": component_spec("", 0, 10)}, r"changed the range of its reward from \(0\.0, 1\.0\) to \(0\.0, 10\.0\) within the run"),
-        ({"components": [component_spec("style", 0, 1)]}, r"changed its components from \[\] to \['style'\] within the run"),
+        (
+            {"reward": component_spec("", 0, 10)},
+            r"changed the range of its reward from \(0\.0, 1\.0\) to \(0\.0, 10\.0\) within the run",
+        ),
+        (
+            {"components": [component_spec("style", 0, 1)]},
+            r"changed its components from \[\] to \['style'\] within the run",
+        ),
         ({"token_rewards": True}, "changed token_rewards from False to True within the run"),
     ],
 )
@@ -333,7 +377,10 @@ async def test_bytes_that_are_no_answer_write_nothing(store: StoreUnderTest, mak
     async def score(request: bytes, context: object) -> bytes:
         return bytes(random.Random(len(request)).randbytes(200))
 
-    handlers: dict[str, Any] = {"Describe": grpc.unary_unary_rpc_method_handler(describe), "Score": grpc.unary_unary_rpc_method_handler(score)}
+    handlers: dict[str, Any] = {
+        "Describe": grpc.unary_unary_rpc_method_handler(describe),
+        "Score": grpc.unary_unary_rpc_method_handler(score),
+    }
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -348,7 +395,9 @@ async def test_bytes_that_are_no_answer_write_nothing(store: StoreUnderTest, mak
     assert reward_columns(store, group) == 0
 
 
-async def test_a_scorer_that_is_down_is_infrastructure_and_writes_nothing_until_it_is_back(store: StoreUnderTest, make_settings: MakeSettings) -> None:
+async def test_a_scorer_that_is_down_is_infrastructure_and_writes_nothing_until_it_is_back(
+    store: StoreUnderTest, make_settings: MakeSettings
+) -> None:
     liar, group = Liar(), new_group(store)
     async with serving(liar) as address:
         pass
@@ -368,7 +417,12 @@ async def test_a_users_function_that_fails_beside_a_good_component_writes_nothin
     folder = write_user_module(tmp_path / "conf")
     with (folder / "behaviour.py").open("a") as module:
         module.write(f"\ndef fail(item: Item) -> float:\n    return behave(Item('', response_text={behaviour!r}))\n")
-    function = {"scorer": {"kind": "function", "target": "behaviour:fail", "min": 0, "max": 1}, "timeout_s": TIMEOUT_S, "max_attempts": 2, "weight": 0.0}
+    function = {
+        "scorer": {"kind": "function", "target": "behaviour:fail", "min": 0, "max": 1},
+        "timeout_s": TIMEOUT_S,
+        "max_attempts": 2,
+        "weight": 0.0,
+    }
     group = new_group(store)
     async with reward_service(folder, short={"scorer": {"kind": "length", "max_tokens": 8}}, mine=function) as address:
         async with scoring(store, make_settings, address, timeout_s=30.0) as scorer:

@@ -1,8 +1,10 @@
-"""Controller, actor, critic and store over many steps, model-checked: crashes at every arrow, lost answers, restarts and roll-backs of the store.
+"""Controller, actor, critic and store over many steps, model-checked: crashes at every arrow, lost answers, restarts
+and roll-backs of the store.
 
-The ledger, its scripts and rows are on a real server; recovery, the calls to trainers, chain and record are the real ones; weights are a hash of what was
-applied (tests/step_rig.py). After every move: the applied steps form one chain, what was trained is what was sealed, rows are kept with the same bits until
-both checkpoints cover them, no prompt is lost or trained twice. Planted violations show that the checks would see one.
+The ledger, its scripts and rows are on a real server; recovery, the calls to trainers, chain and record are the real
+ones; weights are a hash of what was applied (tests/step_rig.py). After every move: the applied steps form one chain,
+what was trained is what was sealed, rows are kept with the same bits until both checkpoints cover them, no prompt is
+lost or trained twice. Planted violations show that the checks would see one.
 """
 
 import asyncio
@@ -26,15 +28,25 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from rolecall.errors import FencedError, OutOfOrderError, RoleCallError
 from rolecall.settings import RunSettings
-from rolecall.training.chain import Progress
-from rolecall.training.front import TrainerFront
+from rolecall.training.serving.calls import TrainerFront
+from rolecall.training.serving.train_chain import Progress
 from rolecall.v1 import training_pb2 as pb
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 from rolecall.wire import Array
-from services.controller.recovery import Recovered, Recovery
+from services.controller.durable.recovery import Recovered, Recovery
+from services.controller.step.trainers import Trainer
 from services.controller.tasks import first_error
-from services.controller.trainers import Trainer
-from tests.step_rig import BASE, TRAINED_COLUMNS, Entry, HashEngine, Killed, TrainerProcess, cut_connection, digest_of_inputs, next_weights
+from tests.step_rig import (
+    BASE,
+    TRAINED_COLUMNS,
+    Entry,
+    HashEngine,
+    Killed,
+    TrainerProcess,
+    cut_connection,
+    digest_of_inputs,
+    next_weights,
+)
 from tests.step_run import TRAINERS, B, StepRun, SweptRows
 
 MAX_RECOVERIES = 8
@@ -54,7 +66,11 @@ STEP_ARROWS = (
 )
 CHECKPOINT_ARROWS = (
     *(f"{arrow} {name}" for name in TRAINERS for arrow in ("SaveCheckpoint sent to", "SaveCheckpoint answered by")),
-    *(f"{name} {arrow}" for name in TRAINERS for arrow in ("took its state", "is about to keep its checkpoint", "kept its checkpoint")),
+    *(
+        f"{name} {arrow}"
+        for name in TRAINERS
+        for arrow in ("took its state", "is about to keep its checkpoint", "kept its checkpoint")
+    ),
     "the checkpoint is begun",
     *(f"{name} applied" for name in TRAINERS),
     "step is committed",
@@ -63,10 +79,21 @@ CHECKPOINT_ARROWS = (
     "rows are deleted",
 )
 RECOVERY_ARROWS = (
-    *(f"{arrow} {name}" for name in TRAINERS for arrow in ("LoadCheckpoint sent to", "LoadCheckpoint answered by", "Train sent to", "Train answered by")),
+    *(
+        f"{arrow} {name}"
+        for name in TRAINERS
+        for arrow in ("LoadCheckpoint sent to", "LoadCheckpoint answered by", "Train sent to", "Train answered by")
+    ),
     *(f"{name} {arrow}" for name in TRAINERS for arrow in ("loaded", "is about to apply", "applied")),
 )
-FAULTS = ("controller dies", "actor dies", "critic dies", "connection is cut", "store is killed", "store is rolled back")
+FAULTS = (
+    "controller dies",
+    "actor dies",
+    "critic dies",
+    "connection is cut",
+    "store is killed",
+    "store is rolled back",
+)
 
 
 class Crash(Exception):
@@ -94,7 +121,7 @@ class StepMachine(StepRun, RuleBasedStateMachine):
         self.causes: list[BaseException] = []
         """Why recoveries were needed."""
 
-    # --- faults -------------------------------------------------------------------------------------------------------------------------------------
+    # --- faults -----------------------------------------------------------------------------------
 
     def arm(self, arrow: str, fault: str) -> None:
         strikes: dict[str, Callable[[], None]] = {
@@ -148,7 +175,7 @@ class StepMachine(StepRun, RuleBasedStateMachine):
             self.rolled_back = True
             del self.controllers[:-1]
 
-    # --- moves --------------------------------------------------------------------------------------------------------------------------------------
+    # --- moves ------------------------------------------------------------------------------------
 
     def drive(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """`work`, after as many recoveries as it takes; by the end everything is well again."""
@@ -166,7 +193,9 @@ class StepMachine(StepRun, RuleBasedStateMachine):
     async def attempt(self, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
         self.incarnations = {name: process.incarnation for name, process in self.processes.items()}
         self.driving = asyncio.create_task(self.recovered_work(work))
-        assert (await asyncio.wait({self.driving}, timeout=HANG_S))[0], f"nothing has moved since {self.arrows.passed[-1:]}"
+        assert (await asyncio.wait({self.driving}, timeout=HANG_S))[0], (
+            f"nothing has moved since {self.arrows.passed[-1:]}"
+        )
         for process in self.processes.values():
             process.raise_own_fault()
         error = Crash() if self.driving.cancelled() else self.driving.exception()
@@ -180,7 +209,8 @@ class StepMachine(StepRun, RuleBasedStateMachine):
         if not isinstance(cause, RoleCallError):
             raise error
         if self.rolled_back and not cause.retryable and not isinstance(cause, OutOfOrderError):
-            # Refused: the store is older than the trainers. People start the trainers and the controller again; the checkpoint decides.
+            # Refused: the store is older than the trainers. People start the trainers and the controller again; the
+            # checkpoint decides.
             self.stale = True
             await self.start_trainers()
         elif not (cause.retryable or isinstance(cause, OutOfOrderError)):
@@ -216,7 +246,11 @@ class StepMachine(StepRun, RuleBasedStateMachine):
         self.arm(arrow, fault)
         self.drive(self.checkpoint)
 
-    @rule(lost=st.sets(st.sampled_from(TRAINERS), min_size=1), arrow=st.sampled_from(RECOVERY_ARROWS), fault=st.sampled_from(FAULTS))
+    @rule(
+        lost=st.sets(st.sampled_from(TRAINERS), min_size=1),
+        arrow=st.sampled_from(RECOVERY_ARROWS),
+        fault=st.sampled_from(FAULTS),
+    )
     def recovery_that_fails(self, lost: set[str], arrow: str, fault: str) -> None:
         for name in lost:
             self.runner.run(self.restart(self.processes[name]))
@@ -252,7 +286,7 @@ class StepMachine(StepRun, RuleBasedStateMachine):
             with pytest.raises(FencedError):
                 self.runner.run(self.trainers()[0].train(old.ctl, step, "late", lambda what: None))
 
-    # --- what must hold -----------------------------------------------------------------------------------------------------------------------------
+    # --- what must hold ---------------------------------------------------------------------------
 
     def check(self) -> None:
         self.arrows.armed = None
@@ -273,9 +307,12 @@ class StepMachine(StepRun, RuleBasedStateMachine):
             if process.incarnation == self.incarnations[process.name]:
                 assert engine.log == expected, f"{process.name} applied something else than what was sealed"
                 assert engine.weights == weights
-            assert engine.log == expected[: len(engine.log)]  # one killed at the last arrow is brought up by the next move
+            # one killed at the last arrow is brought up by the next move
+            assert engine.log == expected[: len(engine.log)]
             assert engine.applied.step == len(engine.log)
-            assert {record.step: record.digest for record in engine.applied.records.values()} == dict(enumerate(self.timeline[: len(engine.log)]))
+            assert {record.step: record.digest for record in engine.applied.records.values()} == dict(
+                enumerate(self.timeline[: len(engine.log)])
+            )
 
     def rows_are_kept_until_a_checkpoint_covers_them(self) -> None:
         latest = self.checkpoints.latest()
@@ -285,7 +322,9 @@ class StepMachine(StepRun, RuleBasedStateMachine):
             batch = self.ledger.sealed(step)
             assert batch is not None
             refs = list(batch.rows)
-            assert digest_of_inputs(refs, self.rows.read(refs, TRAINED_COLUMNS)) == self.sealed[batch.digest].inputs, "a replay would read other inputs"
+            assert digest_of_inputs(refs, self.rows.read(refs, TRAINED_COLUMNS)) == self.sealed[batch.digest].inputs, (
+                "a replay would read other inputs"
+            )
 
     def no_prompt_is_lost_or_trained_twice(self) -> None:
         trained = [uid for digest in self.timeline for uid in self.sealed[digest].uids]
@@ -300,7 +339,7 @@ class StepMachine(StepRun, RuleBasedStateMachine):
         assert (counts.trained, counts.live) == (len(trained), len(live))
 
 
-# --- planted violations: each must be seen ------------------------------------------------------------------------------------------------------------
+# --- planted violations: each must be seen --------------------------------------------------------
 
 
 class UnmovedTrainer(Trainer):
@@ -323,7 +362,9 @@ class UnchainedFront(TrainerFront):
 
     async def train(self, request: pb.TrainRequest) -> AsyncIterator[pb.TrainResponse]:
         batch = await asyncio.to_thread(self._read_sealed, request.step)
-        yield pb.TrainResponse(result=await self.lane.run(lambda: self._trainer.train(batch, Progress(lambda: None)), "training"))
+        yield pb.TrainResponse(
+            result=await self.lane.run(lambda: self._trainer.train(batch, Progress(lambda: None)), "training")
+        )
 
     def __init__(self, engine: HashEngine, read_sealed: Callable[[int], TrainBatch], *others: Any) -> None:
         super().__init__(engine, read_sealed, *others)
@@ -347,7 +388,9 @@ class OverwrittenRows(SweptRows):
     def put(self, refs: Sequence[RowRef], columns: Sequence[Mapping[str, Array]]) -> int:
         for ref, column in zip(refs, columns, strict=True):
             for name, array in column.items():
-                noise = np.array(time.monotonic_ns() % 1000, array.dtype) if name == "values" else np.zeros((), array.dtype)
+                noise = (
+                    np.array(time.monotonic_ns() % 1000, array.dtype) if name == "values" else np.zeros((), array.dtype)
+                )
                 self._connection.command("HSET", self._key(ref), name, (array + noise).tobytes())
         return 0
 
@@ -373,12 +416,16 @@ ADAPTIVE = {
 
 
 @pytest.fixture
-def make_machine(make_settings: Callable[..., RunSettings], tmp_path: Path) -> Callable[[type[StepMachine]], Callable[[], StepMachine]]:
+def make_machine(
+    make_settings: Callable[..., RunSettings], tmp_path: Path
+) -> Callable[[type[StepMachine]], Callable[[], StepMachine]]:
     """Machines of a kind, each in a folder and with a server of its own."""
     numbers = itertools.count()
 
     def of_kind(kind: type[StepMachine]) -> Callable[[], StepMachine]:
-        return lambda: kind(make_settings(algorithm=ADAPTIVE, critic={}, references={"ref": {}}), tmp_path / str(next(numbers)))
+        return lambda: kind(
+            make_settings(algorithm=ADAPTIVE, critic={}, references={"ref": {}}), tmp_path / str(next(numbers))
+        )
 
     return of_kind
 
@@ -397,11 +444,15 @@ def explore(make: Callable[[], StepMachine], max_examples: int) -> None:
     )
 
 
-def test_steps_form_one_chain_of_what_was_sealed_whatever_crashes(make_machine: Callable[[type[StepMachine]], Callable[[], StepMachine]]) -> None:
+def test_steps_form_one_chain_of_what_was_sealed_whatever_crashes(
+    make_machine: Callable[[type[StepMachine]], Callable[[], StepMachine]],
+) -> None:
     explore(make_machine(StepMachine), 20)
 
 
-def test_trainers_of_a_time_that_the_store_has_forgotten_are_refused(make_machine: Callable[[type[StepMachine]], Callable[[], StepMachine]]) -> None:
+def test_trainers_of_a_time_that_the_store_has_forgotten_are_refused(
+    make_machine: Callable[[type[StepMachine]], Callable[[], StepMachine]],
+) -> None:
     machine = make_machine(StepMachine)()
     machine.first_controller()
     machine.copy_the_store()
@@ -420,7 +471,9 @@ def test_trainers_of_a_time_that_the_store_has_forgotten_are_refused(make_machin
     machine.teardown()
 
 
-def test_prompts_that_wait_for_their_lineage_outlive_its_first_checkpoint(make_machine: Callable[[type[StepMachine]], Callable[[], StepMachine]]) -> None:
+def test_prompts_that_wait_for_their_lineage_outlive_its_first_checkpoint(
+    make_machine: Callable[[type[StepMachine]], Callable[[], StepMachine]],
+) -> None:
     machine = make_machine(StepMachine)()
     machine.first_controller()
     machine.checkpoint_that_fails(arrow="actor kept its checkpoint", fault="connection is cut")
@@ -449,7 +502,9 @@ SCENARIOS: dict[type[StepMachine], Callable[[StepMachine], None]] = {
 
 
 @pytest.mark.parametrize("kind", SCENARIOS)
-def test_the_checks_see_a_planted_violation(make_machine: Callable[[type[StepMachine]], Callable[[], StepMachine]], kind: type[StepMachine]) -> None:
+def test_the_checks_see_a_planted_violation(
+    make_machine: Callable[[type[StepMachine]], Callable[[], StepMachine]], kind: type[StepMachine]
+) -> None:
     for sound in (True, False):
         machine = make_machine(StepMachine if sound else kind)()
         machine.first_controller()

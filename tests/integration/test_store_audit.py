@@ -19,7 +19,9 @@ def audited(store: StoreUnderTest, folder: Path) -> Report:
 
 
 def busy_run(store: StoreUnderTest) -> None:
-    """Ten groups: 0-2 trained, 3 sealed, 4 committed, 5 dropped after its commit, 6 dropped before, 7 claimed, 8 given back by a dead worker, 9 queued."""
+    """Ten groups: 0-2 trained, 3 sealed, 4 committed, 5 dropped after its commit, 6 dropped before, 7 claimed, 8 given
+    back by a dead worker, 9 queued.
+    """
     store.admit(10)
     store.publish(0, 0, "r.0", "r.1")
     queue = store.worker("r.0")
@@ -64,10 +66,14 @@ def test_what_was_drained_counts_once_also_when_a_crash_drained_it_twice(store: 
     assert audited(store, tmp_path).problems == ()
     assert audited(store, tmp_path).num_events == 4
     path.write_text(whole + whole[: len(whole) // 2 + 5])
-    assert audited(store, tmp_path).problems == (), "a line that is being written is still in the stream, or was written before"
+    assert audited(store, tmp_path).problems == (), (
+        "a line that is being written is still in the stream, or was written before"
+    )
     store.ledger.drain("history", path)
     lines = path.read_text().splitlines()
-    assert all(json.loads(line)["event"] for line in lines), "a line that a crash left unfinished is cut off before the next is written"
+    assert all(json.loads(line)["event"] for line in lines), (
+        "a line that a crash left unfinished is cut off before the next is written"
+    )
     assert audited(store, tmp_path).problems == ()
 
 
@@ -90,7 +96,16 @@ def test_a_new_lineage_undoes_what_came_after_its_checkpoint(store: StoreUnderTe
     store.ledger.commit_step(1, [])
     store.ledger.drop(4, "without_signal")
     store.ledger.drain("history", tmp_path / "history.jsonl")
-    store.ledger.start_lineage(RunPosition(lineage=1, step=point.step, next_gid=point.next_gid, policy_version=0, trained=point.trained, dropped=point.dropped))
+    store.ledger.start_lineage(
+        RunPosition(
+            lineage=1,
+            step=point.step,
+            next_gid=point.next_gid,
+            policy_version=0,
+            trained=point.trained,
+            dropped=point.dropped,
+        )
+    )
     report = audited(store, tmp_path)
     assert report.problems == ()
     assert (report.num_undone, report.position.trained, report.position.num_dropped, report.num_live) == (5, 3, 2, 0)
@@ -101,7 +116,9 @@ def test_a_new_lineage_undoes_what_came_after_its_checkpoint(store: StoreUnderTe
     assert audited(store, tmp_path).problems == ()
 
 
-def test_a_lineage_from_a_checkpoint_that_the_history_does_not_know_is_seen(store: StoreUnderTest, tmp_path: Path) -> None:
+def test_a_lineage_from_a_checkpoint_that_the_history_does_not_know_is_seen(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
     store.ledger.start_lineage(RunPosition(lineage=1, step=2, next_gid=4, trained=4, dropped={"late": 1}))
     assert any(
         "lineage 1 began from a checkpoint with 4 trained and 1 dropped, of which the history knows 0 and 0" in text
@@ -164,7 +181,9 @@ def dropped_and_still_live(store: StoreUnderTest) -> None:
 
 
 def committed_by_a_zombie(store: StoreUnderTest) -> None:
-    store.connection.command("XADD", key(store, "history"), "*", "gid", 8, "event", "committed", "token", "r.1-1", "versions", "0")
+    store.connection.command(
+        "XADD", key(store, "history"), "*", "gid", 8, "event", "committed", "token", "r.1-1", "versions", "0"
+    )
 
 
 def one_token_twice(store: StoreUnderTest) -> None:
@@ -229,7 +248,9 @@ PLANTED: dict[Callable[[StoreUnderTest], None], str] = {
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
-def test_the_audit_sees_a_planted_violation(store: StoreUnderTest, tmp_path: Path, plant: Callable[[StoreUnderTest], None]) -> None:
+def test_the_audit_sees_a_planted_violation(
+    store: StoreUnderTest, tmp_path: Path, plant: Callable[[StoreUnderTest], None]
+) -> None:
     busy_run(store)
     assert audited(store, tmp_path).problems == ()
     plant(store)
@@ -248,7 +269,10 @@ def test_rows_of_greedy_responses_are_kept_and_deleted_with_their_groups(store: 
     report = audited(store, tmp_path)
     assert (report.problems, report.rows.needed, report.rows.garbage) == ((), 6, 3)
     assert store.ledger.sweep(store.rows, 0) == 3
-    assert (audited(store, tmp_path).problems, len(store.rows.read([groups[0].greedy_row, groups[2].greedy_row], ["token_ids"]))) == ((), 2)
+    assert (
+        audited(store, tmp_path).problems,
+        len(store.rows.read([groups[0].greedy_row, groups[2].greedy_row], ["token_ids"])),
+    ) == ((), 2)
     assert store.ledger.sweep(store.rows, 1) == 3
     report = audited(store, tmp_path)
     assert (report.problems, report.rows.needed, report.rows.garbage) == ((), 3, 0)

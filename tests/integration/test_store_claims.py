@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.errors import InvalidInputError, LeaseLostError, NotAttestedError, StoreUnavailableError, WrongVersionError
+from rolecall.errors import (
+    InvalidInputError,
+    LeaseLostError,
+    NotAttestedError,
+    StoreUnavailableError,
+    WrongVersionError,
+)
 from rolecall.store.connection import Connection
 from rolecall.store.ledger import PENDING_COUNT
 from rolecall.store.position import GroupState
@@ -57,7 +63,9 @@ def test_a_claim_whose_answer_was_lost_is_answered_again(store: StoreUnderTest) 
 
 
 def test_what_was_claimed_before_an_outage_is_in_hand_after_it(store: StoreUnderTest) -> None:
-    """The server acts, and its answer is lost for as long as the client asks: nobody would renew what nobody knows to hold."""
+    """The server acts, and its answer is lost for as long as the client asks: nobody would renew what nobody knows to
+    hold.
+    """
     store.admit(5)
     store.publish(0, 0, "r.0")
     assert store.section.url is not None
@@ -277,12 +285,16 @@ def test_deaths_and_failures_of_its_own_are_counted_apart(store: StoreUnderTest)
     assert store.ledger.reap([]) == [(0, "r.5: it failed")]
 
 
-def test_a_group_whose_generation_failed_is_abandoned_at_once_and_keeps_the_error(store: StoreUnderTest, tmp_path: Path) -> None:
+def test_a_group_whose_generation_failed_is_abandoned_at_once_and_keeps_the_error(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
     store.admit(1)
     store.publish(0, 0, "r.0", "r.1")
     first = store.worker("r.0").claim(1)[0]
     assert store.worker("r.0").abandon(first, "CUDA out of memory", max_deliveries=2)
-    assert not store.worker("r.0").abandon(first, "CUDA out of memory", max_deliveries=2), "a lost answer counts nothing twice"
+    assert not store.worker("r.0").abandon(first, "CUDA out of memory", max_deliveries=2), (
+        "a lost answer counts nothing twice"
+    )
     assert store.ledger.reap([]) == []
     second = store.worker("r.1").claim(1)[0]
     assert second.deliveries == 2
@@ -330,14 +342,20 @@ def test_a_worker_that_holds_more_than_a_suspect_may_be_beside_gets_new_groups(s
     new = store.worker("r.1").claim(9)
     assert [(claim.group.gid, claim.max_in_hand) for claim in new] == [(6, 0), (7, 0)]
     assert store.worker("r.1").release([*holds, *new]) == 4
-    assert [claim.group.gid for claim in store.worker("r.1").claim(9)] == [0, 1, 6, 7], "the oldest first, and no suspect beside them"
+    assert [claim.group.gid for claim in store.worker("r.1").claim(9)] == [0, 1, 6, 7], (
+        "the oldest first, and no suspect beside them"
+    )
 
 
 def test_a_failure_of_its_own_makes_no_suspect(store: StoreUnderTest) -> None:
     store.admit(3)
     queue = store.attested("r.0")
     queue.abandon(queue.claim(1)[0], "not sampled within 600 s", max_deliveries=3)
-    assert [(claim.group.gid, claim.deliveries, claim.max_in_hand) for claim in queue.claim(9)] == [(0, 2, 0), (1, 1, 0), (2, 1, 0)]
+    assert [(claim.group.gid, claim.deliveries, claim.max_in_hand) for claim in queue.claim(9)] == [
+        (0, 2, 0),
+        (1, 1, 0),
+        (2, 1, 0),
+    ]
 
 
 def test_deliveries_that_ended_in_a_failed_publish_do_not_make_poison(store: StoreUnderTest) -> None:
@@ -381,7 +399,9 @@ def test_all_entries_in_workers_hands_are_listed_whatever_lies_before_them(store
     store.publish(0, 0, "r.0")
     prompts, more = f"{{rl:{store.run}}}:prompts", 2 * PENDING_COUNT + 5
     store.connection.pipeline([("XADD", prompts, "*", "gid", 1, "group", b"", "traceparent", "") for _ in range(more)])
-    store.connection.command("XREADGROUP", "GROUP", "rollout", "~free", "COUNT", PENDING_COUNT + 2, "STREAMS", prompts, ">")
+    store.connection.command(
+        "XREADGROUP", "GROUP", "rollout", "~free", "COUNT", PENDING_COUNT + 2, "STREAMS", prompts, ">"
+    )
     store.connection.command("XREADGROUP", "GROUP", "rollout", "r.0", "COUNT", more, "STREAMS", prompts, ">")
     pending = store.ledger.pending()
     assert (len(pending), {entry.consumer for entry in pending}) == (more + 1 - PENDING_COUNT - 2, {"r.0"})
@@ -423,7 +443,9 @@ def test_many_workers_at_once_own_disjoint_groups(store: StoreUnderTest) -> None
 
 
 def test_a_claim_costs_the_same_however_many_groups_lost_their_worker(store: StoreUnderTest) -> None:
-    """When half of a large fleet dies, everybody who is left asks once a second, and the store answers one at a time."""
+    """When half of a large fleet dies, everybody who is left asks once a second, and the store answers one at a
+    time.
+    """
     store.admit(1)
     worker = store.attested("r.0")
 

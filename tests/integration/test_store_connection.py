@@ -29,7 +29,11 @@ from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, TrainBatch, Traje
 from tests.fixtures_store import DIGEST, ForgetfulRedis, StoreUnderTest, sample_group
 from tests.ports import free_port
 
-SCRIPTS = [item.name.removesuffix(".lua") for item in (files("rolecall.store") / "scripts").iterdir() if item.name != "common.lua"]
+SCRIPTS = [
+    item.name.removesuffix(".lua")
+    for item in (files("rolecall.store") / "scripts").iterdir()
+    if item.name != "common.lua"
+]
 DURABLE = {"appendonly": "yes", "appendfsync": "always"}
 StartServer = Callable[..., int]
 
@@ -44,7 +48,14 @@ def start_server(tmp_path: Path, store_server: EmbeddedStore) -> Iterator[StartS
         folder = tmp_path / str(port)
         folder.mkdir()
         file = folder / "server.conf"
-        settings = {"port": str(port), "bind": "127.0.0.1", "dir": str(folder), "save": '""', "logfile": str(folder / "log"), **options}
+        settings = {
+            "port": str(port),
+            "bind": "127.0.0.1",
+            "dir": str(folder),
+            "save": '""',
+            "logfile": str(folder / "log"),
+            **options,
+        }
         file.write_text("".join(f"{name.replace('_', '-')} {value}\n" for name, value in settings.items()))
         started.append(subprocess.Popen([store_server.binary, str(file), *arguments]))
         deadline = time.monotonic() + 10
@@ -118,7 +129,9 @@ def test_a_default_user_without_rights_is_refused_for_its_transactions_may_not_b
 
     ours = "~* &* +@all -@admin -@dangerous +info +config|get"
     for default in ("off", "on >pw ~* +@read", "off ~rl:* +@all"):
-        with pytest.raises(ConfigError, match=r"lose the run at its next restart: .*ACL SETUSER default ~\* &\* \+@all"):
+        with pytest.raises(
+            ConfigError, match=r"lose the run at its next restart: .*ACL SETUSER default ~\* &\* \+@all"
+        ):
             connect(section(server(default, f"{ours} +acl|getuser")))
     with pytest.raises(ConfigError, match=r"\+acl\|getuser"):
         connect(section(server("off ~* &* +@all", ours)))
@@ -167,7 +180,9 @@ def test_a_whole_life_of_a_group_works_through_sentinels(start_server: StartServ
         ({**DURABLE, "maxmemory-policy": "allkeys-lru"}, "noeviction"),
     ],
 )
-def test_a_server_that_may_lose_writes_is_refused_with_the_remedy(start_server: StartServer, options: dict[str, str], message: str) -> None:
+def test_a_server_that_may_lose_writes_is_refused_with_the_remedy(
+    start_server: StartServer, options: dict[str, str], message: str
+) -> None:
     url = f"redis://127.0.0.1:{start_server(**options)}"
     with pytest.raises(ConfigError, match=message):
         connect(section(url))
@@ -175,7 +190,9 @@ def test_a_server_that_may_lose_writes_is_refused_with_the_remedy(start_server: 
         connect(section(url, durability="relaxed")).close()
 
 
-@pytest.mark.parametrize("url", ["http://localhost", "redis+sentinel://localhost", "redis://localhost:port", "localhost:6379"])
+@pytest.mark.parametrize(
+    "url", ["http://localhost", "redis+sentinel://localhost", "redis://localhost:port", "localhost:6379"]
+)
 def test_a_url_that_cannot_be_used_is_a_configuration_error(url: str) -> None:
     with pytest.raises(ConfigError, match=r"store\.url"):
         connect(section(url))
@@ -256,7 +273,12 @@ def test_a_whole_life_of_a_group_survives_the_loss_of_every_answer(store_server:
     losing(ledger.next_epoch)
     losing(lambda: ledger.pause(True))
     losing(lambda: ledger.forget(Garbage((), ("group:9",))))
-    assert losing(lambda: ledger.start_lineage(RunPosition(lineage=1, step=1, next_gid=3, trained=1, dropped={"filtered": 1}))) == 3
+    assert (
+        losing(
+            lambda: ledger.start_lineage(RunPosition(lineage=1, step=1, next_gid=3, trained=1, dropped={"filtered": 1}))
+        )
+        == 3
+    )
     losing(ledger.beat)
     losing(ledger.unlock)
     for look in (ledger.snapshot, ledger.pending, lambda: audit(connection, run, tmp_path)):

@@ -37,7 +37,9 @@ def gone(pid: int, timeout_s: float = 10.0) -> bool:
     return False
 
 
-def test_only_its_user_gets_in_and_only_to_the_runs_keys(make_embedded_store: MakeEmbeddedStore, tmp_path: Path) -> None:
+def test_only_its_user_gets_in_and_only_to_the_runs_keys(
+    make_embedded_store: MakeEmbeddedStore, tmp_path: Path
+) -> None:
     server = make_embedded_store(tmp_path / "store")
     connection = connect(StoreSection(url=SecretStr(server.start())))
     connection.command("SET", "{rl:test}:x", "1")
@@ -53,7 +55,9 @@ def test_only_its_user_gets_in_and_only_to_the_runs_keys(make_embedded_store: Ma
     for url in (f"unix://{tmp_path}/store/store.sock", f"unix://rolecall:guess@{tmp_path}/store/store.sock"):
         with pytest.raises(ConfigError, match="refuses"):
             connect(StoreSection(url=SecretStr(url)))
-    assert not [item for item in psutil.Process(server.pid).net_connections(kind="inet") if item.status == psutil.CONN_LISTEN]
+    assert not [
+        item for item in psutil.Process(server.pid).net_connections(kind="inet") if item.status == psutil.CONN_LISTEN
+    ]
 
 
 def test_what_was_acknowledged_survives_kill_9(make_embedded_store: MakeEmbeddedStore, make_store: MakeStore) -> None:
@@ -77,7 +81,9 @@ def test_what_was_acknowledged_survives_kill_9(make_embedded_store: MakeEmbedded
     store.admit(1)
 
 
-def test_calls_under_way_outlive_a_restart_of_the_server(make_embedded_store: MakeEmbeddedStore, make_store: MakeStore) -> None:
+def test_calls_under_way_outlive_a_restart_of_the_server(
+    make_embedded_store: MakeEmbeddedStore, make_store: MakeStore
+) -> None:
     server = make_embedded_store()
     store = make_store(server.start(), "test")
     admitted = threading.Thread(target=store.admit, args=[300])
@@ -92,7 +98,9 @@ def test_calls_under_way_outlive_a_restart_of_the_server(make_embedded_store: Ma
     assert [claim.group.gid for claim in store.worker("r.0").claim(1000)] == list(range(300))
 
 
-def test_a_stop_leaves_no_socket_and_no_process_and_may_be_repeated(make_embedded_store: MakeEmbeddedStore, tmp_path: Path) -> None:
+def test_a_stop_leaves_no_socket_and_no_process_and_may_be_repeated(
+    make_embedded_store: MakeEmbeddedStore, tmp_path: Path
+) -> None:
     server = make_embedded_store(tmp_path / "store")
     server.start()
     server.start()
@@ -105,12 +113,17 @@ def test_a_stop_leaves_no_socket_and_no_process_and_may_be_repeated(make_embedde
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["appendonlydir", "store.log"]
 
 
-def test_the_server_dies_with_its_parent_even_by_kill_9_and_frees_the_directory(make_embedded_store: MakeEmbeddedStore, tmp_path: Path) -> None:
+def test_the_server_dies_with_its_parent_even_by_kill_9_and_frees_the_directory(
+    make_embedded_store: MakeEmbeddedStore, tmp_path: Path
+) -> None:
     program = (
         "import sys, time; from pathlib import Path; from rolecall.store.embedded import EmbeddedStore\n"
-        "server = EmbeddedStore(Path(sys.argv[1]), 'test', 2**26); server.start(); print(server.pid, flush=True); time.sleep(60)"
+        "server = EmbeddedStore(Path(sys.argv[1]), 'test', 2**26); server.start(); print(server.pid, flush=True); "
+        "time.sleep(60)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "store")], stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     parent.kill()
@@ -121,7 +134,9 @@ def test_the_server_dies_with_its_parent_even_by_kill_9_and_frees_the_directory(
     make_embedded_store(tmp_path / "store").start()
 
 
-def test_a_second_server_in_the_same_directory_is_refused(make_embedded_store: MakeEmbeddedStore, tmp_path: Path) -> None:
+def test_a_second_server_in_the_same_directory_is_refused(
+    make_embedded_store: MakeEmbeddedStore, tmp_path: Path
+) -> None:
     server = make_embedded_store(tmp_path / "store")
     server.start()
     second = make_embedded_store(tmp_path / "store")
@@ -132,7 +147,9 @@ def test_a_second_server_in_the_same_directory_is_refused(make_embedded_store: M
     connect(StoreSection(url=SecretStr(server.url))).close()
 
 
-def test_a_directory_too_deep_for_a_socket_path_gets_one_elsewhere(make_embedded_store: MakeEmbeddedStore, tmp_path: Path) -> None:
+def test_a_directory_too_deep_for_a_socket_path_gets_one_elsewhere(
+    make_embedded_store: MakeEmbeddedStore, tmp_path: Path
+) -> None:
     deep = tmp_path / ("x" * embedded.MAX_SOCKET_PATH)
     server = make_embedded_store(deep)
     url = server.start()
@@ -181,7 +198,9 @@ def fill(store: StoreUnderTest, filler: list[RowRef], num_tokens: int) -> None:
         store.rows.stage(filler[-1], {"token_ids": np.zeros(num_tokens, np.int32)}, TrajectoryMeta(), 600)
 
 
-def test_a_full_store_refuses_new_work_and_still_trains_what_it_holds(make_embedded_store: MakeEmbeddedStore, make_store: MakeStore) -> None:
+def test_a_full_store_refuses_new_work_and_still_trains_what_it_holds(
+    make_embedded_store: MakeEmbeddedStore, make_store: MakeStore
+) -> None:
     store = make_store(make_embedded_store(max_bytes=8 * 2**20).start(), "test")
     groups = store.committed(3)
     store.admit(2)

@@ -146,7 +146,9 @@ def test_admission_is_in_order_of_gids_and_repeating_it_adds_nothing(store: Stor
     assert (counts.live, counts.queued) == (1, 1)
 
 
-def test_many_are_admitted_in_order_and_however_often_once_also_by_a_server_that_lost_its_scripts(store: StoreUnderTest) -> None:
+def test_many_are_admitted_in_order_and_however_often_once_also_by_a_server_that_lost_its_scripts(
+    store: StoreUnderTest,
+) -> None:
     admissions = [Admission(sample_group(gid), f"after {gid}".encode()) for gid in range(5)]
     store.ledger.admit_all(admissions[:3])
     store.connection.command("SCRIPT", "FLUSH")
@@ -350,11 +352,26 @@ def test_a_new_lineage_starts_empty_and_reuses_no_number(store: StoreUnderTest) 
     group = store.commit(queue, committed)
     store.ledger.drop(4, "filtered")
     epoch = store.ledger.next_epoch()
-    point = RunPosition(lineage=1, step=0, next_gid=1, policy_version=0, cursor=b"after 0", algorithm_state=b"then", trained=0, dropped={"scorer_error": 2})
+    point = RunPosition(
+        lineage=1,
+        step=0,
+        next_gid=1,
+        policy_version=0,
+        cursor=b"after 0",
+        algorithm_state=b"then",
+        trained=0,
+        dropped={"scorer_error": 2},
+    )
 
     assert store.ledger.start_lineage(point) == store.ledger.start_lineage(point) == 5
     position = store.ledger.position()
-    assert (position.step, position.next_gid, position.lineage_gid, position.cursor, position.published_step) == (0, 5, 5, b"after 0", -1)
+    assert (position.step, position.next_gid, position.lineage_gid, position.cursor, position.published_step) == (
+        0,
+        5,
+        5,
+        b"after 0",
+        -1,
+    )
     assert position.algorithm_state == b"then"
     assert position.epoch == epoch > point.epoch, "ranks refuse an epoch that is not above all they have met in"
     assert store.balance() == (2, 0, 2, 0)
@@ -377,7 +394,9 @@ def test_a_store_that_lost_its_past_passes_over_the_numbers_given_out_since(stor
     assert list(store.ledger.live()) == [1_000_007]
 
 
-def test_a_batch_of_an_old_lineage_that_was_not_swept_yet_is_not_forgotten_for_one_of_the_same_step(store: StoreUnderTest) -> None:
+def test_a_batch_of_an_old_lineage_that_was_not_swept_yet_is_not_forgotten_for_one_of_the_same_step(
+    store: StoreUnderTest,
+) -> None:
     old = store.trained(1)
     store.ledger.start_lineage(RunPosition(lineage=1, policy_version=0))
     store.admit(1)

@@ -15,7 +15,9 @@ from tests.fixtures_store import StoreUnderTest
 
 
 class AwayRedis(redis.Redis):
-    """A client of a server that was away while it was asked who holds the run the second time; when it asks again, `meanwhile` has happened."""
+    """A client of a server that was away while it was asked who holds the run the second time; when it asks again,
+    `meanwhile` has happened.
+    """
 
     looks = 0
     away_s: float
@@ -49,19 +51,32 @@ def test_a_store_that_lost_its_number_begins_above_all_that_any_role_has_heard_o
 
 def test_an_emptied_store_and_one_that_was_set_back_are_called_so(store: StoreUnderTest) -> None:
     store.connection.command("HSET", f"{{rl:{store.run}}}:run", "ctl", 0)
-    with pytest.raises(StoreRolledBackError, match=r"the store was emptied: .*FLUSHALL.*append-only file.*--resume from the last checkpoint"):
+    with pytest.raises(
+        StoreRolledBackError,
+        match=r"the store was emptied: .*FLUSHALL.*append-only file.*--resume from the last checkpoint",
+    ):
         store.ledger.beat()
     ledger = Ledger(store.connection, store.run)
     ledger.lock(0.1, known_ctl=3)
     store.connection.command("HSET", f"{{rl:{store.run}}}:run", "ctl", 2)
-    with pytest.raises(StoreRolledBackError, match=r"was set back: it knows controller 2, this one is 1000003\. It was restored from an older copy"):
+    with pytest.raises(
+        StoreRolledBackError,
+        match=r"was set back: it knows controller 2, this one is 1000003\. It was restored from an older copy",
+    ):
         ledger.beat()
 
 
-def test_the_name_of_another_run_on_a_shared_store_is_refused(store: StoreUnderTest, make_settings: Callable[..., RunSettings]) -> None:
+def test_the_name_of_another_run_on_a_shared_store_is_refused(
+    store: StoreUnderTest, make_settings: Callable[..., RunSettings]
+) -> None:
     assert store.section.url is not None
-    sections = {"run": {"name": store.run, "dir": "other", "num_steps": 1}, "store": {"url": store.section.url.get_secret_value()}}
+    sections = {
+        "run": {"name": store.run, "dir": "other", "num_steps": 1},
+        "store": {"url": store.section.url.get_secret_value()},
+    }
     require_free_name(make_settings(**sections))
     store.admit(3)
-    with pytest.raises(ConfigError, match=r"is taken: .* at step 0 with 3 groups admitted\. Give this run another run\.name"):
+    with pytest.raises(
+        ConfigError, match=r"is taken: .* at step 0 with 3 groups admitted\. Give this run another run\.name"
+    ):
         require_free_name(make_settings(**sections))

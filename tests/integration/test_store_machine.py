@@ -1,9 +1,11 @@
-"""The ledger as a whole, model-checked against a real server: random calls of controllers, workers and zombies, through checkpoints and new lineages, while
-answers are lost, old calls arrive again, the server is killed (kill -9) or stands still, and its clock jumps.
+"""The ledger as a whole, model-checked against a real server: random calls of controllers, workers and zombies, through
+checkpoints and new lineages, while answers are lost, old calls arrive again, the server is killed (kill -9) or stands
+still, and its clock jumps.
 
-The model is a few dictionaries. After every move: admitted = trained + dropped + live, each entry has exactly the owner the model says, each group is
-committed at most once, the streams are as long as the states say. Now and then, and at the end, the audit finds nothing. Planted violations, by hand
-and as scripts with one line changed, show that the checks would see one.
+The model is a few dictionaries. After every move: admitted = trained + dropped + live, each entry has exactly the owner
+the model says, each group is committed at most once, the streams are as long as the states say. Now and then, and at
+the end, the audit finds nothing. Planted violations, by hand and as scripts with one line changed, show that the checks
+would see one.
 """
 
 import math
@@ -22,7 +24,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from redis import ResponseError
 
 from rolecall.errors import FencedError, LeaseLostError, NotAttestedError, RoleCallError
@@ -41,7 +50,20 @@ from tests.fixtures_store import DIGEST, ForgetfulRedis, sample_group
 WORKERS = ("r.0", "r.1", "r.2")
 MAX_DELIVERIES = 3
 EXPIRY_S = 60
-REPEATABLE = {"admit", "attest", "begin_publish", "claim", "commit", "commit_step", "drop", "forget", "free_rows", "persist", "put_columns", "release"}
+REPEATABLE = {
+    "admit",
+    "attest",
+    "begin_publish",
+    "claim",
+    "commit",
+    "commit_step",
+    "drop",
+    "forget",
+    "free_rows",
+    "persist",
+    "put_columns",
+    "release",
+}
 REPEATABLE |= {"rate", "renew", "seal", "stage", "start_lineage"}
 """Scripts whose calls may arrive again at any later time."""
 workers = st.sampled_from(WORKERS)
@@ -57,7 +79,9 @@ class Call:
 
 
 class ReplayedConnection(Connection):
-    """Remembers its last script calls, to send them again. `variants`: texts that are run in the place of some scripts."""
+    """Remembers its last script calls, to send them again. `variants`: texts that are run in the place of some
+    scripts.
+    """
 
     def __init__(self, client: ForgetfulRedis, variants: Mapping[str, str]) -> None:
         super().__init__(client)
@@ -75,7 +99,9 @@ class ReplayedConnection(Connection):
 
     def send_again(self, call: Call) -> None:
         """Now, as the network might."""
-        self.command("EVAL", self.variants.get(call.script, scripts.source(call.script)), len(call.keys), *call.keys, *call.args)
+        self.command(
+            "EVAL", self.variants.get(call.script, scripts.source(call.script)), len(call.keys), *call.keys, *call.args
+        )
 
     def forget_calls(self, script: str, consumer: str = "") -> None:
         """The calls of `script` (by `consumer`) do not arrive again."""
@@ -144,7 +170,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def in_state(self, *states: str) -> list[int]:
         return [gid for gid, state in self.state.items() if state in states]
 
-    # --- the controller -----------------------------------------------------------------------------------------------------------------------------
+    # --- the controller ---------------------------------------------------------------------------
 
     @rule(count=st.integers(1, 4))
     def admit(self, count: int) -> None:
@@ -197,7 +223,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def reap(self, data: st.DataObject) -> None:
         claim = data.draw(st.sampled_from(self.claims))
         consumer = claim.token.rpartition("-")[0]
-        taken = [entry for entry in self.ledger.pending() if (entry.consumer, entry.entry_id) == (consumer, claim.entry_id)]
+        taken = [
+            entry for entry in self.ledger.pending() if (entry.consumer, entry.entry_id) == (consumer, claim.entry_id)
+        ]
         for gid, _ in self.ledger.reap(taken, MAX_DELIVERIES, "not renewed"):
             self.drop_poison(gid)
         if taken:
@@ -283,11 +311,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.sweep(self.rows, self.step)
         for gid in self.in_state("dropped", "trained", "undone"):
             if gid in self.groups:
-                assert -1 not in self.lives(self.groups[gid].rows), "its rows are gone; what a zombie stages again expires"
+                assert -1 not in self.lives(self.groups[gid].rows), (
+                    "its rows are gone; what a zombie stages again expires"
+                )
 
     def lives(self, refs: Sequence[RowRef]) -> set[int]:
         """Seconds that rows have to live, -1 for ever, -2 gone."""
-        return {self.connection.command("TTL", f"{{rl:{self.run}:{ref.shard}}}:row:{ref.id}:{ref.token}") for ref in refs}
+        return {
+            self.connection.command("TTL", f"{{rl:{self.run}:{ref.shard}}}:row:{ref.id}:{ref.token}") for ref in refs
+        }
 
     @rule()
     def replace_the_controller(self) -> None:
@@ -308,7 +340,7 @@ class LedgerMachine(RuleBasedStateMachine):
         with pytest.raises(FencedError):
             data.draw(st.sampled_from(calls))()
 
-    # --- the workers --------------------------------------------------------------------------------------------------------------------------------
+    # --- the workers ------------------------------------------------------------------------------
 
     @rule(worker=workers, count=st.integers(1, 4))
     def claim(self, worker: str, count: int) -> None:
@@ -349,7 +381,9 @@ class LedgerMachine(RuleBasedStateMachine):
     work_still = rule(worker=workers)(work)
 
     def handed_out(self, worker: str, count: int) -> list[int]:
-        """Released groups first, then new ones, in order; one whose worker died only beside as many as its company may be."""
+        """Released groups first, then new ones, in order; one whose worker died only beside as many as its company may
+        be.
+        """
         free = [gid for gid in self.in_state("admitted") if gid not in self.owner]
         in_hand, found = self.held_by(worker), list[int]()
         for gid in sorted(free, key=lambda gid: (gid not in self.delivered, gid)):
@@ -425,7 +459,7 @@ class LedgerMachine(RuleBasedStateMachine):
             with pytest.raises(LeaseLostError):
                 self.queue_of(claim).commit(claim, group, set())
 
-    # --- what fails ---------------------------------------------------------------------------------------------------------------------------------
+    # --- what fails -------------------------------------------------------------------------------
 
     @rule()
     def lose_the_next_answer(self) -> None:
@@ -456,9 +490,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def the_clock_jumps(self, idle_ms: int) -> None:
         """Every idle time is suddenly this long. (The server's own clock cannot be moved.)"""
         for entry in self.ledger.pending():
-            self.client.xclaim(f"{{rl:{self.run}}}:prompts", "rollout", entry.consumer, 0, [entry.entry_id], idle=idle_ms, justid=True)
+            self.client.xclaim(
+                f"{{rl:{self.run}}}:prompts", "rollout", entry.consumer, 0, [entry.entry_id], idle=idle_ms, justid=True
+            )
 
-    # --- what must hold -----------------------------------------------------------------------------------------------------------------------------
+    # --- what must hold ---------------------------------------------------------------------------
 
     @rule()
     def the_audit_finds_nothing(self) -> None:
@@ -477,21 +513,30 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         snapshot = self.ledger.snapshot()
         counts, position = snapshot.counts, snapshot.position
-        assert counts.admitted == len(self.state) - len(self.in_state("undone")) == counts.trained + sum(counts.dropped.values()) + counts.live
+        assert (
+            counts.admitted
+            == len(self.state) - len(self.in_state("undone"))
+            == counts.trained + sum(counts.dropped.values()) + counts.live
+        )
         assert (counts.trained, position.step) == (len(self.in_state("trained")), self.step)
         assert position.algorithm_state == self.algorithm_state
         assert self.ledger.rates() == self.rates
         assert {group.gid: group.state for group in snapshot.groups} == {
             gid: GroupState(self.state[gid]) for gid in self.in_state("admitted", "committed", "sealed")
         }
-        assert (counts.queued + counts.generating, counts.committed) == (len(self.in_state("admitted")), len(self.in_state("committed", "sealed")))
+        assert (counts.queued + counts.generating, counts.committed) == (
+            len(self.in_state("admitted")),
+            len(self.in_state("committed", "sealed")),
+        )
 
     @invariant()
     def every_entry_has_the_one_owner_the_model_says(self) -> None:
         if not self.controllers:
             return
         gids = {group.entry_id: group.gid for group in self.ledger.snapshot().groups}
-        assert {gids[entry.entry_id]: f"{entry.consumer}-{entry.delivery}" for entry in self.ledger.pending()} == self.owner
+        assert {
+            gids[entry.entry_id]: f"{entry.consumer}-{entry.delivery}" for entry in self.ledger.pending()
+        } == self.owner
 
     @invariant()
     def every_group_is_committed_once(self) -> None:
@@ -505,7 +550,9 @@ def unfenced_renewal(machine: LedgerMachine) -> None:
     """A zombie renews without naming its token, and so steals its entry back."""
     machine.claim("r.0", 1)
     machine.expel("r.0", False)
-    machine.client.xclaim(f"{{rl:{machine.run}}}:prompts", "rollout", "r.0", 0, [machine.claims[0].entry_id], justid=True)
+    machine.client.xclaim(
+        f"{{rl:{machine.run}}}:prompts", "rollout", "r.0", 0, [machine.claims[0].entry_id], justid=True
+    )
 
 
 def deleting_first(machine: LedgerMachine) -> None:
@@ -521,7 +568,9 @@ def commit_twice(machine: LedgerMachine) -> None:
     machine.claim("r.0", 1)
     machine.commit_one(machine.claims[0])
     group = machine.groups[0]
-    machine.connection.command("XADD", f"{{rl:{machine.run}}}:trajectories", "*", "gid", group.gid, "group", group.SerializeToString())
+    machine.connection.command(
+        "XADD", f"{{rl:{machine.run}}}:trajectories", "*", "gid", group.gid, "group", group.SerializeToString()
+    )
 
 
 def uncounted_drop(machine: LedgerMachine) -> None:
@@ -573,7 +622,9 @@ def test_the_ledger_keeps_its_promises_whatever_happens(machine_server: Embedded
 
 
 @pytest.mark.parametrize("plant", [unfenced_renewal, deleting_first, commit_twice, uncounted_drop])
-def test_the_checks_see_a_planted_violation(machine_server: EmbeddedStore, tmp_path: Path, plant: Callable[[LedgerMachine], None]) -> None:
+def test_the_checks_see_a_planted_violation(
+    machine_server: EmbeddedStore, tmp_path: Path, plant: Callable[[LedgerMachine], None]
+) -> None:
     machine = LedgerMachine(machine_server, tmp_path)
     machine.first_controller()
     machine.check_all()
@@ -587,17 +638,31 @@ VARIANTS = {
     "a release without a fence": ("release", "if held(ARGV[i], ARGV[1], ARGV[i + 1]) then", "if owner(ARGV[i]) then"),
     "a commit without a fence": ("commit", "if not held(entry, consumer, count) or", "if"),
     "a claim that counts anew": ("claim", "consumer, 0, pending[1])", "consumer, 0, pending[1], 'RETRYCOUNT', 1)"),
-    "a drop that counts twice": ("drop", "if not state or state == 'dropped' or state == 'trained' then", "if state == 'sealed' then"),
+    "a drop that counts twice": (
+        "drop",
+        "if not state or state == 'dropped' or state == 'trained' then",
+        "if state == 'sealed' then",
+    ),
     "a drop that forgets the entry": ("drop", "redis.call('XDEL', prompts, entry)", ""),
-    "a step that is counted without what it carries over": ("commit_step", "redis.call('HSET', run, 'algorithm_state', ARGV[3])", ""),
+    "a step that is counted without what it carries over": (
+        "commit_step",
+        "redis.call('HSET', run, 'algorithm_state', ARGV[3])",
+        "",
+    ),
     "a step that leaves its groups live": ("commit_step", "redis.call('ZREM', live, gid)", ""),
-    "an expulsion that deletes first": ("expel", "redis.call('DEL', worker_key(ARGV[2]))", "redis.call('XGROUP', 'DELCONSUMER', prompts, 'rollout', ARGV[2])"),
+    "an expulsion that deletes first": (
+        "expel",
+        "redis.call('DEL', worker_key(ARGV[2]))",
+        "redis.call('XGROUP', 'DELCONSUMER', prompts, 'rollout', ARGV[2])",
+    ),
 }
 """What is wrong -> (script, line, what it is changed to)."""
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_random_games_find_a_script_with_one_line_changed(machine_server: EmbeddedStore, tmp_path: Path, variant: str) -> None:
+def test_random_games_find_a_script_with_one_line_changed(
+    machine_server: EmbeddedStore, tmp_path: Path, variant: str
+) -> None:
     name, line, changed = VARIANTS[variant]
     assert line in scripts.source(name)
     text = scripts.source(name).replace(line, changed)

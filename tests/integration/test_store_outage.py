@@ -1,4 +1,6 @@
-"""What becomes of calls while the server is killed, stands still, or the network loses its answers: they end, and nothing is lost or done twice."""
+"""What becomes of calls while the server is killed, stands still, or the network loses its answers: they end, and
+nothing is lost or done twice.
+"""
 
 import os
 import random
@@ -121,7 +123,8 @@ class BusyRun:
             for claim in claims:
                 ref = rows.ref(f"{claim.group.gid}/0", claim.token, 4)
                 rows.stage(ref, {"token_ids": np.full(4, claim.group.gid, np.int32)}, TrajectoryMeta(id=ref.id), 60)
-                with suppress(LeaseLostError, RowMissingError):  # the answer was lost, and the group is trained and swept by now
+                # the answer was lost, and the group is trained and swept by now
+                with suppress(LeaseLostError, RowMissingError):
                     queue.commit(claim, CommittedGroup(gid=claim.group.gid, rows=[ref]), {(0, DIGEST)})
                     rows.persist([ref])
                 time.sleep(self.pause_s)
@@ -144,7 +147,9 @@ def kill(server: EmbeddedStore) -> None:
         time.sleep(0.002)
 
 
-def test_a_server_that_is_killed_again_and_again_under_load_loses_and_repeats_nothing(server: EmbeddedStore, tmp_path: Path) -> None:
+def test_a_server_that_is_killed_again_and_again_under_load_loses_and_repeats_nothing(
+    server: EmbeddedStore, tmp_path: Path
+) -> None:
     dice, kills = random.Random(1), 0
 
     def disturb() -> None:
@@ -171,7 +176,9 @@ def test_a_server_that_stands_still_for_a_while_is_waited_for(server: EmbeddedSt
 
 
 class LossyProxy:
-    """Passes bytes to the server at a unix socket and back, and now and then cuts a connection instead of passing an answer."""
+    """Passes bytes to the server at a unix socket and back, and now and then cuts a connection instead of passing an
+    answer.
+    """
 
     def __init__(self, path: Path, server: str, one_in: int) -> None:
         self.num_cut = 0
@@ -219,7 +226,9 @@ def test_a_network_that_loses_answers_makes_nothing_happen_twice(server: Embedde
 
 def test_calls_to_a_server_that_stands_still_end_in_time_and_work_goes_on_afterwards(server: EmbeddedStore) -> None:
     retry_s, socket_timeout_s = 0.6, 0.2
-    pool = redis.BlockingConnectionPool.from_url(server.url, timeout=socket_timeout_s, socket_timeout=socket_timeout_s, retry=Retry(NoBackoff(), 0))
+    pool = redis.BlockingConnectionPool.from_url(
+        server.url, timeout=socket_timeout_s, socket_timeout=socket_timeout_s, retry=Retry(NoBackoff(), 0)
+    )
     connection = Connection(redis.Redis.from_pool(pool), retry_s)
     ledger = Ledger(connection, "still")
     ledger.lock(0.1)

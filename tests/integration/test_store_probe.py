@@ -42,12 +42,25 @@ def serve_tls(authority: Authority, opened: ExitStack) -> int:
 def places(tmp_path_factory: pytest.TempPathFactory, store_server: EmbeddedStore) -> Iterator[dict[str, str]]:
     """What the URLs below name."""
     folder, port = tmp_path_factory.mktemp("stores"), free_port()
-    options = ["--port", str(port), "--bind", "127.0.0.1", "--requirepass", PASSWORD, "--save", "", "--dir", str(folder)]
+    options = [
+        "--port",
+        str(port),
+        "--bind",
+        "127.0.0.1",
+        "--requirepass",
+        PASSWORD,
+        "--save",
+        "",
+        "--dir",
+        str(folder),
+    ]
     durable = ["--appendonly", "yes", "--appendfsync", "always", "--logfile", str(folder / "log")]
     with ExitStack() as opened:
         server = opened.enter_context(subprocess.Popen([store_server.binary, *options, *durable]))
         opened.callback(server.terminate)
-        with redis.Redis(port=port, password=PASSWORD, retry=redis.retry.Retry(redis.backoff.ConstantBackoff(0.1), 200)) as client:
+        with redis.Redis(
+            port=port, password=PASSWORD, retry=redis.retry.Retry(redis.backoff.ConstantBackoff(0.1), 200)
+        ) as client:
             client.ping()
         (folder / "garbage.pem").write_text("no certificate\n")
         (folder / "theirs").mkdir()
@@ -69,13 +82,27 @@ def places(tmp_path_factory: pytest.TempPathFactory, store_server: EmbeddedStore
         ("redis://{nobody}", "{nobody} cannot be reached (Connection refused); start the server, or correct the URL"),
         ("redis://{silent}", "{silent} did not answer within 3 s; is it the right address"),
         ("redis://no-such-host.invalid:6379", "no-such-host.invalid:6379 names a host that is not known"),
-        ("redis://{store}", "{store}: the store refuses this user: Authentication required.; check the user, password and rights"),
+        (
+            "redis://{store}",
+            "{store}: the store refuses this user: Authentication required.; check the user, password and rights",
+        ),
         ("redis://:wrong@{store}", "{store}: the store refuses this user: invalid username-password pair"),
-        ("rediss://{store}", "{store} did not answer within 3 s; is it the right address, does a firewall let it through, does it speak TLS?"),
+        (
+            "rediss://{store}",
+            "{store} did not answer within 3 s; is it the right address, does a firewall let it through, does it "
+            "speak TLS?",
+        ),
         ("redis://:secret@{tls}", "if it speaks TLS, write rediss://"),
-        ("rediss://{tls}", "{tls} shows a certificate that is not trusted (unable to get local issuer certificate); end the URL with ?ssl_ca_certs=FILE"),
+        (
+            "rediss://{tls}",
+            "{tls} shows a certificate that is not trusted (unable to get local issuer certificate); end the URL "
+            "with ?ssl_ca_certs=FILE",
+        ),
         ("rediss://{tls}?ssl_ca_certs={theirs}", "{tls} shows a certificate that is not trusted"),
-        ("rediss://{tls}?ssl_ca_certs={garbage}", "cannot agree on TLS (NO_CERTIFICATE_OR_CRL_FOUND); correct the files that the URL names"),
+        (
+            "rediss://{tls}?ssl_ca_certs={garbage}",
+            "cannot agree on TLS (NO_CERTIFICATE_OR_CRL_FOUND); correct the files that the URL names",
+        ),
         ("rediss://{tls}?ssl_ca_certs={none}", "a file that the URL names is not there"),
         ("unix:///no/such.sock", "/no/such.sock cannot be reached (No such file or directory)"),
         ("redis+cluster://{nobody}", "{nobody} cannot be reached (Connection refused)"),
@@ -83,7 +110,9 @@ def places(tmp_path_factory: pytest.TempPathFactory, store_server: EmbeddedStore
         ("http://{store}", "use redis, rediss, unix, redis+sentinel or redis+cluster"),
     ],
 )
-def test_a_store_that_cannot_be_used_is_told_with_its_place_and_what_to_do(places: dict[str, str], url: str, told: str) -> None:
+def test_a_store_that_cannot_be_used_is_told_with_its_place_and_what_to_do(
+    places: dict[str, str], url: str, told: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         find_store(StoreSection(url=SecretStr(url.format(**places))))
     assert refused.value.message.startswith("store.url: ")

@@ -29,7 +29,9 @@ def stage(store: StoreUnderTest, count: int = 1, num_tokens: int = 4, expiry_s: 
 def test_what_was_staged_is_read_back_with_its_dtypes_in_order(store: StoreUnderTest) -> None:
     refs = stage(store, count=5)
     assert {ref.shard for ref in refs} == {0, 1}
-    assert [row["token_ids"].tolist() for row in store.rows.read(refs[::-1], ["token_ids"])] == [[gid] * 4 for gid in (4, 3, 2, 1, 0)]
+    assert [row["token_ids"].tolist() for row in store.rows.read(refs[::-1], ["token_ids"])] == [
+        [gid] * 4 for gid in (4, 3, 2, 1, 0)
+    ]
     assert store.rows.read(refs[:1], ["token_ids"])[0]["token_ids"].dtype == np.int32
     assert [meta.id for meta in store.rows.read_meta(refs)] == [ref.id for ref in refs]
 
@@ -64,7 +66,9 @@ def test_a_late_scorer_cannot_bring_a_deleted_row_back(store: StoreUnderTest) ->
     store.rows.delete(refs[:1])
     with pytest.raises(RowMissingError):
         store.rows.put(refs, [reward(1)] * 4)
-    assert "reward" not in store.rows.read(refs[2:3], [], ["reward"])[0], "nothing of the refused call's shard is written"
+    assert "reward" not in store.rows.read(refs[2:3], [], ["reward"])[0], (
+        "nothing of the refused call's shard is written"
+    )
     with pytest.raises(RowMissingError):
         store.rows.read_meta(refs[:1])
 
@@ -114,7 +118,9 @@ def test_more_rows_than_one_call_carries_are_cut_into_several(store: StoreUnderT
     store.rows.persist(refs)
     assert store.rows.put(refs, [reward(1)] * len(refs)) == 0
     assert store.rows.put(refs, [reward(1)] * len(refs)) == len(refs)
-    assert [int(row["token_ids"][0]) for row in store.rows.read(refs, ["token_ids", "reward"])] == list(range(len(refs)))
+    assert [int(row["token_ids"][0]) for row in store.rows.read(refs, ["token_ids", "reward"])] == list(
+        range(len(refs))
+    )
     store.rows.delete(refs)
     assert not any(store.rows.read(refs, [], ["token_ids"]))
 

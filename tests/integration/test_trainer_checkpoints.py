@@ -1,4 +1,6 @@
-"""What the checkpoints of a run promise when their writer is killed, comes late, or finds files damaged; and what a trainer's snapshot promises."""
+"""What the checkpoints of a run promise when their writer is killed, comes late, or finds files damaged; and what a
+trainer's snapshot promises.
+"""
 
 import functools
 import hashlib
@@ -16,17 +18,25 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rolecall.checkpoints import COMMITTED, Attempt, RunCheckpoints, StoredFile, folder_of, read_committed, verify
+from rolecall.checkpoint.manifest import (
+    COMMITTED,
+    Attempt,
+    RunCheckpoints,
+    StoredFile,
+    folder_of,
+    read_committed,
+    verify,
+)
+from rolecall.checkpoint.storage import Storage, open_storage
 from rolecall.errors import CheckpointMismatchError, CheckpointMissingError
 from rolecall.settings import OptimizerSection
-from rolecall.storage import Storage, open_storage
-from rolecall.training.export import export
-from rolecall.training.export_command import main
-from rolecall.training.files import CHUNK_BYTES, TensorFile, stream_tensors, write_tensors
+from rolecall.training.export.__main__ import main
+from rolecall.training.export.export import export
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.group import CommandGroup
+from rolecall.training.model.files import CHUNK_BYTES, TensorFile, stream_tensors, write_tensors
 from rolecall.training.options import EngineOptions
-from rolecall.training.vitals import nothing
+from rolecall.training.ranks.command_group import CommandGroup
+from rolecall.training.serving.hooks import nothing
 from tests.checkpoint_rig import load, save
 from tests.integration.checkpoint_writer import NUM_FILES, write
 from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
@@ -43,7 +53,10 @@ def numbers_held(checkpoints: RunCheckpoints) -> set[int]:
     assert latest is not None
     verify(latest.storage, latest.files, nothing)
     assert len(latest.files) == NUM_FILES
-    return {latest.state["number"], *(number for file in latest.files for number in json.loads(latest.storage.read(file.name)))}
+    return {
+        latest.state["number"],
+        *(number for file in latest.files for number in json.loads(latest.storage.read(file.name))),
+    }
 
 
 @pytest.mark.timeout(300)
@@ -66,7 +79,9 @@ def test_a_writer_killed_at_any_instant_leaves_the_old_checkpoint_or_the_new_one
     named = {f"{folder_of(step)}/{COMMITTED}" for step in checkpoints.steps()}
     for step in checkpoints.steps():
         committed = checkpoints.read(step)
-        named |= {f"{folder_of(step)}/{committed.storage.url.rpartition('/')[2]}/{file.name}" for file in committed.files}
+        named |= {
+            f"{folder_of(step)}/{committed.storage.url.rpartition('/')[2]}/{file.name}" for file in committed.files
+        }
     assert set(open_storage(str(tmp_path)).files()) == named, "what the killed ones left is gone"
 
 
@@ -165,14 +180,23 @@ def test_tensors_are_written_in_parts_that_show_progress_and_read_back_by_safete
 
 
 def test_parts_of_tensors_are_read_as_safetensors_wrote_them(storage: Storage, tmp_path: Path) -> None:
-    tensors = {"wide": torch.randn(7, 5, 3), "half": torch.randn(9).to(torch.bfloat16), "number": torch.tensor(3), "none": torch.zeros(0, 4)}
+    tensors = {
+        "wide": torch.randn(7, 5, 3),
+        "half": torch.randn(9).to(torch.bfloat16),
+        "number": torch.tensor(3),
+        "none": torch.zeros(0, 4),
+    }
     save_file(tensors, tmp_path / "theirs", {"written": "by safetensors"})
     storage.write("theirs", functools.partial(_write, (tmp_path / "theirs").read_bytes()))
     storage.write("ours", lambda file: stream_tensors(file, tensors, {"written": "by safetensors"}, nothing))
     cuts = [(), (slice(2, 5),), (slice(1, 7), slice(0, 3)), (slice(0, 7), slice(4, 5), slice(1, 3)), (slice(3, 3),)]
     for name in ("theirs", "ours"):
         file = TensorFile(storage, name)
-        assert (set(file), file.metadata, file.shape("wide")) == (set(tensors), {"written": "by safetensors"}, (7, 5, 3))
+        assert (set(file), file.metadata, file.shape("wide")) == (
+            set(tensors),
+            {"written": "by safetensors"},
+            (7, 5, 3),
+        )
         for key, tensor in tensors.items():
             for cut in cuts:
                 if len(cut) <= tensor.ndim:
@@ -186,12 +210,16 @@ def test_parts_of_tensors_are_read_as_safetensors_wrote_them(storage: Storage, t
 def engines(one_rank: None, tmp_path_factory: pytest.TempPathFactory) -> list[FsdpEngine]:
     """Two trainers of one tiny model."""
     path = write_qwen3(tmp_path_factory.mktemp("model"), vocab=288)
-    options = EngineOptions(path=path, head="policy", dtype="float32", optimizer=OptimizerSection(learning_rate=1e-2), total_steps=8)
+    options = EngineOptions(
+        path=path, head="policy", dtype="float32", optimizer=OptimizerSection(learning_rate=1e-2), total_steps=8
+    )
     return [FsdpEngine(options, device=torch.device("cpu")) for _ in range(2)]
 
 
 @pytest.mark.parametrize("change", ["step", "load", "offload", "snapshot"])
-def test_a_snapshot_that_is_written_late_holds_the_state_of_its_instant(engines: list[FsdpEngine], tmp_path: Path, change: str) -> None:
+def test_a_snapshot_that_is_written_late_holds_the_state_of_its_instant(
+    engines: list[FsdpEngine], tmp_path: Path, change: str
+) -> None:
     engine, restored = engines
     rows = make_rows(6)
     train_step(engine, rows, token_budget=64, seed=0)
@@ -212,7 +240,9 @@ def test_a_snapshot_that_is_written_late_holds_the_state_of_its_instant(engines:
             engine.snapshot()
             train_step(engine, rows, token_budget=64, seed=1)
     late.write(open_storage(str(tmp_path / "late")), CommandGroup(0, 1, None), {})
-    assert (tmp_path / "late" / "rank-00000.safetensors").read_bytes() == (tmp_path / "at once" / "rank-00000.safetensors").read_bytes()
+    assert (tmp_path / "late" / "rank-00000.safetensors").read_bytes() == (
+        tmp_path / "at once" / "rank-00000.safetensors"
+    ).read_bytes()
     load(restored, tmp_path / "late")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(restored).items())
 
@@ -260,7 +290,11 @@ def test_the_export_command_takes_a_step_or_the_newest_of_all_and_says_what_is_w
     for words, code, message in [
         ([str(tmp_path / "checkpoints"), str(tmp_path / "half")], 2, "is not empty"),
         ([str(tmp_path / "nothing"), str(tmp_path / "new")], 1, "holds no committed checkpoint"),
-        ([str(tmp_path / "checkpoints"), str(tmp_path / "new"), "--role", "critic"], 1, "holds nothing of role 'critic'"),
+        (
+            [str(tmp_path / "checkpoints"), str(tmp_path / "new"), "--role", "critic"],
+            1,
+            "holds nothing of role 'critic'",
+        ),
     ]:
         assert main(words) == code
         assert message in capsys.readouterr().err
@@ -275,7 +309,9 @@ def test_a_parameter_of_which_a_part_is_missing_is_not_exported(engines: list[Fs
     storage = open_storage(str(tmp_path / "share"))
     files = engine.snapshot().write(storage, CommandGroup(0, 1, None), {})
     index = json.loads(storage.read("index.json"))
-    name, shape = next((name, shape) for name, shape in index["shapes"].items() if name.startswith("model/") and len(shape) == 2)
+    name, shape = next(
+        (name, shape) for name, shape in index["shapes"].items() if name.startswith("model/") and len(shape) == 2
+    )
     index["shapes"][name] = [shape[0] + 1, shape[1]]
     data = json.dumps(index).encode()
     storage.write("index.json", functools.partial(_write, data))
@@ -284,14 +320,21 @@ def test_a_parameter_of_which_a_part_is_missing_is_not_exported(engines: list[Fs
         export(storage, [changed if file.name == changed.name else file for file in files], tmp_path / "model")
 
 
-def test_a_checkpoint_is_restored_from_any_storage_and_one_of_another_configuration_is_refused(engines: list[FsdpEngine], tmp_path: Path) -> None:
+def test_a_checkpoint_is_restored_from_any_storage_and_one_of_another_configuration_is_refused(
+    engines: list[FsdpEngine], tmp_path: Path
+) -> None:
     engine, restored = engines
     train_step(engine, make_rows(6), token_budget=64, seed=0)
     memory = open_storage(f"memory://{tmp_path.name}/actor")
     files = engine.snapshot().write(memory, CommandGroup(0, 1, None), {"trainer.json": b"{}"})
     drawn = torch.rand(3)
     assert {file.name: file.num_bytes for file in files} == memory.files()
-    assert {"rank-00000.safetensors", "trainer.json", "model/config.json", "model/tokenizer.json"} <= memory.files().keys()
+    assert {
+        "rank-00000.safetensors",
+        "trainer.json",
+        "model/config.json",
+        "model/tokenizer.json",
+    } <= memory.files().keys()
     assert all(file.checksum == hashlib.sha256(memory.read(file.name)).hexdigest() for file in files)
     restored.load(memory)
     assert torch.equal(torch.rand(3), drawn), "random state is part of it"

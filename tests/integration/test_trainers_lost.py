@@ -1,4 +1,6 @@
-"""Trainers as processes that die, are stopped or hang: all ranks end within 30 s, say who was lost, leave nothing behind, and a new process goes on."""
+"""Trainers as processes that die, are stopped or hang: all ranks end within 30 s, say who was lost, leave nothing
+behind, and a new process goes on.
+"""
 
 import asyncio
 import os
@@ -18,9 +20,14 @@ from rolecall.errors import RoleCallError, WorkerLostError
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.process import RESTART
 from rolecall.settings import RpcSection, child_environment
-from rolecall.training.watch import LOST_S
+from rolecall.training.ranks.watch import LOST_S
 from rolecall.v1 import actor_pb2_grpc, controller_pb2, critic_pb2_grpc
-from rolecall.v1.training_pb2 import GetTrainerInfoRequest, LoadTrainerCheckpointRequest, SaveTrainerCheckpointRequest, TrainRequest
+from rolecall.v1.training_pb2 import (
+    GetTrainerInfoRequest,
+    LoadTrainerCheckpointRequest,
+    SaveTrainerCheckpointRequest,
+    TrainRequest,
+)
 from tests.contract.peer import Peer, serving
 from tests.fixtures_store import StoreUnderTest
 from tests.ports import free_port
@@ -41,7 +48,9 @@ class Judge(Peer):
         super().__init__()
         self.lost: set[str] = set()
 
-    async def Heartbeat(self, request: controller_pb2.HeartbeatRequest, context: Any) -> controller_pb2.HeartbeatResponse:
+    async def Heartbeat(
+        self, request: controller_pb2.HeartbeatRequest, context: Any
+    ) -> controller_pb2.HeartbeatResponse:
         if request.incarnation in self.lost:
             raise WorkerLostError(f"the controller gave {request.worker} up")
         return await super().Heartbeat(request, context)
@@ -77,15 +86,35 @@ def _lives(rank: psutil.Process) -> bool:
 
 @asynccontextmanager
 async def actor_process(config: Path, num_ranks: int, peer: Judge, role: str = "actor") -> AsyncIterator[Actor]:
-    """An actor (or critic) of `num_ranks` ranks that has joined, in a session of its own which is killed whole at the end."""
-    torchrun = ["torch.distributed.run", "--nnodes=1", f"--nproc-per-node={num_ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    """An actor (or critic) of `num_ranks` ranks that has joined, in a session of its own which is killed whole at the
+    end.
+    """
+    torchrun = [
+        "torch.distributed.run",
+        "--nnodes=1",
+        f"--nproc-per-node={num_ranks}",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+    ]
     launcher = [*torchrun, "--local-addr=127.0.0.1", "-m"] if num_ranks > 1 else []
     num_joins = len(peer.joins)
-    arguments = [sys.executable, "-m", *launcher, f"services.{role}", str(config), f"--{role}.num_ranks", str(num_ranks)]
-    environment = child_environment({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "ROLECALL_DIE_WITH_PARENT": "1"})
+    arguments = [
+        sys.executable,
+        "-m",
+        *launcher,
+        f"services.{role}",
+        str(config),
+        f"--{role}.num_ranks",
+        str(num_ranks),
+    ]
+    environment = child_environment(
+        {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "ROLECALL_DIE_WITH_PARENT": "1"}
+    )
     log = config.parent / f"{role}-{num_joins}.log"
     with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(*arguments, env=environment, stdout=output, stderr=output, start_new_session=True)
+        process = await asyncio.create_subprocess_exec(
+            *arguments, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             while len(peer.joins) == num_joins:
@@ -93,7 +122,13 @@ async def actor_process(config: Path, num_ranks: int, peer: Judge, role: str = "
                 await asyncio.sleep(0.05)
         own = psutil.Process(process.pid)
         ranks = [child for child in own.children() if f"services.{role}" in child.cmdline()] if num_ranks > 1 else [own]
-        yield Actor(process, peer.joins[-1].address, peer.joins[-1].incarnation, log, sorted(ranks, key=lambda rank: rank.environ().get("RANK", "0")))
+        yield Actor(
+            process,
+            peer.joins[-1].address,
+            peer.joins[-1].incarnation,
+            log,
+            sorted(ranks, key=lambda rank: rank.environ().get("RANK", "0")),
+        )
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -112,7 +147,9 @@ def config(store: StoreUnderTest, tmp_path: Path, peer: tuple[Judge, str]) -> Pa
     model = write_qwen3(tmp_path / "policy")
     Batches(store, model).sealed(0)
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(settings_tree(store, model, tmp_path, algorithm=LONG, controller={"address": peer[1]})))
+    path.write_text(
+        yaml.safe_dump(settings_tree(store, model, tmp_path, algorithm=LONG, controller={"address": peer[1]}))
+    )
     return path
 
 
@@ -150,7 +187,9 @@ async def test_a_killed_trainer_starts_afresh_and_a_checkpoint_and_the_sealed_ba
     model, path, ctl = write_qwen3(tmp_path / "policy"), str(tmp_path / "checkpoint" / role), store.ledger.ctl
     algorithm = {"groups_per_batch": 4, "advantage": {"kind": "gae"}}
     section = {"token_budget": 64, "num_threads": 1}
-    tree = settings_tree(store, model, tmp_path, algorithm=algorithm, actor=section, critic=section, controller={"address": peer[1]})
+    tree = settings_tree(
+        store, model, tmp_path, algorithm=algorithm, actor=section, critic=section, controller={"address": peer[1]}
+    )
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(tree))
     batches = Batches(store, model)
@@ -175,13 +214,17 @@ async def test_a_killed_trainer_starts_afresh_and_a_checkpoint_and_the_sealed_ba
 async def calling(address: str, role: str) -> AsyncIterator[Any]:
     """A stub of the role."""
     async with open_channel(address, RpcSection()) as channel:
-        yield actor_pb2_grpc.ActorServiceStub(channel) if role == "actor" else critic_pb2_grpc.CriticServiceStub(channel)
+        yield (
+            actor_pb2_grpc.ActorServiceStub(channel) if role == "actor" else critic_pb2_grpc.CriticServiceStub(channel)
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_killed_rank_ends_the_others_within_seconds(store: StoreUnderTest, config: Path, peer: tuple[Judge, str], rank: int) -> None:
+async def test_a_killed_rank_ends_the_others_within_seconds(
+    store: StoreUnderTest, config: Path, peer: tuple[Judge, str], rank: int
+) -> None:
     async with actor_process(config, 2, peer[0]) as actor, training(actor.address, store, peer[0]) as call:
         actor.ranks[rank].kill()
         await actor.ended(SLACK_S)
@@ -189,8 +232,12 @@ async def test_a_killed_rank_ends_the_others_within_seconds(store: StoreUnderTes
 
 
 @asynccontextmanager
-async def ranks_of_two_machines(config: Path, peer: Judge) -> AsyncIterator[tuple[str, list[asyncio.subprocess.Process], list[Path]]]:
-    """The address, processes and logs of an actor of two ranks, each on a machine of its own as far as it knows: nobody sees both end."""
+async def ranks_of_two_machines(
+    config: Path, peer: Judge
+) -> AsyncIterator[tuple[str, list[asyncio.subprocess.Process], list[Path]]]:
+    """The address, processes and logs of an actor of two ranks, each on a machine of its own as far as it knows: nobody
+    sees both end.
+    """
     common = {
         "WORLD_SIZE": "2",
         "LOCAL_RANK": "0",
@@ -206,7 +253,9 @@ async def ranks_of_two_machines(config: Path, peer: Judge) -> AsyncIterator[tupl
         for rank, log in enumerate(logs):
             with log.open("wb") as output:
                 environment = child_environment({**common, "RANK": str(rank)})
-                processes.append(await asyncio.create_subprocess_exec(*command, env=environment, stdout=output, stderr=output))
+                processes.append(
+                    await asyncio.create_subprocess_exec(*command, env=environment, stdout=output, stderr=output)
+                )
         async with asyncio.timeout(START_TIMEOUT_S):
             while not peer.joins:
                 assert all(process.returncode is None for process in processes), [log.read_text() for log in logs]
@@ -222,7 +271,9 @@ async def ranks_of_two_machines(config: Path, peer: Judge) -> AsyncIterator[tupl
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_rank_that_dies_within_a_step_is_named_by_the_other(store: StoreUnderTest, config: Path, peer: tuple[Judge, str], rank: int) -> None:
+async def test_a_rank_that_dies_within_a_step_is_named_by_the_other(
+    store: StoreUnderTest, config: Path, peer: tuple[Judge, str], rank: int
+) -> None:
     """The survivor waits in a collective of the model, which only says that a connection was closed."""
     async with ranks_of_two_machines(config, peer[0]) as (address, processes, logs), training(address, store, peer[0]):
         processes[rank].kill()
@@ -237,7 +288,9 @@ async def test_a_rank_that_dies_within_a_step_is_named_by_the_other(store: Store
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_stopped_rank_ends_the_others_by_its_silence(store: StoreUnderTest, config: Path, peer: tuple[Judge, str], rank: int) -> None:
+async def test_a_stopped_rank_ends_the_others_by_its_silence(
+    store: StoreUnderTest, config: Path, peer: tuple[Judge, str], rank: int
+) -> None:
     async with actor_process(config, 2, peer[0]) as actor, training(actor.address, store, peer[0]):
         actor.ranks[rank].suspend()
         await actor.ended(LOST_S + SLACK_S)
@@ -255,7 +308,9 @@ async def test_the_ranks_end_with_their_torchrun(store: StoreUnderTest, config: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_ranks_that_live_without_getting_on_end_when_the_controller_says_so(store: StoreUnderTest, config: Path, peer: tuple[Judge, str]) -> None:
+async def test_ranks_that_live_without_getting_on_end_when_the_controller_says_so(
+    store: StoreUnderTest, config: Path, peer: tuple[Judge, str]
+) -> None:
     """The device threads of a step that has no end stand for a stuck collective: the process leaves without them."""
     async with actor_process(config, 2, peer[0]) as actor, training(actor.address, store, peer[0]):
         peer[0].lost.add(actor.incarnation)
@@ -265,7 +320,9 @@ async def test_ranks_that_live_without_getting_on_end_when_the_controller_says_s
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_a_zombie_that_wakes_up_after_it_was_replaced_ends_at_once(store: StoreUnderTest, config: Path, peer: tuple[Judge, str]) -> None:
+async def test_a_zombie_that_wakes_up_after_it_was_replaced_ends_at_once(
+    store: StoreUnderTest, config: Path, peer: tuple[Judge, str]
+) -> None:
     judge = peer[0]
     async with actor_process(config, 1, judge) as zombie:
         async with training(zombie.address, store, judge):

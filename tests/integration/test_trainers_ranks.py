@@ -1,4 +1,6 @@
-"""Trainers as processes: one rank and two ranks of the same actor agree, whether these take rows or share them, and stop when asked to."""
+"""Trainers as processes: one rank and two ranks of the same actor agree, whether these take rows or share them, and
+stop when asked to.
+"""
 
 import asyncio
 import os
@@ -17,7 +19,7 @@ from safetensors.torch import load_file
 from rolecall.errors import RowMissingError
 from rolecall.rpc.channel import open_channel
 from rolecall.settings import RpcSection, child_environment
-from rolecall.training.memory import PHASES
+from rolecall.training.account.memory import PHASES
 from rolecall.v1 import actor_pb2_grpc
 from rolecall.v1.training_pb2 import ComputeColumnRequest, OffloadRequest, SaveTrainerCheckpointRequest, TrainRequest
 from rolecall.v1.trajectory_pb2 import RowRef
@@ -31,18 +33,37 @@ START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
 LAYOUTS = [(1, 1), (2, 1), (2, 2)]
 """Ranks, and how many of them share each sequence."""
-OF_THE_MACHINE = {f"actor/{name}" for name in ("read_s", "tokens_per_s", "tflops", *(f"{phase}_peak_bytes" for phase in PHASES))}
+OF_THE_MACHINE = {
+    f"actor/{name}" for name in ("read_s", "tokens_per_s", "tflops", *(f"{phase}_peak_bytes" for phase in PHASES))
+}
 """Metrics that may differ."""
 GONE = RowRef(id="99/0", token="r.0-1", num_tokens=9)
 
 
 @asynccontextmanager
-async def actor_process(config: Path, num_ranks: int, sequence: int, peer: Peer) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
-    """The address of an actor of `num_ranks` ranks and its (outermost) process; ends it with SIGTERM and checks that it goes."""
-    torchrun = ["torch.distributed.run", "--nnodes=1", f"--nproc-per-node={num_ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+async def actor_process(
+    config: Path, num_ranks: int, sequence: int, peer: Peer
+) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
+    """The address of an actor of `num_ranks` ranks and its (outermost) process; ends it with SIGTERM and checks that it
+    goes.
+    """
+    torchrun = [
+        "torch.distributed.run",
+        "--nnodes=1",
+        f"--nproc-per-node={num_ranks}",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+    ]
     launcher = [*torchrun, "--local-addr=127.0.0.1", "-m"] if num_ranks > 1 else []
     num_joins = len(peer.joins)
-    arguments = ["services.actor", str(config), "--actor.num_ranks", str(num_ranks), "--actor.parallel.sequence", str(sequence)]
+    arguments = [
+        "services.actor",
+        str(config),
+        "--actor.num_ranks",
+        str(num_ranks),
+        "--actor.parallel.sequence",
+        str(sequence),
+    ]
     environment = child_environment({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", *launcher, *arguments, env=environment)
     try:
@@ -63,7 +84,13 @@ async def actor_process(config: Path, num_ranks: int, sequence: int, peer: Peer)
 
 def write_config(store: StoreUnderTest, model: Path, folder: Path, controller: str) -> Path:
     """The run's file."""
-    tree = settings_tree(store, model, folder, algorithm={"groups_per_batch": 4, "num_minibatches": 3}, controller={"address": controller})
+    tree = settings_tree(
+        store,
+        model,
+        folder,
+        algorithm={"groups_per_batch": 4, "num_minibatches": 3},
+        controller={"address": controller},
+    )
     config = folder / "run.yaml"
     config.write_text(yaml.safe_dump(tree))
     return config
@@ -84,7 +111,9 @@ async def one_step(address: str, batch: Any, rows: Any, ctl: int, path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_two_ranks_train_what_one_rank_trains_with_rows_of_their_own_or_shared(store: StoreUnderTest, tmp_path: Path) -> None:
+async def test_two_ranks_train_what_one_rank_trains_with_rows_of_their_own_or_shared(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
     model = write_qwen3(tmp_path / "policy")
     batches = Batches(store, model)
     batch = batches.sealed(0)
@@ -102,6 +131,8 @@ async def test_two_ranks_train_what_one_rank_trains_with_rows_of_their_own_or_sh
         for name in told[0].keys() - OF_THE_MACHINE:
             assert told[index][name] == pytest.approx(told[0][name], rel=1e-3, abs=1e-5), f"{name} in {layout}"
         for name, tensor in ours[0].items():
-            np.testing.assert_allclose(ours[index][name].float(), tensor.float(), atol=2e-4, err_msg=f"{name} in {layout}")
+            np.testing.assert_allclose(
+                ours[index][name].float(), tensor.float(), atol=2e-4, err_msg=f"{name} in {layout}"
+            )
         written = store.rows.read(rows[index], ["old_logprobs", "response_mask"])
         assert all(np.count_nonzero(read["old_logprobs"]) == read["response_mask"].sum() for read in written)

@@ -1,4 +1,6 @@
-"""What an engine at work says of its arithmetic and its memory, and what it says when memory runs out inside a real pass."""
+"""What an engine at work says of its arithmetic and its memory, and what it says when memory runs out inside a real
+pass.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,11 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from rolecall.errors import OutOfMemoryError
 from rolecall.settings import OptimizerSection
 from rolecall.telemetry import Metrics
+from rolecall.training.account.memory import MemoryLostError, PhaseMemory
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.memory import MemoryLostError, PhaseMemory
 from rolecall.training.options import EngineOptions
-from rolecall.training.packing import pack
+from rolecall.training.packing.pack import pack
 from tests.integration.fsdp_ranks import make_rows
 from tests.tiny_models import write_qwen3
 
@@ -64,7 +66,10 @@ def greedy_loss(microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) ->
 def test_an_engine_counts_every_pass_by_its_lengths_and_scored_tokens(model: Path) -> None:
     memory = PhaseMemory(CPU)
     engine, microbatches = make_engine(model, memory), make_microbatches()
-    lengths, num_scored = [n for each in microbatches for n in each.lengths], sum(int(each.score_mask_N.sum()) for each in microbatches)
+    lengths, num_scored = (
+        [n for each in microbatches for n in each.lengths],
+        sum(int(each.score_mask_N.sum()) for each in microbatches),
+    )
     assert 0 < num_scored < sum(lengths)
     engine.forward(microbatches)
     forward = engine.flops.forward.total(lengths, num_scored)

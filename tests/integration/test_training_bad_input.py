@@ -1,4 +1,6 @@
-"""What a training engine says to model directories that do not fit: an error that names the tensor or setting, before anything is trained."""
+"""What a training engine says to model directories that do not fit: an error that names the tensor or setting, before
+anything is trained.
+"""
 
 import json
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from rolecall.errors import ConfigError
 from rolecall.settings import OptimizerSection
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.model import Head
+from rolecall.training.model.packed_model import Head
 from rolecall.training.options import EngineOptions
 from tests.tiny_models import write_qwen3, write_qwen3_moe
 
@@ -22,7 +24,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 def engine_of(path: Path, head: Head = "policy") -> FsdpEngine:
-    return FsdpEngine(EngineOptions(path=path, head=head, dtype="float32", optimizer=OptimizerSection()), device=torch.device("cpu"))
+    return FsdpEngine(
+        EngineOptions(path=path, head=head, dtype="float32", optimizer=OptimizerSection()), device=torch.device("cpu")
+    )
 
 
 def configured(**changes: Any) -> Callable[[Path], None]:
@@ -42,25 +46,49 @@ def stored(change: Callable[[Tensors], Tensors]) -> Callable[[Path], None]:
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 DAMAGES: list[tuple[Callable[[Path], None], str]] = [
-    (configured(num_attention_heads=2), r"q_proj.weight' has the shape \(64, 64\), not \(32, 64\) as its config.json says; use matching files"),
+    (
+        configured(num_attention_heads=2),
+        r"q_proj.weight' has the shape \(64, 64\), not \(32, 64\) as its config.json says; use matching files",
+    ),
     (configured(num_key_value_heads=4), r"k_proj.weight' has the shape \(32, 64\), not \(64, 64\)"),
     (configured(vocab_size=200), r"embed_tokens.weight' has the shape \(288, 64\), not \(200, 64\)"),
     (
         configured(num_hidden_layers=1, layer_types=["full_attention"]),
-        r"11 tensors have no place in the Qwen3ForCausalLM that its config.json describes, 'model.layers.1.input_layernorm.weight' the",
+        r"11 tensors have no place in the Qwen3ForCausalLM that its config.json describes, "
+        r"'model.layers.1.input_layernorm.weight' the",
     ),
     (configured(num_hidden_layers=3, layer_types=["full_attention"] * 3), r"has no tensor 'model.layers.2"),
-    (configured(num_hidden_layers=3), r"transformers does not take its config.json .*`num_hidden_layers` \(3\) must be equal"),
-    (configured(model_type="llama", architectures=["LlamaForCausalLM"]), r"4 tensors have no place in the LlamaForCausalLM .*q?k?_norm.weight' the first"),
-    (stored(lambda tensors: {**tensors, QUERY: tensors[QUERY].to(torch.int8)}), "q_proj.weight' is stored as torch.int8, which is quantized or no weight"),
-    (stored(lambda tensors: {**tensors, QUERY: tensors[QUERY].to(torch.float8_e4m3fn)}), "q_proj.weight' is stored as torch.float8_e4m3fn"),
-    (stored(lambda tensors: {name: tensor for name, tensor in tensors.items() if name != QUERY}), f"has no tensor '{QUERY}'"),
-    (stored(lambda tensors: {**tensors, "model.extra.weight": torch.zeros(2)}), "1 tensors have no place .* 'model.extra.weight' the first"),
+    (
+        configured(num_hidden_layers=3),
+        r"transformers does not take its config.json .*`num_hidden_layers` \(3\) must be equal",
+    ),
+    (
+        configured(model_type="llama", architectures=["LlamaForCausalLM"]),
+        r"4 tensors have no place in the LlamaForCausalLM .*q?k?_norm.weight' the first",
+    ),
+    (
+        stored(lambda tensors: {**tensors, QUERY: tensors[QUERY].to(torch.int8)}),
+        "q_proj.weight' is stored as torch.int8, which is quantized or no weight",
+    ),
+    (
+        stored(lambda tensors: {**tensors, QUERY: tensors[QUERY].to(torch.float8_e4m3fn)}),
+        "q_proj.weight' is stored as torch.float8_e4m3fn",
+    ),
+    (
+        stored(lambda tensors: {name: tensor for name, tensor in tensors.items() if name != QUERY}),
+        f"has no tensor '{QUERY}'",
+    ),
+    (
+        stored(lambda tensors: {**tensors, "model.extra.weight": torch.zeros(2)}),
+        "1 tensors have no place .* 'model.extra.weight' the first",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("damage", "told"), DAMAGES, ids=[told[:30] for _, told in DAMAGES])
-def test_weights_that_are_not_those_of_the_configuration_are_refused_by_name(tmp_path: Path, damage: Callable[[Path], None], told: str) -> None:
+def test_weights_that_are_not_those_of_the_configuration_are_refused_by_name(
+    tmp_path: Path, damage: Callable[[Path], None], told: str
+) -> None:
     damage(write_qwen3(tmp_path))
     with pytest.raises(ConfigError, match=told):
         engine_of(tmp_path)

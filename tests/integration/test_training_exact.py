@@ -1,8 +1,8 @@
 """Loss and gradients do not depend on how a mini-batch was cut, and are those of plain Hugging Face with AdamW.
 
-Every layout is held to one rank that computes all rows in one microbatch, in their order; that one to whole sequences, one by one, through transformers' own
-eager attention and losses written out here. All in float32. "Relative" is to the largest element of the same tensor, or to
-a tenth of the largest of all where that is more.
+Every layout is held to one rank that computes all rows in one microbatch, in their order; that one to whole sequences,
+one by one, through transformers' own eager attention and losses written out here. All in float32. "Relative" is to the
+largest element of the same tensor, or to a tenth of the largest of all where that is more.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rolecall.settings import Aggregation, OptimizerSection
-from rolecall.training.packing import Row, local_counts
+from rolecall.training.packing.pack import Row, local_counts
 from tests.integration.exact_ranks import LENGTH, Answer, Job, Objective, Rank, Ranks, combine, living_ranks, write_rows
 from tests.tiny_models import write_qwen3, write_qwen3_moe
 
@@ -35,7 +35,10 @@ Drawn = tuple[list[Shape], int]
 VOCAB = 150
 MODELS = ["dense", "tied", "moe"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
-OBJECTIVES: list[tuple[Objective, Aggregation]] = [("policy", kind) for kind in AGGREGATIONS] + [("value", "token_mean"), ("supervised", "token_mean")]
+OBJECTIVES: list[tuple[Objective, Aggregation]] = [("policy", kind) for kind in AGGREGATIONS] + [
+    ("value", "token_mean"),
+    ("supervised", "token_mean"),
+]
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,9 @@ class Bench:
     def oracle(self, kind: str) -> PreTrainedModel:
         """Plain transformers on the model `kind`."""
         if kind not in self._oracles:
-            self._oracles[kind] = AutoModelForCausalLM.from_pretrained(self.models[kind], attn_implementation="eager", dtype=torch.float32).eval()
+            self._oracles[kind] = AutoModelForCausalLM.from_pretrained(
+                self.models[kind], attn_implementation="eager", dtype=torch.float32
+            ).eval()
         return self._oracles[kind]
 
     @staticmethod
@@ -125,13 +130,17 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def shapes() -> st.SearchStrategy[Drawn]:
     """Short rows, all prompt, not trained on, a single token, and groups that share a prompt included."""
     row = st.integers(1, 24).flatmap(
-        lambda length: st.tuples(st.just(length), st.integers(0, length), st.sampled_from([True, True, True, False]), st.booleans())
+        lambda length: st.tuples(
+            st.just(length), st.integers(0, length), st.sampled_from([True, True, True, False]), st.booleans()
+        )
     )
     return st.tuples(st.lists(row, min_size=1, max_size=9), st.integers(0, 2**16))
 
 
 def make_rows(bench: Bench, kind: str, drawn: Drawn) -> tuple[list[Row], list[float]]:
-    """Rows around the model's own outputs, so that ratios and values stand clear of the points where a clip begins and a last bit would decide."""
+    """Rows around the model's own outputs, so that ratios and values stand clear of the points where a clip begins and
+    a last bit would decide.
+    """
     shape, seed = drawn
     rng = np.random.default_rng(seed)
     rows: list[dict[str, Any]] = []
@@ -142,7 +151,14 @@ def make_rows(bench: Bench, kind: str, drawn: Drawn) -> tuple[list[Row], list[fl
             ids[: len(shared)] = shared
         rows.append({"token_ids": ids, "response_mask": mask, "loss_mask": mask * np.uint8(trained)})
     temperatures = [float(t) for t in rng.choice([0.7, 1.0, 1.3], len(rows))]
-    blank = [{**row, "values": np.zeros(len(row["token_ids"]), np.float32), "returns": np.zeros(len(row["token_ids"]), np.float32)} for row in rows]
+    blank = [
+        {
+            **row,
+            "values": np.zeros(len(row["token_ids"]), np.float32),
+            "returns": np.zeros(len(row["token_ids"]), np.float32),
+        }
+        for row in rows
+    ]
     logprobs = bench.alone(bench.job(kind, blank, temperatures, objective="supervised"))[0].outputs
     values = bench.alone(bench.job(kind, blank, temperatures, objective="value"))[0].outputs
     for index, row in enumerate(rows):
@@ -184,7 +200,13 @@ STEADY: dict[str, Any] = {"deadline": None, "derandomize": True, "suppress_healt
 
 
 @settings(max_examples=20, **STEADY)
-@given(kind=st.sampled_from(MODELS), drawn=shapes(), objective=st.sampled_from(OBJECTIVES), token_budget=st.integers(8, 80), seed=st.integers(0, 99))
+@given(
+    kind=st.sampled_from(MODELS),
+    drawn=shapes(),
+    objective=st.sampled_from(OBJECTIVES),
+    token_budget=st.integers(8, 80),
+    seed=st.integers(0, 99),
+)
 def test_gradients_do_not_depend_on_microbatches_packing_or_order(
     bench: Bench, kind: str, drawn: Drawn, objective: tuple[Objective, Aggregation], token_budget: int, seed: int
 ) -> None:
@@ -197,15 +219,30 @@ def test_gradients_do_not_depend_on_microbatches_packing_or_order(
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @settings(max_examples=6, **STEADY)
-@given(kind=st.sampled_from(MODELS), drawn=shapes(), objective=st.sampled_from(OBJECTIVES), token_budget=st.integers(8, 80), seed=st.integers(0, 99))
+@given(
+    kind=st.sampled_from(MODELS),
+    drawn=shapes(),
+    objective=st.sampled_from(OBJECTIVES),
+    token_budget=st.integers(8, 80),
+    seed=st.integers(0, 99),
+)
 @example(kind="dense", drawn=ONE_ROW, objective=OBJECTIVES[0], token_budget=8, seed=0)
 @example(kind="tied", drawn=NOTHING_TRAINED, objective=OBJECTIVES[1], token_budget=80, seed=0)
 def test_gradients_do_not_depend_on_the_layout_over_ranks(
-    bench: Bench, ranks: dict[int, Ranks], layout: Layout, kind: str, drawn: Drawn, objective: tuple[Objective, Aggregation], token_budget: int, seed: int
+    bench: Bench,
+    ranks: dict[int, Ranks],
+    layout: Layout,
+    kind: str,
+    drawn: Drawn,
+    objective: tuple[Objective, Aggregation],
+    token_budget: int,
+    seed: int,
 ) -> None:
     job = bench.job(kind, *make_rows(bench, kind, drawn), objective=objective[0], aggregation=objective[1])
     whole, expected = bench.alone(job)
-    spread, gradients = bench.spread(ranks[layout.world_size], replace(job, parallel=layout.parallel, token_budget=token_budget, seed=seed))
+    spread, gradients = bench.spread(
+        ranks[layout.world_size], replace(job, parallel=layout.parallel, token_budget=token_budget, seed=seed)
+    )
     assert_same_answer(spread, whole)
     assert_same(gradients, expected)
 
@@ -226,8 +263,12 @@ LOSSES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("policy_loss", LOSSES, ids=lambda section: section["kind"])
-def test_every_policy_loss_has_one_ranks_gradients_on_many_and_under_other_cuts(bench: Bench, ranks: dict[int, Ranks], policy_loss: dict[str, Any]) -> None:
-    job = bench.job("dense", *make_rows(bench, "dense", (SHAPE, 11)), policy_loss=policy_loss, aggregation="seq_mean_token_mean")
+def test_every_policy_loss_has_one_ranks_gradients_on_many_and_under_other_cuts(
+    bench: Bench, ranks: dict[int, Ranks], policy_loss: dict[str, Any]
+) -> None:
+    job = bench.job(
+        "dense", *make_rows(bench, "dense", (SHAPE, 11)), policy_loss=policy_loss, aggregation="seq_mean_token_mean"
+    )
     whole, expected = bench.alone(job)
     if policy_loss["kind"] in ("clip_cov", "kl_cov"):
         assert 0 < whole.metrics["actor/selected_fraction"] <= policy_loss["fraction"]
@@ -235,7 +276,9 @@ def test_every_policy_loss_has_one_ranks_gradients_on_many_and_under_other_cuts(
     assert_same_answer(cut, whole)
     assert_same(gradients, expected)
     for layout in (Layout(2, {}), Layout(2, {"sequence": 2}), Layout(4, {})):
-        spread, gradients = bench.spread(ranks[layout.world_size], replace(job, parallel=layout.parallel, token_budget=25, seed=5))
+        spread, gradients = bench.spread(
+            ranks[layout.world_size], replace(job, parallel=layout.parallel, token_budget=25, seed=5)
+        )
         assert_same_answer(spread, whole)
         assert_same(gradients, expected)
 
@@ -249,7 +292,9 @@ def taught(rows: list[Row], seed: int) -> list[Row]:
     """`rows` with a teacher's ids, the sampled one sometimes among them, and their logprobs."""
     rng, taught_rows = np.random.default_rng(seed), []
     for row in rows:
-        ids = np.array([rng.permutation(VOCAB)[:NUM_TAUGHT] for _ in row["token_ids"]], np.int32).reshape(-1, NUM_TAUGHT)
+        ids = np.array([rng.permutation(VOCAB)[:NUM_TAUGHT] for _ in row["token_ids"]], np.int32).reshape(
+            -1, NUM_TAUGHT
+        )
         ids[::3, 0] = np.where((ids[::3] == row["token_ids"][::3, None]).any(1), ids[::3, 0], row["token_ids"][::3])
         logprobs = np.log(rng.dirichlet(np.ones(NUM_TAUGHT + 1), len(ids))[:, :NUM_TAUGHT] + 1e-3).astype(np.float32)
         taught_rows.append({**row, "teacher/topk_ids": ids, "teacher/topk_logprobs": logprobs - np.float32(0.01)})
@@ -265,15 +310,21 @@ def oracle_taught_loss(model: PreTrainedModel, rows: list[Row], temperatures: li
         for t in range(1, len(ids)):
             if row["loss_mask"][t]:
                 rest, teacher_rest = torch.ones(()), 1.0
-                for id, log_t in zip(row["teacher/topk_ids"][t].tolist(), row["teacher/topk_logprobs"][t].tolist(), strict=True):
+                for id, log_t in zip(
+                    row["teacher/topk_ids"][t].tolist(), row["teacher/topk_logprobs"][t].tolist(), strict=True
+                ):
                     total = total + 0.5 / num_tokens * np.exp(log_t) * (log_t - log_p[t - 1, id])
                     rest, teacher_rest = rest - log_p[t - 1, id].exp(), teacher_rest - np.exp(log_t)
-                total = total + 0.5 / num_tokens * max(teacher_rest, 1e-6) * (np.log(max(teacher_rest, 1e-6)) - rest.log())
+                total = total + 0.5 / num_tokens * max(teacher_rest, 1e-6) * (
+                    np.log(max(teacher_rest, 1e-6)) - rest.log()
+                )
     return total
 
 
 @pytest.mark.parametrize("kind", ["dense", "tied"])
-def test_a_teachers_ranking_is_written_and_learnt_alike_on_every_layout_and_as_by_hugging_face(bench: Bench, ranks: dict[int, Ranks], kind: str) -> None:
+def test_a_teachers_ranking_is_written_and_learnt_alike_on_every_layout_and_as_by_hugging_face(
+    bench: Bench, ranks: dict[int, Ranks], kind: str
+) -> None:
     rows, temperatures = make_rows(bench, kind, (SHAPE, 13))
     job = bench.job(kind, taught(rows, 13), temperatures, distillation=FORWARD_TOPK, top_k=3)
     whole, expected = bench.alone(job)
@@ -282,7 +333,9 @@ def test_a_teachers_ranking_is_written_and_learnt_alike_on_every_layout_and_as_b
     model.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     assert whole.losses == pytest.approx([float(loss.detach())], rel=TOLERANCE)
-    assert_same(expected, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None})
+    assert_same(
+        expected, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    )
     for layout in [None, *LAYOUTS]:
         elsewhere = replace(job, token_budget=25, seed=5, parallel=layout.parallel if layout else {})
         answer, gradients = bench.spread(ranks[layout.world_size], elsewhere) if layout else bench.alone(elsewhere)
@@ -303,7 +356,9 @@ SHAPE: list[Shape] = [
 """Rows of many kinds: long, short, of one prompt, all prompt, not trained on, a single token."""
 
 
-def oracle_loss(model: PreTrainedModel, rows: list[Row], temperatures: list[float], aggregation: Aggregation) -> torch.Tensor:
+def oracle_loss(
+    model: PreTrainedModel, rows: list[Row], temperatures: list[float], aggregation: Aggregation
+) -> torch.Tensor:
     """The policy's whole objective, sequence by sequence, token by token, by its definition."""
     counts = local_counts(rows)
     total = torch.zeros(())
@@ -332,7 +387,9 @@ def oracle_loss(model: PreTrainedModel, rows: list[Row], temperatures: list[floa
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_gradients_are_those_of_hugging_face_one_sequence_at_a_time(bench: Bench, kind: str, aggregation: Aggregation) -> None:
+def test_gradients_are_those_of_hugging_face_one_sequence_at_a_time(
+    bench: Bench, kind: str, aggregation: Aggregation
+) -> None:
     rows, temperatures = make_rows(bench, kind, (SHAPE, 5))
     answer, gradients = bench.alone(bench.job(kind, rows, temperatures, aggregation=aggregation, token_budget=40))
     model = bench.oracle(kind)
@@ -340,17 +397,27 @@ def test_gradients_are_those_of_hugging_face_one_sequence_at_a_time(bench: Bench
     model.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     assert answer.losses == pytest.approx([float(loss.detach())], rel=TOLERANCE)
-    assert_same(gradients, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None})
+    assert_same(
+        gradients, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    )
 
 
-ADAMW = OptimizerSection(learning_rate=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5, schedule="linear", warmup_steps=1)
-"""A floor of the denominator beside which a gradient's last bits are small: with less, AdamW makes steps of full size out of rounding."""
+ADAMW = OptimizerSection(
+    learning_rate=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5, schedule="linear", warmup_steps=1
+)
+"""A floor of the denominator beside which a gradient's last bits are small: with less, AdamW makes steps of full size
+out of rounding.
+"""
 RATES = [0.5, 1.0, 6 / 7, 5 / 7]
 
 
-def oracle_training(bench: Bench, kind: str, rows: list[Row], temperatures: list[float]) -> tuple[list[float], list[float], PreTrainedModel]:
+def oracle_training(
+    bench: Bench, kind: str, rows: list[Row], temperatures: list[float]
+) -> tuple[list[float], list[float], PreTrainedModel]:
     """Losses, gradient norms and the model after torch's own AdamW, clipping and the schedule by hand."""
-    model = AutoModelForCausalLM.from_pretrained(bench.models[kind], attn_implementation="eager", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        bench.models[kind], attn_implementation="eager", dtype=torch.float32
+    ).eval()
     matrices, vectors = [p for p in model.parameters() if p.ndim >= 2], [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": ADAMW.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=ADAMW.learning_rate, betas=ADAMW.betas, eps=ADAMW.eps)
@@ -368,25 +435,46 @@ def oracle_training(bench: Bench, kind: str, rows: list[Row], temperatures: list
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_several_steps_are_those_of_hugging_face_with_adamw_on_one_rank_and_on_many(bench: Bench, ranks: dict[int, Ranks], kind: str, tmp_path: Path) -> None:
+def test_several_steps_are_those_of_hugging_face_with_adamw_on_one_rank_and_on_many(
+    bench: Bench, ranks: dict[int, Ranks], kind: str, tmp_path: Path
+) -> None:
     rows, temperatures = make_rows(bench, kind, (SHAPE, 7))
     saving = {"gradient_checkpointing": kind == "tied", "activation_offload": kind == "moe"}
-    job = bench.job(kind, rows, temperatures, token_budget=40, optimizer=ADAMW.model_dump(), num_steps=len(RATES), options=saving)
+    job = bench.job(
+        kind, rows, temperatures, token_budget=40, optimizer=ADAMW.model_dump(), num_steps=len(RATES), options=saving
+    )
     losses, norms, model = oracle_training(bench, kind, rows, temperatures)
     model.save_pretrained(tmp_path)
     before, after = load_file(bench.models[kind] / "model.safetensors"), load_file(tmp_path / "model.safetensors")
     for layout in [None, *LAYOUTS[MODELS.index(kind) :: len(MODELS)]]:  # each model on a third of them
-        answer, weights = bench.alone(job) if layout is None else bench.spread(ranks[layout.world_size], replace(job, parallel=layout.parallel))
+        answer, weights = (
+            bench.alone(job)
+            if layout is None
+            else bench.spread(ranks[layout.world_size], replace(job, parallel=layout.parallel))
+        )
         assert answer.losses == pytest.approx(losses, rel=TOLERANCE, abs=2e-6), layout  # terms near 1 that cancel
         assert answer.grad_norms == pytest.approx(norms, rel=TOLERANCE), layout
-        assert_same({name: weights[name] - before[name] for name in weights}, {name: after[name] - before[name] for name in after}, 1e-4)
+        assert_same(
+            {name: weights[name] - before[name] for name in weights},
+            {name: after[name] - before[name] for name in after},
+            1e-4,
+        )
 
 
 def test_adapters_train_alike_on_every_layout(bench: Bench, ranks: dict[int, Ranks]) -> None:
     rows, temperatures = make_rows(bench, "tied", (SHAPE, 7))
     lora = {"rank": 4, "target_modules": ["q_proj", "v_proj", "o_proj"]}
     checkpointed = {"gradient_checkpointing": True}
-    job = bench.job("tied", rows, temperatures, token_budget=40, lora=lora, optimizer=ADAMW.model_dump(), num_steps=len(RATES), options=checkpointed)
+    job = bench.job(
+        "tied",
+        rows,
+        temperatures,
+        token_budget=40,
+        lora=lora,
+        optimizer=ADAMW.model_dump(),
+        num_steps=len(RATES),
+        options=checkpointed,
+    )
     expected, trained = bench.alone(job)
     layouts = [layout for layout in LAYOUTS if "tensor" not in layout.parallel]
     for layout in layouts:

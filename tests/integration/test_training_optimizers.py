@@ -13,10 +13,10 @@ from rolecall.errors import CheckpointMismatchError
 from rolecall.settings import OptimizerSection
 from rolecall.training.engine import STATE_PARTS, StatePart, TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.objectives import SupervisedObjective
+from rolecall.training.fsdp.schedule import learning_rate
+from rolecall.training.objective.objectives import SupervisedObjective
 from rolecall.training.options import EngineOptions
-from rolecall.training.packing import Row, local_counts, pack
-from rolecall.training.schedule import learning_rate
+from rolecall.training.packing.pack import Row, local_counts, pack
 from tests import checkpoint_rig
 from tests.integration.exact_ranks import Answer, Job, Ranks, living_ranks, write_rows
 from tests.integration.fsdp_ranks import make_rows
@@ -25,14 +25,25 @@ from tests.tiny_models import write_qwen3, write_qwen3_moe
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_rank")]
 
 CPU = torch.device("cpu")
-MUON: dict[str, Any] = {"kind": "muon", "learning_rate": 3e-3, "weight_decay": 0.1, "schedule": "wsd", "warmup_steps": 1, "decay_steps": 4}
+MUON: dict[str, Any] = {
+    "kind": "muon",
+    "learning_rate": 3e-3,
+    "weight_decay": 0.1,
+    "schedule": "wsd",
+    "warmup_steps": 1,
+    "decay_steps": 4,
+}
 NUM_STEPS = 3
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {"dense": write_qwen3(root / "dense", num_layers=4), "wide": write_qwen3(root / "wide", hidden=256), "moe": write_qwen3_moe(root / "moe")}
+    return {
+        "dense": write_qwen3(root / "dense", num_layers=4),
+        "wide": write_qwen3(root / "wide", hidden=256),
+        "moe": write_qwen3_moe(root / "moe"),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +60,9 @@ def rows() -> list[Row]:
 
 def make_engine(path: Path, optimizer: dict[str, Any] | None = None, **more: Any) -> FsdpEngine:
     section = OptimizerSection.model_validate(optimizer or {"learning_rate": 1e-3, "weight_decay": 0.1})
-    return FsdpEngine(EngineOptions(path=path, head="policy", dtype="float32", optimizer=section, total_steps=8, **more), device=CPU)
+    return FsdpEngine(
+        EngineOptions(path=path, head="policy", dtype="float32", optimizer=section, total_steps=8, **more), device=CPU
+    )
 
 
 def add_gradients(engine: FsdpEngine, rows: list[Row]) -> None:
@@ -66,8 +79,12 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
-def assert_moved_alike(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], start: dict[str, torch.Tensor], tolerance: float) -> None:
-    """Both went the same way from `start`, up to `tolerance` of its length: a last bit may tip a rounding of muon's, which computes in bfloat16."""
+def assert_moved_alike(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], start: dict[str, torch.Tensor], tolerance: float
+) -> None:
+    """Both went the same way from `start`, up to `tolerance` of its length: a last bit may tip a rounding of muon's,
+    which computes in bfloat16.
+    """
     for name, expected in theirs.items():
         way = (expected - start[name]).norm()
         assert way > 0
@@ -79,9 +96,14 @@ def oracle_training(path: Path, rows: list[Row]) -> dict[str, torch.Tensor]:
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
     section = OptimizerSection.model_validate(MUON)
     inner = {name for name, p in model.named_parameters() if ".layers." in name and p.ndim == 2}
-    muon = torch.optim.Muon([p for name, p in model.named_parameters() if name in inner], weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(
+        [p for name, p in model.named_parameters() if name in inner], weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+    )
     outer = [p for name, p in model.named_parameters() if name not in inner]
-    groups = [{"params": [p for p in outer if p.ndim >= 2], "weight_decay": 0.1}, {"params": [p for p in outer if p.ndim < 2], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in outer if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in outer if p.ndim < 2], "weight_decay": 0.0},
+    ]
     adamw = torch.optim.AdamW(groups, betas=section.betas, eps=section.eps)
     num_tokens = sum(int((row["loss_mask"][1:] != 0).sum()) for row in rows)
     for step in range(NUM_STEPS):
@@ -105,7 +127,12 @@ def test_muon_trains_like_torchs_own_on_hugging_face(models: dict[str, Path], ro
     for _ in range(NUM_STEPS):
         add_gradients(engine, rows)
         assert engine.step().applied
-    assert_moved_alike(weights_of(engine), {name: p.detach() for name, p in oracle_training(models["dense"], rows).items()}, start, 0.02)
+    assert_moved_alike(
+        weights_of(engine),
+        {name: p.detach() for name, p in oracle_training(models["dense"], rows).items()},
+        start,
+        0.02,
+    )
 
 
 def test_muons_state_is_kept_and_goes_on_bit_for_bit(models: dict[str, Path], rows: list[Row], tmp_path: Path) -> None:
@@ -122,38 +149,54 @@ def test_muons_state_is_kept_and_goes_on_bit_for_bit(models: dict[str, Path], ro
         checkpoint_rig.load(make_engine(models["dense"]), tmp_path / "muon")
 
 
-def ask(ranks: Ranks, model: Path, rows: list[Row], folder: Path, **more: Any) -> tuple[Answer, dict[str, torch.Tensor]]:
+def ask(
+    ranks: Ranks, model: Path, rows: list[Row], folder: Path, **more: Any
+) -> tuple[Answer, dict[str, torch.Tensor]]:
     """What two ranks say, and the gradients or weights that they leave."""
     write_rows(folder / "rows.npz", rows, [1.0] * len(rows))
     answer = ranks.ask(Job(str(model), str(folder / "rows.npz"), str(folder), objective="supervised", **more))
     return answer, load_file(folder / ("weights.safetensors" if "optimizer" in more else "gradients.safetensors"))
 
 
-def test_muon_on_two_ranks_goes_the_way_it_goes_on_one(models: dict[str, Path], rows: list[Row], ranks: Ranks, tmp_path: Path) -> None:
+def test_muon_on_two_ranks_goes_the_way_it_goes_on_one(
+    models: dict[str, Path], rows: list[Row], ranks: Ranks, tmp_path: Path
+) -> None:
     engine = make_engine(models["moe"], MUON)
     start = weights_of(engine)
     for _ in range(NUM_STEPS):
         add_gradients(engine, rows)
         engine.step()
     _, weights = ask(ranks, models["moe"], rows, tmp_path, optimizer=MUON, num_steps=NUM_STEPS)
-    # A router's gradient has a direction without signal, and muon brings all directions to one size: rounding decides there.
+    # A router's gradient has a direction without signal, and muon brings all directions to one size: rounding decides
+    # there.
     alike = {name: tensor for name, tensor in weights_of(engine).items() if not name.endswith("mlp.gate.weight")}
     assert_moved_alike(weights, alike, start, 0.05)
 
 
-@pytest.mark.parametrize(("parallel", "checkpointing"), [({}, False), ({}, True), ({"sequence": 2}, True), ({"tensor": 2}, False)], ids=str)
+@pytest.mark.parametrize(
+    ("parallel", "checkpointing"), [({}, False), ({}, True), ({"sequence": 2}, True), ({"tensor": 2}, False)], ids=str
+)
 def test_activations_on_the_host_change_no_bit_of_a_gradient(
-    models: dict[str, Path], rows: list[Row], ranks: Ranks, parallel: dict[str, int], checkpointing: bool, tmp_path: Path
+    models: dict[str, Path],
+    rows: list[Row],
+    ranks: Ranks,
+    parallel: dict[str, int],
+    checkpointing: bool,
+    tmp_path: Path,
 ) -> None:
     options = {"gradient_checkpointing": checkpointing}
     plain, expected = ask(ranks, models["dense"], rows, tmp_path, parallel=parallel, options=options)
-    moved, gradients = ask(ranks, models["dense"], rows, tmp_path, parallel=parallel, options=options | {"activation_offload": True})
+    moved, gradients = ask(
+        ranks, models["dense"], rows, tmp_path, parallel=parallel, options=options | {"activation_offload": True}
+    )
     assert (moved.losses, moved.grad_norms) == (plain.losses, plain.grad_norms)
     assert_equal(gradients, expected)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_an_engine_moves_activations_and_no_weights(models: dict[str, Path], rows: list[Row], checkpointing: bool) -> None:
+def test_an_engine_moves_activations_and_no_weights(
+    models: dict[str, Path], rows: list[Row], checkpointing: bool
+) -> None:
     engine = make_engine(models["wide"], activation_offload=True, gradient_checkpointing=checkpointing)
     assert engine._activations is not None
     add_gradients(engine, rows[:2])
@@ -166,7 +209,9 @@ def local_bytes(engine: FsdpEngine, part: StatePart) -> int:
     return sum(tensor.to_local().untyped_storage().nbytes() for tensor in engine._part(part).values())
 
 
-def test_moments_that_live_on_the_host_train_and_are_kept_alike(models: dict[str, Path], rows: list[Row], tmp_path: Path) -> None:
+def test_moments_that_live_on_the_host_train_and_are_kept_alike(
+    models: dict[str, Path], rows: list[Row], tmp_path: Path
+) -> None:
     section = {"learning_rate": 1e-3, "weight_decay": 0.1}
     still, away = make_engine(models["dense"], section), make_engine(models["dense"], section | {"offload": True})
     resumed = make_engine(models["dense"], section | {"offload": True})

@@ -1,4 +1,6 @@
-"""`rolecall sft` as people call it: the same losses on one rank and on two, the same bits after kill -9, and a model that a run can start from."""
+"""`rolecall sft` as people call it: the same losses on one rank and on two, the same bits after kill -9, and a model
+that a run can start from.
+"""
 
 import json
 import os
@@ -16,11 +18,11 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rolecall.checkpoints import RunCheckpoints
-from rolecall.cli import main
-from rolecall.model_files import read_model
-from rolecall.storage import open_storage
-from rolecall.tokenizer import ChatTokenizer
+from rolecall.checkpoint.manifest import RunCheckpoints
+from rolecall.checkpoint.storage import open_storage
+from rolecall.commands.cli import main
+from rolecall.data.model_files import read_model
+from rolecall.data.tokenizer import ChatTokenizer
 from tests.tiny_models import write_qwen3, write_qwen3_moe, write_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -39,7 +41,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of 29 examples 28 fit; batches of 8 leave 4 for the last of each epoch."""
     folder, rng = tmp_path_factory.mktemp("data"), random.Random(1)
     rows = [{"prompt": f"sort: {''.join(rng.sample('0123456789', k=2 + i % 7))}"} for i in range(28)]
-    rows = [{**row, "response": "".join(sorted(row["prompt"][6:]))} for row in rows] + [{"prompt": "x" * 2 * PROMPT_TOKENS, "response": "too long"}]
+    rows = [{**row, "response": "".join(sorted(row["prompt"][6:]))} for row in rows] + [
+        {"prompt": "x" * 2 * PROMPT_TOKENS, "response": "too long"}
+    ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
     return folder
@@ -61,7 +65,7 @@ def write_config(folder: Path, model: Path, data: Path, **sections: Any) -> Path
 
 
 def command(config: Path, *more: str) -> list[str]:
-    return [sys.executable, "-m", "rolecall.cli", "sft", str(config), *more]
+    return [sys.executable, "-m", "rolecall", "sft", str(config), *more]
 
 
 def warm_start(config: Path, *more: str) -> str:
@@ -79,7 +83,12 @@ def metrics_of(config: Path, name: str) -> dict[int, float]:
 
 def exported(config: Path) -> dict[str, torch.Tensor]:
     model = config.parent / "exported"
-    subprocess.run([sys.executable, "-m", "rolecall.cli", "export", str(config.parent / "run"), str(model)], check=True, timeout=120, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "rolecall", "export", str(config.parent / "run"), str(model)],
+        check=True,
+        timeout=120,
+        capture_output=True,
+    )
     return load_file(model / "model.safetensors")
 
 
@@ -123,17 +132,24 @@ def test_its_checkpoint_becomes_the_model_of_a_run(whole: tuple[Path, str], data
 
 
 @pytest.mark.parametrize("sequence", [1, 2])
-def test_two_ranks_have_the_losses_of_one(whole: tuple[Path, str], model: Path, data: Path, tmp_path: Path, sequence: int) -> None:
+def test_two_ranks_have_the_losses_of_one(
+    whole: tuple[Path, str], model: Path, data: Path, tmp_path: Path, sequence: int
+) -> None:
     config = write_config(tmp_path / "job", model, data)
     warm_start(config, "--actor.num_ranks", "2", f"--actor.parallel.sequence={sequence}")
     for name in ("supervised/loss", "eval/loss", "supervised/grad_norm"):
         assert metrics_of(config, name) == pytest.approx(metrics_of(whole[0], name), rel=1e-5), name
 
 
-def test_killed_at_any_step_it_goes_on_bit_by_bit(whole: tuple[Path, str], model: Path, data: Path, tmp_path: Path) -> None:
+def test_killed_at_any_step_it_goes_on_bit_by_bit(
+    whole: tuple[Path, str], model: Path, data: Path, tmp_path: Path
+) -> None:
     config = write_config(tmp_path / "job", model, data)
     process = subprocess.Popen(command(config), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    checkpoints, deadline = RunCheckpoints(open_storage(str(config.parent / "run" / "checkpoints")), 2), time.monotonic() + 200
+    checkpoints, deadline = (
+        RunCheckpoints(open_storage(str(config.parent / "run" / "checkpoints")), 2),
+        time.monotonic() + 200,
+    )
     while not checkpoints.steps():
         assert time.monotonic() < deadline
         assert process.poll() is None
@@ -151,7 +167,13 @@ def test_killed_at_any_step_it_goes_on_bit_by_bit(whole: tuple[Path, str], model
 
 
 def test_what_a_checkpoint_was_made_with_must_not_change(whole: tuple[Path, str]) -> None:
-    answer = subprocess.run(command(whole[0], "--resume", "--data.batch_size", "4"), capture_output=True, text=True, timeout=200, check=False)
+    answer = subprocess.run(
+        command(whole[0], "--resume", "--data.batch_size", "4"),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert answer.returncode == 1
     assert "other batch_size" in answer.stderr
 
@@ -160,7 +182,16 @@ def test_adapters_and_mixtures_are_warm_started_too(data: Path, tmp_path: Path) 
     moe = write_qwen3_moe(tmp_path / "moe", vocab=288)
     write_tokenizer(moe)
     config = write_config(tmp_path / "job", moe, data)
-    more = ["--run.num_steps", "2", "--actor.moe.balance_coef", "0.01", "--actor.lora.rank", "2", "--actor.lora.target_modules", "[q_proj]"]
+    more = [
+        "--run.num_steps",
+        "2",
+        "--actor.moe.balance_coef",
+        "0.01",
+        "--actor.lora.rank",
+        "2",
+        "--actor.lora.target_modules",
+        "[q_proj]",
+    ]
     warm_start(config, *more)
     assert set(metrics_of(config, "supervised/router_balance")) == {1, 2}
     assert set(metrics_of(config, "supervised/expert_load_max")) == {1, 2}
@@ -197,7 +228,11 @@ def _exported_once(config: Path) -> Path:
 def _wait_until_unlocked(run: Path, deadline: float) -> None:
     """The killed one's rank may still write: it is ended by the kernel, a moment later."""
     pattern = str(run)
-    while any(pattern in _command_line(folder) and "sft_command" in _command_line(folder) for folder in Path("/proc").iterdir() if folder.name.isdigit()):
+    while any(
+        pattern in _command_line(folder) and "sft_command" in _command_line(folder)
+        for folder in Path("/proc").iterdir()
+        if folder.name.isdigit()
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

@@ -1,4 +1,6 @@
-"""The weight channel into a real AsyncLLM whose engine runs in processes of its own: each worker is a rank, and none outlives the service."""
+"""The weight channel into a real AsyncLLM whose engine runs in processes of its own: each worker is a rank, and none
+outlives the service.
+"""
 
 import json
 import os
@@ -20,7 +22,9 @@ def _is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_tensor_parallel_workers_receive_exact_weights_and_end_when_the_service_is_killed(tmp_path: Path, num_workers: int) -> None:
+def test_tensor_parallel_workers_receive_exact_weights_and_end_when_the_service_is_killed(
+    tmp_path: Path, num_workers: int
+) -> None:
     if num_workers > len(os.sched_getaffinity(0)):
         pytest.skip("each worker needs a core of its own")
     command = [sys.executable, "-m", "tests.integration.weights_async_engine_process", str(tmp_path), str(num_workers)]

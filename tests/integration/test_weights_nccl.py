@@ -89,7 +89,9 @@ def test_two_processes_agree_on_what_was_sent_and_a_killed_receiver_breaks_its_e
                 assert line(receiver)["digest"] == sent.digest
                 continue
             with ThreadPoolExecutor(1) as pool:
-                publishing = pool.submit(root.publish, iter(named), manifest, epoch=epoch, policy_version=epoch, bucket_timeout_s=10)
+                publishing = pool.submit(
+                    root.publish, iter(named), manifest, epoch=epoch, policy_version=epoch, bucket_timeout_s=10
+                )
                 assert line(receiver) == {"stopped": 2}
                 receiver.kill()
                 with pytest.raises(ChannelBrokenError):

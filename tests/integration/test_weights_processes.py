@@ -1,4 +1,6 @@
-"""The weight channel between processes, without vLLM: 200 MB to two receivers, and what happens when one of the processes dies or hangs."""
+"""The weight channel between processes, without vLLM: 200 MB to two receivers, and what happens when one of the
+processes dies or hangs.
+"""
 
 import json
 import subprocess
@@ -53,10 +55,23 @@ def receivers() -> Iterator[Receivers]:
         process.stdout.close()
 
 
-def start(receivers: Receivers, address: str, epoch: int, rank: int, timeout_s: float, stop_after: int | None = None) -> subprocess.Popen[str]:
+def start(
+    receivers: Receivers, address: str, epoch: int, rank: int, timeout_s: float, stop_after: int | None = None
+) -> subprocess.Popen[str]:
     """One of two receivers of the epoch."""
-    arguments = [address, str(epoch), str(rank), "3", str(timeout_s), *([] if stop_after is None else ["--stop-after", str(stop_after)])]
-    process = subprocess.Popen([sys.executable, "-m", "tests.integration.weights_receiver_process", *arguments], stdout=subprocess.PIPE, text=True)
+    arguments = [
+        address,
+        str(epoch),
+        str(rank),
+        "3",
+        str(timeout_s),
+        *([] if stop_after is None else ["--stop-after", str(stop_after)]),
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.weights_receiver_process", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     receivers.append(process)
     return process
 
@@ -74,7 +89,9 @@ def publish(root: Publisher, weights: Weights, epoch: int, timeout_s: float) -> 
     return root.publish(iter(weights), manifest, epoch=epoch, policy_version=epoch, bucket_timeout_s=timeout_s).digest
 
 
-def test_two_receivers_take_200_megabytes_and_agree_with_the_root(root: Publisher, receivers: Receivers, named_weights: Weights) -> None:
+def test_two_receivers_take_200_megabytes_and_agree_with_the_root(
+    root: Publisher, receivers: Receivers, named_weights: Weights
+) -> None:
     address = root.open(1, 3, "127.0.0.1", "gloo", MEET_S)
     processes = [start(receivers, address, 1, rank, DEADLINE_S) for rank in (1, 2)]
     digest = publish(root, named_weights, 1, DEADLINE_S)
@@ -89,7 +106,10 @@ def test_a_receiver_killed_in_mid_transfer_frees_the_others_before_the_deadline_
     root: Publisher, receivers: Receivers, named_weights: Weights
 ) -> None:
     address = root.open(1, 3, "127.0.0.1", "gloo", MEET_S)
-    doomed, other = start(receivers, address, 1, 1, DEADLINE_S, stop_after=3), start(receivers, address, 1, 2, DEADLINE_S)
+    doomed, other = (
+        start(receivers, address, 1, 1, DEADLINE_S, stop_after=3),
+        start(receivers, address, 1, 2, DEADLINE_S),
+    )
 
     def kill_in_mid_transfer() -> float:
         assert line(doomed) == {"stopped": 3}
@@ -111,7 +131,9 @@ def test_a_receiver_killed_in_mid_transfer_frees_the_others_before_the_deadline_
     assert [line(process)["digest"] for process in processes] == [digest, digest]
 
 
-def test_a_receiver_that_hangs_costs_one_bucket_deadline_and_is_named(root: Publisher, receivers: Receivers, named_weights: Weights) -> None:
+def test_a_receiver_that_hangs_costs_one_bucket_deadline_and_is_named(
+    root: Publisher, receivers: Receivers, named_weights: Weights
+) -> None:
     address = root.open(1, 3, "127.0.0.1", "gloo", MEET_S)
     hung, other = start(receivers, address, 1, 1, DEADLINE_S, stop_after=2), start(receivers, address, 1, 2, DEADLINE_S)
     deadline_s = 5.0

@@ -1,6 +1,8 @@
-"""Publishes into a real vLLM engine on a CPU, judged by Hugging Face: good ones are exact, and every planted fault is caught by the check that is there for it.
+"""Publishes into a real vLLM engine on a CPU, judged by Hugging Face: good ones are exact, and every planted fault is
+caught by the check that is there for it.
 
-The engine runs in a process of its own per kind of model and plays all scenarios of weights_engine_process.py; each test reads one outcome.
+The engine runs in a process of its own per kind of model and plays all scenarios of weights_engine_process.py; each
+test reads one outcome.
 """
 
 import json
@@ -50,10 +52,18 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 def is_exact(outcome: dict[str, Any]) -> bool:
     """Every fingerprint, every greedy token and every logprob as it should be."""
-    return bool(outcome["agreed"] and not outcome["different"] and outcome["greedy"] and outcome["gap"] < MAX_GAP and outcome["state"] == "loaded")
+    return bool(
+        outcome["agreed"]
+        and not outcome["different"]
+        and outcome["greedy"]
+        and outcome["gap"] < MAX_GAP
+        and outcome["state"] == "loaded"
+    )
 
 
-def test_a_dense_engine_started_on_dummy_weights_is_exact_after_the_first_and_the_second_publish(dense: Outcomes) -> None:
+def test_a_dense_engine_started_on_dummy_weights_is_exact_after_the_first_and_the_second_publish(
+    dense: Outcomes,
+) -> None:
     assert is_exact(dense["first"]), dense["first"]
     assert is_exact(dense["second"]), dense["second"]
 
@@ -72,7 +82,8 @@ def test_a_mixture_of_experts_in_buckets_smaller_than_a_layer_is_exact_after_eve
 def test_swapped_queries_and_keys_show_in_exactly_their_fingerprints_and_in_the_probe(dense: Outcomes) -> None:
     outcome = dense["swapped on the way"]
     assert outcome["different"] == ["model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.q_proj.weight"]
-    assert outcome["gap"] > PROBE_BOUND  # catches them also when the actor's own export swapped them, and both sides agree on the fingerprints
+    # catches them also when the actor's own export swapped them, and both sides agree on the fingerprints
+    assert outcome["gap"] > PROBE_BOUND
     assert outcome["agreed"]
 
 

@@ -1,5 +1,6 @@
-"""What is written in which order: a batch is fixed before its columns are written, lines are on the disk before they leave the store, and rows are kept before
-they are scored."""
+"""What is written in which order: a batch is fixed before its columns are written, lines are on the disk before they
+leave the store, and rows are kept before they are scored.
+"""
 
 import asyncio
 import os
@@ -13,13 +14,13 @@ import redis
 
 from rolecall.errors import RowMissingError
 from rolecall.rpc.channel import open_channel
-from rolecall.scoring import RewardClient
+from rolecall.scoring.client import RewardClient
 from rolecall.settings import RpcSection, RunSettings
 from rolecall.store import scripts
 from rolecall.store.connection import Connection
 from rolecall.store.ledger import Ledger
 from rolecall.trajectory import rows_of
-from services.controller.scoring import GroupScorer
+from services.controller.groups.group_scorer import GroupScorer
 from services.controller.threads import StoreThreads
 from tests.fixtures_store import StoreUnderTest
 from tests.light_roles import balance, light_run
@@ -49,15 +50,29 @@ async def test_a_batch_is_sealed_before_its_columns_are_written_and_a_controller
     monkeypatch.setattr(sys, "path", [*sys.path])  # what the loader adds to it ends with the test
     (tmp_path / "hiding_for_a_test.py").write_text(ESTIMATOR)
     assert store.section.url is not None
-    options = {"url": store.section.url.get_secret_value(), "pattern": f"{{rl:{store.run}:*:row:*", "flag": str(tmp_path / "flag")}
-    advantage = {"kind": "custom", "function": "hiding_for_a_test:hide_rows_once", "options": options, "search_path": str(tmp_path)}
+    options = {
+        "url": store.section.url.get_secret_value(),
+        "pattern": f"{{rl:{store.run}:*:row:*",
+        "flag": str(tmp_path / "flag"),
+    }
+    advantage = {
+        "kind": "custom",
+        "function": "hiding_for_a_test:hide_rows_once",
+        "options": options,
+        "search_path": str(tmp_path),
+    }
     algorithm = {"groups_per_batch": 4, "advantage": advantage}
-    async with light_run(store, tmp_path, make_settings, algorithm=algorithm, run={"num_steps": 1}) as run, run.rollout("rollout-0"):
+    async with (
+        light_run(store, tmp_path, make_settings, algorithm=algorithm, run={"num_steps": 1}) as run,
+        run.rollout("rollout-0"),
+    ):
         async with run.controller() as (_, running):
             with pytest.raises(RowMissingError):
                 await asyncio.wait_for(running, RUN_S)
         sealed = Ledger(store.connection, store.run).sealed(0)
-        assert sealed is not None, "columns are written once: those of a batch that is not fixed would bind nobody to it"
+        assert sealed is not None, (
+            "columns are written once: those of a batch that is not fixed would bind nobody to it"
+        )
         hidden = list(store.connection.ledger.scan_iter(f"{{rl:{store.run}:*:hidden:*"))
         assert len(hidden) == len(sealed.rows)
         assert not any(store.connection.ledger.hexists(key, "advantages") for key in hidden)
@@ -70,13 +85,17 @@ async def test_a_batch_is_sealed_before_its_columns_are_written_and_a_controller
     assert run.actor.trainer.trained == [ref.id for ref in sealed.rows]
 
 
-async def test_a_committed_row_outlives_the_rollout_that_did_not_get_to_keep_it(store: StoreUnderTest, make_settings: MakeSettings) -> None:
+async def test_a_committed_row_outlives_the_rollout_that_did_not_get_to_keep_it(
+    store: StoreUnderTest, make_settings: MakeSettings
+) -> None:
     store.admit(1)
     queue = store.attested("r.0")
     (claim,) = queue.claim(1)
     group = store.stage(claim)
     assert queue.commit(claim, group, {(0, "d1")})  # and the rollout dies
-    keys = [key for ref in rows_of(group) for key in store.connection.ledger.scan_iter(f"{{rl:{store.run}:*:row:{ref.id}:*")]
+    keys = [
+        key for ref in rows_of(group) for key in store.connection.ledger.scan_iter(f"{{rl:{store.run}:*:row:{ref.id}:*")
+    ]
     assert all(store.connection.ledger.ttl(key) > 0 for key in keys)
     threads = StoreThreads()
     async with open_channel("127.0.0.1:9", RpcSection()) as channel:
@@ -99,11 +118,15 @@ class RecordingRedis(redis.Redis):
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         if args[0] in ("EVALSHA", "EVAL"):
-            self.noted.append("forget" if args[1] in (scripts.digest("forget"), scripts.source("forget")) else "another script")
+            self.noted.append(
+                "forget" if args[1] in (scripts.digest("forget"), scripts.source("forget")) else "another script"
+            )
         return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
 
 
-def test_lines_are_synced_before_they_are_deleted_from_the_store(store: StoreUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_synced_before_they_are_deleted_from_the_store(
+    store: StoreUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, noted = tmp_path / "history.jsonl", list[str]()
 
     def sync(file: int) -> None:

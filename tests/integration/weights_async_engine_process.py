@@ -1,4 +1,5 @@
-"""An AsyncLLM with processes of its own: takes two publishes, says how far it is from Hugging Face and which processes it has, and waits to be killed.
+"""An AsyncLLM with processes of its own: takes two publishes, says how far it is from Hugging Face and which processes
+it has, and waits to be killed.
 
 python -m tests.integration.weights_async_engine_process DIRECTORY TENSOR_PARALLEL_SIZE
 """
@@ -41,7 +42,10 @@ async def main(directory: Path, tensor_parallel_size: int) -> None:
     models = [make_model("dense", seed) for seed in (0, 1)]
     weights = [named_weights(model, directory / str(i)) for i, model in enumerate(models)]
     cores = sorted(os.sched_getaffinity(0))
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tensor_parallel_size))  # one core a worker
+    # one core a worker
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
+        str(cores[rank % len(cores)]) for rank in range(tensor_parallel_size)
+    )
     arguments = AsyncEngineArgs(
         model=str(directory / "0"),
         load_format="dummy",
@@ -64,8 +68,12 @@ async def main(directory: Path, tensor_parallel_size: int) -> None:
     for version, (model, named) in enumerate(zip(models, weights, strict=True), start=1):
         await llm.pause_generation(mode="keep")
         manifest = build_manifest(named, 30_000)
-        publishing = asyncio.to_thread(root.publish, iter(named), manifest, epoch=1, policy_version=version, bucket_timeout_s=TIMEOUT_S)
-        sent, report = await asyncio.gather(publishing, receive_version(llm, epoch=1, policy_version=version, bucket_timeout_s=TIMEOUT_S))
+        publishing = asyncio.to_thread(
+            root.publish, iter(named), manifest, epoch=1, policy_version=version, bucket_timeout_s=TIMEOUT_S
+        )
+        sent, report = await asyncio.gather(
+            publishing, receive_version(llm, epoch=1, policy_version=version, bucket_timeout_s=TIMEOUT_S)
+        )
         assert (sent.fingerprints, sent.digest) == (report.fingerprints, report.digest)
         await llm.resume_generation()
         params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=0, ignore_eos=True, detokenize=False)
@@ -73,8 +81,15 @@ async def main(directory: Path, tensor_parallel_size: int) -> None:
             completion = output.outputs[0]
         tokens, logprobs = greedy(model, PROMPT, NUM_TOKENS)
         assert list(completion.token_ids) == tokens
-        assert [(span.version, span.start, span.end) for span in completion.weight_versions] == [(str(version), 0, NUM_TOKENS)]
-        gaps.append(max(abs(entry[token].logprob - b) for token, entry, b in zip(completion.token_ids, completion.logprobs, logprobs, strict=True)))
+        assert [(span.version, span.start, span.end) for span in completion.weight_versions] == [
+            (str(version), 0, NUM_TOKENS)
+        ]
+        gaps.append(
+            max(
+                abs(entry[token].logprob - b)
+                for token, entry, b in zip(completion.token_ids, completion.logprobs, logprobs, strict=True)
+            )
+        )
     children = [process.pid for process in psutil.Process().children(recursive=True)]
     sys.stdout.write("DONE " + json.dumps({"num_ranks": num_ranks, "gaps": gaps, "children": children}) + "\n")
     sys.stdout.flush()

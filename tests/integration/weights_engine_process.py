@@ -1,11 +1,12 @@
-"""A vLLM engine in this process that takes publishes, good and planted-bad ones, and prints what came of each as one JSON document.
+"""A vLLM engine in this process that takes publishes, good and planted-bad ones, and prints what came of each as one
+JSON document.
 
     python -m tests.integration.weights_engine_process dense|tied|moe DIRECTORY
 
-Owns nothing but the scenarios: the tests say what should come of them. One start of the engine (some 10 s) serves them all. Every outcome holds: `agreed`
-(digest equal to the sender's), `greedy` (tokens equal to Hugging Face's),
-`gap` (largest logprob difference over the shared tokens), `different` (names whose fingerprints are not those of the true weights) or `error` ([class,
-message]), and `state`.
+Owns nothing but the scenarios: the tests say what should come of them. One start of the engine (some 10 s) serves them
+all. Every outcome holds: `agreed` (digest equal to the sender's), `greedy` (tokens equal to Hugging Face's), `gap`
+(largest logprob difference over the shared tokens), `different` (names whose fingerprints are not those of the true
+weights) or `error` ([class, message]), and `state`.
 """
 
 import os
@@ -53,7 +54,13 @@ class Engine:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
 
-    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[Any]:
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
         """AsyncLLM.collective_rpc."""
         return list(self.llm.collective_rpc(method, timeout, args, kwargs))
 
@@ -116,7 +123,9 @@ class Bench:
         """A new epoch with this engine as its one receiver."""
         self.epoch += 1
         address = self.root.open(self.epoch, 2, "127.0.0.1", "gloo", TIMEOUT_S)
-        asyncio.run(open_channel(self.engine, epoch=self.epoch, address=address, rank=1, world_size=2, timeout_s=TIMEOUT_S))
+        asyncio.run(
+            open_channel(self.engine, epoch=self.epoch, address=address, rank=1, world_size=2, timeout_s=TIMEOUT_S)
+        )
 
     def publish(
         self,
@@ -127,7 +136,9 @@ class Bench:
         after: Callable[[], None] | None = None,
         received_version: int | None = None,
     ) -> None:
-        """Publishes `sent` (absent: the true weights of model `truth`), lets `after` plant its fault, and records how the engine compares with the truth."""
+        """Publishes `sent` (absent: the true weights of model `truth`), lets `after` plant its fault, and records how
+        the engine compares with the truth.
+        """
         named = self.weights[truth] if sent is None else sent
         self.version += 1
         version = self.version
@@ -135,12 +146,18 @@ class Bench:
         thread.start()
         outcome: dict[str, Any] = {}
         try:
-            receiving = receive_version(self.engine, epoch=self.epoch, policy_version=received_version or version, bucket_timeout_s=TIMEOUT_S)
+            receiving = receive_version(
+                self.engine, epoch=self.epoch, policy_version=received_version or version, bucket_timeout_s=TIMEOUT_S
+            )
             report = asyncio.run(receiving)
             thread.join(TIMEOUT_S)
             if after is not None:
                 after()
-            outcome = {"agreed": report.digest == self.sent, "different": self._different(report, truth), **self._compare(truth)}
+            outcome = {
+                "agreed": report.digest == self.sent,
+                "different": self._different(report, truth),
+                **self._compare(truth),
+            }
         except RoleCallError as error:
             outcome = {"error": [type(error).__name__, error.message]}
             self.root.abort("the test's receiver failed")
@@ -152,7 +169,9 @@ class Bench:
         self.sent = ""
         try:
             manifest = build_manifest(named, self.bucket_bytes)
-            self.sent = self.root.publish(iter(named), manifest, epoch=self.epoch, policy_version=version, bucket_timeout_s=TIMEOUT_S).digest
+            self.sent = self.root.publish(
+                iter(named), manifest, epoch=self.epoch, policy_version=version, bucket_timeout_s=TIMEOUT_S
+            ).digest
         except RoleCallError as error:
             sys.stderr.write(f"publisher: {error.message}\n")
 
@@ -166,7 +185,10 @@ class Bench:
         completion = output.outputs[0]
         tokens, logprobs = greedy(self.models[truth], PROMPT, NUM_TOKENS)
         ours = [entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
-        return {"greedy": list(completion.token_ids) == tokens, "gap": max(abs(a - b) for a, b in zip(ours, logprobs, strict=True))}
+        return {
+            "greedy": list(completion.token_ids) == tokens,
+            "gap": max(abs(a - b) for a, b in zip(ours, logprobs, strict=True)),
+        }
 
 
 def swapped(named: Weights, first: str, second: str) -> Weights:
@@ -189,7 +211,9 @@ def dense(bench: Bench) -> None:
     bench.open()
     bench.publish("healed", 0)
     bench.open()
-    bench.publish("wrong shape", 0, [(name, tensor[:-1] if name == query else tensor) for name, tensor in bench.weights[0]])
+    bench.publish(
+        "wrong shape", 0, [(name, tensor[:-1] if name == query else tensor) for name, tensor in bench.weights[0]]
+    )
     bench.open()
     bench.publish("healed again", 1)
 

@@ -1,4 +1,6 @@
-"""Tiny random models on disk for the weight-channel tests, and what Hugging Face says of them. No downloads, no tokenizer."""
+"""Tiny random models on disk for the weight-channel tests, and what Hugging Face says of them. No downloads, no
+tokenizer.
+"""
 
 from pathlib import Path
 
@@ -24,7 +26,14 @@ def make_model(kind: str, seed: int) -> PreTrainedModel:
     """A random model: "dense", "tied" or "moe". Equal seeds give equal weights."""
     torch.manual_seed(seed)
     if kind == "moe":
-        config = Qwen3MoeConfig(**_SHARED, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, tie_word_embeddings=False)
+        config = Qwen3MoeConfig(
+            **_SHARED,
+            moe_intermediate_size=64,
+            num_experts=4,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            tie_word_embeddings=False,
+        )
         model: PreTrainedModel = Qwen3MoeForCausalLM(config)
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**_SHARED, tie_word_embeddings=kind == "tied"))

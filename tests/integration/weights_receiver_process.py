@@ -1,8 +1,11 @@
-"""A receiver of its own process, without vLLM: joins an epoch, takes one transfer and prints what came of it as one JSON line.
+"""A receiver of its own process, without vLLM: joins an epoch, takes one transfer and prints what came of it as one
+JSON line.
 
-    python -m tests.integration.weights_receiver_process ADDRESS EPOCH RANK WORLD_SIZE BUCKET_TIMEOUT_S [--stop-after N] [--device DEVICE]
+    python -m tests.integration.weights_receiver_process ADDRESS EPOCH RANK WORLD_SIZE BUCKET_TIMEOUT_S
+        [--stop-after N] [--device DEVICE]
 
-With --stop-after it prints "stopped" after as many buckets and does nothing more, until somebody ends it. A CUDA device receives over NCCL.
+With --stop-after it prints "stopped" after as many buckets and does nothing more, until somebody ends it. A CUDA device
+receives over NCCL.
 """
 
 import argparse
@@ -33,7 +36,13 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rendezvous = Rendezvous(arguments.address, arguments.epoch, arguments.rank, MEET_S)
-    channel = join(rendezvous, arguments.world_size, "nccl" if arguments.device.type == "cuda" else "gloo", arguments.device, MEET_S)
+    channel = join(
+        rendezvous,
+        arguments.world_size,
+        "nccl" if arguments.device.type == "cuda" else "gloo",
+        arguments.device,
+        MEET_S,
+    )
     start = time.monotonic()
     try:
         reception = Reception(channel, agreed_manifest(rendezvous, MEET_S), arguments.bucket_timeout_s)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from rolecall.address import endpoints_of, host_of, is_loopback
 from rolecall.errors import ConfigError
-from rolecall.rpc.address import endpoints_of, host_of, is_loopback
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolecall.trajectory import row_bytes
-from services.controller.admission import AdmissionPolicy
+from services.controller.groups.admission import AdmissionPolicy
 
 
-def policy(groups_per_batch: int = 4, max_staleness: int = 0, num_steps: int = 10, max_bytes: int = 10**9) -> AdmissionPolicy:
+def policy(
+    groups_per_batch: int = 4, max_staleness: int = 0, num_steps: int = 10, max_bytes: int = 10**9
+) -> AdmissionPolicy:
     return AdmissionPolicy(groups_per_batch, max_staleness, num_steps, max_bytes, group_bytes=100)
 
 
@@ -26,14 +28,28 @@ class KeptCredit(AdmissionPolicy):
     """A planted violation: a dropped group's place is not given to another."""
 
     def may_admit(self, *, admitted, dropped, published_step, num_live, retained_bytes):  # type: ignore[no-untyped-def]
-        return super().may_admit(admitted=admitted, dropped=0, published_step=published_step, num_live=num_live, retained_bytes=retained_bytes)
+        return super().may_admit(
+            admitted=admitted,
+            dropped=0,
+            published_step=published_step,
+            num_live=num_live,
+            retained_bytes=retained_bytes,
+        )
 
 
 class LateWindow(AdmissionPolicy):
-    """A planted violation: the window is one batch wider than the bound allows, so that some groups can meet it no more."""
+    """A planted violation: the window is one batch wider than the bound allows, so that some groups can meet it no
+    more.
+    """
 
     def may_admit(self, *, admitted, dropped, published_step, num_live, retained_bytes):  # type: ignore[no-untyped-def]
-        return super().may_admit(admitted=admitted, dropped=dropped, published_step=published_step + 1, num_live=num_live, retained_bytes=retained_bytes)
+        return super().may_admit(
+            admitted=admitted,
+            dropped=dropped,
+            published_step=published_step + 1,
+            num_live=num_live,
+            retained_bytes=retained_bytes,
+        )
 
 
 class DeadlockError(AssertionError):
@@ -42,7 +58,9 @@ class DeadlockError(AssertionError):
 
 @dataclass
 class SimulatedRun:
-    """Groups finish in any order; sampled and finished ones are dropped; a batch is published some time after it was trained. Records the staleness."""
+    """Groups finish in any order; sampled and finished ones are dropped; a batch is published some time after it was
+    trained. Records the staleness.
+    """
 
     policy: AdmissionPolicy
     seed: int
@@ -73,20 +91,32 @@ class SimulatedRun:
                 self.published = self.step
             elif not self._train() and not self._happen():
                 if self.published == self.step:
-                    raise DeadlockError(f"step {self.step}: {len(self.live)} live groups are all ready and no batch may be made of them")
+                    raise DeadlockError(
+                        f"step {self.step}: {len(self.live)} live groups are all ready and no batch may be made of them"
+                    )
                 self.published = self.step
         assert self.admitted == self.policy.num_steps * self.policy.groups_per_batch + self.dropped + len(self.live)
 
     def _admit(self) -> None:
-        while self.policy.may_admit(admitted=self.admitted, dropped=self.dropped, published_step=self.published, num_live=len(self.live), retained_bytes=0):
+        while self.policy.may_admit(
+            admitted=self.admitted,
+            dropped=self.dropped,
+            published_step=self.published,
+            num_live=len(self.live),
+            retained_bytes=0,
+        ):
             self.live[self.admitted] = self.published
             self.last_batch[self.admitted] = self.policy.last_batch(self.published)
             self.bound[self.admitted] = self.policy.max_staleness
             self.admitted += 1
 
     def _start_over(self, max_staleness: int) -> None:
-        """A loop with another bound, perhaps in the middle of a step: some of its batch's groups are marked as those that trainers were asked about."""
-        self.begun = tuple(self.policy.choose(self.step, self.ready, self.last_batch) or ()) if self.rng.random() < 0.5 else ()
+        """A loop with another bound, perhaps in the middle of a step: some of its batch's groups are marked as those
+        that trainers were asked about.
+        """
+        self.begun = (
+            tuple(self.policy.choose(self.step, self.ready, self.last_batch) or ()) if self.rng.random() < 0.5 else ()
+        )
         self.policy = replace(self.policy, max_staleness=max_staleness)
         self.last_batch = self.policy.taken_over(self.step, self.live, self.begun)
         self.bound = {gid: max(bound, max_staleness) for gid, bound in self.bound.items()}
@@ -94,7 +124,9 @@ class SimulatedRun:
     def _train(self) -> bool:
         """The next batch, if one may be made; not before the last is published."""
         begun = self.live.keys() & set(self.begun)
-        chosen = self.policy.choose(self.step, self.ready, self.last_batch, begun) if self.published == self.step else None
+        chosen = (
+            self.policy.choose(self.step, self.ready, self.last_batch, begun) if self.published == self.step else None
+        )
         if chosen is None:
             return False
         self.begun = ()
@@ -124,8 +156,16 @@ class SimulatedRun:
 
 
 @settings(max_examples=300, deadline=None)
-@given(batch=st.integers(1, 6), staleness=st.integers(0, 4), drop_share=st.floats(0, 0.6), lag=st.floats(0, 0.9), seed=st.integers(0, 2**32))
-def test_no_schedule_exceeds_max_staleness_and_none_deadlocks(batch: int, staleness: int, drop_share: float, lag: float, seed: int) -> None:
+@given(
+    batch=st.integers(1, 6),
+    staleness=st.integers(0, 4),
+    drop_share=st.floats(0, 0.6),
+    lag=st.floats(0, 0.9),
+    seed=st.integers(0, 2**32),
+)
+def test_no_schedule_exceeds_max_staleness_and_none_deadlocks(
+    batch: int, staleness: int, drop_share: float, lag: float, seed: int
+) -> None:
     run = SimulatedRun(policy(batch, staleness, num_steps=12), seed, drop_share, lag)
     run.run()
     assert max(run.staleness) <= staleness
@@ -150,7 +190,9 @@ def test_a_run_goes_on_with_another_max_staleness_and_no_group_is_later_than_its
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 0), (2, 1), (1, 0), (4, 0), (0, 2)])
-def test_a_run_that_is_resumed_with_another_bound_trains_what_was_admitted_under_the_old_one(old: int, new: int) -> None:
+def test_a_run_that_is_resumed_with_another_bound_trains_what_was_admitted_under_the_old_one(
+    old: int, new: int
+) -> None:
     before, after = policy(2, old), policy(2, new)
     live = dict.fromkeys(range(2 * (old + 1)), 0)  # all of one window
     last_batch, ready = after.taken_over(0, live, ()), set(live)
@@ -197,7 +239,9 @@ def test_the_simulation_catches_a_policy_that_deadlocks(planted: type[AdmissionP
 
 
 def test_without_staleness_exactly_one_batch_is_in_flight() -> None:
-    window = [policy().may_admit(admitted=n, dropped=0, published_step=0, num_live=n, retained_bytes=0) for n in range(6)]
+    window = [
+        policy().may_admit(admitted=n, dropped=0, published_step=0, num_live=n, retained_bytes=0) for n in range(6)
+    ]
     assert window == [True, True, True, True, False, False]
 
 
@@ -222,7 +266,8 @@ def test_a_late_group_holds_the_batch_up_only_when_its_bound_needs_it() -> None:
     relaxed = policy(groups_per_batch=2, max_staleness=1)
     live = {0: 1, 1: 1, 2: 1, 3: 1}
     assert relaxed.choose(0, {1, 2}, live) == [1, 2]  # group 0 may still be in batch 1
-    assert relaxed.choose(1, {4, 5}, {0: 1, 3: 1, 4: 2, 5: 2}) is None  # batch 1 is the last that may hold groups 0 and 3
+    # batch 1 is the last that may hold groups 0 and 3
+    assert relaxed.choose(1, {4, 5}, {0: 1, 3: 1, 4: 2, 5: 2}) is None
 
 
 def test_row_bytes_grow_with_every_column() -> None:

@@ -10,13 +10,24 @@ from pydantic import ValidationError
 from rolecall.settings import CustomAdvantage, RunSettings, load_settings
 from tests.unit.test_controller_batches import run_settings
 
-SCORED = {"components": {"right": {"scorer": {"kind": "exact_match"}}, "short": {"scorer": {"kind": "length", "max_tokens": 9}, "weight": 0.5}}}
+SCORED = {
+    "components": {
+        "right": {"scorer": {"kind": "exact_match"}},
+        "short": {"scorer": {"kind": "length", "max_tokens": 9}, "weight": 0.5},
+    }
+}
 STEPS = {"components": {"steps": {"scorer": {"kind": "function", "target": "mine:score", "token_rewards": True}}}}
 KL = {"reference": "ref", "kl_coef": 0.1, "placement": "reward"}
 
 
-def with_advantage(advantage: dict[str, Any], num_responses: int = 4, algorithm: dict[str, Any] | None = None, **sections: Any) -> RunSettings:
-    return run_settings(algorithm={"groups_per_batch": 2, "advantage": advantage, **(algorithm or {})}, sampling={"num_responses": num_responses}, **sections)
+def with_advantage(
+    advantage: dict[str, Any], num_responses: int = 4, algorithm: dict[str, Any] | None = None, **sections: Any
+) -> RunSettings:
+    return run_settings(
+        algorithm={"groups_per_batch": 2, "advantage": advantage, **(algorithm or {})},
+        sampling={"num_responses": num_responses},
+        **sections,
+    )
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "opo", "gpg", "maxrl", "optimal_token_baseline"])
@@ -52,7 +63,9 @@ def test_k_of_pass_at_k_is_within_the_group() -> None:
 
 @pytest.mark.parametrize("advantage", [{"kind": "maxrl"}, {"kind": "pass_at_k", "k": 2}])
 def test_estimators_of_right_and_wrong_refuse_what_moves_a_right_reward(advantage: dict[str, Any]) -> None:
-    with_advantage(advantage, algorithm={"kl": {**KL, "placement": "loss"}, "shaping": {"clip_max": 1.0}}, references={"ref": {}})
+    with_advantage(
+        advantage, algorithm={"kl": {**KL, "placement": "loss"}, "shaping": {"clip_max": 1.0}}, references={"ref": {}}
+    )
     with pytest.raises(ValidationError, match=r"kl\.placement reward moves the rewards"):
         with_advantage(advantage, algorithm={"kl": KL}, references={"ref": {}})
     with pytest.raises(ValidationError, match=r"shaping\.normalize moves the rewards"):

@@ -1,4 +1,6 @@
-"""What a file may say of the algorithm: settings without effect and settings that undo each other are refused, in words that name field and remedy."""
+"""What a file may say of the algorithm: settings without effect and settings that undo each other are refused, in words
+that name field and remedy.
+"""
 
 from pathlib import Path
 
@@ -23,7 +25,10 @@ def config(tmp_path: Path) -> Path:
         ("policy_loss={kind: clip_cov, cov_low: 5, cov_high: 1}", "no token would be drawn; move one"),
         ("policy_loss={clip_eps_high: 0.3}", r"policy_loss: kind is missing; add it"),
         ("curriculum={revisit_epochs: 3}", r"no prompt is visited less often; set min_success_rate"),
-        ("shaping={overlong: {buffer_tokens: 2, max_tokens: 10}}", r"punishes beyond 8 tokens, and sampling.max_tokens is 8: .*lower overlong.max_tokens"),
+        (
+            "shaping={overlong: {buffer_tokens: 2, max_tokens: 10}}",
+            r"punishes beyond 8 tokens, and sampling.max_tokens is 8: .*lower overlong.max_tokens",
+        ),
     ],
 )
 def test_what_would_have_no_effect_is_refused(config: Path, algorithm: str, complaint: str) -> None:
@@ -38,7 +43,10 @@ def test_what_would_have_no_effect_is_refused(config: Path, algorithm: str, comp
         ("policy_loss=gspo", r"algorithm\.policy_loss: a section is wanted"),
         ("policy_loss={kind: grpo}", r"algorithm\.policy_loss: there is no kind 'grpo'; there are 'ppo', 'gspo'"),
         ("correction=off", r"algorithm\.correction: a section is wanted"),
-        ("policy_loss={kind: ppo, aggregation: token_mean}", r"algorithm\.policy_loss\.ppo\.aggregation: there is no such setting"),
+        (
+            "policy_loss={kind: ppo, aggregation: token_mean}",
+            r"algorithm\.policy_loss\.ppo\.aggregation: there is no such setting",
+        ),
     ],
 )
 def test_a_section_that_is_none_is_told_in_the_words_of_the_file(config: Path, override: str, complaint: str) -> None:
@@ -54,13 +62,21 @@ def test_maxrl_takes_no_reward_that_a_punishment_brings_near_nothing(config: Pat
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
-        (["references={wise: {}, ref: {}}", "algorithm.kl={reference: ref, kl_coef: 0.1, placement: reward}"], "kl.placement reward: with task_coef 0"),
-        (["algorithm.advantage={kind: gae}", "critic={}"], "gae costs another pass, of which task_coef 0 makes nothing"),
+        (
+            ["references={wise: {}, ref: {}}", "algorithm.kl={reference: ref, kl_coef: 0.1, placement: reward}"],
+            "kl.placement reward: with task_coef 0",
+        ),
+        (
+            ["algorithm.advantage={kind: gae}", "critic={}"],
+            "gae costs another pass, of which task_coef 0 makes nothing",
+        ),
         (["algorithm.advantage={kind: remax}"], "remax costs another pass"),
         (["algorithm.advantage={kind: optimal_token_baseline}"], "optimal_token_baseline costs another pass"),
     ],
 )
-def test_nothing_is_computed_of_a_reward_that_is_not_trained_on(config: Path, overrides: list[str], complaint: str) -> None:
+def test_nothing_is_computed_of_a_reward_that_is_not_trained_on(
+    config: Path, overrides: list[str], complaint: str
+) -> None:
     taught = ["references={wise: {}}", *overrides]
     with pytest.raises(ConfigError, match=complaint):
         load_settings(config, [*taught, "algorithm.distillation={teacher: wise}"])
@@ -76,7 +92,10 @@ def test_a_reference_that_a_recipe_has_can_be_left_out(config: Path) -> None:
 
 @pytest.mark.parametrize(
     ("override", "complaint"),
-    [("algorithm.advantage={kind: rloo", "its value is not YAML"), ("run.name.first=me", "name is 'light' and has no keys")],
+    [
+        ("algorithm.advantage={kind: rloo", "its value is not YAML"),
+        ("run.name.first=me", "name is 'light' and has no keys"),
+    ],
 )
 def test_an_override_that_cannot_be_read_is_named(config: Path, override: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):

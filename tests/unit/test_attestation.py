@@ -16,7 +16,13 @@ def trajectory(*spans: tuple[int, str, int, int]) -> Trajectory:
     versions = np.full(6, -1, np.int32)
     for version, _, start, end in spans:
         versions[start:end] = version
-    meta = TrajectoryMeta(id="0/0", spans=[Span(policy_version=version, weights_digest=digest, start=start, end=end) for version, digest, start, end in spans])
+    meta = TrajectoryMeta(
+        id="0/0",
+        spans=[
+            Span(policy_version=version, weights_digest=digest, start=start, end=end)
+            for version, digest, start, end in spans
+        ],
+    )
     return Trajectory(meta, np.arange(6, dtype=np.int32), (versions >= 0).astype(np.uint8), versions)
 
 
@@ -48,7 +54,11 @@ def test_one_version_under_two_digests_is_found_even_when_neither_is_known() -> 
 
 @pytest.mark.parametrize(
     "forge",
-    [lambda each: each.policy_versions.put(3, 2), lambda each: each.policy_versions.put(0, 1), lambda each: each.response_mask.put(5, 0)],
+    [
+        lambda each: each.policy_versions.put(3, 2),
+        lambda each: each.policy_versions.put(0, 1),
+        lambda each: each.response_mask.put(5, 0),
+    ],
     ids=["another version", "a prompt token", "an unmasked token"],
 )
 def test_columns_that_disagree_with_the_spans_are_found(forge: Callable[[Trajectory], None]) -> None:

@@ -33,11 +33,15 @@ def line(step: int, *, busy_s: float, tokens: float, **more: float) -> str:
 def test_the_controller_has_what_is_left_of_a_step_and_evaluations_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     evaluation = json.dumps({"step": 1, "eval/heldout/time_s": 9.0}) + "\n"
-    path.write_text(line(1, busy_s=5, tokens=100) + evaluation + line(2, busy_s=5.8, tokens=180) + line(3, busy_s=6.6, tokens=260))
+    path.write_text(
+        line(1, busy_s=5, tokens=100) + evaluation + line(2, busy_s=5.8, tokens=180) + line(3, busy_s=6.6, tokens=260)
+    )
     steps = read_steps(path, 1)
     assert len(steps) == 2
     assert steps[0].controller_s == pytest.approx(0.2)
-    assert (steps[0].busy_s, steps[0].hand_over_s, steps[0].num_engine_tokens, steps[0].actor_s) == pytest.approx((0.8, 0.2, 80, 0.4))
+    assert (steps[0].busy_s, steps[0].hand_over_s, steps[0].num_engine_tokens, steps[0].actor_s) == pytest.approx(
+        (0.8, 0.2, 80, 0.4)
+    )
     assert split_table(steps)[-1] == "controller's share: 10.0% of a step; 20.0% with all of the hand-over"
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.capacity import check_capacity, gpu_memory_bytes, host_memory_bytes
+from rolecall.commands.capacity import check_capacity, gpu_memory_bytes, host_memory_bytes
+from rolecall.data.model_files import ModelFacts
 from rolecall.errors import ConfigError
-from rolecall.model_files import ModelFacts
 from rolecall.settings import RunSettings
 from tests.conftest import MakeSettings
 
@@ -41,12 +41,22 @@ def test_roles_on_gpus_are_held_against_the_memory_of_each(make_settings: MakeSe
     rollout = {"devices": [[3]], "kv_cache_bytes": 2**33}
     (told,) = lines(make_settings(actor={"devices": [0, 1], "num_ranks": 2}, rollout=rollout))
     assert "GPU 3 80.0 GiB" in told
-    with pytest.raises(ConfigError, match=r"actor needs at least 104.3 GiB on GPU 0, and no GPU of this machine has more than 80.0 GiB; use more GPUs for it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"actor needs at least 104.3 GiB on GPU 0, and no GPU of this machine has more than 80.0 GiB; "
+        r"use more GPUs for it",
+    ):
         lines(make_settings(actor={"devices": [0]}, rollout=rollout))
     lines(make_settings(actor={"devices": [0], "optimizer": {"offload": True}}, rollout=rollout))
     lines(make_settings(actor={"address": "elsewhere:1"}, rollout=rollout))
-    with pytest.raises(ConfigError, match=r"rollout needs at least 109.4 GiB on GPU 3, and no GPU of this machine has more"):
-        lines(make_settings(actor={"devices": [0, 1], "num_ranks": 2}, rollout={"devices": [[3]], "kv_cache_bytes": 96 * 2**30}))
+    with pytest.raises(
+        ConfigError, match=r"rollout needs at least 109.4 GiB on GPU 3, and no GPU of this machine has more"
+    ):
+        lines(
+            make_settings(
+                actor={"devices": [0, 1], "num_ranks": 2}, rollout={"devices": [[3]], "kv_cache_bytes": 96 * 2**30}
+            )
+        )
 
 
 def test_gpus_that_nobody_tells_of_are_not_judged(make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""What is left of a checkpoint whose loop is abandoned while it is committed, and of one that was committed and cannot clean up after itself."""
+"""What is left of a checkpoint whose loop is abandoned while it is committed, and of one that was committed and cannot
+clean up after itself.
+"""
 
 import asyncio
 import logging
@@ -9,16 +11,16 @@ from typing import BinaryIO, TypeVar
 
 import pytest
 
-from rolecall.checkpoints import COMMITTED, Attempt, RunCheckpoints, store, verify
+from rolecall.checkpoint.manifest import COMMITTED, Attempt, RunCheckpoints, store, verify
+from rolecall.checkpoint.storage import Storage, open_storage
 from rolecall.errors import StorageUnavailableError
 from rolecall.settings import RunSettings
-from rolecall.storage import Storage, open_storage
-from rolecall.training.vitals import nothing
+from rolecall.training.serving.hooks import nothing
 from rolecall.v1 import training_pb2 as pb
-from services.controller.checkpoints import Checkpoints, RunPoint
-from services.controller.saving import CheckpointSaver
+from services.controller.durable.run_point import Checkpoints, RunPoint
+from services.controller.durable.saving import CheckpointSaver
+from services.controller.step.trainers import Trainer
 from services.controller.threads import StoreThreads
-from services.controller.trainers import Trainer
 
 T = TypeVar("T")
 POINT = RunPoint("test", 0, 1, 1, 1, 2, 2, {}, "", [])
@@ -79,7 +81,9 @@ class Undeletable(WrappedStorage):
 class QuickStub:
     """A trainer whose share is one file, written at once."""
 
-    async def SaveCheckpoint(self, request: pb.SaveTrainerCheckpointRequest, timeout: float) -> AsyncIterator[pb.SaveTrainerCheckpointResponse]:
+    async def SaveCheckpoint(
+        self, request: pb.SaveTrainerCheckpointRequest, timeout: float
+    ) -> AsyncIterator[pb.SaveTrainerCheckpointResponse]:
         yield pb.SaveTrainerCheckpointResponse(snapshot=pb.CheckpointSnapshot())
         file = store(open_storage(request.path), "weights", lambda file: file.write(b"weights"))
         written = pb.CheckpointFile(name=file.name, num_bytes=file.num_bytes, checksum=file.checksum)
@@ -87,7 +91,9 @@ class QuickStub:
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before COMMITTED is written", "after it"])
-async def test_a_commit_whose_loop_is_abandoned_makes_a_whole_checkpoint(tmp_path: Path, make_settings: Callable[..., RunSettings], after: bool) -> None:
+async def test_a_commit_whose_loop_is_abandoned_makes_a_whole_checkpoint(
+    tmp_path: Path, make_settings: Callable[..., RunSettings], after: bool
+) -> None:
     storage, threads, given_up = SlowToCommit(open_storage(str(tmp_path)), after=after), StoreThreads(), asyncio.Event()
     trainer = Trainer("actor", QuickStub(), make_settings().actor)  # type: ignore[arg-type]
     checkpoints = Checkpoints(storage, 1)
@@ -146,7 +152,9 @@ def commit(checkpoints: RunCheckpoints, step: int) -> Attempt:
 
 
 @pytest.mark.parametrize("folder", ["{}", "memory:/{}"], ids=["disk", "memory"])
-def test_an_attempt_that_became_a_checkpoint_is_not_discarded_and_another_at_its_step_is(tmp_path: Path, folder: str) -> None:
+def test_an_attempt_that_became_a_checkpoint_is_not_discarded_and_another_at_its_step_is(
+    tmp_path: Path, folder: str
+) -> None:
     checkpoints = RunCheckpoints(open_storage(folder.format(tmp_path)), 1)
     attempt, other = commit(checkpoints, 1), checkpoints.begin(1)
     store(other.storage, "weights", lambda file: file.write(b"others"))
@@ -158,7 +166,9 @@ def test_an_attempt_that_became_a_checkpoint_is_not_discarded_and_another_at_its
     assert not other.storage.files()
 
 
-def test_a_checkpoint_is_made_though_what_is_old_cannot_be_deleted_which_goes_with_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_is_made_though_what_is_old_cannot_be_deleted_which_goes_with_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     storage = open_storage(str(tmp_path))
     commit(RunCheckpoints(storage, 1), 1)
     with caplog.at_level(logging.WARNING):

@@ -6,16 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.cli import main
+from rolecall.commands.cli import main
+from rolecall.commands.steer import find
 from rolecall.errors import ConfigError
 from rolecall.settings import load_settings, overrides_from
-from rolecall.steer import find
 from tests.light_run import write_light_config
 
 
 def test_help_imports_nothing_heavy() -> None:
     heavy = {"grpc", "pydantic", "torch", "rich"}
-    code = f"import sys; from rolecall import cli\ntry: cli.main(['--help'])\nexcept SystemExit: print(sorted({heavy} & set(sys.modules)))"
+    code = (
+        "import sys; from rolecall.commands import cli\ntry: cli.main(['--help'])\nexcept SystemExit: "
+        f"print(sorted({heavy} & set(sys.modules)))"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert answer.stdout.splitlines()[-1] == "[]"
     assert "train" in answer.stdout
@@ -24,7 +27,10 @@ def test_help_imports_nothing_heavy() -> None:
 def test_a_bad_configuration_is_answered_before_grpc_or_torch_is_imported(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("run: {name: x}\n")
-    code = f"import sys; from rolecall import cli; code = cli.main(['train', {str(file)!r}]); print(code, sorted({{'grpc', 'torch'}} & set(sys.modules)))"
+    code = (
+        f"import sys; from rolecall.commands import cli; code = cli.main(['train', {str(file)!r}]); print(code, "
+        f"sorted({{'grpc', 'torch'}} & set(sys.modules)))"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert answer.stdout.splitlines()[-1] == "2 []"
     assert "run.num_steps" in answer.stderr
@@ -53,7 +59,10 @@ def test_a_warm_start_with_a_bad_file_is_answered_before_grpc_or_torch_is_import
     file = tmp_path / "sft.yaml"
     file.write_text("run: {name: x}\n")
     words = ["sft", str(file)]
-    code = f"import sys; from rolecall import cli; code = cli.main({words!r}); print(code, sorted({{'grpc', 'torch'}} & set(sys.modules)))"
+    code = (
+        f"import sys; from rolecall.commands import cli; code = cli.main({words!r}); print(code, sorted({{'grpc', "
+        f"'torch'}} & set(sys.modules)))"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert answer.stdout.splitlines()[-1] == "2 []"
     assert "data" in answer.stderr
@@ -68,9 +77,14 @@ def test_overrides_come_with_a_space_or_an_equals_sign() -> None:
     assert overrides_from(["--run.seed", "3", "--data.system_prompt=a=b"]) == ["run.seed=3", "data.system_prompt=a=b"]
 
 
-def test_an_option_that_does_not_exist_is_told_with_the_nearest_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_that_does_not_exist_is_told_with_the_nearest_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", str(write_light_config(tmp_path)), "--resum"]) == 2
-    assert "unexpected argument '--resum' (did you mean '--resume'?); overrides have the form --section.key value" in capsys.readouterr().err
+    assert (
+        "unexpected argument '--resum' (did you mean '--resume'?); overrides have the form --section.key value"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("words", [["--run.seed"], ["seed", "3"], ["--seed", "3"], ["--run.seed", "3", "more"]])
@@ -97,7 +111,9 @@ def test_what_names_no_run_is_refused(tmp_path: Path) -> None:
         (["xyz"], "there is no command 'xyz'; there are train, check, sft"),
     ],
 )
-def test_a_command_or_role_that_does_not_exist_is_told_with_the_nearest_one(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_or_role_that_does_not_exist_is_told_with_the_nearest_one(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
@@ -109,10 +125,22 @@ def test_a_command_or_role_that_does_not_exist_is_told_with_the_nearest_one(word
     [
         ("run.num_step=3", "run.num_step: there is no such setting (did you mean 'num_steps'?); correct or remove it"),
         ("actr.num_ranks=2", "actr: there is no such setting (did you mean 'actor'?)"),
-        ("actor.learning_rate=0.1", "actor.learning_rate: there is no such setting (did you mean 'actor.optimizer.learning_rate'?)"),
-        ("algorithm.advantage={kind: gae, lamda: 0.9}", "algorithm.advantage.gae.lamda: there is no such setting (did you mean 'gae_lambda'?)"),
-        ("references={ref: {adress: 'h:1'}}", "references.ref.adress: there is no such setting (did you mean 'address'?)"),
-        ("reward.components={c: {scorer: {kind: function, targt: 'm:f'}}}", "c.scorer.function.targt: there is no such setting (did you mean 'target'?)"),
+        (
+            "actor.learning_rate=0.1",
+            "actor.learning_rate: there is no such setting (did you mean 'actor.optimizer.learning_rate'?)",
+        ),
+        (
+            "algorithm.advantage={kind: gae, lamda: 0.9}",
+            "algorithm.advantage.gae.lamda: there is no such setting (did you mean 'gae_lambda'?)",
+        ),
+        (
+            "references={ref: {adress: 'h:1'}}",
+            "references.ref.adress: there is no such setting (did you mean 'address'?)",
+        ),
+        (
+            "reward.components={c: {scorer: {kind: function, targt: 'm:f'}}}",
+            "c.scorer.function.targt: there is no such setting (did you mean 'target'?)",
+        ),
         ("run.xyzzy=1", "run.xyzzy: there is no such setting; correct or remove it"),
     ],
 )
@@ -125,5 +153,7 @@ def test_a_setting_that_does_not_exist_is_told_with_the_nearest_one(tmp_path: Pa
 @pytest.mark.parametrize("setting", ["controller.address", "actor.bind", "rollout.bind", "reward.address"])
 @pytest.mark.parametrize("address", ["127.0.0.1:99999", "127.0.0.1", "here:there"])
 def test_what_is_no_address_is_refused_with_its_setting(tmp_path: Path, setting: str, address: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{setting}: '{address}' is not an address.*; write host:port or unix:/path"):
+    with pytest.raises(
+        ConfigError, match=rf"{setting}: '{address}' is not an address.*; write host:port or unix:/path"
+    ):
         load_settings(write_light_config(tmp_path), [f"{setting}={address}"])

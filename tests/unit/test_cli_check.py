@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rolecall.check import check
-from rolecall.cli import main
+from rolecall.commands.check import check
+from rolecall.commands.cli import main
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings, load_settings
 from tests.light_run import write_light_config
@@ -37,11 +37,16 @@ def test_a_sound_configuration_gives_a_line_per_derived_value(config: Path) -> N
 
 def test_the_budgets_of_failures_are_told_with_their_window(config: Path) -> None:
     _, told = findings(load_settings(config, ["reward.max_failed_groups=5", "controller.failure_window=200"]))
-    assert "failures: of any 200 groups 5 may be without a score and 32 without a rollout that survives them; one more ends the run" in told
+    assert (
+        "failures: of any 200 groups 5 may be without a score and 32 without a rollout that survives them; one "
+        "more ends the run" in told
+    )
 
 
 def test_a_users_estimator_is_found_and_takes_its_options(config: Path) -> None:
-    (config.parent / "median_for_a_check.py").write_text("def f(batch, *, scale):\n    raise AssertionError('not called')\n")
+    (config.parent / "median_for_a_check.py").write_text(
+        "def f(batch, *, scale):\n    raise AssertionError('not called')\n"
+    )
     advantage = "algorithm.advantage={kind: custom, function: 'median_for_a_check:f', options: {%s: 2}}"
     assert "median_for_a_check:f is found" in findings(load_settings(config, [advantage % "scale"]))[1]
     code, text = findings(load_settings(config, [advantage % "size"]))
@@ -79,7 +84,9 @@ def test_all_mistakes_are_told_in_one_go(config: Path) -> None:
 
 def test_two_roles_on_one_gpu_are_refused(config: Path) -> None:
     with pytest.raises(ConfigError, match="GPU 0 is given to actor and to"):
-        load_settings(config, ["actor.devices=[0]", "actor.address=null", "rollout.num_replicas=1", "rollout.devices=[[0]]"])
+        load_settings(
+            config, ["actor.devices=[0]", "actor.address=null", "rollout.num_replicas=1", "rollout.devices=[[0]]"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -123,14 +130,19 @@ def test_files_that_are_not_safetensors_are_named(config: Path) -> None:
 
 
 def test_a_first_prompt_of_messages_keeps_its_system_turn(config: Path) -> None:
-    row: dict[str, Any] = {"prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}], "ground_truth": "x"}
+    row: dict[str, Any] = {
+        "prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
+        "ground_truth": "x",
+    }
     (config.parent / "train.jsonl").write_text(json.dumps(row) + "\n")
     _, text = findings(load_settings(config, ["data.system_prompt=never used"]))
     assert "be brief" in text
     assert "never used" not in text
 
 
-def test_train_asks_the_same_before_it_makes_a_directory_or_starts_a_process(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_asks_the_same_before_it_makes_a_directory_or_starts_a_process(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (config.parent / "train.jsonl").write_text('{"prompt": "2 + 2", "ground_truth": "4"}\n{oops\n')
     (config.parent / "model" / "model.safetensors").unlink()
     assert main(["train", str(config)]) == 2
@@ -161,10 +173,15 @@ def test_the_rows_of_held_out_sets_are_read_too(config: Path) -> None:
 def test_a_run_directory_that_cannot_be_written_is_named(config: Path) -> None:
     code, text = findings(load_settings(config, ["run.dir=/proc/run"]))
     assert code == 2
-    assert "run.dir /proc/run cannot be written: No such file or directory in /proc; make room or it writable, or name another run.dir" in text
+    assert (
+        "run.dir /proc/run cannot be written: No such file or directory in /proc; make room or it writable, or "
+        "name another run.dir" in text
+    )
 
 
-@pytest.mark.parametrize(("key", "value"), [("reward.components.correct.weight", ".nan"), ("sampling.temperature", ".inf")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("reward.components.correct.weight", ".nan"), ("sampling.temperature", ".inf")]
+)
 def test_numbers_that_are_not_finite_are_refused_by_name(config: Path, key: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}: Input should be a finite number"):
         load_settings(config, [f"{key}={value}"])

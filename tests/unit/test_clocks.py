@@ -1,4 +1,6 @@
-"""Wall clocks jump: nothing that decides anything may read one. Every use of one in the library and the services is found, and must be on a short list."""
+"""Wall clocks jump: nothing that decides anything may read one. Every use of one in the library and the services is
+found, and must be on a short list.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -14,10 +16,10 @@ WALL_CLOCKS = {
 }
 """By the name before the dot, however it was imported."""
 ALLOWED = {
-    "rolecall/processes.py": {"strftime"},  # the line that begins a start in a log
-    "rolecall/ledger_story.py": {"fromtimestamp"},  # a story for people, of the stamps of the store
-    "rolecall/run_record.py": {"time"},  # when a run was last heard of, for people
-    "rolecall/steer.py": {"strftime", "localtime"},  # the same, as it is shown
+    "rolecall/launcher/processes.py": {"strftime"},  # the line that begins a start in a log
+    "rolecall/commands/ledger_story.py": {"fromtimestamp"},  # a story for people, of the stamps of the store
+    "rolecall/launcher/run_record.py": {"time"},  # when a run was last heard of, for people
+    "rolecall/commands/steer.py": {"strftime", "localtime"},  # the same, as it is shown
     "rolecall/telemetry.py": {"fromtimestamp"},  # log lines
     "rolecall/trackers/files.py": {"time"},  # event files carry wall time, and are ordered by it in their names
     "rolecall/trackers/mlflow.py": {"time"},  # and so do MLflow's metrics
@@ -26,10 +28,18 @@ ALLOWED = {
 
 
 def wall_clocks(source: str) -> Iterator[tuple[int, str]]:
-    """(line, function) of everything in `source` that names a function of a wall clock, called or handed on, imported by name included."""
+    """(line, function) of everything in `source` that names a function of a wall clock, called or handed on, imported
+    by name included.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
-            owner = node.value.attr if isinstance(node.value, ast.Attribute) else node.value.id if isinstance(node.value, ast.Name) else ""
+            owner = (
+                node.value.attr
+                if isinstance(node.value, ast.Attribute)
+                else node.value.id
+                if isinstance(node.value, ast.Name)
+                else ""
+            )
             if node.attr in WALL_CLOCKS.get(owner, ()):
                 yield node.lineno, node.attr
         elif isinstance(node, ast.ImportFrom) and node.module == "time":
@@ -40,7 +50,9 @@ def test_no_deadline_lease_or_order_depends_on_the_wall_clock() -> None:
     found = []
     for path in sorted([*(ROOT / "rolecall").rglob("*.py"), *(ROOT / "services").rglob("*.py")]):
         name = str(path.relative_to(ROOT))
-        found += [f"{name}:{line} {what}" for line, what in wall_clocks(path.read_text()) if what not in ALLOWED.get(name, ())]
+        found += [
+            f"{name}:{line} {what}" for line, what in wall_clocks(path.read_text()) if what not in ALLOWED.get(name, ())
+        ]
     assert found == [], "use time.monotonic(), or say here why a wall clock does no harm"
 
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from rolecall.errors import RowMissingError, WorkerLostError
-from rolecall.training.batching import ColumnBatcher, row_key
+from rolecall.training.serving.column_batcher import ColumnBatcher, row_key
 from rolecall.v1.trajectory_pb2 import RowRef
 
 
@@ -55,7 +55,9 @@ async def test_calls_that_come_together_are_computed_together() -> None:
 async def test_a_batch_stays_within_the_budget_and_a_larger_call_goes_alone() -> None:
     device = Device()
     async with batching(device, 25) as batcher:
-        await asyncio.gather(*(batcher.compute([row(f"{i}/0", tokens)]) for i, tokens in enumerate([10, 10, 10, 90, 10])))
+        await asyncio.gather(
+            *(batcher.compute([row(f"{i}/0", tokens)]) for i, tokens in enumerate([10, 10, 10, 90, 10]))
+        )
     assert device.calls == [["0/0", "1/0"], ["2/0"], ["3/0"], ["4/0"]]
 
 
@@ -94,7 +96,9 @@ async def test_each_call_is_told_how_many_of_its_own_rows_were_written_before() 
 async def test_a_missing_row_fails_only_the_call_that_named_it() -> None:
     device = Device()
     async with batching(device, 1000) as batcher:
-        good, bad, other = await asyncio.gather(*(batcher.compute([row(id)]) for id in ("0/0", "gone/0", "1/0")), return_exceptions=True)
+        good, bad, other = await asyncio.gather(
+            *(batcher.compute([row(id)]) for id in ("0/0", "gone/0", "1/0")), return_exceptions=True
+        )
         assert (await batcher.compute([row("2/0")])).num_tokens == 10
     assert isinstance(bad, RowMissingError)
     assert not isinstance(good, BaseException)

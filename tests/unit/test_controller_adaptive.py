@@ -1,4 +1,6 @@
-"""What the algorithm carries from step to step: encoded exactly, only where something adapts, and the batch that is prepared with it."""
+"""What the algorithm carries from step to step: encoded exactly, only where something adapts, and the batch that is
+prepared with it.
+"""
 
 from typing import Any
 
@@ -15,9 +17,9 @@ from rolecall.telemetry import Metrics
 from rolecall.v1 import trajectory_pb2
 from rolecall.v1.training_pb2 import TrainResult
 from rolecall.wire import Array
-from services.controller.adaptive import AdaptiveState
-from services.controller.assembly import GreedyResponse, ScoredGroup
-from services.controller.preparation import prepare
+from services.controller.groups.assembly import GreedyResponse, ScoredGroup
+from services.controller.step.adaptive import AdaptiveState
+from services.controller.step.preparation import prepare
 
 ADAPTIVE: dict[str, Any] = {
     "groups_per_batch": 1,
@@ -47,9 +49,13 @@ def run_settings(**fields: Any) -> RunSettings:
 
 def group(*rewards: float, truncated: tuple[bool, ...] = (False, False), greedy: float | None = None) -> ScoredGroup:
     rows = tuple(trajectory_pb2.RowRef(id=f"0/{i}", token="w.1-1", num_tokens=4) for i in range(len(rewards)))
-    baseline = None if greedy is None else GreedyResponse(trajectory_pb2.RowRef(id="0/2", token="w.1-1", num_tokens=4), greedy)
+    baseline = (
+        None if greedy is None else GreedyResponse(trajectory_pb2.RowRef(id="0/2", token="w.1-1", num_tokens=4), greedy)
+    )
     tokens = np.full(len(rewards), 2, np.int32)
-    return ScoredGroup(0, rows, 0, np.array(rewards, np.float32), {}, tokens, np.array(truncated), 0.1, 0.0, 0.0, baseline)
+    return ScoredGroup(
+        0, rows, 0, np.array(rewards, np.float32), {}, tokens, np.array(truncated), 0.1, 0.0, 0.0, baseline
+    )
 
 
 def row(reward: float, reference: float = 0.0) -> dict[str, Array]:
@@ -70,7 +76,9 @@ def result_of(**metrics: float) -> list[TrainResult]:
     return [TrainResult(metrics=found.to_proto())]
 
 
-@given(floats=st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=5, max_size=5), num=st.integers(0, 2**40))
+@given(
+    floats=st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=5, max_size=5), num=st.integers(0, 2**40)
+)
 def test_a_state_comes_back_bit_by_bit(floats: list[float], num: int) -> None:
     state = AdaptiveState(Control(*floats[:3]), Moments(num, *floats[3:]))
     adapting = algorithm(shaping={"normalize": "running"})
@@ -82,12 +90,17 @@ def test_nothing_kept_is_the_start() -> None:
 
 
 def test_a_coefficient_that_does_not_adapt_is_the_settings_also_when_they_change() -> None:
-    kept = AdaptiveState(Control(0.7, 0.003, 0.4), Moments(3, 1.0, 2.0)).encode(algorithm(shaping={"normalize": "running"}))
+    kept = AdaptiveState(Control(0.7, 0.003, 0.4), Moments(3, 1.0, 2.0)).encode(
+        algorithm(shaping={"normalize": "running"})
+    )
     plain = algorithm(kl={"reference": "ref", "kl_coef": 0.2}, entropy={"entropy_coef": 0.01})
     assert AdaptiveState.decode(plain, kept) == AdaptiveState(Control(0.2, 0.01))
 
 
-@pytest.mark.parametrize("before", [{"kl": None, "entropy": None}, {"kl": {"reference": "ref", "kl_coef": 0.2}, "entropy": {"entropy_coef": 0.01}}])
+@pytest.mark.parametrize(
+    "before",
+    [{"kl": None, "entropy": None}, {"kl": {"reference": "ref", "kl_coef": 0.2}, "entropy": {"entropy_coef": 0.01}}],
+)
 def test_what_begins_to_adapt_begins_at_its_settings(before: dict[str, Any]) -> None:
     """A KL coefficient that began at the 0 of a run without KL would stay 0 for ever."""
     kept = AdaptiveState.start(algorithm(**before)).encode(algorithm(**before))
@@ -100,24 +113,39 @@ def test_what_begins_to_adapt_begins_at_its_settings(before: dict[str, Any]) -> 
 def test_a_step_moves_the_coefficients_by_what_it_measured() -> None:
     batch = trajectory_pb2.TrainBatch(rows=[trajectory_pb2.RowRef()] * 5)
     state = AdaptiveState.start(algorithm()).after(algorithm(), batch, result_of(reference_kl=1.0, entropy=0.1))
-    # KL 10 times its target: the error counts 0.2; 5 responses of a horizon of 10: 0.5 * (1 + 0.2 * 5 / 10). Entropy below its target: one step up.
+    # KL 10 times its target: the error counts 0.2; 5 responses of a horizon of 10: 0.5 * (1 + 0.2 * 5 / 10). Entropy
+    # below its target: one step up.
     assert state.control == Control(0.5 * 1.1, 0.0011, 0.1)
-    assert state.after(algorithm(), batch, result_of(reference_kl=float("nan"))).control == state.control, "what is not finite was not measured"
+    assert state.after(algorithm(), batch, result_of(reference_kl=float("nan"))).control == state.control, (
+        "what is not finite was not measured"
+    )
 
 
 def test_the_kl_of_a_reward_is_measured_and_sealed_before_the_step() -> None:
-    kl = {"reference": "ref", "kl_coef": 0.5, "estimator": "k1", "placement": "reward", "adaptive": {"target": 0.1, "horizon": 10}}
+    kl = {
+        "reference": "ref",
+        "kl_coef": 0.5,
+        "estimator": "k1",
+        "placement": "reward",
+        "adaptive": {"target": 0.1, "horizon": 10},
+    }
     settings = run_settings(kl=kl)
     state = AdaptiveState(Control(kl_coef=2.0))
     batch, columns = prepare(settings, 0, [group(1.0, 1.0)], [row(1.0), row(1.0, reference=1.0)], state=state)
-    assert (batch.coefficients.kl_coef, batch.statistics.kl) == (2.0, 0.25)  # one of four tokens is a nat less likely to the reference
+    # one of four tokens is a nat less likely to the reference
+    assert (batch.coefficients.kl_coef, batch.statistics.kl) == (2.0, 0.25)
     np.testing.assert_allclose([column["advantages"][2] for column in columns], [2.0, -2.0])
-    assert state.after(settings.algorithm, batch, result_of()).control.kl_coef == pytest.approx(2.0 * (1 + 0.2 * 2 / 10))
+    assert state.after(settings.algorithm, batch, result_of()).control.kl_coef == pytest.approx(
+        2.0 * (1 + 0.2 * 2 / 10)
+    )
 
 
 def test_other_coefficients_make_another_batch() -> None:
     settings, groups, rows = run_settings(entropy=ADAPTIVE["entropy"]), [group(1.0, 0.0)], [row(1.0), row(0.0)]
-    digests = {prepare(settings, 0, groups, rows, state=AdaptiveState(Control(0.0, coef)))[0].digest for coef in (0.001, 0.001, 0.0015)}
+    digests = {
+        prepare(settings, 0, groups, rows, state=AdaptiveState(Control(0.0, coef)))[0].digest
+        for coef in (0.001, 0.001, 0.0015)
+    }
     assert len(digests) == 2
 
 
@@ -141,7 +169,10 @@ def test_a_truncated_response_is_masked_and_its_reward_still_compared_with() -> 
 def test_the_overlong_are_punished_after_normalisation_and_the_greedy_response_as_the_others() -> None:
     shaping = {"clip_max": 1.0, "overlong": {"buffer_tokens": 4}}
     settings = run_settings(advantage={"kind": "remax"}, shaping=shaping)
-    greedy_row: dict[str, Array] = {"response_mask": np.array([0, 0, 1, 1], np.uint8), "reward": np.array([9.0], np.float32)}
+    greedy_row: dict[str, Array] = {
+        "response_mask": np.array([0, 0, 1, 1], np.uint8),
+        "reward": np.array([9.0], np.float32),
+    }
     _, columns = prepare(settings, 0, [group(5.0, 0.0, greedy=9.0)], [row(5.0), row(0.0)], [greedy_row])
     # All three are two tokens long and lose a half; the greedy 9 is clipped to 1.
     np.testing.assert_allclose([column["advantages"][2] for column in columns], [0.0, -1.0])

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rolecall.checkpoint.storage import open_storage
 from rolecall.settings import RunSettings
-from rolecall.storage import open_storage
 from rolecall.v1 import controller_pb2, trajectory_pb2
 from rolecall.wire import Array
-from services.controller.admission import AdmissionPolicy
-from services.controller.assembly import Assembly, ScoredGroup
 from services.controller.board import RunBoard
-from services.controller.checkpoints import Checkpoints, RunPoint
-from services.controller.preparation import columns_computed, columns_read, prepare
+from services.controller.durable.run_point import Checkpoints, RunPoint
+from services.controller.groups.admission import AdmissionPolicy
+from services.controller.groups.assembly import Assembly, ScoredGroup
+from services.controller.step.preparation import columns_computed, columns_read, prepare
 
 
 def run_settings(**sections: Any) -> RunSettings:
@@ -34,7 +34,9 @@ def run_settings(**sections: Any) -> RunSettings:
 def group(gid: int, *rewards: float) -> ScoredGroup:
     size = len(rewards)
     rows = tuple(trajectory_pb2.RowRef(id=f"{gid}/{i}", token="w.1-1", num_tokens=4) for i in range(size))
-    return ScoredGroup(gid, rows, 0, np.array(rewards, np.float32), {}, np.full(size, 2, np.int32), np.zeros(size, bool), 0.1, 0.0, 0.0)
+    return ScoredGroup(
+        gid, rows, 0, np.array(rewards, np.float32), {}, np.full(size, 2, np.int32), np.zeros(size, bool), 0.1, 0.0, 0.0
+    )
 
 
 def row(reward: float) -> dict[str, Array]:
@@ -74,10 +76,14 @@ def test_the_digest_depends_on_order_attempt_and_contents() -> None:
 
 @pytest.mark.parametrize(
     ("correction", "compared", "asked"),
-    [({}, "old_logprobs", ("old_logprobs",)), (None, "old_logprobs", ("old_logprobs",)), ({"proximal": "bypass"}, "rollout_logprobs", ())],
+    [
+        ({}, "old_logprobs", ("old_logprobs",)),
+        (None, "old_logprobs", ("old_logprobs",)),
+        ({"proximal": "bypass"}, "rollout_logprobs", ()),
+    ],
     ids=["trainer", "uncorrected", "bypass"],
 )
-def test_kl_in_the_reward_compares_the_old_policy_with_the_reference_and_lowers_the_reward_of_tokens_that_one_finds_unlikely(
+def test_kl_in_the_reward_lowers_the_reward_of_tokens_that_the_reference_finds_unlikely(
     correction: dict[str, str] | None, compared: str, asked: tuple[str, ...]
 ) -> None:
     kl = {"reference": "ref", "kl_coef": 0.5, "estimator": "k1", "placement": "reward"}
@@ -87,7 +93,10 @@ def test_kl_in_the_reward_compares_the_old_policy_with_the_reference_and_lowers_
     assert {"ref/logprobs", compared} <= set(columns_read(settings))
     rows = [{**row(1), "ref/logprobs": np.array([0, 0, reference, -0.25], np.float32)} for reference in (-0.5, -1.5)]
     if asked:  # the sampler's kernels see other numbers on the same tokens
-        seen = [{"old_logprobs": each["rollout_logprobs"], "rollout_logprobs": each["rollout_logprobs"] - i} for i, each in enumerate(rows)]
+        seen = [
+            {"old_logprobs": each["rollout_logprobs"], "rollout_logprobs": each["rollout_logprobs"] - i}
+            for i, each in enumerate(rows)
+        ]
         rows = [{**each, **other} for each, other in zip(rows, seen, strict=True)]
     _, columns = prepare(settings, 0, [group(1, 1.0, 1.0)], rows)
     # The second row loses 0.5 * (-0.5 + 1.5) = 0.5; RLOO compares 1.0 with 0.5.
@@ -103,9 +112,14 @@ def test_an_actors_pass_before_the_seal_is_asked_for_only_where_something_compar
         (taught, ("old_logprobs",)),
         ({"distillation": {"teacher": "ref", "placement": "loss"}}, ()),
         ({**taught, "correction": {"proximal": "bypass"}}, ()),
-        ({"kl": {**kl, "placement": "reward"}, "advantage": {"kind": "optimal_token_baseline"}}, ("old_logprobs", "sum_squared_probs")),
+        (
+            {"kl": {**kl, "placement": "reward"}, "advantage": {"kind": "optimal_token_baseline"}},
+            ("old_logprobs", "sum_squared_probs"),
+        ),
     ):
-        settings = run_settings(algorithm={"groups_per_batch": 1, **algorithm}, references={"ref": {}} if algorithm else {})
+        settings = run_settings(
+            algorithm={"groups_per_batch": 1, **algorithm}, references={"ref": {}} if algorithm else {}
+        )
         assert columns_computed(settings.algorithm) == asked, algorithm
         assert set(asked) <= set(columns_read(settings))
 

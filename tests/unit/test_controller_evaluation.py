@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rolecall.errors import GenerationError, RoleCallError, UnavailableError
-from rolecall.scores import Score
+from rolecall.scoring.scores import Score
 from rolecall.settings import EvaluationSet, RunSettings
 from rolecall.v1 import reward_pb2, rollout_pb2, trajectory_pb2
 from services.controller.evaluation import Evaluation, HeldOutSet
@@ -30,7 +30,9 @@ class Replica:
         """As Rollout.stub."""
         return self
 
-    async def Generate(self, request: rollout_pb2.GenerateRequest, timeout: float) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+    async def Generate(
+        self, request: rollout_pb2.GenerateRequest, timeout: float
+    ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         """RolloutService.Generate."""
         self.asked.append(request.prompt.uid)
         for index in range(request.num_responses):
@@ -69,7 +71,9 @@ async def evaluated(make_settings: Callable[..., RunSettings], *replicas: Replic
     return metrics.values()
 
 
-async def test_a_prompt_that_nobody_could_answer_is_missing_and_in_no_mean(make_settings: Callable[..., RunSettings]) -> None:
+async def test_a_prompt_that_nobody_could_answer_is_missing_and_in_no_mean(
+    make_settings: Callable[..., RunSettings],
+) -> None:
     values = await evaluated(make_settings, Replica("r.0", failing={"1": GenerationError("it cannot")}))
     assert values["eval/held/missing"] == NUM_RESPONSES
     assert values["eval/held/accuracy"] == 1.0

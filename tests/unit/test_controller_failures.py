@@ -14,10 +14,12 @@ from rolecall.errors import (
     WorkerLostError,
 )
 from rolecall.settings import ControllerSection
-from services.controller.failures import FailureBudget, RecoveryBudget, StallClock, starts_over
+from services.controller.groups.failures import FailureBudget, RecoveryBudget, StallClock, starts_over
 
 
-@pytest.mark.parametrize("kind", [ChannelBrokenError, DeadlineError, StoreUnavailableError, WorkerLostError, OutOfOrderError])
+@pytest.mark.parametrize(
+    "kind", [ChannelBrokenError, DeadlineError, StoreUnavailableError, WorkerLostError, OutOfOrderError]
+)
 def test_the_failure_of_a_role_or_the_store_starts_the_loop_over(kind: type[RoleCallError]) -> None:
     assert starts_over(kind("gone"))
 
@@ -28,13 +30,24 @@ def test_what_the_store_cannot_mend_ends_the_run(kind: type[RoleCallError]) -> N
 
 
 class Recoveries:
-    """A budget with a clock that stands still between failures and roles that are away as long as they are told to be."""
+    """A budget with a clock that stands still between failures and roles that are away as long as they are told to
+    be.
+    """
 
     def __init__(self, **controller: float) -> None:
         self.now = 0.0
         self.budget = RecoveryBudget(ControllerSection.model_validate(controller), lambda: self.now)
 
-    def fail(self, step: int, away_s: float = 0.0, *, after_s: float = 0.0, landed: int = 0, paused: bool = False, why: str = "gone") -> None:
+    def fail(
+        self,
+        step: int,
+        away_s: float = 0.0,
+        *,
+        after_s: float = 0.0,
+        landed: int = 0,
+        paused: bool = False,
+        why: str = "gone",
+    ) -> None:
         """After `after_s` of work something fails, and answers again `away_s` later."""
         self.now += after_s
         self.budget.spend(WorkerLostError(why), step, (landed, 0), paused=paused)
@@ -60,7 +73,9 @@ def test_roles_that_are_away_longer_than_the_stall_timeout_end_the_run() -> None
     recoveries = Recoveries(stall_timeout_s=60)
     recoveries.fail(3, away_s=31.0)
     recoveries.fail(3, away_s=31.0)
-    with pytest.raises(BudgetSpentError, match="stall_timeout_s, and no group arrived in between; the last failure: still gone"):
+    with pytest.raises(
+        BudgetSpentError, match="stall_timeout_s, and no group arrived in between; the last failure: still gone"
+    ):
         recoveries.fail(3, why="still gone")
 
 

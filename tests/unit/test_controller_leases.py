@@ -5,7 +5,7 @@ import random
 import pytest
 
 from rolecall.store.position import PendingEntry
-from services.controller.leases import LOOKS_PER_LEASE, Leases
+from services.controller.groups.leases import LOOKS_PER_LEASE, Leases
 
 LEASE_S = 5.0
 
@@ -39,8 +39,12 @@ def test_only_an_entry_that_is_never_renewed_expires_after_a_lease_of_our_clock(
 
 @pytest.mark.parametrize("jitter_s", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("look_s", [1.25, 1.45, 1.7, 2.05, 2.25, 2.6, 3.4, 5.0, 7.0])
-def test_a_worker_that_renews_on_time_keeps_its_lease_however_slow_the_looks_are(look_s: float, jitter_s: float) -> None:
-    """Renewals every 1.68 s: most looks are farther apart, so that the time since the renewal grows from look to look."""
+def test_a_worker_that_renews_on_time_keeps_its_lease_however_slow_the_looks_are(
+    look_s: float, jitter_s: float
+) -> None:
+    """Renewals every 1.68 s: most looks are farther apart, so that the time since the renewal grows from look to
+    look.
+    """
     rng = random.Random(f"{look_s}/{jitter_s}")
     for _ in range(40):
         looks, phase = Looks(), rng.uniform(0, 1.68)

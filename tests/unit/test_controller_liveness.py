@@ -1,4 +1,6 @@
-"""Silence and stillness by the controller's clock: who is given up, when, and what becomes of an incarnation that was."""
+"""Silence and stillness by the controller's clock: who is given up, when, and what becomes of an incarnation that
+was.
+"""
 
 import asyncio
 import time
@@ -11,8 +13,8 @@ from rolecall.contract import contract_version
 from rolecall.errors import UnknownWorkerError, WorkerLostError
 from rolecall.settings import ControllerSection, RunSettings
 from rolecall.v1 import controller_pb2
-from services.controller.fleet import Fleet
-from services.controller.liveness import Worker
+from services.controller.fleet.liveness import Worker
+from services.controller.fleet.members import Fleet
 from services.controller.threads import StoreThreads
 from tests.fixtures_store import StoreUnderTest
 
@@ -23,7 +25,9 @@ HANG_S = 15.0
 
 def joined(now: float = 0.0) -> Worker:
     """A worker that joined at `now`."""
-    return Worker(join=controller_pb2.JoinRequest(worker="rollout-0", incarnation="a"), hang_s=HANG_S, last_seen=now, moved_at=now)
+    return Worker(
+        join=controller_pb2.JoinRequest(worker="rollout-0", incarnation="a"), hang_s=HANG_S, last_seen=now, moved_at=now
+    )
 
 
 def beat(progress: int, *, busy: bool) -> controller_pb2.HeartbeatRequest:
@@ -62,7 +66,11 @@ def test_a_hang_is_found_within_hang_s_of_the_last_move_however_late_that_was_he
 
 @pytest.mark.parametrize(
     "said",
-    [lambda count: beat(1, busy=False), lambda count: beat(count, busy=True), lambda count: beat(1, busy=count % 5 > 0)],
+    [
+        lambda count: beat(1, busy=False),
+        lambda count: beat(count, busy=True),
+        lambda count: beat(1, busy=count % 5 > 0),
+    ],
     ids=["idle", "moving", "idle at times"],
 )
 def test_a_worker_that_is_idle_or_moves_is_never_hung(said: Callable[[int], controller_pb2.HeartbeatRequest]) -> None:
@@ -82,7 +90,9 @@ def test_what_the_controller_could_not_hear_is_not_held_against_anyone() -> None
 
 @pytest.fixture
 async def fleet(store: StoreUnderTest, make_settings: Callable[..., RunSettings]) -> AsyncIterator[Fleet]:
-    settings = make_settings(controller={"heartbeat_s": 0.1, "lease_s": 0.5}, rollout={"hang_s": 0.6}, actor={"hang_s": 0.6})
+    settings = make_settings(
+        controller={"heartbeat_s": 0.1, "lease_s": 0.5}, rollout={"hang_s": 0.6}, actor={"hang_s": 0.6}
+    )
     threads = StoreThreads()
     fleet = Fleet(settings, store.ledger, threads)
     watching = asyncio.create_task(fleet.watch())
@@ -93,10 +103,18 @@ async def fleet(store: StoreUnderTest, make_settings: Callable[..., RunSettings]
     threads.close()
 
 
-def request(incarnation: str, role: controller_pb2.Role.ValueType = controller_pb2.ROLE_ROLLOUT, worker: str = "rollout-0") -> controller_pb2.JoinRequest:
+def request(
+    incarnation: str, role: controller_pb2.Role.ValueType = controller_pb2.ROLE_ROLLOUT, worker: str = "rollout-0"
+) -> controller_pb2.JoinRequest:
     """A worker's announcement."""
     return controller_pb2.JoinRequest(
-        run="test", role=role, worker=worker, incarnation=incarnation, address="127.0.0.1:1", num_weight_ranks=1, version=contract_version()
+        run="test",
+        role=role,
+        worker=worker,
+        incarnation=incarnation,
+        address="127.0.0.1:1",
+        num_weight_ranks=1,
+        version=contract_version(),
     )
 
 
@@ -159,7 +177,9 @@ async def test_a_controller_that_stood_still_gives_nobody_up_for_it(fleet: Fleet
     assert (await until_lost(fleet)).startswith("silent")
 
 
-async def test_what_a_lost_rollout_held_goes_to_others_and_it_claims_nothing(fleet: Fleet, store: StoreUnderTest) -> None:
+async def test_what_a_lost_rollout_held_goes_to_others_and_it_claims_nothing(
+    fleet: Fleet, store: StoreUnderTest
+) -> None:
     store.admit(2)
     queue = store.attested("rollout-0.a")
     assert len(queue.claim(2)) == 2
@@ -171,8 +191,13 @@ async def test_what_a_lost_rollout_held_goes_to_others_and_it_claims_nothing(fle
         queue.claim(1)
 
 
-@pytest.mark.parametrize(("role", "is_told"), [(controller_pb2.ROLE_ACTOR, True), (controller_pb2.ROLE_CRITIC, True), (controller_pb2.ROLE_REWARD, False)])
-async def test_the_loss_of_a_trainer_is_told_and_of_others_not(fleet: Fleet, role: controller_pb2.Role.ValueType, is_told: bool) -> None:
+@pytest.mark.parametrize(
+    ("role", "is_told"),
+    [(controller_pb2.ROLE_ACTOR, True), (controller_pb2.ROLE_CRITIC, True), (controller_pb2.ROLE_REWARD, False)],
+)
+async def test_the_loss_of_a_trainer_is_told_and_of_others_not(
+    fleet: Fleet, role: controller_pb2.Role.ValueType, is_told: bool
+) -> None:
     waiting = asyncio.create_task(fleet.trainer_lost())
     fleet.join(request("a", role))
     await asyncio.sleep(0.05)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from rolecall.wire import Array
-from services.controller.assembly import ScoredGroup
-from services.controller.measures import Stopwatch, of_batch
-from services.controller.preparation import columns_reported
+from services.controller.groups.assembly import ScoredGroup
+from services.controller.step.measures import Stopwatch, of_batch
+from services.controller.step.preparation import columns_reported
 from tests.unit.test_controller_batches import group, row, run_settings
 
 GROUP = ScoredGroup(0, (), 0, np.ones(2, np.float32), {}, np.full(2, 2, np.int32), np.zeros(2, bool), 0.1, 0.0, 0.0)
@@ -45,8 +45,12 @@ def test_what_is_left_out_is_in_no_lap_and_not_in_the_step() -> None:
 
 
 def test_the_reverse_kl_is_the_old_policys_and_the_samplers_where_a_sealed_batch_has_no_other() -> None:
-    """A batch that was sealed under other settings is taken up as it is: nobody computes old_logprobs for it any more."""
-    settings = run_settings(algorithm={"groups_per_batch": 1, "distillation": {"teacher": "wise"}}, references={"wise": {}})
+    """A batch that was sealed under other settings is taken up as it is: nobody computes old_logprobs for it any
+    more.
+    """
+    settings = run_settings(
+        algorithm={"groups_per_batch": 1, "distillation": {"teacher": "wise"}}, references={"wise": {}}
+    )
     assert "old_logprobs" not in columns_reported(settings)
     sampled: dict[str, Array] = {**row(1), "teacher/logprobs": np.array([0, 0, -0.75, -0.75], np.float32)}
     computed = {**sampled, "old_logprobs": np.array([0, 0, -0.25, -0.25], np.float32)}

@@ -5,12 +5,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rolecall.dataset import load_prompts
-from rolecall.tokenizer import ChatTokenizer
+from rolecall.data.dataset import load_prompts
+from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.v1 import actor_pb2, rollout_pb2, weights_pb2
 from rolecall.wire import Array, decode_tensor, encode_tensor
-from services.controller.probe import LEAST_BOUND, MAX_PROBE_TOKENS, MOST_BOUND, NUM_DECODED, difference, make_probe
-from services.controller.prompts import PromptRenderer, PromptSequence
+from services.controller.groups.prompts import PromptRenderer, PromptSequence
+from services.controller.publish.probe import (
+    LEAST_BOUND,
+    MAX_PROBE_TOKENS,
+    MOST_BOUND,
+    NUM_DECODED,
+    difference,
+    make_probe,
+)
 from tests.conftest import MakeSettings
 from tests.tiny_tokenizer import write_tokenizer
 
@@ -31,7 +38,9 @@ def sent_with(noise: "float | Array" = 0.0) -> actor_pb2.PublishWeightsResponse:
 def received_with(
     gap: "float | Array" = 0.0, decoded: "float | Array" = 0.0, num_decoded: int = NUM_DECODED
 ) -> rollout_pb2.ReceiveWeightsResponse:
-    """A rollout's answer that is `gap` away from the actor's and whose decode steps are `decoded` away from its prefill."""
+    """A rollout's answer that is `gap` away from the actor's and whose decode steps are `decoded` away from its
+    prefill.
+    """
     sent = sent_with()
     theirs = decode_tensor(sent.probe.logprobs, "probe") + _at_each(gap)
     prefilled = -np.ones(NUM_DECODED, np.float32)
@@ -128,7 +137,8 @@ def test_decode_steps_that_compute_with_other_weights_than_the_prefill_are_refus
 
 
 def test_four_decode_steps_of_a_right_engine_are_within_the_bound_at_every_publish() -> None:
-    # As far from itself as the actor: for 24 layers half of the tokens by 0.118 nats, a tenth by 0.36 and more (ADR 37).
+    # As far from itself as the actor: for 24 layers half of the tokens by 0.118 nats, a tenth by 0.36 and more (ADR
+    # 37).
     rng = np.random.default_rng(0)
     for _ in range(1000):
         sent = sent_with(rng.laplace(0, 0.165, T - 1))
@@ -144,10 +154,14 @@ def test_a_rollout_that_decoded_nothing_is_refused() -> None:
 @pytest.fixture
 def prompts(tmp_path: Path, make_settings: MakeSettings) -> PromptSequence:
     settings = make_settings()
-    settings.data.train.write_text("".join(f'{{"prompt": "what is {i} + {i}?", "ground_truth": "{2 * i}"}}\n' for i in range(40)))
+    settings.data.train.write_text(
+        "".join(f'{{"prompt": "what is {i} + {i}?", "ground_truth": "{2 * i}"}}\n' for i in range(40))
+    )
     write_tokenizer(tmp_path)
     renderer = PromptRenderer(ChatTokenizer(tmp_path), settings.data.max_prompt_tokens)
-    return PromptSequence(load_prompts(settings.data.train, settings.data, settings.reward), renderer, seed=0, shuffle=False)
+    return PromptSequence(
+        load_prompts(settings.data.train, settings.data, settings.reward), renderer, seed=0, shuffle=False
+    )
 
 
 def test_the_probe_is_made_of_the_runs_own_prompts(prompts: PromptSequence, make_settings: MakeSettings) -> None:
@@ -165,7 +179,9 @@ def test_a_few_short_prompts_make_a_short_probe(prompts: PromptSequence, make_se
     assert 2 <= probe.token_ids.shape[0] < MAX_PROBE_TOKENS
 
 
-@pytest.mark.parametrize(("max_prompt_tokens", "max_tokens", "num_tokens", "num_decoded"), [(20, 5, 20, 4), (20, 500, 256, 4), (2, 2, 2, 1)])
+@pytest.mark.parametrize(
+    ("max_prompt_tokens", "max_tokens", "num_tokens", "num_decoded"), [(20, 5, 20, 4), (20, 500, 256, 4), (2, 2, 2, 1)]
+)
 def test_the_probe_fits_where_the_longest_trajectory_fits(
     prompts: PromptSequence,
     make_settings: MakeSettings,

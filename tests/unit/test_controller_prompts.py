@@ -1,4 +1,6 @@
-"""Prompts: bad rows are named by line and field, the order is deterministic, the cursor resumes it, over-long prompts are counted."""
+"""Prompts: bad rows are named by line and field, the order is deterministic, the cursor resumes it, over-long prompts
+are counted.
+"""
 
 import json
 from pathlib import Path
@@ -10,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rolecall.algorithms.curriculum import is_visited
-from rolecall.dataset import RawPrompt, load_prompts
+from rolecall.data.dataset import RawPrompt, load_prompts
+from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError
 from rolecall.settings import CurriculumSection, DataSection, RewardSection
 from rolecall.store.position import SuccessRate
-from rolecall.tokenizer import ChatTokenizer
-from services.controller.prompts import Cursor, PromptRenderer, PromptSequence
+from services.controller.groups.prompts import Cursor, PromptRenderer, PromptSequence
 from tests.tiny_tokenizer import write_tokenizer
 
 ELSEWHERE = RewardSection(address="scorer:1")
@@ -26,25 +28,44 @@ def data_section(path: Path, **fields: object) -> DataSection:
 
 
 def write(path: Path, *rows: object) -> Path:
-    path.write_bytes(b"".join((row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode()) + b"\n" for row in rows))
+    path.write_bytes(
+        b"".join(
+            (row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode()) + b"\n"
+            for row in rows
+        )
+    )
     return path
 
 
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
-        ("{oops", "line 2: not JSON (Expecting property name enclosed in double quotes at column 2); one JSON object a line is needed"),
+        (
+            "{oops",
+            "line 2: not JSON (Expecting property name enclosed in double quotes at column 2); one JSON object a "
+            "line is needed",
+        ),
         (b'{"prompt": "\xff"}', "line 2: not UTF-8 text"),
         (b'{"prompt": "\\ud800"}', "line 2: not UTF-8 text"),
         ("[1]", "line 2: a list, not an object with fields; write {...} with the prompt in a field"),
         ({"text": "hi"}, "line 2: no field 'prompt'"),
-        ({"prompt": 7}, "line 2, field 'prompt': a int, neither text nor a list of messages; write text or [{role: text, content: text}, ...]"),
+        (
+            {"prompt": 7},
+            "line 2, field 'prompt': a int, neither text nor a list of messages; write text or [{role: text, "
+            "content: text}, ...]",
+        ),
         ({"prompt": None}, "line 2, field 'prompt': null, neither text nor"),
         ({"prompt": []}, "line 2, field 'prompt': an empty list, neither text nor"),
         ({"prompt": "  "}, "line 2, field 'prompt': the prompt is empty"),
-        ({"prompt": [{"role": "user"}]}, "line 2, field 'prompt': a message is not {role: text, content: text}: {'role': 'user'}; mend it"),
+        (
+            {"prompt": [{"role": "user"}]},
+            "line 2, field 'prompt': a message is not {role: text, content: text}: {'role': 'user'}; mend it",
+        ),
         ({"prompt": [{"role": "user", "content": 3}]}, "line 2, field 'prompt': a message is not"),
-        ({"prompt": [{"role": "user", "content": " "}]}, "line 2, field 'prompt': the prompt is empty; write one or remove the line"),
+        (
+            {"prompt": [{"role": "user", "content": " "}]},
+            "line 2, field 'prompt': the prompt is empty; write one or remove the line",
+        ),
         ({"prompt": "hi", "ground_truth": 5}, "line 2, field 'ground_truth': a int, not a string"),
         ({"prompt": "hi", "uid": [1]}, "line 2, field 'uid': a list, not text or a whole number"),
         ({"prompt": "hi", "uid": "a"}, "rows 1 and 2 share the uid 'a'"),
@@ -57,11 +78,19 @@ def test_a_bad_row_is_named_by_line_and_field(tmp_path: Path, row: object, compl
     assert complaint in str(caught.value)
 
 
-@pytest.mark.parametrize(("row", "how"), [({"prompt": "hi"}, "missing"), ({"prompt": "hi", "ground_truth": ""}, "empty")])
-@pytest.mark.parametrize("kind", [{"kind": "exact_match"}, {"kind": "regex", "pattern": "x"}, {"kind": "boxed"}, {"kind": "math"}])
-def test_a_missing_ground_truth_is_named_before_anything_is_sampled(tmp_path: Path, row: object, how: str, kind: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("row", "how"), [({"prompt": "hi"}, "missing"), ({"prompt": "hi", "ground_truth": ""}, "empty")]
+)
+@pytest.mark.parametrize(
+    "kind", [{"kind": "exact_match"}, {"kind": "regex", "pattern": "x"}, {"kind": "boxed"}, {"kind": "math"}]
+)
+def test_a_missing_ground_truth_is_named_before_anything_is_sampled(
+    tmp_path: Path, row: object, how: str, kind: dict[str, str]
+) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "good", "ground_truth": "4"}, row)
-    reward = RewardSection.model_validate({"components": {"short": {"scorer": {"kind": "length", "max_tokens": 9}}, "right": {"scorer": kind}}})
+    reward = RewardSection.model_validate(
+        {"components": {"short": {"scorer": {"kind": "length", "max_tokens": 9}}, "right": {"scorer": kind}}}
+    )
     with pytest.raises(ConfigError) as caught:
         load_prompts(path, data_section(path), reward)
     told = "and reward.components.right compares with it; write it in every line, or set data.ground_truth_field"
@@ -79,10 +108,15 @@ def test_what_is_no_parquet_and_what_is_no_file_are_named(tmp_path: Path) -> Non
 
 def test_a_conversation_that_the_template_refuses_is_named_by_its_line(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
-    (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}x")
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}x"
+    )
     path = write(tmp_path / "p.jsonl", {"prompt": "good"})
     (prompt,) = load_prompts(path, data_section(path, system_prompt="be brief"), ELSEWHERE)
-    with pytest.raises(ConfigError, match=r"p\.jsonl, line 1: the chat template cannot render the turns system, user \(no system turn\); mend"):
+    with pytest.raises(
+        ConfigError,
+        match=r"p\.jsonl, line 1: the chat template cannot render the turns system, user \(no system turn\); mend",
+    ):
         PromptRenderer(ChatTokenizer(tmp_path / "tokenizer"), 48).render(prompt, 0)
 
 
@@ -147,7 +181,13 @@ CURRICULUM = CurriculumSection(min_success_rate=0.3, max_success_rate=0.7, revis
 )
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_the_cursor_a_resumed_sequence_is_the_same(
-    renderer: PromptRenderer, fits: list[bool], rates: list[float | None], seed: int, shuffle: bool, curriculum: CurriculumSection | None, stop_at: int
+    renderer: PromptRenderer,
+    fits: list[bool],
+    rates: list[float | None],
+    seed: int,
+    shuffle: bool,
+    curriculum: CurriculumSection | None,
+    stop_at: int,
 ) -> None:
     texts = [str(i) if short else LONG for i, short in enumerate(fits)]
     known = {str(i): SuccessRate(i, rate) for i, rate in enumerate(rates) if rate is not None} if curriculum else {}
@@ -155,14 +195,22 @@ def test_whatever_the_cursor_a_resumed_sequence_is_the_same(
     whole.rates = dict(known)
     seen = [(prompt.uid, prompt.epoch, whole.cursor) for prompt in (whole.next() for _ in range(30))]
     cursor = seen[stop_at - 1][2] if stop_at else Cursor()
-    resumed = sequence(renderer, texts, Cursor.decode(cursor.encode()), shuffle=shuffle, seed=seed, curriculum=curriculum)
+    resumed = sequence(
+        renderer, texts, Cursor.decode(cursor.encode()), shuffle=shuffle, seed=seed, curriculum=curriculum
+    )
     resumed.rates = dict(known)
-    assert [(prompt.uid, prompt.epoch, resumed.cursor) for prompt in (resumed.next() for _ in range(30 - stop_at))] == seen[stop_at:]
+    assert [
+        (prompt.uid, prompt.epoch, resumed.cursor) for prompt in (resumed.next() for _ in range(30 - stop_at))
+    ] == seen[stop_at:]
     whole_epochs = {epoch for _, epoch, _ in seen} - {seen[-1][1]}
     for epoch in whole_epochs:
         visited = sorted(uid for uid, of_epoch, _ in seen if of_epoch == epoch)
         fitting = [str(i) for i, short in enumerate(fits) if short]
-        assert visited == [uid for uid in fitting if curriculum is None or is_visited(curriculum, seed, epoch, uid, known[uid].rate if uid in known else None)]
+        assert visited == [
+            uid
+            for uid in fitting
+            if curriculum is None or is_visited(curriculum, seed, epoch, uid, known[uid].rate if uid in known else None)
+        ]
 
 
 def test_a_visit_counts_once_and_a_prompt_outside_the_band_waits_for_its_turn(renderer: PromptRenderer) -> None:

@@ -1,4 +1,6 @@
-"""Every wait has a deadline: a listing of all awaits and blocking calls that fails on one that has none, and the page that names them."""
+"""Every wait has a deadline: a listing of all awaits and blocking calls that fails on one that has none, and the page
+that names them.
+"""
 
 import ast
 import re
@@ -20,7 +22,11 @@ def test_every_wait_of_the_code_base_has_a_deadline_or_says_what_bounds_it() -> 
 
 
 def test_only_the_main_loops_of_roles_wait_without_end() -> None:
-    on_purpose = [path for path, source in read_tree(ROOT, "rolecall", "services").items() for _ in re.findall(r"# bounded: by nothing, on purpose", source)]
+    on_purpose = [
+        path
+        for path, source in read_tree(ROOT, "rolecall", "services").items()
+        for _ in re.findall(r"# bounded: by nothing, on purpose", source)
+    ]
     assert len(on_purpose) <= MAX_ON_PURPOSE, on_purpose
 
 
@@ -92,19 +98,25 @@ def test_a_wait_with_a_deadline_is_not_found(line: str) -> None:
 
 def test_a_timeout_around_a_wait_is_its_deadline_and_not_that_of_a_function_inside() -> None:
     source = (
-        "async def planted():\n    async with asyncio.timeout(3):\n        await event.wait()\n        async def inner():\n            await event.wait()\n"
+        "async def planted():\n    async with asyncio.timeout(3):\n        await event.wait()\n        async "
+        "def inner():\n            await event.wait()\n"
     )
     assert [finding.line for finding in findings({"planted.py": source})] == [5]
 
 
-# --- docs/operations.md ---------------------------------------------------------------------------------------------------------------------------------
+# --- docs/operations.md ---------------------------------------------------------------------------
 
 
 def deadline_settings() -> set[str]:
     """Names of all settings in seconds, as `<section>.<field>` of any section that has one."""
     trees = [ast.parse(path.read_text()) for path in (ROOT / "rolecall" / "settings").glob("*.py")]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    fields = [item.target.id for node in classes for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
+    fields = [
+        item.target.id
+        for node in classes
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    ]
     return {name for name in fields if name.endswith("_s") and "_per_" not in name}
 
 
@@ -118,13 +130,17 @@ def test_operations_names_every_setting_that_is_a_deadline() -> None:
     assert "lease_s" in deadline_settings()
     missing = sorted(name for name in deadline_settings() if name not in page)
     assert not missing, f"docs/operations.md, Deadlines: {missing}"
-    assert RunSettings.model_fields.keys() >= {section.split(".")[0] for section in re.findall(r"`([a-z]+\.[a-z_.]+_s)`", page)}
+    assert RunSettings.model_fields.keys() >= {
+        section.split(".")[0] for section in re.findall(r"`([a-z]+\.[a-z_.]+_s)`", page)
+    }
 
 
 def test_operations_names_every_constant_that_is_a_deadline_with_its_file_and_value() -> None:
     page, missing = deadlines_page(), []
     for path, source in read_tree(ROOT, "rolecall", "services").items():
-        for name, value in re.findall(r"^(_?[A-Z][A-Z_]*TIMEOUT_S|RETRY_S)(?:: \w+)? = ([0-9.]+)$", source, re.MULTILINE):
+        for name, value in re.findall(
+            r"^(_?[A-Z][A-Z_]*TIMEOUT_S|RETRY_S)(?:: \w+)? = ([0-9.]+)$", source, re.MULTILINE
+        ):
             rows = [row for row in page.splitlines() if path in row and re.search(rf"\b{float(value):g}\b", row)]
             if not rows:
                 missing.append(f"{path}: {name} = {value}")

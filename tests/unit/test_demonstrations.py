@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rolecall.demonstrations import Demonstration, end_of_response, load_demonstrations, tokenize
+from rolecall.data.sft_examples import Demonstration, end_of_response, load_demonstrations, tokenize
+from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError
 from rolecall.settings import SftDataSection
-from rolecall.tokenizer import ChatTokenizer
 from tests.tiny_tokenizer import EOS_TOKEN_ID, write_tokenizer
 
 
@@ -45,14 +45,21 @@ def test_a_response_that_ends_itself_is_not_ended_twice(model: Path, tmp_path: P
 
 def test_prompts_and_responses_may_be_messages(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    (found,) = load(tmp_path, {"question": turns, "answer": [{"role": "assistant", "content": "d"}]}, prompt_field="question", response_field="answer")
+    (found,) = load(
+        tmp_path,
+        {"question": turns, "answer": [{"role": "assistant", "content": "d"}]},
+        prompt_field="question",
+        response_field="answer",
+    )
     assert found.messages == (("user", "a"), ("assistant", "b"), ("user", "c"))
     assert found.response == "d"
 
 
 def test_a_system_prompt_goes_before_prompts_without_one(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "a"}]
-    first, second = load(tmp_path, {"prompt": "a", "response": "b"}, {"prompt": own, "response": "b"}, system_prompt="ours")
+    first, second = load(
+        tmp_path, {"prompt": "a", "response": "b"}, {"prompt": own, "response": "b"}, system_prompt="ours"
+    )
     assert first.messages[0] == ("system", "ours")
     assert second.messages[0] == ("system", "mine")
 
@@ -71,7 +78,12 @@ def test_the_digest_is_of_what_is_trained_on(model: Path, tmp_path: Path) -> Non
     tokenizer = ChatTokenizer(model)
 
     def digest(*responses: str) -> str:
-        return tokenize(load(tmp_path, *({"prompt": "a", "response": response} for response in responses)), tokenizer, EOS_TOKEN_ID, 60).digest
+        return tokenize(
+            load(tmp_path, *({"prompt": "a", "response": response} for response in responses)),
+            tokenizer,
+            EOS_TOKEN_ID,
+            60,
+        ).digest
 
     assert digest("b", "c") == digest("b", "c") == digest("b", "x" * 200, "c")
     assert len({digest("b", "c"), digest("c", "b"), digest("bc")}) == 3
@@ -105,7 +117,9 @@ def test_a_missing_or_empty_file_names_its_setting(tmp_path: Path) -> None:
     [([2], "<|im_end|>\n", 2), ([2, 0], "<|im_end|>\n", 2), ([0], "<|im_end|>\n", 0), ([0, 2], "\n", 2), ([1], "", 1)],
     ids=["the template's", "of several", "one where rollouts stop", "the tokenizer's", "the model's"],
 )
-def test_a_response_ends_where_rollouts_stop_and_as_the_template_says_if_they_stop_there(tmp_path: Path, stops: list[int], after: str, expected: int) -> None:
+def test_a_response_ends_where_rollouts_stop_and_as_the_template_says_if_they_stop_there(
+    tmp_path: Path, stops: list[int], after: str, expected: int
+) -> None:
     fast: PreTrainedTokenizerFast = write_tokenizer(tmp_path)
     fast.chat_template = "{% for message in messages %}{{ message['content'] + " + json.dumps(after) + " }}{% endfor %}"
     fast.save_pretrained(tmp_path)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rolecall.check import check
+from rolecall.commands.check import check
 from rolecall.settings import RunSettings, load_settings
 from tests.conftest import MakeSettings
 from tests.light_run import write_light_config
@@ -37,14 +37,26 @@ def test_a_small_model_on_cpus_keeps_the_defaults(make_settings: MakeSettings) -
     settings = make_settings(sampling={"max_tokens": 16})
     assert settings.rollout.generation_timeout_s == 608
     assert (settings.rollout.hang_s, settings.actor.hang_s) == (15, 30)
-    assert (settings.weights.open_timeout_s, settings.weights.bucket_timeout_s, settings.weights.publish_timeout_s) == (10, 10, 600)
+    assert (settings.weights.open_timeout_s, settings.weights.bucket_timeout_s, settings.weights.publish_timeout_s) == (
+        10,
+        10,
+        600,
+    )
     assert (settings.controller.start_timeout_s, settings.controller.stall_timeout_s) == (300, 600)
-    assert (settings.actor.train_timeout_s, settings.actor.compute_timeout_s, settings.evaluation.timeout_s) == (3600, 600, 600)
+    assert (settings.actor.train_timeout_s, settings.actor.compute_timeout_s, settings.evaluation.timeout_s) == (
+        3600,
+        600,
+        600,
+    )
 
 
-def test_a_large_model_with_long_responses_on_gpus_gets_the_time_it_takes(make_settings: MakeSettings, model_32b: str) -> None:
+def test_a_large_model_with_long_responses_on_gpus_gets_the_time_it_takes(
+    make_settings: MakeSettings, model_32b: str
+) -> None:
     settings = make_settings(
-        model={"path": model_32b}, critic={"token_budget": 34000}, **LARGE | {"algorithm": {"groups_per_batch": 64, "advantage": {"kind": "gae"}}}
+        model={"path": model_32b},
+        critic={"token_budget": 34000},
+        **LARGE | {"algorithm": {"groups_per_batch": 64, "advantage": {"kind": "gae"}}},
     )
     assert settings.rollout.generation_timeout_s >= 32768 / 20, "at 20 tokens a second"
     assert settings.actor.hang_s >= 300
@@ -59,25 +71,41 @@ def test_a_large_model_with_long_responses_on_gpus_gets_the_time_it_takes(make_s
     assert settings.actor.compute_timeout_s > tokens * flops / 3 / 8 / 200e12
 
 
-def test_the_end_of_a_load_leaves_time_for_the_probe_of_a_model_that_cpus_compute_slowly(make_settings: MakeSettings, tmp_path: Path) -> None:
+def test_the_end_of_a_load_leaves_time_for_the_probe_of_a_model_that_cpus_compute_slowly(
+    make_settings: MakeSettings, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     with (folder / "model.safetensors").open("wb") as file:
         file.truncate(1_200_000_000)
-    assert make_settings(model={"path": str(folder)}).weights.bucket_timeout_s >= 2 * 0.6e9 * 2 * 256 / 30e9, "two passes at 30 GFLOP/s"
+    assert make_settings(model={"path": str(folder)}).weights.bucket_timeout_s >= 2 * 0.6e9 * 2 * 256 / 30e9, (
+        "two passes at 30 GFLOP/s"
+    )
 
 
 def test_what_the_file_gives_stands_and_is_not_called_derived(make_settings: MakeSettings, model_32b: str) -> None:
-    sections = LARGE | {"weights": {"open_timeout_s": 5.0}, "actor": LARGE["actor"] | {"hang_s": 12.0}, "controller": {"start_timeout_s": 4000.0}}
+    sections = LARGE | {
+        "weights": {"open_timeout_s": 5.0},
+        "actor": LARGE["actor"] | {"hang_s": 12.0},
+        "controller": {"start_timeout_s": 4000.0},
+    }
     settings = make_settings(model={"path": model_32b}, **sections)
-    assert (settings.weights.open_timeout_s, settings.actor.hang_s, settings.controller.start_timeout_s) == (5, 12, 4000)
+    assert (settings.weights.open_timeout_s, settings.actor.hang_s, settings.controller.start_timeout_s) == (
+        5,
+        12,
+        4000,
+    )
     assert settings.controller.stall_timeout_s == 4000, "what is derived follows what is given"
     assert {"weights.open_timeout_s", "actor.hang_s", "controller.start_timeout_s"}.isdisjoint(of(settings))
 
 
 def test_every_reference_gets_its_own_by_its_own_model(make_settings: MakeSettings, model_32b: str) -> None:
     references = {"small": {}, "large": {"path": model_32b, "compute_timeout_s": 50.0}}
-    algorithm = {"groups_per_batch": 2, "kl": {"reference": "small", "kl_coef": 0.1}, "distillation": {"teacher": "large", "task_coef": 1.0}}
+    algorithm = {
+        "groups_per_batch": 2,
+        "kl": {"reference": "small", "kl_coef": 0.1},
+        "distillation": {"teacher": "large", "task_coef": 1.0},
+    }
     settings = make_settings(references=references, algorithm=algorithm)
     assert settings.references["small"].hang_s == 30
     assert settings.references["large"].hang_s > 30

@@ -1,4 +1,6 @@
-"""What is drawn and listed about the code is what the code is: the tree of errors, the files of a service, the links between pages."""
+"""What is drawn and listed about the code is what the code is: the tree of errors, the files of a service, the links
+between pages.
+"""
 
 import re
 from pathlib import Path
@@ -14,7 +16,9 @@ PAGES = sorted(
     for folder in (ROOT, ROOT / "docs", ROOT / "services", ROOT / "examples", ROOT / "benchmarks")
     for path in folder.glob("*.md" if folder == ROOT else "**/*.md")
 )
-READMES_WITH_FILES = [path for path in sorted((ROOT / "services").glob("*/README.md")) if "| file |" in path.read_text()]
+READMES_WITH_FILES = [
+    path for path in sorted((ROOT / "services").glob("*/README.md")) if "| file |" in path.read_text()
+]
 
 
 def drawn() -> dict[str, tuple[str, list[str]]]:
@@ -32,7 +36,9 @@ def drawn() -> dict[str, tuple[str, list[str]]]:
 def test_the_tree_of_errors_is_drawn_as_it_is() -> None:
     classes = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
     assert {name: base for name, (base, _) in drawn().items()} == {
-        name: kind.__bases__[0].__name__ for name, kind in classes.items() if kind is not errors.RoleCallError and issubclass(kind, Exception)
+        name: kind.__bases__[0].__name__
+        for name, kind in classes.items()
+        if kind is not errors.RoleCallError and issubclass(kind, Exception)
     }
 
 
@@ -47,7 +53,9 @@ def test_the_drawing_gives_the_status_and_whether_asking_again_can_help() -> Non
 
 @pytest.mark.parametrize("readme", READMES_WITH_FILES, ids=lambda path: path.parent.name)
 def test_a_service_s_readme_lists_its_files(readme: Path) -> None:
-    listed = set(re.findall(r"`(\w+\.py)`", "".join(line for line in readme.read_text().splitlines() if line.startswith("| `"))))
+    listed = set(
+        re.findall(r"`(\w+\.py)`", "".join(line for line in readme.read_text().splitlines() if line.startswith("| `")))
+    )
     assert listed == {path.name for path in readme.parent.glob("*.py")} - {"__init__.py"}
 
 

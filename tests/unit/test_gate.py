@@ -1,4 +1,6 @@
-"""The gate of what is sampled: when shut() has returned nothing is on its way out, and nothing leaves until it opens."""
+"""The gate of what is sampled: when shut() has returned nothing is on its way out, and nothing leaves until it
+opens.
+"""
 
 import asyncio
 

@@ -12,9 +12,9 @@ from rolecall.store.budget import StoreBudget, batch_bytes
 from rolecall.trajectory import row_bytes, rows_of
 from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, TrainBatch
 from rolecall.wire import Array
-from services.controller import measures
-from services.controller.assembly import GreedyResponse, ScoredGroup
-from services.controller.preparation import prepare
+from services.controller.groups.assembly import GreedyResponse, ScoredGroup
+from services.controller.step import measures
+from services.controller.step.preparation import prepare
 from services.rollout.config import configure
 
 REMAX = {"groups_per_batch": 2, "advantage": {"kind": "remax"}}
@@ -38,14 +38,22 @@ def ref(gid: int, index: int) -> RowRef:
 def group(gid: int, greedy: float, *rewards: float) -> ScoredGroup:
     size = len(rewards)
     rows = tuple(ref(gid, i) for i in range(size))
-    scored = ScoredGroup(gid, rows, 0, np.array(rewards, np.float32), {}, np.full(size, 2, np.int32), np.zeros(size, bool), 0.1, 0.0, 0.0)
+    scored = ScoredGroup(
+        gid, rows, 0, np.array(rewards, np.float32), {}, np.full(size, 2, np.int32), np.zeros(size, bool), 0.1, 0.0, 0.0
+    )
     return replace(scored, greedy=GreedyResponse(ref(gid, size), greedy))
 
 
 def row(reward: float, **columns: Array) -> dict[str, Array]:
     mask = np.array([0, 0, 1, 1], np.uint8)
     logprobs = np.array([0, 0, -0.5, -0.25], np.float32)
-    return {"token_ids": np.arange(4, dtype=np.int32), "response_mask": mask, "rollout_logprobs": logprobs, "reward": np.array([reward], np.float32), **columns}
+    return {
+        "token_ids": np.arange(4, dtype=np.int32),
+        "response_mask": mask,
+        "rollout_logprobs": logprobs,
+        "reward": np.array([reward], np.float32),
+        **columns,
+    }
 
 
 def test_remax_columns_of_a_batch_are_the_hand_worked_ones_and_the_greedy_rows_are_not_among_them() -> None:
@@ -64,8 +72,13 @@ def test_a_greedy_responses_token_rewards_are_part_of_what_it_earned() -> None:
     assert columns[0]["advantages"].tolist() == [0, 0, 0.125, 0.125]
 
 
-@pytest.mark.parametrize(("greedy", "rewards", "expected"), [(1.0, [1.0], False), (0.0, [1.0], True), (0.0, [1.0, 1.0], True), (0.5, [0.5, 0.0], True)])
-def test_a_group_has_signal_when_a_reward_differs_from_the_greedy_one(greedy: float, rewards: list[float], expected: bool) -> None:
+@pytest.mark.parametrize(
+    ("greedy", "rewards", "expected"),
+    [(1.0, [1.0], False), (0.0, [1.0], True), (0.0, [1.0, 1.0], True), (0.5, [0.5, 0.0], True)],
+)
+def test_a_group_has_signal_when_a_reward_differs_from_the_greedy_one(
+    greedy: float, rewards: list[float], expected: bool
+) -> None:
     assert group(0, greedy, *rewards).has_signal == expected
 
 
@@ -78,11 +91,18 @@ def test_the_rows_of_a_group_are_all_of_them_when_it_is_dropped() -> None:
 
 def test_what_is_reported_of_a_batch_counts_sampled_responses_and_says_the_greedy_reward_by_itself() -> None:
     values = measures.of_batch(run_settings(), 0, [group(5, 0.25, 1.0, 0.0)], [row(1), row(0)], {0: 0}).values()
-    assert (values["reward/mean"], values["reward/greedy"], values["batch/trajectories"], values["batch/response_tokens"]) == (0.5, 0.25, 2, 4)
+    assert (
+        values["reward/mean"],
+        values["reward/greedy"],
+        values["batch/trajectories"],
+        values["batch/response_tokens"],
+    ) == (0.5, 0.25, 2, 4)
 
 
 def test_the_store_has_room_for_greedy_rows() -> None:
-    settings = run_settings(sampling={"num_responses": 3, "max_tokens": 100}, data={"train": "train.jsonl", "max_prompt_tokens": 28})
+    settings = run_settings(
+        sampling={"num_responses": 3, "max_tokens": 100}, data={"train": "train.jsonl", "max_prompt_tokens": 28}
+    )
     one = row_bytes(128, 0, critic=False)
     assert StoreBudget.of(settings, 0).group_bytes == 4 * one
     batch = TrainBatch(rows=[RowRef(num_tokens=128)] * 3, greedy_rows=[RowRef(num_tokens=128)])

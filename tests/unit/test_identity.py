@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rolecall.cli import main
+from rolecall.commands.cli import main
 from rolecall.errors import ConfigError
 from rolecall.identity import FILE, FIXED, settle
-from rolecall.launch import write_config
+from rolecall.launcher.plan import write_config
 from rolecall.settings import RunSettings, load_settings
 from tests.light_run import write_light_config, write_model
 
@@ -52,20 +52,32 @@ def test_a_run_goes_on_with_the_same(begin: MakeSettings) -> None:
         ("store.num_shards", {"store": {"num_shards": 4}}),
     ],
 )
-def test_another_run_is_refused_by_name(begin: MakeSettings, tmp_path: Path, setting: str, changed: dict[str, Any]) -> None:
+def test_another_run_is_refused_by_name(
+    begin: MakeSettings, tmp_path: Path, setting: str, changed: dict[str, Any]
+) -> None:
     paths = {"run": {"dir": str(tmp_path / "run")}, "data": {"train": str(tmp_path / "train.jsonl")}}
-    with pytest.raises(ConfigError, match=rf"started with another {setting} \(.*; go on with the same, or start another run"):
+    with pytest.raises(
+        ConfigError, match=rf"started with another {setting} \(.*; go on with the same, or start another run"
+    ):
         settle(begin(**{name: paths.get(name, {}) | section for name, section in changed.items()}))
 
 
-@pytest.mark.parametrize("rows", [DATA[:3], [*DATA, DATA[0]], [*DATA[:3], {"prompt": "3 + 3", "ground_truth": "7"}]], ids=["shorter", "longer", "other"])
-def test_other_data_under_the_same_name_is_refused(begin: MakeSettings, tmp_path: Path, rows: list[dict[str, str]]) -> None:
+@pytest.mark.parametrize(
+    "rows",
+    [DATA[:3], [*DATA, DATA[0]], [*DATA[:3], {"prompt": "3 + 3", "ground_truth": "7"}]],
+    ids=["shorter", "longer", "other"],
+)
+def test_other_data_under_the_same_name_is_refused(
+    begin: MakeSettings, tmp_path: Path, rows: list[dict[str, str]]
+) -> None:
     write_data(tmp_path, rows)
     with pytest.raises(ConfigError, match=r"another data\.train"):
         settle(begin())
 
 
-def test_another_model_is_refused_also_at_the_same_place_and_the_same_one_may_move(begin: MakeSettings, tmp_path: Path) -> None:
+def test_another_model_is_refused_also_at_the_same_place_and_the_same_one_may_move(
+    begin: MakeSettings, tmp_path: Path
+) -> None:
     shutil.move(tmp_path / "model", tmp_path / "moved")
     settle(begin(model={"path": str(tmp_path / "moved")}))
     write_model(tmp_path / "model")
@@ -86,10 +98,19 @@ def test_everything_that_changed_is_named_at_once(begin: MakeSettings, tmp_path:
 def test_what_is_not_fixed_may_change(begin: MakeSettings, tmp_path: Path) -> None:
     algorithm = {"groups_per_batch": 2, "max_staleness": 2, "advantage": {"kind": "rloo"}}
     actor = {"optimizer": {"learning_rate": 1e-5}, "token_budget": 20_000}
-    settle(begin(run={"name": "test", "dir": str(tmp_path / "run"), "num_steps": 9}, algorithm=algorithm, actor=actor, sampling={"max_tokens": 9}))
+    settle(
+        begin(
+            run={"name": "test", "dir": str(tmp_path / "run"), "num_steps": 9},
+            algorithm=algorithm,
+            actor=actor,
+            sampling={"max_tokens": 9},
+        )
+    )
 
 
-def test_a_setting_that_an_older_release_did_not_keep_is_not_held_against_the_run(begin: MakeSettings, tmp_path: Path) -> None:
+def test_a_setting_that_an_older_release_did_not_keep_is_not_held_against_the_run(
+    begin: MakeSettings, tmp_path: Path
+) -> None:
     path = tmp_path / "run" / FILE
     kept = json.loads(path.read_text())
     del kept["store.num_shards"]
@@ -97,7 +118,9 @@ def test_a_setting_that_an_older_release_did_not_keep_is_not_held_against_the_ru
     settle(begin(store={"num_shards": 4}))
 
 
-def test_an_option_that_a_newer_release_adds_to_adapters_is_not_held_against_the_run(begin: MakeSettings, tmp_path: Path) -> None:
+def test_an_option_that_a_newer_release_adds_to_adapters_is_not_held_against_the_run(
+    begin: MakeSettings, tmp_path: Path
+) -> None:
     path = tmp_path / "run" / FILE
     kept = json.loads(path.read_text())
     kept["actor.lora"] = {"rank": 8}  # by a release whose adapters had no other option

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.last_words import last_words
-from rolecall.launch import plan_workers, resolve, role_environment, write_config
+from rolecall.launcher.last_words import last_words
+from rolecall.launcher.plan import plan_workers, resolve, role_environment, write_config
 from rolecall.settings import ActorSection, load_settings
 from tests.conftest import MakeSettings
 from tests.light_run import write_light_config
@@ -26,7 +26,9 @@ def test_every_local_role_gets_an_address_of_its_own(make_settings: MakeSettings
 def test_ranks_share_the_cores_of_the_machine_unless_told_otherwise() -> None:
     num_cores = len(os.sched_getaffinity(0))
     for num_ranks in (1, 2, num_cores, 2 * num_cores):
-        assert int(role_environment(ActorSection(num_ranks=num_ranks))["OMP_NUM_THREADS"]) == max(1, num_cores // num_ranks)
+        assert int(role_environment(ActorSection(num_ranks=num_ranks))["OMP_NUM_THREADS"]) == max(
+            1, num_cores // num_ranks
+        )
     assert role_environment(ActorSection(num_ranks=2, num_threads=3))["OMP_NUM_THREADS"] == "3"
 
 
@@ -34,7 +36,11 @@ def test_roles_with_an_address_are_not_started(make_settings: MakeSettings) -> N
     reward = {"address": "scorer:50051", "components": {}}
     configured = make_settings(reward=reward, actor={"address": "elsewhere:1"}, rollout={"num_replicas": 2})
     resolved = resolve(configured)
-    assert [worker.name for worker in plan_workers(configured, resolved, "unix:///store")] == ["controller", "rollout-0", "rollout-1"]
+    assert [worker.name for worker in plan_workers(configured, resolved, "unix:///store")] == [
+        "controller",
+        "rollout-0",
+        "rollout-1",
+    ]
     assert resolved.reward.address == "scorer:50051"
 
 
@@ -59,7 +65,9 @@ def test_a_trainer_of_several_ranks_goes_through_torchrun(make_settings: MakeSet
 def test_roles_of_another_package_are_started_by_its_name(make_settings: MakeSettings) -> None:
     configured = make_settings()
     workers = plan_workers(configured, resolve(configured), "unix:///store", "tests.light")
-    assert [worker.command[3] for worker in workers] == [f"tests.light.{role}" for role in ("controller", "actor", "reward", "rollout")]
+    assert [worker.command[3] for worker in workers] == [
+        f"tests.light.{role}" for role in ("controller", "actor", "reward", "rollout")
+    ]
     assert [worker.role for worker in workers] == ["controller", "actor", "reward", "rollout"]
 
 
@@ -109,10 +117,23 @@ def test_a_bind_decides_the_port_and_is_reached_on_this_machine(make_settings: M
 
 
 def test_the_first_rank_that_failed_is_quoted_not_its_consequences() -> None:
-    log = ["=== started actor", "Traceback (most recent call last):", "  x", "actor failed: out of memory", "actor failed: peer closed", "torchrun: so it did"]
+    log = [
+        "=== started actor",
+        "Traceback (most recent call last):",
+        "  x",
+        "actor failed: out of memory",
+        "actor failed: peer closed",
+        "torchrun: so it did",
+    ]
     assert last_words(log)[-1] == "actor failed: out of memory"
 
 
 def test_only_the_last_start_is_quoted_from_a_log_of_several() -> None:
-    log = ["=== started actor", "actor failed: long ago", "=== started actor", "Traceback (most recent call last):", "KeyError: 'now'"]
+    log = [
+        "=== started actor",
+        "actor failed: long ago",
+        "=== started actor",
+        "Traceback (most recent call last):",
+        "KeyError: 'now'",
+    ]
     assert list(last_words(log)) == ["Traceback (most recent call last):", "KeyError: 'now'"]

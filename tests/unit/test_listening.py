@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.check import find_problems, require
+from rolecall.commands.check import find_problems, require
 from rolecall.errors import ConfigError
 from rolecall.rpc.listening import why_not
 from rolecall.rpc.server import Server
@@ -46,11 +46,15 @@ def test_why_an_address_cannot_be_listened_on(taken: str, tmp_path: Path) -> Non
         ("rollout.bind", ["rollout.num_replicas=1"]),
     ],
 )
-def test_a_port_in_use_is_named_with_its_setting_before_anything_starts(tmp_path: Path, taken: str, setting: str, more: list[str]) -> None:
+def test_a_port_in_use_is_named_with_its_setting_before_anything_starts(
+    tmp_path: Path, taken: str, setting: str, more: list[str]
+) -> None:
     config = write_light_config(tmp_path)
     settings = load_settings(config, [*more, f"{setting}={taken}"])
     (told,) = find_problems(settings, io.StringIO())
-    assert told.startswith(f"{setting} {taken} is in use: another process listens there; stop it, or choose another port")
+    assert told.startswith(
+        f"{setting} {taken} is in use: another process listens there; stop it, or choose another port"
+    )
     with pytest.raises(ConfigError, match=f"{setting} {taken} is in use"):
         require(settings, io.StringIO())
 
@@ -60,12 +64,19 @@ def test_one_port_for_two_roles_and_for_several_replicas_is_refused(tmp_path: Pa
     both = ["controller.bind=127.0.0.1:45678", "reward.bind=127.0.0.1:45678"]
     (told,) = find_problems(load_settings(config, both), io.StringIO())
     assert told == "reward.bind 127.0.0.1:45678 is controller.bind's, too; give each its own port, or 0 for a free one"
-    (told,) = find_problems(load_settings(config, ["rollout.num_replicas=2", "rollout.bind=127.0.0.1:45678"]), io.StringIO())
-    assert told == "rollout.bind 127.0.0.1:45678 is the address of every replica's, too; give each its own port, or 0 for a free one"
+    (told,) = find_problems(
+        load_settings(config, ["rollout.num_replicas=2", "rollout.bind=127.0.0.1:45678"]), io.StringIO()
+    )
+    assert (
+        told == "rollout.bind 127.0.0.1:45678 is the address of every replica's, too; give each its own port, or 0 for "
+        "a free one"
+    )
 
 
 async def test_the_server_that_finds_its_port_taken_names_the_setting(taken: str) -> None:
-    with pytest.raises(ConfigError, match=rf"cannot listen on {taken} \(actor\.bind\): it is in use: another process listens there"):
+    with pytest.raises(
+        ConfigError, match=rf"cannot listen on {taken} \(actor\.bind\): it is in use: another process listens there"
+    ):
         await Server(RpcSection(), taken, setting="actor.bind").start()
 
 

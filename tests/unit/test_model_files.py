@@ -1,4 +1,6 @@
-"""Model directories that are incomplete, broken or do not fit: each is told apart by its files alone, with what to do, and `rolecall check` finds it."""
+"""Model directories that are incomplete, broken or do not fit: each is told apart by its files alone, with what to do,
+and `rolecall check` finds it.
+"""
 
 import importlib.util
 import io
@@ -13,9 +15,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from rolecall.check import find_problems, require
+from rolecall.commands.check import find_problems, require
+from rolecall.data.model_files import CPU_HEAD_DIMS, num_adapter_parameters, read_model
 from rolecall.errors import ConfigError
-from rolecall.model_files import CPU_HEAD_DIMS, num_adapter_parameters, read_model
 from rolecall.settings import load_settings
 from tests.light_run import VOCAB_SIZE, write_light_config, write_model
 
@@ -80,19 +82,36 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (write("config.json", b"{"), "; model.path must be a Hugging Face model directory"),
     (write("config.json", b"[]"), "config.json is not a JSON object; model.path must be"),
     (without("model.safetensors"), " has no *.safetensors; convert the weights with save_pretrained"),
-    (write("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"), "(a Git LFS pointer is not the file)"),
-    (write("model.safetensors", b"\x02\0\0\0\0\0\0\0{}"), "model.safetensors is not a safetensors file that holds tensors; download or save it again"),
+    (
+        write("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
+        "(a Git LFS pointer is not the file)",
+    ),
+    (
+        write("model.safetensors", b"\x02\0\0\0\0\0\0\0{}"),
+        "model.safetensors is not a safetensors file that holds tensors; download or save it again",
+    ),
     (cut, "model.safetensors is cut short: "),
-    (half_of_two, "model.safetensors.index.json names model-00002-of-00002.safetensors, which is not there (1 missing); download the rest"),
+    (
+        half_of_two,
+        "model.safetensors.index.json names model-00002-of-00002.safetensors, which is not there (1 missing); "
+        "download the rest",
+    ),
     (without("tokenizer.json"), " has no tokenizer.json; save the tokenizer with save_pretrained, as a fast tokenizer"),
     (
         write("tokenizer.json", b'{"version"'),
-        "tokenizer.json: Expecting ':' delimiter: line 1 column 11 (char 10); save the tokenizer again with save_pretrained",
+        "tokenizer.json: Expecting ':' delimiter: line 1 column 11 (char 10); save the tokenizer again with "
+        "save_pretrained",
     ),
     (without("chat_template.jinja"), ": the tokenizer has no chat template; set tokenizer.chat_template and save it"),
     (write("chat_template.jinja", b"{% for"), "line 1: the chat template cannot render the turns user ("),
-    (edit("config.json", eos_token_id=None), "names no eos_token_id in generation_config.json or config.json; without one no response would stop"),
-    (edit("config.json", vocab_size=100), ": the tokenizer has ids up to 258, the model has embeddings for 0 to 99; save the tokenizer that"),
+    (
+        edit("config.json", eos_token_id=None),
+        "names no eos_token_id in generation_config.json or config.json; without one no response would stop",
+    ),
+    (
+        edit("config.json", vocab_size=100),
+        ": the tokenizer has ids up to 258, the model has embeddings for 0 to 99; save the tokenizer that",
+    ),
     (
         edit("config.json", quantization_config={"quant_method": "awq"}),
         " is quantized (awq), and quantized weights cannot be trained; use the model in bfloat16",
@@ -102,13 +121,18 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
         edit("config.json", num_attention_heads=4, num_key_value_heads=3),
         ": config.json has num_attention_heads 4, not a multiple of num_key_value_heads 3; correct it",
     ),
-    (smaller_embedding, ": the tokenizer has ids up to 258, the model has embeddings for 0 to 249; save the tokenizer that"),
+    (
+        smaller_embedding,
+        ": the tokenizer has ids up to 258, the model has embeddings for 0 to 249; save the tokenizer that",
+    ),
     (more_tokens, ": the tokenizer has ids up to 259, the model has embeddings for 0 to 258; save the tokenizer that"),
 ]
 
 
 @pytest.mark.parametrize(("damage", "told"), DAMAGES, ids=[told.strip(" :;")[:40] for _, told in DAMAGES])
-def test_a_model_directory_that_lacks_something_is_named_with_what_to_do(config: Path, damage: Callable[[Path], None], told: str) -> None:
+def test_a_model_directory_that_lacks_something_is_named_with_what_to_do(
+    config: Path, damage: Callable[[Path], None], told: str
+) -> None:
     assert problems(config) == []
     damage(config.parent / "model")
     found = problems(config)
@@ -139,19 +163,29 @@ def test_the_head_dimensions_are_those_that_vllm_lists() -> None:
     """In a process of its own: importing vLLM changes logging, the environment and torch for good."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
-    code = "from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as it; print(it.get_supported_head_sizes())"
+    code = (
+        "from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as it; "
+        "print(it.get_supported_head_sizes())"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=True)
     assert json.loads(answer.stdout.splitlines()[-1]) == list(CPU_HEAD_DIMS)
 
 
-def test_a_critic_and_a_reference_of_another_vocabulary_are_named_by_their_setting(config: Path, tmp_path: Path) -> None:
+def test_a_critic_and_a_reference_of_another_vocabulary_are_named_by_their_setting(
+    config: Path, tmp_path: Path
+) -> None:
     other = write_model(tmp_path / "other")
     edit("config.json", vocab_size=200)(other)
     critic = ["critic={path: other, address: 'localhost:1'}", "algorithm.advantage={kind: gae}"]
-    reference = ["references={ref: {path: other, address: 'localhost:1'}}", "algorithm.kl={reference: ref, kl_coef: 0.1}"]
+    reference = [
+        "references={ref: {path: other, address: 'localhost:1'}}",
+        "algorithm.kl={reference: ref, kl_coef: 0.1}",
+    ]
     for setting, overrides in (("critic.path", critic), ("references.ref.path", reference)):
         (told,) = problems(config, *overrides)
-        assert told.startswith(f"{setting} {other}: the tokenizer has ids up to 258, the model has embeddings for 0 to 199")
+        assert told.startswith(
+            f"{setting} {other}: the tokenizer has ids up to 258, the model has embeddings for 0 to 199"
+        )
 
 
 def test_stop_ids_that_the_model_does_not_know_are_named(config: Path) -> None:
@@ -185,19 +219,27 @@ def test_a_target_of_adapters_that_the_model_lacks_is_named_before_anything_star
 
 
 def test_experts_with_adapters_are_refused_where_vllm_would_die_of_the_probe(config: Path) -> None:
-    save_matrices(config, f"{LAYER}.q_proj.weight", f"{LAYER}.v_proj.weight", "model.layers.0.mlp.experts.0.gate_proj.weight")
+    save_matrices(
+        config, f"{LAYER}.q_proj.weight", f"{LAYER}.v_proj.weight", "model.layers.0.mlp.experts.0.gate_proj.weight"
+    )
     assert any("with adapters on GPUs only" in problem for problem in problems(config, LORA, "rollout.num_replicas=1"))
     assert problems(config, LORA, "rollout.num_replicas=0") == []
 
 
 def test_losses_of_routers_are_refused_where_there_are_none(config: Path) -> None:
-    assert any("actor.moe" in problem and "no mixture of experts" in problem for problem in problems(config, "actor.moe.balance_coef=0.1"))
+    assert any(
+        "actor.moe" in problem and "no mixture of experts" in problem
+        for problem in problems(config, "actor.moe.balance_coef=0.1")
+    )
 
 
 def test_the_largest_layer_is_told_where_a_gpu_has_to_hold_it(config: Path, tmp_path: Path) -> None:
     model = write_model(tmp_path / "experts")
     experts = {f"model.layers.1.mlp.experts.{i}.up_proj.weight": np.zeros((4, 3), np.float32) for i in range(10)}
-    others = {"model.embed_tokens.weight": np.zeros((20, 4), np.float32), "model.layers.0.mlp.up_proj.weight": np.zeros((5, 4), np.float32)}
+    others = {
+        "model.embed_tokens.weight": np.zeros((20, 4), np.float32),
+        "model.layers.0.mlp.up_proj.weight": np.zeros((5, 4), np.float32),
+    }
     for file in model.glob("*.safetensors"):
         file.unlink()
     save_file(experts | others, model / "model.safetensors")

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from rolecall.progress import PlainView, ledger_line, render
+from rolecall.launcher.progress import PlainView, ledger_line, render
 from rolecall.v1 import controller_pb2, trajectory_pb2
 
 
@@ -15,7 +15,9 @@ def status(step: int, **metrics: float) -> controller_pb2.RunStatus:
         state=controller_pb2.RUN_STATE_RUNNING,
         step=step,
         total_steps=20,
-        ledger=controller_pb2.LedgerCounts(admitted=10, trained=6, dropped={"without_signal": 1}, live=3, queued=1, generating=1, committed=1),
+        ledger=controller_pb2.LedgerCounts(
+            admitted=10, trained=6, dropped={"without_signal": 1}, live=3, queued=1, generating=1, committed=1
+        ),
         metrics=[trajectory_pb2.Metric(name=name, value=value) for name, value in names.items()],
         workers=[controller_pb2.WorkerStatus(worker="rollout-0", phase="generating", policy_version=4)],
     )
@@ -24,9 +26,16 @@ def status(step: int, **metrics: float) -> controller_pb2.RunStatus:
 def test_plain_lines_come_once_per_step() -> None:
     out = io.StringIO()
     view = PlainView(out)
-    for shown in (status(1, reward__mean=0.25), status(1, reward__mean=0.25), status(2, reward__mean=0.5, staleness__max=1.0)):
+    for shown in (
+        status(1, reward__mean=0.25),
+        status(1, reward__mean=0.25),
+        status(2, reward__mean=0.5, staleness__max=1.0),
+    ):
         view.show(shown)
-    assert out.getvalue().splitlines() == ["running  step 1/20  reward 0.250", "running  step 2/20  reward 0.500  staleness 1"]
+    assert out.getvalue().splitlines() == [
+        "running  step 1/20  reward 0.250",
+        "running  step 2/20  reward 0.500  staleness 1",
+    ]
 
 
 def test_utilisation_is_shown_where_it_is_known() -> None:
@@ -45,7 +54,9 @@ def test_an_evaluation_between_steps_has_a_line_of_its_own() -> None:
 
 def test_a_start_says_what_it_waits_for() -> None:
     out = io.StringIO()
-    PlainView(out).show(controller_pb2.RunStatus(state=controller_pb2.RUN_STATE_STARTING, total_steps=5, waiting_for="actor"))
+    PlainView(out).show(
+        controller_pb2.RunStatus(state=controller_pb2.RUN_STATE_STARTING, total_steps=5, waiting_for="actor")
+    )
     assert out.getvalue() == "starting step 0/5  waiting for actor\n"
 
 
@@ -92,7 +103,10 @@ def test_a_lost_worker_says_why() -> None:
 
 def test_the_ledger_balances_in_words() -> None:
     line = ledger_line(status(1).ledger)
-    assert line == "groups: admitted 10 = trained 6 + dropped 1 (without_signal 1) + live 3 (queued 1, generating 1, committed 1)"
+    assert (
+        line == "groups: admitted 10 = trained 6 + dropped 1 (without_signal 1) + live 3 (queued 1, generating 1, "
+        "committed 1)"
+    )
 
 
 def test_the_table_names_the_fleet_and_its_versions() -> None:
@@ -150,9 +164,17 @@ def test_groups_that_fail_are_told_as_it_happens_with_the_reason_and_not_once_ea
 def test_a_steps_line_counts_what_was_dropped_since_the_last_by_reason() -> None:
     out = io.StringIO()
     view = PlainView(out)
-    for shown in (dropping(1, without_signal=4), dropping(2, without_signal=9, truncated=1), dropping(3, without_signal=9, truncated=1)):
+    for shown in (
+        dropping(1, without_signal=4),
+        dropping(2, without_signal=9, truncated=1),
+        dropping(3, without_signal=9, truncated=1),
+    ):
         view.show(shown)
-    assert out.getvalue().splitlines() == ["running  step 1/20", "running  step 2/20  dropped 6 (truncated 1, without_signal 5)", "running  step 3/20"]
+    assert out.getvalue().splitlines() == [
+        "running  step 1/20",
+        "running  step 2/20  dropped 6 (truncated 1, without_signal 5)",
+        "running  step 3/20",
+    ]
 
 
 def test_the_live_table_names_the_last_group_that_failed() -> None:

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from rolecall.errors import ConfigError
-from rolecall.launch import resolve, write_config
+from rolecall.launcher.plan import resolve, write_config
 from rolecall.settings import GrpoAdvantage, RlooAdvantage, load_settings
 from tests.light_run import write_light_config
 
@@ -40,7 +40,9 @@ def test_a_recipe_reads_back_the_same_from_what_is_written_for_the_roles(path: P
 
 def test_what_the_file_sets_goes_before_the_recipe(config: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("algorithm: {groups_per_batch: 7, max_staleness: 3, advantage: {kind: grpo, normalize_std: false}}\n")
+    recipe.write_text(
+        "algorithm: {groups_per_batch: 7, max_staleness: 3, advantage: {kind: grpo, normalize_std: false}}\n"
+    )
     settings = load_settings(config, recipe=recipe)
     assert (settings.algorithm.groups_per_batch, settings.algorithm.max_staleness) == (2, 3)
     assert settings.algorithm.advantage == GrpoAdvantage(normalize_std=False)
@@ -75,5 +77,8 @@ def test_a_recipe_of_ours_goes_by_its_name_in_the_file_and_as_an_argument(config
 
 
 def test_a_name_that_is_no_recipe_is_told_with_the_nearest_one(config: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no recipe 'dr_gpro' \(did you mean 'dr_grpo'\?\); give the path of a file, or one of the names cispo, "):
+    with pytest.raises(
+        ConfigError,
+        match=r"no recipe 'dr_gpro' \(did you mean 'dr_grpo'\?\); give the path of a file, or one of the names cispo, ",
+    ):
         load_settings(config, recipe="dr_gpro")

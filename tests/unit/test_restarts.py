@@ -1,6 +1,6 @@
 """The budget and the back-off of restarts."""
 
-from rolecall.restarts import RestartBudget
+from rolecall.launcher.restarts import RestartBudget
 from rolecall.settings import LauncherSection
 
 

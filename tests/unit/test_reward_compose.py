@@ -8,18 +8,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.errors import ScorerError
-from rolecall.scores import Failure, Item, Outcome, Score, component_spec, decode_reward, evaluate, problem_of, score_item, spec_problem
-from rolecall.scoring import believed, cut, only
+from rolecall.scoring.client import believed, cut, only
+from rolecall.scoring.scores import (
+    Failure,
+    Item,
+    Outcome,
+    Score,
+    component_spec,
+    decode_reward,
+    evaluate,
+    problem_of,
+    score_item,
+    spec_problem,
+)
 from rolecall.v1 import reward_pb2, trajectory_pb2
 from rolecall.wire import Array, decode_tensor, encode_tensor
 from services.reward.compose import compose, compose_spec
 
-TEXT, TRUTH, TOKENS = reward_pb2.SCORE_FIELD_RESPONSE_TEXT, reward_pb2.SCORE_FIELD_GROUND_TRUTH, reward_pb2.SCORE_FIELD_TOKEN_IDS
+TEXT, TRUTH, TOKENS = (
+    reward_pb2.SCORE_FIELD_RESPONSE_TEXT,
+    reward_pb2.SCORE_FIELD_GROUND_TRUTH,
+    reward_pb2.SCORE_FIELD_TOKEN_IDS,
+)
 ITEM = reward_pb2.ScoreItem(id="7/0", num_response_tokens=2)
 
 
-def spec(low: float | None = None, high: float | None = None, *, reads: tuple[int, ...] = (), token_rewards: bool = False) -> reward_pb2.DescribeResponse:
-    return reward_pb2.DescribeResponse(name="x", reads=reads, reward=component_spec("", low, high), token_rewards=token_rewards)  # type: ignore[arg-type]
+def spec(
+    low: float | None = None, high: float | None = None, *, reads: tuple[int, ...] = (), token_rewards: bool = False
+) -> reward_pb2.DescribeResponse:
+    return reward_pb2.DescribeResponse(
+        name="x",
+        reads=reads,  # type: ignore[arg-type]
+        reward=component_spec("", low, high),
+        token_rewards=token_rewards,
+    )
 
 
 def test_the_reward_is_the_weighted_sum_and_its_parts_are_reported_unweighted() -> None:
@@ -31,7 +53,9 @@ def test_the_reward_is_the_weighted_sum_and_its_parts_are_reported_unweighted() 
 
 def test_token_rewards_are_summed_with_the_weights() -> None:
     a, b = np.array([1, 2], np.float32), np.array([10, 20], np.float32)
-    result = compose(ITEM, {"a": Score(0.0, {}, a), "b": Score(0.0, {}, b), "c": Score(5.0)}, {"a": 2.0, "b": 0.5, "c": 1.0})
+    result = compose(
+        ITEM, {"a": Score(0.0, {}, a), "b": Score(0.0, {}, b), "c": Score(5.0)}, {"a": 2.0, "b": 0.5, "c": 1.0}
+    )
     tokens = decode_tensor(result.reward.token_rewards, "token_rewards")
     assert tokens.dtype == np.float32
     assert tokens.tolist() == [7.0, 14.0]
@@ -68,7 +92,9 @@ def test_asking_again_is_advised_only_when_every_failure_may_pass() -> None:
 
 
 def test_the_description_joins_fields_and_adds_up_ranges() -> None:
-    joined = compose_spec("reward", {"a": spec(0, 1, reads=(TEXT, TRUTH)), "b": spec(-1, 0, reads=(TEXT,))}, {"a": 1.0, "b": -2.0})
+    joined = compose_spec(
+        "reward", {"a": spec(0, 1, reads=(TEXT, TRUTH)), "b": spec(-1, 0, reads=(TEXT,))}, {"a": 1.0, "b": -2.0}
+    )
     assert list(joined.reads) == [TEXT, TRUTH]
     assert (joined.reward.min, joined.reward.max) == (0.0, 3.0)
     assert [component.name for component in joined.components] == ["a", "b"]
@@ -165,14 +191,21 @@ def test_only_the_fields_that_are_read_are_sent() -> None:
     full.metadata["k"] = "v"
     full.finish_reason = trajectory_pb2.FINISH_REASON_LENGTH
     sent = only(full, spec(reads=(TEXT,)))
-    assert sent == reward_pb2.ScoreItem(id="7/0", response_text="a", num_response_tokens=1, finish_reason=trajectory_pb2.FINISH_REASON_LENGTH)
+    assert sent == reward_pb2.ScoreItem(
+        id="7/0", response_text="a", num_response_tokens=1, finish_reason=trajectory_pb2.FINISH_REASON_LENGTH
+    )
     everything = [field for field in reward_pb2.ScoreField.values() if field]
     assert only(full, spec(reads=tuple(everything))) == full
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=30), st.integers(0, 7), st.booleans())
-def test_requests_keep_order_and_stay_within_every_bound(sizes: list[tuple[int, int]], max_items: int, token_rewards: bool) -> None:
-    items = [reward_pb2.ScoreItem(id=str(i), response_text="x" * text, num_response_tokens=tokens) for i, (text, tokens) in enumerate(sizes)]
+def test_requests_keep_order_and_stay_within_every_bound(
+    sizes: list[tuple[int, int]], max_items: int, token_rewards: bool
+) -> None:
+    items = [
+        reward_pb2.ScoreItem(id=str(i), response_text="x" * text, num_response_tokens=tokens)
+        for i, (text, tokens) in enumerate(sizes)
+    ]
     chunks = cut(items, reward_pb2.DescribeResponse(max_items=max_items, token_rewards=token_rewards), max_bytes=60)
     assert [item.id for chunk in chunks for item in chunk] == [item.id for item in items]
     for chunk in chunks:
@@ -185,7 +218,11 @@ def test_requests_keep_order_and_stay_within_every_bound(sizes: list[tuple[int, 
 def test_an_answer_in_another_order_is_put_back_into_ours() -> None:
     items = [reward_pb2.ScoreItem(id=str(i)) for i in range(3)]
     results = [reward_pb2.ScoreResult(id=str(i), reward=reward_pb2.Reward(value=i)) for i in (2, 0, 1)]
-    assert believed(reward_pb2.ScoreResponse(results=results), items, spec(), "x") == [Score(0.0), Score(1.0), Score(2.0)]
+    assert believed(reward_pb2.ScoreResponse(results=results), items, spec(), "x") == [
+        Score(0.0),
+        Score(1.0),
+        Score(2.0),
+    ]
 
 
 @pytest.mark.parametrize("ids", [["0"], ["0", "1", "1"], ["0", "0"], ["0", "2"], ["0", "1", "2"], []])
@@ -214,12 +251,20 @@ def test_numbers_of_any_kind_and_scores_are_scores(answer: float) -> None:
 
 
 def test_an_item_is_made_of_a_trajectory_and_read_back_whole() -> None:
-    meta = trajectory_pb2.TrajectoryMeta(id="7/1", num_prompt_tokens=2, response_text="hi", finish_reason=trajectory_pb2.FINISH_REASON_LENGTH)
+    meta = trajectory_pb2.TrajectoryMeta(
+        id="7/1", num_prompt_tokens=2, response_text="hi", finish_reason=trajectory_pb2.FINISH_REASON_LENGTH
+    )
     meta.prompt.ground_truth = "hello"
     meta.prompt.messages.add(role="user", content="greet")
     meta.prompt.metadata.update({"level": 3, "tags": ["a"], "nested": {"x": None}})
     item = Item.from_proto(score_item(meta, np.array([5, 6, 7, 8, 9], np.int32)))
-    assert (item.id, item.response_text, item.ground_truth, item.finish_reason, item.num_response_tokens) == ("7/1", "hi", "hello", "length", 3)
+    assert (item.id, item.response_text, item.ground_truth, item.finish_reason, item.num_response_tokens) == (
+        "7/1",
+        "hi",
+        "hello",
+        "length",
+        3,
+    )
     assert item.prompt_token_ids.tolist() == [5, 6]
     assert item.response_token_ids.tolist() == [7, 8, 9]
     assert item.messages[0].content == "greet"

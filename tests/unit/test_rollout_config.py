@@ -11,8 +11,12 @@ from rolecall.settings import RunSettings
 from services.rollout.config import configure, start_environment
 
 
-def settings(tmp_path: Path, *, model: dict[str, Any] | None = None, generation: dict[str, Any] | None = None, **rollout: Any) -> RunSettings:
-    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 128, "eos_token_id": 7} if model is None else model))
+def settings(
+    tmp_path: Path, *, model: dict[str, Any] | None = None, generation: dict[str, Any] | None = None, **rollout: Any
+) -> RunSettings:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"max_position_embeddings": 128, "eos_token_id": 7} if model is None else model)
+    )
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     return RunSettings.model_validate(
@@ -78,7 +82,10 @@ def test_gpus_go_by_the_index_and_must_match_the_tensor_parallel_size(tmp_path: 
 
 
 def test_eos_ids_are_those_of_both_configuration_files(tmp_path: Path) -> None:
-    assert configure(settings(tmp_path, generation={"eos_token_id": [9, 7]}), "rollout-0", range(2)).eos_token_ids == (7, 9)
+    assert configure(settings(tmp_path, generation={"eos_token_id": [9, 7]}), "rollout-0", range(2)).eos_token_ids == (
+        7,
+        9,
+    )
 
 
 def test_a_model_that_could_never_stop_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from rolecall.errors import BadGroundTruthError, ConfigError
-from rolecall.scores import Item, Score
+from rolecall.scoring.scores import Item, Score
 from rolecall.settings import FunctionScorer, ScorerSection
 from services.reward import catalog
 from services.reward.scorers.boxed import boxed_match, last_boxed
@@ -146,7 +146,13 @@ def test_json_wants_standard_json_with_the_required_keys(response: str, keys: tu
     assert is_json(response, keys) == expected
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        max_leaves=10,
+    )
+)
 def test_whatever_json_writes_is_json(value: object) -> None:
     assert is_json(json.dumps(value)) == 1.0
 
@@ -177,7 +183,9 @@ def test_the_length_cost_never_leaves_its_range_and_never_falls_with_fewer_token
 
 @pytest.mark.parametrize("kind", LOCAL_KINDS, ids=lambda kind: str(kind["kind"]))
 @given(response=st.text(max_size=40), tokens=st.integers(0, 20))
-def test_every_built_in_stays_within_the_range_it_describes(kind: dict[str, object], response: str, tokens: int) -> None:
+def test_every_built_in_stays_within_the_range_it_describes(
+    kind: dict[str, object], response: str, tokens: int
+) -> None:
     scorer = SECTION.validate_python(kind)
     spec = catalog.describe("x", scorer)  # type: ignore[arg-type]
     result = catalog.bind(scorer)(Item("i", response_text=response, ground_truth="7", num_response_tokens=tokens))  # type: ignore[arg-type]
@@ -202,7 +210,9 @@ def test_every_built_in_stays_within_the_range_it_describes(kind: dict[str, obje
         ({"kind": "math"}, r"\boxed{\binom{20000}{10000}}", r"\binom{20000}{10000}"),
     ],
 )
-def test_a_comparing_scorer_names_the_answer_it_read(kind: dict[str, object], response: str, expected: str | None) -> None:
+def test_a_comparing_scorer_names_the_answer_it_read(
+    kind: dict[str, object], response: str, expected: str | None
+) -> None:
     score = catalog.bind(SECTION.validate_python(kind))(Item("i", response_text=response, ground_truth="7"))  # type: ignore[arg-type]
     assert isinstance(score, Score)
     assert score.answer == expected

@@ -1,4 +1,6 @@
-"""One contract for every place where checkpoints may live: a disk, memory, and S3 as a server of its own on this machine."""
+"""One contract for every place where checkpoints may live: a disk, memory, and S3 as a server of its own on this
+machine.
+"""
 
 import os
 import time
@@ -11,8 +13,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from rolecall.checkpoint.storage import TRIES, RemoteStorage, Storage, open_storage
 from rolecall.errors import ConfigError, DiskFullError, StorageUnavailableError
-from rolecall.storage import TRIES, RemoteStorage, Storage, open_storage
 from tests.s3_server import s3_bucket
 
 BIG = os.urandom(6 * 2**20)
@@ -104,13 +106,17 @@ def test_what_fails_for_a_while_is_tried_again_and_what_fails_for_good_is_an_err
 
     started = time.monotonic()
     storage.write("a", hesitate)
-    assert time.monotonic() - started >= sum(0.002 * 2**attempt for attempt in range(TRIES - 1)), "each pause is twice the one before"
+    assert time.monotonic() - started >= sum(0.002 * 2**attempt for attempt in range(TRIES - 1)), (
+        "each pause is twice the one before"
+    )
     Flaky.num_failures = TRIES - 1
     assert storage.read("a") == b"part", "every attempt begins with an empty file"
     Flaky.num_failures = TRIES - 1
     assert storage.files() == {"a": 4}
     Flaky.num_failures = TRIES
-    with pytest.raises(StorageUnavailableError, match=r"cannot read a in flaky://bucket/folder \(TimeoutError: the network is away\)"):
+    with pytest.raises(
+        StorageUnavailableError, match=r"cannot read a in flaky://bucket/folder \(TimeoutError: the network is away\)"
+    ):
         storage.read("a")
     assert Flaky.num_failures == 0
 

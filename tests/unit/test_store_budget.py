@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rolecall.dataset import RawPrompt
+from rolecall.data.dataset import RawPrompt
+from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 from rolecall.store.budget import STORE_SHARE, StoreBudget, batch_bytes
-from rolecall.tokenizer import ChatTokenizer
 from rolecall.trajectory import COLUMNS, row_bytes
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
-from services.controller.prompts import PromptRenderer
+from services.controller.groups.prompts import PromptRenderer
 from tests.tiny_models import write_tokenizer
 
 
@@ -26,7 +26,10 @@ def test_the_store_must_hold_the_batches_in_flight_and_one_that_no_checkpoint_co
     algorithm = {"groups_per_batch": 2, "max_staleness": max_staleness}
     num_batches = max_staleness + 2
     enough = int(num_batches * StoreBudget.of(make_settings(algorithm=algorithm), 0).batch_bytes / STORE_SHARE)
-    assert StoreBudget.of(make_settings(algorithm=algorithm, store={"max_bytes": enough + 4}), 0).num_batches == num_batches
+    assert (
+        StoreBudget.of(make_settings(algorithm=algorithm, store={"max_bytes": enough + 4}), 0).num_batches
+        == num_batches
+    )
     with pytest.raises(ConfigError, match=f"cannot hold {num_batches} batches"):
         StoreBudget.of(make_settings(algorithm=algorithm, store={"max_bytes": enough - 4}), 0)
 
@@ -39,7 +42,9 @@ def test_a_row_is_counted_with_every_column_of_the_schema_its_text_and_its_overh
 
 
 def test_a_group_at_its_longest_holds_the_largest_prompt(make_settings: Callable[..., RunSettings]) -> None:
-    """Once in its first row, and once more in the stream while it is being committed; a trained one in its row alone."""
+    """Once in its first row, and once more in the stream while it is being committed; a trained one in its row
+    alone.
+    """
     settings = make_settings(algorithm={"groups_per_batch": 4})
     without, with_it = StoreBudget.of(settings, 0), StoreBudget.of(settings, 10_000)
     assert (with_it.group_bytes - without.group_bytes, with_it.batch_bytes - without.batch_bytes) == (20_000, 80_000)

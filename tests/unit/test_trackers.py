@@ -215,7 +215,7 @@ def test_a_tracker_that_cannot_be_opened_is_opened_again(receiver: Receiver, tmp
     assert tracker.num_lost == 0
 
 
-# --- a run's trackers -----------------------------------------------------------------------------------------------------------------------------------
+# --- a run's trackers -----------------------------------------------------------------------------
 
 
 def custom(url: str) -> dict[str, Any]:
@@ -321,7 +321,7 @@ def test_a_name_is_written_as_mlflow_takes_it(name: str, taken: str) -> None:
     assert metric_name(name) == taken
 
 
-# --- the real libraries ---------------------------------------------------------------------------------------------------------------------------------
+# --- the real libraries ---------------------------------------------------------------------------
 
 STEPS = """
 import sys
@@ -332,7 +332,8 @@ from rolecall.trackers import Trackers
 trackers = Trackers(load_settings(Path(sys.argv[1])))
 step = int(sys.argv[2])
 trackers.log(step, {"eval/held/mean@1": 0.25, "reward/a//b": 1.0, "loss": float("nan")})
-trackers.keep_samples(step, [{"step": step, "set": "held", "prompt": [["user", "2+2?"]], "response": "4", "reward": 1.0}])
+sample = {"step": step, "set": "held", "prompt": [["user", "2+2?"]], "response": "4", "reward": 1.0}
+trackers.keep_samples(step, [sample])
 trackers.flush()
 """
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import (
     BatchMismatchError,
     CheckpointMismatchError,
@@ -18,12 +19,11 @@ from rolecall.errors import (
     RowMissingError,
     WorkerLostError,
 )
-from rolecall.storage import open_storage
-from rolecall.training import lane as lanes
-from rolecall.training.applied import FILE, KEPT, Applied
-from rolecall.training.chain import Progress, TrainChain
-from rolecall.training.fence import Fence
-from rolecall.training.lane import Lane
+from rolecall.rpc.fence import Fence
+from rolecall.training.serving import device_thread
+from rolecall.training.serving.applied import FILE, KEPT, Applied
+from rolecall.training.serving.device_thread import Lane
+from rolecall.training.serving.train_chain import Progress, TrainChain
 from rolecall.v1.training_pb2 import TrainRequest, TrainResult
 from rolecall.v1.trajectory_pb2 import REDUCTION_MAX, Metric, TrainBatch
 
@@ -65,7 +65,10 @@ async def chained(trainer: CountingTrainer) -> AsyncIterator[tuple[TrainChain, L
 
 
 async def trained(chain: TrainChain, step: int, digest: str | None = None) -> TrainResult:
-    *_, last = [response async for response in chain.train(TrainRequest(step=step, digest=f"b{step}" if digest is None else digest))]
+    *_, last = [
+        response
+        async for response in chain.train(TrainRequest(step=step, digest=f"b{step}" if digest is None else digest))
+    ]
     return last.result
 
 
@@ -126,7 +129,9 @@ async def test_an_unexpected_failure_of_the_device_ends_the_role() -> None:
 
 async def test_the_lane_refuses_more_than_its_bound() -> None:
     lane, gate = Lane(), threading.Event()
-    waiting = [asyncio.create_task(lane.run(lambda: gate.wait(10), "waiting")) for _ in range(lanes.MAX_WAITING)]
+    waiting = [
+        asyncio.create_task(lane.run(lambda: gate.wait(10), "waiting")) for _ in range(device_thread.MAX_WAITING)
+    ]
     await asyncio.sleep(0)
     with pytest.raises(ExhaustedError):
         await lane.run(gate.is_set, "waiting")
@@ -146,7 +151,8 @@ async def test_the_lane_shows_phases_and_progress() -> None:
 
     lane, shown = Lane(), Shown()
     lane.show_to(shown)
-    assert await lane.run(lambda: (shown.phase, shown.busy, shown.count), "training") == ("training", True, 1)  # it moved when it began
+    # it moved when it began
+    assert await lane.run(lambda: (shown.phase, shown.busy, shown.count), "training") == ("training", True, 1)
     assert (shown.phase, shown.busy, shown.count) == ("idle", False, 2)
     await lane.close()
 
@@ -162,7 +168,12 @@ def test_a_fence_lets_only_the_newest_controller_through() -> None:
 def test_the_account_survives_its_file(tmp_path: Path) -> None:
     account = Applied()
     for step in range(KEPT + 3):
-        result = TrainResult(step=step, digest=f"b{step}", train_s=0.5, metrics=[Metric(name="actor/x", value=1e-9, reduction=REDUCTION_MAX, weight=1)])
+        result = TrainResult(
+            step=step,
+            digest=f"b{step}",
+            train_s=0.5,
+            metrics=[Metric(name="actor/x", value=1e-9, reduction=REDUCTION_MAX, weight=1)],
+        )
         account = account.after_publish(step + 10).after_step(result, step % 2)
     storage = open_storage(str(tmp_path))
     storage.write(FILE, lambda file: file.write(account.to_json()))

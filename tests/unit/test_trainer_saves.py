@@ -5,9 +5,9 @@ from concurrent.futures import Future
 
 import pytest
 
-from rolecall.checkpoints import StoredFile
+from rolecall.checkpoint.manifest import StoredFile
 from rolecall.errors import DiskFullError
-from rolecall.training.saving import SaveChain, Written
+from rolecall.training.serving.save_chain import SaveChain, Written
 
 DEADLINE_S = 30.0
 FILE = StoredFile("rank-00000.safetensors", 7, "ab")

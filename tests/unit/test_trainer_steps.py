@@ -1,4 +1,6 @@
-"""What a step promises whatever its objective: order, counted microbatches, and no answer for one that was partly applied."""
+"""What a step promises whatever its objective: order, counted microbatches, and no answer for one that was partly
+applied.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,14 +12,14 @@ import torch
 from rolecall.algorithms.aggregation import Counts
 from rolecall.errors import InvalidInputError
 from rolecall.telemetry import Metrics
-from rolecall.training.chain import Progress
+from rolecall.training.account.flops import CostModel, ModelFlops
+from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.engine import Loss, Microbatch, StepOutcome, TokenOutputs, ValueOutputs
-from rolecall.training.flops import CostModel, ModelFlops
-from rolecall.training.group import CommandGroup
-from rolecall.training.memory import PhaseMemory
-from rolecall.training.packing import pack
-from rolecall.training.share import Bench, Minibatch, TrainShare
-from rolecall.training.steps import Counted, Effort, optimize, per_update
+from rolecall.training.packing.pack import pack
+from rolecall.training.ranks.command_group import CommandGroup
+from rolecall.training.serving.train_chain import Progress
+from rolecall.training.step.optimize import Counted, Effort, optimize, per_update
+from rolecall.training.step.share import Bench, Minibatch, TrainShare
 
 
 class ScriptedEngine:
@@ -28,7 +30,9 @@ class ScriptedEngine:
         self.seen: list[int] = []
         self.flops_done = 0.0
 
-    def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False) -> list[TokenOutputs | ValueOutputs]:
+    def forward(
+        self, microbatches: Sequence[Microbatch], *, entropy: bool = False
+    ) -> list[TokenOutputs | ValueOutputs]:
         return []
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss, *, entropy: bool = False) -> Metrics:
@@ -53,7 +57,10 @@ def share_of(*minibatches: Sequence[int]) -> TrainShare:
     cpu = torch.device("cpu")
     made = []
     for numbers in minibatches:
-        rows = [{"token_ids": torch.tensor([n]).int().numpy(), "response_mask": torch.ones(1).byte().numpy()} for n in numbers]
+        rows = [
+            {"token_ids": torch.tensor([n]).int().numpy(), "response_mask": torch.ones(1).byte().numpy()}
+            for n in numbers
+        ]
         made.append(Minibatch([pack([row], (), temperature=1.0, device=cpu) for row in rows], Counts(1, 1)))
     return TrainShare([], made, 0)
 
@@ -73,17 +80,27 @@ def unit_loss(microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> t
 def test_every_minibatch_of_every_epoch_is_one_update_and_skipped_ones_are_counted() -> None:
     done, nan = StepOutcome(0.5, 1e-3, True), StepOutcome(float("nan"), 1e-3, False)
     engine, progress = ScriptedEngine(done, nan, done, done), Progress(lambda: None)
-    metrics, skipped = optimize(bench_of(engine), share_of([1, 2], [3]), lambda _: unit_loss, 2, Counted(progress, 6), "actor")
+    metrics, skipped = optimize(
+        bench_of(engine), share_of([1, 2], [3]), lambda _: unit_loss, 2, Counted(progress, 6), "actor"
+    )
     assert engine.seen == [1, 2, 3, 1, 2, 3]
     assert (progress.num_done, progress.num_total, skipped) == (6, 6, 1)
-    assert metrics.values() == {"actor/grad_norm": 0.5, "actor/grad_norm_max": 0.5, "actor/learning_rate": 1e-3, "actor/loss": 6.0, "actor/skipped_steps": 1.0}
+    assert metrics.values() == {
+        "actor/grad_norm": 0.5,
+        "actor/grad_norm_max": 0.5,
+        "actor/learning_rate": 1e-3,
+        "actor/loss": 6.0,
+        "actor/skipped_steps": 1.0,
+    }
     assert per_update(metrics, ("actor/loss",), 4).values()["actor/loss"] == 1.5
 
 
 def test_a_failure_between_updates_is_never_an_answer() -> None:
     engine = ScriptedEngine(StepOutcome(0.5, 1e-3, True), InvalidInputError("two reductions"))
     with pytest.raises(RuntimeError, match="partly applied: two reductions"):
-        optimize(bench_of(engine), share_of([1], [2]), lambda _: unit_loss, 1, Counted(Progress(lambda: None), 2), "actor")
+        optimize(
+            bench_of(engine), share_of([1], [2]), lambda _: unit_loss, 1, Counted(Progress(lambda: None), 2), "actor"
+        )
 
 
 def test_an_effort_says_what_the_device_did_and_leaves_out_a_share_of_an_unknown_peak() -> None:
@@ -97,7 +114,9 @@ def test_an_effort_says_what_the_device_did_and_leaves_out_a_share_of_an_unknown
         metrics = Metrics()
         effort.add_to(metrics, "actor", 100)
         values = metrics.values()
-        assert values.keys() == {"actor/tflops", "actor/tokens", "actor/tokens_per_s", "actor/forward_peak_bytes"} | known
+        assert (
+            values.keys() == {"actor/tflops", "actor/tokens", "actor/tokens_per_s", "actor/forward_peak_bytes"} | known
+        )
         assert values["actor/tflops"] == pytest.approx(6 * values["actor/tokens_per_s"] / 100)
         assert not known or values["actor/mfu"] == pytest.approx(values["actor/tflops"] / 1e3)
         assert values["actor/forward_peak_bytes"] > 2**20

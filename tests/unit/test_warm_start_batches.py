@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.settings import SftSettings
-from rolecall.training.warm_start import Batches
+from rolecall.training.sft.train import Batches
 
 
 @given(num_examples=st.integers(1, 40), batch_size=st.integers(1, 12), seed=st.integers(0, 99), shuffle=st.booleans())
@@ -43,7 +43,9 @@ def tree(tmp_path: Path, **run: Any) -> dict[str, Any]:
 
 
 def test_the_length_is_given_in_steps_or_in_epochs(tmp_path: Path) -> None:
-    assert SftSettings.model_validate(tree(tmp_path, num_epochs=2)).run.checkpoints == str(tmp_path / "run" / "checkpoints")
+    assert SftSettings.model_validate(tree(tmp_path, num_epochs=2)).run.checkpoints == str(
+        tmp_path / "run" / "checkpoints"
+    )
     for run in ({}, {"num_epochs": 2, "num_steps": 4}):
         with pytest.raises(ValueError, match="one of num_steps and num_epochs"):
             SftSettings.model_validate(tree(tmp_path, **run))

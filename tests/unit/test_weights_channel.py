@@ -1,4 +1,6 @@
-"""The weight channel over Gloo between threads of one process: transfers, the rules of epochs and versions, deadlines and aborts."""
+"""The weight channel over Gloo between threads of one process: transfers, the rules of epochs and versions, deadlines
+and aborts.
+"""
 
 import threading
 import time
@@ -10,7 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from rolecall.errors import ChannelBrokenError, DeadlineError, NotOnThisDeviceError, StaleEpochError, StaleVersionError, WeightsMismatchError
+from rolecall.errors import (
+    ChannelBrokenError,
+    DeadlineError,
+    NotOnThisDeviceError,
+    StaleEpochError,
+    StaleVersionError,
+    WeightsMismatchError,
+)
 from rolecall.weights.channel import Channel, Transfer, join
 from rolecall.weights.fingerprint import fingerprint
 from rolecall.weights.manifest import build_manifest
@@ -29,7 +38,10 @@ def weights(seed: int = 0, count: int = 12) -> list[tuple[str, torch.Tensor]]:
     """Tensors of mixed dtypes and sizes, some larger than the tests' buckets."""
     generator = torch.Generator().manual_seed(seed)
     dtypes = (torch.float32, torch.bfloat16, torch.uint8)
-    return [(f"layer.{i}", (torch.randn(7 * i + 1, 13, generator=generator) * 50).abs().to(dtypes[i % 3])) for i in range(count)]
+    return [
+        (f"layer.{i}", (torch.randn(7 * i + 1, 13, generator=generator) * 50).abs().to(dtypes[i % 3]))
+        for i in range(count)
+    ]
 
 
 @contextmanager
@@ -56,7 +68,9 @@ def member(address: str, epoch: int, rank: int, world_size: int) -> Iterator[Cha
         rendezvous.close()
 
 
-def receive(address: str, epoch: int, rank: int, world_size: int, num_versions: int = 1, timeout_s: float = MEET_S) -> list[Received]:
+def receive(
+    address: str, epoch: int, rank: int, world_size: int, num_versions: int = 1, timeout_s: float = MEET_S
+) -> list[Received]:
     """Joins and takes `num_versions` transfers."""
     received = []
     with member(address, epoch, rank, world_size) as channel:
@@ -88,7 +102,10 @@ def test_one_epoch_carries_many_versions_under_one_manifest() -> None:
         address = root.open(1, 2, "127.0.0.1", "gloo", MEET_S)
         receiver = pool.submit(receive, address, 1, 1, 2, 3)
         manifest = build_manifest(weights(), 1024)
-        sent = [root.publish(iter(weights(seed)), manifest, epoch=1, policy_version=seed, bucket_timeout_s=MEET_S) for seed in (1, 2, 3)]
+        sent = [
+            root.publish(iter(weights(seed)), manifest, epoch=1, policy_version=seed, bucket_timeout_s=MEET_S)
+            for seed in (1, 2, 3)
+        ]
         received = receiver.result()
     assert [arrived.digest for _, arrived in received] == [one.digest for one in sent]
     # Earlier versions' tensors are still what they were: no bucket's memory was used again.
@@ -107,7 +124,9 @@ def test_an_epoch_is_never_opened_twice_and_a_newer_one_ends_it() -> None:
         with pytest.raises(ChannelBrokenError, match="epoch 5 was opened"):
             receiver.result()
         with pytest.raises(StaleEpochError, match="not the open one"):
-            root.publish(iter(weights()), build_manifest(weights(), 1024), epoch=4, policy_version=1, bucket_timeout_s=MEET_S)
+            root.publish(
+                iter(weights()), build_manifest(weights(), 1024), epoch=4, policy_version=1, bucket_timeout_s=MEET_S
+            )
 
 
 def test_versions_never_go_back_not_even_over_a_new_epoch() -> None:
@@ -129,7 +148,9 @@ def test_weights_that_are_not_as_in_the_manifest_are_refused_and_told_to_the_rec
             address = root.open(1, 2, "127.0.0.1", "gloo", MEET_S)
             receiver = pool.submit(receive, address, 1, 1, 2)
             with pytest.raises(WeightsMismatchError, match="manifest"):
-                root.publish(iter(wrong), build_manifest(named, 256), epoch=1, policy_version=1, bucket_timeout_s=MEET_S)
+                root.publish(
+                    iter(wrong), build_manifest(named, 256), epoch=1, policy_version=1, bucket_timeout_s=MEET_S
+                )
             with pytest.raises(ChannelBrokenError, match="manifest"):
                 receiver.result()
 
@@ -145,7 +166,9 @@ def test_a_failed_publish_still_runs_the_weights_to_their_end_for_the_other_rank
     with publisher() as root:
         root.open(1, 2, "127.0.0.1", "gloo", timeout_s=0.5)  # nobody comes
         with pytest.raises(ChannelBrokenError, match=r"did not meet within 0\.5 s"):
-            root.publish(gathered(), build_manifest(weights(), 1024), epoch=1, policy_version=1, bucket_timeout_s=MEET_S)
+            root.publish(
+                gathered(), build_manifest(weights(), 1024), epoch=1, policy_version=1, bucket_timeout_s=MEET_S
+            )
     assert taken == [name for name, _ in weights()]
 
 
@@ -182,7 +205,9 @@ def test_an_abort_frees_the_root_and_every_receiver_long_before_the_deadline() -
     with publisher() as root, ThreadPoolExecutor(3) as pool:
         address = root.open(1, 3, "127.0.0.1", "gloo", MEET_S)
         receivers = [pool.submit(receive, address, 1, rank, 3, 1, 60.0) for rank in (1, 2)]
-        root_end = pool.submit(root.publish, blocked(), build_manifest(weights(), 16), epoch=1, policy_version=1, bucket_timeout_s=60)
+        root_end = pool.submit(
+            root.publish, blocked(), build_manifest(weights(), 16), epoch=1, policy_version=1, bucket_timeout_s=60
+        )
         assert stuck.wait(MEET_S)
         start = time.monotonic()
         root.abort("the test says so")
@@ -216,7 +241,9 @@ def test_an_abort_while_the_ranks_still_meet_waits_for_nobody() -> None:
         start = time.monotonic()
         root.abort("enough")
         root.open(2, 1, "127.0.0.1", "gloo", MEET_S)
-        root.publish(iter(weights()), build_manifest(weights(), 1024), epoch=2, policy_version=1, bucket_timeout_s=MEET_S)
+        root.publish(
+            iter(weights()), build_manifest(weights(), 1024), epoch=2, policy_version=1, bucket_timeout_s=MEET_S
+        )
         assert time.monotonic() - start < 20
 
 
@@ -286,7 +313,9 @@ class Sent:
         """At once."""
 
 
-def _send_skipping(host: RendezvousHost, named: list[tuple[str, torch.Tensor]], skipped: int, extra: bool) -> Transferred:
+def _send_skipping(
+    host: RendezvousHost, named: list[tuple[str, torch.Tensor]], skipped: int, extra: bool
+) -> Transferred:
     manifest = build_manifest(named, 1024)
     rendezvous = host.enter(1)
     offer_manifest(rendezvous, manifest)
@@ -309,7 +338,14 @@ def test_a_skipped_bucket_shows_in_the_fingerprints_of_all_that_came_after_it() 
         receiver = pool.submit(receive, host.address, 1, 1, 2)
         sent = _send_skipping(host, named, skipped=2, extra=True)
         ((_, arrived),) = receiver.result()
-    assert [a == b for a, b in zip(arrived.fingerprints, sent.fingerprints, strict=True)] == [True, True, False, False, False, False]
+    assert [a == b for a, b in zip(arrived.fingerprints, sent.fingerprints, strict=True)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     assert arrived.digest != sent.digest
 
 

@@ -69,7 +69,9 @@ def test_writes_outside_the_watch_and_into_other_tensors_do_not_count() -> None:
 
 
 def test_a_tied_parameter_is_whole_under_any_of_its_names_and_is_named_when_it_is_under_none() -> None:
-    embedding, head, norm = (torch.nn.Parameter(torch.empty(*shape, device="meta"), requires_grad=False) for shape in ((6, 4), (6, 4), (4,)))
+    embedding, head, norm = (
+        torch.nn.Parameter(torch.empty(*shape, device="meta"), requires_grad=False) for shape in ((6, 4), (6, 4), (4,))
+    )
     names, parameters = ("embed", "head", "norm"), (embedding, head, norm)
     coverage = Coverage((name, parameter, parameter.numel()) for name, parameter in zip(names, parameters, strict=True))
     tied = [["embed", "head"]]

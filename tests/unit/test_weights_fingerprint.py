@@ -65,7 +65,18 @@ def test_any_swap_of_two_elements_changes_the_fingerprint(dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_negating_transposing_or_shifting_a_tensor_changes_the_fingerprint(dtype: torch.dtype) -> None:
     tensor = torch.randn(96, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert len({fingerprint(tensor), fingerprint(-tensor), fingerprint(tensor.T), fingerprint(tensor.roll(1)), fingerprint(tensor.roll(1, 0))}) == 5
+    assert (
+        len(
+            {
+                fingerprint(tensor),
+                fingerprint(-tensor),
+                fingerprint(tensor.T),
+                fingerprint(tensor.roll(1)),
+                fingerprint(tensor.roll(1, 0)),
+            }
+        )
+        == 5
+    )
 
 
 def test_every_single_bit_and_every_length_counts() -> None:
@@ -95,11 +106,15 @@ def test_views_with_any_layout_and_offset_have_the_fingerprint_of_their_values()
 
 def test_many_fingerprints_are_read_from_the_device_at_once() -> None:
     tensors = [torch.full((5,), float(i)) for i in range(4)]
-    assert unsigned(torch.cat([fingerprint_on_device(tensor) for tensor in tensors])) == [fingerprint(tensor) for tensor in tensors]
+    assert unsigned(torch.cat([fingerprint_on_device(tensor) for tensor in tensors])) == [
+        fingerprint(tensor) for tensor in tensors
+    ]
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: compares the GPU's fingerprint with the CPU's")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device: compares the GPU's fingerprint with the CPU's"
+)
 @pytest.mark.parametrize("num_elements", [1, 3, BLOCK, 200 * BLOCK + 5])
 def test_a_gpu_computes_the_fingerprint_that_a_cpu_computes(num_elements: int) -> None:
     tensor = torch.randn(num_elements).to(torch.bfloat16)
@@ -116,7 +131,11 @@ def test_the_digest_depends_on_names_order_shapes_and_fingerprints_but_not_on_bu
     rebucketed = _manifest("a", "b")
     rebucketed.bucket_bytes = 4096
     assert digest(rebucketed, [1, 2]) == base
-    others = [digest(_manifest("b", "a"), [1, 2]), digest(_manifest("a", "b"), [2, 1]), digest(_manifest("a", "b", shape=(1, 2)), [1, 2])]
+    others = [
+        digest(_manifest("b", "a"), [1, 2]),
+        digest(_manifest("a", "b"), [2, 1]),
+        digest(_manifest("a", "b", shape=(1, 2)), [1, 2]),
+    ]
     assert len({base, *others}) == 4
 
 

@@ -12,15 +12,24 @@ from rolecall.v1 import weights_pb2
 from rolecall.weights.manifest import ALIGNMENT, build_manifest, plan_buckets, validate_manifest
 
 _DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.uint8, torch.float64]
-_TENSORS = st.lists(st.tuples(st.sampled_from(_DTYPES), st.lists(st.integers(0, 9), max_size=3)), min_size=1, max_size=30)
+_TENSORS = st.lists(
+    st.tuples(st.sampled_from(_DTYPES), st.lists(st.integers(0, 9), max_size=3)), min_size=1, max_size=30
+)
 
 
 @given(_TENSORS, st.integers(1, 600))
-def test_buckets_hold_every_tensor_once_in_order_aligned_and_within_the_bound(tensors: list[tuple[torch.dtype, list[int]]], bucket_bytes: int) -> None:
-    manifest = build_manifest(((f"w{i}", torch.empty(shape, dtype=dtype, device="meta")) for i, (dtype, shape) in enumerate(tensors)), bucket_bytes)
+def test_buckets_hold_every_tensor_once_in_order_aligned_and_within_the_bound(
+    tensors: list[tuple[torch.dtype, list[int]]], bucket_bytes: int
+) -> None:
+    manifest = build_manifest(
+        ((f"w{i}", torch.empty(shape, dtype=dtype, device="meta")) for i, (dtype, shape) in enumerate(tensors)),
+        bucket_bytes,
+    )
     buckets = plan_buckets(manifest)
     slots = [slot for bucket in buckets for slot in bucket.slots]
-    assert [(slot.name, slot.dtype, list(slot.shape)) for slot in slots] == [(f"w{i}", dtype, shape) for i, (dtype, shape) in enumerate(tensors)]
+    assert [(slot.name, slot.dtype, list(slot.shape)) for slot in slots] == [
+        (f"w{i}", dtype, shape) for i, (dtype, shape) in enumerate(tensors)
+    ]
     for bucket in buckets:
         end = 0
         for slot in bucket.slots:
@@ -45,7 +54,11 @@ def test_a_tensor_that_is_not_what_the_manifest_says_is_refused() -> None:
     (bucket,) = plan_buckets(build_manifest([("a", torch.empty(2, 3))], 1024))
     slot = bucket.slots[0]
     slot.check("a", torch.empty(2, 3))
-    for name, tensor in [("b", torch.empty(2, 3)), ("a", torch.empty(3, 2)), ("a", torch.empty(2, 3, dtype=torch.float16))]:
+    for name, tensor in [
+        ("b", torch.empty(2, 3)),
+        ("a", torch.empty(3, 2)),
+        ("a", torch.empty(2, 3, dtype=torch.float16)),
+    ]:
         with pytest.raises(WeightsMismatchError, match="the manifest has a"):
             slot.check(name, tensor)
 
@@ -61,4 +74,5 @@ def test_an_empty_or_unreadable_manifest_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="empty"):
         validate_manifest(weights_pb2.WeightManifest(bucket_bytes=1024))
     with pytest.raises(InvalidInputError, match="same release"):
-        validate_manifest(weights_pb2.WeightManifest(parameters=[weights_pb2.ParameterSpec(name="a", dtype=99, shape=[1])], bucket_bytes=1024))  # type: ignore[arg-type]
+        unknown = weights_pb2.ParameterSpec(name="a", dtype=99, shape=[1])  # type: ignore[arg-type]
+        validate_manifest(weights_pb2.WeightManifest(parameters=[unknown], bucket_bytes=1024))

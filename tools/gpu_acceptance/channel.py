@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from rolecall.training.device import backend_of
+from rolecall.training.ranks.device import backend_of
 from rolecall.v1 import weights_pb2
 from rolecall.weights.fingerprint import fingerprint_on_device
 from rolecall.weights.manifest import build_manifest

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from rolecall.errors import ChannelBrokenError
-from rolecall.training.device import free_cached_memory, memory_bytes, wait_for
+from rolecall.training.ranks.device import free_cached_memory, memory_bytes, wait_for
 from rolecall.weights.manifest import build_manifest
 from tools.gpu_acceptance.channel import MIB, Root, draw
 from tools.gpu_acceptance.findings import Findings

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from torch.profiler import ProfilerActivity, profile
 
-from rolecall.training.device import free_cached_memory, memory_bytes, wait_for
 from rolecall.training.engine import Microbatch
-from rolecall.training.objectives import SupervisedObjective
-from rolecall.training.packing import local_counts
+from rolecall.training.objective.objectives import SupervisedObjective
+from rolecall.training.packing.pack import local_counts
+from rolecall.training.ranks.device import free_cached_memory, memory_bytes, wait_for
 from tools.gpu_acceptance.findings import Findings
 from tools.gpu_acceptance.stage import Size, Stage, make_engine, make_row, packed, write_zeros
 

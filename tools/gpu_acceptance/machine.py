@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import transformers
 
-from rolecall.training.device import attends_packed, memory_bytes, name_of, near_cores, stay_near, wait_for
-from rolecall.training.peaks import peak_flops
+from rolecall.training.account.peaks import peak_flops
+from rolecall.training.ranks.device import attends_packed, memory_bytes, name_of, near_cores, stay_near, wait_for
 from tools.gpu_acceptance.findings import Findings
 from tools.gpu_acceptance.stage import Stage
 
@@ -22,7 +22,7 @@ _IMPORTED = (
     "services.critic.engine",
     "services.reference.engine",
     "services.rollout.scripted",
-    "rolecall.training.warm_start",
+    "rolecall.training.sft.train",
 )
 _TESTS_S = 300.0
 """Longest run of the tests; the part's own clock ends the check before."""
@@ -38,7 +38,7 @@ def check_machine(found: Findings, folder: Path) -> None:
     found.figure("device", name_of(stage.device))
     found.figure("GiB", memory_bytes(stage.device)[1] / 2**30)
     found.require(
-        "the device's name is not in rolecall/training/peaks.py",
+        "the device's name is not in rolecall/training/account/peaks.py",
         peak_flops(name_of(stage.device), torch.bfloat16) is not None,
         on_device=True,
     )

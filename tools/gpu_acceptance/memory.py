@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from rolecall.rpc.process import FINAL, RESTART, run
-from rolecall.training.device import memory_bytes
-from rolecall.training.lane import Lane
-from rolecall.training.memory import PhaseMemory
+from rolecall.training.account.memory import PhaseMemory
+from rolecall.training.ranks.device import memory_bytes
+from rolecall.training.serving.device_thread import Lane
 from tests.tiny_models import write_qwen3
 from tools.gpu_acceptance.findings import Findings
 from tools.gpu_acceptance.stage import Stage, make_engine, make_rows, packed

@@ -9,8 +9,8 @@ import torch
 from rolecall.settings import LoraSection, OptimizerSection
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.objectives import SupervisedObjective, ValueObjective
-from rolecall.training.packing import Row, local_counts, pack
+from rolecall.training.objective.objectives import SupervisedObjective, ValueObjective
+from rolecall.training.packing.pack import Row, local_counts, pack
 from tools.gpu_acceptance.findings import Findings
 from tools.gpu_acceptance.stage import (
     Stage,

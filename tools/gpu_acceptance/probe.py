@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from transformers import Qwen3ForCausalLM
 
-from rolecall.training.device import free_cached_memory
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.packing import pack, unpack
+from rolecall.training.packing.pack import pack, unpack
+from rolecall.training.ranks.device import free_cached_memory
 from rolecall.v1 import actor_pb2, rollout_pb2, weights_pb2
 from rolecall.wire import Array, encode_tensor
-from services.controller.probe import MAX_PROBE_TOKENS, difference
+from services.controller.publish.probe import MAX_PROBE_TOKENS, difference
 from tools.gpu_acceptance.findings import Findings
 from tools.gpu_acceptance.stage import STD, Stage, local_parameters, make_engine, write_zeros
 

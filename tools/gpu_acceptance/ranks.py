@@ -22,12 +22,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from rolecall.settings import OptimizerSection, ParallelSection, child_environment
-from rolecall.training.device import RankSpec, backend_of, start_rank
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.objectives import SupervisedObjective
+from rolecall.training.objective.objectives import SupervisedObjective
 from rolecall.training.options import EngineOptions
-from rolecall.training.packing import local_counts as counts_of
-from rolecall.training.packing import pack, plan_batch
+from rolecall.training.packing.pack import local_counts as counts_of
+from rolecall.training.packing.pack import pack, plan_batch
+from rolecall.training.ranks.device import RankSpec, backend_of, start_rank
 from rolecall.weights.fingerprint import digest, fingerprint
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher

@@ -23,7 +23,7 @@ import torch
 
 from rolecall.errors import RoleCallError
 from rolecall.settings import child_environment
-from rolecall.training.device import backend_of
+from rolecall.training.ranks.device import backend_of
 from rolecall.weights.channel import join
 from rolecall.weights.rendezvous import Rendezvous
 from rolecall.weights.transfer import Reception, agreed_manifest

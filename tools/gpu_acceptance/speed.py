@@ -11,15 +11,15 @@ import numpy as np
 import torch
 
 from rolecall.settings.deadlines import GPU_HANG_S
-from rolecall.training.device import free_cached_memory, memory_bytes, name_of, take_peak_bytes, wait_for
+from rolecall.training.account.flops import count_flops
+from rolecall.training.account.memory import PhaseMemory
+from rolecall.training.account.peaks import peak_flops
 from rolecall.training.engine import Microbatch
-from rolecall.training.flops import count_flops
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.memory import PhaseMemory
-from rolecall.training.model import build_model
-from rolecall.training.objectives import SupervisedObjective
-from rolecall.training.packing import Row, local_counts
-from rolecall.training.peaks import peak_flops
+from rolecall.training.model.packed_model import build_model
+from rolecall.training.objective.objectives import SupervisedObjective
+from rolecall.training.packing.pack import Row, local_counts
+from rolecall.training.ranks.device import free_cached_memory, memory_bytes, name_of, take_peak_bytes, wait_for
 from tools.gpu_acceptance.findings import Findings
 from tools.gpu_acceptance.stage import Size, Stage, make_engine, make_rows, packed, write_zeros
 

@@ -17,14 +17,14 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rolecall.settings import LoraSection, OptimizerSection
-from rolecall.training.device import RankSpec, start_rank, wait_for
+from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.engine import Microbatch
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.lora import checkpoint_name, is_adapter
-from rolecall.training.memory import PhaseMemory
+from rolecall.training.model.lora import checkpoint_name, is_adapter
 from rolecall.training.options import EngineOptions
-from rolecall.training.packing import Row, pack
-from rolecall.training.vitals import nothing
+from rolecall.training.packing.pack import Row, pack
+from rolecall.training.ranks.device import RankSpec, start_rank, wait_for
+from rolecall.training.serving.hooks import nothing
 from tools.gpu_acceptance.findings import Findings
 
 Size = Literal["0.6B", "1.7B", "4B", "8B", "32B"]

@@ -8,14 +8,14 @@ from statistics import median
 import torch
 from torch.distributed.tensor import DTensor
 
+from rolecall.checkpoint.storage import open_storage
 from rolecall.settings import OptimizerSection
-from rolecall.storage import open_storage
-from rolecall.training.background import in_background
-from rolecall.training.device import memory_bytes, take_peak_bytes, wait_for
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.group import CommandGroup
-from rolecall.training.objectives import SupervisedObjective
-from rolecall.training.packing import local_counts
+from rolecall.training.objective.objectives import SupervisedObjective
+from rolecall.training.packing.pack import local_counts
+from rolecall.training.ranks.command_group import CommandGroup
+from rolecall.training.ranks.device import memory_bytes, take_peak_bytes, wait_for
+from rolecall.training.serving.background import in_background
 from rolecall.weights.fingerprint import fingerprint
 from tests.checkpoint_rig import load
 from tools.gpu_acceptance.findings import Findings

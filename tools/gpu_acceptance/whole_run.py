@@ -18,8 +18,8 @@ from pydantic import SecretStr
 
 from examples.sort_digits import prepare as sort_digits
 from rolecall.errors import RoleCallError
-from rolecall.launch import write_config
-from rolecall.scores import Item
+from rolecall.launcher.plan import write_config
+from rolecall.scoring.scores import Item
 from rolecall.settings import RunSettings, StoreSection, child_environment, recipe_file
 from rolecall.store.connection import connect
 from rolecall.store.embedded import EmbeddedStore

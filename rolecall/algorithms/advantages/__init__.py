@@ -1,6 +1,8 @@
-"""Advantage estimators over one batch of ragged trajectories, in numpy: one file per family, `estimate` is the one entry for a configured estimator.
+"""Advantage estimators over one batch of ragged trajectories, in numpy: one file per family, `estimate` is the one
+entry for a configured estimator.
 
-Each estimator says which columns it `needs` beside the rewards. Pure: rewards come already shaped (shaping.py), results are new arrays.
+Each estimator says which columns it `needs` beside the rewards. Pure: rewards come already shaped (shaping.py), results
+are new arrays.
 """
 
 import numpy as np
@@ -56,7 +58,9 @@ def estimate(section: AdvantageSection, batch: ScoredBatch) -> Estimate:
         case GrpoAdvantage(supervision="process"):
             return grpo_process(batch, normalize_std=section.normalize_std)
         case GaeAdvantage():
-            bootstrap_B = batch.column("bootstrap_value") if section.bootstrap_truncated else np.zeros(batch.gids_B.size)
+            bootstrap_B = (
+                batch.column("bootstrap_value") if section.bootstrap_truncated else np.zeros(batch.gids_B.size)
+            )
             return gae(batch, bootstrap_B, gamma=section.gamma, gae_lambda=section.gae_lambda, whitened=section.whiten)
         case ReinforcePlusPlusAdvantage(baseline="group"):
             return reinforce_plus_plus_baseline(batch)
@@ -73,7 +77,14 @@ def estimate(section: AdvantageSection, batch: ScoredBatch) -> Estimate:
 
 
 def _of_trajectories(
-    section: GrpoAdvantage | RlooAdvantage | OpoAdvantage | GpgAdvantage | MaxrlAdvantage | PassAtKAdvantage | GdpoAdvantage, batch: ScoredBatch
+    section: GrpoAdvantage
+    | RlooAdvantage
+    | OpoAdvantage
+    | GpgAdvantage
+    | MaxrlAdvantage
+    | PassAtKAdvantage
+    | GdpoAdvantage,
+    batch: ScoredBatch,
 ) -> Array:
     """float64 [B]: what estimators with one number for each trajectory give."""
     match section:

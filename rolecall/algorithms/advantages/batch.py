@@ -1,7 +1,8 @@
 """What every estimator reads and gives: trajectories laid end to end, so that no estimator loops over them. Numpy.
 
-Shapes: B trajectories of the batch, in order; T tokens of one trajectory (prompt + response), another for each; N tokens of the whole batch, trajectory after
-trajectory; M sampled tokens among them; L steps of time. Alignment is that of rolecall/trajectory.py: a reward at t arrives after token t.
+Shapes: B trajectories of the batch, in order; T tokens of one trajectory (prompt + response), another for each; N
+tokens of the whole batch, trajectory after trajectory; M sampled tokens among them; L steps of time. Alignment is that
+of rolecall/trajectory.py: a reward at t arrives after token t.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,14 +17,18 @@ from rolecall.errors import InvalidInputError
 from rolecall.wire import Array
 
 STD_EPS = 1e-6
-"""Added to a standard deviation before dividing, of advantages and of rewards: what is without spread becomes 0, not nan."""
+"""Added to a standard deviation before dividing, of advantages and of rewards: what is without spread becomes 0, not
+nan.
+"""
 
 
 class Runs:
-    """Sampled tokens as runs of consecutive ones, a few for each trajectory: what is copied run by run costs no index for each token.
+    """Sampled tokens as runs of consecutive ones, a few for each trajectory: what is copied run by run costs no index
+    for each token.
 
-    `places` (start, stop, first): tokens [start, stop) of [N] are [first, ...) of [M]; `trajectories` whose each run is; `columns` where it begins in time,
-    which is `width` long."""
+    `places` (start, stop, first): tokens [start, stop) of [N] are [first, ...) of [M]; `trajectories` whose each run
+    is; `columns` where it begins in time, which is `width` long.
+    """
 
     def __init__(self, response_mask_N: Array, offsets: Array) -> None:
         cuts = np.union1d(np.flatnonzero(response_mask_N[1:] != response_mask_N[:-1]) + 1, offsets)
@@ -35,7 +40,8 @@ class Runs:
         self.offsets = np.concatenate([[0], np.cumsum(self.num_sampled_B)])
         self.places = list(zip(starts.tolist(), stops.tolist(), firsts.tolist(), strict=True))
         self.trajectories = trajectories.tolist()
-        # Odd: columns of rows that are a power of two apart would all fall into the same few lines of the processor's cache.
+        # Odd: columns of rows that are a power of two apart would all fall into the same few lines of the processor's
+        # cache.
         self.width = int(self.num_sampled_B.max(initial=0)) | 1
         self.columns = (self.width - (self.offsets[trajectories + 1] - firsts)).tolist()
 
@@ -59,11 +65,14 @@ class ScoredBatch:
     columns: Mapping[str, Array] = field(default_factory=dict)
     """What `needs` asks for, by column name: "values" [N], "bootstrap_value" [B] (0 where the response stopped), ..."""
     components: Mapping[str, Array] = field(default_factory=dict)
-    """float32 [B] by name: the reward's components as the scorer gave them, before weights; only for estimators that read them."""
+    """float32 [B] by name: the reward's components as the scorer gave them, before weights; only for estimators that
+    read them.
+    """
     component_weights: Mapping[str, float] = field(default_factory=dict)
     """Weight of each component, by name."""
     greedy_rewards: Array | None = None
-    """float32 [B]: the reward of the greedy response to the trajectory's prompt; only for estimators that ask for it."""
+    """float32 [B]: the reward of the greedy response to the trajectory's prompt; only for estimators that ask for it.
+    """
 
     @classmethod
     def of_rows(
@@ -140,9 +149,14 @@ class ScoredBatch:
         return np.zeros((self.gids_B.size, self.runs.width))
 
     def runs_in(self, time_BL: Array) -> list[tuple[int, int, int, Array]]:
-        """(start, stop, trajectory, view of time_BL) of each run: tokens [start, stop) of [N] and their place in time."""
+        """(start, stop, trajectory, view of time_BL) of each run: tokens [start, stop) of [N] and their place in
+        time.
+        """
         placed = zip(self.runs.places, self.runs.trajectories, self.runs.columns, strict=True)
-        return [(start, stop, trajectory, time_BL[trajectory, column : column + stop - start]) for (start, stop, _), trajectory, column in placed]
+        return [
+            (start, stop, trajectory, time_BL[trajectory, column : column + stop - start])
+            for (start, stop, _), trajectory, column in placed
+        ]
 
     def in_time(self, values_N: Array) -> Array:
         """float64 [B, L]: the numbers of the sampled tokens; 0 before each trajectory's first."""

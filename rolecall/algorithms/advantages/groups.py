@@ -30,7 +30,9 @@ class Groups:
         return np.asarray(self.sum(values_B) / self.counts_B)
 
     def centred(self, values_B: Array) -> Array:
-        """float64 [B]: the distance from the group's mean; 0 in a group of one. Exactly 0 in a group of equal numbers, which rounding would not give."""
+        """float64 [B]: the distance from the group's mean; 0 in a group of one. Exactly 0 in a group of equal numbers,
+        which rounding would not give.
+        """
         return np.asarray(np.where(self.differs(values_B), values_B - self.mean(values_B), 0.0))
 
     def std(self, values_B: Array) -> Array:

@@ -10,15 +10,17 @@ from rolecall.wire import Array
 
 
 def pass_at_k(totals_B: Array, gids_B: Array, *, k: int, solved_at: float) -> Array:
-    """float64 [B]: the mean GRPO advantage of all k-subsets that a response is in, when a subset's reward is whether any of it is solved (Pass@k Training,
-    arXiv:2508.10751, section 2.4, the analytic derivation).
+    """float64 [B]: the mean GRPO advantage of all k-subsets that a response is in, when a subset's reward is whether
+    any of it is solved (Pass@k Training, arXiv:2508.10751, section 2.4, the analytic derivation).
 
-    With n responses, w of them wrong: R = 1 - C(w, k) / C(n, k), sigma = sqrt(R (1 - R)); a right response gets (1 - R) / sigma, a wrong one
-    (1 - R - C(w - 1, k - 1) / C(n - 1, k - 1)) / sigma. Groups in which no subset or every subset is solved get 0: groups of one, of all right, of fewer
-    than k wrong. k = 1 is GRPO of right and wrong with the population's standard deviation. k above n counts as n.
+    With n responses, w of them wrong: R = 1 - C(w, k) / C(n, k), sigma = sqrt(R (1 - R)); a right response gets (1 - R)
+    / sigma, a wrong one (1 - R - C(w - 1, k - 1) / C(n - 1, k - 1)) / sigma. Groups in which no subset or every subset
+    is solved get 0: groups of one, of all right, of fewer than k wrong. k = 1 is GRPO of right and wrong with the
+    population's standard deviation. k above n counts as n.
 
-    Preferred over giving the best response its lead over the second best (verl's grpo_passk, arXiv:2503.19595): that is for k = n alone and leaves all but
-    one response without a signal. It reads more than right and wrong, which this does not.
+    Preferred over giving the best response its lead over the second best (verl's grpo_passk, arXiv:2503.19595): that is
+    for k = n alone and leaves all but one response without a signal. It reads more than right and wrong, which this
+    does not.
     """
     groups = Groups(gids_B)
     right_B = totals_B >= solved_at

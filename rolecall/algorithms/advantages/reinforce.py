@@ -12,13 +12,15 @@ from rolecall.wire import Array
 
 
 def rewards_to_go(batch: ScoredBatch, gamma: float) -> Array:
-    """float64 [B, L]: G_t = r_t + gamma G_{t+1} over a trajectory's sampled tokens; what an environment said is stepped over."""
+    """float64 [B, L]: G_t = r_t + gamma G_{t+1} over a trajectory's sampled tokens; what an environment said is stepped
+    over.
+    """
     return discount(batch.in_time(batch.rewards_N), gamma)
 
 
 def reinforce_plus_plus(batch: ScoredBatch, *, gamma: float) -> Estimate:
-    """Reward to go, whitened over the trained tokens of the batch (REINFORCE++, arXiv:2501.03262: the reward less the KL penalties from t on, normalised by
-    the global batch's mean and standard deviation; gamma 1 is the paper's).
+    """Reward to go, whitened over the trained tokens of the batch (REINFORCE++, arXiv:2501.03262: the reward less the
+    KL penalties from t on, normalised by the global batch's mean and standard deviation; gamma 1 is the paper's).
 
     Groups do not matter: a group of one is like any other. A batch whose returns are all equal gets 0.
     """
@@ -26,9 +28,11 @@ def reinforce_plus_plus(batch: ScoredBatch, *, gamma: float) -> Estimate:
 
 
 def reinforce_plus_plus_baseline(batch: ScoredBatch) -> Estimate:
-    """REINFORCE++ with baseline (arXiv:2501.03262): reward minus the group's mean, then whitened over the trained tokens of the batch.
+    """REINFORCE++ with baseline (arXiv:2501.03262): reward minus the group's mean, then whitened over the trained
+    tokens of the batch.
 
-    A group of one, or of equal rewards, is 0 before whitening, and minus the batch's mean over its standard deviation after it.
+    A group of one, or of equal rewards, is 0 before whitening, and minus the batch's mean over its standard deviation
+    after it.
     """
     return Estimate(whiten(batch.spread(Groups(batch.gids_B).centred(batch.totals_B)), batch.loss_mask_N))
 

@@ -10,7 +10,8 @@ from rolecall.wire import Array
 
 
 def rloo(totals_B: Array, gids_B: Array) -> Array:
-    """float64 [B]: r_i minus the mean of the group's other rewards (RLOO, arXiv:2402.14740, section 2.3): n / (n - 1) times the centred reward.
+    """float64 [B]: r_i minus the mean of the group's other rewards (RLOO, arXiv:2402.14740, section 2.3): n / (n - 1)
+    times the centred reward.
 
     A group of one, or of equal rewards, gets 0.
     """

@@ -14,13 +14,15 @@ ENERGY_EPS = 1e-8
 
 
 def optimal_token_baseline(batch: ScoredBatch) -> Estimate:
-    """A_t = G_t - B_t, B_t = sum(G_t W_t) / sum(W_t) over the group's responses that have a t-th sampled token (OTB, arXiv:2602.07078).
+    """A_t = G_t - B_t, B_t = sum(G_t W_t) / sum(W_t) over the group's responses that have a t-th sampled token (OTB,
+    arXiv:2602.07078).
 
-    G_t is the reward to go and W_t = sum_{s <= t} (1 - 2 pi_s + sum_v pi_s(v)^2), the squared norms of the score with respect to the logits, summed up to t:
-    the energy of a path. Reads old_logprobs and sum_squared_probs. A group of one gets 0, and so do tokens beyond the second longest response: nothing is
-    left to compare with. (verl gives those the reward to go as an option.) Where all of W is 0, the policy having been certain, the baseline is 0.
-    A norm that rounding made negative counts as 0, so that a baseline never leaves the range of its G_t.
-    InvalidInputError without the columns.
+    G_t is the reward to go and W_t = sum_{s <= t} (1 - 2 pi_s + sum_v pi_s(v)^2), the squared norms of the score with
+    respect to the logits, summed up to t: the energy of a path. Reads old_logprobs and sum_squared_probs. A group of
+    one gets 0, and so do tokens beyond the second longest response: nothing is left to compare with. (verl gives those
+    the reward to go as an option.) Where all of W is 0, the policy having been certain, the baseline is 0. A norm that
+    rounding made negative counts as 0, so that a baseline never leaves the range of its G_t. InvalidInputError without
+    the columns.
     """
     to_go_M = backward_sums(batch.at_sampled(batch.rewards_N), batch.sampled_offsets)
     probs_M = np.exp(batch.at_sampled(batch.column("old_logprobs")).astype(np.float64))

@@ -12,8 +12,9 @@ from rolecall.wire import Array
 
 
 def whiten(advantages_N: Array, mask_N: Array) -> Array:
-    """[N]: zero mean and unit standard deviation (n) over the masked tokens of the whole batch; 0 elsewhere, and everywhere (but for rounding) when all are
-    equal or none is. `advantages_N` must be 0 outside the mask."""
+    """[N]: zero mean and unit standard deviation (n) over the masked tokens of the whole batch; 0 elsewhere, and
+    everywhere (but for rounding) when all are equal or none is. `advantages_N` must be 0 outside the mask.
+    """
     num_tokens = max(int(np.count_nonzero(mask_N)), 1)
     whitened_N = advantages_N - float(advantages_N.sum(dtype=np.float64)) / num_tokens
     whitened_N *= mask_N

@@ -1,10 +1,12 @@
 """Sampler against trainer: weights and rejections that correct the loss for it, and numbers that show it. Torch.
 
-The sampler (rollout) and the trainer (actor) compute the same policy with other kernels and, when staleness is allowed, with other weights. `correct` is the
-one entry for a configured correction; mismatch.py measures. Sequences are whole within a microbatch, so what is asked of a sequence is computed there, and
-nothing here depends on how a mini-batch is cut.
+The sampler (rollout) and the trainer (actor) compute the same policy with other kernels and, when staleness is allowed,
+with other weights. `correct` is the one entry for a configured correction; mismatch.py measures. Sequences are whole
+within a microbatch, so what is asked of a sequence is computed there, and nothing here depends on how a mini-batch is
+cut.
 
-Left out: weights normalised to a mean of 1 over the batch. They would need every weight of the mini-batch, over all ranks, before its first loss.
+Left out: weights normalised to a mean of 1 over the batch. They would need every weight of the mini-batch, over all
+ranks, before its first loss.
 
 Shapes: N tokens of one microbatch; S its sequences.
 """
@@ -23,7 +25,9 @@ __all__ = ["Correction", "correct"]
 
 @dataclass(frozen=True)
 class Correction:
-    """What multiplies the losses of tokens. The loss's normaliser stays the whole mini-batch's own count: a rejection never raises the weight of the rest."""
+    """What multiplies the losses of tokens. The loss's normaliser stays the whole mini-batch's own count: a rejection
+    never raises the weight of the rest.
+    """
 
     weights_N: torch.Tensor
     """[N], without gradient; 0 where rejected and outside the mask."""
@@ -34,8 +38,8 @@ class Correction:
 def correct(section: CorrectionSection, batch: PolicyBatch, sampled_N: torch.Tensor) -> Correction:
     """The configured correction. `sampled_N` [N]: rollout_logprobs.
 
-    Weights and rejections compare the proximal policy (batch.old_logprobs_N) with the sampler. Under `proximal: bypass` these are the same, weights are 1, and
-    rejections compare the policy as it is with the sampler.
+    Weights and rejections compare the proximal policy (batch.old_logprobs_N) with the sampler. Under `proximal: bypass`
+    these are the same, weights are 1, and rejections compare the policy as it is with the sampler.
     """
     trainer_N = batch.old_logprobs_N if section.proximal == "recompute" else batch.logprobs_N.detach()
     log_ratio_N = trainer_N - sampled_N

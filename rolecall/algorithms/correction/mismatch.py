@@ -1,4 +1,5 @@
-"""How far the sampler's logprobs are from the trainer's on the same tokens: sums that add up over microbatches and ranks, and what they amount to. Torch.
+"""How far the sampler's logprobs are from the trainer's on the same tokens: sums that add up over microbatches and
+ranks, and what they amount to. Torch.
 
 The tokens were drawn from the sampler. r = trainer / sampler of a token, or the product over a sequence's tokens.
 
@@ -47,8 +48,12 @@ class MismatchSums:
         return MismatchSums(*(a + b for a, b in zip(self.numbers(), other.numbers(), strict=True)))
 
 
-def mismatch_sums(sampled_N: torch.Tensor, trained_N: torch.Tensor, mask_N: torch.Tensor, sequence_N: torch.Tensor, num_sequences: int) -> MismatchSums:
-    """Of the tokens of mask_N (bool [N]): sampled_N are the sampler's logprobs, trained_N the trainer's; sequence_N int64 [N] in 0..num_sequences - 1."""
+def mismatch_sums(
+    sampled_N: torch.Tensor, trained_N: torch.Tensor, mask_N: torch.Tensor, sequence_N: torch.Tensor, num_sequences: int
+) -> MismatchSums:
+    """Of the tokens of mask_N (bool [N]): sampled_N are the sampler's logprobs, trained_N the trainer's; sequence_N
+    int64 [N] in 0..num_sequences - 1.
+    """
     sampler_M, trainer_M = sampled_N[mask_N].double(), trained_N[mask_N].double()
     gap_M = trainer_M - sampler_M
     log_ratio_M = gap_M.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -121,7 +126,9 @@ def _correlation(sums: MismatchSums) -> float | None:
 
 @dataclass(frozen=True)
 class Spread:
-    """Order statistics of the gaps log r on one rank. They do not add up: the extremes over ranks are exact for largest and smallest, a bound for the rest."""
+    """Order statistics of the gaps log r on one rank. They do not add up: the extremes over ranks are exact for largest
+    and smallest, a bound for the rest.
+    """
 
     mean_abs: float
     """Mean |log r|."""
@@ -137,7 +144,9 @@ class Spread:
 
 
 def spread(sampled_N: torch.Tensor, trained_N: torch.Tensor, mask_N: torch.Tensor) -> Spread | None:
-    """Over the tokens of mask_N (bool [N]); None without one. Restrict the mask to tokens of one policy version to measure kernels alone."""
+    """Over the tokens of mask_N (bool [N]); None without one. Restrict the mask to tokens of one policy version to
+    measure kernels alone.
+    """
     gap_M = (trained_N - sampled_N)[mask_N].double().sort().values
     if not gap_M.numel():
         return None

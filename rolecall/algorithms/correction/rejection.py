@@ -1,7 +1,8 @@
 """Rejections: tokens, or whole sequences, whose ratio trainer / sampler is out of bounds. Torch, without gradient.
 
-By ratio (k1), or by the estimates k2 and k3 of their divergence (http://joschu.net/blog/kl-approx.html), of each token or of a sequence: the mean over its
-tokens (of k1: the geometric mean of the ratios), the sum (of k1: the product) or the largest (of k1: any ratio out of bounds).
+By ratio (k1), or by the estimates k2 and k3 of their divergence (http://joschu.net/blog/kl-approx.html), of each token
+or of a sequence: the mean over its tokens (of k1: the geometric mean of the ratios), the sum (of k1: the product) or
+the largest (of k1: any ratio out of bounds).
 
 Shapes: N tokens of one microbatch; S its sequences.
 """
@@ -16,7 +17,9 @@ from rolecall.settings import DivergenceBound, RatioBand, Rejection
 
 
 def rejected_N(rejection: Rejection, batch: PolicyBatch, log_ratio_N: torch.Tensor) -> torch.Tensor:
-    """bool [N]: tokens that are rejected; outside the mask it does not matter. log_ratio_N is log trainer - log sampler."""
+    """bool [N]: tokens that are rejected; outside the mask it does not matter. log_ratio_N is log trainer - log
+    sampler.
+    """
     log_ratio_N = log_ratio_N.detach()
     match rejection:
         case RatioBand(over="sequence_max"):
@@ -41,5 +44,7 @@ def _spread_N(batch: PolicyBatch, values_N: torch.Tensor, over: str) -> torch.Te
             return batch.sequence_sums_S(values_N)[batch.sequence_N]
         case "sequence_max":
             floor_S = torch.full((batch.num_sequences,), -math.inf, dtype=values_N.dtype, device=values_N.device)
-            return floor_S.scatter_reduce(0, batch.sequence_N, torch.where(batch.mask_N, values_N, -math.inf), "amax")[batch.sequence_N]
+            return floor_S.scatter_reduce(0, batch.sequence_N, torch.where(batch.mask_N, values_N, -math.inf), "amax")[
+                batch.sequence_N
+            ]
     return values_N

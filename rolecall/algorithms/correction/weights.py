@@ -9,7 +9,9 @@ from rolecall.algorithms.losses.batch import PolicyBatch, ratios
 
 
 def token_weights_N(log_ratio_N: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """[N]: min(trainer / sampler, cap) per token: truncated importance sampling (Ionides 2008), per token as AIPO has it (LlamaRL, arXiv:2505.24034)."""
+    """[N]: min(trainer / sampler, cap) per token: truncated importance sampling (Ionides 2008), per token as AIPO has
+    it (LlamaRL, arXiv:2505.24034).
+    """
     return _truncated(log_ratio_N, cap)
 
 

@@ -16,8 +16,9 @@ SELECTED = "selected"
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """One microbatch as a policy loss sees it. Sequences are whole: what a loss wants to know of one, it can compute here. What it wants to know of the whole
-    mini-batch is in columns that were made before (selection.py)."""
+    """One microbatch as a policy loss sees it. Sequences are whole: what a loss wants to know of one, it can compute
+    here. What it wants to know of the whole mini-batch is in columns that were made before (selection.py).
+    """
 
     logprobs_N: torch.Tensor
     """float32 [N] with the graph."""
@@ -35,7 +36,9 @@ class PolicyBatch:
     """[N] each, by their names in the trajectory schema."""
 
     def log_ratio_N(self) -> torch.Tensor:
-        """float32 [N]: log pi / pi_old with the graph; 0 outside the mask. Not bounded: what is exponentiated is `ratios` of it, or of its mean."""
+        """float32 [N]: log pi / pi_old with the graph; 0 outside the mask. Not bounded: what is exponentiated is
+        `ratios` of it, or of its mean.
+        """
         return torch.where(self.mask_N, self.logprobs_N - self.old_logprobs_N, 0.0)
 
     def ratio_N(self) -> torch.Tensor:
@@ -45,7 +48,9 @@ class PolicyBatch:
     def sequence_sums_S(self, values_N: torch.Tensor) -> torch.Tensor:
         """[S]: the sum of `values_N` over each sequence's tokens of the mask."""
         masked_N = torch.where(self.mask_N, values_N, 0.0)
-        return torch.zeros(self.num_sequences, dtype=masked_N.dtype, device=masked_N.device).index_add(0, self.sequence_N, masked_N)
+        return torch.zeros(self.num_sequences, dtype=masked_N.dtype, device=masked_N.device).index_add(
+            0, self.sequence_N, masked_N
+        )
 
     def sequence_means_S(self, values_N: torch.Tensor) -> torch.Tensor:
         """[S]: the mean of `values_N` over each sequence's tokens of the mask; 0 where it has none."""
@@ -59,7 +64,9 @@ def ratios(log_ratios: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """A loss before it is aggregated: the loss of a mini-batch is sum(weights_N * losses_N), with weights of aggregation.py times those of correction/."""
+    """A loss before it is aggregated: the loss of a mini-batch is sum(weights_N * losses_N), with weights of
+    aggregation.py times those of correction/.
+    """
 
     losses_N: torch.Tensor
     """[N] with the graph; finite everywhere, meaningful where the mask is true."""

@@ -7,7 +7,9 @@ from rolecall.algorithms.losses.batch import PolicyBatch, TokenLosses
 
 
 def cispo(batch: PolicyBatch, *, clip_eps_low: float | None, clip_eps_high: float) -> TokenLosses:
-    """-sg[clip(r, 1 - low, 1 + high)] A log pi per token (MiniMax-M1, arXiv:2506.13585, eq. 4 and 5). Without `low` nothing bounds the weight from below."""
+    """-sg[clip(r, 1 - low, 1 + high)] A log pi per token (MiniMax-M1, arXiv:2506.13585, eq. 4 and 5). Without `low`
+    nothing bounds the weight from below.
+    """
     ratio_N = batch.ratio_N().detach()
     low = 1 - clip_eps_low if clip_eps_low is not None else 0.0
     weights_N = ratio_N.clamp(low, 1 + clip_eps_high)

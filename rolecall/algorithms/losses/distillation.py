@@ -1,4 +1,5 @@
-"""On-policy distillation as a loss: forward KL from a teacher over the ids that it gives the highest probability. Torch.
+"""On-policy distillation as a loss: forward KL from a teacher over the ids that it gives the highest probability.
+Torch.
 
 (Reverse KL as a loss is kl.py's.)
 
@@ -12,13 +13,18 @@ TAIL_FLOOR = 1e-6
 
 
 def forward_topk_kl_N(logprobs_Nk: torch.Tensor, teacher_logprobs_Nk: torch.Tensor) -> torch.Tensor:
-    """[N], differentiable in logprobs_Nk (the policy's, of the teacher's ids): sum over k of p_T (log p_T - log p_S), and the same of one more outcome.
+    """[N], differentiable in logprobs_Nk (the policy's, of the teacher's ids): sum over k of p_T (log p_T - log p_S),
+    and the same of one more outcome.
 
-    That is the tail: all ids outside the teacher's k, of probability 1 - sum. The forward KL of generalised knowledge distillation on the policy's own
-    samples (GKD, arXiv:2306.13649, section 3), coarsened. So it is a KL of two distributions: never negative, 0 where the k probabilities agree, at most
-    the KL over the whole vocabulary (coarsening does not raise one), and the gradient on the logits of the k ids is p_S - p_T, that of the whole one.
-    Without the tail the policy could lower it below 0 by mass on the k ids in a wrong proportion. Within the tail nothing is taught.
+    That is the tail: all ids outside the teacher's k, of probability 1 - sum. The forward KL of generalised knowledge
+    distillation on the policy's own samples (GKD, arXiv:2306.13649, section 3), coarsened. So it is a KL of two
+    distributions: never negative, 0 where the k probabilities agree, at most the KL over the whole vocabulary
+    (coarsening does not raise one), and the gradient on the logits of the k ids is p_S - p_T, that of the whole one.
+    Without the tail the policy could lower it below 0 by mass on the k ids in a wrong proportion. Within the tail
+    nothing is taught.
     """
     inside_N = (teacher_logprobs_Nk.exp() * (teacher_logprobs_Nk - logprobs_Nk)).sum(1)
-    tail_N, teacher_tail_N = ((1 - x_Nk.exp().sum(1)).clamp(min=TAIL_FLOOR) for x_Nk in (logprobs_Nk, teacher_logprobs_Nk))
+    tail_N, teacher_tail_N = (
+        (1 - x_Nk.exp().sum(1)).clamp(min=TAIL_FLOOR) for x_Nk in (logprobs_Nk, teacher_logprobs_Nk)
+    )
     return inside_N + teacher_tail_N * (teacher_tail_N.log() - tail_N.log())

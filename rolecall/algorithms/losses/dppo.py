@@ -1,6 +1,7 @@
 """DPPO: a trust region in divergence instead of in ratio. Torch.
 
-The divergence is of two outcomes, the sampled token and any other (the paper's binary approximation), so that it needs no more than logprobs.
+The divergence is of two outcomes, the sampled token and any other (the paper's binary approximation), so that it needs
+no more than logprobs.
 
 Shapes: N tokens of one microbatch.
 """
@@ -11,7 +12,8 @@ from rolecall.algorithms.losses.batch import PolicyBatch, TokenLosses
 
 
 def dppo_tv(batch: PolicyBatch, *, max_divergence: float) -> TokenLosses:
-    """-M r A per token, M = 0 where |pi - pi_old| > max_divergence and the step would go on in that direction (arXiv:2602.04879).
+    """-M r A per token, M = 0 where |pi - pi_old| > max_divergence and the step would go on in that direction
+    (arXiv:2602.04879).
 
     That direction: up with A > 0 and r > 1, down with A < 0 and r < 1.
     """

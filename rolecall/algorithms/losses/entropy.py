@@ -7,5 +7,7 @@ import torch
 
 
 def entropy_bonus(entropy_N: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:
-    """Scalar to be subtracted from the loss, times its coefficient: the aggregated entropy (PPO, arXiv:1707.06347, eq. 9)."""
+    """Scalar to be subtracted from the loss, times its coefficient: the aggregated entropy (PPO, arXiv:1707.06347, eq.
+    9).
+    """
     return (entropy_N * weights_N).sum()

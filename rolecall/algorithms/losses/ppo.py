@@ -8,8 +8,11 @@ import torch
 from rolecall.algorithms.losses.batch import PolicyBatch, TokenLosses
 
 
-def ppo(batch: PolicyBatch, *, clip_eps_low: float, clip_eps_high: float, dual_clip: float | None = None) -> TokenLosses:
-    """-min(r A, clip(r, 1 - low, 1 + high) A) per token (PPO, arXiv:1707.06347, eq. 7; separate bounds: DAPO, arXiv:2503.14476, eq. 8).
+def ppo(
+    batch: PolicyBatch, *, clip_eps_low: float, clip_eps_high: float, dual_clip: float | None = None
+) -> TokenLosses:
+    """-min(r A, clip(r, 1 - low, 1 + high) A) per token (PPO, arXiv:1707.06347, eq. 7; separate bounds: DAPO,
+    arXiv:2503.14476, eq. 8).
 
     With dual_clip c, where A < 0 the objective is at least c A (arXiv:1912.09729, eq. 5).
     """
@@ -23,7 +26,9 @@ def ppo(batch: PolicyBatch, *, clip_eps_low: float, clip_eps_high: float, dual_c
     return TokenLosses(torch.where(over_N, ceiling_N, losses.losses_N), {**losses.shown, "clip_fraction_low": low_N})
 
 
-def clipped(ratio_N: torch.Tensor, advantages_N: torch.Tensor, clip_eps_low: float, clip_eps_high: float) -> TokenLosses:
+def clipped(
+    ratio_N: torch.Tensor, advantages_N: torch.Tensor, clip_eps_low: float, clip_eps_high: float
+) -> TokenLosses:
     """The clipped objective of any ratio; what is shown is where the clip took the gradient away."""
     free_N = -ratio_N * advantages_N
     bounded_N = -ratio_N.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages_N

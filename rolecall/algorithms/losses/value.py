@@ -19,7 +19,12 @@ class ValueTerms:
 
 
 def value_loss(
-    values_N: torch.Tensor, returns_N: torch.Tensor, old_values_N: torch.Tensor, weights_N: torch.Tensor, *, clip_eps: float | None
+    values_N: torch.Tensor,
+    returns_N: torch.Tensor,
+    old_values_N: torch.Tensor,
+    weights_N: torch.Tensor,
+    *,
+    clip_eps: float | None,
 ) -> tuple[torch.Tensor, ValueTerms]:
     """0.5 * max((v - R)^2, (clip(v, v_old - eps, v_old + eps) - R)^2) per token.
 

@@ -1,13 +1,16 @@
-"""Sharded checkpoints without pickle: a safetensors file of every rank, what a model directory has besides weights, and an index.
+"""Sharded checkpoints without pickle: a safetensors file of every rank, what a model directory has besides weights, and
+an index.
 
-    rank-00000.safetensors   parts this rank keeps: model/<name>, <kind>/<name> of the optimizer; rng/<device kind>; metadata `boxes` says which parts
-    model/                   config.json, tokenizer, ...: with them a checkpoint can be exported where the run's model directory is not
+    rank-00000.safetensors   parts this rank keeps: model/<name>, <kind>/<name> of the optimizer;
+                             rng/<device kind>; metadata `boxes` says which parts
+    model/                   config.json, tokenizer, ...: so that a checkpoint can be exported alone
     index.json               {"format", "world_size", "counters", "notes", "dtype", "source", "shapes"}
 
-`Snapshot` takes the state at one instant. What it costs the training loop is a copy to host memory, which goes on beside it until the first call that would
-change a tensor in place; writing takes as long as it takes. Loading works at any world size and layout: a rank reads the part it keeps from whichever files
-hold some of it; of ranks that keep the same, one writes. Random state is restored at the same world size only.
-Why not torch.distributed.checkpoint: docs/adr/0010-sharded-safetensors-checkpoints.md.
+`Snapshot` takes the state at one instant. What it costs the training loop is a copy to host memory, which goes on
+beside it until the first call that would change a tensor in place; writing takes as long as it takes. Loading works at
+any world size and layout: a rank reads the part it keeps from whichever files hold some of it; of ranks that keep the
+same, one writes. Random state is restored at the same world size only. Why not torch.distributed.checkpoint:
+docs/adr/0010-sharded-safetensors-checkpoints.md.
 """
 
 import json
@@ -22,17 +25,17 @@ from typing import Any, BinaryIO
 import torch
 from torch.distributed.tensor import DTensor
 
-from rolecall.checkpoints import StoredFile, store
+from rolecall.checkpoint.manifest import StoredFile, store
+from rolecall.checkpoint.storage import Storage
 from rolecall.disk import writing
 from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, WorkerLostError
-from rolecall.storage import Storage
-from rolecall.training.device import rng_state, set_rng_state, use_in_thread
-from rolecall.training.files import TensorFile, stream_tensors
 from rolecall.training.fsdp.layout import Box, Layout
 from rolecall.training.fsdp.optimizer import Optimizer
-from rolecall.training.group import CommandGroup
-from rolecall.training.huggingface import companions
-from rolecall.training.vitals import nothing
+from rolecall.training.model.files import TensorFile, stream_tensors
+from rolecall.training.model.huggingface import companions
+from rolecall.training.ranks.command_group import CommandGroup
+from rolecall.training.ranks.device import rng_state, set_rng_state, use_in_thread
+from rolecall.training.serving.hooks import nothing
 
 INDEX = "index.json"
 MODEL = "model"
@@ -68,13 +71,21 @@ class State:
 class Snapshot:
     """The state at one instant, on its way to host memory and from there to a storage."""
 
-    def __init__(self, state: State, device: torch.device, layout: Layout, progressed: Callable[[], None] = nothing) -> None:
-        """Copies nothing yet: until `settle` has returned nobody may change the tensors. `progressed` is called, in any thread, after each that is copied."""
+    def __init__(
+        self, state: State, device: torch.device, layout: Layout, progressed: Callable[[], None] = nothing
+    ) -> None:
+        """Copies nothing yet: until `settle` has returned nobody may change the tensors. `progressed` is called, in any
+        thread, after each that is copied.
+        """
         self._progressed = progressed
         tensors = state.tensors()
         self._rank = layout.rank
         self._source = state.source
-        self._tensors = {key: tensor.to_local().detach() for key, tensor in tensors.items() if layout.is_first_holder(tensor) and not Box.of(tensor).empty}
+        self._tensors = {
+            key: tensor.to_local().detach()
+            for key, tensor in tensors.items()
+            if layout.is_first_holder(tensor) and not Box.of(tensor).empty
+        }
         boxes = {key: (box.start, box.shape) for key, box in ((key, Box.of(tensors[key])) for key in self._tensors)}
         self._metadata = {"boxes": json.dumps(boxes)}
         self._rng = {f"rng/{kind}": value for kind, value in rng_state(device).items()}
@@ -99,15 +110,22 @@ class Snapshot:
                 self._settled = True
 
     def write(self, storage: Storage, group: CommandGroup, more: Mapping[str, bytes]) -> tuple[StoredFile, ...]:
-        """Writes this rank's file, and on rank 0 the index and the files `more`, once. A collective of `group`; rank 0 returns all files of all ranks.
+        """Writes this rank's file, and on rank 0 the index and the files `more`, once. A collective of `group`; rank 0
+        returns all files of all ranks.
 
         DiskFullError and StorageUnavailableError on every rank.
         """
         mine = group.agree(lambda: self._write_share(storage))
-        everyone = [StoredFile(*json.loads(data)) for data in group.gather(json.dumps([mine.name, mine.num_bytes, mine.checksum]).encode())]
+        everyone = [
+            StoredFile(*json.loads(data))
+            for data in group.gather(json.dumps([mine.name, mine.num_bytes, mine.checksum]).encode())
+        ]
         if not group.leads:
             return ()
-        files = {**{f"{MODEL}/{path.name}": _copy_of(path) for path in companions(self._source)}, **{name: _text(data) for name, data in more.items()}}
+        files = {
+            **{f"{MODEL}/{path.name}": _copy_of(path) for path in companions(self._source)},
+            **{name: _text(data) for name, data in more.items()},
+        }
         files[INDEX] = _text(json.dumps(self._index, indent=1).encode())
         with writing("write a checkpoint to", Path(storage.url)):
             return (*everyone, *(store(storage, name, produce) for name, produce in files.items()))
@@ -116,37 +134,54 @@ class Snapshot:
         try:
             self.settle()
         except (MemoryError, RuntimeError) as error:
-            raise WorkerLostError(f"the state could not be copied to host memory for a checkpoint ({error}); give this role more of it") from error
+            raise WorkerLostError(
+                f"the state could not be copied to host memory for a checkpoint ({error}); give this role more of it"
+            ) from error
         tensors = {**self._tensors, **self._rng}
         self._tensors = {}  # given back here, beside the steps
-        return store(storage, f"rank-{self._rank:05d}.safetensors", lambda file: stream_tensors(file, tensors, self._metadata, nothing))
+        return store(
+            storage,
+            f"rank-{self._rank:05d}.safetensors",
+            lambda file: stream_tensors(file, tensors, self._metadata, nothing),
+        )
 
 
-def load(storage: Storage, state: State, device: torch.device, layout: Layout, progressed: Callable[[], None]) -> dict[str, int]:
-    """Restores parameters, the optimizer and random state in place; returns the counters. CheckpointMissingError, CheckpointMismatchError."""
+def load(
+    storage: Storage, state: State, device: torch.device, layout: Layout, progressed: Callable[[], None]
+) -> dict[str, int]:
+    """Restores parameters, the optimizer and random state in place; returns the counters. CheckpointMissingError,
+    CheckpointMismatchError.
+    """
     index = read_index(storage)
     counters: dict[str, int] = index["counters"]
     if index["notes"] != dict(state.notes):
         raise CheckpointMismatchError(
-            f"{storage.url} was saved with {index['notes']}, this trainer is made with {dict(state.notes)}; use the same configuration"
+            f"{storage.url} was saved with {index['notes']}, this trainer is made with {dict(state.notes)}; use the "
+            "same configuration"
         )
     if state.optimizer is not None:
         state.optimizer.prepare(counters["num_updates"])
     wanted = state.tensors()
     shapes = {key: list(tensor.shape) for key, tensor in wanted.items()}
     if shapes != index["shapes"]:
-        differing = sorted(key for key in shapes.keys() | index["shapes"].keys() if shapes.get(key) != index["shapes"].get(key))
+        differing = sorted(
+            key for key in shapes.keys() | index["shapes"].keys() if shapes.get(key) != index["shapes"].get(key)
+        )
         raise CheckpointMismatchError(
-            f"{storage.url} was saved from another model or optimizer: {len(differing)} tensors differ, first {differing[0]!r}; use those it was made with"
+            f"{storage.url} was saved from another model or optimizer: {len(differing)} tensors differ, first "
+            f"{differing[0]!r}; use those it was made with"
         )
     names = rank_files(index)
-    names = names[layout.rank :] + names[: layout.rank]  # of the same layout the first has everything, and no other is opened
+    # of the same layout the first has everything, and no other is opened
+    names = names[layout.rank :] + names[: layout.rank]
     missing = _Missing(wanted)
     for name in names:
         if missing:
             missing.read(_opened(storage, name), progressed)
     if missing:
-        raise CheckpointMismatchError(f"{storage.url} does not hold all of {next(iter(missing))!r}; restore another checkpoint")
+        raise CheckpointMismatchError(
+            f"{storage.url} does not hold all of {next(iter(missing))!r}; restore another checkpoint"
+        )
     if index["world_size"] == layout.world_size:
         own = _opened(storage, f"rank-{layout.rank:05d}.safetensors")
         set_rng_state({key.removeprefix("rng/"): own.part(key) for key in own if key.startswith("rng/")}, device)
@@ -158,11 +193,17 @@ def read_index(storage: Storage) -> dict[str, Any]:
     try:
         index: dict[str, Any] = json.loads(storage.read(INDEX))
     except FileNotFoundError:
-        raise CheckpointMissingError(f"{storage.url} holds no complete checkpoint: {INDEX} is missing; name an earlier one") from None
+        raise CheckpointMissingError(
+            f"{storage.url} holds no complete checkpoint: {INDEX} is missing; name an earlier one"
+        ) from None
     except ValueError as error:
-        raise CheckpointMismatchError(f"{storage.url}/{INDEX} is not JSON ({error}); restore another checkpoint") from error
+        raise CheckpointMismatchError(
+            f"{storage.url}/{INDEX} is not JSON ({error}); restore another checkpoint"
+        ) from error
     if index["format"] != FORMAT:
-        raise CheckpointMismatchError(f"{storage.url} has checkpoint format {index['format']}, this release reads {FORMAT}")
+        raise CheckpointMismatchError(
+            f"{storage.url} has checkpoint format {index['format']}, this release reads {FORMAT}"
+        )
     return index
 
 
@@ -181,7 +222,9 @@ class _Missing:
 
     def __init__(self, wanted: Mapping[str, DTensor]) -> None:
         self._wanted = wanted
-        self._left = {key: math.prod(Box.of(tensor).shape) for key, tensor in wanted.items() if not Box.of(tensor).empty}
+        self._left = {
+            key: math.prod(Box.of(tensor).shape) for key, tensor in wanted.items() if not Box.of(tensor).empty
+        }
         self._seen: set[tuple[str, Box]] = set()
 
     def __bool__(self) -> bool:
@@ -206,7 +249,9 @@ class _Missing:
             progressed()
 
 
-def _copied(tensors: Mapping[str, torch.Tensor], reached: torch.Event | None, progressed: Callable[[], None]) -> dict[str, torch.Tensor]:
+def _copied(
+    tensors: Mapping[str, torch.Tensor], reached: torch.Event | None, progressed: Callable[[], None]
+) -> dict[str, torch.Tensor]:
     """In host memory; on an accelerator beside its work, from what is there at `reached`."""
     copies: dict[str, torch.Tensor] = {}
     if reached is None:
@@ -231,7 +276,9 @@ def _opened(storage: Storage, name: str) -> TensorFile:
     try:
         return TensorFile(storage, name)
     except FileNotFoundError:
-        raise CheckpointMismatchError(f"{storage.url}/{name} of a whole checkpoint is gone; restore another one") from None
+        raise CheckpointMismatchError(
+            f"{storage.url}/{name} of a whole checkpoint is gone; restore another one"
+        ) from None
 
 
 def _copy_of(path: Path) -> Callable[[BinaryIO], object]:

@@ -1,13 +1,16 @@
-"""FsdpEngine: one transformers model with a policy or value head, sharded by FSDP2 over the ranks of a group; both seams of training/engine.py.
+"""FsdpEngine: one transformers model with a policy or value head, sharded by FSDP2 over the ranks of a group; both
+seams of training/engine.py.
 
-    device = start_rank(RankSpec(...))                                        # training/device.py, once per process, before the engine
-    engine = FsdpEngine(EngineOptions(path=settings.model.path, head="policy", dtype=settings.model.dtype, optimizer=settings.actor.optimizer), device=device)
-    outputs = engine.forward(microbatches)                                    # TokenOutputs (policy) or ValueOutputs (value), no graph
-    metrics = engine.forward_backward(microbatches, PolicyObjective(settings.algorithm, counts))    # training/objectives.py
+    device = start_rank(RankSpec(...))  # training/ranks/device.py: once per process, before the engine
+    options = EngineOptions(path=model.path, head="policy", dtype=model.dtype, optimizer=actor.optimizer)
+    engine = FsdpEngine(options, device=device)
+    outputs = engine.forward(microbatches)  # TokenOutputs (policy) or ValueOutputs (value), no graph
+    metrics = engine.forward_backward(microbatches, PolicyObjective(settings.algorithm, counts))
     outcome = engine.step()
 
-Every method but the properties is a collective: all ranks call it, in the same order, with the same number of microbatches (training/packing.py).
-Master weights and optimizer state are float32; computing and publishing happen in `dtype`; gradients are summed over ranks in float32.
+Every method but the properties is a collective: all ranks call it, in the same order, with the same number of
+microbatches (training/packing.py). Master weights and optimizer state are float32; computing and publishing happen in
+`dtype`; gradients are summed over ranks in float32.
 
 Shape legend as in training/engine.py.
 """
@@ -22,33 +25,33 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
+from rolecall.checkpoint.storage import Storage
+from rolecall.data.model_files import check_parallel
 from rolecall.errors import ConfigError
-from rolecall.model_files import check_parallel
-from rolecall.storage import Storage
 from rolecall.telemetry import Metrics
-from rolecall.training.activation_offload import ActivationOffload, Copies
-from rolecall.training.attention import plan_attention
-from rolecall.training.conversion import Conversion
-from rolecall.training.device import free_cached_memory, seed_rank
+from rolecall.training.account.flops import count_flops
+from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.engine import STATE_PARTS, Loss, Microbatch, StatePart, StepOutcome, TokenOutputs, ValueOutputs
-from rolecall.training.flops import count_flops
 from rolecall.training.fsdp import checkpoint
 from rolecall.training.fsdp.gradients import clip_gradients, gradient_norm
 from rolecall.training.fsdp.host_copies import HostCopies
 from rolecall.training.fsdp.layout import Layout
 from rolecall.training.fsdp.load import load_model
 from rolecall.training.fsdp.optimizer import Optimizer
-from rolecall.training.huggingface import ModelFiles
-from rolecall.training.logprobs import Wanted
-from rolecall.training.lora import adapters_off, add_adapters, base_digest, is_adapter, peft_name
-from rolecall.training.memory import PhaseMemory
-from rolecall.training.model import PolicyModel, build_model, layers
+from rolecall.training.fsdp.schedule import learning_rate
+from rolecall.training.model.activation_offload import ActivationOffload, Copies
+from rolecall.training.model.attention import plan_attention
+from rolecall.training.model.conversion import Conversion
+from rolecall.training.model.huggingface import ModelFiles
+from rolecall.training.model.logprobs import Wanted
+from rolecall.training.model.lora import adapters_off, add_adapters, base_digest, is_adapter, peft_name
+from rolecall.training.model.packed_model import PolicyModel, build_model, layers
+from rolecall.training.model.tensor_parallel import split_tensors
+from rolecall.training.objective.routing import Routers
 from rolecall.training.options import EngineOptions
-from rolecall.training.progress import DeviceProgress
-from rolecall.training.routing import Routers
-from rolecall.training.schedule import learning_rate
-from rolecall.training.tensor_parallel import split_tensors
-from rolecall.training.vitals import nothing
+from rolecall.training.ranks.device import free_cached_memory, seed_rank
+from rolecall.training.ranks.device_progress import DeviceProgress
+from rolecall.training.serving.hooks import nothing
 from rolecall.trajectory import TOPK_IDS
 
 logger = logging.getLogger(__name__)
@@ -59,13 +62,20 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class FsdpEngine:
     """TrainingEngine and EngineState over FSDP2."""
 
-    def __init__(self, options: EngineOptions, *, device: torch.device, memory: PhaseMemory | None = None, progressed: Callable[[], None] = nothing) -> None:
+    def __init__(
+        self,
+        options: EngineOptions,
+        *,
+        device: torch.device,
+        memory: PhaseMemory | None = None,
+        progressed: Callable[[], None] = nothing,
+    ) -> None:
         """Reads the model directory, each rank its own parts. The default process group must exist.
 
-        `memory` counts what each phase uses; absent: nobody asks.
-        `progressed` is called when the device has done a layer's pass, a head's or an optimizer step, and after every tensor read, written, gathered or
-        moved: whatever takes longer hangs.
-        ConfigError when the directory is not a supported causal model, or the ranks cannot share it as asked.
+        `memory` counts what each phase uses; absent: nobody asks. `progressed` is called when the device has done a
+        layer's pass, a head's or an optimizer step, and after every tensor read, written, gathered or moved: whatever
+        takes longer hangs. ConfigError when the directory is not a supported causal model, or the ranks cannot share it
+        as asked.
         """
         self.device = device
         self.layout = Layout(options.parallel, device)
@@ -85,7 +95,9 @@ class FsdpEngine:
         trained = options.optimizer is not None
         seed_rank(options.seed, self.layout.data_rank)
         check_parallel(options.path, options.parallel)
-        self._model = build_model(options.path, options.head, torch.float32 if trained and options.lora is None else self.dtype)
+        self._model = build_model(
+            options.path, options.head, torch.float32 if trained and options.lora is None else self.dtype
+        )
         if isinstance(self._model, PolicyModel):
             self._model.float32_logits = options.float32_logits
         self.config: PretrainedConfig = self._model.hf.config
@@ -106,7 +118,9 @@ class FsdpEngine:
             split_tensors(self._model.hf, self.layout.tensor_mesh)
         self._modules = self._shard()
         self._progress.follow(layers(self._model))
-        self._activations = ActivationOffload(layers(self._model), Copies(device)) if options.activation_offload else None
+        self._activations = (
+            ActivationOffload(layers(self._model), Copies(device)) if options.activation_offload else None
+        )
         with self._memory.phase("load"):
             load_model(self._model, options.path, device=device, seed=options.seed, progressed=progressed)
         self._model.train(trained)
@@ -130,7 +144,9 @@ class FsdpEngine:
         """TrainingEngine.forward."""
         self.onload("parameters")
         with self._memory.phase("forward"), torch.no_grad(), adapters_off(self._model.hf) if base else nullcontext():
-            outputs = [_narrow(self._run(microbatch, entropy, wanted, plain), microbatch) for microbatch in microbatches]
+            outputs = [
+                _narrow(self._run(microbatch, entropy, wanted, plain), microbatch) for microbatch in microbatches
+            ]
         # After a pass without backward the parameters stay gathered, and an optimizer step would then change copies.
         for module in self._modules:
             module.reshard()
@@ -179,7 +195,9 @@ class FsdpEngine:
         return StepOutcome(float(norm), rate, applied)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """TrainingEngine.named_weights. A tensor may share the engine's memory: use it before the next call, do not write to it."""
+        """TrainingEngine.named_weights. A tensor may share the engine's memory: use it before the next call, do not
+        write to it.
+        """
         self.onload("parameters")
         for name, parameter in self._model.hf.named_parameters():
             self._progressed()
@@ -218,19 +236,34 @@ class FsdpEngine:
         for part in parts or STATE_PARTS:
             self._on_host.give_back(part)
 
-    def _run(self, microbatch: Microbatch, entropy: bool, wanted: Wanted | None = None, plain: bool = False) -> TokenOutputs | ValueOutputs:
+    def _run(
+        self, microbatch: Microbatch, entropy: bool, wanted: Wanted | None = None, plain: bool = False
+    ) -> TokenOutputs | ValueOutputs:
         # An empty microbatch still gathers and reduces: one token stands in, and its gradients are zeros.
         mb = microbatch if microbatch.lengths else _stand_in(self.device)
-        prefixes = mb.prefixes if self.layout.sequence is None else None  # its runs are cut from the tokens of whole sequences
-        packed = plan_attention(mb.lengths, mb.cu_seqlens, self.dtype, self.layout.sequence, prefixes, self.flops.head_size, plain=plain)
-        asked = {"targets_Nk": mb.columns.get(TOPK_IDS) if torch.is_grad_enabled() else None, "wanted": wanted} if isinstance(self._model, PolicyModel) else {}
-        recording: AbstractContextManager[list[torch.Tensor]] = self._routers.recording() if self._routers else nullcontext([])
+        # its runs are cut from the tokens of whole sequences
+        prefixes = mb.prefixes if self.layout.sequence is None else None
+        packed = plan_attention(
+            mb.lengths, mb.cu_seqlens, self.dtype, self.layout.sequence, prefixes, self.flops.head_size, plain=plain
+        )
+        asked = (
+            {"targets_Nk": mb.columns.get(TOPK_IDS) if torch.is_grad_enabled() else None, "wanted": wanted}
+            if isinstance(self._model, PolicyModel)
+            else {}
+        )
+        recording: AbstractContextManager[list[torch.Tensor]] = (
+            self._routers.recording() if self._routers else nullcontext([])
+        )
         with recording as router_logits:
-            first_N, second_N, *more = self._model(mb.token_ids_N, mb.position_ids_N, mb.temperature_N, mb.score_mask_N, packed, entropy, **asked)
+            first_N, second_N, *more = self._model(
+                mb.token_ids_N, mb.position_ids_N, mb.temperature_N, mb.score_mask_N, packed, entropy, **asked
+            )
         self._progress.mark()
         pass_flops = self.flops.update if torch.is_grad_enabled() else self.flops.forward
         num_saved = prefixes.num_saved if prefixes is not None else 0
-        self.flops_done += pass_flops.total(microbatch.lengths, microbatch.num_scored, num_saved) / self._options.parallel.slot_size
+        self.flops_done += (
+            pass_flops.total(microbatch.lengths, microbatch.num_scored, num_saved) / self._options.parallel.slot_size
+        )
         if wanted is not None:
             return _said(first_N, second_N, more[0], wanted)
         if isinstance(self._model, PolicyModel):
@@ -239,7 +272,9 @@ class FsdpEngine:
         return ValueOutputs(first_N, second_N[mb.cu_seqlens[1:].long() - 1])
 
     def _reduce_gradients(self, now: bool) -> None:
-        """Whether the next backward reduces all the way: over replicas only in the last microbatch, over shards too where gradients wait unsharded."""
+        """Whether the next backward reduces all the way: over replicas only in the last microbatch, over shards too
+        where gradients wait unsharded.
+        """
         root = self._modules[-1]
         if self._options.parallel.accumulate == "unsharded":
             root.set_requires_gradient_sync(now)
@@ -247,8 +282,13 @@ class FsdpEngine:
             root.set_requires_all_reduce(now)
 
     def _shard(self) -> list[FSDPModule]:
-        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=DTYPES[self._options.parallel.reduce_dtype], cast_forward_inputs=False)
-        modules = [fully_shard(module, mesh=self.layout.fsdp_mesh, mp_policy=policy) for module in (*layers(self._model), self._model)]
+        policy = MixedPrecisionPolicy(
+            param_dtype=self.dtype, reduce_dtype=DTYPES[self._options.parallel.reduce_dtype], cast_forward_inputs=False
+        )
+        modules = [
+            fully_shard(module, mesh=self.layout.fsdp_mesh, mp_policy=policy)
+            for module in (*layers(self._model), self._model)
+        ]
         if self.layout.fsdp_mesh.size() == 1:
             return modules  # there is nothing to add up, and to divide by 1 would copy every gradient
         for module in modules:
@@ -276,10 +316,16 @@ class FsdpEngine:
     def _state(self) -> checkpoint.State:
         options = self._options
         return checkpoint.State(
-            parameters={name: parameter for name, parameter in self._model.hf.named_parameters() if parameter.requires_grad},
+            parameters={
+                name: parameter for name, parameter in self._model.hf.named_parameters() if parameter.requires_grad
+            },
             optimizer=self._optimizer,
             counters={"num_updates": self.num_updates, "num_skipped": self.num_skipped},
-            notes={"head": options.head, "lora": options.lora and options.lora.model_dump(mode="json"), "base": self._base},
+            notes={
+                "head": options.head,
+                "lora": options.lora and options.lora.model_dump(mode="json"),
+                "base": self._base,
+            },
             dtype=options.dtype,
             source=options.path,
         )
@@ -300,7 +346,11 @@ class FsdpEngine:
         """For memory's account, also inside a pass, where a layer's parameters are whole."""
         parameters = dict(self._model.hf.named_parameters())
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-        return {"parameters": parameters, "gradients": gradients, "optimizer states": self._optimizer.tensors() if self._optimizer is not None else {}}
+        return {
+            "parameters": parameters,
+            "gradients": gradients,
+            "optimizer states": self._optimizer.tensors() if self._optimizer is not None else {},
+        }
 
 
 def _stand_in(device: torch.device) -> Microbatch:
@@ -327,7 +377,9 @@ def _zero_of(outputs: TokenOutputs | ValueOutputs) -> torch.Tensor:
 def _said(logprobs_N: torch.Tensor, entropy_N: torch.Tensor, more_NC: torch.Tensor, wanted: Wanted) -> TokenOutputs:
     k = wanted.top_k
     ids_Nk, logprobs_Nk = more_NC[:, :k].to(torch.int32), more_NC[:, k : 2 * k]
-    return TokenOutputs(logprobs_N, entropy_N, top_ids_Nk=ids_Nk, top_logprobs_Nk=logprobs_Nk, sum_squared_probs_N=more_NC[:, 2 * k])
+    return TokenOutputs(
+        logprobs_N, entropy_N, top_ids_Nk=ids_Nk, top_logprobs_Nk=logprobs_Nk, sum_squared_probs_N=more_NC[:, 2 * k]
+    )
 
 
 def _narrow(outputs: TokenOutputs | ValueOutputs, microbatch: Microbatch) -> TokenOutputs | ValueOutputs:

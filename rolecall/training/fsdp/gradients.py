@@ -1,6 +1,8 @@
-"""The norm of all gradients and clipping by it, over parameters that are cut and copied in different ways (FSDP, replicas, tensor parallel) at once.
+"""The norm of all gradients and clipping by it, over parameters that are cut and copied in different ways (FSDP,
+replicas, tensor parallel) at once.
 
-torch's own functions stack DTensors, which must then lie on one mesh; here only numbers are added up, with one all-reduce.
+torch's own functions stack DTensors, which must then lie on one mesh; here only numbers are added up, with one
+all-reduce.
 """
 
 from collections.abc import Iterable
@@ -15,7 +17,9 @@ from rolecall.training.fsdp.layout import Layout
 
 
 def gradient_norm(parameters: Iterable[torch.nn.Parameter], layout: Layout) -> torch.Tensor:
-    """The 2-norm of the whole gradient, float64, the same on every rank; a collective. A part that several ranks keep counts once."""
+    """The 2-norm of the whole gradient, float64, the same on every rank; a collective. A part that several ranks keep
+    counts once.
+    """
     gradients = sorted(_gradients(parameters), key=layout.num_holders)
     squares = torch.zeros((), dtype=torch.float64, device=layout.device)
     for num_holders, group in groupby(gradients, key=layout.num_holders):

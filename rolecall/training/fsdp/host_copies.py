@@ -1,7 +1,9 @@
-"""Parts of an engine's state while they wait in host memory: their device memory is given back, and later filled again in place.
+"""Parts of an engine's state while they wait in host memory: their device memory is given back, and later filled again
+in place.
 
-A tensor keeps its identity: its storage shrinks to nothing and grows back, so that parameters, DTensors, views that FSDP holds and the optimizer's state stay
-the same objects. In between nobody may read one: the engine brings back what a call needs first. The same on CPUs, where it moves memory but frees none.
+A tensor keeps its identity: its storage shrinks to nothing and grows back, so that parameters, DTensors, views that
+FSDP holds and the optimizer's state stay the same objects. In between nobody may read one: the engine brings back what
+a call needs first. The same on CPUs, where it moves memory but frees none.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,7 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from rolecall.training.engine import StatePart
-from rolecall.training.vitals import nothing
+from rolecall.training.serving.hooks import nothing
 
 
 class HostCopies:
@@ -24,7 +26,11 @@ class HostCopies:
         """Copies `tensors` (local ones) to the host and frees their memory; nothing when the part is there already."""
         if part in self._copies:
             return
-        storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors) if storage.nbytes()}
+        storages = {
+            storage.data_ptr(): storage
+            for storage in (tensor.untyped_storage() for tensor in tensors)
+            if storage.nbytes()
+        }
         copies = self._copies[part] = []
         for storage in storages.values():
             copies.append((storage, _to_host(storage)))
@@ -44,7 +50,9 @@ class HostCopies:
 
 
 def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Pinned where the device is not the host itself: copies to and from pinned memory take the full width of the bus."""
+    """Pinned where the device is not the host itself: copies to and from pinned memory take the full width of the
+    bus.
+    """
     host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type != "cpu")
     return host.copy_(_bytes_of(storage))
 

@@ -1,11 +1,13 @@
 """Who keeps what: `Layout` places the ranks of a group, `Box` says which part of a full tensor a rank keeps.
 
-Ranks are numbered replica by replica, inside it slot by slot, inside it sequence part by sequence part, tensor part innermost (neighbours talk most):
+Ranks are numbered replica by replica, inside it slot by slot, inside it sequence part by sequence part, tensor part
+innermost (neighbours talk most):
 
     rank = ((replica * shards + shard) * sequence + sequence_part) * tensor + tensor_part
 
-A *slot* is a set of sequence x tensor ranks that compute the same rows together. Parameters are sharded by FSDP over all ranks of a replica with the same
-tensor part, sequence parts included: to FSDP, ranks with other tokens of one sequence are ranks with other data.
+A *slot* is a set of sequence x tensor ranks that compute the same rows together. Parameters are sharded by FSDP over
+all ranks of a replica with the same tensor part, sequence parts included: to FSDP, ranks with other tokens of one
+sequence are ranks with other data.
 """
 
 import math
@@ -21,25 +23,34 @@ from torch.distributed.tensor import DTensor
 
 from rolecall.errors import ConfigError
 from rolecall.settings import ParallelSection
-from rolecall.training.sequence import SequenceShare
+from rolecall.training.model.sequence_parallel import SequenceShare
 
 COLLECTIVE_TIMEOUT_S = 300.0
-"""Deadline of one collective of the model: more than one microbatch takes, since ranks meet at every layer. Lost ranks are noticed sooner (watch.py)."""
+"""Deadline of one collective of the model: more than one microbatch takes, since ranks meet at every layer. Lost ranks
+are noticed sooner (watch.py).
+"""
 
 
 class Layout:
     """The ranks of the default process group. Made once per engine; a collective."""
 
     def __init__(self, parallel: ParallelSection, device: torch.device) -> None:
-        """ConfigError when there is no process group, or its size is not a multiple of replicate x sequence x tensor."""
+        """ConfigError when there is no process group, or its size is not a multiple of replicate x sequence x
+        tensor.
+        """
         if dist.group.WORLD is None:
-            raise ConfigError("the process group does not exist yet; call rolecall.training.device.start_rank first")
+            raise ConfigError(
+                "the process group does not exist yet; call rolecall.training.ranks.device.start_rank first"
+            )
         self.group: dist.ProcessGroup = dist.group.WORLD
         self.device = device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         fixed = parallel.replicate * parallel.sequence * parallel.tensor
         if self.world_size % fixed:
-            raise ConfigError(f"{self.world_size} ranks cannot be laid out as replicate x sequence x tensor = {fixed}; change num_ranks or parallel")
+            raise ConfigError(
+                f"{self.world_size} ranks cannot be laid out as replicate x sequence x tensor = {fixed}; change "
+                "num_ranks or parallel"
+            )
         slot_size = parallel.sequence * parallel.tensor
         self.data_rank, self.data_size = self.rank // slot_size, self.world_size // slot_size
         """Which of how many slots this rank belongs to."""
@@ -75,7 +86,9 @@ class Layout:
         lines: list[list[int]] = ranks.reshape(-1, ranks.shape[-1]).tolist()
         if lines == [list(range(self.world_size))]:
             return self.group
-        own: dist.ProcessGroup = dist.new_subgroups_by_enumeration(lines, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))[0]  # type: ignore[no-untyped-call]
+        own: dist.ProcessGroup = dist.new_subgroups_by_enumeration(
+            lines, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        )[0]  # type: ignore[no-untyped-call]
         return own
 
 
@@ -88,7 +101,9 @@ class Box:
 
     @classmethod
     def of(cls, tensor: DTensor) -> Self:
-        """What this rank keeps of `tensor`, in its to_local(): cut by tensor parallelism first, what is left by FSDP, so from the innermost mesh dimension."""
+        """What this rank keeps of `tensor`, in its to_local(): cut by tensor parallelism first, what is left by FSDP,
+        so from the innermost mesh dimension.
+        """
         start, shape = [0] * tensor.ndim, list(tensor.shape)
         coordinate = tensor.device_mesh.get_coordinate()
         assert coordinate is not None

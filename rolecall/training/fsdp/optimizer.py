@@ -1,7 +1,9 @@
-"""What turns gradients into new parameters: torch's optimizers over sharded parameters, behind one step (docs/adr/0025-optimizers-and-offload.md).
+"""What turns gradients into new parameters: torch's optimizers over sharded parameters, behind one step
+(docs/adr/0025-optimizers-and-offload.md).
 
     adamw  fused AdamW on everything
-    muon   Muon on the layers' matrices; AdamW on embeddings, heads, norms, biases and stacked experts, which are no matrices
+    muon   Muon on the layers' matrices; AdamW on embeddings, heads, norms, biases and stacked experts, which are no
+    matrices
 
 Weight decay on matrices only. Not the schedule (training/schedule.py) and not clipping, which needs all ranks.
 """
@@ -15,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rolecall.settings import OptimizerSection
-from rolecall.training.model import PackedModel, layers
+from rolecall.training.model.packed_model import PackedModel, layers
 
 
 class Optimizer:
@@ -24,18 +26,29 @@ class Optimizer:
     def __init__(self, model: PackedModel, section: OptimizerSection) -> None:
         """`model` is sharded: its parameters are DTensors, and so is what is kept for each."""
         self._names = {parameter: name for name, parameter in model.hf.named_parameters() if parameter.requires_grad}
-        inner = {parameter for layer in layers(model) for parameter in layer.parameters() if parameter.ndim == 2} if section.kind == "muon" else set()
+        inner = (
+            {parameter for layer in layers(model) for parameter in layer.parameters() if parameter.ndim == 2}
+            if section.kind == "muon"
+            else set()
+        )
         matrices = [parameter for parameter in self._names if parameter in inner]
         rest = [parameter for parameter in self._names if parameter not in inner]
         self._parts: list[torch.optim.Optimizer] = []
         if matrices:
-            # Scaled to the size of AdamW's updates (Liu et al. 2025, "Muon is scalable", section 2.2), so that one rate serves both.
-            self._parts.append(torch.optim.Muon(matrices, weight_decay=section.weight_decay, adjust_lr_fn="match_rms_adamw"))
+            # Scaled to the size of AdamW's updates (Liu et al. 2025, "Muon is scalable", section 2.2), so that one rate
+            # serves both.
+            self._parts.append(
+                torch.optim.Muon(matrices, weight_decay=section.weight_decay, adjust_lr_fn="match_rms_adamw")
+            )
         if rest:
-            self._parts.append(torch.optim.AdamW(_groups(rest, section), betas=section.betas, eps=section.eps, fused=True))
+            self._parts.append(
+                torch.optim.AdamW(_groups(rest, section), betas=section.betas, eps=section.eps, fused=True)
+            )
 
     def step(self, rate: float) -> None:
-        """Applies the gradients at learning rate `rate`. A collective with muon, which orthogonalizes whole matrices."""
+        """Applies the gradients at learning rate `rate`. A collective with muon, which orthogonalizes whole
+        matrices.
+        """
         for part in self._parts:
             for group in part.param_groups:
                 group["lr"] = rate
@@ -47,7 +60,9 @@ class Optimizer:
             part.zero_grad(set_to_none=True)
 
     def tensors(self) -> dict[str, DTensor]:
-        """What is kept per parameter, each of the parameter's shape, by "<kind>/<parameter>", as in exp_avg/...; nothing before the first step."""
+        """What is kept per parameter, each of the parameter's shape, by "<kind>/<parameter>", as in exp_avg/...;
+        nothing before the first step.
+        """
         return {
             f"{kind}/{name}": value
             for part in self._parts
@@ -57,7 +72,9 @@ class Optimizer:
         }
 
     def prepare(self, num_updates: int) -> None:
-        """Makes what tensors() has after `num_updates` steps, to be filled by whoever restores it. Drops the gradients. A collective, as step is."""
+        """Makes what tensors() has after `num_updates` steps, to be filled by whoever restores it. Drops the gradients.
+        A collective, as step is.
+        """
         self.zero_grad()
         for part in self._parts:
             part.state.clear()
@@ -79,4 +96,7 @@ def _groups(parameters: Iterable[nn.Parameter], section: OptimizerSection) -> li
     for parameter in parameters:
         assert isinstance(parameter, DTensor)
         groups.setdefault((parameter.device_mesh, parameter.ndim >= 2), []).append(parameter)
-    return [{"params": members, "weight_decay": section.weight_decay if is_matrix else 0.0} for (_, is_matrix), members in groups.items()]
+    return [
+        {"params": members, "weight_decay": section.weight_decay if is_matrix else 0.0}
+        for (_, is_matrix), members in groups.items()
+    ]

@@ -1,1 +1,3 @@
-"""The built-in scorers: one pure function per file, named in the configuration by `kind`. `services.reward.catalog` binds them to a component."""
+"""The built-in scorers: one pure function per file, named in the configuration by `kind`. `services.reward.catalog`
+binds them to a component.
+"""

@@ -4,7 +4,9 @@ MARK = r"\boxed{"
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last complete \boxed{...}, braces balanced, escaped braces not counted; None when there is none."""
+    r"""Content of the last complete \boxed{...}, braces balanced, escaped braces not counted; None when there is
+    none.
+    """
     start = text.rfind(MARK)
     while start >= 0:
         content = _balanced(text, start + len(MARK))
@@ -21,7 +23,9 @@ def boxed_answer(text: str) -> str | None:
 
 
 def boxed_match(response_text: str, ground_truth: str) -> float:
-    r"""1.0 when the last \boxed{...} equals the ground truth (or the content of its own box), white space aside; else 0.0."""
+    r"""1.0 when the last \boxed{...} equals the ground truth (or the content of its own box), white space aside; else
+    0.0.
+    """
     wanted = boxed_answer(ground_truth)
     return float(boxed_answer(response_text) == ("".join(ground_truth.split()) if wanted is None else wanted))
 

@@ -9,4 +9,6 @@ def whole_answer(response_text: str, *, ignore_case: bool = False) -> str:
 
 def exact_match(response_text: str, ground_truth: str, *, ignore_case: bool = False) -> float:
     """1.0 when the stripped texts are equal (case-folded with `ignore_case`), else 0.0."""
-    return float(whole_answer(response_text, ignore_case=ignore_case) == whole_answer(ground_truth, ignore_case=ignore_case))
+    return float(
+        whole_answer(response_text, ignore_case=ignore_case) == whole_answer(ground_truth, ignore_case=ignore_case)
+    )

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 
 def is_json(response_text: str, required_keys: Sequence[str] = ()) -> float:
-    """1.0 when the response parses as standard JSON (no NaN or Infinity) and, if keys are required, is an object that has them; else 0.0."""
+    """1.0 when the response parses as standard JSON (no NaN or Infinity) and, if keys are required, is an object that
+    has them; else 0.0.
+    """
     try:
         value = json.loads(response_text, parse_constant=_refuse)
     except (ValueError, RecursionError):

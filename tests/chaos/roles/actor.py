@@ -4,13 +4,13 @@ import asyncio
 import sys
 
 from rolecall import telemetry
+from rolecall.rpc.fence import Fence
 from rolecall.rpc.process import ServiceArgs, parse_args, run
 from rolecall.store.connection import connect
 from rolecall.store.sealed import read_ctl, read_sealed
-from rolecall.training.fence import Fence
-from rolecall.training.front import TrainerFront
-from rolecall.training.host import host, make_server
-from rolecall.training.lane import Lane
+from rolecall.training.serving.calls import TrainerFront
+from rolecall.training.serving.device_thread import Lane
+from rolecall.training.serving.serve import host, make_server
 from rolecall.v1 import actor_pb2_grpc, controller_pb2
 from services.actor.service import ActorServicer
 from tests.chaos.light_trainer import LightActor
@@ -31,10 +31,21 @@ async def _serve(args: ServiceArgs) -> None:
     engine, lane = LightActor(settings, connection, hook, args.incarnation), Lane()
     fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
     consumer = f"{args.worker}.{args.incarnation}"
-    front = TrainerFront(engine, lambda step: read_sealed(connection, settings.run.name, step), lane, fence, settings.actor.token_budget, consumer)
+    front = TrainerFront(
+        engine,
+        lambda step: read_sealed(connection, settings.run.name, step),
+        lane,
+        fence,
+        settings.actor.token_budget,
+        consumer,
+    )
     server = make_server(settings, settings.actor, "actor")
-    server.add(actor_pb2_grpc.add_ActorServiceServicer_to_server, ActorServicer(engine, front), "rolecall.v1.ActorService")
-    await host(args, settings.actor, controller_pb2.ROLE_ACTOR, server, front, on_drain=lambda: asyncio.to_thread(engine.close))
+    server.add(
+        actor_pb2_grpc.add_ActorServiceServicer_to_server, ActorServicer(engine, front), "rolecall.v1.ActorService"
+    )
+    await host(
+        args, settings.actor, controller_pb2.ROLE_ACTOR, server, front, on_drain=lambda: asyncio.to_thread(engine.close)
+    )
 
 
 if __name__ == "__main__":

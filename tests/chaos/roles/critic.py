@@ -4,13 +4,13 @@ import asyncio
 import sys
 
 from rolecall import telemetry
+from rolecall.rpc.fence import Fence
 from rolecall.rpc.process import ServiceArgs, parse_args, run
 from rolecall.store.connection import connect
 from rolecall.store.sealed import read_ctl, read_sealed
-from rolecall.training.fence import Fence
-from rolecall.training.front import TrainerFront
-from rolecall.training.host import host, make_server
-from rolecall.training.lane import Lane
+from rolecall.training.serving.calls import TrainerFront
+from rolecall.training.serving.device_thread import Lane
+from rolecall.training.serving.serve import host, make_server
 from rolecall.v1 import controller_pb2, critic_pb2_grpc
 from services.critic import config
 from services.critic.service import CriticServicer
@@ -32,7 +32,14 @@ async def _serve(args: ServiceArgs) -> None:
     engine, lane = LightCritic(settings, connection, hook, args.incarnation), Lane()
     fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
     consumer = f"{args.worker}.{args.incarnation}"
-    front = TrainerFront(engine, lambda step: read_sealed(connection, settings.run.name, step), lane, fence, section.token_budget, consumer)
+    front = TrainerFront(
+        engine,
+        lambda step: read_sealed(connection, settings.run.name, step),
+        lane,
+        fence,
+        section.token_budget,
+        consumer,
+    )
     server = make_server(settings, section, "critic")
     server.add(critic_pb2_grpc.add_CriticServiceServicer_to_server, CriticServicer(front), "rolecall.v1.CriticService")
     await host(args, section, controller_pb2.ROLE_CRITIC, server, front)

@@ -4,13 +4,13 @@ import asyncio
 import sys
 
 from rolecall import telemetry
+from rolecall.rpc.fence import Fence
 from rolecall.rpc.process import ServiceArgs, parse_args, run
 from rolecall.store.connection import connect
 from rolecall.store.sealed import read_ctl
-from rolecall.training.fence import Fence
-from rolecall.training.front import ColumnFront
-from rolecall.training.host import host, make_server
-from rolecall.training.lane import Lane
+from rolecall.training.serving.calls import ColumnFront
+from rolecall.training.serving.device_thread import Lane
+from rolecall.training.serving.serve import host, make_server
 from rolecall.v1 import controller_pb2, reference_pb2_grpc
 from services.reference import config
 from services.reference.service import ReferenceServicer
@@ -26,7 +26,11 @@ def main() -> int:
 
 
 async def _serve(args: ServiceArgs) -> None:
-    settings, section, hook = args.settings, config.section(args.settings, args.worker), hook_of(args.settings, args.worker)
+    settings, section, hook = (
+        args.settings,
+        config.section(args.settings, args.worker),
+        hook_of(args.settings, args.worker),
+    )
     hook.at("starting")
     connection = await asyncio.to_thread(connect, settings.store)
     engine, lane = LightReference(settings, connection, hook, args.worker), Lane()

@@ -4,6 +4,7 @@ import asyncio
 import sys
 
 from rolecall import telemetry
+from rolecall.rpc.fence import Fence
 from rolecall.rpc.membership import Membership
 from rolecall.rpc.process import ServiceArgs, parse_args, run, serve
 from rolecall.rpc.server import Server
@@ -11,7 +12,6 @@ from rolecall.store.connection import connect
 from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
 from rolecall.store.sealed import read_ctl
-from rolecall.training.fence import Fence
 from rolecall.v1 import controller_pb2, rollout_pb2_grpc
 from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica
@@ -51,7 +51,12 @@ async def _serve(args: ServiceArgs) -> None:
 
     pull = PullLoop(
         PullSettings(
-            consumer, max_groups, settings.controller.lease_s, section.generation_timeout_s, settings.store.row_expiry_s, settings.controller.max_deliveries
+            consumer,
+            max_groups,
+            settings.controller.lease_s,
+            section.generation_timeout_s,
+            settings.store.row_expiry_s,
+            settings.controller.max_deliveries,
         ),
         replica,
         PromptQueue(connection, settings.run.name, consumer),
@@ -59,11 +64,21 @@ async def _serve(args: ServiceArgs) -> None:
         tokenizer,
         on_turn,
     )
-    servicer = RolloutServicer(replica, pull, tokenizer, fence, consumer=consumer, max_groups=max_groups, generation_timeout_s=section.generation_timeout_s)
+    servicer = RolloutServicer(
+        replica,
+        pull,
+        tokenizer,
+        fence,
+        consumer=consumer,
+        max_groups=max_groups,
+        generation_timeout_s=section.generation_timeout_s,
+    )
     server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, SERVICE_NAME)
     bound = await server.start()
     address = f"unix:{wire / args.worker}.link" if wire.is_dir() else bound
-    membership = Membership(settings, controller_pb2.ROLE_ROLLOUT, args.worker, args.incarnation, address, engine.info.num_weight_ranks)
+    membership = Membership(
+        settings, controller_pb2.ROLE_ROLLOUT, args.worker, args.incarnation, address, engine.info.num_weight_ranks
+    )
     membership.start()
     pulling = asyncio.create_task(pull.run())
 

@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
+from rolecall.launcher.supervisor import train
 from rolecall.settings import load_settings
-from rolecall.supervise import train
 
 if __name__ == "__main__":
     config = Path(sys.argv[1])

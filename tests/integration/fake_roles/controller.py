@@ -1,6 +1,8 @@
-"""A controller that reports what `<run dir>/status.json` holds (a RunStatus) and coordinates nothing. StopRun ends it, with a checkpoint when asked.
+"""A controller that reports what `<run dir>/status.json` holds (a RunStatus) and coordinates nothing. StopRun ends it,
+with a checkpoint when asked.
 
-While `<run dir>/crowded` exists it has no room for another stream and ends those that there are."""
+While `<run dir>/crowded` exists it has no room for another stream and ends those that there are.
+"""
 
 import asyncio
 import sys
@@ -24,7 +26,9 @@ class Reporter(controller_pb2_grpc.ControllerServiceServicer):
         self._run_dir = run_dir
         self.stopped = asyncio.Event()
 
-    async def WatchRun(self, request: controller_pb2.WatchRunRequest, context: Any) -> AsyncIterator[controller_pb2.WatchRunResponse]:
+    async def WatchRun(
+        self, request: controller_pb2.WatchRunRequest, context: Any
+    ) -> AsyncIterator[controller_pb2.WatchRunResponse]:
         """The status, many times a second."""
         while not (self._run_dir / "crowded").exists():
             yield controller_pb2.WatchRunResponse(status=self._status())

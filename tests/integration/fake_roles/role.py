@@ -1,4 +1,6 @@
-"""What the fake roles have in common. A file `<run dir>/exit-<worker>` makes the worker end with the code it holds: once, or each time with `always`."""
+"""What the fake roles have in common. A file `<run dir>/exit-<worker>` makes the worker end with the code it holds:
+once, or each time with `always`.
+"""
 
 import asyncio
 import os

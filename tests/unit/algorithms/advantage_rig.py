@@ -1,4 +1,6 @@
-"""Batches for the tests of advantages: small ones by hand and ragged ones drawn by hypothesis, and loops that walk them trajectory by trajectory."""
+"""Batches for the tests of advantages: small ones by hand and ragged ones drawn by hypothesis, and loops that walk them
+trajectory by trajectory.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -27,7 +29,9 @@ def outcomes(gids: Sequence[int], rewards: Sequence[float], lengths: Sequence[in
 
 @st.composite
 def ragged_batches(draw: st.DrawFn) -> ScoredBatch:
-    """float64 batches of 1 to 9 trajectories in interleaved groups, with gaps of environment tokens, rows and tokens that are masked out, ties and zeros."""
+    """float64 batches of 1 to 9 trajectories in interleaved groups, with gaps of environment tokens, rows and tokens
+    that are masked out, ties and zeros.
+    """
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     sizes = draw(st.lists(st.integers(1, 12), min_size=1, max_size=9))
     sampled = [(rng.random(n) < 0.7).astype(np.uint8) for n in sizes]
@@ -49,7 +53,9 @@ def ragged_batches(draw: st.DrawFn) -> ScoredBatch:
     }
     components = {name: rng.choice([0.0, 0.25, 1.0], len(sizes)) for name in ("right", "short")}
     gids = rng.integers(0, draw(st.integers(1, 4)), len(sizes)).tolist()
-    return ScoredBatch.of_rows(gids, rewards, sampled, trained, columns, components, {"right": 1.0, "short": 0.5}, rng.normal(size=len(sizes)))
+    return ScoredBatch.of_rows(
+        gids, rewards, sampled, trained, columns, components, {"right": 1.0, "short": 0.5}, rng.normal(size=len(sizes))
+    )
 
 
 def trajectories(batch: ScoredBatch, values_N: Array) -> list[list[float]]:
@@ -87,10 +93,15 @@ def whiten_slowly(batch: ScoredBatch, rows: list[list[float]]) -> list[list[floa
         return [[0.0] * len(row) for row in rows]
     mean = sum(chosen) / len(chosen)
     std = (sum((x - mean) ** 2 for x in chosen) / len(chosen)) ** 0.5
-    return [[(x - mean) / (std + 1e-6) if trained else 0.0 for x, trained in zip(row, kept, strict=True)] for row, kept in zip(rows, masks, strict=True)]
+    return [
+        [(x - mean) / (std + 1e-6) if trained else 0.0 for x, trained in zip(row, kept, strict=True)]
+        for row, kept in zip(rows, masks, strict=True)
+    ]
 
 
 def agrees(batch: ScoredBatch, result: Estimate, slow: list[list[float]], atol: float = 1e-6) -> None:
     assert result.advantages_N.dtype == np.float64
-    np.testing.assert_allclose(result.advantages_N, np.concatenate([np.array(row) for row in slow]), rtol=1e-6, atol=atol)
+    np.testing.assert_allclose(
+        result.advantages_N, np.concatenate([np.array(row) for row in slow]), rtol=1e-6, atol=atol
+    )
     assert not result.advantages_N[batch.loss_mask_N == 0].any()

@@ -1,4 +1,6 @@
-"""Mini-batches of ragged sequences for tests of losses, and every policy loss written out in loops over single numbers: the oracle."""
+"""Mini-batches of ragged sequences for tests of losses, and every policy loss written out in loops over single numbers:
+the oracle.
+"""
 
 import math
 from collections.abc import Sequence
@@ -95,8 +97,9 @@ class Drawn:
 
 
 def draw(lengths: list[int], seed: int, *, per_token: bool = True) -> Drawn:
-    """Logprobs with a graph, ratios around 1, advantages of both signs, a third of the tokens not trained on; by some seeds a stray token, or nothing of the
-    first sequence."""
+    """Logprobs with a graph, ratios around 1, advantages of both signs, a third of the tokens not trained on; by some
+    seeds a stray token, or nothing of the first sequence.
+    """
     rng = np.random.default_rng(seed)
     num = sum(lengths)
     logprobs = -rng.exponential(size=num) - 1e-3
@@ -139,7 +142,9 @@ def oracle(section: PolicyLossSection, kind: Aggregation, minibatch: Drawn) -> t
     return loss, gradient
 
 
-def oracle_token(section: PolicyLossSection, minibatch: Drawn, tokens: list[int], t: int) -> tuple[float, dict[int, float]]:
+def oracle_token(
+    section: PolicyLossSection, minibatch: Drawn, tokens: list[int], t: int
+) -> tuple[float, dict[int, float]]:
     """(loss of token t of a sequence whose trained tokens are `tokens`, its derivatives by logprobs)."""
     logprob, old, advantage = (float(column[t]) for column in (minibatch.logprobs, minibatch.old, minibatch.advantages))
     logs = {u: float(minibatch.logprobs[u]) - float(minibatch.old[u]) for u in tokens}
@@ -150,9 +155,13 @@ def oracle_token(section: PolicyLossSection, minibatch: Drawn, tokens: list[int]
             if section.dual_clip is not None and advantage < 0 and value > -section.dual_clip * advantage:
                 value, slope = -section.dual_clip * advantage, 0.0
         case ClipCovLoss():
-            value, slope = (0.0, 0.0) if selected else oracle_clip(ratio, advantage, section.clip_eps_low, section.clip_eps_high)
+            value, slope = (
+                (0.0, 0.0) if selected else oracle_clip(ratio, advantage, section.clip_eps_low, section.clip_eps_high)
+            )
         case GspoLoss():
-            value, slope = oracle_clip(math.exp(sum(logs.values()) / len(logs)), advantage, section.clip_eps_low, section.clip_eps_high)
+            value, slope = oracle_clip(
+                math.exp(sum(logs.values()) / len(logs)), advantage, section.clip_eps_low, section.clip_eps_high
+            )
         case CispoLoss():
             weight = min(ratio, 1 + section.clip_eps_high)
             if section.clip_eps_low is not None:
@@ -167,7 +176,10 @@ def oracle_token(section: PolicyLossSection, minibatch: Drawn, tokens: list[int]
         case KlCovLoss():
             value, slope = -ratio * advantage, -ratio * advantage
             if selected:
-                value, slope = value + section.kl_coef * abs(logs[t]), slope + section.kl_coef * math.copysign(1.0, logs[t])
+                value, slope = (
+                    value + section.kl_coef * abs(logs[t]),
+                    slope + section.kl_coef * math.copysign(1.0, logs[t]),
+                )
         case DppoTvLoss() | DppoKlLoss():
             p, q = math.exp(logprob), math.exp(old)
             tv = isinstance(section, DppoTvLoss)

@@ -10,8 +10,23 @@ from hypothesis import strategies as st
 
 from rolecall.algorithms.advantages import ScoredBatch, estimate
 from rolecall.errors import InvalidInputError
-from rolecall.settings import AdvantageSection, GdpoAdvantage, GpgAdvantage, MaxrlAdvantage, OpoAdvantage, PassAtKAdvantage
-from tests.unit.algorithms.advantage_rig import agrees, groups_of, of_groups, outcomes, ragged_batches, spread_slowly, trajectories
+from rolecall.settings import (
+    AdvantageSection,
+    GdpoAdvantage,
+    GpgAdvantage,
+    MaxrlAdvantage,
+    OpoAdvantage,
+    PassAtKAdvantage,
+)
+from tests.unit.algorithms.advantage_rig import (
+    agrees,
+    groups_of,
+    of_groups,
+    outcomes,
+    ragged_batches,
+    spread_slowly,
+    trajectories,
+)
 from tests.unit.algorithms.test_advantages_groups import centred, last_tokens, normalized
 
 
@@ -22,7 +37,9 @@ def test_opo_subtracts_the_mean_weighted_by_length() -> None:
 
 def test_gpg_makes_up_for_groups_without_a_difference() -> None:
     # 2 of 5 responses are in a group that differs: alpha = 5 / 2.
-    np.testing.assert_allclose(last_tokens(GpgAdvantage(), outcomes([0, 0, 1, 1, 2], [1, 0, 1, 1, 0])), [1.25, -1.25, 0, 0, 0])
+    np.testing.assert_allclose(
+        last_tokens(GpgAdvantage(), outcomes([0, 0, 1, 1, 2], [1, 0, 1, 1, 0])), [1.25, -1.25, 0, 0, 0]
+    )
 
 
 def test_maxrl_divides_by_the_mean() -> None:
@@ -31,11 +48,17 @@ def test_maxrl_divides_by_the_mean() -> None:
 
 
 def test_gdpo_keeps_apart_what_a_sum_of_rewards_would_mix() -> None:
-    batch = replace(outcomes([0, 0, 0], [0, 0, 0]), components={"right": np.array([1.0, 0.0, 0.0]), "short": np.array([0.0, 1.0, 1.0])})
-    # right: mean 1/3, std 0.57735: 1.1547, -0.57735, -0.57735; short is its negative. Half of it: 0.57735, -0.288675, -0.288675, whose std (n) is 0.408248.
+    batch = replace(
+        outcomes([0, 0, 0], [0, 0, 0]),
+        components={"right": np.array([1.0, 0.0, 0.0]), "short": np.array([0.0, 1.0, 1.0])},
+    )
+    # right: mean 1/3, std 0.57735: 1.1547, -0.57735, -0.57735; short is its negative. Half of it: 0.57735, -0.288675,
+    # -0.288675, whose std (n) is 0.408248.
     found = last_tokens(GdpoAdvantage(weights={"right": 1.0, "short": 0.5}), batch)
     np.testing.assert_allclose(found, [1.414214, -0.707107, -0.707107], rtol=1e-5)
-    np.testing.assert_allclose(last_tokens(GdpoAdvantage(weights={"right": 1.0, "short": 1.0}), batch), [0, 0, 0], atol=1e-8)
+    np.testing.assert_allclose(
+        last_tokens(GdpoAdvantage(weights={"right": 1.0, "short": 1.0}), batch), [0, 0, 0], atol=1e-8
+    )
 
 
 def test_gdpo_names_a_component_that_nobody_gave() -> None:
@@ -59,9 +82,14 @@ def test_pass_at_1_is_right_and_wrong_normalised_by_the_populations_standard_dev
     np.testing.assert_allclose(found, [3**0.5, *[-1 / 3**0.5] * 3])
 
 
-@pytest.mark.parametrize("section", [OpoAdvantage(), GpgAdvantage(), MaxrlAdvantage(), PassAtKAdvantage(k=2), PassAtKAdvantage(k=1)])
+@pytest.mark.parametrize(
+    "section", [OpoAdvantage(), GpgAdvantage(), MaxrlAdvantage(), PassAtKAdvantage(k=2), PassAtKAdvantage(k=1)]
+)
 def test_groups_of_one_and_of_equal_rewards_get_exactly_nothing(section: AdvantageSection) -> None:
-    assert last_tokens(section, outcomes([0, 0, 0, 1, 2, 2], [0.1, 0.1, 0.1, 3.0, 1.0, 1.0], lengths=[1, 2, 3, 1, 5, 1])) == [0] * 6
+    assert (
+        last_tokens(section, outcomes([0, 0, 0, 1, 2, 2], [0.1, 0.1, 0.1, 3.0, 1.0, 1.0], lengths=[1, 2, 3, 1, 5, 1]))
+        == [0] * 6
+    )
 
 
 def test_maxrl_gives_nothing_to_a_group_in_which_nobody_succeeded() -> None:
@@ -83,7 +111,11 @@ def test_opo_agrees_with_a_loop(batch: ScoredBatch) -> None:
 def test_gpg_agrees_with_a_loop(batch: ScoredBatch) -> None:
     rewards = [sum(row) for row in trajectories(batch, batch.rewards_N)]
     valid = sum(len(members) for members in groups_of(batch) if len({rewards[i] for i in members}) > 1)
-    agrees(batch, estimate(GpgAdvantage(), batch), of_groups(batch, lambda r, _: [x * len(rewards) / max(valid, 1) for x in centred(r)]))
+    agrees(
+        batch,
+        estimate(GpgAdvantage(), batch),
+        of_groups(batch, lambda r, _: [x * len(rewards) / max(valid, 1) for x in centred(r)]),
+    )
 
 
 @given(ragged_batches())
@@ -109,7 +141,9 @@ def test_gdpo_agrees_with_a_loop(batch: ScoredBatch) -> None:
 
 
 @given(ragged_batches(), st.integers(1, 4))
-def test_pass_at_k_is_the_mean_normalised_reward_of_the_subsets_that_a_response_is_in(batch: ScoredBatch, k: int) -> None:
+def test_pass_at_k_is_the_mean_normalised_reward_of_the_subsets_that_a_response_is_in(
+    batch: ScoredBatch, k: int
+) -> None:
     def by_subsets(rewards: list[float], _: list[int]) -> list[float]:
         subsets = list(combinations(range(len(rewards)), min(k, len(rewards))))
         solved = [float(any(rewards[i] >= 0.75 for i in subset)) for subset in subsets]

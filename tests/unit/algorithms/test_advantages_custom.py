@@ -39,21 +39,31 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 def section(folder: Path, body: str, **more: Any) -> CustomAdvantage:
     (folder / "mine_for_a_test.py").write_text(
-        f"import numpy as np\nfrom rolecall.algorithms.advantages import Estimate\ndef f(batch, **options):\n    {body}\n"
+        "import numpy as np\nfrom rolecall.algorithms.advantages import Estimate\ndef f(batch, **options):\n    "
+        f"{body}\n"
     )
     return CustomAdvantage(function="mine_for_a_test:f", search_path=folder, **more)
 
 
 def test_the_example_is_an_estimator(folder: Path) -> None:
     configured = yaml.safe_load((EXAMPLE / "run.yaml").read_text())["algorithm"]["advantage"]
-    result = estimate(CustomAdvantage.model_validate({**configured, "search_path": EXAMPLE}), outcomes([3, 3, 3, 4], [0, 1, 5, 2]))
+    result = estimate(
+        CustomAdvantage.model_validate({**configured, "search_path": EXAMPLE}), outcomes([3, 3, 3, 4], [0, 1, 5, 2])
+    )
     np.testing.assert_array_equal(result.advantages_N, [0, -2, 0, 0, 0, 8, 0, 0])
 
 
 def test_options_and_columns_reach_the_function(folder: Path) -> None:
-    mine = section(folder, "return Estimate(options['a'] * batch.column('old_logprobs'))", options={"a": 3}, columns=("old_logprobs",))
+    mine = section(
+        folder,
+        "return Estimate(options['a'] * batch.column('old_logprobs'))",
+        options={"a": 3},
+        columns=("old_logprobs",),
+    )
     assert needs(mine) == ("old_logprobs",)
-    batch = ScoredBatch.of_rows([0], [f32(0, 1, 0)], [mask(0, 1, 1)], [mask(0, 1, 0)], {"old_logprobs": [f32(-1, -2, -3)]})
+    batch = ScoredBatch.of_rows(
+        [0], [f32(0, 1, 0)], [mask(0, 1, 1)], [mask(0, 1, 0)], {"old_logprobs": [f32(-1, -2, -3)]}
+    )
     result = estimate(mine, batch)
     np.testing.assert_array_equal(result.advantages_N, [0, -6, 0])
     assert result.advantages_N.dtype == np.float32
@@ -82,7 +92,9 @@ def test_a_function_that_reads_values_must_give_the_critics_targets(folder: Path
 
 def test_a_function_or_module_that_does_not_exist_is_named_with_its_field(folder: Path) -> None:
     (folder / "mine_for_a_test.py").write_text("import nothing_of_the_kind\n")
-    with pytest.raises(ConfigError, match=r"algorithm\.advantage\.function 'absent_module:f': there is no module 'absent_module'"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.advantage\.function 'absent_module:f': there is no module 'absent_module'"
+    ):
         estimate(CustomAdvantage(function="absent_module:f", search_path=folder), outcomes([0], [1]))
     with pytest.raises(ConfigError, match="has no function 'g'"):
         load_function("math:g", "field")
@@ -90,12 +102,26 @@ def test_a_function_or_module_that_does_not_exist_is_named_with_its_field(folder
         load_function("mine_for_a_test:f", "field", folder)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in get_args(get_args(AdvantageSection)[0]) if kind is not CustomAdvantage])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in get_args(get_args(AdvantageSection)[0]) if kind is not CustomAdvantage]
+)
 def test_float32_rows_get_finite_float32_columns(kind: type[Section]) -> None:
     masks, tokens = [mask(0, 1, 1), mask(0, 1)], [f32(0, -1, -2), f32(0, -1)]
-    columns = {"values": tokens, "token_rewards": tokens, "old_logprobs": tokens, "sum_squared_probs": [f32(0, 0.5, 0.5), f32(0, 0.5)]}
+    columns = {
+        "values": tokens,
+        "token_rewards": tokens,
+        "old_logprobs": tokens,
+        "sum_squared_probs": [f32(0, 0.5, 0.5), f32(0, 0.5)],
+    }
     batch = ScoredBatch.of_rows(
-        [4, 4], [f32(0, 0, 1), f32(0, 0.5)], masks, masks, columns | {"bootstrap_value": [f32(0), f32(1)]}, {"right": f32(1, 0)}, {"right": 1}, f32(0, 1)
+        [4, 4],
+        [f32(0, 0, 1), f32(0, 0.5)],
+        masks,
+        masks,
+        columns | {"bootstrap_value": [f32(0), f32(1)]},
+        {"right": f32(1, 0)},
+        {"right": 1},
+        f32(0, 1),
     )
     given = {"k": 1} if kind is PassAtKAdvantage else {}
     result = estimate(kind(**given), batch)  # type: ignore[arg-type]

@@ -9,7 +9,16 @@ from hypothesis import given
 from rolecall.algorithms.advantages import Groups, ScoredBatch, estimate
 from rolecall.errors import InvalidInputError
 from rolecall.settings import AdvantageSection, GrpoAdvantage, RlooAdvantage
-from tests.unit.algorithms.advantage_rig import agrees, f32, groups_of, mask, of_groups, outcomes, ragged_batches, trajectories
+from tests.unit.algorithms.advantage_rig import (
+    agrees,
+    f32,
+    groups_of,
+    mask,
+    of_groups,
+    outcomes,
+    ragged_batches,
+    trajectories,
+)
 
 EPS = 1e-6
 
@@ -49,7 +58,9 @@ def test_a_group_of_one_and_a_group_of_equal_rewards_get_exactly_nothing(section
 
 
 def test_rloo_subtracts_the_mean_of_the_others() -> None:
-    np.testing.assert_allclose(last_tokens(RlooAdvantage(), outcomes([0, 0, 0, 1], [1, 0, 0, 4])), [1.0, -0.5, -0.5, 0.0])
+    np.testing.assert_allclose(
+        last_tokens(RlooAdvantage(), outcomes([0, 0, 0, 1], [1, 0, 0, 4])), [1.0, -0.5, -0.5, 0.0]
+    )
 
 
 @given(ragged_batches())
@@ -59,7 +70,11 @@ def test_grpo_agrees_with_a_loop(batch: ScoredBatch) -> None:
 
 @given(ragged_batches())
 def test_dr_grpo_is_grpo_without_the_standard_deviation(batch: ScoredBatch) -> None:
-    agrees(batch, estimate(GrpoAdvantage(normalize_std=False), batch), of_groups(batch, lambda rewards, _: centred(rewards)))
+    agrees(
+        batch,
+        estimate(GrpoAdvantage(normalize_std=False), batch),
+        of_groups(batch, lambda rewards, _: centred(rewards)),
+    )
 
 
 @given(ragged_batches())
@@ -95,12 +110,15 @@ def process_batch(gids: list[int], rewards: list[list[float]]) -> ScoredBatch:
 
 
 def test_process_supervision_sums_the_normalised_rewards_of_the_steps_that_follow() -> None:
-    # Steps 1, 3 | 2: mean 2, sample std 1; normalised -1, +1 | 0. Sums from each token on: 0, 1, 1 (to the last step), 0 after it.
+    # Steps 1, 3 | 2: mean 2, sample std 1; normalised -1, +1 | 0. Sums from each token on: 0, 1, 1 (to the last step),
+    # 0 after it.
     batch = process_batch([4, 4], [[1, 0, 3, 0], [0, 2]])
-    np.testing.assert_allclose(estimate(GrpoAdvantage(supervision="process"), batch).advantages_N, [0, 1, 1, 0, 0, 0], atol=1e-5)
+    np.testing.assert_allclose(
+        estimate(GrpoAdvantage(supervision="process"), batch).advantages_N, [0, 1, 1, 0, 0, 0], atol=1e-5
+    )
 
 
-def test_process_supervision_of_one_step_or_of_equal_steps_is_nothing_and_a_single_response_compares_its_own_steps() -> None:
+def test_process_supervision_of_equal_steps_is_nothing_and_one_response_compares_its_own_steps() -> None:
     section = GrpoAdvantage(supervision="process")
     assert not estimate(section, process_batch([1, 2, 2], [[0, 5], [0.3, 0.3], [0, 0.3]])).advantages_N.any()
     np.testing.assert_allclose(estimate(section, process_batch([1], [[1, 2]])).advantages_N, [0, 0.5**0.5], atol=1e-5)
@@ -113,12 +131,16 @@ def test_process_supervision_without_token_rewards_is_refused() -> None:
 
 @given(ragged_batches())
 def test_process_supervision_agrees_with_a_loop(batch: ScoredBatch) -> None:
-    rewards, sampled, trained = (trajectories(batch, x) for x in (batch.rewards_N, batch.response_mask_N, batch.loss_mask_N))
+    rewards, sampled, trained = (
+        trajectories(batch, x) for x in (batch.rewards_N, batch.response_mask_N, batch.loss_mask_N)
+    )
     slow = [[0.0] * len(row) for row in rewards]
     for members in groups_of(batch):
         steps = [(i, t) for i in members for t in range(len(rewards[i])) if sampled[i][t] and rewards[i][t] != 0]
         worth = dict(zip(steps, normalized([rewards[i][t] for i, t in steps]), strict=True)) if steps else {}
         for i in members:
             for t in range(len(rewards[i])):
-                slow[i][t] = sum(worth.get((i, later), 0.0) for later in range(t, len(rewards[i]))) if trained[i][t] else 0.0
+                slow[i][t] = (
+                    sum(worth.get((i, later), 0.0) for later in range(t, len(rewards[i]))) if trained[i][t] else 0.0
+                )
     agrees(batch, estimate(GrpoAdvantage(supervision="process"), batch), slow, atol=1e-5)

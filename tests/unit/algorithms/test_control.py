@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rolecall.algorithms.control import Control, advance, coefficients, entropy_coef_applied, entropy_coef_next, kl_coef_next, start
+from rolecall.algorithms.control import (
+    Control,
+    advance,
+    coefficients,
+    entropy_coef_applied,
+    entropy_coef_next,
+    kl_coef_next,
+    start,
+)
 from rolecall.settings import AdaptiveKl, AlgorithmSection, EntropySection, KlSection
 
 
@@ -47,7 +55,9 @@ def test_a_kl_that_falls_as_the_coefficient_rises_settles_at_its_target() -> Non
 )
 def test_the_entropy_coefficient_by_hand(coef: float, entropy: float, expected: float) -> None:
     """Skywork-OR1, arXiv:2505.22312."""
-    assert entropy_coef_next(coef, entropy, target=0.2, step=0.0001, lowest=0.0, highest=0.005) == pytest.approx(expected, abs=1e-12)
+    assert entropy_coef_next(coef, entropy, target=0.2, step=0.0001, lowest=0.0, highest=0.005) == pytest.approx(
+        expected, abs=1e-12
+    )
 
 
 def test_the_bonus_rests_while_the_entropy_is_above_its_target() -> None:
@@ -58,7 +68,9 @@ def test_the_bonus_rests_while_the_entropy_is_above_its_target() -> None:
 
 def algorithm(adaptive: AdaptiveKl | None = None, target: float | None = None) -> AlgorithmSection:
     return AlgorithmSection(
-        groups_per_batch=1, kl=KlSection(reference="ref", kl_coef=0.1, adaptive=adaptive), entropy=EntropySection(entropy_coef=0.001, target=target)
+        groups_per_batch=1,
+        kl=KlSection(reference="ref", kl_coef=0.1, adaptive=adaptive),
+        entropy=EntropySection(entropy_coef=0.001, target=target),
     )
 
 

@@ -1,4 +1,6 @@
-"""The off-policy correction against numbers worked by hand and a loop over responses, and the relations it must keep."""
+"""The off-policy correction against numbers worked by hand and a loop over responses, and the relations it must
+keep.
+"""
 
 import math
 from itertools import pairwise
@@ -30,26 +32,41 @@ from rolecall.settings import (
 STRAY = [[1e-15, 1.0, 1.0]]
 """A ratio of e^-34.5 beside two of 1: k2 596.5, k3 33.5, geometric mean 1e-5."""
 
-WEIGHTS: tuple[CorrectionWeight | None, ...] = (None, TokenWeight(), TokenWeight(cap=None), SequenceWeight(), SequenceWeight(cap=None), IcePopWeight())
+WEIGHTS: tuple[CorrectionWeight | None, ...] = (
+    None,
+    TokenWeight(),
+    TokenWeight(cap=None),
+    SequenceWeight(),
+    SequenceWeight(cap=None),
+    IcePopWeight(),
+)
 REJECTIONS: tuple[Rejection, ...] = (
     RatioBand(over="token", low=0.6, high=1.6),
     RatioBand(over="sequence_mean", low=0.9, high=1.1),
     RatioBand(over="sequence_sum", low=0.5, high=2.0),
     RatioBand(over="sequence_max", low=0.0, high=1.5),
-    *(DivergenceBound(kind=kind, over=over, bound=0.08) for kind in ("k2", "k3") for over in ("token", "sequence_mean", "sequence_sum", "sequence_max")),
+    *(
+        DivergenceBound(kind=kind, over=over, bound=0.08)
+        for kind in ("k2", "k3")
+        for over in ("token", "sequence_mean", "sequence_sum", "sequence_max")
+    ),
 )
 
 
 def ragged(log_ratios: list[list[float]], masks: list[list[bool]] | None = None) -> tuple[PolicyBatch, torch.Tensor]:
     """A batch whose proximal logprobs are the sampler's plus `log_ratios`, and the sampler's."""
     flat = torch.tensor([x for row in log_ratios for x in row], dtype=torch.float64)
-    mask = torch.tensor([x for row in masks or [[True] * len(row) for row in log_ratios] for x in row], dtype=torch.bool)
+    mask = torch.tensor(
+        [x for row in masks or [[True] * len(row) for row in log_ratios] for x in row], dtype=torch.bool
+    )
     index = torch.tensor([s for s, row in enumerate(log_ratios) for _ in row])
     sampled = torch.full_like(flat, -1.0)
     return PolicyBatch(sampled + flat, sampled + flat, torch.ones_like(flat), mask, index, len(log_ratios), {}), sampled
 
 
-def weights_of(section: CorrectionSection, ratios: list[list[float]], masks: list[list[bool]] | None = None) -> list[float]:
+def weights_of(
+    section: CorrectionSection, ratios: list[list[float]], masks: list[list[bool]] | None = None
+) -> list[float]:
     batch, sampled = ragged([[math.log(r) for r in row] for row in ratios], masks)
     return correct(section, batch, sampled).weights_N.tolist()
 
@@ -66,16 +83,43 @@ RATIOS = [[0.4, 1.5, 1.2], [3.0], [1.0, 1.0]]
         (CorrectionSection(weight=IcePopWeight(high=2.0)), [0, 1.5, 1.2, 0, 1, 1]),
         (CorrectionSection(weight=None), [1, 1, 1, 1, 1, 1]),
         (CorrectionSection(weight=None, reject=(RatioBand(over="token", low=0.5, high=1.3),)), [0, 0, 1, 0, 1, 1]),
-        (CorrectionSection(weight=None, reject=(RatioBand(over="sequence_sum", low=0.8, high=1.3),)), [0, 0, 0, 0, 1, 1]),
-        (CorrectionSection(weight=None, reject=(RatioBand(over="sequence_mean", low=0.89, high=1.1),)), [1, 1, 1, 0, 1, 1]),  # 0.72^(1/3) = 0.896
-        (CorrectionSection(weight=None, reject=(RatioBand(over="sequence_max", low=0.5, high=4.0),)), [0, 0, 0, 1, 1, 1]),
-        # k2: 0.42, 0.082, 0.017; 0.60. k3: 0.316, 0.095, 0.018; 0.901
-        (CorrectionSection(weight=None, reject=(DivergenceBound(kind="k2", over="token", bound=0.05),)), [0, 0, 1, 0, 1, 1]),
-        (CorrectionSection(weight=None, reject=(DivergenceBound(kind="k2", over="sequence_mean", bound=0.2),)), [1, 1, 1, 0, 1, 1]),
-        (CorrectionSection(weight=None, reject=(DivergenceBound(kind="k3", over="sequence_sum", bound=0.4),)), [0, 0, 0, 0, 1, 1]),
-        (CorrectionSection(weight=None, reject=(DivergenceBound(kind="k3", over="sequence_max", bound=0.4),)), [1, 1, 1, 0, 1, 1]),
         (
-            CorrectionSection(reject=(RatioBand(over="token", low=0.5, high=9.0), DivergenceBound(kind="k3", over="sequence_max", bound=0.4))),
+            CorrectionSection(weight=None, reject=(RatioBand(over="sequence_sum", low=0.8, high=1.3),)),
+            [0, 0, 0, 0, 1, 1],
+        ),
+        # 0.72^(1/3) = 0.896
+        (
+            CorrectionSection(weight=None, reject=(RatioBand(over="sequence_mean", low=0.89, high=1.1),)),
+            [1, 1, 1, 0, 1, 1],
+        ),
+        (
+            CorrectionSection(weight=None, reject=(RatioBand(over="sequence_max", low=0.5, high=4.0),)),
+            [0, 0, 0, 1, 1, 1],
+        ),
+        # k2: 0.42, 0.082, 0.017; 0.60. k3: 0.316, 0.095, 0.018; 0.901
+        (
+            CorrectionSection(weight=None, reject=(DivergenceBound(kind="k2", over="token", bound=0.05),)),
+            [0, 0, 1, 0, 1, 1],
+        ),
+        (
+            CorrectionSection(weight=None, reject=(DivergenceBound(kind="k2", over="sequence_mean", bound=0.2),)),
+            [1, 1, 1, 0, 1, 1],
+        ),
+        (
+            CorrectionSection(weight=None, reject=(DivergenceBound(kind="k3", over="sequence_sum", bound=0.4),)),
+            [0, 0, 0, 0, 1, 1],
+        ),
+        (
+            CorrectionSection(weight=None, reject=(DivergenceBound(kind="k3", over="sequence_max", bound=0.4),)),
+            [1, 1, 1, 0, 1, 1],
+        ),
+        (
+            CorrectionSection(
+                reject=(
+                    RatioBand(over="token", low=0.5, high=9.0),
+                    DivergenceBound(kind="k3", over="sequence_max", bound=0.4),
+                )
+            ),
             [0, 1.5, 1.2, 0, 1, 1],
         ),
     ],
@@ -115,7 +159,11 @@ def slow_rejects(rejection: Rejection, ratio: float, ratios: list[float]) -> boo
         return {"ratio": math.log(r), "k2": math.log(r) ** 2 / 2, "k3": r - 1 - math.log(r)}[rejection.kind]
 
     def out(value: float) -> bool:
-        return not rejection.low <= math.exp(value) <= rejection.high if isinstance(rejection, RatioBand) else value > rejection.bound
+        return (
+            not rejection.low <= math.exp(value) <= rejection.high
+            if isinstance(rejection, RatioBand)
+            else value > rejection.bound
+        )
 
     values = [estimate(r) for r in ratios]
     match rejection.over:
@@ -133,7 +181,9 @@ LENGTHS = st.lists(st.integers(1, 7), min_size=1, max_size=6)
 
 
 @given(LENGTHS, st.integers(0, 2**32 - 1), st.sampled_from(WEIGHTS), st.lists(st.sampled_from(REJECTIONS), max_size=2))
-def test_weights_and_rejections_are_those_of_a_loop(lengths: list[int], seed: int, weight: CorrectionWeight | None, reject: list[Rejection]) -> None:
+def test_weights_and_rejections_are_those_of_a_loop(
+    lengths: list[int], seed: int, weight: CorrectionWeight | None, reject: list[Rejection]
+) -> None:
     rng = np.random.default_rng(seed)
     ratios = [np.exp(rng.normal(0, 0.3, n)).tolist() for n in lengths]
     masks = [(rng.random(n) < 0.7).tolist() for n in lengths]
@@ -143,7 +193,9 @@ def test_weights_and_rejections_are_those_of_a_loop(lengths: list[int], seed: in
         for ratio, flag in zip(row, mask, strict=True):
             kept = flag and not any(slow_rejects(rejection, ratio, trained) for rejection in reject)
             expected.append(slow_weight(weight, ratio, trained) if kept else 0.0)
-    np.testing.assert_allclose(weights_of(CorrectionSection(weight=weight, reject=tuple(reject)), ratios, masks), expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        weights_of(CorrectionSection(weight=weight, reject=tuple(reject)), ratios, masks), expected, rtol=1e-6
+    )
 
 
 @given(LENGTHS, st.integers(0, 2**32 - 1), st.sampled_from(WEIGHTS), st.sampled_from(REJECTIONS), st.data())
@@ -162,7 +214,9 @@ def test_the_corrected_loss_does_not_depend_on_how_the_minibatch_is_cut(
         at = torch.from_numpy(np.concatenate([np.arange(starts[s], starts[s + 1]) for s in sequences]))
         index = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor([lengths[s] for s in sequences]))
         batch = PolicyBatch(leaf[at], old[at], advantages[at], mask[at], index, len(sequences), {})
-        losses_N = ppo(batch, clip_eps_low=0.2, clip_eps_high=0.28).losses_N * correct(section, batch, sampled[at]).weights_N
+        losses_N = (
+            ppo(batch, clip_eps_low=0.2, clip_eps_high=0.28).losses_N * correct(section, batch, sampled[at]).weights_N
+        )
         return (losses_N * token_weights(mask[at], index, len(sequences), "seq_mean_token_mean", counts)).sum()
 
     whole = loss_of(list(range(len(lengths))))
@@ -174,8 +228,13 @@ def test_the_corrected_loss_does_not_depend_on_how_the_minibatch_is_cut(
 
 
 def test_an_infinite_cap_is_importance_sampling() -> None:
-    """Exact: the expectation over the sampler of the weighted value is the trainer's own expectation, for a token and, by product, for two of them."""
-    sampler, trainer = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
+    """Exact: the expectation over the sampler of the weighted value is the trainer's own expectation, for a token and,
+    by product, for two of them.
+    """
+    sampler, trainer = (
+        torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64),
+        torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64),
+    )
     value = torch.tensor([1.0, -2.0, 5.0], dtype=torch.float64)
     rows = [[trainer[i], trainer[j]] for i in range(3) for j in range(3)]
     sampled = [[sampler[i], sampler[j]] for i in range(3) for j in range(3)]
@@ -199,7 +258,9 @@ def test_weights_carry_no_gradient() -> None:
     leaf = batch.logprobs_N.clone().requires_grad_()
     attached = PolicyBatch(leaf, leaf, batch.advantages_N, batch.mask_N, batch.sequence_N, 2, {})
     for weight in WEIGHTS:
-        assert not correct(CorrectionSection(weight=weight, reject=REJECTIONS), attached, sampled).weights_N.requires_grad
+        assert not correct(
+            CorrectionSection(weight=weight, reject=REJECTIONS), attached, sampled
+        ).weights_N.requires_grad
 
 
 def test_the_gradient_of_a_corrected_loss_passes_gradcheck() -> None:
@@ -208,7 +269,10 @@ def test_the_gradient_of_a_corrected_loss_passes_gradcheck() -> None:
 
     def loss(logprobs: torch.Tensor) -> torch.Tensor:
         moved = PolicyBatch(logprobs, old, batch.advantages_N, batch.mask_N, batch.sequence_N, 2, {})
-        return (ppo(moved, clip_eps_low=0.2, clip_eps_high=0.28).losses_N * correct(CorrectionSection(), moved, sampled).weights_N).sum()
+        return (
+            ppo(moved, clip_eps_low=0.2, clip_eps_high=0.28).losses_N
+            * correct(CorrectionSection(), moved, sampled).weights_N
+        ).sum()
 
     assert torch.autograd.gradcheck(loss, (old + 0.05).requires_grad_())
 
@@ -230,10 +294,14 @@ def test_a_response_without_a_trained_token_weighs_nothing_and_is_not_rejected()
 
 
 def test_bypass_weighs_nothing_twice_and_rejects_by_the_policy_as_it_is() -> None:
-    """The proximal policy is the sampler: the loss's own ratio corrects, and a token that the policy has left far behind is out."""
+    """The proximal policy is the sampler: the loss's own ratio corrects, and a token that the policy has left far
+    behind is out.
+    """
     sampled = torch.tensor([-1.0, -1.0], dtype=torch.float64)
     policy = torch.tensor([-1.0, -4.0], dtype=torch.float64, requires_grad=True)
-    batch = PolicyBatch(policy, sampled, torch.ones(2), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64), 1, {})
+    batch = PolicyBatch(
+        policy, sampled, torch.ones(2), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64), 1, {}
+    )
     assert correct(CorrectionSection(proximal="bypass"), batch, sampled).weights_N.tolist() == [1, 1]
     banded = CorrectionSection(proximal="bypass", reject=(RatioBand(over="token", low=0.5, high=2.0),))
     assert correct(banded, batch, sampled).weights_N.tolist() == [1, 0]
@@ -247,7 +315,9 @@ def test_a_weight_under_bypass_is_refused() -> None:
 
 def test_bypass_of_a_loss_without_a_ratio_is_refused() -> None:
     with pytest.raises(ValidationError, match="policy_loss reinforce has none; use proximal: recompute"):
-        AlgorithmSection(groups_per_batch=1, policy_loss=ReinforceLoss(), correction=CorrectionSection(proximal="bypass"))
+        AlgorithmSection(
+            groups_per_batch=1, policy_loss=ReinforceLoss(), correction=CorrectionSection(proximal="bypass")
+        )
 
 
 def test_an_empty_band_is_refused() -> None:
@@ -256,5 +326,7 @@ def test_an_empty_band_is_refused() -> None:
 
 
 def test_tokens_are_weighed_unless_a_run_says_otherwise() -> None:
-    assert AlgorithmSection(groups_per_batch=1).correction == CorrectionSection(weight=TokenWeight(cap=2.0), reject=(), proximal="recompute")
+    assert AlgorithmSection(groups_per_batch=1).correction == CorrectionSection(
+        weight=TokenWeight(cap=2.0), reject=(), proximal="recompute"
+    )
     assert AlgorithmSection.model_validate({"groups_per_batch": 1, "correction": None}).correction is None

@@ -1,4 +1,6 @@
-"""Distillation as an advantage and as a loss: worked by hand, against loops, by finite differences, and cut into pieces."""
+"""Distillation as an advantage and as a loss: worked by hand, against loops, by finite differences, and cut into
+pieces.
+"""
 
 import math
 
@@ -13,7 +15,9 @@ from rolecall.algorithms.losses.distillation import TAIL_FLOOR, forward_topk_kl_
 from rolecall.wire import Array
 
 
-def slow_distil(task: list[float], sampled: list[float], taught: list[float], mask: list[int], coef: float, task_coef: float) -> list[float]:
+def slow_distil(
+    task: list[float], sampled: list[float], taught: list[float], mask: list[int], coef: float, task_coef: float
+) -> list[float]:
     """The oracle: token after token."""
     advantages = []
     for t, trained in enumerate(mask):
@@ -40,18 +44,24 @@ def test_the_advantage_of_a_hand_worked_row() -> None:
     sampled, taught = np.log([1.0, 0.5, 0.8, 0.1]), np.log([1.0, 0.5, 0.2, 0.4])
     (pure,) = distil([np.array([0.0, 9, 9, 9])], [sampled], [taught], [np.array([0, 1, 1, 1])], coef=1.0, task_coef=0.0)
     np.testing.assert_allclose(pure, [0, 0, -math.log(4), math.log(4)], atol=1e-12)
-    (mixed,) = distil([np.array([0.0, 1, 1, -1])], [sampled], [taught], [np.array([0, 1, 1, 0])], coef=0.5, task_coef=2.0)
+    (mixed,) = distil(
+        [np.array([0.0, 1, 1, -1])], [sampled], [taught], [np.array([0, 1, 1, 0])], coef=0.5, task_coef=2.0
+    )
     np.testing.assert_allclose(mixed, [0, 2, 2 - math.log(2), 0], atol=1e-12)
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.floats(0, 3), st.floats(0, 3), st.integers(0, 2**31))
-def test_the_advantage_agrees_with_a_loop_over_tokens(lengths: list[int], coef: float, task_coef: float, seed: int) -> None:
+def test_the_advantage_agrees_with_a_loop_over_tokens(
+    lengths: list[int], coef: float, task_coef: float, seed: int
+) -> None:
     """Rows of any lengths, some wholly masked, some empty."""
     rng = np.random.default_rng(seed)
     task, sampled, taught = ([rng.normal(size=n) for n in lengths] for _ in range(3))
     masks: list[Array] = [rng.integers(0, 2, n).astype(np.uint8) * int(rng.integers(0, 4) > 0) for n in lengths]
     for row, advantage in enumerate(distil(task, sampled, taught, masks, coef=coef, task_coef=task_coef)):
-        expected = slow_distil(task[row].tolist(), sampled[row].tolist(), taught[row].tolist(), masks[row].tolist(), coef, task_coef)
+        expected = slow_distil(
+            task[row].tolist(), sampled[row].tolist(), taught[row].tolist(), masks[row].tolist(), coef, task_coef
+        )
         assert advantage.dtype == np.float64
         np.testing.assert_allclose(advantage, expected, atol=1e-6)
 
@@ -73,7 +83,10 @@ def test_the_advantage_is_the_gradient_of_the_reverse_kl_on_average() -> None:
     (advantage,) = distil([np.zeros(5)], [sampled], [teacher.numpy()], [mask], coef=1.0, task_coef=0.0)
     ascended = (log_p.exp().detach() * torch.from_numpy(advantage) * log_p).sum()  # every token, by its probability
     divergence = (log_p.exp() * (log_p - teacher)).sum()
-    (gained,), (paid,) = torch.autograd.grad(ascended, logits, retain_graph=True), torch.autograd.grad(divergence, logits)
+    (gained,), (paid,) = (
+        torch.autograd.grad(ascended, logits, retain_graph=True),
+        torch.autograd.grad(divergence, logits),
+    )
     torch.testing.assert_close(gained, -paid, rtol=1e-12, atol=1e-12)
 
 
@@ -81,7 +94,12 @@ def test_the_forward_kl_of_hand_worked_tokens() -> None:
     """Teacher 0.5, 0.25 and a tail of 0.25 against 0.25, 0.25, 0.5: 0.5 log 2 - 0.25 log 2. Against itself: 0."""
     teacher = torch.tensor([[0.5, 0.25], [0.5, 0.25]], dtype=torch.float64).log()
     student = torch.tensor([[0.25, 0.25], [0.5, 0.25]], dtype=torch.float64).log()
-    torch.testing.assert_close(forward_topk_kl_N(student, teacher), torch.tensor([0.25 * math.log(2), 0.0], dtype=torch.float64), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        forward_topk_kl_N(student, teacher),
+        torch.tensor([0.25 * math.log(2), 0.0], dtype=torch.float64),
+        rtol=1e-12,
+        atol=1e-12,
+    )
 
 
 def distributions(seed: int, num_tokens: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +109,9 @@ def distributions(seed: int, num_tokens: int, vocab: int) -> tuple[torch.Tensor,
 
 
 @given(st.integers(0, 2**31), st.integers(1, 6), st.integers(2, 9), st.integers(1, 8))
-def test_the_forward_kl_agrees_with_a_loop_and_lies_between_0_and_the_whole_kl(seed: int, num_tokens: int, vocab: int, k: int) -> None:
+def test_the_forward_kl_agrees_with_a_loop_and_lies_between_0_and_the_whole_kl(
+    seed: int, num_tokens: int, vocab: int, k: int
+) -> None:
     student_NV, teacher_NV = distributions(seed, num_tokens, vocab)
     student_NV = student_NV.log_softmax(1)
     top = teacher_NV.topk(min(k, vocab - 1), 1)
@@ -108,8 +128,12 @@ def test_the_forward_kl_passes_gradcheck_and_its_gradient_is_that_of_the_whole_k
     student_NV, teacher_NV = distributions(1, 4, 7)
     logits = student_NV.requires_grad_()
     top = teacher_NV.topk(3, 1)
-    assert torch.autograd.gradcheck(lambda z: forward_topk_kl_N(z.log_softmax(1).gather(1, top.indices), top.values), (logits,))
-    (coarse,) = torch.autograd.grad(forward_topk_kl_N(logits.log_softmax(1).gather(1, top.indices), top.values).sum(), logits)
+    assert torch.autograd.gradcheck(
+        lambda z: forward_topk_kl_N(z.log_softmax(1).gather(1, top.indices), top.values), (logits,)
+    )
+    (coarse,) = torch.autograd.grad(
+        forward_topk_kl_N(logits.log_softmax(1).gather(1, top.indices), top.values).sum(), logits
+    )
     expected = (logits.softmax(1) - teacher_NV.exp()).gather(1, top.indices)
     torch.testing.assert_close(coarse.gather(1, top.indices), expected.detach(), rtol=1e-10, atol=1e-10)
 

@@ -30,7 +30,10 @@ def slow_majority_at_k(answers: list[str | None], solved: list[bool], k: int) ->
     return fmean(results)
 
 
-@pytest.mark.parametrize(("n", "expected"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (12, [1, 2, 4, 8, 12]), (64, [1, 2, 4, 8, 16, 32, 64])])
+@pytest.mark.parametrize(
+    ("n", "expected"),
+    [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (12, [1, 2, 4, 8, 12]), (64, [1, 2, 4, 8, 16, 32, 64])],
+)
 def test_the_sizes_are_the_powers_of_two_and_all(n: int, expected: list[int]) -> None:
     assert subset_sizes(n) == expected
 

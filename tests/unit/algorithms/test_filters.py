@@ -17,7 +17,9 @@ def filters(**fields: Any) -> FiltersSection:
     return FiltersSection.model_validate(fields)
 
 
-def reason(section: FiltersSection, rewards: list[float], truncated: list[bool] | None = None, lengths: list[int] | None = None) -> str | None:
+def reason(
+    section: FiltersSection, rewards: list[float], truncated: list[bool] | None = None, lengths: list[int] | None = None
+) -> str | None:
     values = np.array(rewards, np.float32)
     cut, tokens = np.array(truncated or [False] * len(rewards)), np.array(lengths or [5] * len(rewards))
     return reason_to_drop(section, values, cut, tokens, has_signal=bool(np.ptp(values) > 0), solved_at=1.0)
@@ -43,23 +45,39 @@ def reason(section: FiltersSection, rewards: list[float], truncated: list[bool] 
     ],
 )
 def test_a_group_is_dropped_for_the_first_reason_that_applies(
-    fields: dict[str, Any], rewards: list[float], truncated: list[bool] | None, lengths: list[int] | None, expected: str | None
+    fields: dict[str, Any],
+    rewards: list[float],
+    truncated: list[bool] | None,
+    lengths: list[int] | None,
+    expected: str | None,
 ) -> None:
     assert reason(filters(**fields), rewards, truncated, lengths) == expected
 
 
 @given(
-    group=st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.booleans(), st.integers(1, 20)), min_size=1, max_size=6),
+    group=st.lists(
+        st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.booleans(), st.integers(1, 20)), min_size=1, max_size=6
+    ),
     without_signal=st.booleans(),
     rates=st.tuples(st.floats(0, 1), st.floats(0, 1)),
     all_truncated=st.booleans(),
     max_mean_tokens=st.none() | st.integers(1, 20),
 )
 def test_filters_agree_with_loops(
-    group: list[tuple[float, bool, int]], without_signal: bool, rates: tuple[float, float], all_truncated: bool, max_mean_tokens: int | None
+    group: list[tuple[float, bool, int]],
+    without_signal: bool,
+    rates: tuple[float, float],
+    all_truncated: bool,
+    max_mean_tokens: int | None,
 ) -> None:
     low, high = sorted(rates)
-    section = filters(without_signal=without_signal, min_success_rate=low, max_success_rate=high, all_truncated=all_truncated, max_mean_tokens=max_mean_tokens)
+    section = filters(
+        without_signal=without_signal,
+        min_success_rate=low,
+        max_success_rate=high,
+        all_truncated=all_truncated,
+        max_mean_tokens=max_mean_tokens,
+    )
     num_right, num_cut, num_tokens, differs = 0, 0, 0, False
     for reward, cut, length in group:
         num_right += reward >= 1
@@ -88,8 +106,12 @@ def test_a_band_that_no_group_can_meet_is_refused() -> None:
         CurriculumSection(min_success_rate=0.8, max_success_rate=0.2)
 
 
-@given(seed=st.integers(0, 9), uid=st.text(max_size=5), revisit_epochs=st.integers(2, 7), first_epoch=st.integers(0, 50))
-def test_a_prompt_outside_the_band_comes_exactly_once_in_so_many_epochs(seed: int, uid: str, revisit_epochs: int, first_epoch: int) -> None:
+@given(
+    seed=st.integers(0, 9), uid=st.text(max_size=5), revisit_epochs=st.integers(2, 7), first_epoch=st.integers(0, 50)
+)
+def test_a_prompt_outside_the_band_comes_exactly_once_in_so_many_epochs(
+    seed: int, uid: str, revisit_epochs: int, first_epoch: int
+) -> None:
     section = CurriculumSection(min_success_rate=0.2, max_success_rate=0.8, revisit_epochs=revisit_epochs)
     epochs = range(first_epoch, first_epoch + revisit_epochs)
     for rate in (0.0, 0.19, 0.81, 1.0):

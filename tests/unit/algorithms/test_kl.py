@@ -1,4 +1,6 @@
-"""KL estimators against numbers worked by hand, against numpy's, and against the KL of a distribution small enough to sum over."""
+"""KL estimators against numbers worked by hand, against numpy's, and against the KL of a distribution small enough to
+sum over.
+"""
 
 import math
 from typing import get_args
@@ -50,7 +52,10 @@ def test_where_the_reference_is_likelier_k1_is_negative_and_the_others_are_not()
 def test_torch_and_numpy_estimate_the_same(estimator: KlEstimator, pairs: list[tuple[float, float]]) -> None:
     logprobs, reference = np.array(pairs).T
     np.testing.assert_allclose(
-        kl_N(torch.from_numpy(logprobs), torch.from_numpy(reference), estimator), kl_estimate(logprobs, reference, estimator), rtol=1e-9, atol=1e-9
+        kl_N(torch.from_numpy(logprobs), torch.from_numpy(reference), estimator),
+        kl_estimate(logprobs, reference, estimator),
+        rtol=1e-9,
+        atol=1e-9,
     )
 
 
@@ -65,7 +70,10 @@ def test_k3_is_never_negative_and_nothing_is_infinite(logprob: float, reference:
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_gradients_in_float32_are_those_of_float64(estimator: KlEstimator) -> None:
     """Training is in float32, where what is added and taken away again at e^20 would leave nothing of the rest."""
-    logprobs, reference = -torch.linspace(0.01, 6, 50, dtype=torch.float64), -torch.linspace(6, 0.02, 50, dtype=torch.float64)
+    logprobs, reference = (
+        -torch.linspace(0.01, 6, 50, dtype=torch.float64),
+        -torch.linspace(6, 0.02, 50, dtype=torch.float64),
+    )
     gradients = []
     for dtype in (torch.float32, torch.float64):
         leaf = logprobs.to(dtype).requires_grad_()
@@ -98,14 +106,20 @@ def test_k1_and_k3_are_the_kl_on_average() -> None:
         assert float(mean) == pytest.approx(float(true_kl(log_p.exp(), REFERENCE)), rel=1e-12)
 
 
-@pytest.mark.parametrize(("estimator", "of"), [("k1", "nothing"), ("k2", "kl"), ("k3", "reverse"), ("straight-through", "kl")])
+@pytest.mark.parametrize(
+    ("estimator", "of"), [("k1", "nothing"), ("k2", "kl"), ("k3", "reverse"), ("straight-through", "kl")]
+)
 def test_the_gradient_on_policy_is_on_average_that_of(estimator: str, of: str) -> None:
     leaf = LOGITS.clone().requires_grad_()
     log_p = leaf.log_softmax(0)
     through = estimator == "straight-through"
     term = kl_N(log_p, REFERENCE.log(), "k3", "k2") if through else kl_N(log_p, REFERENCE.log(), estimator)  # type: ignore[arg-type]
     (gradient,) = torch.autograd.grad((log_p.exp().detach() * term).sum(), leaf, retain_graph=True)
-    targets = {"kl": true_kl(log_p.exp(), REFERENCE), "reverse": true_kl(REFERENCE, log_p.exp()), "nothing": 0.0 * log_p.sum()}
+    targets = {
+        "kl": true_kl(log_p.exp(), REFERENCE),
+        "reverse": true_kl(REFERENCE, log_p.exp()),
+        "nothing": 0.0 * log_p.sum(),
+    }
     (expected,) = torch.autograd.grad(targets[of], leaf)
     torch.testing.assert_close(gradient, expected)
 
@@ -116,7 +130,8 @@ STEEPEST = math.exp(LOG_RATIO_BOUND)
 @pytest.mark.parametrize(
     ("estimator", "through", "log_ratio", "value", "gradient"),
     [
-        # Nothing of k1, k2 and abs is exponentiated, so nothing bounds them; the gradients in log p are 1, -log r and the sign of -log r.
+        # Nothing of k1, k2 and abs is exponentiated, so nothing bounds them; the gradients in log p are 1, -log r and
+        # the sign of -log r.
         ("k1", "estimator", -35.0, 35.0, 1.0),
         ("k1", "k2", -35.0, 35.0, 35.0),
         ("k2", "estimator", -35.0, 612.5, 35.0),
@@ -128,8 +143,12 @@ STEEPEST = math.exp(LOG_RATIO_BOUND)
         ("k3", "estimator", 35.0, STEEPEST * (1 + 15) - 36, 1 - STEEPEST),
     ],
 )
-def test_a_stray_token_keeps_its_gradient(estimator: KlEstimator, through: str, log_ratio: float, value: float, gradient: float) -> None:
-    assert value_and_gradient(estimator, -100.0, log_ratio - 100, gradient=through) == pytest.approx((value, gradient), rel=1e-9)
+def test_a_stray_token_keeps_its_gradient(
+    estimator: KlEstimator, through: str, log_ratio: float, value: float, gradient: float
+) -> None:
+    assert value_and_gradient(estimator, -100.0, log_ratio - 100, gradient=through) == pytest.approx(
+        (value, gradient), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

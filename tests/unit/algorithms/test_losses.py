@@ -30,13 +30,17 @@ LOGPROB = -1.0
 """The logprob of a token whose ratio is given: the old one lies a log-ratio below it."""
 
 
-def batch_of(ratios: list[float], advantages: list[float], *, selected: bool = False, logprob: float = LOGPROB) -> PolicyBatch:
+def batch_of(
+    ratios: list[float], advantages: list[float], *, selected: bool = False, logprob: float = LOGPROB
+) -> PolicyBatch:
     """One sequence whose every token is trained on, with the graph in logprobs_N."""
     logprobs = torch.full((len(ratios),), logprob, dtype=torch.float64, requires_grad=True)
     old = logprobs.detach() - torch.tensor(ratios, dtype=torch.float64).log()
     ones = torch.ones(len(ratios), dtype=torch.bool)
     advantages_N = torch.tensor(advantages, dtype=torch.float64)
-    return PolicyBatch(logprobs, old, advantages_N, ones, torch.zeros(len(ratios), dtype=torch.int64), 1, {"selected": ones & selected})
+    return PolicyBatch(
+        logprobs, old, advantages_N, ones, torch.zeros(len(ratios), dtype=torch.int64), 1, {"selected": ones & selected}
+    )
 
 
 def gradient(loss: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
@@ -82,7 +86,9 @@ BINARY = 0.2 * math.log(0.2 / 0.3) + 0.8 * math.log(0.8 / 0.7)
     ],
     ids=str,
 )
-def test_the_loss_of_one_token_and_its_slope(section: PolicyLossSection, ratio: float, advantage: float, loss: float, slope: float) -> None:
+def test_the_loss_of_one_token_and_its_slope(
+    section: PolicyLossSection, ratio: float, advantage: float, loss: float, slope: float
+) -> None:
     batch = batch_of([ratio], [advantage])
     losses = token_losses(section, batch).losses_N.sum()
     assert (float(losses.detach()), float(gradient(losses, batch.logprobs_N))) == pytest.approx((loss, slope), rel=1e-9)
@@ -105,7 +111,9 @@ def test_the_loss_of_one_token_and_its_slope(section: PolicyLossSection, ratio: 
     ],
     ids=str,
 )
-def test_a_token_that_would_leave_the_trust_region_has_no_loss(section: PolicyLossSection, old: float, now: float, advantage: float, loss: float) -> None:
+def test_a_token_that_would_leave_the_trust_region_has_no_loss(
+    section: PolicyLossSection, old: float, now: float, advantage: float, loss: float
+) -> None:
     batch = batch_of([now / old], [advantage], logprob=math.log(now))
     assert float(token_losses(section, batch).losses_N.detach().sum()) == pytest.approx(loss, rel=1e-9, abs=1e-12)
 
@@ -116,14 +124,16 @@ def test_gspo_clips_by_the_geometric_mean_of_the_ratios() -> None:
     losses = token_losses(section, batch).losses_N
     assert losses.tolist() == pytest.approx([-2.0, -2.0])
     assert gradient(losses.sum(), batch.logprobs_N).tolist() == pytest.approx([-2.0, -2.0])
-    batch = batch_of([1.0, 4.0], [1.0, -1.0])  # the mean is 2: beyond the bound, which a negative advantage does not heed
+    # the mean is 2: beyond the bound, which a negative advantage does not heed
+    batch = batch_of([1.0, 4.0], [1.0, -1.0])
     losses = token_losses(section, batch).losses_N
     assert losses.tolist() == pytest.approx([-1.28, 2.0])
     assert gradient(losses.sum(), batch.logprobs_N).tolist() == pytest.approx([0.0, 2.0])
 
 
 def test_gmpo_gives_every_token_its_sequences_loss() -> None:
-    batch = batch_of([math.exp(0.9), math.exp(-0.2)], [2.0, 1.0])  # log-ratios 0.4 (clipped) and -0.2, mean advantage 1.5
+    # log-ratios 0.4 (clipped) and -0.2, mean advantage 1.5
+    batch = batch_of([math.exp(0.9), math.exp(-0.2)], [2.0, 1.0])
     losses = token_losses(GmpoLoss(), batch).losses_N
     assert losses.tolist() == pytest.approx([-1.5 * math.exp(0.1)] * 2)
     assert gradient(losses.mean(), batch.logprobs_N).tolist() == pytest.approx([0.0, -0.75 * math.exp(0.1)])
@@ -138,7 +148,10 @@ def test_selected_tokens_are_held_back() -> None:
     losses = token_losses(kl, chosen).losses_N
     assert losses.tolist() == pytest.approx([-1.5 + 0.5 * math.log(1.5), -0.5 + 0.5 * math.log(2)])
     assert gradient(losses.sum(), chosen.logprobs_N).tolist() == pytest.approx([-1.5 + 0.5, -0.5 - 0.5])
-    assert [token_losses(kl, each).shown["selected_fraction"].tolist() for each in (chosen, other)] == [[True, True], [False, False]]
+    assert [token_losses(kl, each).shown["selected_fraction"].tolist() for each in (chosen, other)] == [
+        [True, True],
+        [False, False],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -156,14 +169,18 @@ def test_the_clip_fractions_say_which_bound_held(section: PolicyLossSection, hig
     assert (shown["clip_fraction_high"].tolist(), shown["clip_fraction_low"].tolist()) == (high, low)
 
 
-@pytest.mark.parametrize(("advantage", "high", "low"), [(1.0, [True, False], [False, False]), (-1.0, [False, False], [False, True])])
+@pytest.mark.parametrize(
+    ("advantage", "high", "low"), [(1.0, [True, False], [False, False]), (-1.0, [False, False], [False, True])]
+)
 def test_gmpos_clip_fractions_say_which_bound_held(advantage: float, high: list[bool], low: list[bool]) -> None:
     shown = token_losses(GmpoLoss(), batch_of([math.exp(0.9), math.exp(-0.9)], [advantage] * 2)).shown
     assert (shown["clip_fraction_high"].tolist(), shown["clip_fraction_low"].tolist()) == (high, low)
 
 
 def test_sapo_shows_how_far_its_gate_is_open() -> None:
-    assert token_losses(SapoLoss(), batch_of([1.0, 1 + math.log(3)], [1.0, 1.0])).shown["gate"].tolist() == pytest.approx([1.0, 0.75])
+    assert token_losses(SapoLoss(), batch_of([1.0, 1 + math.log(3)], [1.0, 1.0])).shown[
+        "gate"
+    ].tolist() == pytest.approx([1.0, 0.75])
 
 
 def test_entropy_and_supervised_terms_are_weighted_sums() -> None:
@@ -180,12 +197,29 @@ def sums(section: PolicyLossSection, minibatch: Drawn) -> tuple[torch.Tensor, to
 
 def on_policy(minibatch: Drawn) -> Drawn:
     """The same, at ratio 1."""
-    return Drawn(minibatch.lengths, minibatch.logprobs, minibatch.logprobs.detach().clone(), minibatch.advantages, minibatch.mask, minibatch.selected)
+    return Drawn(
+        minibatch.lengths,
+        minibatch.logprobs,
+        minibatch.logprobs.detach().clone(),
+        minibatch.advantages,
+        minibatch.mask,
+        minibatch.selected,
+    )
 
 
 @pytest.mark.parametrize(
     "section",
-    [PpoLoss(), PpoLoss(dual_clip=3.0), GspoLoss(), CispoLoss(), SapoLoss(), KlCovLoss(kl_coef=0.0), DppoTvLoss(), DppoKlLoss(), DroLoss(beta=0.4)],
+    [
+        PpoLoss(),
+        PpoLoss(dual_clip=3.0),
+        GspoLoss(),
+        CispoLoss(),
+        SapoLoss(),
+        KlCovLoss(kl_coef=0.0),
+        DppoTvLoss(),
+        DppoKlLoss(),
+        DroLoss(beta=0.4),
+    ],
     ids=name,
 )
 @settings(deadline=None, max_examples=20)
@@ -212,8 +246,17 @@ def test_at_ratio_one_gmpo_of_one_advantage_per_sequence_has_the_gradient_of_rei
 )
 @settings(deadline=None, max_examples=30)
 @given(minibatch=drawn())
-def test_a_sequence_ratio_of_one_token_responses_is_ppos(section: PolicyLossSection, ppo: PolicyLossSection, minibatch: Drawn) -> None:
-    short = Drawn([1] * sum(minibatch.lengths), minibatch.logprobs, minibatch.old, minibatch.advantages, minibatch.mask, minibatch.selected)
+def test_a_sequence_ratio_of_one_token_responses_is_ppos(
+    section: PolicyLossSection, ppo: PolicyLossSection, minibatch: Drawn
+) -> None:
+    short = Drawn(
+        [1] * sum(minibatch.lengths),
+        minibatch.logprobs,
+        minibatch.old,
+        minibatch.advantages,
+        minibatch.mask,
+        minibatch.selected,
+    )
     for ours, theirs in zip(sums(section, short), sums(ppo, short), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -229,7 +272,9 @@ def test_gspo_of_tokens_is_gspo_of_sequences(minibatch: Drawn) -> None:
         trained = [t for t in range(start, start + length) if minibatch.mask[t]]
         if trained:
             ratio = (minibatch.logprobs[trained] - minibatch.old[trained]).mean().exp()
-            gain = torch.minimum(ratio * minibatch.advantages[start], ratio.clamp(0.95, 1.1) * minibatch.advantages[start])
+            gain = torch.minimum(
+                ratio * minibatch.advantages[start], ratio.clamp(0.95, 1.1) * minibatch.advantages[start]
+            )
             total = total - gain / minibatch.counts.num_sequences + 0 * minibatch.logprobs.sum()
     torch.testing.assert_close(loss, total)
     if total.requires_grad:
@@ -237,11 +282,19 @@ def test_gspo_of_tokens_is_gspo_of_sequences(minibatch: Drawn) -> None:
 
 
 @pytest.mark.parametrize(
-    "section", [CispoLoss(clip_eps_high=1e9), KlCovLoss(kl_coef=0.0), DppoTvLoss(max_divergence=1.0), PpoLoss(clip_eps_low=1.0, clip_eps_high=1e9)]
+    "section",
+    [
+        CispoLoss(clip_eps_high=1e9),
+        KlCovLoss(kl_coef=0.0),
+        DppoTvLoss(max_divergence=1.0),
+        PpoLoss(clip_eps_low=1.0, clip_eps_high=1e9),
+    ],
 )
 @settings(deadline=None, max_examples=20)
 @given(minibatch=drawn())
-def test_without_bounds_the_gradient_is_that_of_reinforce_with_importance_weights(section: PolicyLossSection, minibatch: Drawn) -> None:
+def test_without_bounds_the_gradient_is_that_of_reinforce_with_importance_weights(
+    section: PolicyLossSection, minibatch: Drawn
+) -> None:
     ratio = (minibatch.logprobs - minibatch.old).detach().exp()
     expected = torch.where(minibatch.mask, -ratio * minibatch.advantages, 0.0)
     torch.testing.assert_close(sums(section, minibatch)[1], expected)
@@ -259,8 +312,14 @@ def test_clip_cov_without_selected_tokens_is_ppo(minibatch: Drawn) -> None:
 @settings(deadline=None, max_examples=20)
 @given(minibatch=drawn(per_token=False))
 def test_dr_grpo_is_the_group_centred_reward_over_a_constant_length(minibatch: Drawn) -> None:
-    """arXiv:2503.20783: with advantages that are centred rewards, each trained token weighs 1 / (sequences x the constant), whatever its sequence's length."""
-    loss = minibatch.loss(PpoLoss(clip_eps_low=1.0, clip_eps_high=1e9), "seq_mean_token_sum_norm", range(len(minibatch.lengths)))
+    """arXiv:2503.20783: with advantages that are centred rewards, each trained token weighs 1 / (sequences x the
+    constant), whatever its sequence's length.
+    """
+    loss = minibatch.loss(
+        PpoLoss(clip_eps_low=1.0, clip_eps_high=1e9), "seq_mean_token_sum_norm", range(len(minibatch.lengths))
+    )
     ratio = (minibatch.logprobs - minibatch.old).exp()
     total = sum(float(-ratio[t].detach() * minibatch.advantages[t]) for t in range(len(ratio)) if minibatch.mask[t])
-    np.testing.assert_allclose(float(loss.detach()), total / (max(minibatch.counts.num_sequences, 1) * 10), rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(
+        float(loss.detach()), total / (max(minibatch.counts.num_sequences, 1) * 10), rtol=1e-6, atol=1e-12
+    )

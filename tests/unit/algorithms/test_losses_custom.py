@@ -9,7 +9,7 @@ from rolecall.algorithms.losses import PolicyBatch, token_losses
 from rolecall.algorithms.losses.custom import load
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import AlgorithmSection, CustomLoss
-from rolecall.training.objectives import policy_columns
+from rolecall.training.objective.objectives import policy_columns
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_loss"
 
@@ -19,7 +19,15 @@ def batch() -> PolicyBatch:
     mask, zeros = torch.tensor([True, True, False]), torch.zeros(3)
     logprobs = torch.full((3,), -1.0, requires_grad=True)
     columns = {"rollout_logprobs": torch.tensor([-2.0, -0.01, -2.0])}
-    return PolicyBatch(logprobs, logprobs.detach() - torch.tensor([0.5, 0.0, 0.0]), torch.tensor([1.0, 1.0, torch.inf]), mask, zeros.long(), 1, columns)
+    return PolicyBatch(
+        logprobs,
+        logprobs.detach() - torch.tensor([0.5, 0.0, 0.0]),
+        torch.tensor([1.0, 1.0, torch.inf]),
+        mask,
+        zeros.long(),
+        1,
+        columns,
+    )
 
 
 def of(name: str, folder: Path, source: str) -> CustomLoss:
@@ -28,7 +36,9 @@ def of(name: str, folder: Path, source: str) -> CustomLoss:
 
 
 def test_the_example_learns_from_unlikely_tokens_alone() -> None:
-    section = CustomLoss(function="unlikely:unlikely", options={"max_prob": 0.9}, columns=("rollout_logprobs",), search_path=EXAMPLE)
+    section = CustomLoss(
+        function="unlikely:unlikely", options={"max_prob": 0.9}, columns=("rollout_logprobs",), search_path=EXAMPLE
+    )
     losses = token_losses(section, batch())
     assert losses.losses_N.tolist() == pytest.approx([-1.2, 0.0, 0.0])
     assert losses.shown["unlikely"].tolist() == [True, False, True]
@@ -45,13 +55,20 @@ def test_a_function_that_is_not_there_is_named() -> None:
 
 
 def test_options_that_the_function_does_not_take_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"'unlikely:unlikely' cannot be called with a batch and the options \['max_probb'\]: .*missing.*'max_prob'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'unlikely:unlikely' cannot be called with a batch and the options \['max_probb'\]: "
+        r".*missing.*'max_prob'",
+    ):
         load(CustomLoss(function="unlikely:unlikely", options={"max_probb": 0.9}, search_path=EXAMPLE))
 
 
 def test_anything_but_a_loss_per_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="returned Tensor; return a TokenLosses"):
         token_losses(of("loss_that_sums", tmp_path, "def loss(batch):\n    return batch.logprobs_N.sum()\n"), batch())
-    source = "from rolecall.algorithms.losses import TokenLosses\n\n\ndef loss(batch):\n    return TokenLosses(batch.logprobs_N[:1], {})\n"
+    source = (
+        "from rolecall.algorithms.losses import TokenLosses\n\n\ndef loss(batch):\n    return "
+        "TokenLosses(batch.logprobs_N[:1], {})\n"
+    )
     with pytest.raises(InvalidInputError, match=r"losses_N has shape \(1,\); the microbatch has \(3,\)"):
         token_losses(of("loss_of_one", tmp_path, source), batch())

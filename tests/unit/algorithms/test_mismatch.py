@@ -12,16 +12,24 @@ from hypothesis import strategies as st
 from rolecall.algorithms.correction.mismatch import Mismatch, MismatchSums, mismatch, mismatch_sums, spread
 
 
-def measured(sampler: list[list[float]], trainer: list[list[float]], masks: list[list[bool]] | None = None) -> Mismatch | None:
+def measured(
+    sampler: list[list[float]], trainer: list[list[float]], masks: list[list[bool]] | None = None
+) -> Mismatch | None:
     """Of ragged probabilities."""
     index = torch.tensor([s for s, row in enumerate(sampler) for _ in row])
-    sampled, trained = (torch.tensor([p for row in rows for p in row], dtype=torch.float64).log() for rows in (sampler, trainer))
-    mask = torch.tensor([flag for row in masks or [[True] * len(row) for row in sampler] for flag in row], dtype=torch.bool)
+    sampled, trained = (
+        torch.tensor([p for row in rows for p in row], dtype=torch.float64).log() for rows in (sampler, trainer)
+    )
+    mask = torch.tensor(
+        [flag for row in masks or [[True] * len(row) for row in sampler] for flag in row], dtype=torch.bool
+    )
     return mismatch(mismatch_sums(sampled, trained, mask, index, len(sampler)))
 
 
 def test_mismatch_by_hand() -> None:
-    """Two responses: probabilities (1/2, 1/4) and (1/2) of the sampler, (1/4, 1/4) and (1) of the trainer; ratios 1/2, 1, 2; of responses 1/2, 2."""
+    """Two responses: probabilities (1/2, 1/4) and (1/2) of the sampler, (1/4, 1/4) and (1) of the trainer; ratios 1/2,
+    1, 2; of responses 1/2, 2.
+    """
     result = measured([[0.5, 0.25], [0.5]], [[0.25, 0.25], [1.0]])
     assert result is not None
     assert result.kl_k1 == pytest.approx(0.0, abs=1e-12)  # ln 2 + 0 - ln 2
@@ -62,7 +70,9 @@ LENGTHS = st.lists(st.integers(1, 7), min_size=1, max_size=6)
 
 def slow(sampler: list[list[float]], trainer: list[list[float]], masks: list[list[bool]]) -> dict[str, float]:
     """The definitions, as loops over the logprobs."""
-    pairs = [[(s, t) for s, t, flag in zip(*rows, strict=True) if flag] for rows in zip(sampler, trainer, masks, strict=True)]
+    pairs = [
+        [(s, t) for s, t, flag in zip(*rows, strict=True) if flag] for rows in zip(sampler, trainer, masks, strict=True)
+    ]
     tokens = [pair for row in pairs for pair in row]
     ratios = [math.exp(t - s) for s, t in tokens]
     sequences = [math.exp(sum(t - s for s, t in row)) for row in pairs if row]
@@ -78,7 +88,9 @@ def slow(sampler: list[list[float]], trainer: list[list[float]], masks: list[lis
 
 
 @given(LENGTHS, st.integers(0, 2**32 - 1), st.data())
-def test_sums_of_parts_amount_to_what_a_loop_finds_in_the_whole(lengths: list[int], seed: int, data: st.DataObject) -> None:
+def test_sums_of_parts_amount_to_what_a_loop_finds_in_the_whole(
+    lengths: list[int], seed: int, data: st.DataObject
+) -> None:
     rng = np.random.default_rng(seed)
     sampler = [rng.uniform(-4, 0, n).tolist() for n in lengths]
     trainer = [(np.array(row) + rng.normal(0, 0.3, len(row))).tolist() for row in sampler]
@@ -88,13 +100,20 @@ def test_sums_of_parts_amount_to_what_a_loop_finds_in_the_whole(lengths: list[in
     total = MismatchSums()
     for start, stop in pairwise(cuts):
         index = torch.tensor([s for s, row in enumerate(sampler[start:stop]) for _ in row])
-        sampled, trained = (torch.tensor([x for row in rows[start:stop] for x in row], dtype=torch.float64) for rows in (sampler, trainer))
+        sampled, trained = (
+            torch.tensor([x for row in rows[start:stop] for x in row], dtype=torch.float64)
+            for rows in (sampler, trainer)
+        )
         mask = torch.tensor([flag for row in masks[start:stop] for flag in row], dtype=torch.bool)
         total += mismatch_sums(sampled, trained, mask, index, stop - start)
     result = mismatch(total)
     assert result is not None
-    assert {name: value for name, value in vars(result).items() if name != "correlation"} == pytest.approx(slow(sampler, trainer, masks), rel=1e-6, abs=1e-9)
-    pairs = [(s, t) for rows in zip(sampler, trainer, masks, strict=True) for s, t, flag in zip(*rows, strict=True) if flag]
+    assert {name: value for name, value in vars(result).items() if name != "correlation"} == pytest.approx(
+        slow(sampler, trainer, masks), rel=1e-6, abs=1e-9
+    )
+    pairs = [
+        (s, t) for rows in zip(sampler, trainer, masks, strict=True) for s, t, flag in zip(*rows, strict=True) if flag
+    ]
     if len(pairs) > 2:
         assert result.correlation == pytest.approx(np.corrcoef(np.exp(np.array(pairs).T))[0, 1], abs=1e-6)
 
@@ -107,13 +126,21 @@ def test_the_spread_gives_the_tails_of_the_gaps() -> None:
     result = spread(sampler, trainer, mask)
     assert result is not None
     assert (result.mean_abs, result.p999_abs, result.max_abs) == pytest.approx((0.7 / 1999, 0.2, 0.4))
-    assert (result.ratio_min, result.ratio_p01, result.ratio_p99, result.ratio_max) == pytest.approx((math.exp(-0.2), 1, 1, math.exp(0.4)))
+    assert (result.ratio_min, result.ratio_p01, result.ratio_p99, result.ratio_max) == pytest.approx(
+        (math.exp(-0.2), 1, 1, math.exp(0.4))
+    )
     assert spread(sampler, trainer, ~torch.ones(2000, dtype=torch.bool)) is None
 
 
 def test_a_stray_token_makes_no_number_infinite() -> None:
     result = mismatch(
-        mismatch_sums(torch.tensor([-1e4, -1.0]), torch.tensor([-1.0, -1.0]), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64), 1)
+        mismatch_sums(
+            torch.tensor([-1e4, -1.0]),
+            torch.tensor([-1.0, -1.0]),
+            torch.ones(2, dtype=torch.bool),
+            torch.zeros(2, dtype=torch.int64),
+            1,
+        )
     )
     assert result is not None
     assert all(math.isfinite(value) for name, value in vars(result).items() if name != "correlation")

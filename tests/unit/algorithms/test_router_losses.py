@@ -31,13 +31,15 @@ def slow_losses(logits_LNE: Sequence[torch.Tensor], num_chosen: int) -> tuple[fl
                 probs[expert] += math.exp(row[expert]) / total
             for expert in sorted(range(num_experts), key=lambda i: -row[i])[:num_chosen]:
                 counts[expert] += 1
-    balance = num_experts * sum(count / num_choices * prob / num_choices for count, prob in zip(counts, probs, strict=True))
+    balance = num_experts * sum(
+        count / num_choices * prob / num_choices for count, prob in zip(counts, probs, strict=True)
+    )
     return balance, squares / num_choices
 
 
 def test_two_tokens_by_hand() -> None:
-    # One layer, two experts, top-1. Token 1: logits (ln 3, 0), probabilities (3/4, 1/4). Token 2: (0, 0), (1/2, 1/2), sent to expert 0 as the first.
-    # f = (1, 0), P = (5/8, 3/8): balance 2 * 5/8 = 1.25. z: (ln^2 4 + ln^2 2) / 2.
+    # One layer, two experts, top-1. Token 1: logits (ln 3, 0), probabilities (3/4, 1/4). Token 2: (0, 0), (1/2, 1/2),
+    # sent to expert 0 as the first. f = (1, 0), P = (5/8, 3/8): balance 2 * 5/8 = 1.25. z: (ln^2 4 + ln^2 2) / 2.
     logits_NE = torch.tensor([[math.log(3), 0.0], [1e-9, 0.0]], dtype=torch.float64)
     routing = sum_routing([logits_NE], torch.ones(2), 1)
     load = load_of(routing)
@@ -54,14 +56,23 @@ def test_even_routers_have_a_balance_of_the_experts_that_each_token_gets() -> No
     assert load.busiest == 1.0
 
 
-@given(layers=st.integers(1, 3), tokens=st.integers(1, 12), experts=st.integers(2, 5), cuts=st.lists(st.integers(0, 12), max_size=3), seed=st.integers(0, 999))
-def test_they_are_those_of_loops_however_the_tokens_are_cut(layers: int, tokens: int, experts: int, cuts: list[int], seed: int) -> None:
+@given(
+    layers=st.integers(1, 3),
+    tokens=st.integers(1, 12),
+    experts=st.integers(2, 5),
+    cuts=st.lists(st.integers(0, 12), max_size=3),
+    seed=st.integers(0, 999),
+)
+def test_they_are_those_of_loops_however_the_tokens_are_cut(
+    layers: int, tokens: int, experts: int, cuts: list[int], seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits_LNE = [3 * torch.randn(tokens, experts, generator=generator, dtype=torch.float64) for _ in range(layers)]
     num_chosen = 1 + seed % (experts - 1)
     edges = sorted({0, tokens, *(min(cut, tokens) for cut in cuts)})
     parts = [
-        sum_routing([logits_NE[start:stop] for logits_NE in logits_LNE], torch.ones(stop - start), num_chosen) for start, stop in itertools.pairwise(edges)
+        sum_routing([logits_NE[start:stop] for logits_NE in logits_LNE], torch.ones(stop - start), num_chosen)
+        for start, stop in itertools.pairwise(edges)
     ]
     load = load_of(*parts)
     balance, z = slow_losses(logits_LNE, num_chosen)

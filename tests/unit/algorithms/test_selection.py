@@ -1,4 +1,6 @@
-"""The tokens that Clip-Cov and KL-Cov single out, against numbers worked by hand, against loops, and however the mini-batch is cut."""
+"""The tokens that Clip-Cov and KL-Cov single out, against numbers worked by hand, against loops, and however the
+mini-batch is cut.
+"""
 
 import numpy as np
 import pytest
@@ -9,7 +11,10 @@ from rolecall.algorithms.selection import Order, Tokens, num_selected, order, to
 from rolecall.settings import ClipCovLoss, CovarianceLoss, KlCovLoss
 from rolecall.wire import Array
 
-LOSSES: list[CovarianceLoss] = [KlCovLoss(fraction=0.2), ClipCovLoss(fraction=0.2, cov_low=0.1, cov_high=1.0, clip_eps_low=0.5, clip_eps_high=0.5)]
+LOSSES: list[CovarianceLoss] = [
+    KlCovLoss(fraction=0.2),
+    ClipCovLoss(fraction=0.2, cov_low=0.1, cov_high=1.0, clip_eps_low=0.5, clip_eps_high=0.5),
+]
 
 
 def select(loss: CovarianceLoss, parts: list[Tokens]) -> list[Array]:
@@ -17,14 +22,18 @@ def select(loss: CovarianceLoss, parts: list[Tokens]) -> list[Array]:
     sums = sum((part.sums() for part in parts), np.zeros(3))
     num, orders = num_selected(loss, int(sums[0])), [order(loss, part, sums) for part in parts]
     firsts = [each.first(num) for each in orders]
-    last = Order(np.concatenate([each.ranks_M for each in firsts]), np.concatenate([each.keys_M for each in firsts])).first(num)
+    last = Order(
+        np.concatenate([each.ranks_M for each in firsts]), np.concatenate([each.keys_M for each in firsts])
+    ).first(num)
     return [each.up_to(last) for each in orders]
 
 
 def draw(num: int, seed: int) -> Tokens:
     rng = np.random.default_rng(seed)
     logprobs = -rng.exponential(size=num)
-    return Tokens(logprobs, logprobs + rng.normal(scale=0.4, size=num), rng.normal(size=num), rng.integers(0, 2**62, num))
+    return Tokens(
+        logprobs, logprobs + rng.normal(scale=0.4, size=num), rng.normal(size=num), rng.integers(0, 2**62, num)
+    )
 
 
 def part_of(tokens: Tokens, index: Array) -> Tokens:
@@ -33,7 +42,9 @@ def part_of(tokens: Tokens, index: Array) -> Tokens:
 
 def test_the_largest_covariances_are_taken_by_kl_cov() -> None:
     # means -2 and 0: covariances 1, -0.5, 0, 2, 0
-    tokens = Tokens(np.array([-1.0, -1.0, -2.0, -4.0, -2.0]), np.zeros(5), np.array([1.0, -0.5, 2.0, -1.0, -1.5]), np.arange(5))
+    tokens = Tokens(
+        np.array([-1.0, -1.0, -2.0, -4.0, -2.0]), np.zeros(5), np.array([1.0, -0.5, 2.0, -1.0, -1.5]), np.arange(5)
+    )
     assert order(KlCovLoss(), tokens, tokens.sums()).ranks_M.tolist() == [-1.0, 0.5, 0.0, -2.0, 0.0]
     assert select(KlCovLoss(fraction=0.4), [tokens])[0].tolist() == [True, False, False, True, False]
     assert select(KlCovLoss(), [tokens])[0].tolist() == [False, False, False, True, False]
@@ -42,28 +53,40 @@ def test_the_largest_covariances_are_taken_by_kl_cov() -> None:
 def test_clip_cov_draws_by_keys_among_the_tokens_within_its_bounds() -> None:
     logprobs, advantages = np.array([-1.0, -1.0, -2.0, -4.0, -2.0]), np.array([1.0, -0.5, 2.0, -1.0, -1.5])
     loss = ClipCovLoss(fraction=0.2, cov_low=0.5, cov_high=3.0)
-    for keys, expected in (([5, 1, 2, 9, 0], 0), ([9, 1, 2, 5, 0], 3)):  # of tokens 0 and 3, the one with the smaller key
+    # of tokens 0 and 3, the one with the smaller key
+    for keys, expected in (([5, 1, 2, 9, 0], 0), ([9, 1, 2, 5, 0], 3)):
         tokens = Tokens(logprobs, logprobs, advantages, np.array(keys))
         assert np.flatnonzero(select(loss, [tokens])[0]).tolist() == [expected]
-    assert np.flatnonzero(select(loss.model_copy(update={"cov_high": 1.5, "fraction": 1.0}), [tokens])[0]).tolist() == [0]
+    assert np.flatnonzero(select(loss.model_copy(update={"cov_high": 1.5, "fraction": 1.0}), [tokens])[0]).tolist() == [
+        0
+    ]
 
 
 def test_clip_cov_leaves_out_what_ppos_clip_already_took() -> None:
     logprobs, advantages = np.array([-1.0, -3.0]), np.array([1.0, -1.0])  # covariance 1 both
     loss = ClipCovLoss(fraction=1.0, cov_low=0.5, clip_eps_low=0.2, clip_eps_high=0.2)
-    for old, expected in (([-1.0, -3.0], [True, True]), ([-1.3, -3.0], [False, True]), ([-1.0, -2.7], [True, False]), ([-0.7, -3.3], [True, True])):
+    for old, expected in (
+        ([-1.0, -3.0], [True, True]),
+        ([-1.3, -3.0], [False, True]),
+        ([-1.0, -2.7], [True, False]),
+        ([-0.7, -3.3], [True, True]),
+    ):
         assert select(loss, [Tokens(logprobs, np.array(old), advantages, np.arange(2))])[0].tolist() == expected
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.kind)
 @given(num=st.integers(1, 60), seed=st.integers(0, 2**32 - 1), data=st.data())
-def test_the_choice_does_not_depend_on_how_the_minibatch_is_cut(loss: CovarianceLoss, num: int, seed: int, data: st.DataObject) -> None:
+def test_the_choice_does_not_depend_on_how_the_minibatch_is_cut(
+    loss: CovarianceLoss, num: int, seed: int, data: st.DataObject
+) -> None:
     tokens = draw(num, seed)
     whole = set(tokens.keys_M[select(loss, [tokens])[0]].tolist())
     shuffled = np.array(data.draw(st.permutations(range(num))), dtype=np.int64)
     cuts = sorted(data.draw(st.sets(st.integers(0, num), max_size=4)))
     parts = [part_of(tokens, index) for index in np.split(shuffled, cuts)]
-    chosen = [key for part, taken_M in zip(parts, select(loss, parts), strict=True) for key in part.keys_M[taken_M].tolist()]
+    chosen = [
+        key for part, taken_M in zip(parts, select(loss, parts), strict=True) for key in part.keys_M[taken_M].tolist()
+    ]
     assert sorted(chosen) == sorted(whole)
 
 
@@ -73,11 +96,16 @@ def test_the_choice_is_that_of_a_sort_token_by_token(loss: CovarianceLoss, num: 
     # Of two tokens both have the same covariance, and rounding decides.
     tokens = draw(num, seed)
     logprobs, old, advantages, keys = (column.tolist() for column in vars(tokens).values())
-    covariance = [(p - sum(logprobs) / num) * (a - sum(advantages) / num) for p, a in zip(logprobs, advantages, strict=True)]
+    covariance = [
+        (p - sum(logprobs) / num) * (a - sum(advantages) / num) for p, a in zip(logprobs, advantages, strict=True)
+    ]
     if isinstance(loss, KlCovLoss):
         candidates = sorted(range(num), key=lambda t: -covariance[t])
     else:
-        free = [(a > 0 and np.exp(p - o) <= 1.5) or (a < 0 and np.exp(p - o) >= 0.5) for p, o, a in zip(logprobs, old, advantages, strict=True)]
+        free = [
+            (a > 0 and np.exp(p - o) <= 1.5) or (a < 0 and np.exp(p - o) >= 0.5)
+            for p, o, a in zip(logprobs, old, advantages, strict=True)
+        ]
         candidates = sorted((t for t in range(num) if free[t] and 0.1 < covariance[t] < 1.0), key=lambda t: keys[t])
     expected = candidates[: max(int(loss.fraction * num), 1)]
     assert np.flatnonzero(select(loss, [tokens])[0]).tolist() == sorted(expected)

@@ -1,4 +1,6 @@
-"""The clipped value loss against numbers worked by hand, against loops and finite differences, and however the mini-batch is cut."""
+"""The clipped value loss against numbers worked by hand, against loops and finite differences, and however the
+mini-batch is cut.
+"""
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from rolecall.algorithms.losses.value import value_loss
 
 def test_the_value_loss_takes_the_worse_of_free_and_clipped() -> None:
     values = torch.tensor([1.0, 1.0], requires_grad=True)
-    loss, terms = value_loss(values, torch.tensor([2.0, 0.9]), torch.tensor([0.0, 0.9]), torch.full((2,), 0.5), clip_eps=0.2)
+    loss, terms = value_loss(
+        values, torch.tensor([2.0, 0.9]), torch.tensor([0.0, 0.9]), torch.full((2,), 0.5), clip_eps=0.2
+    )
     # token 0: free (1-2)^2 = 1, clipped (0.2-2)^2 = 3.24; token 1: 0.01 both ways
     assert float(loss.detach()) == pytest.approx(0.5 * 0.5 * (3.24 + 0.01), rel=1e-5)
     (gradient,) = torch.autograd.grad(loss, values)
@@ -44,7 +48,9 @@ def test_loss_and_gradient_are_those_of_loops_over_single_numbers(num: int, seed
     loss, _ = value_loss(values.requires_grad_(), returns, old, weights, clip_eps=clip_eps)
     (gradient,) = torch.autograd.grad(loss, values)
     expected, slopes = 0.0, []
-    for value, target, before, weight in zip(*(column.detach().tolist() for column in (values, returns, old, weights)), strict=True):
+    for value, target, before, weight in zip(
+        *(column.detach().tolist() for column in (values, returns, old, weights)), strict=True
+    ):
         square, slope = (value - target) ** 2, value - target
         if clip_eps is not None:
             bounded = min(max(value, before - clip_eps), before + clip_eps)
@@ -59,7 +65,9 @@ def test_loss_and_gradient_are_those_of_loops_over_single_numbers(num: int, seed
 @pytest.mark.parametrize("clip_eps", [None, 0.2])
 def test_gradients_are_those_of_finite_differences(clip_eps: float | None) -> None:
     values, returns, old, weights = drawn(20, 3)
-    assert torch.autograd.gradcheck(lambda each: value_loss(each, returns, old, weights, clip_eps=clip_eps)[0], [values.requires_grad_()])
+    assert torch.autograd.gradcheck(
+        lambda each: value_loss(each, returns, old, weights, clip_eps=clip_eps)[0], [values.requires_grad_()]
+    )
 
 
 @settings(deadline=None)
@@ -68,5 +76,7 @@ def test_the_loss_does_not_depend_on_how_the_minibatch_is_cut(num: int, seed: in
     columns = drawn(num, seed)
     cut = data.draw(st.integers(0, num))
     order = torch.tensor(data.draw(st.permutations(range(num))))
-    parts = [value_loss(*(column[index] for column in columns), clip_eps=0.2)[0] for index in (order[:cut], order[cut:])]
+    parts = [
+        value_loss(*(column[index] for column in columns), clip_eps=0.2)[0] for index in (order[:cut], order[cut:])
+    ]
     torch.testing.assert_close(sum(parts), value_loss(*columns, clip_eps=0.2)[0], rtol=1e-10, atol=1e-10)

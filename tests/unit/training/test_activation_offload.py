@@ -9,7 +9,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from rolecall.training.activation_offload import LEAST_BYTES, ActivationOffload, Copies
+from rolecall.training.model.activation_offload import LEAST_BYTES, ActivationOffload, Copies
 
 CPU = torch.device("cpu")
 WIDTH = 64
@@ -17,7 +17,9 @@ ROWS = LEAST_BYTES // (4 * WIDTH)
 
 
 class Layer(nn.Module):
-    """Saves its input, a hidden tensor twice (as it is and as a view), its own weights, and a table that all layers share."""
+    """Saves its input, a hidden tensor twice (as it is and as a view), its own weights, and a table that all layers
+    share.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,8 +76,12 @@ class CountedCopies(Copies):
         return storage
 
 
-def train(num_layers: int, *, recompute: bool, copies: Copies | None, num_passes: int = 2) -> tuple[Model, list[tuple[int, int]]]:
-    """The model with its gradients, and how many layers' inputs and hidden tensors were alive between forward and backward of each pass."""
+def train(
+    num_layers: int, *, recompute: bool, copies: Copies | None, num_passes: int = 2
+) -> tuple[Model, list[tuple[int, int]]]:
+    """The model with its gradients, and how many layers' inputs and hidden tensors were alive between forward and
+    backward of each pass.
+    """
     model = Model(num_layers, recompute)
     layers = [layer for layer in model.layers if isinstance(layer, Layer)]
     activations = ActivationOffload(layers, copies) if copies else None
@@ -141,5 +147,7 @@ def test_on_a_gpu_gradients_are_bit_equal_and_memory_is_saved(recompute: bool) -
         gradients.append([parameter.grad for parameter in model.parameters()])
         peaks.append(torch.cuda.max_memory_allocated(device))
         del model, loss
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True) if one is not None and other is not None)
+    assert all(
+        torch.equal(one, other) for one, other in zip(*gradients, strict=True) if one is not None and other is not None
+    )
     assert peaks[1] < 0.6 * peaks[0]

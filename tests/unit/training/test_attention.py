@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from rolecall.errors import ConfigError
-from rolecall.training.attention import _takes_grouped_heads, flash_operands, packed_attention, plan_attention
-from rolecall.training.device import attends_packed, groups_heads
+from rolecall.training.model.attention import _takes_grouped_heads, flash_operands, packed_attention, plan_attention
+from rolecall.training.ranks.device import attends_packed, groups_heads
 
 MODULE = torch.nn.Identity()
 
 
-def random_qkv(num_tokens: int, heads: int = 4, kv_heads: int = 2, size: int = 8, value_size: int | None = None) -> list[torch.Tensor]:
+def random_qkv(
+    num_tokens: int, heads: int = 4, kv_heads: int = 2, size: int = 8, value_size: int | None = None
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(num_tokens)
     shapes = ((heads, size), (kv_heads, size), (kv_heads, value_size or size))
     return [torch.randn(1, h, num_tokens, width, generator=generator).requires_grad_() for h, width in shapes]
@@ -47,7 +49,11 @@ def test_packed_attention_agrees_with_one_sequence_at_a_time(lengths: list[int],
     ours, theirs = packed(qkv, lengths, sliding_window=window), oracle(qkv, [0, *np.cumsum(lengths)], window)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     mixture = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1))
-    for mine, reference in zip(torch.autograd.grad((ours * mixture).sum(), qkv), torch.autograd.grad((theirs * mixture).sum(), qkv), strict=True):
+    for mine, reference in zip(
+        torch.autograd.grad((ours * mixture).sum(), qkv),
+        torch.autograd.grad((theirs * mixture).sum(), qkv),
+        strict=True,
+    ):
         torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-5)
 
 
@@ -55,7 +61,9 @@ def test_packed_attention_agrees_with_one_sequence_at_a_time(lengths: list[int],
 @pytest.mark.parametrize("scaling", [None, 0.5])
 def test_plain_attention_means_the_same_by_other_roundings(window: int | None, scaling: float | None) -> None:
     qkv, lengths = random_qkv(20, value_size=6), [3, 12, 5]
-    fused, plain = (packed(qkv, lengths, plain=plain, sliding_window=window, scaling=scaling) for plain in (False, True))
+    fused, plain = (
+        packed(qkv, lengths, plain=plain, sliding_window=window, scaling=scaling) for plain in (False, True)
+    )
     torch.testing.assert_close(plain, fused, rtol=1e-4, atol=1e-5)
     halves = [x.to(torch.bfloat16) for x in qkv]
     assert not torch.equal(packed(halves, lengths, plain=True), packed(halves, lengths))
@@ -83,7 +91,9 @@ def test_values_may_be_narrower_than_keys() -> None:
 
 @pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize(("size", "value_size", "padded"), [(12, 8, 16), (8, 8, 8), (6, 10, 16), (192, 128, 192)])
-def test_what_flash_attention_is_given_means_what_the_model_asked(grouped: bool, size: int, value_size: int, padded: int) -> None:
+def test_what_flash_attention_is_given_means_what_the_model_asked(
+    grouped: bool, size: int, value_size: int, padded: int
+) -> None:
     qkv = random_qkv(9, size=size, value_size=value_size)
     wanted = oracle(qkv, [0, 9])
     query_NHD, key_NKD, value_NKE = (x[0].transpose(0, 1) for x in qkv)
@@ -135,7 +145,9 @@ def test_flash_attention_on_a_gpu_agrees_with_buckets(window: int | None, value_
     query, key, value = (x.detach().cuda().bfloat16() for x in random_qkv(60, size=64, value_size=value_size))
     cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cuda")
     flash, buckets = (
-        packed_attention(MODULE, query, key, value, None, packed=plan_attention(lengths, cu_seqlens, dtype), sliding_window=window)[0]
+        packed_attention(
+            MODULE, query, key, value, None, packed=plan_attention(lengths, cu_seqlens, dtype), sliding_window=window
+        )[0]
         for dtype in (torch.bfloat16, torch.float32)
     )
     torch.testing.assert_close(flash, buckets, rtol=2e-2, atol=2e-2)

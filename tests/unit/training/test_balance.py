@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolecall.training.balance import fill, partition
+from rolecall.training.packing.balance import fill, partition
 
 MILLIONTH = 1e-6
 """Of the mean load: what balance.py promises at worst. Not imported: a promise that moves with the code is none."""
@@ -33,21 +33,29 @@ def heaviest(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> float:
     return max(sum(costs[i] for i in part) for part in parts)
 
 
-@given(st.lists(st.one_of(st.integers(0, 20).map(float), st.floats(0.1, 100)), min_size=1, max_size=60), st.integers(1, 8))
+@given(
+    st.lists(st.one_of(st.integers(0, 20).map(float), st.floats(0.1, 100)), min_size=1, max_size=60), st.integers(1, 8)
+)
 def test_no_part_is_heavier_than_karmarkar_karps(costs: list[float], num_parts: int) -> None:
     parts = partition(costs, num_parts)
     assert len(parts) == num_parts
-    assert heaviest(costs, parts) <= max(karmarkar_karp(costs, num_parts) * (1 + 1e-12), sum(costs) / num_parts * (1 + MILLIONTH))
+    assert heaviest(costs, parts) <= max(
+        karmarkar_karp(costs, num_parts) * (1 + 1e-12), sum(costs) / num_parts * (1 + MILLIONTH)
+    )
 
 
 @pytest.mark.parametrize(("num_items", "num_parts"), [(4096, 64), (4096, 7), (600, 128), (2000, 2)])
 @pytest.mark.parametrize("skewed", [True, False])
-def test_a_whole_batch_is_as_even_as_karmarkar_karp_or_a_millionth_from_ideal(num_items: int, num_parts: int, skewed: bool) -> None:
+def test_a_whole_batch_is_as_even_as_karmarkar_karp_or_a_millionth_from_ideal(
+    num_items: int, num_parts: int, skewed: bool
+) -> None:
     rng = np.random.default_rng(num_items + num_parts)
     lengths = rng.lognormal(6, 1, num_items).clip(20, 8192).astype(int) if skewed else rng.integers(50, 2000, num_items)
     costs = (lengths + lengths**2 / 6000).tolist()
     mean = sum(costs) / num_parts
-    assert heaviest(costs, partition(costs, num_parts)) <= max(karmarkar_karp(costs, num_parts), mean * (1 + MILLIONTH)) * (1 + 1e-12)
+    assert heaviest(costs, partition(costs, num_parts)) <= max(
+        karmarkar_karp(costs, num_parts), mean * (1 + MILLIONTH)
+    ) * (1 + 1e-12)
 
 
 def test_nothing_and_fewer_items_than_parts_leave_parts_empty() -> None:
@@ -60,7 +68,9 @@ def test_equal_costs_come_out_in_equal_numbers() -> None:
 
 
 @given(st.lists(st.integers(1, 30), max_size=40), st.integers(5, 60), st.integers(0, 5))
-def test_bins_hold_everything_once_within_their_capacity_and_the_costliest_comes_first(sizes: list[int], capacity: int, num_bins: int) -> None:
+def test_bins_hold_everything_once_within_their_capacity_and_the_costliest_comes_first(
+    sizes: list[int], capacity: int, num_bins: int
+) -> None:
     costs = [size + 0.1 * size**2 for size in sizes]
     bins = fill(costs, sizes, capacity=capacity, num_bins=num_bins)
     assert Counter(i for members in bins for i in members) == Counter(range(len(sizes)))

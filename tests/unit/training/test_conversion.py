@@ -1,15 +1,24 @@
-"""Fused experts from checkpoints that keep them apart: a rank reads its own, bit for bit what the whole would have given."""
+"""Fused experts from checkpoints that keep them apart: a rank reads its own, bit for bit what the whole would have
+given.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, PretrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
 from rolecall.errors import ConfigError
-from rolecall.training.conversion import Conversion
-from rolecall.training.huggingface import ModelFiles
+from rolecall.training.model.conversion import Conversion
+from rolecall.training.model.huggingface import ModelFiles
 
 NUM_EXPERTS = 6
 SIZES: dict[str, Any] = {
@@ -25,9 +34,19 @@ SIZES: dict[str, Any] = {
 LATENT = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
 CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, moe_intermediate_size=6, head_dim=4, num_experts=NUM_EXPERTS),
-    "qwen2_moe": Qwen2MoeConfig(**SIZES, moe_intermediate_size=6, num_experts=NUM_EXPERTS, shared_expert_intermediate_size=4),
+    "qwen2_moe": Qwen2MoeConfig(
+        **SIZES, moe_intermediate_size=6, num_experts=NUM_EXPERTS, shared_expert_intermediate_size=4
+    ),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=NUM_EXPERTS),
-    "deepseek_v3": DeepseekV3Config(**SIZES, **LATENT, moe_intermediate_size=6, n_routed_experts=NUM_EXPERTS, n_group=2, topk_group=1, first_k_dense_replace=1),
+    "deepseek_v3": DeepseekV3Config(
+        **SIZES,
+        **LATENT,
+        moe_intermediate_size=6,
+        n_routed_experts=NUM_EXPERTS,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
 }
 
 
@@ -55,11 +74,16 @@ def test_a_rank_reads_its_own_experts_and_no_others(kind: str, tmp_path: Path) -
         assert torch.equal(conversion.from_checkpoint(name, parameter.shape, whole.read, slice(None)), parameter)
         for start, end in [(0, 2), (2, 6), (5, 6), (0, 6)]:
             own = Reader(tmp_path)
-            assert torch.equal(conversion.from_checkpoint(name, parameter.shape, own.read, slice(start, end)), parameter[start:end])
+            assert torch.equal(
+                conversion.from_checkpoint(name, parameter.shape, own.read, slice(start, end)), parameter[start:end]
+            )
             assert len(own.names) * NUM_EXPERTS == len(whole.names) * (end - start)
             assert all(any(f".{expert}." in source for expert in range(start, end)) for source in own.names)
         nothing = Reader(tmp_path)
-        assert conversion.from_checkpoint(name, parameter.shape, nothing.read, slice(6, 6)).shape == (0, *parameter.shape[1:])
+        assert conversion.from_checkpoint(name, parameter.shape, nothing.read, slice(6, 6)).shape == (
+            0,
+            *parameter.shape[1:],
+        )
         assert not nothing.names, "a rank may keep no expert"
 
 

@@ -9,11 +9,19 @@ import torch
 
 import rolecall
 import services
-from rolecall.training.device import allocator_state, is_out_of_memory, memory_bytes, name_of, near_cores, stay_near, take_peak_bytes
+from rolecall.training.ranks.device import (
+    allocator_state,
+    is_out_of_memory,
+    memory_bytes,
+    name_of,
+    near_cores,
+    stay_near,
+    take_peak_bytes,
+)
 from tests.resident import use_memory
 
 CPU = torch.device("cpu")
-KNOW_CUDA = {"rolecall/training/device.py", "rolecall/weights/nccl.py"}
+KNOW_CUDA = {"rolecall/training/ranks/device.py", "rolecall/weights/nccl.py"}
 """The seam itself, and the binding of a library that is CUDA's own."""
 
 

@@ -1,4 +1,6 @@
-"""Counted FLOPs against torch's counter over real runs of plain transformers models, eager attention and all, at other lengths than the trace's."""
+"""Counted FLOPs against torch's counter over real runs of plain transformers models, eager attention and all, at other
+lengths than the trace's.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,10 +32,10 @@ from transformers import (
 
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection
-from rolecall.training.attention import NAME
-from rolecall.training.flops import AttentionCost, CostModel, ModelFlops, count_flops
-from rolecall.training.lora import add_adapters
-from rolecall.training.model import Head, PackedModel, PolicyModel, build_model
+from rolecall.training.account.flops import AttentionCost, CostModel, ModelFlops, count_flops
+from rolecall.training.model.attention import NAME
+from rolecall.training.model.lora import add_adapters
+from rolecall.training.model.packed_model import Head, PackedModel, PolicyModel, build_model
 
 SIZES = {
     "vocab_size": 48,
@@ -50,14 +52,31 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "every head its own keys": LlamaConfig(**SIZES, num_key_value_heads=4),
     "shared keys, wide heads, tied": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=12, tie_word_embeddings=True),
     "no gate in the MLP": GPT2Config(vocab_size=48, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.0),
-    "windows in some layers": Olmo3Config(**SIZES, num_key_value_heads=2, sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
-    "windows and other norms": Gemma3TextConfig(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=4, attn_logit_softcapping=None),
+    "windows in some layers": Olmo3Config(
+        **SIZES, num_key_value_heads=2, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "windows and other norms": Gemma3TextConfig(
+        **SIZES, num_key_value_heads=2, head_dim=8, sliding_window=4, attn_logit_softcapping=None
+    ),
     "experts": Qwen3MoeConfig(**SIZES, **EXPERTS, num_key_value_heads=2, head_dim=8, num_experts=4),
-    "experts beside a dense layer": Qwen3MoeConfig(**SIZES, **EXPERTS, num_key_value_heads=2, head_dim=8, num_experts=4, mlp_only_layers=[0]),
-    "experts and a shared one": Qwen2MoeConfig(**SIZES, **EXPERTS, num_key_value_heads=2, num_experts=4, shared_expert_intermediate_size=20),
-    "experts as wide as the MLP": MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
+    "experts beside a dense layer": Qwen3MoeConfig(
+        **SIZES, **EXPERTS, num_key_value_heads=2, head_dim=8, num_experts=4, mlp_only_layers=[0]
+    ),
+    "experts and a shared one": Qwen2MoeConfig(
+        **SIZES, **EXPERTS, num_key_value_heads=2, num_experts=4, shared_expert_intermediate_size=20
+    ),
+    "experts as wide as the MLP": MixtralConfig(
+        **SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2
+    ),
     "latent attention, routed and shared experts": DeepseekV3Config(
-        **SIZES, **LATENT, **EXPERTS, n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1, num_key_value_heads=4
+        **SIZES,
+        **LATENT,
+        **EXPERTS,
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        num_key_value_heads=4,
     ),
 }
 
@@ -74,9 +93,13 @@ def unchecked(config: PretrainedConfig) -> PackedModel:
         return PolicyModel(AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=torch.float32))
 
 
-def counted(config: PretrainedConfig, num_tokens: int, change: Callable[[PreTrainedModel], None] = lambda hf: None) -> tuple[int, int]:
+def counted(
+    config: PretrainedConfig, num_tokens: int, change: Callable[[PreTrainedModel], None] = lambda hf: None
+) -> tuple[int, int]:
     """(forward, forward and backward) as torch counts one sequence, really computed; attention as a whole square."""
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32).train()
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+    ).train()
     change(model)
     with FlopCounterMode(display=False) as counter:
         logits = model(torch.randint(0, 48, (1, num_tokens)), use_cache=False).logits
@@ -87,14 +110,18 @@ def counted(config: PretrainedConfig, num_tokens: int, change: Callable[[PreTrai
 
 def square(cost: CostModel, num_tokens: int) -> float:
     """What `cost` says, attention as a whole square."""
-    return (cost.per_token + cost.per_scored_token) * num_tokens + sum(part.flops_per_pair for part in cost.attention) * num_tokens**2
+    return (cost.per_token + cost.per_scored_token) * num_tokens + sum(
+        part.flops_per_pair for part in cost.attention
+    ) * num_tokens**2
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_traced_model_costs_what_torch_counts_when_plain_transformers_runs_it(name: str, tmp_path: Path) -> None:
     flops = flops_of(CONFIGS[name], tmp_path)
     for num_tokens in (3, 11):
-        assert (square(flops.forward, num_tokens), square(flops.update, num_tokens)) == counted(CONFIGS[name], num_tokens)
+        assert (square(flops.forward, num_tokens), square(flops.update, num_tokens)) == counted(
+            CONFIGS[name], num_tokens
+        )
 
 
 def test_adapters_cost_what_torch_counts_when_their_base_is_frozen(tmp_path: Path) -> None:
@@ -126,7 +153,8 @@ def test_a_frozen_model_has_no_backward_and_a_frozen_matrix_half_of_one(tmp_path
     model = build_model(tmp_path, "policy", torch.float32).requires_grad_(False)
     model.hf.get_submodule("model.layers.0.input_layernorm").requires_grad_(True)
     partly = count_flops(model)
-    # of the first layer's first products, whose inputs need the gradient of a norm, down to the head: inputs' gradients and no weights'
+    # of the first layer's first products, whose inputs need the gradient of a norm, down to the head: inputs' gradients
+    # and no weights'
     assert partly.update.per_token == 2 * partly.forward.per_token
     assert partly.update.per_scored_token == 2 * partly.forward.per_scored_token
     assert partly.update.attention[0].flops_per_pair == 3 * partly.forward.attention[0].flops_per_pair
@@ -147,7 +175,12 @@ def test_the_model_keeps_its_experts_implementation_and_no_gradient(tmp_path: Pa
 
 def test_a_layer_that_would_mix_packed_sequences_is_refused() -> None:
     config = MiniMaxConfig(
-        **SIZES, num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, layer_types=["linear_attention", "full_attention"]
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["linear_attention", "full_attention"],
     )
     with pytest.raises(ConfigError, match="2 layers, of which 1 attend"):
         count_flops(unchecked(config))
@@ -160,19 +193,35 @@ def test_attention_beside_the_interface_is_refused() -> None:
 
 
 def test_a_convolution_beside_attention_is_refused() -> None:
-    config = FalconH1Config(**SIZES, num_key_value_heads=2, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=8)
+    config = FalconH1Config(
+        **SIZES,
+        num_key_value_heads=2,
+        mamba_d_ssm=32,
+        mamba_n_heads=4,
+        mamba_d_head=8,
+        mamba_d_state=8,
+        mamba_chunk_size=8,
+    )
     with pytest.raises(ConfigError, match="convolutions over tokens"):
         count_flops(unchecked(config))
 
 
 def test_a_model_whose_code_looks_at_values_is_refused_in_words(tmp_path: Path) -> None:
-    config = JetMoeConfig(**{**SIZES, "num_attention_heads": None}, kv_channels=8, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    config = JetMoeConfig(
+        **{**SIZES, "num_attention_heads": None},
+        kv_channels=8,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
     with pytest.raises(ConfigError, match="JetMoeForCausalLM cannot be followed without data"):
         flops_of(config, tmp_path)
 
 
 @given(st.lists(st.integers(1, 40), max_size=5), st.none() | st.integers(1, 50), st.integers(0, 30))
-def test_pairs_are_those_of_a_causal_mask_with_its_window(lengths: list[int], window: int | None, num_scored: int) -> None:
+def test_pairs_are_those_of_a_causal_mask_with_its_window(
+    lengths: list[int], window: int | None, num_scored: int
+) -> None:
     cost = CostModel(5.0, (AttentionCost(3.0, window), AttentionCost(1.0)), 7.0)
 
     def pairs(length: int, window: int | None) -> int:

@@ -1,4 +1,6 @@
-"""Where ranks stand and what they keep, as far as one process tells; with four ranks: tests/integration/test_parallel.py."""
+"""Where ranks stand and what they keep, as far as one process tells; with four ranks:
+tests/integration/test_parallel.py.
+"""
 
 import json
 from pathlib import Path
@@ -10,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from rolecall.data.model_files import check_parallel
 from rolecall.errors import ConfigError
-from rolecall.model_files import check_parallel
 from rolecall.settings import ActorSection, ParallelSection
 from rolecall.telemetry import Metrics
 from rolecall.training.fsdp.layout import Box
-from rolecall.training.group import CommandGroup
-from rolecall.training.sequence import SequenceShare
+from rolecall.training.model.sequence_parallel import SequenceShare
+from rolecall.training.ranks.command_group import CommandGroup
 
 SHAPE = (5, 4)
 
@@ -57,7 +59,9 @@ def test_runs_cover_every_token_once_and_are_equally_long(num_tokens: int, size:
     assert len({run.shape for run in runs}) == 1
     assert torch.equal(torch.cat(runs)[:num_tokens], tokens_N)
     assert not torch.cat(runs)[num_tokens:].any()
-    assert [list(share.run(num_tokens)) for share in shares] == [list(range(len(run) * rank, len(run) * (rank + 1))) for rank, run in enumerate(runs)]
+    assert [list(share.run(num_tokens)) for share in shares] == [
+        list(range(len(run) * rank, len(run) * (rank + 1))) for rank, run in enumerate(runs)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -69,8 +73,12 @@ def test_runs_cover_every_token_once_and_are_equally_long(num_tokens: int, size:
         ({"tensor": 2, "sequence": 8}, ["parallel.sequence 8", "4 query and 1 key heads", "over parallel.tensor 2"]),
     ],
 )
-def test_heads_that_ranks_cannot_share_are_refused_by_both_names(tmp_path: Path, parallel: dict[str, int], fields: list[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 96}))
+def test_heads_that_ranks_cannot_share_are_refused_by_both_names(
+    tmp_path: Path, parallel: dict[str, int], fields: list[str]
+) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 96})
+    )
     with pytest.raises(ConfigError) as error:
         check_parallel(tmp_path, ParallelSection(**parallel))
     assert all(field in error.value.message for field in fields), error.value.message
@@ -84,19 +92,28 @@ def test_a_vocabulary_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("parallel", [{}, {"sequence": 2}, {"sequence": 8}, {"tensor": 2, "sequence": 4}])
 def test_key_heads_may_divide_or_be_divided(tmp_path: Path, parallel: dict[str, int]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 96}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 96})
+    )
     check_parallel(tmp_path, ParallelSection(**parallel))
 
 
 def test_a_number_of_ranks_that_cannot_be_laid_out_is_refused_in_the_settings() -> None:
-    with pytest.raises(ValidationError, match=r"num_ranks is 6, not a multiple of parallel\.replicate x sequence x tensor = 4"):
+    with pytest.raises(
+        ValidationError, match=r"num_ranks is 6, not a multiple of parallel\.replicate x sequence x tensor = 4"
+    ):
         ActorSection(num_ranks=6, parallel=ParallelSection(sequence=2, tensor=2))
     assert ActorSection(num_ranks=8, parallel=ParallelSection(replicate=2, tensor=2)).num_shards == 4
 
 
 def test_neighbouring_ranks_form_a_slot_whose_first_speaks() -> None:
     groups = [CommandGroup(rank, 4, None, slot_size=2) for rank in range(4)]
-    assert [(group.slot, group.num_slots, group.speaks) for group in groups] == [(0, 2, True), (0, 2, False), (1, 2, True), (1, 2, False)]
+    assert [(group.slot, group.num_slots, group.speaks) for group in groups] == [
+        (0, 2, True),
+        (0, 2, False),
+        (1, 2, True),
+        (1, 2, False),
+    ]
 
 
 def test_whose_numbers_are_counted_already_tells_only_the_extremes() -> None:

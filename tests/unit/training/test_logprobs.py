@@ -1,4 +1,6 @@
-"""Blocked logprobs and entropy against log_softmax over whole logits, and their hand-written gradient against finite differences."""
+"""Blocked logprobs and entropy against log_softmax over whole logits, and their hand-written gradient against finite
+differences.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroupGloo
 
-from rolecall.training.logprobs import VocabShard, Wanted, distribution, logprobs_and_entropy
+from rolecall.training.model.logprobs import VocabShard, Wanted, distribution, logprobs_and_entropy
 
 
 def inputs(dtype: torch.dtype, num_tokens: int = 7, hidden: int = 5, vocab: int = 11) -> tuple[torch.Tensor, ...]:
@@ -27,7 +29,9 @@ def several_targets(targets: torch.Tensor, vocab: int = 11) -> torch.Tensor:
     return torch.stack([targets, targets, (targets + 3) % vocab, (targets + 7) % vocab], 1)
 
 
-def oracle(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def oracle(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     logits = (hidden @ weight.T).float() / temperature[:, None]
     log_p = logits.log_softmax(-1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
@@ -36,7 +40,9 @@ def oracle(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, te
 @pytest.mark.parametrize("num_tokens", [1, 3, 7])
 @pytest.mark.parametrize("block_elements", [1, 21, 35, 1000])
 def test_any_blocks_agree_with_the_whole_logits_forward_and_backward(block_elements: int, num_tokens: int) -> None:
-    """Tokens fewer and more than the hidden size: all, some and none of the logits are kept in the memory of the weight's gradient."""
+    """Tokens fewer and more than the hidden size: all, some and none of the logits are kept in the memory of the
+    weight's gradient.
+    """
     hidden, weight, targets, temperature = inputs(torch.float32, num_tokens)
     ours = logprobs_and_entropy(hidden, weight, targets, temperature, block_elements=block_elements)
     theirs = oracle(hidden, weight, targets, temperature)
@@ -45,7 +51,9 @@ def test_any_blocks_agree_with_the_whole_logits_forward_and_backward(block_eleme
         torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-5)
     expected = torch.autograd.grad((theirs[0] * mixture + theirs[1] * mixture.flip(0)).sum(), (hidden, weight))
     for again in (True, False):
-        gradients = torch.autograd.grad((ours[0] * mixture + ours[1] * mixture.flip(0)).sum(), (hidden, weight), retain_graph=again)
+        gradients = torch.autograd.grad(
+            (ours[0] * mixture + ours[1] * mixture.flip(0)).sum(), (hidden, weight), retain_graph=again
+        )
         for gradient, reference in zip(gradients, expected, strict=True):
             torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-5)
 
@@ -55,7 +63,9 @@ def test_the_hand_written_backward_passes_gradcheck(entropy: bool) -> None:
     hidden, weight, targets, temperature = inputs(torch.float64)
 
     def outputs(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logprobs, entropies = logprobs_and_entropy(h, w, targets, temperature.double(), entropy=entropy, block_elements=28)
+        logprobs, entropies = logprobs_and_entropy(
+            h, w, targets, temperature.double(), entropy=entropy, block_elements=28
+        )
         return (logprobs, entropies) if entropy else (logprobs,)
 
     assert torch.autograd.gradcheck(outputs, (hidden, weight))
@@ -79,16 +89,22 @@ def test_float32_logits_of_bfloat16_inputs_are_not_rounded() -> None:
     exact = oracle(hidden.float(), weight.float(), targets, temperature)
     mixture = torch.linspace(-1, 1, 64)
     for block_elements in (1000, 100_000):
-        wide = logprobs_and_entropy(hidden, weight, targets, temperature, float32_logits=True, block_elements=block_elements)
+        wide = logprobs_and_entropy(
+            hidden, weight, targets, temperature, float32_logits=True, block_elements=block_elements
+        )
         rounded = logprobs_and_entropy(hidden, weight, targets, temperature, block_elements=block_elements)
         for ours, theirs in zip(wide, exact, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
         assert float((rounded[0] - exact[0]).detach().abs().max()) > 0.02
         expected = torch.autograd.grad((exact[0] * mixture + exact[1]).sum(), (hidden, weight), retain_graph=True)
-        for gradient, reference in zip(torch.autograd.grad((wide[0] * mixture + wide[1]).sum(), (hidden, weight)), expected, strict=True):
+        for gradient, reference in zip(
+            torch.autograd.grad((wide[0] * mixture + wide[1]).sum(), (hidden, weight)), expected, strict=True
+        ):
             assert gradient.dtype == torch.bfloat16
             assert float((gradient - reference).norm() / reference.norm()) < 0.01
-        said = distribution(hidden, weight, targets, temperature, Wanted(top_k=3), float32_logits=True, block_elements=block_elements)
+        said = distribution(
+            hidden, weight, targets, temperature, Wanted(top_k=3), float32_logits=True, block_elements=block_elements
+        )
         torch.testing.assert_close(said.logprobs_M, exact[0], rtol=1e-5, atol=1e-5)
 
 
@@ -114,7 +130,9 @@ def test_temperature_flattens_the_distribution() -> None:
 def test_a_frozen_output_layer_gets_no_gradient_and_costs_none() -> None:
     hidden, weight, targets, temperature = inputs(torch.float32)
     whole = torch.autograd.grad(logprobs_and_entropy(hidden, weight, targets, temperature)[0].sum(), hidden)[0]
-    frozen = torch.autograd.grad(logprobs_and_entropy(hidden, weight.detach(), targets, temperature)[0].sum(), hidden)[0]
+    frozen = torch.autograd.grad(logprobs_and_entropy(hidden, weight.detach(), targets, temperature)[0].sum(), hidden)[
+        0
+    ]
     assert torch.equal(frozen, whole)
 
 
@@ -144,7 +162,8 @@ def test_ranks_that_share_the_vocabulary_agree_with_one_that_has_it_all(cuts: tu
         return [*(output.detach() for output in outputs), *gradients]
 
     def rank(number: int) -> list[torch.Tensor]:
-        group = cast(dist.ProcessGroup, ProcessGroupGloo(store, number, world_size, timedelta(seconds=30)))  # all_reduce takes the bare back end, too
+        # all_reduce takes the bare back end, too
+        group = cast(dist.ProcessGroup, ProcessGroupGloo(store, number, world_size, timedelta(seconds=30)))
         return run(weight[cuts[number] : cuts[number + 1]], VocabShard(group, cuts[number]))
 
     whole = run(weight, None)
@@ -175,7 +194,9 @@ def test_the_backward_of_several_targets_passes_gradcheck(entropy: bool) -> None
     hidden, weight, targets, temperature = inputs(torch.float64)
 
     def outputs(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logprobs, entropies = logprobs_and_entropy(h, w, several_targets(targets), temperature.double(), entropy=entropy, block_elements=28)
+        logprobs, entropies = logprobs_and_entropy(
+            h, w, several_targets(targets), temperature.double(), entropy=entropy, block_elements=28
+        )
         return (logprobs, entropies) if entropy else (logprobs,)
 
     assert torch.autograd.gradcheck(outputs, (hidden, weight))

@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from rolecall.settings import ActorSection, KlSection, LoraSection, RunSettings
-from rolecall.training import lora
+from rolecall.training.model import lora
 
 TREE: dict[str, Any] = {
     "run": {"name": "run", "dir": "/nowhere", "num_steps": 1},
@@ -21,9 +21,21 @@ TREE: dict[str, Any] = {
     ("sections", "words"),
     [
         ({"algorithm": {"groups_per_batch": 1, "kl": {"reference": "base", "kl_coef": 0.1}}}, "actor.lora is not set"),
-        ({"algorithm": {"groups_per_batch": 1, "kl": {"reference": "base", "kl_coef": 0.1}}, "references": {"base": {}}}, "references.base: this name"),
-        ({"algorithm": {"groups_per_batch": 1, "kl": {"reference": "base", "kl_coef": 0.1, "placement": "reward"}}}, "use placement: loss"),
-        ({"algorithm": {"groups_per_batch": 1}, "actor": {"lora": {}, "num_ranks": 2, "parallel": {"tensor": 2}}}, "parallel.tensor"),
+        (
+            {
+                "algorithm": {"groups_per_batch": 1, "kl": {"reference": "base", "kl_coef": 0.1}},
+                "references": {"base": {}},
+            },
+            "references.base: this name",
+        ),
+        (
+            {"algorithm": {"groups_per_batch": 1, "kl": {"reference": "base", "kl_coef": 0.1, "placement": "reward"}}},
+            "use placement: loss",
+        ),
+        (
+            {"algorithm": {"groups_per_batch": 1}, "actor": {"lora": {}, "num_ranks": 2, "parallel": {"tensor": 2}}},
+            "parallel.tensor",
+        ),
         ({"algorithm": {"groups_per_batch": 1}, "actor": {"lora": {"rank": 513}}}, "512"),
         ({"algorithm": {"groups_per_batch": 1}, "actor": {"lora": {"target_modules": []}}}, "at least 1"),
     ],
@@ -35,12 +47,18 @@ def test_what_adapters_do_not_do_is_refused_in_words(sections: dict[str, Any], w
 
 def test_a_kl_to_the_base_needs_no_reference_service() -> None:
     kl = KlSection(reference="base", kl_coef=0.1)
-    settings = RunSettings.model_validate(TREE | {"algorithm": {"groups_per_batch": 1, "kl": kl}, "actor": ActorSection(lora=LoraSection())})
+    settings = RunSettings.model_validate(
+        TREE | {"algorithm": {"groups_per_batch": 1, "kl": kl}, "actor": ActorSection(lora=LoraSection())}
+    )
     assert settings.references == {}
 
 
 def test_an_adapter_is_added_with_alpha_over_rank_and_rounded_once() -> None:
-    weight, down, up = torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16), torch.tensor([[1.0, -1.0], [0.5, 0.0]]), torch.tensor([[2.0, 4.0]])
+    weight, down, up = (
+        torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16),
+        torch.tensor([[1.0, -1.0], [0.5, 0.0]]),
+        torch.tensor([[2.0, 4.0]]),
+    )
     expected = torch.tensor([[1.0 + 1.5 * 4.0, 2.0 - 1.5 * 2.0]], dtype=torch.bfloat16)
     assert torch.equal(lora.merged(weight, down, up, LoraSection(rank=2, alpha=3.0)), expected)
 
@@ -50,5 +68,8 @@ def test_names_go_to_the_model_directory_and_to_pefts_files() -> None:
     assert lora.is_adapter(down)
     assert lora.is_adapter(up)
     assert lora.peft_name(up) == "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
-    assert lora.checkpoint_name("model.layers.0.self_attn.q_proj.base_layer.weight") == "model.layers.0.self_attn.q_proj.weight"
+    assert (
+        lora.checkpoint_name("model.layers.0.self_attn.q_proj.base_layer.weight")
+        == "model.layers.0.self_attn.q_proj.weight"
+    )
     assert not lora.is_adapter("model.layers.0.self_attn.q_proj.base_layer.weight")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rolecall.errors import OutOfMemoryError, WorkerLostError
-from rolecall.training.lane import Lane
-from rolecall.training.memory import MemoryLostError, PhaseMemory, held_tensors
+from rolecall.training.account.memory import MemoryLostError, PhaseMemory, held_tensors
+from rolecall.training.serving.device_thread import Lane
 from tests.resident import use_memory
 
 CPU = torch.device("cpu")
@@ -39,14 +39,20 @@ def test_a_peak_counts_for_every_phase_that_it_is_inside_of_and_for_no_other() -
 def test_a_lack_of_memory_names_phase_largest_tensors_and_remedy_and_leaves_an_account(tmp_path: Path) -> None:
     weight, moment, unnamed = torch.ones(2048, 1024), torch.ones(1024, 1024), torch.ones(5, 2**20)
     memory = PhaseMemory(CPU, role="ref/0", rank=1, folder=tmp_path / "memory")
-    memory.holdings = lambda: {"parameters": {"head.weight": weight}, "optimizer states": {"exp_avg/head.weight": moment}}
+    memory.holdings = lambda: {
+        "parameters": {"head.weight": weight},
+        "optimizer states": {"exp_avg/head.weight": moment},
+    }
     with pytest.raises(OutOfMemoryError) as failure, memory.phase("publish"), memory.phase("backward"):
         run_out()
     message = failure.value.message
     assert "rank 1 of ref/0 ran out of memory in backward on cpu" in message
     assert "can't allocate memory" in message
     assert "parameters 0.00781 GiB" in message
-    assert f"the largest: a tensor float32 [5, {2**20}] 0.0195 GiB, head.weight float32 [2048, 1024] 0.00781 GiB" in message
+    assert (
+        f"the largest: a tensor float32 [5, {2**20}] 0.0195 GiB, head.weight float32 [2048, 1024] 0.00781 GiB"
+        in message
+    )
     assert "token_budget" in message
     assert "num_ranks" in message
     account = json.loads((tmp_path / "memory/ref.0-rank1.json").read_text())
@@ -61,7 +67,11 @@ def test_a_phase_that_had_succeeded_before_may_start_again() -> None:
     memory = PhaseMemory(CPU)
     with memory.phase("forward"):
         pass
-    with pytest.raises(MemoryLostError, match="ran out of memory in forward"), memory.phase("publish"), memory.phase("forward"):
+    with (
+        pytest.raises(MemoryLostError, match="ran out of memory in forward"),
+        memory.phase("publish"),
+        memory.phase("forward"),
+    ):
         run_out()
     with pytest.raises(OutOfMemoryError), memory.phase("backward"):
         run_out()

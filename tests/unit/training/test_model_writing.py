@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rolecall.training.files import GROWING_HEADER_BYTES
-from rolecall.training.huggingface import INDEX, SINGLE, ModelFiles, write_model
-from rolecall.training.vitals import nothing
+from rolecall.training.model.files import GROWING_HEADER_BYTES
+from rolecall.training.model.huggingface import INDEX, SINGLE, ModelFiles, write_model
+from rolecall.training.serving.hooks import nothing
 
 
 @pytest.fixture
@@ -44,7 +44,9 @@ def test_a_large_model_is_cut_into_files_that_the_index_names(source: Path, tmp_
     assert sorted(files) == sorted(weights)
     assert all(torch.equal(files.tensor(name), tensor) for name, tensor in weights.items())
     parts = sorted((tmp_path / "out").glob("*.safetensors"))
-    assert [part.name for part in parts] == [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
+    assert [part.name for part in parts] == [
+        f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))
+    ]
     assert all(part.stat().st_size <= 8 + GROWING_HEADER_BYTES + 600 for part in parts)
     assert (tmp_path / "out" / INDEX).is_file()
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.errors import InvalidInputError
-from rolecall.training.flops import AttentionCost, CostModel
-from rolecall.training.packing import Row, cut_microbatches, local_counts, pack, plan_batch, unpack
+from rolecall.training.account.flops import AttentionCost, CostModel
+from rolecall.training.packing.pack import Row, cut_microbatches, local_counts, pack, plan_batch, unpack
 
 CPU = torch.device("cpu")
 COST = CostModel(1.0, (AttentionCost(0.02),))
@@ -28,11 +28,19 @@ def row(length: int, prompt: int, seed: int = 0) -> Row:
     }
 
 
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 4), st.integers(20, 80), st.integers(1, 5), st.integers(0, 99))
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=40),
+    st.integers(1, 4),
+    st.integers(20, 80),
+    st.integers(1, 5),
+    st.integers(0, 99),
+)
 def test_a_plan_trains_every_row_once_within_budget_and_keeps_ranks_in_step(
     lengths: list[int], num_minibatches: int, token_budget: int, world_size: int, seed: int
 ) -> None:
-    plans = plan_batch(lengths, num_minibatches=num_minibatches, token_budget=token_budget, world_size=world_size, cost=COST, seed=seed)
+    plans = plan_batch(
+        lengths, num_minibatches=num_minibatches, token_budget=token_budget, world_size=world_size, cost=COST, seed=seed
+    )
     assert Counter(row for plan in plans for row in plan.rows) == Counter(range(len(lengths)))
     for index in range(num_minibatches):
         assert len({len(plan.minibatches[index]) for plan in plans}) == 1
@@ -50,7 +58,9 @@ def test_a_row_longer_than_the_budget_goes_alone() -> None:
 def test_the_microbatches_of_all_ranks_cost_nearly_the_same_and_are_hardly_more_than_they_must_be() -> None:
     lengths = np.random.default_rng(0).lognormal(5, 1, 2000).astype(int).clip(10, 4096).tolist()
     plans = plan_batch(lengths, num_minibatches=1, token_budget=8192, world_size=4, cost=COST, seed=0)
-    costs = np.array([[sum(COST.costs([lengths[i] for i in members])) for members in plan.microbatches] for plan in plans])
+    costs = np.array(
+        [[sum(COST.costs([lengths[i] for i in members])) for members in plan.microbatches] for plan in plans]
+    )
     fewest = -(-sum(lengths) // (4 * 8192))
     assert fewest <= costs.shape[1] <= fewest + 2
     assert costs.max() <= max(1.1 * costs.mean(), COST.costs([max(lengths)])[0])
@@ -74,7 +84,9 @@ def test_packing_aligns_positions_boundaries_and_columns() -> None:
     assert packed.score_mask_N.tolist() == [False, False, True, True, False, True, True]
     assert packed.columns["loss_mask"].dtype == torch.bool
     assert packed.columns["policy_versions"].tolist() == [-1, -1, 3, 3, -1, 3, 3]
-    np.testing.assert_array_equal(packed.columns["advantages"], np.concatenate([rows[0]["advantages"], rows[1]["advantages"]]))
+    np.testing.assert_array_equal(
+        packed.columns["advantages"], np.concatenate([rows[0]["advantages"], rows[1]["advantages"]])
+    )
 
 
 def test_a_first_token_is_never_scored() -> None:

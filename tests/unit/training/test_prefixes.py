@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rolecall.training.prefixes import find_prefixes
+from rolecall.training.model.prefixes import find_prefixes
 
 CPU = torch.device("cpu")
 
 
-@given(st.lists(st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=8))
+@given(
+    st.lists(st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=8)
+)
 def test_two_tokens_have_one_home_exactly_when_all_tokens_up_to_them_are_equal(sequences: list[list[int]]) -> None:
     prefixes = find_prefixes([np.array(ids, np.int32) for ids in sequences], CPU)
     beginnings = [tuple(ids[: t + 1]) for ids in sequences for t in range(len(ids))]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rolecall.training.progress import DeviceProgress
+from rolecall.training.ranks.device_progress import DeviceProgress
 
 WAIT_S = 20.0
 CPU = torch.device("cpu")
@@ -59,7 +59,9 @@ def test_work_that_was_handed_over_is_no_progress_until_the_device_has_done_it()
 
 def test_the_thread_that_asks_for_marks_is_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[tuple[torch.device, str]] = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.current_thread().name)))
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: chosen.append((device, threading.current_thread().name))
+    )
     device, second = SlowDevice(), torch.device("cuda", 1)
     DeviceProgress(device.progressed, second, device.mark).mark()
     device.do(1)

@@ -1,4 +1,6 @@
-"""Models that cannot be trained exactly are refused by name, on the meta device, and those that can are built without dropout."""
+"""Models that cannot be trained exactly are refused by name, on the meta device, and those that can are built without
+dropout.
+"""
 
 import json
 from pathlib import Path
@@ -10,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from rolecall.errors import ConfigError
-from rolecall.training.model import PackedModel, build_model
+from rolecall.training.model.packed_model import PackedModel, build_model
 
 TINY = {
     "num_hidden_layers": 1,
@@ -30,7 +32,9 @@ def built(path: Path, kind: str, **changes: Any) -> PackedModel:
     return build_model(path, "policy", torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "olmo2", "phi3", "gemma3_text", "smollm3"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "olmo2", "phi3", "gemma3_text", "smollm3"]
+)
 def test_plain_causal_models_are_taken(tmp_path: Path, kind: str) -> None:
     assert built(tmp_path, kind).hf.device.type == "meta"
 
@@ -63,12 +67,17 @@ def test_models_whose_numbers_would_be_wrong_are_refused_with_the_reason(tmp_pat
             "holds Qwen3ForSequenceClassification, which is not the causal language model Qwen3ForCausalLM",
         ),
         ({"model_type": "qwen99"}, "transformers does not take its config.json .*qwen99"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"is quantized \(gptq\), and quantized weights cannot be trained"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            r"is quantized \(gptq\), and quantized weights cannot be trained",
+        ),
         ({"num_key_value_heads": 3}, "num_attention_heads 4, not a multiple of num_key_value_heads 3"),
         ({"head_dim": None, "hidden_size": 33}, "hidden_size 33, not a multiple of num_attention_heads 4"),
     ],
 )
-def test_a_configuration_of_another_kind_of_model_is_refused_with_the_reason(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+def test_a_configuration_of_another_kind_of_model_is_refused_with_the_reason(
+    tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
     config = AutoConfig.for_model("qwen3", **TINY, head_dim=8).to_dict() | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=told):

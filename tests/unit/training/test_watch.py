@@ -1,4 +1,6 @@
-"""What the watch among ranks promises, with ranks as threads of this process and as processes that are stopped and killed."""
+"""What the watch among ranks promises, with ranks as threads of this process and as processes that are stopped and
+killed.
+"""
 
 import multiprocessing
 import os
@@ -12,8 +14,8 @@ from typing import Any
 import pytest
 
 from rolecall.errors import WorkerLostError
-from rolecall.training.vitals import Vitals
-from rolecall.training.watch import BEAT_S, GONE_S, RankWatch
+from rolecall.training.ranks.watch import BEAT_S, GONE_S, RankWatch
+from rolecall.training.serving.hooks import Vitals
 
 SILENT_S = 2.0
 SOON_S = GONE_S + 2 * BEAT_S + 1.0
@@ -32,7 +34,9 @@ class Rank:
 
 def rank_process(rank: int, address: str, verdicts: Any, *, silent_s: float = SILENT_S) -> None:
     """Another rank, in a process of its own."""
-    watch = RankWatch(Vitals("actor", lost=lambda error: verdicts.put((rank, error.message))), rank, 3, silent_s=silent_s)
+    watch = RankWatch(
+        Vitals("actor", lost=lambda error: verdicts.put((rank, error.message))), rank, 3, silent_s=silent_s
+    )
     watch.connect(address, 5.0)
     watch.phase = "at train"
     time.sleep(60)
@@ -134,7 +138,12 @@ def test_a_stranger_who_connects_and_leaves_ends_nobody() -> None:
     address = leader.watch.listen("127.0.0.1")
     follower.watch.connect(address, 5.0)
     host, _, port = address.partition("/")[0].rpartition(":")
-    for words in (b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1, "pid": 1, "token": "guess"}\n{"lost": "you"}\n', b"x" * 200_000, b""):
+    for words in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"rank": 1, "pid": 1, "token": "guess"}\n{"lost": "you"}\n',
+        b"x" * 200_000,
+        b"",
+    ):
         with socket.create_connection((host, int(port)), timeout=5) as stranger:
             stranger.sendall(words)
     time.sleep(SOON_S)

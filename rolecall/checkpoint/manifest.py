@@ -1,0 +1,262 @@
+"""The checkpoints of a run in a storage: attempts at a step, the one of them that is valid, and how many are kept. No
+torch.
+
+    step-00000020/3fa2c1d0/actor/...   files of one attempt; another attempt writes under another name
+    step-00000020/COMMITTED            written last: {"step", "attempt", "files": {name: [bytes, sha256]},
+                                        "state": the controller's share} and its own sha256
+
+A step without COMMITTED does not exist; files that COMMITTED does not name are garbage of attempts that were cut short.
+So a kill at any instant leaves the old checkpoint or the new one, on any storage whose files appear whole.
+"""
+
+import hashlib
+import json
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from rolecall.checkpoint.storage import Storage
+from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, RoleCallError
+
+logger = logging.getLogger(__name__)
+
+COMMITTED = "COMMITTED"
+_CHUNK_BYTES = 64 * 2**20
+_STEP = re.compile(r"step-(\d{8})/(.+)")
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file that was written."""
+
+    name: str
+    """Relative to the folder that is spoken of."""
+    num_bytes: int
+    checksum: str
+    """Hex sha256 of its contents."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A checkpoint that is being made."""
+
+    step: int
+    storage: Storage
+    """Its own folder, where nobody else writes."""
+    name: str
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A valid checkpoint."""
+
+    step: int
+    storage: Storage
+    files: tuple[StoredFile, ...]
+    """All of them, in `storage`."""
+    state: Mapping[str, Any]
+    """The controller's share."""
+
+    def share(self, role: str) -> tuple[Storage, tuple[StoredFile, ...]]:
+        """What `role` saved. CheckpointMissingError when it was not in the run."""
+        prefix = f"{role}/"
+        files = tuple(
+            StoredFile(file.name.removeprefix(prefix), file.num_bytes, file.checksum)
+            for file in self.files
+            if file.name.startswith(prefix)
+        )
+        if not files:
+            raise CheckpointMissingError(
+                f"{self.storage.url} holds nothing of role {role!r}; name one that was in the run"
+            )
+        return self.storage.at(role), files
+
+
+class RunCheckpoints:
+    """The checkpoints under one folder. Calls block."""
+
+    def __init__(self, storage: Storage, num_kept: int) -> None:
+        self._storage = storage
+        self._num_kept = num_kept
+
+    def begin(self, step: int) -> Attempt:
+        """A new attempt at the checkpoint of `step`; nothing is written yet."""
+        name = secrets.token_hex(4)
+        return Attempt(step, self._storage.at(f"{folder_of(step)}/{name}"), name)
+
+    def commit(self, attempt: Attempt, files: Sequence[StoredFile], state: Mapping[str, Any]) -> None:
+        """Makes the attempt, whose `files` are all written, the checkpoint of its step; then deletes what nobody needs
+        any more, as far as it can.
+        """
+        found = attempt.storage.files()
+        if missing := [file.name for file in files if found.get(file.name) != file.num_bytes]:
+            raise CheckpointMismatchError(
+                f"{attempt.storage.url} lacks {len(missing)} files that were written, first {missing[0]}; who else "
+                "deletes there?"
+            )
+        tree = {
+            "step": attempt.step,
+            "attempt": attempt.name,
+            "files": {file.name: [file.num_bytes, file.checksum] for file in files},
+            "state": state,
+        }
+        text = json.dumps(tree)
+        data = json.dumps({"checkpoint": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}).encode()
+        self._storage.write(f"{folder_of(attempt.step)}/{COMMITTED}", lambda file: file.write(data))
+        try:
+            self._retain(attempt.step)
+        except (RoleCallError, OSError) as error:
+            logger.warning(
+                "the checkpoint of step %d is committed, and what nobody needs any more goes with the next: %s",
+                attempt.step,
+                error,
+            )
+
+    def discard(self, attempt: Attempt) -> None:
+        """Deletes what an attempt that was given up has written, unless it is the checkpoint of its step, as after a
+        commit that failed too late.
+        """
+        with suppress(CheckpointMissingError):
+            if self.read(attempt.step).storage.url == attempt.storage.url:
+                return
+        attempt.storage.remove(attempt.storage.files())
+
+    def discard_uncommitted(self) -> None:
+        """Deletes what attempts that were cut short left: before a new lineage, whose steps have the same numbers and
+        other weights.
+        """
+        steps = self._by_step()
+        self._storage.remove(
+            name for step, files in steps.items() if COMMITTED not in files for name in _named(step, files)
+        )
+
+    def steps(self) -> list[int]:
+        """Steps with a committed checkpoint, the oldest first."""
+        return [step for step, files in sorted(self._by_step().items()) if COMMITTED in files]
+
+    def latest(self) -> Committed | None:
+        """The newest. CheckpointMismatchError when its COMMITTED was changed."""
+        steps = self.steps()
+        return self.read(steps[-1]) if steps else None
+
+    def read(self, step: int) -> Committed:
+        """The one of `step`. CheckpointMissingError, CheckpointMismatchError."""
+        return read_committed(self._storage.at(folder_of(step)))
+
+    def _by_step(self) -> dict[int, dict[str, int]]:
+        steps: dict[int, dict[str, int]] = {}
+        for name, num_bytes in self._storage.files().items():
+            if match := _STEP.fullmatch(name):
+                steps.setdefault(int(match[1]), {})[match[2]] = num_bytes
+        return steps
+
+    def _retain(self, newest: int) -> None:
+        """Of the committed ones that are whole the newest `num_kept` stay, and of those only what they name; damaged
+        ones beyond them go with the old.
+        """
+        steps = self._by_step()
+        kept = 0
+        for step in sorted(steps, reverse=True):
+            files = steps[step]
+            needed = self._needed(step, files)
+            kept += needed is not None
+            if step > newest:  # of another lineage, or of somebody who is at work
+                continue
+            if needed is None or kept > self._num_kept:
+                # first it ends to be a checkpoint
+                self._storage.remove(_named(step, sorted(files, key=lambda name: name != COMMITTED)))
+            else:
+                self._storage.remove(_named(step, files.keys() - needed))
+
+    def _needed(self, step: int, files: Mapping[str, int]) -> set[str] | None:
+        """The files of a checkpoint, when all that it names are there; else None."""
+        if COMMITTED not in files:
+            return None
+        try:
+            checkpoint = self.read(step)
+        except CheckpointMismatchError:
+            return None
+        folder = checkpoint.storage.url.rpartition("/")[2]
+        sizes = {f"{folder}/{file.name}": file.num_bytes for file in checkpoint.files}
+        return {COMMITTED, *sizes} if sizes.items() <= files.items() else None
+
+
+def folder_of(step: int) -> str:
+    """Where the checkpoint of `step` is, in the folder of all."""
+    return f"step-{step:08d}"
+
+
+def read_committed(storage: Storage) -> Committed:
+    """The checkpoint in the folder of a step. CheckpointMissingError; CheckpointMismatchError when COMMITTED was
+    changed.
+    """
+    try:
+        outer = json.loads(storage.read(COMMITTED))
+        text = outer["checkpoint"]
+        if hashlib.sha256(text.encode()).hexdigest() != outer["sha256"]:
+            raise ValueError("its checksum differs")
+    except FileNotFoundError:
+        raise CheckpointMissingError(
+            f"{storage.url} holds no {COMMITTED}; name the folder of a step that has one"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointMismatchError(
+            f"{storage.url}/{COMMITTED} was damaged after it was written ({error}); remove {storage.url} to use an "
+            "older one"
+        ) from error
+    tree = json.loads(text)
+    files = tuple(StoredFile(name, num_bytes, checksum) for name, (num_bytes, checksum) in tree["files"].items())
+    return Committed(tree["step"], storage.at(tree["attempt"]), files, tree["state"])
+
+
+def store(storage: Storage, name: str, produce: Callable[[BinaryIO], object]) -> StoredFile:
+    """Writes a file and says what was written."""
+
+    def hashed(file: BinaryIO) -> StoredFile:
+        sink = _Hashing(file)
+        produce(sink)  # type: ignore[arg-type]  # of BinaryIO it is given `write` alone
+        return StoredFile(name, sink.num_bytes, sink.checksum.hexdigest())
+
+    return storage.write(name, hashed)
+
+
+def verify(storage: Storage, files: Iterable[StoredFile], progressed: Callable[[], None]) -> None:
+    """CheckpointMismatchError when one of `files` is not what it was when it was written."""
+    for file in files:
+        checksum = hashlib.sha256()
+        try:
+            for start in range(0, file.num_bytes, _CHUNK_BYTES):
+                checksum.update(storage.read(file.name, start, start + _CHUNK_BYTES))
+                progressed()
+        except FileNotFoundError:
+            raise CheckpointMismatchError(
+                f"{storage.url}/{file.name} of a committed checkpoint is gone; restore another one"
+            ) from None
+        if checksum.hexdigest() != file.checksum:
+            raise CheckpointMismatchError(
+                f"{storage.url}/{file.name} is not what was written ({file.num_bytes} bytes, sha256 "
+                f"{file.checksum}); restore another one"
+            )
+
+
+class _Hashing:
+    """A file that is written through."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.num_bytes = 0
+        self.checksum = hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Writes all of `data`, bytes."""
+        self.checksum.update(data)
+        self.num_bytes += len(data)
+        return self._file.write(data)
+
+
+def _named(step: int, names: Iterable[str]) -> list[str]:
+    return [f"{folder_of(step)}/{name}" for name in names]

@@ -1,0 +1,1 @@
+"""The `rolecall` command: one file a verb, and what a configuration means before anything starts."""

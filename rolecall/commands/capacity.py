@@ -1,0 +1,168 @@
+"""Whether the local roles fit this machine: its cores, its memory, its GPUs' memory. Reads /proc, the memory limits of
+its control group and nvidia-smi.
+
+Refuses only what cannot be: what is counted is the least that a role needs, without activations, caches and libraries.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rolecall.commands.preflight import NOTE
+from rolecall.data.model_files import ModelFacts, num_adapter_parameters
+from rolecall.errors import ConfigError
+from rolecall.settings import ActorSection, OptimizerSection, RunSettings, TrainerSection
+
+PROCESS_BYTES = 2**28
+"""Of a process with torch, the least."""
+NVIDIA_SMI_TIMEOUT_S = 10.0
+_CGROUP_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True)
+class Need:
+    """The least memory that one process needs where it computes."""
+
+    who: str
+    num_bytes: float
+    devices: tuple[int, ...]
+    """The GPU it computes on; empty: CPUs."""
+
+
+def host_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory of this machine, or what its control group leaves of it."""
+    total = next(line for line in (proc / "meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
+    limits = [int(total.split()[1]) * 1024]
+    for name in _CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # another kind of control groups, or "max"
+            limits.append(int((cgroup / name).read_text()))
+    return min(limits)
+
+
+def gpu_memory_bytes() -> Mapping[int, int]:
+    """Memory of each GPU by its index; empty where nvidia-smi does not tell."""
+    command = ["nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
+    if shutil.which(command[0]) is None:
+        return {}
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
+        ).stdout
+        return {
+            int(index): int(mebibytes) * 2**20 for index, mebibytes in (line.split(",") for line in answer.splitlines())
+        }
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return {}
+
+
+def check_capacity(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
+    """ConfigError with figures when the local roles cannot fit; a line for what they have."""
+    host, gpus, num_cores = host_memory_bytes(), gpu_memory_bytes(), len(os.sched_getaffinity(0))
+    rollout = settings.rollout
+    if not rollout.devices and rollout.tensor_parallel_size > num_cores:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size {rollout.tensor_parallel_size}: each worker of a replica needs a core of "
+            "its own, and this machine has "
+            f"{num_cores}; lower it"
+        )
+    needs = _needs(settings, facts)
+    _check_host(needs, host)
+    # of them all: CUDA may number GPUs of several kinds otherwise than nvidia-smi
+    largest = max(gpus.values(), default=0)
+    for need in needs:
+        if gpus and need.devices and need.num_bytes > largest:
+            raise ConfigError(
+                f"{need.who} needs at least {in_bytes(need.num_bytes)} on GPU {need.devices[0]}, and no GPU of this "
+                f"machine has more than {in_bytes(largest)}; "
+                "use more GPUs for it, a smaller model or dtype, or lower rollout.kv_cache_bytes"
+            )
+    if settings.store.url is None and settings.store.max_bytes > host:
+        raise ConfigError(
+            f"store.max_bytes {in_bytes(settings.store.max_bytes)} exceeds the {in_bytes(host)} of this machine; "
+            "lower it, or set store.url"
+        )
+    named = ", ".join(f"GPU {device} {in_bytes(num_bytes)}" for device, num_bytes in gpus.items())
+    if not rollout.devices and rollout.num_replicas * rollout.tensor_parallel_size > num_cores:
+        yield (
+            f"{NOTE} rollout.num_replicas {rollout.num_replicas}: they take turns on the {num_cores} cores of "
+            "this machine"
+        )
+    yield f"machine: {num_cores} cores, {in_bytes(host)} of memory" + (f", {named}" if named else "")
+
+
+def _check_host(needs: list[Need], host: int) -> None:
+    least: dict[str, float] = {}
+    for need in needs:
+        if not need.devices:
+            least[need.who] = least.get(need.who, 0.0) + need.num_bytes
+    if sum(least.values()) > host:
+        parts = ", ".join(
+            f"{who} {in_bytes(num_bytes)}" for who, num_bytes in sorted(least.items(), key=lambda item: -item[1])
+        )
+        raise ConfigError(
+            f"the roles on CPUs need at least {in_bytes(sum(least.values()))} of memory, and this machine has "
+            f"{in_bytes(host)}: {parts}; lower "
+            "rollout.kv_cache_bytes or rollout.num_replicas, use a smaller model, or place roles on GPUs or other "
+            "machines"
+        )
+
+
+def _needs(settings: RunSettings, facts: ModelFacts) -> list[Need]:
+    size = 4 if settings.model.dtype == "float32" else 2
+    weights = facts.num_parameters * size
+    # vLLM gathers a layer before it puts it in place
+    received = facts.largest_layer * size if settings.actor.lora is None else 0
+    needs: list[Need] = []
+    if settings.actor.address is None:
+        needs += _ranks(
+            "actor", settings.actor, _trained_bytes(settings, settings.actor, facts.num_parameters, weights)
+        )
+    if settings.critic is not None and settings.critic.address is None:
+        needs += _ranks("critic", settings.critic, _optimized_bytes(settings.critic.optimizer, facts.num_parameters))
+    for name, section in settings.references.items():
+        if section.address is None:
+            needs += _ranks(f"reference {name}", section, weights)
+    rollout = settings.rollout
+    cache = rollout.kv_cache_bytes or 0
+    for i in range(rollout.num_replicas):
+        for rank in range(rollout.tensor_parallel_size):
+            device = rollout.devices[i][rank : rank + 1] if rollout.devices else ()
+            needs.append(
+                Need(
+                    "rollout",
+                    weights / rollout.tensor_parallel_size + cache + (received if device else PROCESS_BYTES),
+                    device,
+                )
+            )
+    return needs
+
+
+def _ranks(who: str, section: TrainerSection, num_bytes: float) -> list[Need]:
+    per_rank = num_bytes / section.num_shards
+    devices: list[tuple[int, ...]] = [(device,) for device in section.devices] or [()] * section.num_ranks
+    return [Need(who, per_rank + (0 if device else PROCESS_BYTES), device) for device in devices]
+
+
+def _trained_bytes(settings: RunSettings, section: ActorSection, num_parameters: int, weights: float) -> float:
+    if section.lora is None:
+        return _optimized_bytes(section.optimizer, num_parameters)
+    return weights + _optimized_bytes(
+        section.optimizer, num_adapter_parameters(settings.model.path, section.lora.rank, section.lora.target_modules)
+    )
+
+
+def _optimized_bytes(optimizer: OptimizerSection, num_parameters: int) -> float:
+    """Float32 weights, gradients and moments, of which muon has half as many at the least, and which may wait
+    elsewhere.
+    """
+    moments = 0 if optimizer.offload else 8 if optimizer.kind == "adamw" else 4
+    return num_parameters * (8 + moments)
+
+
+def in_bytes(num_bytes: float) -> str:
+    """`num_bytes` for people."""
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,0 +1,414 @@
+"""`rolecall check`: what a configuration means on this machine, a line per derived value, without starting anything.
+
+Reads the model's JSON and safetensors headers, the tokenizer and the datasets, and looks around
+(`rolecall/commands/preflight.py`, `rolecall/commands/capacity.py`); imports no torch and no service. What is wrong is
+collected, so that one run of the command shows everything; `rolecall train` refuses to start anything while there is
+something. Estimates say that they are.
+"""
+
+import io
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from rolecall.algorithms.advantages.custom import load as load_advantage
+from rolecall.checkpoint.storage import DiskStorage, open_storage
+from rolecall.commands.capacity import check_capacity, in_bytes
+from rolecall.commands.explain import explain
+from rolecall.commands.preflight import NOTE, preflight
+from rolecall.data.dataset import RawPrompt, load_prompts
+from rolecall.data.model_files import (
+    ModelFacts,
+    check_cpu_adapters,
+    check_cpu_attention,
+    check_parallel,
+    check_routers,
+    check_tokenizer,
+    check_trainable,
+    eos_token_ids,
+    max_model_tokens,
+    num_adapter_parameters,
+    read_model,
+    vocab_size,
+)
+from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.errors import ConfigError, RoleCallError
+from rolecall.launcher.plan import holds_a_run
+from rolecall.settings import (
+    CriticSection,
+    CustomAdvantage,
+    OptimizerSection,
+    ReferenceSection,
+    RunSettings,
+    TrainerSection,
+)
+from rolecall.store.budget import StoreBudget
+from rolecall.trackers import require as require_trackers
+
+OPTIMIZER_BYTES_PER_PARAMETER = 16
+"""float32 master weight, gradient and two moments."""
+MOMENT_BYTES_PER_PARAMETER = 8
+"""Two float32 moments; muon has one of a matrix."""
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+"""float32 master weight and two moments."""
+CPU_KV_CACHE_BYTES = 2**30
+MAX_MEASURED_PROMPTS = 2000
+"""Prompts of a file that are rendered and counted; the controller looks at every one when its turn comes."""
+
+
+def check(settings: RunSettings, out: TextIO) -> int:
+    """Writes a line per finding to `out`; 0 when everything fits, 2 when something does not."""
+    problems = find_problems(settings, out)
+    for problem in problems:
+        out.write(f"PROBLEM  {problem}\n")
+    out.write(
+        "ok: nothing was started\n"
+        if not problems
+        else f"{len(problems)} problem{'s' if len(problems) > 1 else ''}; nothing was started\n"
+    )
+    return 2 if problems else 0
+
+
+def require(settings: RunSettings, out: TextIO) -> None:
+    """What `rolecall train` asks before it starts anything. ConfigError lists everything that is wrong; what else is
+    worth telling goes to `out`.
+    """
+    found = io.StringIO()
+    problems = find_problems(settings, found)
+    out.writelines(line for line in found.getvalue().splitlines(keepends=True) if line.startswith(NOTE))
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        raise ConfigError("\n  ".join([f"{len(problems)} problems; nothing was started:", *problems]))
+
+
+def find_problems(settings: RunSettings, out: TextIO) -> list[str]:
+    """Everything that is wrong, a sentence each; what is well is written to `out`."""
+    problems: list[str] = []
+    found: dict[str, Any] = {}
+    for name, read in (("facts", read_model), ("tokenizer", ChatTokenizer)):
+        try:
+            found[name] = read(settings.model.path)
+        except RoleCallError as error:
+            problems.append(error.message)
+    facts: ModelFacts | None = found.get("facts")
+    tokenizer: ChatTokenizer | None = found.get("tokenizer")
+    sections = [_run(settings), *_data(settings, tokenizer), _batches(settings), _functions(settings)]
+    if facts is not None:
+        sections += [_model(settings, facts), _memory(settings, facts), check_capacity(settings, facts)]
+        sections += [_fit(settings, tokenizer)] if tokenizer is not None else []
+    for section in [*sections, _placement(settings), _deadlines(settings), *preflight(settings)]:
+        _collect(section, out, problems)
+    return list(dict.fromkeys(problems))
+
+
+def _collect(lines: Iterator[str], out: TextIO, problems: list[str]) -> None:
+    try:
+        for line in lines:
+            out.write(line + "\n")
+    except RoleCallError as error:
+        problems.append(error.message)
+
+
+def _run(settings: RunSettings) -> Iterator[str]:
+    directory = settings.run.dir
+    used = directory.is_dir() and any(directory.iterdir())
+    state = (
+        "is new"
+        if not used
+        else "holds a run: train needs --resume or another run.dir"
+        if holds_a_run(directory)
+        else "holds nothing that was trained"
+    )
+    yield (
+        f"run {settings.run.name}: {settings.run.num_steps} steps, seed {settings.run.seed}, directory "
+        f"{directory} ({state})"
+    )
+    parent = next(folder for folder in [directory, *directory.parents] if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=parent) as probe:
+            probe.write(bytes(4096))
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir {directory} cannot be written: {error.strerror} in {parent}; make room or it writable, or "
+            "name another run.dir"
+        ) from error
+
+
+def _data(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Iterator[Iterator[str]]:
+    train: list[RawPrompt] = []
+    yield _prompts(settings, tokenizer, "data.train", settings.data.train, "", train)
+    yield _store(settings, train)
+    for name, section in settings.evaluation.sets.items():
+        when = (
+            f"every {settings.evaluation.every_steps} steps and at the end"
+            if settings.evaluation.every_steps
+            else "and at the end"
+        )
+        about = f", {section.num_responses} response(s) at temperature {section.temperature}, at step 0, {when}"
+        yield _prompts(settings, tokenizer, f"evaluation.sets.{name}.path", section.path, about, [])
+
+
+def _prompts(
+    settings: RunSettings, tokenizer: ChatTokenizer | None, setting: str, path: Path, about: str, read: list[RawPrompt]
+) -> Iterator[str]:
+    """Every row is read, into `read`; the first ones are measured, and more only while none fits."""
+    prompts = load_prompts(
+        path, settings.data, settings.reward, settings.algorithm.distillation if path == settings.data.train else None
+    )
+    read += prompts
+    yield f"{setting}: {path}, {len(prompts)} prompts{about}"
+    if tokenizer is None:
+        return
+    bound, lengths = settings.data.max_prompt_tokens, list[int]()
+    for prompt in prompts:
+        if len(lengths) >= MAX_MEASURED_PROMPTS and min(lengths) <= bound:
+            break
+        lengths.append(_num_tokens(prompt, tokenizer))
+    too_long = sum(length > bound for length in lengths)
+    yield f"  the first is {lengths[0]} tokens as rendered: {tokenizer.render(prompts[0].chat)!r}"
+    yield (
+        f"  of the first {len(lengths)}, the longest has {max(lengths)} tokens; {too_long} exceed "
+        f"data.max_prompt_tokens {bound} and will be left out"
+    )
+    if too_long == len(lengths):
+        raise ConfigError(
+            f"{setting}: all {too_long} prompts of {path} have more tokens than data.max_prompt_tokens {bound}, the "
+            f"shortest {min(lengths)}; "
+            "raise it or shorten the prompts"
+        )
+
+
+def _num_tokens(prompt: RawPrompt, tokenizer: ChatTokenizer) -> int:
+    try:
+        return len(tokenizer.encode(tokenizer.render(prompt.chat)))
+    except RoleCallError as error:
+        raise ConfigError(f"{prompt.where}: {error.message}") from error
+
+
+def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
+    path = settings.model.path
+    yield f"model: {path}, {facts.architecture}, {facts.num_parameters / 1e6:,.2f}M parameters, {settings.model.dtype}"
+    also = settings.sampling.stop_token_ids
+    check_trainable(path)
+    check_parallel(path, settings.actor.parallel)
+    if settings.actor.moe is not None:
+        check_routers(path)
+        moe = settings.actor.moe
+        yield (
+            f"routers: balance_coef {moe.balance_coef:g}, z_coef {moe.z_coef:g}, over all tokens of a mini-batch, "
+            "prompts included"
+        )
+    yield f"EOS ids: {', '.join(map(str, eos_token_ids(path)))}" + (
+        f"; also stops at {', '.join(map(str, also))}" if also else ""
+    )
+    longest = settings.data.max_prompt_tokens + settings.sampling.max_tokens
+    bound = settings.model.max_model_tokens or max_model_tokens(path)
+    yield (
+        f"max model length: {bound} tokens; prompt up to {settings.data.max_prompt_tokens} + response up to "
+        f"{settings.sampling.max_tokens} = {longest}"
+    )
+    if longest > bound:
+        raise ConfigError(
+            f"data.max_prompt_tokens + sampling.max_tokens = {longest} exceed the model's {bound}; lower one of them"
+        )
+    if settings.rollout.num_replicas and not settings.rollout.devices:
+        check_cpu_attention(path)
+        if settings.actor.lora is not None:
+            check_cpu_adapters(path)
+
+
+def _fit(settings: RunSettings, tokenizer: ChatTokenizer) -> Iterator[str]:
+    """The tokenizer fits every model that reads its ids."""
+    sections: dict[str, ReferenceSection | CriticSection] = {
+        f"references.{name}.path": section for name, section in settings.references.items()
+    }
+    if settings.critic is not None:
+        sections["critic.path"] = settings.critic
+    check_tokenizer(settings.model.path, tokenizer.num_ids)
+    for setting, section in sections.items():
+        check_parallel(section.path or settings.model.path, section.parallel, setting)
+        if section.path is not None:
+            read_model(section.path, setting)
+            check_trainable(section.path, setting)
+            check_tokenizer(section.path, tokenizer.num_ids, setting)
+    known = vocab_size(settings.model.path)
+    yield f"tokenizer: ids up to {tokenizer.num_ids - 1}, the model knows {known}"
+    distillation = settings.algorithm.distillation
+    if distillation is not None and distillation.top_k is not None and distillation.top_k >= known:
+        raise ConfigError(
+            f"algorithm.distillation.top_k {distillation.top_k} is not less than the {known} ids of the model; lower it"
+        )
+    unknown = [token for token in settings.sampling.stop_token_ids if token < 0 or token >= known > 0]
+    if unknown:
+        raise ConfigError(
+            f"sampling.stop_token_ids {unknown} are not ids of the model, which knows 0 to {known - 1}; correct them"
+        )
+
+
+def _batches(settings: RunSettings) -> Iterator[str]:
+    algorithm, sampling = settings.algorithm, settings.sampling
+    rows = algorithm.groups_per_batch * sampling.num_responses
+    yield (
+        f"batch: {algorithm.groups_per_batch} groups x {sampling.num_responses} responses = {rows} trajectories; "
+        f"{algorithm.num_epochs} pass(es) in "
+        f"{algorithm.num_minibatches} mini-batches of about {math.ceil(rows / algorithm.num_minibatches)}; "
+        f"{settings.run.num_steps * algorithm.num_epochs * algorithm.num_minibatches} optimizer steps in the run"
+    )
+    yield (
+        f"staleness: at most {algorithm.max_staleness} steps; at most "
+        f"{(1 + algorithm.max_staleness) * algorithm.groups_per_batch} groups in flight"
+    )
+    window, letters, failed = (
+        settings.controller.failure_window,
+        settings.controller.max_dead_letters,
+        settings.reward.max_failed_groups,
+    )
+    yield (
+        f"failures: of any {window} groups {failed} may be without a score and {letters} without a rollout that "
+        "survives them; one more ends the run"
+    )
+    yield from explain(settings)
+
+
+def _functions(settings: RunSettings) -> Iterator[str]:
+    """A policy loss of the user's is not looked at: it imports torch, and the actor loads it first of all."""
+    if isinstance(settings.algorithm.advantage, CustomAdvantage):
+        load_advantage(settings.algorithm.advantage)
+        yield f"algorithm.advantage.function: {settings.algorithm.advantage.function} is found and takes its options"
+    yield from require_trackers(settings.trackers)
+
+
+def _memory(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
+    size = 4 if settings.model.dtype == "float32" else 2
+    weights = facts.num_parameters * size
+    trained = facts.num_parameters * (OPTIMIZER_BYTES_PER_PARAMETER + size)
+    adapters = _num_adapter_parameters(settings)
+    acting = trained if adapters is None else weights + adapters * (OPTIMIZER_BYTES_PER_PARAMETER + size)
+    yield (
+        f"memory (estimates without activations): actor {in_bytes(acting / settings.actor.num_shards)} per rank x "
+        f"{settings.actor.num_ranks}"
+    )
+    yield from _moments(
+        settings.actor, settings.actor.optimizer, facts.num_parameters if adapters is None else adapters
+    )
+    if adapters is not None:
+        yield f"  adapters: {adapters / 1e6:,.2f}M parameters are trained, published and kept; the base stays as it is"
+    if settings.critic is not None:
+        yield f"  critic {in_bytes(trained / settings.critic.num_shards)} per rank x {settings.critic.num_ranks}"
+        yield from _moments(settings.critic, settings.critic.optimizer, facts.num_parameters)
+    for name, section in settings.references.items():
+        yield f"  reference {name} {in_bytes(weights / section.num_shards)} per rank x {section.num_ranks}"
+    rollout = settings.rollout
+    cache = rollout.kv_cache_bytes or (None if rollout.devices else CPU_KV_CACHE_BYTES)
+    kept = (
+        in_bytes(cache) if cache else f"vLLM's own: {rollout.gpu_memory_utilization:.0%} of each GPU, weights included"
+    )
+    yield (
+        f"  rollout {in_bytes(weights / rollout.tensor_parallel_size)} weights + KV cache {kept}, x "
+        f"{rollout.num_replicas} replicas"
+    )
+    if rollout.devices and adapters is None:
+        left = (
+            ""
+            if cache
+            else f" in the {1 - rollout.gpu_memory_utilization:.0%} of a GPU that rollout.gpu_memory_utilization leaves"
+        )
+        yield (
+            f"    a publish gathers a whole layer on each GPU, up to {in_bytes(facts.largest_layer * size)}, "
+            f"beside three buckets{left}"
+        )
+    yield from _disk(settings, facts)
+
+
+def _moments(section: TrainerSection, optimizer: OptimizerSection, num_parameters: int) -> Iterator[str]:
+    if optimizer.offload:
+        yield (
+            f"    of which at most {in_bytes(num_parameters * MOMENT_BYTES_PER_PARAMETER / section.num_shards)}, "
+            "moments, are in host memory but for the step"
+        )
+
+
+def _num_adapter_parameters(settings: RunSettings) -> int | None:
+    """None: the model itself is trained."""
+    lora = settings.actor.lora
+    return None if lora is None else num_adapter_parameters(settings.model.path, lora.rank, lora.target_modules)
+
+
+def _disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
+    storage = open_storage(settings.run.checkpoints)
+    adapters = _num_adapter_parameters(settings)
+    kept_parameters = (facts.num_parameters if adapters is None else adapters) + (
+        facts.num_parameters if settings.critic else 0
+    )
+    needed = kept_parameters * CHECKPOINT_BYTES_PER_PARAMETER
+    if not isinstance(storage, DiskStorage):
+        yield f"checkpoints (estimate): {in_bytes(needed)} each in {storage.url}"
+        return
+    folder = Path(storage.url)
+    parent = next(folder for folder in [folder, *folder.parents] if folder.exists())
+    free = shutil.disk_usage(parent).free
+    kept = settings.run.keep_checkpoints
+    yield (
+        f"disk (estimate): a checkpoint {in_bytes(needed)}, {kept} kept and one being written "
+        f"{in_bytes((kept + 1) * needed)}; {in_bytes(free)} free"
+    )
+    if needed > free:
+        raise ConfigError(
+            f"{folder}: a checkpoint takes about {in_bytes(needed)} and {parent} has {in_bytes(free)} free; make room"
+        )
+
+
+def _store(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:
+    largest = max((prompt.num_bytes for prompt in prompts), default=0)
+    budget = StoreBudget.of(settings, largest)
+    where = "external" if settings.store.url else "embedded"
+    batches = (
+        f"{budget.num_batches} batches {in_bytes(budget.num_batches * budget.batch_bytes)} of "
+        f"{in_bytes(budget.max_bytes)} for rows"
+    )
+    yield (
+        f"store ({where}): a batch at its longest {in_bytes(budget.batch_bytes)}, the largest prompt "
+        f"{in_bytes(largest)}, kept once a group; {batches}"
+    )
+
+
+def _placement(settings: RunSettings) -> Iterator[str]:
+    trainers: dict[str, TrainerSection] = {"actor": settings.actor}
+    trainers |= {"critic": settings.critic} if settings.critic else {}
+    trainers |= {f"references.{name}": section for name, section in settings.references.items()}
+    placed = [
+        (name, section.devices, section.num_ranks) for name, section in trainers.items() if section.address is None
+    ]
+    placed += [
+        (f"rollout-{i}", devices, settings.rollout.tensor_parallel_size)
+        for i, devices in enumerate(settings.rollout.local_devices)
+    ]
+    for name, section in trainers.items():
+        if section.address is not None and section.devices and section.num_ranks % len(section.devices):
+            raise ConfigError(
+                f"{name} has {len(section.devices)} GPUs on each of its machines for {section.num_ranks} ranks; "
+                "give one each"
+            )
+    if not any(devices for _, devices, _ in placed):
+        yield f"placement: all on CPUs, {len(os.sched_getaffinity(0))} cores"
+        return
+    yield "placement: " + ", ".join(
+        f"{name} on {'GPU ' + ' '.join(map(str, devices)) if devices else 'CPU'}" for name, devices, _ in placed
+    )
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    for name, devices, num_ranks in placed:
+        if devices and len(devices) != num_ranks:
+            raise ConfigError(f"{name} has {len(devices)} GPUs for {num_ranks} ranks; give one each")
+        if any(device >= present for device in devices):
+            raise ConfigError(f"{name} names GPU {max(devices)}; this machine has {present}")
+
+
+def _deadlines(settings: RunSettings) -> Iterator[str]:
+    """Those that the file leaves out."""
+    for deadline in settings.derived_deadlines:
+        yield f"{deadline.setting}: {deadline.seconds:g} s, derived: {deadline.why}"

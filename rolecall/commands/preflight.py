@@ -1,0 +1,274 @@
+"""What a run needs around it before it starts: credentials, the store, users' functions, whoever is at an address, free
+ports.
+
+Part of `rolecall check`, and so of `rolecall train`: each check takes seconds at most, and what fails here would have
+failed in a role minutes later. Each is an iterator of lines for people that ends in a ConfigError when something is
+wrong; a line that begins with NOTE is also told by `rolecall train`.
+"""
+
+import asyncio
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from rolecall.address import is_unix
+from rolecall.errors import ConfigError
+from rolecall.launcher.plan import role_environment
+from rolecall.rpc import tls as tls_files
+from rolecall.rpc.channel import open_channel
+from rolecall.rpc.listening import require_tls, why_not
+from rolecall.rpc.presence import LOOK_S, Ask, health_of, look
+from rolecall.scoring.client import open_client, open_external
+from rolecall.settings import (
+    CustomLoss,
+    ExternalScorer,
+    FunctionScorer,
+    MathScorer,
+    RunSettings,
+    ServiceSection,
+    child_environment,
+)
+from rolecall.store.probe import find_store
+from rolecall.v1 import controller_pb2, controller_pb2_grpc, reward_pb2, reward_pb2_grpc
+
+NOTE = "NOTE"
+"""Begins a line that whoever starts the run is told as well."""
+IMPORT_TIMEOUT_S = 20.0
+"""For the modules of a user's function; one that takes longer is left to its role."""
+
+
+def preflight(settings: RunSettings) -> Iterator[Iterator[str]]:
+    """All checks of this file."""
+    yield _credentials(settings)
+    yield _store(settings)
+    yield from _functions(settings)
+    yield from _places(settings)
+    yield from _ports(settings)
+
+
+def _credentials(settings: RunSettings) -> Iterator[str]:
+    if settings.rpc.tls is not None:
+        tls_files.mutual_credentials(settings.rpc.tls)
+        yield "rpc.tls: the certificate, its key and the roots can be read"
+
+
+def _store(settings: RunSettings) -> Iterator[str]:
+    if settings.store.url is not None:
+        yield f"store: {find_store(settings.store)} answers and keeps what it acknowledges"
+
+
+# --- users' functions -----------------------------------------------------------------------------
+
+
+def _functions(settings: RunSettings) -> Iterator[Iterator[str]]:
+    """Those that a local role will import; in processes of their own, as the role does it: what they do there is not
+    ours.
+    """
+    if settings.reward.address is None:
+        for name, component in settings.reward.components.items():
+            scorer, setting = component.scorer, f"reward.components.{name}.scorer"
+            if isinstance(scorer, FunctionScorer):
+                yield _function(f"{setting}.target", scorer.target, settings.reward.search_path, settings.reward)
+            if isinstance(scorer, MathScorer):
+                yield _math(setting)
+    loss = settings.algorithm.policy_loss
+    if isinstance(loss, CustomLoss) and settings.actor.address is None:
+        yield _function("algorithm.policy_loss.function", loss.function, loss.search_path, settings.actor)
+
+
+def _function(setting: str, target: str, folder: Path, role: ServiceSection) -> Iterator[str]:
+    if not folder.is_dir():
+        raise ConfigError(f"{setting} {target!r}: its search_path {folder} is not a folder; correct it")
+    command = [sys.executable, "-P", "-m", "rolecall.plugins", setting, target]
+    environment = child_environment(role_environment(role))  # its GPUs, too: a module of kernels may ask for one
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        yield (
+            f"{NOTE} {setting}: importing {target!r} takes more than {IMPORT_TIMEOUT_S:g} s, so whether it is "
+            "there was not seen"
+        )
+        return
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or [f"its import ended the process with code {done.returncode}"]
+        raise ConfigError(
+            said[-1]
+            if said[-1].startswith(setting)
+            else f"{setting} {target!r} cannot be imported: {said[-1]}; correct the module"
+        )
+    yield f"{setting}: {target} is found"
+
+
+def _math(setting: str) -> Iterator[str]:
+    if importlib.util.find_spec("math_verify") is None:
+        raise ConfigError(
+            f"{setting}: kind math needs math-verify, which is not installed; pip install 'rolecall[reward]'"
+        )
+    yield f"{setting}: math-verify is installed"
+
+
+# --- whoever is at an address ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A role or a scorer that is not ours to start."""
+
+    setting: str
+    address: str
+    wanted: str
+    """The service that should answer there."""
+    ask: Ask
+    open: Callable[[], grpc.aio.Channel]
+
+
+def _places(settings: RunSettings) -> Iterator[Iterator[str]]:
+    places = list(_named(settings))
+    found = asyncio.run(_look_at_all(places, settings.rpc.behind_mesh))
+    for place, answer in zip(places, found, strict=True):
+        yield _told(place, answer, settings.controller.start_timeout_s)
+
+
+async def _look_at_all(places: list[_Place], through_mesh: bool) -> list[str | ConfigError]:
+    async def one(place: _Place) -> str | ConfigError:
+        try:
+            channel = place.open()
+        except ConfigError as error:  # a file that it names, or no TLS
+            return ConfigError(f"{place.setting.removesuffix('.address')}: {error.message}")
+        async with channel:  # bounded: closing it waits for no call and no peer
+            try:
+                return await look(place.address, channel, place.ask, wanted=place.wanted, through_mesh=through_mesh)
+            except ConfigError as error:
+                return ConfigError(f"{place.setting} {place.address} {error.message}")
+
+    return list(await asyncio.gather(*(one(place) for place in places)))
+
+
+def _told(place: _Place, answer: str | ConfigError, start_timeout_s: float) -> Iterator[str]:
+    if isinstance(answer, ConfigError):
+        raise answer
+    where = f"{place.setting} {place.address}"
+    yield (
+        f"{NOTE} {where}: {answer}; the run waits for it, up to controller.start_timeout_s = {start_timeout_s:g} s"
+        if answer
+        else f"{where} answers"
+    )
+
+
+def _named(settings: RunSettings) -> Iterator[_Place]:
+    roles: dict[str, ServiceSection | None] = {"actor": settings.actor, "critic": settings.critic}
+    services = {name: f"rolecall.v1.{name.capitalize()}Service" for name in roles}
+    roles |= {f"references.{name}": section for name, section in settings.references.items()}
+    services |= {f"references.{name}": "rolecall.v1.ReferenceService" for name in settings.references}
+    rpc = settings.rpc
+    if settings.controller.address is not None:
+        address = settings.controller.address
+        yield _Place(
+            "controller.address",
+            address,
+            "rolecall.v1.ControllerService",
+            _ask_run(settings.run.name),
+            lambda: open_channel(address, rpc),
+        )
+    for name, section in roles.items():
+        if section is not None and section.address is not None:
+            yield _Place(
+                f"{name}.address",
+                section.address,
+                services[name],
+                health_of(services[name]),
+                _opener(section.address, settings),
+            )
+    reward = "rolecall.v1.RewardService"
+    if settings.reward.address is not None:
+        address_of_reward = settings.reward.address
+        yield _Place(
+            "reward.address",
+            address_of_reward,
+            reward,
+            _describe,
+            lambda: open_client(settings.reward, address_of_reward, rpc)[1],
+        )
+        return
+    for name, component in settings.reward.components.items():
+        if isinstance(component.scorer, ExternalScorer):
+            yield _Place(
+                f"reward.components.{name}.scorer.address",
+                component.scorer.address,
+                reward,
+                _describe,
+                _opener_of_scorer(name, component.scorer, settings),
+            )
+
+
+def _opener(address: str, settings: RunSettings) -> Callable[[], grpc.aio.Channel]:
+    return lambda: open_channel(address, settings.rpc)
+
+
+def _opener_of_scorer(name: str, scorer: ExternalScorer, settings: RunSettings) -> Callable[[], grpc.aio.Channel]:
+    return lambda: open_external(name, scorer, settings.rpc, timeout_s=LOOK_S, max_attempts=1)[1]
+
+
+def _ask_run(name: str) -> Callable[[grpc.aio.Channel], Awaitable[None]]:
+    async def ask(channel: grpc.aio.Channel) -> None:
+        status = (
+            await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(
+                controller_pb2.GetRunRequest(), timeout=LOOK_S
+            )
+        ).status
+        if status.run != name:
+            raise ConfigError(
+                f"is the controller of the run {status.run!r}, not of {name!r}; correct the address or run.name"
+            )
+
+    return ask
+
+
+async def _describe(channel: grpc.aio.Channel) -> None:
+    await reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest(), timeout=LOOK_S)
+
+
+# --- ports ----------------------------------------------------------------------------------------
+
+
+def _ports(settings: RunSettings) -> Iterator[Iterator[str]]:
+    """The addresses that local roles are told to listen on; those that `rolecall train` chooses are free."""
+    local: dict[str, ServiceSection | None] = {
+        "controller": settings.controller,
+        "actor": settings.actor,
+        "critic": settings.critic,
+        "reward": settings.reward,
+    }
+    local |= {f"references.{name}": section for name, section in settings.references.items()}
+    binds = {
+        f"{name}.bind": section.bind
+        for name, section in local.items()
+        if section is not None and section.bind and section.address is None
+    }
+    binds |= {"rollout.bind": settings.rollout.bind} if settings.rollout.num_replicas else {}
+    taken: dict[str, str] = {}
+    for setting, bind in binds.items():
+        yield _port(setting, bind, taken, settings, settings.rollout.num_replicas if setting == "rollout.bind" else 1)
+
+
+def _port(setting: str, bind: str, taken: dict[str, str], settings: RunSettings, num_replicas: int) -> Iterator[str]:
+    require_tls(bind, settings.rpc, setting)
+    if not is_unix(bind) and bind.endswith(":0"):
+        return
+    if bind in taken or num_replicas > 1:
+        raise ConfigError(
+            f"{setting} {bind} is {taken.get(bind, 'the address of every replica')}'s, too; give each its own port, "
+            "or 0 for a free one"
+        )
+    taken[bind] = setting
+    problem = why_not(bind)
+    if problem:
+        raise ConfigError(f"{setting} {bind} {problem}")
+    yield f"{setting}: {bind} is free"

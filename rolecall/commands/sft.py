@@ -1,0 +1,101 @@
+"""`rolecall sft`: checks a warm start's file, model and data, then starts its ranks and waits for them. No torch.
+
+The run directory is laid out as a run's: config.yaml, logs/sft.log, metrics.jsonl, checkpoints/. No store and no
+service is needed.
+"""
+
+import os
+import subprocess
+import sys
+
+from rolecall.data.model_files import (
+    check_parallel,
+    check_routers,
+    check_tokenizer,
+    check_trainable,
+    max_model_tokens,
+    num_adapter_parameters,
+    read_model,
+)
+from rolecall.data.sft_examples import end_of_response, load_demonstrations
+from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.errors import ConfigError, RoleCallError
+from rolecall.launcher.last_words import describe_failure, final_line
+from rolecall.launcher.plan import prepare_run_dir, ranks_command, role_environment, write_config
+from rolecall.launcher.processes import STARTED, STOP_TIMEOUT_S, Worker
+from rolecall.lifeline import tied
+from rolecall.settings import SftSettings, child_environment
+from rolecall.trackers import require as require_trackers
+
+
+def require(settings: SftSettings) -> None:
+    """ConfigError names what is wrong with the model or the data, before anything is started."""
+    path, actor = settings.model.path, settings.actor
+    for _ in require_trackers(settings.trackers):
+        pass
+    read_model(path)
+    check_trainable(path)
+    check_parallel(path, actor.parallel)
+    if actor.moe is not None:
+        check_routers(path)
+    if actor.lora is not None:
+        num_adapter_parameters(path, actor.lora.rank, actor.lora.target_modules)
+    tokenizer = ChatTokenizer(path)
+    check_tokenizer(path, tokenizer.num_ids)
+    end_of_response(path, tokenizer)
+    longest = settings.model.max_model_tokens or max_model_tokens(path)
+    if settings.data.max_tokens > longest:
+        raise ConfigError(f"data.max_tokens {settings.data.max_tokens} exceeds the model's {longest} tokens; lower it")
+    load_demonstrations(settings.data.train, settings.data, "data.train")
+    if settings.evaluation is not None:
+        load_demonstrations(settings.evaluation.path, settings.data, "evaluation.path")
+
+
+def warm_start(settings: SftSettings, *, resume: bool) -> int:
+    """Runs `settings` to its end; 0. RoleCallError says what its ranks failed of."""
+    require(settings)
+    lock = prepare_run_dir(settings, resume=resume)
+    try:
+        worker = _plan(settings, resume)
+        code = _run(worker)
+        if code == 0:
+            sys.stdout.write(
+                f"done: checkpoints in {settings.run.checkpoints}\n"
+                f"a run starts from it with model.path MODEL, a new directory:  rolecall export {settings.run.dir} "
+                "MODEL\n"
+            )
+            return 0
+        raise RoleCallError(final_line(worker) or describe_failure(worker, code))
+    finally:
+        os.close(lock)
+
+
+def _plan(settings: SftSettings, resume: bool) -> Worker:
+    arguments = ["rolecall.training.sft", str(write_config(settings)), *(["--resume"] if resume else [])]
+    # "1": ranks under torchrun are tied to torchrun.
+    environment = {**role_environment(settings.actor), "ROLECALL_DIE_WITH_PARENT": "1"}
+    return Worker(
+        "sft",
+        "sft",
+        ranks_command(settings.actor.num_ranks, arguments),
+        environment,
+        settings.run.dir / "logs" / "sft.log",
+    )
+
+
+def _run(worker: Worker) -> int:
+    """Its exit code. Progress goes to our stdout, everything else to the log."""
+    with worker.log.open("ab") as log:
+        log.write(f"{STARTED} {worker.name}\n".encode())
+        log.flush()
+        process = subprocess.Popen(
+            tied(worker.command), stdin=subprocess.DEVNULL, stderr=log, env=child_environment(worker.environment)
+        )
+    try:
+        return process.wait()  # bounded: by the training, whose ranks watch each other
+    except KeyboardInterrupt:
+        try:
+            process.wait(STOP_TIMEOUT_S)  # it was interrupted, too
+        except subprocess.TimeoutExpired:
+            process.kill()
+        raise

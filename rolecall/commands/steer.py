@@ -1,0 +1,133 @@
+"""The commands for a run: status, watch, pause, resume, stop. A thin client of ControllerService, and of what a run
+that is over left.
+"""
+
+import asyncio
+import io
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from rolecall.errors import ConfigError, DeadlineError, NotFoundError, UnavailableError
+from rolecall.launcher.plan import is_under_way
+from rolecall.launcher.progress import STATES, open_view, render
+from rolecall.launcher.run_record import RunRecord, as_json_line, read_record
+from rolecall.rpc.channel import open_channel
+from rolecall.settings import RpcSection, load_settings
+from rolecall.v1 import controller_pb2, controller_pb2_grpc
+
+WATCH_TIMEOUT_S = 24 * 3600.0
+"""Deadline of one `rolecall watch`."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a run is found."""
+
+    address: str
+    """Of its controller."""
+    rpc: RpcSection
+    directory: Path | None = None
+    """run.dir, when it is known and here."""
+
+
+def steer(command: str, run: str, *, checkpoint: bool = False, as_json: bool = False) -> int:
+    """Carries out `command` on the run named by a run directory, a configuration file or a controller's address;
+    returns the exit code.
+
+    Of a run that is over, status and watch show what its directory says; there is nothing left to steer.
+    """
+    found = find(run)
+    try:
+        return asyncio.run(_steer(command, found, checkpoint, as_json))
+    except (UnavailableError, DeadlineError) as error:
+        record = None if found.directory is None else read_record(found.directory)
+        if found.directory is None or record is None:
+            raise
+        if is_under_way(found.directory):
+            raise UnavailableError(
+                "the controller does not answer, and is starting or being started again; ask in a moment "
+                f"({error.message})"
+            ) from error
+        if command not in ("status", "watch"):
+            raise NotFoundError(
+                f"run {record.status.run} is over ({record.how}); there is nothing to {command}"
+            ) from error
+        status = _without_the_moment(record.status)
+        sys.stdout.write(as_json_line(status, record) if as_json else _last_of(status, record))
+        return 0
+
+
+def find(run: str) -> Run:
+    """The controller's address and how to talk to it. ConfigError when `run` names neither a run nor an address."""
+    path = Path(run)
+    file = path / "config.yaml" if path.is_dir() else path
+    if file.is_file():
+        settings = load_settings(file)
+        if settings.controller.address is None and (settings.run.dir / "config.yaml").is_file():
+            # the resolved one of the run that was started from it
+            settings = load_settings(settings.run.dir / "config.yaml")
+        if settings.controller.address is None:
+            raise ConfigError(
+                f"{file} does not say where its controller is (controller.address), and no run was started from it; "
+                "name the run's directory"
+            )
+        return Run(settings.controller.address, settings.rpc, settings.run.dir)
+    if ":" in run and not path.exists():
+        return Run(run, RpcSection())
+    raise ConfigError(f"{run} is neither a run directory with a config.yaml, nor a configuration file, nor host:port")
+
+
+def _without_the_moment(status: controller_pb2.RunStatus) -> controller_pb2.RunStatus:
+    """What of it still stands once nobody is at work; `RunRecord.how` tells of an error."""
+    lasting = controller_pb2.RunStatus()
+    lasting.CopyFrom(status)
+    for field in ("workers", "waiting_for", "error", "trouble"):
+        lasting.ClearField(field)
+    return lasting
+
+
+def _last_of(status: controller_pb2.RunStatus, record: RunRecord) -> str:
+    told = io.StringIO()
+    Console(file=told, width=120).print(render(status))
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.at_s))
+    return f"{told.getvalue()}over since {when}, at step {status.step}/{status.total_steps}: {record.how}\n"
+
+
+async def _steer(command: str, run: Run, checkpoint: bool, as_json: bool) -> int:
+    async with open_channel(run.address, run.rpc) as channel:
+        stub = controller_pb2_grpc.ControllerServiceStub(channel)
+        if command == "watch":
+            return await _watch(stub)
+        if command == "pause":
+            await stub.PauseRun(controller_pb2.PauseRunRequest())
+        elif command == "resume":
+            await stub.ResumeRun(controller_pb2.ResumeRunRequest())
+        elif command == "stop":
+            await stub.StopRun(controller_pb2.StopRunRequest(checkpoint=checkpoint))
+        status = (await stub.GetRun(controller_pb2.GetRunRequest())).status
+        if command != "status":
+            sys.stdout.write(
+                f"{status.run}: {STATES.get(status.state, '?')} at step {status.step}/{status.total_steps}\n"
+            )
+        elif as_json:
+            sys.stdout.write(as_json_line(status))
+        else:
+            Console(file=sys.stdout).print(render(status))
+        return 0
+
+
+async def _watch(stub: controller_pb2_grpc.ControllerServiceStub) -> int:
+    view = open_view(sys.stdout)
+    try:
+        async for message in stub.WatchRun(controller_pb2.WatchRunRequest(), timeout=WATCH_TIMEOUT_S):
+            view.show(message.status)
+            if message.status.state == controller_pb2.RUN_STATE_FAILED:
+                view.note(f"controller: {message.status.error}")
+                return 1
+    finally:
+        view.close()
+    return 0

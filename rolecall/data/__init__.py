@@ -1,0 +1,1 @@
+"""What a run reads: datasets, tokenizers and model directories. No torch."""

@@ -1,0 +1,219 @@
+"""Prompts on disk: a JSONL or parquet file, one prompt a row.
+
+Owns the format and what makes a row unusable; every complaint names the file, the line (from 1), the field and what to
+do. `rolecall check` and the controller both read through here, so that what passes the one is taken by the other. The
+order of prompts and their rendering are the controller's.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rolecall.errors import ConfigError
+from rolecall.settings import (
+    BoxedScorer,
+    DataSection,
+    DistillationSection,
+    ExactMatchScorer,
+    MathScorer,
+    RegexScorer,
+    RewardSection,
+)
+
+_COMPARING = (ExactMatchScorer, RegexScorer, BoxedScorer, MathScorer)
+"""Scorers that fail on an item without a ground truth."""
+
+
+@dataclass(frozen=True)
+class RawPrompt:
+    """One row of the dataset, read and checked, not yet rendered."""
+
+    uid: str
+    messages: tuple[tuple[str, str], ...]
+    """(role, content) of each turn."""
+    ground_truth: str
+    metadata: Mapping[str, Any]
+    """The row's other fields."""
+    where: str = field(default="", compare=False)
+    """File and line, for complaints."""
+
+    @property
+    def chat(self) -> list[dict[str, str]]:
+        """The messages as a chat template takes them."""
+        return [{"role": role, "content": content} for role, content in self.messages]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the prompt takes as a message, without its token ids: an upper bound."""
+        return _num_bytes((self.uid, self.messages, self.ground_truth, self.metadata))
+
+
+def _num_bytes(value: object) -> int:
+    """Bytes of `value` in a protobuf Struct, at most: what it says and 16 for tags and lengths."""
+    if isinstance(value, Mapping):
+        return 16 + sum(_num_bytes(str(key)) + _num_bytes(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return 16 + sum(map(_num_bytes, value))
+    return 16 if isinstance(value, bool | int | float) else 16 + len(str(value).encode(errors="replace"))
+
+
+def load_prompts(
+    path: Path, data: DataSection, reward: RewardSection, distillation: DistillationSection | None = None
+) -> list[RawPrompt]:
+    """All rows of `path` in the file's order. ConfigError names the line (from 1) and the field that is wrong.
+
+    A ground truth must be there when a component of `reward` compares with it; what scorers elsewhere need is theirs to
+    say. A teacher must be there for every prompt that is trained on with `distillation`.
+    """
+    comparing = next(
+        (name for name, component in reward.components.items() if isinstance(component.scorer, _COMPARING)), None
+    )
+    prompts = [
+        _parse(row, f"{path}, line {number}", str(number), data, comparing)
+        for number, row in read_rows(path, "data.train and evaluation.sets.*.path")
+    ]
+    if not prompts:
+        raise ConfigError(f"{path} holds no prompts; give a JSONL or parquet file with at least one row")
+    seen: dict[str, int] = {}
+    for number, prompt in enumerate(prompts, 1):
+        if prompt.uid in seen:
+            raise ConfigError(
+                f"{path}: rows {seen[prompt.uid]} and {number} share the {data.uid_field} {prompt.uid!r}; make it "
+                "unique or remove the field"
+            )
+        seen[prompt.uid] = number
+        if distillation is not None:
+            _check_teacher(prompt, distillation)
+    return prompts
+
+
+def _check_teacher(prompt: RawPrompt, distillation: DistillationSection) -> None:
+    value = prompt.metadata.get(distillation.field) if distillation.field is not None else None
+    if distillation.teacher_of(value) is None:
+        named = "missing" if value is None else f"{value!r}, which is none of {sorted(distillation.teachers)}"
+        raise ConfigError(
+            f"{prompt.where}, field {distillation.field!r}: {named}, so the prompt has no teacher; mend it, add it "
+            "to algorithm.distillation.teachers, or set "
+            "algorithm.distillation.teacher for all others"
+        )
+
+
+def read_rows(path: Path, setting: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number from 1, fields) of each row of the file that `setting` names. ConfigError."""
+    if not path.is_file():
+        state = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigError(f"the dataset {path} {state}; give {setting} a .jsonl or .parquet file")
+    try:
+        yield from _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
+    except OSError as error:
+        raise ConfigError(
+            f"the dataset {path} cannot be read: {error.strerror or error}; make it a readable file"
+        ) from error
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    from pyarrow import ArrowInvalid, parquet  # takes a moment to import, and most datasets are JSONL
+
+    try:
+        table = parquet.read_table(path)
+    except ArrowInvalid as error:
+        raise ConfigError(f"{path} is not parquet ({error}); write it anew, or name JSON lines .jsonl") from error
+    yield from enumerate(table.to_pylist(), 1)
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield number, _json_row(line, f"{path}, line {number}")
+
+
+def _json_row(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+        if b"\\u" in line:
+            json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is JSON and no text
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{where}: not JSON ({error.msg} at column {error.colno}); one JSON object a line is needed"
+        ) from error
+    except UnicodeError as error:
+        raise ConfigError(f"{where}: not UTF-8 text ({error}); save the file as UTF-8") from error
+    if not isinstance(row, dict):
+        raise ConfigError(
+            f"{where}: a {type(row).__name__}, not an object with fields; write {{...}} with the prompt in a field"
+        )
+    return row
+
+
+def _parse(row: dict[str, Any], where: str, default_uid: str, data: DataSection, comparing: str | None) -> RawPrompt:
+    if data.prompt_field not in row:
+        raise ConfigError(
+            f"{where}: no field {data.prompt_field!r} (fields: {sorted(row)}); set data.prompt_field or mend the line"
+        )
+    messages = parse_messages(row[data.prompt_field], f"{where}, field {data.prompt_field!r}")
+    if data.system_prompt is not None and messages[0][0] != "system":
+        messages = (("system", data.system_prompt), *messages)
+    known = {data.prompt_field, data.ground_truth_field, data.uid_field}
+    metadata = {key: value for key, value in row.items() if key not in known and value is not None}
+    return RawPrompt(
+        _uid(row, where, default_uid, data), messages, _ground_truth(row, where, data, comparing), metadata, where
+    )
+
+
+def _uid(row: dict[str, Any], where: str, default: str, data: DataSection) -> str:
+    uid = row.get(data.uid_field)
+    if uid is None:
+        return default
+    if not isinstance(uid, str | int):
+        raise ConfigError(
+            f"{where}, field {data.uid_field!r}: a {type(uid).__name__}, not text or a whole number; mend it or set "
+            "data.uid_field"
+        )
+    return str(uid)
+
+
+def _ground_truth(row: dict[str, Any], where: str, data: DataSection, comparing: str | None) -> str:
+    truth = row.get(data.ground_truth_field)
+    if truth is not None and not isinstance(truth, str):
+        raise ConfigError(
+            f"{where}, field {data.ground_truth_field!r}: a {type(truth).__name__}, not a string; write it as text"
+        )
+    if comparing is not None and not truth:
+        raise ConfigError(
+            f"{where}, field {data.ground_truth_field!r}: {'empty' if truth == '' else 'missing'}, and "
+            f"reward.components.{comparing} compares with it; "
+            "write it in every line, or set data.ground_truth_field"
+        )
+    return truth or ""
+
+
+def parse_messages(value: object, where: str) -> tuple[tuple[str, str], ...]:
+    """(role, content) of each turn of a prompt, which is text or a list of messages. ConfigError says what it is
+    instead.
+    """
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise ConfigError(
+            f"{where}: {_named(value)}, neither text nor a list of messages; write text or [{{role: text, content: "
+            f"text}}, ...]"
+        )
+    messages = []
+    for message in value:
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or not isinstance(message.get("content"), str)
+        ):
+            raise ConfigError(f"{where}: a message is not {{role: text, content: text}}: {str(message)[:200]}; mend it")
+        messages.append((message["role"], message["content"]))
+    if not any(content.strip() for _, content in messages):
+        raise ConfigError(f"{where}: the prompt is empty; write one or remove the line")
+    return tuple(messages)
+
+
+def _named(value: object) -> str:
+    return "an empty list" if value == [] else "null" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,282 @@
+"""A Hugging Face model directory, as far as JSON and safetensors headers tell: what it is, and whether it is whole and
+fits its tokenizer.
+
+Owns every complaint about `model.path` that needs no weights to be loaded; `rolecall check` and the roles'
+configurations read through here. No torch.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rolecall.errors import ConfigError
+from rolecall.settings import ParallelSection
+
+MAX_HEADER_BYTES = 100 * 2**20
+"""Bound of a safetensors header, as the format has it."""
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head dimensions that vLLM's attention on CPUs takes; with another its engine starts, and dies of the first prompt."""
+_EXPERTS = ".experts."
+"""In the name of every tensor of a mixture's experts, which get no adapters."""
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
+"""Ends of the names under which checkpoints keep their input embeddings."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the model's files say."""
+
+    architecture: str
+    num_parameters: int
+    largest_layer: int
+    """Parameters of the largest layer, all experts included."""
+
+
+def read_model(path: Path, setting: str = "model.path") -> ModelFacts:
+    """Facts of the whole model directory that `setting` names. ConfigError says what it lacks."""
+    config, sizes = (
+        _json(path / "config.json", setting),
+        {name: math.prod(shape) for name, shape in _shapes(path, setting).items()},
+    )
+    layers = Counter[str]()
+    for name, size in sizes.items():
+        numbered = re.match(r".*?\.\d+(?=\.)", name)
+        layers[numbered.group() if numbered else name] += size
+    return ModelFacts(
+        architecture=", ".join(config.get("architectures") or ["an unnamed architecture"]),
+        num_parameters=sum(sizes.values()),
+        largest_layer=max(layers.values(), default=0),
+    )
+
+
+def max_model_tokens(path: Path) -> int:
+    """Longest prompt + response by the policy's own account. ConfigError when it gives none."""
+    own = _text(_json(path / "config.json")).get("max_position_embeddings")
+    if not isinstance(own, int):
+        raise ConfigError(f"{path}/config.json has no max_position_embeddings; set model.max_model_tokens")
+    return own
+
+
+def eos_token_ids(path: Path) -> tuple[int, ...]:
+    """The policy's own EOS ids, from generation_config.json and config.json. ConfigError when it names none."""
+    config = _json(path / "config.json")
+    generation = _json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
+    found = {value for tree in (generation, config, _text(config)) for value in _as_list(tree.get("eos_token_id"))}
+    if not found:
+        raise ConfigError(
+            f"model.path {path} names no eos_token_id in generation_config.json or config.json; without one no "
+            "response would stop"
+        )
+    return tuple(sorted(found))
+
+
+def vocab_size(path: Path, setting: str = "model.path") -> int:
+    """Ids that the model has an embedding for, by config.json and by the weights where they are there; 0 when neither
+    says.
+    """
+    config = _text(_json(path / "config.json", setting))
+    shapes = _shapes(path, setting) if any(path.glob("*.safetensors")) else {}
+    sizes = [shape[0] for name, shape in shapes.items() if name.endswith(_EMBEDDINGS) and len(shape) == 2]
+    return min([*sizes, *([int(config["vocab_size"])] if "vocab_size" in config else [])], default=0)
+
+
+def check_tokenizer(path: Path, num_ids: int, setting: str = "model.path") -> None:
+    """ConfigError when a tokenizer of ids below `num_ids` can make ids that the model has no embedding for."""
+    known = vocab_size(path, setting)
+    if num_ids > known > 0:
+        raise ConfigError(
+            f"{setting} {path}: the tokenizer has ids up to {num_ids - 1}, the model has embeddings for 0 to "
+            f"{known - 1}; "
+            "save the tokenizer that the model was trained with, or resize the model's embeddings"
+        )
+
+
+def check_cpu_attention(path: Path) -> None:
+    """ConfigError when vLLM cannot run the model at `path` on CPUs."""
+    head_dim = _head_dim(_text(_json(path / "config.json")))
+    if head_dim is not None and head_dim not in CPU_HEAD_DIMS:
+        raise ConfigError(
+            f"model.path {path}: head_dim {head_dim} is not one that vLLM's attention takes on CPUs "
+            f"({', '.join(map(str, CPU_HEAD_DIMS))}); "
+            "use another model, or give rollout.devices"
+        )
+
+
+def check_cpu_adapters(path: Path) -> None:
+    """ConfigError when vLLM cannot serve adapters of the model at `path` on CPUs: beside adapters it computes experts
+    with a GPU kernel alone.
+    """
+    if any(_EXPERTS in name for name in _shapes(path, "model.path")):
+        raise ConfigError(
+            f"model.path {path} is a mixture of experts, which vLLM serves with adapters on GPUs only; give "
+            "rollout.devices, or leave actor.lora out"
+        )
+
+
+def num_adapter_parameters(path: Path, rank: int, modules: Sequence[str]) -> int:
+    """Elements of adapters of this rank beside the matrices called `modules`. ConfigError names a module that the model
+    lacks.
+    """
+    matrices = {
+        name: shape for name, shape in _shapes(path, "model.path").items() if len(shape) == 2 and _EXPERTS not in name
+    }
+    own = {name.removesuffix(".weight").rpartition(".")[2] for name in matrices}
+    unknown = sorted(set(modules) - own)
+    if unknown:
+        raise ConfigError(
+            f"actor.lora.target_modules: model.path {path} has no {', '.join(unknown)}; its matrices are called "
+            f"{', '.join(sorted(own))}"
+        )
+    return sum(
+        rank * sum(shape)
+        for name, shape in matrices.items()
+        if name.removesuffix(".weight").rpartition(".")[2] in modules
+    )
+
+
+def check_trainable(path: Path, setting: str = "model.path") -> None:
+    """ConfigError when config.json says that the model cannot be trained or scored here, whatever its weights are."""
+    config = _json(path / "config.json", setting)
+    text, where = _text(config), f"{setting} {path}"
+    if config.get("is_encoder_decoder"):
+        raise ConfigError(f"{where} is an encoder-decoder model; use a causal language model")
+    quantization = config.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
+        raise ConfigError(
+            f"{where} is quantized ({method}), and quantized weights cannot be trained; use the model in bfloat16 "
+            "or float32"
+        )
+    heads, keys, hidden = (text.get(name) for name in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
+    if isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):
+        raise ConfigError(
+            f"{where}: config.json has num_attention_heads {heads}, not a multiple of num_key_value_heads {keys}; "
+            "correct it"
+        )
+    if (
+        isinstance(heads, int)
+        and isinstance(hidden, int)
+        and text.get("head_dim") is None
+        and text.get("kv_lora_rank") is None
+        and (heads < 1 or hidden % heads)
+    ):
+        raise ConfigError(
+            f"{where}: config.json has hidden_size {hidden}, not a multiple of num_attention_heads {heads}, and no "
+            "head_dim; correct it"
+        )
+
+
+def check_parallel(path: Path, parallel: ParallelSection, setting: str = "model.path") -> None:
+    """ConfigError when the model cannot be shared over ranks as `parallel` says."""
+    text = _text(_json(path / "config.json", setting))
+    tensor, sequence = parallel.tensor, parallel.sequence
+    counts = {
+        name: text[name]
+        for name in ("num_attention_heads", "num_key_value_heads", "vocab_size")
+        if isinstance(text.get(name), int)
+    }
+    for name, count in counts.items():
+        if count % tensor:
+            raise ConfigError(
+                f"{setting} {path}: parallel.tensor {tensor} does not divide the model's {name} {count}; choose a "
+                "divisor, or 1"
+            )
+    if "num_attention_heads" not in counts:
+        return
+    heads = counts["num_attention_heads"] // tensor
+    keys = counts.get("num_key_value_heads", counts["num_attention_heads"]) // tensor
+    after = f" (num_attention_heads and num_key_value_heads over parallel.tensor {tensor})" if tensor > 1 else ""
+    if heads % sequence or (keys % sequence and sequence % keys):
+        raise ConfigError(
+            f"{setting} {path}: parallel.sequence {sequence} does not divide the model's {heads} query and {keys} "
+            f"key heads{after}; "
+            "choose a divisor of the query heads that divides the key heads or is a multiple of them"
+        )
+
+
+def check_routers(path: Path) -> None:
+    """ConfigError when actor.moe is set and the model is no mixture of experts."""
+    if "num_experts_per_tok" not in _text(_json(path / "config.json")):
+        raise ConfigError(
+            f"actor.moe: model.path {path} is no mixture of experts (its config.json has no num_experts_per_tok); "
+            "remove actor.moe"
+        )
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a configuration, which is the whole of most."""
+    return dict(config.get("text_config") or config)
+
+
+def _head_dim(text: dict[str, Any]) -> int | None:
+    """Of attention over keys and values; None where the configuration does not say (latent attention, other
+    architectures).
+    """
+    if text.get("kv_lora_rank") is not None:
+        return None
+    hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
+    own = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
+    return int(text["head_dim"]) if text.get("head_dim") else own
+
+
+def _as_list(value: Any) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else list(value)
+
+
+def _json(path: Path, setting: str = "model.path") -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; {setting} must be a Hugging Face model directory") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} is not a JSON object; {setting} must be a Hugging Face model directory")
+    return tree
+
+
+def _shapes(path: Path, setting: str) -> dict[str, list[int]]:
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{setting} {path} has no *.safetensors; convert the weights with save_pretrained")
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        missing = sorted(
+            {str(name) for name in _json(index, setting).get("weight_map", {}).values()} - {file.name for file in files}
+        )
+        if missing:
+            raise ConfigError(
+                f"{setting} {path}: {index.name} names {missing[0]}, which is not there ({len(missing)} missing); "
+                "download the rest"
+            )
+    return {name: shape for file in files for name, shape in _header(file).items()}
+
+
+def _header(path: Path) -> dict[str, list[int]]:
+    """Tensor shapes by name from a safetensors file: 8 bytes of little-endian length, then JSON, then the data that it
+    describes.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if length <= min(MAX_HEADER_BYTES, size) else None
+        tensors = (
+            {name: entry for name, entry in header.items() if name != "__metadata__"}
+            if isinstance(header, dict)
+            else {}
+        )
+        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{path} is not a safetensors file ({error}); download or save it again") from error
+    if not tensors:
+        raise ConfigError(
+            f"{path} is not a safetensors file that holds tensors; download or save it again (a Git LFS pointer is "
+            "not the file)"
+        )
+    if 8 + length + end > size:
+        raise ConfigError(f"{path} is cut short: {size} bytes of {8 + length + end}; download or save it again")
+    return {name: entry["shape"] for name, entry in tensors.items()}

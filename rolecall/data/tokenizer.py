@@ -1,0 +1,98 @@
+"""The tokenizer of a model directory: renders a conversation once, decodes for people. Imports no torch.
+
+Owns which files make a tokenizer and its digest. Needs a `tokenizer.json`: slow, Python-only tokenizers are refused in
+words.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import TemplateError
+
+from rolecall.errors import ConfigError, InvalidInputError
+
+_JSON_FILES = ("tokenizer.json", "tokenizer_config.json")
+_FILES = (*_JSON_FILES, "chat_template.jinja")
+
+
+class ChatTokenizer:
+    """A Hugging Face tokenizer with a chat template."""
+
+    def __init__(self, path: Path) -> None:
+        """Loads from the model directory `path`. ConfigError names what it lacks."""
+        if not (path / "tokenizer.json").is_file():
+            raise ConfigError(
+                f"model.path {path} has no tokenizer.json; save the tokenizer with save_pretrained, as a fast tokenizer"
+            )
+        for name in _JSON_FILES:
+            _check_json(path / name)
+        # a second of imports, for those alone who load one
+        from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+        self._tokenizer = TokenizersBackend.from_pretrained(str(path), local_files_only=True)
+        if not self._tokenizer.chat_template:
+            raise ConfigError(
+                f"model.path {path}: the tokenizer has no chat template; set tokenizer.chat_template and save it"
+            )
+        files = [path / name for name in _FILES if (path / name).is_file()]
+        self.digest = hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()
+        """Hex digest of the tokenizer and its template."""
+
+    def render(self, messages: Sequence[dict[str, str]], *, generate: bool = True) -> str:
+        """The conversation as the text that is tokenized, generation prompt included if `generate`. InvalidInputError
+        when the template refuses it.
+        """
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate)
+            )
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise InvalidInputError(
+                f"the chat template cannot render the turns {roles} ({error}); mend the conversation or the template"
+            ) from error
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of rendered text; the template has put in every special token, so none is added."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if not ids:
+            raise InvalidInputError("the rendered prompt has no tokens; look at the chat template")
+        return [int(token) for token in ids]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens: for people and scorers."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def spell(self, token_ids: Sequence[int]) -> str:
+        """Text with special tokens: for people who want to see them."""
+        return str(self._tokenizer.decode([int(token) for token in token_ids]))
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's own end-of-sequence id."""
+        token_id = self._tokenizer.eos_token_id
+        return None if token_id is None else int(token_id)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids the tokenizer knows, added tokens included."""
+        return len(self._tokenizer)
+
+    @property
+    def num_ids(self) -> int:
+        """One more than the greatest id it can make; with gaps among the ids more than `vocab_size`."""
+        return max(self._tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def _check_json(path: Path) -> None:
+    """The library's own complaint about a broken file names neither file nor place."""
+    if not path.is_file():
+        return
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path: cannot read {path}: {error}; save the tokenizer again with save_pretrained"
+        ) from error

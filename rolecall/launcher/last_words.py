@@ -1,0 +1,59 @@
+"""What a local process said last: read from its log, for the line or the lines that tell people of its end."""
+
+import re
+import signal
+from collections.abc import Sequence
+
+from rolecall.launcher.processes import STARTED, Worker
+
+LOG_TAIL_LINES = 20
+"""Lines of a failed role's log that are shown."""
+LOG_TAIL_BYTES = 2**18
+"""Bytes at the end of a log that are read; logs grow for days."""
+
+_LAST_WORD = re.compile(r"^\S+ failed: ")
+
+
+def describe_failure(worker: Worker, code: int) -> str:
+    """Which process failed and how, the end of what it said, and where the rest is."""
+    tail = "\n".join(f"    {line}" for line in last_words(_recent(worker)))
+    return f"{worker.name} {how_it_ended(code)}:\n{tail}\n  log: {worker.log}"
+
+
+def how_it_ended(code: int) -> str:
+    """`code` in words: an exit code, or negative a signal."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def final_line(worker: Worker) -> str:
+    """The one line in which a role says why it failed; empty when it said none."""
+    return next((line for line in _recent(worker) if _LAST_WORD.match(line)), "")
+
+
+def last_words(lines: Sequence[str]) -> Sequence[str]:
+    """The lines up to the first `<role> failed: ...` (of several ranks the first is the cause), else from the last
+    traceback on, else the last ones.
+
+    Of a log that several starts went on in, only the last start's lines count.
+    """
+    recent = _since_the_last_start(lines)
+    for index, line in enumerate(recent):
+        if _LAST_WORD.match(line):
+            return recent[max(0, index + 1 - LOG_TAIL_LINES) : index + 1]
+    starts = [index for index, line in enumerate(recent) if line.startswith("Traceback (most recent call last)")]
+    if starts:
+        return recent[starts[-1] :][-LOG_TAIL_LINES:]
+    return recent[-LOG_TAIL_LINES:]
+
+
+def _since_the_last_start(lines: Sequence[str]) -> list[str]:
+    start = max((index for index, line in enumerate(lines) if line.startswith(STARTED)), default=-1)
+    return list(lines[start + 1 :])
+
+
+def _recent(worker: Worker) -> list[str]:
+    if not worker.log.is_file():
+        return []
+    with worker.log.open("rb") as log:
+        log.seek(max(0, worker.log.stat().st_size - LOG_TAIL_BYTES))
+        return _since_the_last_start(log.read().decode(errors="replace").splitlines())

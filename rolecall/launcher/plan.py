@@ -1,0 +1,275 @@
+"""What `rolecall train` needs on this machine: the run directory, an address for every role, and the processes to start
+with their environment.
+
+Owns the run directory's layout (config.yaml, logs/, store/), the ports and the environment of local roles. It knows
+services by name only (`python -m services.<role>`); what they do is theirs. `rolecall/launcher/processes.py` starts
+what is planned here, `rolecall/launcher/supervisor.py` watches over it.
+"""
+
+import fcntl
+import json
+import os
+import random
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from rolecall.disk import writing
+from rolecall.errors import NotFoundError, RunExistsError, RunLockedError
+from rolecall.launcher.processes import Worker
+from rolecall.settings import RunSettings, ServiceSection, SftSettings, TrainerSection
+from rolecall.store.embedded import discard_store
+
+_PORTS = range(20_000, 32_768)
+"""Where free ports are looked for: below those that the kernel lends to outgoing connections, so that none takes the
+port of a role that is being restarted (and a client that calls it meanwhile does not, as TCP allows, connect to
+itself).
+"""
+
+_OF_AN_ATTEMPT = (
+    "config.yaml",
+    "identity.json",
+    "last_status.json",
+    "tracker_run_id",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "history.jsonl",
+    "dead.jsonl",
+    "tensorboard",
+    "memory",
+    "checkpoints",
+)
+"""Beside the store and the logs, which go on."""
+
+_Service = TypeVar("_Service", bound=ServiceSection)
+
+
+def prepare_run_dir(settings: RunSettings | SftSettings, *, resume: bool) -> int:
+    """Makes the run directory and returns a descriptor that holds its lock for as long as this process lives.
+
+    What an attempt left in which nothing was trained is taken away, but for its logs: the same command may be given
+    again once its mistake is mended. RunExistsError when it holds a run and `resume` is false, NotFoundError when it
+    does not and it is true, RunLockedError when a launcher works in it.
+    """
+    directory = settings.run.dir
+    if resume and not (directory / "config.yaml").is_file():
+        raise NotFoundError(f"run.dir {directory} holds no run to resume; start it without --resume")
+    with writing("make", directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    lock = _lock(directory)
+    try:
+        if not resume and any(directory.iterdir()):
+            if holds_a_run(directory):
+                raise RunExistsError(
+                    f"run.dir {directory} exists; resume that run with --resume, or name another with --run.dir"
+                )
+            _clear(directory)
+        with writing("make", directory):
+            (directory / "logs").mkdir(exist_ok=True)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def holds_a_run(directory: Path) -> bool:
+    """Whether the directory holds anything that a new run must not take the place of: something trained, or what is not
+    ours.
+    """
+    if {path.name for path in directory.iterdir()} <= {"logs"}:
+        return False
+    if not (directory / "identity.json").is_file() and not (directory / "logs" / "sft.log").is_file():
+        return True
+    checkpoints, metrics, history = (directory / name for name in ("checkpoints", "metrics.jsonl", "history.jsonl"))
+    if checkpoints.is_dir() and any(checkpoints.iterdir()):
+        return True
+    return _has_line(metrics, lambda line: line.get("step", 0) > 0) or _has_line(
+        history, lambda line: line.get("event") == "trained"
+    )
+
+
+def is_under_way(directory: Path) -> bool:
+    """Whether a launcher works in the directory."""
+    try:
+        os.close(_lock(directory))
+    except RunLockedError:
+        return True
+    return False
+
+
+def _has_line(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> bool:
+    """True as well when a line cannot be read: what follows from false is deleted."""
+    if not path.is_file():
+        return False
+    try:
+        with path.open() as file:
+            return any(wanted(json.loads(line)) for line in file if line.endswith("\n"))
+    except (ValueError, TypeError, AttributeError):  # no JSON, no object, or no number in it
+        return True
+
+
+def _clear(directory: Path) -> None:
+    with writing("clear", directory):
+        discard_store(directory / "store")
+        for name in _OF_AN_ATTEMPT:
+            path = directory / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _lock(directory: Path) -> int:
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise RunLockedError(
+            f"another `rolecall train` or `sft` works in {directory}; stop it first, or name another with --run.dir"
+        ) from error
+    return lock
+
+
+def resolve(settings: RunSettings) -> RunSettings:
+    """`settings` with an address for every role, free ports of loopback for local ones."""
+    ports = _free_ports(4 + len(settings.references))
+    changes: dict[str, Any] = {
+        "controller": _placed(settings.controller, ports),
+        "actor": _placed(settings.actor, ports),
+        "references": {name: _placed(section, ports) for name, section in settings.references.items()},
+        "reward": _placed(settings.reward, ports),
+    }
+    if settings.critic is not None:
+        changes["critic"] = _placed(settings.critic, ports)
+    return settings.model_copy(update=changes)
+
+
+def write_config(settings: RunSettings | SftSettings) -> Path:
+    """Writes the resolved configuration to <run dir>/config.yaml, readable by the owner alone.
+
+    Without the store's URL, and without derived deadlines: who reads it derives them again, of what may have been
+    overridden since.
+    """
+    path = settings.run.dir / "config.yaml"
+    text = yaml.safe_dump(settings.model_dump(mode="json", exclude=_left_out(settings)), sort_keys=False)
+    with writing("write", path):
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+    return path
+
+
+def _left_out(settings: RunSettings | SftSettings) -> dict[str, Any]:
+    tree: dict[str, Any] = {"store": {"url": True}}
+    for deadline in settings.derived_deadlines if isinstance(settings, RunSettings) else ():
+        part = tree
+        for name in deadline.section:
+            part = part.setdefault(name, {})
+        part[deadline.field] = True
+    return tree
+
+
+def plan_workers(
+    configured: RunSettings, resolved: RunSettings, store_url: str, package: str = "services"
+) -> list[Worker]:
+    """The processes of the roles that `configured` gives no address, controller first: each is `python -m
+    <package>.<role>`.
+    """
+    roles: list[tuple[str, str, ServiceSection]] = [
+        ("controller", "controller", configured.controller),
+        ("actor", "actor", configured.actor),
+    ]
+    roles += [("critic", "critic", configured.critic)] if configured.critic else []
+    roles += [("reference", name, section) for name, section in configured.references.items()]
+    roles += [("reward", "reward", configured.reward)]
+    workers = [
+        _worker(f"{package}.{role}", name, resolved, store_url, section)
+        for role, name, section in roles
+        if section.address is None
+    ]
+    replicas = configured.rollout.num_replicas
+    return workers + [_worker(f"{package}.rollout", f"rollout-{i}", resolved, store_url, None) for i in range(replicas)]
+
+
+def _worker(module: str, name: str, resolved: RunSettings, store_url: str, section: ServiceSection | None) -> Worker:
+    arguments = [module, str(resolved.run.dir / "config.yaml"), "--name", name]
+    num_ranks = section.num_ranks if isinstance(section, TrainerSection) else 1
+    # "1", not our pid: the role's own children (ranks under torchrun, engine processes) read it too and are tied to
+    # their own parent.
+    environment = {**role_environment(section), "ROLECALL_STORE_URL": store_url, "ROLECALL_DIE_WITH_PARENT": "1"}
+    return Worker(
+        module.rpartition(".")[2],
+        name,
+        ranks_command(num_ranks, arguments),
+        environment,
+        resolved.run.dir / "logs" / f"{name}.log",
+        through_torchrun=num_ranks > 1,
+    )
+
+
+def ranks_command(num_ranks: int, arguments: Sequence[str]) -> tuple[str, ...]:
+    """The module and arguments `arguments` as that many ranks, through torchrun where they are several."""
+    command = [sys.executable, "-P", "-m"]
+    if num_ranks > 1:
+        command += [
+            "torch.distributed.run",
+            "--nnodes=1",
+            f"--nproc-per-node={num_ranks}",
+            "--rdzv-backend=c10d",
+            "--rdzv-endpoint=127.0.0.1:0",
+        ]
+        command += ["--local-addr=127.0.0.1", "-m"]
+    return (*command, *arguments)
+
+
+def role_environment(section: ServiceSection | None) -> dict[str, str]:
+    """What a role must find in its environment before it imports torch: its GPUs, its threads, and no network of its
+    own accord.
+
+    None: a rollout, which derives its own (`services/rollout/config.py`), for vLLM needs more said and replicas are
+    started elsewhere too.
+    """
+    common = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    if section is None:
+        return common
+    num_cores = len(os.sched_getaffinity(0))
+    threads = (
+        (section.num_threads or max(1, num_cores // section.num_ranks)) if isinstance(section, TrainerSection) else 1
+    )
+    # Idle threads sleep: roles take turns on the same cores.
+    return {
+        **common,
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, section.devices)),
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+
+
+def _placed(section: _Service, ports: Iterator[int]) -> _Service:
+    if section.address is not None:
+        return section
+    host, _, port = (section.bind or "127.0.0.1:0").rpartition(":")
+    bind = f"{host}:{port if port != '0' else next(ports)}"
+    reachable = bind if host not in ("0.0.0.0", "[::]") else f"127.0.0.1:{bind.rpartition(':')[2]}"
+    return section.model_copy(update={"bind": bind, "address": reachable})
+
+
+def _free_ports(count: int) -> Iterator[int]:
+    """`count` different ports of loopback that were free a moment ago."""
+    with ExitStack() as opened:
+        return iter([_bind(opened.enter_context(socket.socket())) for _ in range(count)])
+
+
+def _bind(opened: socket.socket) -> int:
+    for port in [*random.sample(_PORTS, 100), 0]:
+        with suppress(OSError):
+            opened.bind(("127.0.0.1", port))
+            break
+    return int(opened.getsockname()[1])

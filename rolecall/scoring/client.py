@@ -1,0 +1,408 @@
+"""Calling a RewardService and not believing it blindly. The controller uses it towards the reward service, and that
+towards external ones.
+
+Owns: Describe once per connection and that its answer stays the same, sending only the fields it names, cutting
+requests to what the scorer takes, the checks of an answer, and retries. Every item ends as a Score or a Failure, never
+as a made-up number. Knows nothing of how a reward is used.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+
+from rolecall.errors import (
+    ConfigError,
+    DeadlineError,
+    RateLimitedError,
+    RoleCallError,
+    ScorerError,
+    UnauthenticatedError,
+    VersionMismatchError,
+)
+from rolecall.rpc import deadlines, tls
+from rolecall.rpc.backoff import RateLimit
+from rolecall.rpc.channel import open_channel
+from rolecall.scoring.scores import Failure, Outcome, change_of, decode_reward, problem_of, spec_gaps, spec_problem
+from rolecall.settings import ExternalScorer, RewardSection, RpcSection
+from rolecall.v1 import reward_pb2, reward_pb2_grpc
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_REQUEST_BYTES = 3 * 2**20
+"""Requests are cut below 4 MiB, which servers in most languages refuse by default; a larger item travels alone."""
+MAX_CONCURRENT_CALLS = 8
+"""Bound on the requests of one client under way; further ones wait, within their caller's deadline."""
+CAUSE_TIMEOUT_S = 2.0
+"""Deadline of the call that asks why nobody answered; a connection that fails says so at once."""
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 5.0
+"""Pauses between attempts double from the first to the longest, each shortened at random by up to half."""
+
+_MISPLACED = (UnauthenticatedError, VersionMismatchError)
+"""No item is to blame: another server answers at the address, or one that does not know us. Waited for, like one that
+is away.
+"""
+_IDEMPOTENT = ("rolecall.v1.RewardService/Score", "rolecall.v1.RewardService/Describe")
+"""Repeated on another replica when one dies in a call."""
+
+
+class RewardClient:
+    """One scorer behind one channel. Safe for concurrent use; closing the channel is the caller's affair."""
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        *,
+        name: str,
+        address: str,
+        timeout_s: float,
+        max_attempts: int,
+        is_foreign: bool = False,
+    ) -> None:
+        """`name` and `address` name the scorer in messages; `timeout_s` is the deadline of one call and `max_attempts`
+        the tries per call and per item. is_foreign: somebody else wrote it, so that gaps in its description are told.
+        """
+        self._stub = reward_pb2_grpc.RewardServiceStub(channel)
+        self._name = name
+        self._address = address
+        self._timeout_s = timeout_s
+        self._max_attempts = max_attempts
+        self._is_foreign = is_foreign
+        self._spec: reward_pb2.DescribeResponse | None = None
+        self._first: reward_pb2.DescribeResponse | None = None
+        """What it said first; what gives its numbers their meaning must not change after that."""
+        self._asking: asyncio.Task[reward_pb2.DescribeResponse] | None = None
+        self._calls = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+        self._limit = RateLimit()
+        self.trouble = ""
+        """Why it gives no scores at present: its name, its address, the last error. Empty once it answered again."""
+        self._is_undescribed = False
+        """Whether `trouble` is that it does not describe itself."""
+
+    async def describe(self) -> reward_pb2.DescribeResponse:
+        """What the scorer says it is; asked again after a call or an answer that failed. ScorerError when the
+        description is unusable or another than before, else what the call raises.
+        """
+        if self._spec is not None:
+            return self._spec
+        if self._asking is None:
+            # One question for everyone who waits, bound to no single caller's deadline: an absent scorer costs its
+            # timeout once, not once per call.
+            with deadlines.without_deadline():
+                self._asking = asyncio.create_task(self._ask())
+            self._asking.add_done_callback(self._asked)
+        return await asyncio.shield(self._asking)  # bounded: by the deadlines of the wait and the Describe call in it
+
+    async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
+        """One outcome per item, in the items' order; ids must be unique. Failures of the scorer or of the connection
+        are outcomes, not exceptions.
+        """
+        return await with_retries(self._attempt, items, self._max_attempts)
+
+    async def _ask(self) -> reward_pb2.DescribeResponse:
+        try:
+            spec = await self._description()
+        except RoleCallError as error:
+            self._is_undescribed = True
+            self._is_silent(self._failure(error))
+            raise
+        if self._is_undescribed:
+            self._is_undescribed = False
+            self._has_answered()
+        problem = spec_problem(spec)
+        if problem:
+            raise ScorerError(f"scorer {self._name!r} {problem}")
+        if self._first is None and self._is_foreign:
+            for gap in spec_gaps(spec):
+                log.warning(
+                    "scorer %r at %s %s; correct what Describe answers, if it is not meant so",
+                    self._name,
+                    self._address,
+                    gap,
+                )
+        self._first = self._first or spec
+        change = change_of(self._first, spec)
+        if change:
+            raise ScorerError(
+                f"scorer {self._name!r} changed {change} within the run; put it back, or stop the run and resume it "
+                "with the new one"
+            )
+        return spec
+
+    async def _description(self) -> reward_pb2.DescribeResponse:
+        question, started = reward_pb2.DescribeRequest(), time.monotonic()
+        try:
+            return (
+                await self._within_limit(
+                    lambda: self._stub.Describe(question, timeout=self._timeout_s, wait_for_ready=True)
+                )
+            )[0]
+        except DeadlineError:
+            if time.monotonic() - started < 0.9 * self._timeout_s:
+                raise  # it is the scorer's own word
+            # What a connection fails of (nobody listens, an untrusted certificate) is told to calls alone that do not
+            # wait for it.
+            return (await self._within_limit(lambda: self._stub.Describe(question, timeout=CAUSE_TIMEOUT_S)))[0]
+
+    def _asked(self, task: "asyncio.Task[reward_pb2.DescribeResponse]") -> None:
+        self._asking = None
+        if not task.cancelled() and task.exception() is None:
+            self._spec = task.result()
+
+    async def _attempt(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
+        try:
+            spec = await self.describe()
+        except RoleCallError as error:
+            return [self._failure(error)] * len(items)
+        chunks = cut([only(item, spec) for item in items], spec)
+        scored = await asyncio.gather(*(self._call(chunk, spec) for chunk in chunks))
+        return [outcome for chunk in scored for outcome in chunk]
+
+    async def _call(self, items: list[reward_pb2.ScoreItem], spec: reward_pb2.DescribeResponse) -> list[Outcome]:
+        async with (
+            self._calls
+        ):  # bounded: all that is waited for inside has timeout_s, and admission bounds how many wait
+            try:
+                request = reward_pb2.ScoreRequest(items=items)
+                response, called_at = await self._within_limit(
+                    lambda: self._stub.Score(request, timeout=self._timeout_s)
+                )
+                outcomes = believed(response, items, spec, self._name)
+            except RoleCallError as error:
+                if not isinstance(error, RateLimitedError):
+                    self._spec = None  # perhaps another process answers there now
+                self._is_silent(self._failure(error))
+                return [self._failure(error)] * len(items)
+        codes = {outcome.code for outcome in outcomes if isinstance(outcome, Failure)}
+        if ScorerError.reason in codes:
+            self._spec = None  # perhaps it describes itself otherwise now
+        if RateLimitedError.reason in codes:
+            self._limit.refused(called_at)
+        else:
+            self._limit.answered()
+        passing = [outcome for outcome in outcomes if isinstance(outcome, Failure) and outcome.retryable]
+        if len(passing) == len(outcomes):
+            self._is_silent(passing[0])
+        else:
+            self._has_answered()
+        return outcomes
+
+    async def _within_limit(self, call: Callable[[], Awaitable[T]]) -> tuple[T, float]:
+        """What `call` returns, and the monotonic time when it was made: once the scorer is not to be left alone any
+        more.
+        """
+        await self._until_allowed()
+        called_at = time.monotonic()
+        try:
+            return await call(), called_at
+        except RateLimitedError as error:
+            self._limit.refused(called_at, float(error.details.get("retry_after_s", 0.0)))
+            raise
+
+    async def _until_allowed(self) -> None:
+        """Waits while the scorer is to be left alone. RateLimitedError when that lasts longer than a call may, or than
+        half of what the caller has left, so that the caller hears the reason.
+        """
+        left_s = deadlines.remaining_s()
+        give_up_at = time.monotonic() + min(self._timeout_s, self._timeout_s if left_s is None else left_s / 2)
+        while (pause_s := self._limit.pause_s()) > 0:
+            await asyncio.sleep(max(0.0, min(pause_s, give_up_at - time.monotonic())))
+            if self._limit.pause_s() > 0 and time.monotonic() >= give_up_at:
+                raise RateLimitedError(
+                    f"{self._address} takes no more calls for now; it is asked again in {pause_s:.0f} s"
+                )
+
+    def _is_silent(self, failure: Failure) -> None:
+        """Notes that it gives no scores; one warning when that begins."""
+        said = failure.message.removeprefix(f"scorer {self._name!r}: ")
+        trouble = f"scorer {self._name!r} at {self._address} gives no scores: {failure.code}: {said}"
+        if not self.trouble:
+            log.warning("%s", trouble)
+        self.trouble = trouble
+
+    def _has_answered(self) -> None:
+        if self.trouble:
+            log.warning("scorer %r at %s answers again", self._name, self._address)
+        self.trouble = ""
+
+    def _failure(self, error: RoleCallError) -> Failure:
+        text = f"scorer {self._name!r}: {error.message}"
+        # INTERNAL, UNKNOWN, DATA_LOSS: a flaw that may hit once, or these items each time
+        if type(error) is RoleCallError:
+            return Failure(error.details.get("code", error.status), text, retryable=True, is_blamed=True)
+        return Failure(error.reason, text, error.retryable or isinstance(error, _MISPLACED))
+
+
+def open_client(section: RewardSection, address: str, rpc: RpcSection) -> tuple[RewardClient, grpc.aio.Channel]:
+    """The controller's client of the run's reward service at `address`, and the channel to close after it. ConfigError
+    for an unreadable token or roots.
+    """
+    token = read_token(section.bearer_token_file)
+    channel = open_channel(
+        address,
+        rpc,
+        idempotent=_IDEMPOTENT,
+        tls=True if section.tls else None,
+        bearer_token=token,
+        ca_file=section.ca_file,
+        ours=False,
+    )
+    client = RewardClient(
+        channel,
+        name="reward",
+        address=address,
+        timeout_s=section.timeout_s,
+        max_attempts=section.max_attempts,
+        is_foreign=not section.components,
+    )
+    return client, channel
+
+
+def open_external(
+    name: str, scorer: ExternalScorer, rpc: RpcSection, *, timeout_s: float, max_attempts: int
+) -> tuple[RewardClient, grpc.aio.Channel]:
+    """A client of the external scorer that is the component `name`, and the channel to close after it."""
+    token = read_token(scorer.bearer_token_file)
+    channel = open_channel(
+        scorer.address,
+        rpc,
+        idempotent=_IDEMPOTENT,
+        tls=scorer.tls,
+        bearer_token=token,
+        ca_file=scorer.ca_file,
+        ours=False,
+    )
+    client = RewardClient(
+        channel, name=name, address=scorer.address, timeout_s=timeout_s, max_attempts=max_attempts, is_foreign=True
+    )
+    return client, channel
+
+
+def read_token(path: Path | None) -> str | None:
+    """The bearer token in a file, white space around it removed. ConfigError when the file cannot be read or is
+    empty.
+    """
+    if path is None:
+        return None
+    token = tls.read(path, "bearer_token_file").decode().strip()
+    if not token:
+        raise ConfigError(f"bearer_token_file: {path} is empty; write the token into it")
+    return token
+
+
+async def with_retries(
+    attempt: Callable[[Sequence[reward_pb2.ScoreItem]], Awaitable[Sequence[Outcome]]],
+    items: Sequence[reward_pb2.ScoreItem],
+    max_attempts: int,
+) -> list[Outcome]:
+    """Outcomes of `attempt`, in order; items whose failure is retryable are attempted again, `max_attempts` times in
+    all.
+
+    A failure that is the item's by then (`is_blamed`) comes back as one that is not retryable.
+    """
+    outcomes = list(await attempt(items))
+    for number in range(1, max_attempts):
+        again = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, Failure) and outcome.retryable]
+        if not again:
+            break
+        log.warning(
+            "%d of %d items have no score yet (attempt %d of %d): %s",
+            len(again),
+            len(items),
+            number,
+            max_attempts,
+            outcomes[again[0]],
+        )
+        await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (number - 1)) * random.uniform(0.5, 1.0))
+        for index, outcome in zip(again, await attempt([items[index] for index in again]), strict=True):
+            outcomes[index] = outcome
+    return [
+        replace(outcome, retryable=False) if isinstance(outcome, Failure) and outcome.is_blamed else outcome
+        for outcome in outcomes
+    ]
+
+
+def only(item: reward_pb2.ScoreItem, spec: reward_pb2.DescribeResponse) -> reward_pb2.ScoreItem:
+    """`item` with the fields that the scorer reads and those that are always sent."""
+    reads = set(spec.reads)
+    sent = reward_pb2.ScoreItem(
+        id=item.id, finish_reason=item.finish_reason, num_response_tokens=item.num_response_tokens
+    )
+    if reward_pb2.SCORE_FIELD_MESSAGES in reads:
+        sent.messages.extend(item.messages)
+    if reward_pb2.SCORE_FIELD_RESPONSE_TEXT in reads:
+        sent.response_text = item.response_text
+    if reward_pb2.SCORE_FIELD_TOKEN_IDS in reads:
+        sent.prompt_token_ids, sent.response_token_ids = item.prompt_token_ids, item.response_token_ids
+    if reward_pb2.SCORE_FIELD_GROUND_TRUTH in reads:
+        sent.ground_truth = item.ground_truth
+    if reward_pb2.SCORE_FIELD_METADATA in reads and item.HasField("metadata"):
+        sent.metadata.CopyFrom(item.metadata)
+    return sent
+
+
+def cut(
+    items: Sequence[reward_pb2.ScoreItem], spec: reward_pb2.DescribeResponse, max_bytes: int = MAX_REQUEST_BYTES
+) -> list[list[reward_pb2.ScoreItem]]:
+    """`items` in order, in requests of at most spec.max_items and `max_bytes`, the token rewards of the answer counted
+    in.
+    """
+    chunks: list[list[reward_pb2.ScoreItem]] = []
+    room_bytes = 0
+    for item in items:
+        size = item.ByteSize() + (4 * item.num_response_tokens if spec.token_rewards else 0)
+        if not chunks or size > room_bytes or len(chunks[-1]) == spec.max_items > 0:
+            chunks.append([])
+            room_bytes = max_bytes
+        chunks[-1].append(item)
+        room_bytes -= size
+    return chunks
+
+
+def believed(
+    response: reward_pb2.ScoreResponse,
+    items: Sequence[reward_pb2.ScoreItem],
+    spec: reward_pb2.DescribeResponse,
+    name: str,
+) -> list[Outcome]:
+    """The outcomes in `response`, in the items' order. ScorerError when it does not answer exactly the items asked; one
+    bad score fails its item only.
+    """
+    results = {result.id: result for result in response.results}
+    if len(response.results) != len(items) or results.keys() != {item.id for item in items}:
+        missing = sorted({item.id for item in items} - results.keys())[:3]
+        raise ScorerError(
+            f"it answered {len(response.results)} results with {len(results)} ids to {len(items)} items (missing "
+            f"e.g. {missing}); "
+            "an answer has exactly one result per item, with the item's id"
+        )
+    return [_outcome(results[item.id], item, spec, name) for item in items]
+
+
+def _outcome(
+    result: reward_pb2.ScoreResult, item: reward_pb2.ScoreItem, spec: reward_pb2.DescribeResponse, name: str
+) -> Outcome:
+    match result.WhichOneof("outcome"):
+        case "error":
+            return Failure(
+                result.error.code or "UNSPECIFIED", f"scorer {name!r}: {result.error.message}", result.error.retryable
+            )
+        case "reward":
+            problem = problem_of(result.reward, spec, item.num_response_tokens)
+            return (
+                Failure(ScorerError.reason, f"scorer {name!r} {problem} (item {item.id})")
+                if problem
+                else decode_reward(result.reward)
+            )
+        case None:
+            return Failure(
+                ScorerError.reason, f"scorer {name!r} answered neither a reward nor an error (item {item.id})"
+            )

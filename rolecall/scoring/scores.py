@@ -1,0 +1,308 @@
+"""What a scorer is given and what it answers, as plain Python: Item, Score and Failure, and their protobuf forms.
+
+Owns the checks that make an answer believable (`problem_of`), used by whoever produces a score and, again, by whoever
+receives it. Knows no gRPC and no torch, so that a scorer's worker process starts fast.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, TypeAlias
+
+import numpy as np
+from google.protobuf import json_format
+from numpy.typing import NDArray
+
+from rolecall.errors import InvalidInputError, RoleCallError, ScorerError
+from rolecall.v1 import reward_pb2, trajectory_pb2
+from rolecall.wire import Array, decode_tensor, encode_tensor
+
+log = logging.getLogger(__name__)
+
+FINISH_REASONS = {
+    trajectory_pb2.FINISH_REASON_STOP: "stop",
+    trajectory_pb2.FINISH_REASON_LENGTH: "length",
+    trajectory_pb2.FINISH_REASON_ABORT: "abort",
+}
+ALL_FIELDS = tuple(value for value in reward_pb2.ScoreField.values() if value != reward_pb2.SCORE_FIELD_UNSPECIFIED)
+_GREATEST = float(np.finfo(np.float32).max)
+"""Rewards are kept as float32."""
+MAX_MESSAGE_CHARS = 1000
+"""An error's message is cut here, so that no traceback crowds out the other results."""
+MAX_CODE_CHARS = 64
+"""So is its code, which stands in every log line and dead letter."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of the conversation before the response."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Item:
+    """One response to score. A field that the scorer did not ask for is empty."""
+
+    id: str
+    response_text: str = ""
+    ground_truth: str = ""
+    messages: tuple[Message, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    prompt_token_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """int32 [prompt tokens]."""
+    response_token_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """int32 [response tokens], the stop token included."""
+    finish_reason: str = "stop"
+    """"stop", "length" (truncated) or "abort"."""
+    num_response_tokens: int = 0
+
+    @classmethod
+    def from_proto(cls, item: reward_pb2.ScoreItem) -> "Item":
+        """Decodes `item`; InvalidInputError when its token ids are not int32."""
+        return cls(
+            id=item.id,
+            response_text=item.response_text,
+            ground_truth=item.ground_truth,
+            messages=tuple(Message(message.role, message.content) for message in item.messages),
+            metadata=json_format.MessageToDict(item.metadata) if item.HasField("metadata") else {},
+            prompt_token_ids=_token_ids(item.prompt_token_ids, "prompt_token_ids"),
+            response_token_ids=_token_ids(item.response_token_ids, "response_token_ids"),
+            finish_reason=FINISH_REASONS.get(item.finish_reason, "stop"),
+            num_response_tokens=item.num_response_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score: finite numbers only."""
+
+    value: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    """Named parts, the names that the scorer declared."""
+    token_rewards: NDArray[np.float32] | None = None
+    """float32 [response tokens], when the scorer declared them."""
+    answer: str | None = None
+    """What was read from the response as its answer: equal strings vote together in maj@k (evaluation). None: the
+    response takes no part in a vote.
+    """
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an item has no score. It is dropped or asked again, never trained on as a number.
+
+    Code and message are somebody else's words: what is not printable becomes a space, and both are cut, to 64 and
+    1,000 characters."""
+
+    code: str
+    """Short, stable, upper-case: a ScoreError's code, or the reason of a RoleCallError such as SCORER_UNAVAILABLE."""
+    message: str
+    retryable: bool = False
+    """The infrastructure failed (asking again may help), not the data."""
+    is_blamed: bool = False
+    """With `retryable`: only until the attempts are spent; then it is the data."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "code", printable(self.code, MAX_CODE_CHARS))
+        object.__setattr__(self, "message", printable(self.message, MAX_MESSAGE_CHARS))
+
+
+Outcome: TypeAlias = Score | Failure
+ScoreFunction: TypeAlias = Callable[[Item], float | Score]
+"""A scorer. It may raise any RoleCallError: BadGroundTruthError for bad data, ScorerUnavailableError when asking again
+may help.
+"""
+
+
+def score_item(meta: trajectory_pb2.TrajectoryMeta, token_ids: Array) -> reward_pb2.ScoreItem:
+    """The item for the trajectory of `meta` and `token_ids` (int32 [T]), with every field; RewardClient sends those
+    that the scorer reads.
+    """
+    ids = np.ascontiguousarray(token_ids, "<i4")
+    item = reward_pb2.ScoreItem(
+        id=meta.id,
+        messages=meta.prompt.messages,
+        response_text=meta.response_text,
+        prompt_token_ids=ids[: meta.num_prompt_tokens].tobytes(),
+        response_token_ids=ids[meta.num_prompt_tokens :].tobytes(),
+        ground_truth=meta.prompt.ground_truth,
+        finish_reason=meta.finish_reason,
+        num_response_tokens=len(ids) - meta.num_prompt_tokens,
+    )
+    if meta.prompt.HasField("metadata"):
+        item.metadata.CopyFrom(meta.prompt.metadata)
+    return item
+
+
+def component_spec(name: str, low: float | None, high: float | None) -> reward_pb2.ComponentSpec:
+    """A named range; None is unbounded."""
+    return reward_pb2.ComponentSpec(name=name, min=low, max=high)
+
+
+def evaluate(
+    function: ScoreFunction, item: reward_pb2.ScoreItem, spec: reward_pb2.DescribeResponse
+) -> reward_pb2.ScoreResult:
+    """Calls `function` on `item` and checks what it returns against `spec`; whatever goes wrong becomes a
+    ScoreError.
+    """
+    try:
+        return result_of(item, function(Item.from_proto(item)), spec)
+    except Exception as error:  # the entry point of code that is not ours
+        return failure_of(item, error)
+
+
+def result_of(item: reward_pb2.ScoreItem, answer: object, spec: reward_pb2.DescribeResponse) -> reward_pb2.ScoreResult:
+    """The result that a scorer's return value stands for. ScorerError when it is not a believable score under
+    `spec`.
+    """
+    score = answer if isinstance(answer, Score) else Score(_number(answer))
+    reward = reward_pb2.Reward(
+        value=_number(score.value), components={name: _number(part) for name, part in score.components.items()}
+    )
+    if score.token_rewards is not None:
+        reward.token_rewards.CopyFrom(encode_tensor(np.asarray(score.token_rewards, np.float32)))
+    if score.answer is not None:
+        if not isinstance(score.answer, str):
+            raise ScorerError(
+                f"the scorer {spec.name!r} returned an answer that is {type(score.answer).__name__}; it must be a "
+                "str, or None"
+            )
+        reward.answer = score.answer
+    problem = problem_of(reward, spec, item.num_response_tokens)
+    if problem:
+        raise ScorerError(f"the scorer {spec.name!r} {problem}")
+    return reward_pb2.ScoreResult(id=item.id, reward=reward)
+
+
+def failure_of(item: reward_pb2.ScoreItem, error: Exception) -> reward_pb2.ScoreResult:
+    """The ScoreError that an exception stands for; one that is not a RoleCallError is logged with its traceback."""
+    if isinstance(error, RoleCallError):
+        return error_result(item.id, error.reason, error.message, error.retryable)
+    log.warning("scorer raised on item %s", item.id, exc_info=error)
+    return error_result(item.id, "SCORER_EXCEPTION", f"{type(error).__name__}: {error}", False)
+
+
+def error_result(item_id: str, code: str, message: str, retryable: bool) -> reward_pb2.ScoreResult:
+    """A result without a score."""
+    error = reward_pb2.ScoreError(
+        code=printable(code, MAX_CODE_CHARS), message=printable(message, MAX_MESSAGE_CHARS), retryable=retryable
+    )
+    return reward_pb2.ScoreResult(id=item_id, error=error)
+
+
+def printable(text: str, max_chars: int) -> str:
+    """The first `max_chars` characters of `text`, every one that is not printable as a space."""
+    return "".join(character if character.isprintable() else " " for character in text[:max_chars])
+
+
+def problem_of(reward: reward_pb2.Reward, spec: reward_pb2.DescribeResponse, num_response_tokens: int) -> str | None:
+    """What makes `reward` unbelievable under `spec`, as the end of a sentence; None when nothing does."""
+    problem = _outside("reward", reward.value, spec.reward)
+    if problem:
+        return problem
+    declared = {component.name: component for component in spec.components}
+    if set(reward.components) != set(declared):
+        return f"returned the components {sorted(reward.components)}, it declares {sorted(declared)}"
+    for name, value in reward.components.items():
+        problem = _outside(f"component {name!r}", value, declared[name])
+        if problem:
+            return problem
+    if reward.HasField("token_rewards") != spec.token_rewards:
+        return (
+            "returned token_rewards it does not declare"
+            if reward.HasField("token_rewards")
+            else "declares token_rewards and returned none"
+        )
+    return _token_rewards_problem(reward, num_response_tokens) if spec.token_rewards else None
+
+
+def _token_rewards_problem(reward: reward_pb2.Reward, num_response_tokens: int) -> str | None:
+    try:
+        rewards = decode_tensor(reward.token_rewards, "token_rewards")
+    except InvalidInputError as error:
+        return f"returned unreadable token_rewards ({error.message})"
+    if rewards.dtype != np.float32 or rewards.shape != (num_response_tokens,):
+        return (
+            f"returned token_rewards of {rewards.dtype} {list(rewards.shape)}, they must be float32 "
+            f"[{num_response_tokens}]"
+        )
+    return None if np.isfinite(rewards).all() else "returned token_rewards that are not all finite"
+
+
+def spec_gaps(spec: reward_pb2.DescribeResponse) -> list[str]:
+    """What a scorer's description leaves open, as ends of a sentence: it is believed, and perhaps not meant so."""
+    gaps = []
+    if not spec.reads:
+        gaps.append("names no fields that it reads: it is sent ids, finish reasons and lengths, and no response")
+    if not spec.reward.HasField("min") and not spec.reward.HasField("max"):
+        gaps.append("names no range of its reward: any finite number is believed")
+    return gaps
+
+
+def spec_problem(spec: reward_pb2.DescribeResponse) -> str | None:
+    """What makes a scorer's own description unusable; None when nothing does."""
+    unknown = sorted(set(spec.reads) - set(ALL_FIELDS))
+    if unknown:
+        return f"reads the fields {unknown}, which this release does not know"
+    names = [component.name for component in spec.components]
+    if len(set(names)) != len(names) or "" in names:
+        return f"declares the components {names}; names must be unique and not empty"
+    for component in [spec.reward, *spec.components]:
+        low, high = _bounds(component)
+        if not low <= high:
+            return f"declares the range [{low}, {high}] for {component.name or 'reward'!r}; min must not exceed max"
+    return None if spec.max_items >= 0 else f"declares max_items {spec.max_items}; it must not be negative"
+
+
+def change_of(old: reward_pb2.DescribeResponse, new: reward_pb2.DescribeResponse) -> str | None:
+    """What the two descriptions disagree on, of that which gives a number its meaning; None when they agree."""
+    if old.token_rewards != new.token_rewards:
+        return f"token_rewards from {old.token_rewards} to {new.token_rewards}"
+    before, after = (
+        {"reward": spec.reward} | {f"component {part.name!r}": part for part in spec.components} for spec in (old, new)
+    )
+    if before.keys() != after.keys():
+        return (
+            f"its components from {sorted(part.name for part in old.components)} to "
+            f"{sorted(part.name for part in new.components)}"
+        )
+    changed = next((what for what in before if _bounds(before[what]) != _bounds(after[what])), None)
+    return changed and f"the range of its {changed} from {_bounds(before[changed])} to {_bounds(after[changed])}"
+
+
+def decode_reward(reward: reward_pb2.Reward) -> Score:
+    """The plain form of a reward that `problem_of` found nothing wrong with."""
+    tokens = decode_tensor(reward.token_rewards, "token_rewards") if reward.HasField("token_rewards") else None
+    return Score(reward.value, dict(reward.components), tokens, reward.answer if reward.HasField("answer") else None)
+
+
+def _bounds(spec: reward_pb2.ComponentSpec) -> tuple[float, float]:
+    return spec.min if spec.HasField("min") else -math.inf, spec.max if spec.HasField("max") else math.inf
+
+
+def _outside(what: str, value: float, spec: reward_pb2.ComponentSpec) -> str | None:
+    if not abs(value) <= _GREATEST:
+        return (
+            f"returned the {what} {value}, which is not "
+            f"{'finite' if not math.isfinite(value) else 'a float32: it would be trained on as infinity'}"
+        )
+    low, high = _bounds(spec)
+    if not low <= value <= high:
+        return f"returned the {what} {value}, outside its declared range [{low}, {high}]"
+    return None
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, Real):
+        raise ScorerError(f"the scorer returned {type(value).__name__}; return a number or a rolecall.reward.Score")
+    return float(value)
+
+
+def _token_ids(data: bytes, what: str) -> NDArray[np.int32]:
+    if len(data) % 4:
+        raise InvalidInputError(f"{what}: {len(data)} bytes are not int32 ids")
+    return np.frombuffer(data, "<i4")

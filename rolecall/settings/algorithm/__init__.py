@@ -1,0 +1,1 @@
+"""The sections under `algorithm`: advantages, losses, corrections, KL, distillation, shaping."""

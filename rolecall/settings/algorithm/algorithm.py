@@ -1,0 +1,78 @@
+"""The section of the algorithm: what a batch is and what is computed from it. Its parts have files of their own."""
+
+from typing import Self
+
+from pydantic import PositiveInt, model_validator
+
+from rolecall.settings.algorithm.advantages import AdvantageSection, GrpoAdvantage, RemaxAdvantage
+from rolecall.settings.algorithm.correction import CorrectionSection
+from rolecall.settings.algorithm.distillation import DistillationSection
+from rolecall.settings.algorithm.kl import KlSection
+from rolecall.settings.algorithm.losses import Aggregation, EntropySection, PolicyLossSection, PpoLoss, ReinforceLoss
+from rolecall.settings.algorithm.shaping import CurriculumSection, FiltersSection, ShapingSection
+from rolecall.settings.section import NonNegativeInt, Section
+
+
+class AlgorithmSection(Section):
+    """What a batch is and what is computed from it."""
+
+    groups_per_batch: PositiveInt
+    """B, prompt groups in a train batch."""
+    max_staleness: NonNegativeInt = 0
+    """Most steps between the oldest token's weights and the step that trains it; 0 is synchronous."""
+    num_minibatches: PositiveInt = 1
+    """Optimizer steps per pass over the batch."""
+    num_epochs: PositiveInt = 1
+    """Passes over the batch."""
+    advantage: AdvantageSection = GrpoAdvantage()
+    """Estimator."""
+    policy_loss: PolicyLossSection = PpoLoss()
+    """Loss of the actor."""
+    aggregation: Aggregation = "token_mean"
+    """How the actor's token losses become one number, normalised (token_sum: not) by the whole mini-batch's own counts.
+    """
+    aggregation_length: PositiveInt | None = None
+    """The constant of seq_mean_token_sum_norm; absent: sampling.max_tokens."""
+    entropy: EntropySection | None = None
+    """Entropy bonus; absent: none."""
+    kl: KlSection | None = None
+    """KL to a reference; absent: none, and no reference is asked."""
+    correction: CorrectionSection | None = CorrectionSection()
+    """Off-policy correction of the loss; null: metrics only."""
+    distillation: DistillationSection | None = None
+    """Teachers of the policy on its own samples; absent: none."""
+    shaping: ShapingSection = ShapingSection()
+    """From the raw reward to the one that advantages are computed from."""
+    filters: FiltersSection = FiltersSection()
+    """Which scored groups are dropped and replaced; by default none."""
+    curriculum: CurriculumSection | None = None
+    """Prompts by their success rate; absent: every prompt once an epoch."""
+
+    @property
+    def wants_greedy_response(self) -> bool:
+        """Whether every group has a greedy response beside its sampled ones."""
+        return isinstance(self.advantage, RemaxAdvantage)
+
+    @property
+    def sampler_is_old(self) -> bool:
+        """Whether the sampler's logprobs stand for the old policy's."""
+        return self.correction is not None and self.correction.proximal == "bypass"
+
+    @model_validator(mode="after")
+    def _length_is_used(self) -> Self:
+        if self.aggregation_length is not None and self.aggregation != "seq_mean_token_sum_norm":
+            raise ValueError(
+                f"aggregation_length: {self.aggregation} divides by no constant; remove it, or use aggregation: "
+                "seq_mean_token_sum_norm"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _bypass_has_a_ratio(self) -> Self:
+        if self.sampler_is_old and isinstance(self.policy_loss, ReinforceLoss):
+            raise ValueError(
+                "correction.proximal bypass leaves the correction to the loss's ratio, and policy_loss reinforce "
+                "has none; use proximal: recompute, which "
+                "weighs tokens, or another loss"
+            )
+        return self

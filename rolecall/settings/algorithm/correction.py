@@ -1,0 +1,124 @@
+"""The section of the off-policy correction: what a token weighs for having been sampled by another policy than the one
+that is trained.
+"""
+
+from typing import Annotated, Literal, Self, TypeAlias
+
+from pydantic import Field, PositiveFloat, model_validator
+
+from rolecall.settings.section import NonNegativeFloat, Section
+
+Over: TypeAlias = Literal["token", "sequence_mean", "sequence_sum", "sequence_max"]
+"""What is held against a bound: each token's number, to reject tokens; or the mean, sum or largest over a response's
+trained tokens, to reject responses.
+"""
+
+
+class TokenWeight(Section):
+    """Truncated importance sampling per token: min(trainer / sampler, cap) (https://fengyao.notion.site/off-policy-rl;
+    the clip of AIPO, arXiv:2505.24034).
+
+    Low variance, biased: it corrects each token as if those before it had been drawn from the trainer. 2 to 5 are usual
+    caps.
+    """
+
+    kind: Literal["token"] = "token"
+    cap: PositiveFloat | None = 2.0
+    """Upper bound of the weight; null: none, plain importance sampling."""
+
+
+class SequenceWeight(Section):
+    """Truncated importance sampling per response: min(product of its tokens' ratios, cap), the same for all its tokens.
+
+    Unbiased but for the cap, and of a variance that grows with the length: for short responses. 2 to 10 are usual caps.
+    """
+
+    kind: Literal["sequence"] = "sequence"
+    cap: PositiveFloat | None = 2.0
+    """Upper bound of the weight; null: none, plain importance sampling."""
+
+
+class _Band(Section):
+    low: NonNegativeFloat
+    """Ratios trainer / sampler below this are rejected."""
+    high: PositiveFloat
+    """Ratios above this are rejected."""
+
+    @model_validator(mode="after")
+    def _is_not_empty(self) -> Self:
+        if not self.low < self.high:
+            raise ValueError(f"low {self.low} is not below high {self.high}: everything would be rejected")
+        return self
+
+
+class IcePopWeight(_Band):
+    """IcePop (Ring-1T, arXiv:2510.18855): the token's ratio where it is within the band, 0 elsewhere. Made for experts,
+    whose routing flips between engines.
+    """
+
+    kind: Literal["icepop"] = "icepop"
+    low: NonNegativeFloat = 0.5
+    """Ratios trainer / sampler below this weigh 0."""
+    high: PositiveFloat = 5.0
+    """Ratios above this weigh 0."""
+
+
+CorrectionWeight: TypeAlias = Annotated[TokenWeight | SequenceWeight | IcePopWeight, Field(discriminator="kind")]
+
+
+class RatioBand(_Band):
+    """Rejects by the ratio trainer / sampler (k1): of tokens, or of responses by the geometric mean (`sequence_mean`),
+    the product (`sequence_sum`), or any token's (`sequence_max`). The geometric mean does not depend on the length, and
+    wants a band near 1.
+    """
+
+    kind: Literal["ratio"] = "ratio"
+    over: Over
+    """Tokens or responses, and how a response's tokens become one number."""
+
+
+class DivergenceBound(Section):
+    """Rejects by an estimate of the divergence: k2 = (log ratio)^2 / 2, or k3 = ratio - 1 - log ratio, whose mean is
+    KL(sampler || trainer).
+    """
+
+    kind: Literal["k2", "k3"]
+    over: Over
+    """Tokens or responses, and how a response's tokens become one number."""
+    bound: PositiveFloat
+    """More than this is rejected; nats."""
+
+
+Rejection: TypeAlias = Annotated[RatioBand | DivergenceBound, Field(discriminator="kind")]
+
+
+class CorrectionSection(Section):
+    """Off-policy correction of the policy loss (docs/adr/0028-corrected-by-default.md).
+
+    Sampler and trainer compute the same policy with other kernels (in bfloat16 rare tokens differ widely) and, with
+    max_staleness, other weights. By default tokens are weighed, up to 2: what a clip of 0.28 may raise a ratio by in
+    three steps, so that a staleness of 1 to 4 passes and a broken token counts at most twice. In float32 and in step
+    the weights are 1. Nothing is rejected; a rejected token would weigh 0 and still count in the loss's normaliser.
+    """
+
+    weight: CorrectionWeight | None = TokenWeight()
+    """Importance weight of the sampler's tokens; null: 1."""
+    reject: tuple[Rejection, ...] = ()
+    """What is left out; a token must pass all of them."""
+    proximal: Literal["recompute", "bypass"] = "recompute"
+    """The policy that the loss's ratio is against. `recompute`: the trainer before the batch's first update; its pass
+    costs nothing with one mini-batch and one epoch. `bypass`: the sampler itself: no pass, the ratio is the importance
+    weight and the loss's clip its bound; `weight` has nothing left to correct.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bypass_weighs_once(cls, given: object) -> object:
+        if not isinstance(given, dict) or given.get("proximal") != "bypass":
+            return given
+        if given.get("weight") is not None:
+            raise ValueError(
+                "weight corrects the proximal policy for the sampler, and proximal: bypass makes them one; remove "
+                "weight, or use proximal: recompute"
+            )
+        return {**given, "weight": None}

@@ -1,0 +1,74 @@
+"""The section of on-policy distillation: what teaches a policy on its own samples, and how."""
+
+from typing import Literal, Self
+
+from pydantic import PositiveFloat, PositiveInt, model_validator
+
+from rolecall.settings.section import NonNegativeFloat, Section
+
+TEACHER = "teacher"
+"""Prefix of the columns of whichever reference teaches a trajectory, so that a batch with several teachers has one name
+for what they say.
+"""
+
+
+class DistillationSection(Section):
+    """A teacher, which is an instance under `references`, beside the task's reward or instead of it."""
+
+    teacher: str | None = None
+    """Instance that teaches prompts whose `field` names no other; absent: every prompt must name one."""
+    field: str | None = None
+    """Field of the data set whose text says which of `teachers` teaches a prompt; absent: `teacher` teaches all."""
+    teachers: dict[str, str] = {}
+    """Instance by text of `field`."""
+    divergence: Literal["reverse_kl", "forward_topk"] = "reverse_kl"
+    """`reverse_kl`: of the policy to the teacher, estimated from the sampled token. `forward_topk`: of the teacher to
+    the policy, over the `top_k` ids to which the teacher gives the highest probability, and one more outcome, all the
+    others together.
+    """
+    placement: Literal["advantage", "loss"] = "advantage"
+    """`advantage`: every sampled token's advantage is lowered by log(policy / teacher) of that token (reverse_kl only),
+    so policy_loss, its clip and the correction apply; the policy is the trainer's old one: a forward pass of the actor
+    over every batch, unless correction.proximal is `bypass`. `loss`: a term beside the policy loss.
+    """
+    top_k: PositiveInt | None = None
+    """Ids of forward_topk; each costs 8 bytes per token in the store."""
+    coef: PositiveFloat = 1.0
+    """Weight of the divergence."""
+    task_coef: NonNegativeFloat = 0.0
+    """The task's advantages are multiplied by it; 0: rewards are only shown."""
+
+    @property
+    def instances(self) -> frozenset[str]:
+        """Every teacher."""
+        return frozenset([*self.teachers.values(), *([self.teacher] if self.teacher is not None else [])])
+
+    def teacher_of(self, value: object) -> str | None:
+        """The instance that teaches a prompt whose `field` holds `value` (None: it has none); None when there is no
+        such teacher.
+        """
+        return self.teachers.get(value, self.teacher) if isinstance(value, str) else self.teacher
+
+    @model_validator(mode="after")
+    def _every_prompt_can_have_a_teacher(self) -> Self:
+        if self.teacher is None and not self.teachers:
+            raise ValueError(
+                "no teacher: name an instance under references in teacher, or several in teachers with the field "
+                "that chooses"
+            )
+        if bool(self.teachers) != (self.field is not None):
+            raise ValueError(
+                "teachers and field go together: field names the data set's field, teachers the instance by its "
+                "text; set both or remove both"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_divergence_has_what_it_needs(self) -> Self:
+        if self.divergence == "forward_topk" and (self.top_k is None or self.placement == "advantage"):
+            raise ValueError("divergence forward_topk is a loss over top_k ids: set top_k (8, say) and placement: loss")
+        if self.divergence == "reverse_kl" and self.top_k is not None:
+            raise ValueError(
+                "top_k: reverse_kl reads the sampled token only; remove it, or use divergence: forward_topk"
+            )
+        return self

@@ -1,0 +1,1 @@
+"""What a step cost: FLOPs, the peak of the device, memory."""

@@ -1,0 +1,175 @@
+"""Floating-point operations of a model, counted from the built model itself: what balances microbatches and what MFU is
+made of.
+
+    flops = count_flops(build_model(path, "policy", torch.float32))  # on the meta device: no storage, no arithmetic
+    flops.forward.costs([310, 42])                                           # per sequence, for a partition
+    flops.update.total([310, 42], num_scored=200)                            # forward and backward of both, for MFU
+
+The model runs once forward and once backward on the meta device under torch's FLOP counter, some 50 ms a layer, so that
+every matrix multiplication it makes is counted, whatever the architecture (experts, shared experts, latent attention):
+no table of names and no reading of configurations. Attention's scores are left out of that count and come from the
+shapes and sliding windows that each layer hands to packed attention: they alone are not linear in the length.
+
+What counts is what the mathematics needs: a multiplication and an addition are 2; a causal query meets the keys up to
+itself and not the whole square; the head runs on scored tokens; a backward pass has no product for a frozen weight;
+what gradient checkpointing or flash attention compute twice counts once. Elementwise work is left out, as in torch's
+counter. The convention is that of PaLM (arXiv:2204.02311, appendix B) but for the causal half.
+
+Shapes: N tokens; H query heads, D size of a key, E size of a value.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
+
+from rolecall.errors import ConfigError, RoleCallError
+from rolecall.training.model.attention import TracedAttention
+from rolecall.training.model.packed_model import VALUE_HEAD, PackedModel, PolicyModel, layers
+from rolecall.wire import Array
+
+_WOULD_MIX = (
+    "would mix the tokens of packed sequences (recurrent, linear or convolutional layers); use a model "
+    "that mixes them by attention alone"
+)
+TRACED_TOKENS = 8
+"""Length of the trace; what is counted is divided by it."""
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """Layers whose queries see equally far."""
+
+    flops_per_pair: float
+    """Of one query and one key, all such layers and heads."""
+    window: int | None = None
+    """Keys that a query sees at most, itself included; None: all before it."""
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """FLOPs of one pass over sequences, by their lengths."""
+
+    per_token: float
+    """All but attention's scores and the head."""
+    attention: tuple[AttentionCost, ...] = ()
+    per_scored_token: float = 0.0
+    """The head."""
+
+    def costs(self, num_tokens: Sequence[int]) -> Array:
+        """float64 [sequences], every token scored: which will be is not known when work is planned."""
+        lengths = np.asarray(num_tokens, np.float64)
+        return np.asarray((self.per_token + self.per_scored_token) * lengths + self._attention(lengths))
+
+    def total(self, num_tokens: Sequence[int], num_scored: int, num_saved: int = 0) -> float:
+        """Of all sequences together, of whose tokens `num_scored` are scored, and `num_saved` are computed once with
+        another's (prefixes.py).
+        """
+        lengths = np.asarray(num_tokens, np.float64)
+        return float(
+            self.per_token * (lengths.sum() - num_saved)
+            + self._attention(lengths).sum()
+            + self.per_scored_token * num_scored
+        )
+
+    def _attention(self, lengths: Array) -> Array:
+        flops = np.zeros(lengths.shape)
+        for part in self.attention:
+            beyond = lengths * 0 if part.window is None else np.maximum(lengths - part.window, 0)
+            flops += part.flops_per_pair * (lengths * (lengths + 1) - beyond * (beyond + 1)) / 2
+        return flops
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Of one model with its head."""
+
+    forward: CostModel
+    """A pass without gradients."""
+    update: CostModel
+    """Forward and backward."""
+    head_size: int
+    """Width of the widest head of keys or values: which attention kernels take the model depends on it."""
+
+
+def count_flops(model: PackedModel) -> ModelFlops:
+    """Traces `model`, which is on the meta device and requires gradients where it trains (nowhere: `update` is
+    `forward`).
+
+    ConfigError when it cannot be trained packed: what mixes tokens beside packed attention would mix them across
+    sequences.
+    """
+    trace = TracedAttention()
+    with _static_experts(model.hf):
+        forward, backward = _traced(model, trace)
+    name, num_layers = type(model.hf).__name__, max(len(layers(model)), 1)
+    if len(trace.layers) < num_layers:
+        raise ConfigError(
+            f"{name} has {num_layers} layers, of which {len(trace.layers)} attend by transformers' attention "
+            f"interface; the others {_WOULD_MIX}"
+        )
+    head = 2.0 * _head(model).numel()
+    trains = any(p.requires_grad for p in model.parameters())
+    pairs = Counter[int | None]()
+    for layer in trace.layers:
+        pairs[layer.sliding_window] += 2 * layer.num_heads * (layer.key_size + layer.value_size)
+    attention = [
+        tuple(AttentionCost(float(times * per_pair), window) for window, per_pair in pairs.items())
+        for times in (1, 3 if trains else 1)
+    ]
+    head_update = head * (1 + trains + _head(model).requires_grad)
+    head_size = max((size for layer in trace.layers for size in (layer.key_size, layer.value_size)), default=0)
+    return ModelFlops(
+        CostModel(forward, attention[0], head), CostModel(forward + backward, attention[1], head_update), head_size
+    )
+
+
+@contextmanager
+def _static_experts(hf: PreTrainedModel) -> Iterator[None]:
+    """Experts computed by the one implementation whose shapes do not depend on which of them a token chooses; each
+    token meets exactly its own.
+    """
+    if not hf._can_set_experts_implementation():
+        yield
+        return
+    before = hf.get_experts_implementation()
+    hf.set_experts_implementation("batched_mm")
+    try:
+        yield
+    finally:
+        hf.set_experts_implementation(before)
+
+
+def _traced(model: PackedModel, trace: TracedAttention) -> tuple[float, float]:
+    """FLOPs per token of the backbone, forward and backward, without attention's scores."""
+    ids_N = torch.zeros(TRACED_TOKENS, dtype=torch.int64, device="meta")
+    name = type(model.hf).__name__
+    try:
+        with FlopCounterMode(display=False) as counter:
+            hidden_NH = model.hidden_NH(ids_N, ids_N, trace)
+            forward = counter.get_total_flops()
+            if hidden_NH.requires_grad:
+                hidden_NH.sum().backward()  # type: ignore[no-untyped-call]
+    except RoleCallError:
+        raise
+    except Exception as error:  # an edge: the code of any architecture
+        raise ConfigError(
+            f"{name} cannot be followed without data, so its work cannot be counted or balanced ({error}); use "
+            "another architecture"
+        ) from error
+    if torch.ops.aten.convolution in counter.get_flop_counts()["Global"]:
+        raise ConfigError(f"{name} has convolutions over tokens, which {_WOULD_MIX}")
+    model.zero_grad(set_to_none=True)
+    return forward / TRACED_TOKENS, (counter.get_total_flops() - forward) / TRACED_TOKENS
+
+
+def _head(model: PackedModel) -> torch.nn.Parameter:
+    head = model.hf.get_output_embeddings() if isinstance(model, PolicyModel) else model.hf.get_submodule(VALUE_HEAD)
+    weight = head.weight
+    assert isinstance(weight, torch.nn.Parameter)
+    return weight

@@ -1,0 +1,75 @@
+"""`rolecall export CHECKPOINT DIR`: a checkpoint as a plain Hugging Face model directory, on any machine that reads the
+checkpoint.
+
+A process of its own, because the command line reaches no torch. Exit codes as in rolecall/commands/cli.py.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rolecall.checkpoint.manifest import Committed, RunCheckpoints, read_committed
+from rolecall.checkpoint.storage import open_storage
+from rolecall.errors import CheckpointMissingError, ConfigError, RoleCallError, print_error
+from rolecall.settings import checkpoints_of
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the process."""
+    parser = argparse.ArgumentParser(
+        prog="rolecall export",
+        description="write a checkpoint as a plain Hugging Face model directory",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a step's folder, the folder of all (its newest is taken), or a run directory; path or URL",
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where to; new or empty")
+    parser.add_argument("--role", choices=["actor", "critic"], default="actor", help="whose model (actor)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="of the weights; absent: what the run computed in"
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="where the run's model.path is now; only adapters need it"
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        checkpoint = find(arguments.checkpoint)
+        from rolecall.training.export.export import export
+
+        num_bytes = export(
+            *checkpoint.share(arguments.role), arguments.directory, dtype=arguments.dtype, base=arguments.model
+        )
+    except ConfigError as error:
+        print_error(error.message)
+        return 2
+    except RoleCallError as error:
+        print_error(error.message)
+        return 1
+    sys.stdout.write(
+        f"{arguments.role} of step {checkpoint.step}: {num_bytes / 1e6:.1f} MB of weights in {arguments.directory}\n"
+    )
+    return 0
+
+
+def find(place: str) -> Committed:
+    """The checkpoint that `place` names, or the newest in it. CheckpointMissingError."""
+    storage = open_storage(place)
+    try:
+        return read_committed(storage)
+    except CheckpointMissingError:
+        config = Path(place) / "config.yaml"
+        url = checkpoints_of(config) if config.is_file() else place
+        latest = RunCheckpoints(open_storage(url), 1).latest()
+    if latest is None:
+        raise CheckpointMissingError(
+            f"{url} holds no committed checkpoint; name a run directory, a folder of checkpoints, or one of its steps"
+        )
+    return latest
+
+
+if __name__ == "__main__":
+    sys.exit(main())

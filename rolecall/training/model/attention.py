@@ -1,0 +1,318 @@
+"""Attention over packed sequences, registered with transformers as `rolecall_packed`: never a T x T mask over the pack.
+
+Two ways, chosen by device and dtype, same numbers: on GPUs in half precision torch's variable-length flash attention
+over cu_seqlens; otherwise scaled_dot_product_attention over buckets of sequences of similar length, padded on the right
+inside the bucket only (a causal query never sees padding on its right, so no mask is needed). Many short sequences then
+cost one call, one long sequence costs no padding. Where sequences share their beginnings (prefixes.py), each still
+attends as a whole, and of what is computed more than once the first is taken.
+
+What the kernels of a device take is given to them: flash attention one head size, a multiple of 8, so the smaller of
+keys' and values' (latent attention) is padded with zeros; SDPA's kernels without an L x L matrix on GPUs as many key
+heads as query heads.
+
+Models must run with use_cache=False and get the plan as the keyword `packed`. Left out: attention dropout, logit
+soft-capping, attention sinks; models that need them are refused.
+
+Shapes: N tokens of the pack; S sequences; b sequences of a bucket, L its longest; H query heads, K key heads, D head
+size, E of values.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from rolecall.errors import ConfigError
+from rolecall.training.model.prefixes import SharedPrefixes
+from rolecall.training.model.sequence_parallel import SequenceShare
+from rolecall.training.ranks.device import attends_packed, groups_heads
+
+NAME = "rolecall_packed"
+"""Pass as attn_implementation."""
+
+PADDING_RATIO = 1.25
+"""A bucket ends where padding every sequence to its longest would cost more than this over the bucket's own tokens."""
+
+FLASH_MULTIPLE = 8
+"""Flash attention's head sizes are multiples of it."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of similar length."""
+
+    gather_bL: torch.Tensor
+    """int64 [b, L], index into the queries; padding repeats the sequence's last token."""
+    kept: torch.Tensor | None
+    """int64, flat positions in [b * L] that are no padding; None: all."""
+    scatter: torch.Tensor
+    """int64, their indices into the output."""
+
+
+@dataclass(frozen=True)
+class PackedPlan:
+    """How to attend over one microbatch; made once, used by every layer."""
+
+    cu_seqlens: torch.Tensor
+    max_length: int
+    buckets: tuple[Bucket, ...]
+    """Empty when the flash path is used."""
+    num_tokens: int
+    sequence: SequenceShare | None = None
+    """With whom the tokens are shared; None: this rank computes all of them."""
+    prefixes: SharedPrefixes | None = None
+    """Given, queries, keys, values and the output are of distinct tokens; every sequence attends as a whole."""
+    plain: bool = False
+    """By matrix products and a softmax instead of one fused kernel: the same but for rounding."""
+
+
+@dataclass(frozen=True)
+class TracedLayer:
+    """What one layer asks of attention."""
+
+    num_heads: int
+    key_size: int
+    value_size: int
+    sliding_window: int | None
+
+
+class TracedAttention:
+    """In a plan's place where a model is only looked at, on the meta device: notes what each layer asks and attends to
+    nothing (training/flops.py).
+    """
+
+    def __init__(self) -> None:
+        self.layers: list[TracedLayer] = []
+        self.sequence: SequenceShare | None = None
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sliding_window: int | None
+    ) -> torch.Tensor:
+        """[1, N, H, value size]: of the right shape, with gradients to all three and without a matrix
+        multiplication.
+        """
+        self.layers.append(TracedLayer(query.shape[1], key.shape[-1], value.shape[-1], sliding_window))
+        keyed = query.sum(-1, keepdim=True) + key.sum((1, 3))[:, None, :, None]
+        return (keyed + value.sum(1, keepdim=True)).transpose(1, 2).contiguous()
+
+
+def plan_attention(
+    lengths: Sequence[int],
+    cu_seqlens: torch.Tensor,
+    dtype: torch.dtype,
+    sequence: SequenceShare | None = None,
+    prefixes: SharedPrefixes | None = None,
+    head_size: int = 0,
+    *,
+    plain: bool = False,
+) -> PackedPlan:
+    """The plan for sequences of these lengths (at least one) on cu_seqlens' device, computing in `dtype`, heads at most
+    `head_size` wide.
+
+    `plain` is for short sequences only: it makes the whole matrix of scores.
+    """
+    if attends_packed(cu_seqlens.device, dtype, head_size) and not plain:
+        return PackedPlan(cu_seqlens, max(lengths), (), sum(lengths), sequence, prefixes)
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    by_length = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    buckets, members, tokens = [], [by_length[0]], lengths[by_length[0]]
+    for i in by_length[1:]:
+        if lengths[members[0]] * (len(members) + 1) > PADDING_RATIO * (tokens + lengths[i]):
+            buckets.append(_bucket(members, lengths, starts, cu_seqlens.device))
+            members, tokens = [], 0
+        members.append(i)
+        tokens += lengths[i]
+    buckets.append(_bucket(members, lengths, starts, cu_seqlens.device))
+    return PackedPlan(cu_seqlens, max(lengths), tuple(buckets), sum(lengths), sequence, prefixes, plain)
+
+
+def _bucket(members: Sequence[int], lengths: Sequence[int], starts: Sequence[int], device: torch.device) -> Bucket:
+    start_b = torch.tensor([starts[i] for i in members])
+    length_b = torch.tensor([lengths[i] for i in members])
+    offset_L = torch.arange(int(length_b.max()))
+    gather_bL = start_b[:, None] + torch.minimum(offset_L, length_b[:, None] - 1)
+    real_bL = offset_L < length_b[:, None]
+    scatter = gather_bL[real_bL]
+    kept = None if bool(real_bL.all()) else real_bL.flatten().nonzero().squeeze(1).to(device)
+    return Bucket(gather_bL.to(device), kept, scatter.to(device))
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packed: PackedPlan | TracedAttention | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query [1, H, N, D], key [1, K, N, D], value [1, K, N, E] -> ([1, N, H, E],
+    None). Causal within each sequence.
+    """
+    if packed is None:
+        raise ConfigError(
+            f"{type(module).__name__} is not told how sequences are packed: its model does not hand on what it does "
+            "not know; use another model"
+        )
+    if attention_mask is not None or dropout or softcap is not None or s_aux is not None:
+        raise ConfigError(
+            f"{type(module).__name__} needs an attention mask, dropout, soft-capping or sinks, which packed "
+            "attention does not have"
+        )
+    if isinstance(packed, TracedAttention):
+        return packed.attend(query, key, value, sliding_window), None
+    query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    if packed.sequence is None:
+        return _attend(query_NHD, key_NKD, value_NKD, packed, scaling, sliding_window)[None], None
+    query_NHD, key_NKD, value_NKD = packed.sequence.to_heads(query_NHD, key_NKD, value_NKD, packed.num_tokens)
+    return packed.sequence.to_tokens(_attend(query_NHD, key_NKD, value_NKD, packed, scaling, sliding_window))[
+        None
+    ], None
+
+
+def _attend(
+    query_NHD: torch.Tensor,
+    key_NKD: torch.Tensor,
+    value_NKE: torch.Tensor,
+    packed: PackedPlan,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    attend = _in_buckets if packed.buckets else _flash
+    if packed.prefixes is None:
+        return attend(query_NHD, key_NKD, value_NKE, packed, scaling, sliding_window)
+    query_NHD, key_NKD, value_NKE = (packed.prefixes.spread(x) for x in (query_NHD, key_NKD, value_NKE))
+    return attend(query_NHD, key_NKD, value_NKE, packed, scaling, sliding_window).index_select(
+        0, packed.prefixes.first_C
+    )
+
+
+def _in_buckets(
+    query_NHD: torch.Tensor,
+    key_NKD: torch.Tensor,
+    value_NKE: torch.Tensor,
+    packed: PackedPlan,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    if packed.plain or not groups_heads(query_NHD.device):
+        key_NKD, value_NKE = _repeated(key_NKD, query_NHD.shape[1]), _repeated(value_NKE, query_NHD.shape[1])
+    outputs, order = [], []
+    for bucket in packed.buckets:
+        # index_select, not indexing: its backward (index_add) is several times faster on CPUs.
+        gather, shape = bucket.gather_bL.flatten(), bucket.gather_bL.shape
+        q, k, v = (
+            x.index_select(0, gather).view(*shape, *x.shape[1:]).transpose(1, 2)
+            for x in (query_NHD, key_NKD, value_NKE)
+        )
+        length = q.shape[2]
+        window = (
+            None
+            if sliding_window is None or sliding_window >= length
+            else _window_mask(length, sliding_window, q.device)
+        )
+        if packed.plain:
+            out = _plain(q, k, v, _window_mask(length, length, q.device) if window is None else window, scaling)
+        else:
+            out = scaled_dot_product_attention(
+                q, k, v, attn_mask=window, is_causal=window is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        flat = out.transpose(1, 2).flatten(0, 1)
+        outputs.append(flat if bucket.kept is None else flat.index_select(0, bucket.kept))
+        order.append(bucket.scatter)
+    together = torch.cat(outputs)
+    return torch.empty_like(together).index_copy(0, torch.cat(order), together)
+
+
+def _plain(
+    q_bHLD: torch.Tensor, k_bHLD: torch.Tensor, v_bHLE: torch.Tensor, mask_LL: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """[b, H, L, E], rounded after each product as kernels that are not fused do."""
+    scores_bHLL = q_bHLD @ k_bHLD.transpose(-1, -2) * (q_bHLD.shape[-1] ** -0.5 if scaling is None else scaling)
+    weights_bHLL = scores_bHLL.float().masked_fill(~mask_LL, -torch.inf).softmax(-1)
+    return weights_bHLL.to(v_bHLE.dtype) @ v_bHLE
+
+
+def _window_mask(length: int, sliding_window: int, device: torch.device) -> torch.Tensor:
+    """bool [L, L]: a token sees itself and the sliding_window - 1 tokens before it."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+    return (distance >= 0) & (distance < sliding_window)
+
+
+def _flash(
+    query_NHD: torch.Tensor,
+    key_NKD: torch.Tensor,
+    value_NKE: torch.Tensor,
+    packed: PackedPlan,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # CUDA only: imported where it is used
+
+    kernel: Callable[..., torch.Tensor] = varlen_attn  # type: ignore[assignment]  # a tuple only where return_aux is given
+    grouped = _takes_grouped_heads(kernel)
+    query, key, value, scale = flash_operands(query_NHD, key_NKD, value_NKE, scaling, grouped=grouped)
+    out = kernel(
+        query,
+        key,
+        value,
+        packed.cu_seqlens,
+        packed.cu_seqlens,
+        packed.max_length,
+        packed.max_length,
+        scale=scale,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        **({"enable_gqa": query.shape[1] != key.shape[1]} if grouped else {}),
+    )
+    return out[..., : value_NKE.shape[2]]
+
+
+def flash_operands(
+    query_NHD: torch.Tensor, key_NKD: torch.Tensor, value_NKE: torch.Tensor, scaling: float | None, *, grouped: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """(query, key, value, scale) that mean the same to flash attention, whose output's first E numbers of a head are
+    the wanted ones.
+
+    Heads of one size, a multiple of FLASH_MULTIPLE; as many key heads as query heads unless the kernel takes them
+    `grouped`.
+    """
+    size = -(-max(key_NKD.shape[2], value_NKE.shape[2]) // FLASH_MULTIPLE) * FLASH_MULTIPLE
+    query, key, value = (_padded(x, size).contiguous() for x in (query_NHD, key_NKD, value_NKE))
+    if not grouped:
+        key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
+    return query, key, value, query_NHD.shape[2] ** -0.5 if scaling is None else scaling
+
+
+def _padded(x_NKD: torch.Tensor, size: int) -> torch.Tensor:
+    """With zeros behind each head; the tensor itself where nothing is missing, of which `pad` would make a copy,
+    forward and backward.
+    """
+    return x_NKD if x_NKD.shape[2] == size else pad(x_NKD, (0, size - x_NKD.shape[2]))
+
+
+def _repeated(x_NKD: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """[N, H, D]: every query head's own key head."""
+    num_queries = num_heads // x_NKD.shape[1]
+    return x_NKD if num_queries == 1 else x_NKD.repeat_interleave(num_queries, dim=1)
+
+
+@cache
+def _takes_grouped_heads(varlen_attn: Callable[..., Any]) -> bool:
+    """Whether this torch's variable-length attention takes fewer key heads than query heads: from 2.12 on."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+AttentionInterface.register(NAME, packed_attention)

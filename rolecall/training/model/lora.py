@@ -1,0 +1,165 @@
+"""LoRA: adapters beside the linear modules of a frozen base (arXiv:2106.09685), made of peft's layers.
+
+Owns which modules get one, how they start, what their tensors are called (a base weight keeps its name in the model
+directory, an adapter has peft's) and how an adapter is merged into the base or written in peft's format. Nothing here
+knows ranks: shapes are those of whole tensors. peft is imported where it is used, because it takes half a second and
+most trainers have no adapters.
+
+Shapes: R rank; I inputs and O outputs of a linear module.
+"""
+
+import hashlib
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rolecall.disk import writing
+from rolecall.errors import ConfigError
+from rolecall.settings import LoraSection
+from rolecall.training.model.files import write_tensors, write_text
+from rolecall.training.model.huggingface import ModelFiles
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+_BASE = ".base_layer."
+"""What peft puts into the name of a weight that got an adapter."""
+_DOWN, _UP = ".lora_A.default.weight", ".lora_B.default.weight"
+"""Ends of the names of an adapter's parameters: [R, I] and [O, R]."""
+_PEFT_PREFIX = "base_model.model."
+"""What peft's files put before every name."""
+
+
+def add_adapters(hf: PreTrainedModel, section: LoraSection) -> None:
+    """Gives the modules that `section` names an adapter, on the meta device and in float32, and freezes everything
+    else. ConfigError names a wrong target.
+    """
+    from peft import inject_adapter_in_model
+
+    inject_adapter_in_model(_peft_config(section, _targets(hf, section)), hf, low_cpu_mem_usage=True)
+    for name, parameter in hf.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+        if is_adapter(name):
+            parameter.data = parameter.data.float()  # peft makes them in the base's dtype; what is trained is float32
+
+
+def adapters_off(hf: PreTrainedModel) -> AbstractContextManager[None]:
+    """While it lasts the model computes what its base does, to the bit: adapters count nothing."""
+    from peft.helpers import rescale_adapter_scale
+
+    context: AbstractContextManager[None] = rescale_adapter_scale(hf, 0.0)
+    return context
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return name.endswith((_DOWN, _UP))
+
+
+def checkpoint_name(name: str) -> str:
+    """What the model directory calls the base's parameter `name`."""
+    return name.replace(_BASE, ".")
+
+
+def peft_name(name: str) -> str:
+    """What peft's files, and the weight channel, call the adapter's parameter `name`."""
+    return _PEFT_PREFIX + name.replace(".default.weight", ".weight")
+
+
+def new_adapter(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
+    """How the adapter's parameter `name` starts, float32: peft's default (B zeros, A uniform with bound 1 / sqrt(I)),
+    the same on every rank.
+    """
+    if name.endswith(_UP):
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(seed * 100_003 + zlib.crc32(name.encode()))
+    return (2.0 * torch.rand(shape, generator=generator) - 1.0) / math.sqrt(shape[1])
+
+
+def adapter_names(weight: str) -> tuple[str, str]:
+    """Names of the parameters [R, I] and [O, R] of the adapter that the model directory's tensor `weight` has, if it
+    has one.
+    """
+    module = weight.removesuffix(".weight")
+    return module + _DOWN, module + _UP
+
+
+def merged(weight_OI: torch.Tensor, down_RI: torch.Tensor, up_OR: torch.Tensor, section: LoraSection) -> torch.Tensor:
+    """The base's weight with its adapter added, in its own dtype; summed in float32 and rounded once."""
+    return (weight_OI.float() + section.alpha / section.rank * (up_OR.float() @ down_RI.float())).to(weight_OI.dtype)
+
+
+def base_digest(files: ModelFiles, section: LoraSection) -> str:
+    """Hex digest over the first row of every matrix that has an adapter: beside another base, whose shapes may be the
+    same, adapters mean nothing.
+    """
+    state = hashlib.sha256()
+    for name in sorted(files):
+        if name.removesuffix(".weight").rpartition(".")[2] in section.target_modules and ".experts." not in name:
+            state.update(
+                name.encode() + files.part(name, (slice(0, 1), slice(None))).view(torch.uint8).numpy().tobytes()
+            )
+    return state.hexdigest()
+
+
+def write_adapter(
+    path: Path,
+    source: Path,
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    section: LoraSection,
+    progressed: Callable[[], None],
+) -> int:
+    """Writes an adapter of the model directory `source` in peft's format; `tensors` by peft's names, held together.
+    Returns their bytes. DiskFullError.
+    """
+    with writing("export the adapter to", path):
+        path.mkdir(parents=True, exist_ok=True)
+        num_bytes = write_tensors(path / "adapter_model.safetensors", dict(tensors), {"format": "pt"}, progressed)
+        modules = list(section.target_modules)
+        config = {
+            **_peft_config(section, modules).to_dict(),
+            "target_modules": modules,
+            "base_model_name_or_path": str(source),
+            "inference_mode": True,
+        }
+        write_text(path / "adapter_config.json", json.dumps(config, indent=2, sort_keys=True))
+    return num_bytes
+
+
+def _peft_config(section: LoraSection, modules: list[str]) -> "LoraConfig":
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,
+        target_modules=modules,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+
+
+def _targets(hf: PreTrainedModel, section: LoraSection) -> list[str]:
+    """Full names of the linear modules inside transformer blocks that `section` names."""
+    blocks = set(hf._no_split_modules or ())
+    roots = [f"{name}." for name, module in hf.named_modules() if type(module).__name__ in blocks]
+    linear = [
+        name for name, module in hf.named_modules() if type(module) is nn.Linear and name.startswith(tuple(roots))
+    ]
+    last = {name.rpartition(".")[2] for name in linear}
+    unknown = sorted(set(section.target_modules) - last)
+    if unknown:
+        raise ConfigError(
+            f"actor.lora.target_modules: no {unknown} among the linear modules in the blocks of "
+            f"{type(hf).__name__}, which are {sorted(last)}; "
+            "name some of these"
+        )
+    return [name for name in linear if name.rpartition(".")[2] in section.target_modules]

@@ -1,0 +1,236 @@
+"""A Hugging Face causal model prepared for packed training: backbone plus a policy or a value head behind one forward.
+
+Everything a microbatch needs happens inside this forward, because FSDP gathers the root's parameters (embedding, final
+norm, head) only there. Parameter names under `hf` are the checkpoint's own. Nothing here knows ranks or optimizers.
+
+Shapes: N tokens of one microbatch; M its scored tokens; H hidden size; V vocabulary.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from torch.nn.functional import linear, pad
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from rolecall.data.model_files import check_trainable
+from rolecall.errors import ConfigError
+from rolecall.training.model.attention import NAME, PackedPlan, TracedAttention
+from rolecall.training.model.logprobs import Wanted, distribution, logprobs_and_entropy
+from rolecall.training.model.supported import check_head, without_dropout
+from rolecall.training.model.tensor_parallel import local_vocabulary
+
+Head = Literal["policy", "value"]
+
+VALUE_HEAD = "value_head"
+"""Name of the value head's Linear(H, 1) in a model directory: value_head.weight [1, H], value_head.bias [1]."""
+
+
+class PackedModel(nn.Module):
+    """Common to both heads: the backbone over packed tokens."""
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        super().__init__()
+        self.hf = hf
+        self.replaced_head = ""
+        """Name in a model directory of the output layer that a value head took the place of; empty: none."""
+
+    def hidden_NH(
+        self, token_ids_N: torch.Tensor, position_ids_N: torch.Tensor, packed: PackedPlan | TracedAttention
+    ) -> torch.Tensor:
+        """The backbone's last hidden states, after its final norm; of the own run where tokens are shared
+        (sequence.py), of distinct tokens (prefixes.py).
+        """
+        if packed.sequence is not None:
+            token_ids_N, position_ids_N = packed.sequence.own(token_ids_N), packed.sequence.own(position_ids_N)
+        if isinstance(packed, PackedPlan) and packed.prefixes is not None:
+            token_ids_N, position_ids_N = (
+                x.index_select(0, packed.prefixes.first_C) for x in (token_ids_N, position_ids_N)
+            )
+        output = self.hf.base_model(
+            input_ids=token_ids_N[None], position_ids=position_ids_N[None], use_cache=False, packed=packed
+        )
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+
+class PolicyModel(PackedModel):
+    """Logprobs and entropy of scored tokens, and what else is asked of their distributions."""
+
+    float32_logits = False
+    """Whether the output layer's products are kept in float32 where the model computes in half precision."""
+
+    def forward(
+        self,
+        token_ids_N: torch.Tensor,
+        position_ids_N: torch.Tensor,
+        temperature_N: torch.Tensor,
+        score_mask_N: torch.Tensor,
+        packed: PackedPlan,
+        entropy: bool,
+        targets_Nk: torch.Tensor | None = None,
+        wanted: Wanted | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """(logprobs_N, entropy_N), float32, 0 where not scored: token t is scored from the hidden state at t - 1.
+
+        With `targets_Nk` (ids) their logprobs follow, [N, k]. With `wanted`, which has no graph, [N, 2 k + 1]: ids,
+        which float32 holds exactly up to 2^24, their logprobs, and the sum of squared probabilities.
+        """
+        hidden_nH = self.hidden_NH(token_ids_N, position_ids_N, packed)
+        run = _run(packed, token_ids_N.shape[0])
+        scored_M = score_mask_N.nonzero().squeeze(1)
+        if packed.sequence is not None:
+            scored_M = scored_M[(scored_M > run.start) & (scored_M <= run.stop)]
+        weight_VH, vocab = local_vocabulary(self.hf.get_output_embeddings().weight)
+        if packed.prefixes is not None:
+            hidden_nH = packed.prefixes.spread(hidden_nH)
+        before_MH = hidden_nH.index_select(0, scored_M - 1 - run.start)
+        token_ids_M, temperature_M, wide = token_ids_N[scored_M], temperature_N[scored_M], self.float32_logits
+        if wanted is not None:
+            said = distribution(
+                before_MH, weight_VH, token_ids_M, temperature_M, wanted, vocab=vocab, float32_logits=wide
+            )
+            more_MC = torch.cat(
+                [said.top_ids_Mk.to(torch.float32), said.top_logprobs_Mk, said.sum_squared_probs_M[:, None]], 1
+            )
+            outputs = [said.logprobs_M, torch.zeros_like(said.logprobs_M), more_MC]
+        elif targets_Nk is not None:
+            targets_MK = torch.cat([token_ids_M[:, None], targets_Nk[scored_M].long()], 1)
+            logprobs_MK, entropy_M = logprobs_and_entropy(
+                before_MH, weight_VH, targets_MK, temperature_M, entropy=entropy, vocab=vocab, float32_logits=wide
+            )
+            outputs = [logprobs_MK[:, 0], entropy_M, logprobs_MK[:, 1:]]
+        else:
+            asked = logprobs_and_entropy(
+                before_MH, weight_VH, token_ids_M, temperature_M, entropy=entropy, vocab=vocab, float32_logits=wide
+            )
+            outputs = list(asked)
+        num_tokens = token_ids_N.shape[0]
+        whole = [
+            output_M.new_zeros(num_tokens, *output_M.shape[1:]).index_copy(0, scored_M, output_M)
+            for output_M in outputs
+        ]
+        if packed.sequence is not None:
+            together_NC = packed.sequence.whole(torch.cat([output.view(num_tokens, -1) for output in whole], 1))
+            parts = torch.split(together_NC, [output.view(num_tokens, -1).shape[1] for output in whole], 1)
+            # not views: FSDP's hooks would be lost on them
+            whole = [part.reshape(output.shape).clone() for part, output in zip(parts, whole, strict=True)]
+        return tuple(whole)
+
+
+class ValueModel(PackedModel):
+    """The value head's output."""
+
+    def forward(
+        self,
+        token_ids_N: torch.Tensor,
+        position_ids_N: torch.Tensor,
+        temperature_N: torch.Tensor,
+        score_mask_N: torch.Tensor,
+        packed: PackedPlan,
+        entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(values_N, outputs_N), float32: values[t] is the head's output at t - 1 where scored, else 0; outputs[t] the
+        head's output at t.
+
+        The head computes in float32: a value's last digits matter more than a hidden state's.
+        """
+        head = self.hf.get_submodule(VALUE_HEAD)
+        assert isinstance(head, nn.Linear)
+        hidden_nH = self.hidden_NH(token_ids_N, position_ids_N, packed)
+        outputs_N = linear(hidden_nH.float(), head.weight.float(), head.bias.float()).squeeze(1)
+        if packed.prefixes is not None:
+            outputs_N = packed.prefixes.spread(outputs_N)
+        if packed.sequence is not None:
+            num_tokens = token_ids_N.shape[0]
+            run = packed.sequence.run(num_tokens)
+            real = outputs_N[: max(0, num_tokens - run.start)]
+            outputs_N = packed.sequence.whole(pad(real, (min(run.start, num_tokens), max(0, num_tokens - run.stop))))
+        before_N = torch.cat([outputs_N[:1], outputs_N[:-1]])
+        return before_N * score_mask_N, outputs_N.clone()  # not a view: FSDP's hook would be lost on one
+
+
+def _run(packed: PackedPlan, num_tokens: int) -> range:
+    """The tokens whose hidden states this rank has; may reach beyond `num_tokens`."""
+    return range(num_tokens) if packed.sequence is None else packed.sequence.run(num_tokens)
+
+
+def build_model(path: Path, head: Head, dtype: torch.dtype) -> PackedModel:
+    """The model of the directory `path` on the meta device, parameters in `dtype`: shapes without storage. It has no
+    dropout.
+
+    ConfigError when it is not a supported causal model.
+    """
+    config = read_config(path)
+    named = config.architectures or []
+    without_dropout(config)
+    try:
+        with torch.device("meta"):
+            hf = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+    # no causal model of this type; attention of its own instead of the interface
+    except (ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{path}: a {config.model_type} model ({', '.join(named)}) cannot be trained packed ({error}); use a "
+            "causal language model"
+        ) from error
+    if named and type(hf).__name__ not in named:
+        raise ConfigError(
+            f"{path} holds {', '.join(named)}, which is not the causal language model {type(hf).__name__}; use a "
+            "model with a language head"
+        )
+    check_head(hf)
+    if head == "policy":
+        hf.tie_weights()
+        return PolicyModel(hf)
+    with torch.device("meta"):
+        replaced_head = _replace_head(hf, config)
+    hf.tie_weights()
+    model = ValueModel(hf)
+    model.replaced_head = replaced_head
+    return model
+
+
+def read_config(path: Path) -> PretrainedConfig:
+    """config.json of a model directory. ConfigError when there is none, or it is not one of a model that can be
+    trained.
+    """
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{path} is not a Hugging Face model directory: it has no config.json; check model.path")
+    check_trainable(path)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (ValueError, StrictDataclassError) as error:
+        raise ConfigError(
+            f"{path}: transformers does not take its config.json ({' '.join(str(error).split())}); correct it, or "
+            "use another model"
+        ) from error
+    return config
+
+
+def layers(model: PackedModel) -> list[nn.Module]:
+    """The transformer blocks: what FSDP shards and gradient checkpointing recomputes, one at a time."""
+    names = set(model.hf._no_split_modules or ())
+    # By its ancestors' names, too: sharding gives a module a class of its own.
+    return [module for module in model.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
+
+
+def fill_buffers(model: PackedModel) -> None:
+    """Computes the buffers that no checkpoint holds (rotary frequencies) after storage was given to a model from the
+    meta device.
+    """
+    for module in model.hf.modules():
+        if any(True for _ in module.buffers(recurse=False)):
+            model.hf._init_weights(module)
+
+
+def _replace_head(hf: PreTrainedModel, config: PretrainedConfig) -> str:
+    """Puts a value head in place of the output layer, whose name is returned."""
+    output = hf.get_output_embeddings()
+    name: str = next(name for name, child in hf.named_children() if child is output)
+    hf.set_output_embeddings(None)
+    setattr(hf, name, None)
+    config.tie_word_embeddings = False
+    hf.add_module(VALUE_HEAD, nn.Linear(config.get_text_config().hidden_size, 1))
+    return name

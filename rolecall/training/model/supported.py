@@ -1,0 +1,110 @@
+"""What a model must be to be trained packed, with logprobs computed from its head alone: refusals on the meta device,
+before a weight is read.
+
+What JSON tells is rolecall/data/model_files.py's; that every layer attends by the attention interface is seen by the
+trace of flops.py.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rolecall.errors import ConfigError
+
+_PLAIN = frozenset(
+    {
+        "mm",
+        "t",
+        "transpose",
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "slice",
+        "select",
+        "alias",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "clone",
+        "_to_copy",
+    }
+)
+"""What stands between a plain model's last hidden states and its logits: one product, and other views of the same
+numbers.
+"""
+
+
+def without_dropout(config: PretrainedConfig) -> None:
+    """Sets every dropout of `config` to 0: a policy whose logprobs are drawn anew in each pass cannot be told from one
+    that has changed.
+    """
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for name, value in part.to_dict().items():
+            if isinstance(value, float) and ("dropout" in name or name.endswith(("_pdrop", "_drop"))):
+                setattr(part, name, 0.0)
+
+
+def check_head(hf: PreTrainedModel) -> None:
+    """ConfigError when the logits of `hf`, which is on the meta device, are more than its last hidden states times the
+    weight of its output layer.
+    """
+    head, name = hf.get_output_embeddings(), type(hf).__name__
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(f"{name} has no linear output layer over the vocabulary; use a causal language model")
+    if hf._is_stateful:
+        raise ConfigError(
+            f"{name} keeps a state from token to token, which packed sequences would hand on to each other; use a "
+            "model with attention in every layer"
+        )
+    if "bias" in dict(head.named_parameters()):
+        raise ConfigError(
+            f"{name} has a bias in its output layer, which logprobs do not support; use a model without one"
+        )
+    extra = sorted(set(_operations(hf, head.in_features)) - _PLAIN)
+    if extra:
+        raise ConfigError(
+            f"{name} does more to its logits than its output layer ({', '.join(extra)}: scaling or soft-capping, "
+            "say), which logprobs do not support; "
+            "use a model without it"
+        )
+
+
+class _Hidden:
+    """In place of a backbone's answer: hidden states, and None for whatever else a causal model passes on."""
+
+    def __init__(self, last_hidden_state: torch.Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.last_hidden_state
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _operations(hf: PreTrainedModel, hidden_size: int) -> list[str]:
+    """Names of the operations by which the causal model makes logits of its backbone's output."""
+    token_ids = torch.zeros(1, 3, dtype=torch.int64, device="meta")
+    hidden = _Hidden(torch.empty(1, 3, hidden_size, dtype=hf.dtype, device="meta"))
+    backbone = hf.base_model
+    backbone.forward = lambda *_, **__: hidden
+    try:
+        with torch.no_grad(), _Recorder() as recorder:
+            hf(input_ids=token_ids, use_cache=False)
+    finally:
+        del backbone.forward
+    names: list[str] = recorder.names
+    return names

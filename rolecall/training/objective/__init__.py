@@ -1,0 +1,1 @@
+"""What a step minimises: the policy, value and router losses put together from `rolecall.algorithms`."""

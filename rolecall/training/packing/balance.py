@@ -1,0 +1,147 @@
+"""Splitting work into parts of nearly equal cost: over ranks, and over the microbatches of a rank.
+
+Over ranks nothing but the cost counts: Karmarkar and Karp's differencing method for many parts, then exchanges between
+the heaviest part and the others. Differencing one item at a time costs some 10 us an item; of more than
+DIFFERENCED_ITEMS it takes several at a time, and the exchanges win back what that loses. Within a rank the token budget
+comes first, then the cost.
+
+Karmarkar and Karp, The differencing method of set partitioning (1982), as generalised to many parts by Korf (AAAI
+2009): keep vectors of part loads, join the two with the largest spread so that the heaviest of one meets the lightest
+of the other, repeat until one vector is left.
+"""
+
+import heapq
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from rolecall.wire import Array
+
+DIFFERENCED_ITEMS = 512
+"""Most items that are differenced one at a time."""
+EXCHANGES_PER_PART = 8
+"""Most exchanges, for each part; far fewer are made before none helps."""
+PAIRED_ITEMS = 24
+"""Most items of a part whose pairs are offered: single lengths differ by whole tokens, pairs by less."""
+EVEN = 1e-6
+"""Of the mean load: a heaviest part that exceeds it by less is left alone."""
+RESOLUTION = 1e-3
+"""Of the gap between two parts: a smaller gain is no gain."""
+
+
+def partition(costs: Sequence[float] | Array, num_parts: int) -> list[list[int]]:
+    """Indices of `costs` (each at least 0) in num_parts parts, some of them empty if need be.
+
+    The heaviest part is no heavier than Karmarkar-Karp's, or within EVEN of the mean: by construction up to
+    DIFFERENCED_ITEMS items, by measurement beyond.
+    """
+    costs = np.asarray(costs, np.float64)
+    if num_parts == 1:
+        return [list(range(len(costs)))]
+    part_of = _difference(costs, num_parts)
+    _exchange(costs, part_of, num_parts)
+    return [np.flatnonzero(part_of == part).tolist() for part in range(num_parts)]
+
+
+def fill(costs: Sequence[float], sizes: Sequence[int], *, capacity: int, num_bins: int) -> list[list[int]]:
+    """Indices in num_bins bins of nearly equal cost that hold at most `capacity` each: the largest first, each to the
+    cheapest bin with room.
+
+    Where none has room another bin is added. What is larger than a bin goes alone. The costliest bin comes first.
+    """
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    loads, free = np.zeros(num_bins), np.full(num_bins, capacity)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        size = min(sizes[index], capacity)
+        chosen = int(np.where(free >= size, loads, np.inf).argmin()) if bins else 0
+        if not bins or free[chosen] < size:
+            chosen = len(bins)
+            bins.append([])
+            loads, free = np.append(loads, 0.0), np.append(free, capacity)
+        bins[chosen].append(index)
+        loads[chosen] += costs[index]
+        free[chosen] -= size
+    return [bins[i] for i in np.argsort(-loads, kind="stable")]
+
+
+def _difference(costs: Array, num_parts: int) -> Array:
+    """int64 [items]: the part of each."""
+    order = np.argsort(-costs, kind="stable")
+    size = min(num_parts, -(-len(order) // DIFFERENCED_ITEMS))
+    rounds = [order[start : start + size] for start in range(0, len(order), size)] if size else [order]
+    loads = [np.concatenate([np.zeros(num_parts - len(items)), costs[items[::-1]]]) for items in rounds]
+    heap = [(vector[0] - vector[-1], index) for index, vector in enumerate(loads)]
+    heapq.heapify(heap)
+    joins: list[tuple[int, int, Array]] = []
+    while len(heap) > 1:
+        first, second = heapq.heappop(heap)[1], heapq.heappop(heap)[1]
+        joint = loads[first] + loads[second][::-1]
+        slots = joint.argsort(kind="stable")
+        joins.append((first, second, slots))
+        joint = joint[slots]
+        joint -= joint[0]
+        heapq.heappush(heap, (-joint[-1], len(loads)))
+        loads.append(joint)
+    return _assigned(rounds, joins, len(costs), num_parts)
+
+
+def _assigned(
+    rounds: Sequence[Array], joins: Sequence[tuple[int, int, Array]], num_items: int, num_parts: int
+) -> Array:
+    """Walks from the last join back to the rounds: which part each slot became. Slot j of a join was slots[j] of the
+    first and its mirror of the second.
+    """
+    part_of_slot = {len(rounds) + len(joins) - 1: np.arange(num_parts)}
+    part_of = np.empty(num_items, np.int64)
+    for index, (first, second, slots) in reversed(list(enumerate(joins, start=len(rounds)))):
+        parts = np.empty(num_parts, np.int64)
+        parts[slots] = part_of_slot.pop(index)
+        part_of_slot[first], part_of_slot[second] = parts, parts[::-1]
+    for index, items in enumerate(rounds):
+        part_of[items[::-1]] = part_of_slot[index][num_parts - len(items) :]
+    return part_of
+
+
+def _exchange(costs: Array, part_of: Array, num_parts: int) -> None:
+    """Gives an item of the heaviest part for none, one or two of another part, as long as that makes the heavier of the
+    two lighter.
+    """
+    loads = np.bincount(part_of, costs, num_parts)
+    for _ in range(EXCHANGES_PER_PART * num_parts):
+        heaviest = int(loads.argmax())
+        heavy = np.flatnonzero(part_of == heaviest)
+        if len(heavy) == 1 or loads[heaviest] <= (1 + EVEN) * loads.mean():
+            return
+        for other in np.argsort(loads, kind="stable")[:-1].tolist():
+            gap = loads[heaviest] - loads[other]
+            given, taken = _best_exchange(costs, heavy, np.flatnonzero(part_of == other), gap)
+            moved = costs[given] - costs[taken].sum()
+            if abs(moved - gap / 2) < gap / 2 * (1 - RESOLUTION):
+                break
+        else:
+            return
+        part_of[given], part_of[taken] = other, heaviest
+        loads[heaviest] -= moved
+        loads[other] += moved
+
+
+def _best_exchange(costs: Array, heavy: Array, light: Array, gap: float) -> tuple[int, Array]:
+    """The item of `heavy`, and those of `light`, whose exchange moves as nearly half the gap as can be."""
+    first, second = _pairs(min(len(light), PAIRED_ITEMS))
+    offers = np.concatenate([[0.0], costs[light], costs[light[first]] + costs[light[second]]])
+    order = offers.argsort(kind="stable")
+    wanted = costs[heavy] - gap / 2
+    above = offers[order].searchsorted(wanted)
+    near = order[np.stack([(above - 1).clip(0), above.clip(None, len(offers) - 1)])]
+    row, item = divmod(int(np.abs(offers[near] - wanted).argmin()), len(heavy))
+    offer = int(near[row, item])
+    if offer <= len(light):
+        return int(heavy[item]), light[max(offer - 1, 0) : offer]
+    pair = offer - 1 - len(light)
+    return int(heavy[item]), light[[first[pair], second[pair]]]
+
+
+@cache
+def _pairs(num_items: int) -> tuple[Array, Array]:
+    return np.triu_indices(num_items, 1)

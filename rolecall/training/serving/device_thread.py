@@ -1,0 +1,133 @@
+"""The one thread that touches the device, seen from asyncio. Owns order and the bound on what waits. Knows neither
+torch nor gRPC.
+
+A `RoleCallError` of a piece of work is that piece's answer: the engine raises them only where every rank can go on.
+Anything else may have left a half-applied step or ranks out of step with each other, so it also ends the process
+(`failed`) and the role restarts from its checkpoint: whoever asked for the work gets a WorkerLostError, for asking
+again may help then. An OutOfMemoryError does both: asking again does not help (memory.py).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Protocol, TypeVar
+
+from rolecall.errors import ExhaustedError, OutOfMemoryError, RoleCallError, WorkerLostError
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 64
+"""Pieces of work that may wait for the device; one more is refused."""
+
+
+KEEP_ALIVE_S = 5.0
+"""Seconds without work after which the other ranks are shown that this one lives."""
+
+
+class Pulse(Protocol):
+    """Where the thread shows that it moves: the role's membership."""
+
+    phase: str
+    """What is being done, in a word or two."""
+    busy: bool
+    """Whether work is in hand: only then must progress move."""
+
+    def progress(self) -> None:
+        """Counts up; any thread may call."""
+
+
+class Lane:
+    """Runs one piece of work at a time, in the order of the calls."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="device")
+        self.num_waiting = 0
+        """Pieces of work in hand, the one under way included."""
+        self._pulse: Pulse | None = None
+        self._last_work = time.monotonic()
+        self._ticker: asyncio.Task[None] | None = None
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Set with the first exception that ends the process."""
+
+    def show_to(self, pulse: Pulse) -> None:
+        """Reports phases and progress to `pulse` from now on."""
+        self._pulse = pulse
+
+    def progressed(self) -> None:
+        """Called by long work, in any thread, whenever a part of it is done."""
+        if self._pulse is not None:
+            self._pulse.progress()
+
+    async def run(self, work: Callable[[], T], phase: str) -> T:
+        """What `work` returns. Once started it runs to its end, also when the caller is cancelled. ExhaustedError when
+        too much waits already, WorkerLostError when the work failed with anything but a RoleCallError, or other work
+        did before.
+
+        No deadline here: work that stops calling `progressed` for the section's hang_s is taken for hung by the
+        controller, and the process ends.
+        """
+        if self.num_waiting >= MAX_WAITING:
+            raise ExhaustedError(f"{MAX_WAITING} calls wait for this role's device already; send fewer at a time")
+        self._check()
+        self.num_waiting += 1
+        future = asyncio.get_running_loop().run_in_executor(self._executor, self._do, work, phase)
+        future.add_done_callback(self._finished)
+        await asyncio.wait({future})  # bounded: by the caller's deadline; hung work by hang_s, which ends the process
+        error = future.exception()
+        if error is not None and not isinstance(error, RoleCallError):
+            raise WorkerLostError(
+                f"the device failed while {phase} ({type(error).__name__}: {error}); this role restarts"
+            ) from error
+        return future.result()
+
+    def _check(self) -> None:
+        if self.failed.done():
+            raise WorkerLostError(f"the device failed before ({self.failed.exception()}); this role restarts")
+
+    def _do(self, work: Callable[[], T], phase: str) -> T:
+        self._check()
+        if self._pulse is not None:
+            self._pulse.phase, self._pulse.busy = phase, True
+            self._pulse.progress()  # the time without work before this piece is not a time without progress
+        try:
+            return work()
+        finally:
+            if self._pulse is not None:
+                self._pulse.phase, self._pulse.busy = "idle", False
+                self._pulse.progress()
+
+    def _finished(self, future: "asyncio.Future[T]") -> None:
+        self.num_waiting -= 1
+        self._last_work = time.monotonic()
+        error = None if future.cancelled() else future.exception()
+        ends = isinstance(error, OutOfMemoryError) or not isinstance(error, RoleCallError)
+        if error is not None and ends and not self.failed.done():
+            log.error("the device thread failed: %s", error, exc_info=error)
+            self.failed.set_exception(error)
+
+    def start_keep_alive(self, keep_alive: Callable[[], None]) -> None:
+        """Has `keep_alive` called in the thread after each KEEP_ALIVE_S seconds without work."""
+        self._ticker = asyncio.create_task(self._tick(keep_alive))
+
+    async def _tick(self, keep_alive: Callable[[], None]) -> None:
+        while not self.failed.done():
+            await asyncio.sleep(KEEP_ALIVE_S)
+            if not self.num_waiting and time.monotonic() - self._last_work >= KEEP_ALIVE_S:
+                with suppress(WorkerLostError):  # `failed` says it
+                    await self.run(keep_alive, "idle")
+
+    async def close(self, last: Callable[[], None] | None = None, timeout_s: float = 30.0) -> None:
+        """Runs `last` after what is under way, waits at most `timeout_s` for it, and takes no more work."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+        if self.failed.done():
+            self.failed.exception()  # whoever closes knows
+        elif last is not None:
+            _, unfinished = await asyncio.wait({asyncio.ensure_future(self.run(last, "stopping"))}, timeout=timeout_s)
+            if unfinished:
+                log.warning("the device thread is still at work after %.0f s; leaving it", timeout_s)
+        self._executor.shutdown(wait=False, cancel_futures=True)

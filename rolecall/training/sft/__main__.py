@@ -1,0 +1,70 @@
+"""One rank of a warm start: `python -m rolecall.training.sft CONFIG [--resume]`, started by rolecall/commands/sft.py,
+under torchrun where they are several.
+
+Owns the order of starting and how a failure is told: a line `sft failed: ...` on stderr, and the exit code.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from rolecall import telemetry
+from rolecall.errors import ConfigError, RoleCallError, WorkerLostError
+from rolecall.lifeline import die_with_parent
+from rolecall.settings import SftSettings, load_sft_settings, parent_to_die_with, rank_of_process
+
+START_TIMEOUT_S = 300.0
+"""Until all ranks have met."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the process: 0, 1 failed, 2 bad configuration."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    arguments = parser.parse_args(argv)
+    if parent_to_die_with() is not None:
+        die_with_parent(os.getppid())
+    settings = load_sft_settings(arguments.config)
+    rank = rank_of_process()[0]
+    telemetry.configure(settings.telemetry, "sft", "sft" if rank == 0 else f"sft rank {rank}")
+    try:
+        _train(settings, resume=arguments.resume)
+    except RoleCallError as error:
+        _say(error.message)
+        return 2 if isinstance(error, ConfigError) else 1
+    except Exception as error:  # entry point: whatever ended the rank is said once, here
+        traceback.print_exc()
+        _say(f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def _train(settings: SftSettings, *, resume: bool) -> None:
+    from rolecall.training.sft.train import WarmStart
+
+    WarmStart(settings, START_TIMEOUT_S, lost=_leave).run(resume=resume)
+
+
+def _leave(error: WorkerLostError) -> None:
+    """Another rank is lost, and a collective may wait for it: any thread ends this process."""
+    _say(error.message)
+    logging.shutdown()
+    os._exit(1)
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"sft failed: {message}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    # threads of a process group, ended by the interpreter's teardown, may hang or abort the process after all is done
+    os._exit(code)

@@ -1,0 +1,84 @@
+"""Checkpoints of a warm start: the actor's share of a run's, so that `rolecall export` reads them, with the step and
+what the examples were.
+
+Written beside the steps, as a run's are; one at a time. All ranks make the same calls; rank 0 commits.
+"""
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from rolecall.checkpoint.manifest import Attempt, RunCheckpoints, StoredFile, folder_of, verify
+from rolecall.checkpoint.storage import open_storage
+from rolecall.errors import CheckpointMismatchError, DiskFullError, StorageUnavailableError
+from rolecall.settings import SftRunSection
+from rolecall.training.engine import EngineState, Snapshot
+from rolecall.training.ranks.command_group import CommandGroup
+from rolecall.training.serving.background import in_background
+from rolecall.training.step.role_ranks import WRITE_TIMEOUT_S
+from rolecall.training.step.share import Workplace
+
+log = logging.getLogger(__name__)
+
+ROLE = "actor"
+"""Whose share it is."""
+
+
+class WarmStartCheckpoints:
+    """Of one rank."""
+
+    def __init__(self, run: SftRunSection, state: EngineState, place: Workplace, identity: Mapping[str, Any]) -> None:
+        """A collective. `identity` says what the order of examples derives from; it must be the same where a checkpoint
+        is restored.
+        """
+        self._storage = open_storage(run.checkpoints)
+        self._checkpoints = RunCheckpoints(self._storage, run.keep_checkpoints)
+        self._state = state
+        self._place = place
+        self._identity = dict(identity)
+        self._writers = CommandGroup.of_default(timeout_s=WRITE_TIMEOUT_S)
+        self._writing: Future[None] | None = None
+
+    def restore(self) -> int:
+        """Loads the newest; the steps it covers, 0 when there is none. CheckpointMismatchError."""
+        group = self._place.group
+        found = group.agree(self._checkpoints.latest)
+        if found is None:
+            return 0
+        changed = sorted(name for name, value in self._identity.items() if found.state.get(name) != value)
+        if changed:
+            raise CheckpointMismatchError(
+                f"{found.storage.url} was made with other {', '.join(changed)}; resume with the same, or start anew"
+            )
+        storage, files = found.share(ROLE)
+        group.agree(lambda: verify(storage, files[group.rank :: group.world_size], self._place.progressed))
+        self._state.load(storage)
+        return found.step
+
+    def save(self, step: int) -> None:
+        """Takes the state of `step` and begins to write it, once the one before is written. What the storage refuses
+        costs this checkpoint only.
+        """
+        try:
+            self.wait_until_written()
+        except (DiskFullError, StorageUnavailableError) as error:
+            log.warning("the last checkpoint was not written, training goes on: %s", error.message)
+        group = self._place.group
+        name = group.gather(self._checkpoints.begin(step).name.encode() if group.leads else b"")[0].decode()
+        attempt = Attempt(step, self._storage.at(f"{folder_of(step)}/{name}"), name)
+        snapshot = self._state.snapshot()
+        self._writing = in_background(lambda: self._write(snapshot, attempt), "checkpoint")
+
+    def wait_until_written(self) -> None:
+        """Waits for the one in flight. DiskFullError, StorageUnavailableError."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()  # bounded: by WRITE_TIMEOUT_S between ranks, and by the storage's own tries
+
+    def _write(self, snapshot: Snapshot, attempt: Attempt) -> None:
+        files = snapshot.write(attempt.storage.at(ROLE), self._writers, {})
+        if self._place.group.leads:
+            named = [StoredFile(f"{ROLE}/{file.name}", file.num_bytes, file.checksum) for file in files]
+            self._checkpoints.commit(attempt, named, {**self._identity, "step": attempt.step})
+            log.info("checkpoint of step %d: %.1f MB", attempt.step, sum(file.num_bytes for file in files) / 1e6)

@@ -1,0 +1,73 @@
+"""What rank 0 of a warm start tells: numbers to the trackers, and one line of progress to people. No torch."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+from rolecall.settings import SftSettings
+from rolecall.trackers import Trackers
+
+LINE_S = 5.0
+"""Seconds between two lines where the output is no terminal; lines with a held-out loss, and the last, are always
+written.
+"""
+
+
+class Account:
+    """Of one process; it opens the trackers."""
+
+    def __init__(self, settings: SftSettings, num_steps: int, num_per_epoch: int) -> None:
+        self._trackers = Trackers(settings)
+        self._num_steps = num_steps
+        self._num_per_epoch = num_per_epoch
+        self._live = sys.stdout.isatty()
+        self._first = 0
+        self._started = time.monotonic()
+        self._written = float("-inf")
+        self._heldout = ""
+
+    def begin(self, step: int, num_examples: int, num_too_long: int) -> None:
+        """Training goes on from `step`."""
+        self._first = step
+        refused = f", {num_too_long} refused (longer than data.max_tokens)" if num_too_long else ""
+        sys.stdout.write(
+            f"{num_examples} examples{refused}, {self._num_steps} steps of {self._num_per_epoch} an epoch, from "
+            f"step {step}\n"
+        )
+        sys.stdout.flush()
+        self._trackers.log(step, {"data/examples": num_examples, "data/too_long": num_too_long})
+
+    def keep_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
+        """Appends to samples.jsonl, and shows them elsewhere."""
+        self._trackers.keep_samples(step, samples)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Metrics after `step` steps."""
+        self._trackers.log(step, values)
+        if "eval/loss" in values:
+            self._heldout = f"  held-out loss {values['eval/loss']:.4f}"
+        now = time.monotonic()
+        if self._live or "eval/loss" in values or step == self._num_steps or now - self._written >= LINE_S:
+            self._written = now
+            line = self._line(step, values, now)
+            sys.stdout.write(f"\r{line:<110}" if self._live else f"{line}\n")
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        """Leaves the last line and closes the trackers."""
+        if self._live:
+            sys.stdout.write("\n")
+        self._trackers.flush()
+
+    def _line(self, step: int, values: Mapping[str, float], now: float) -> str:
+        pieces = [f"step {step}/{self._num_steps}"]
+        if "supervised/loss" in values:
+            left_s = (now - self._started) / (step - self._first) * (self._num_steps - step)
+            pieces += [
+                f"epoch {(step - 1) // self._num_per_epoch + 1}",
+                f"loss {values['supervised/loss']:.4f}{self._heldout}",
+            ]
+            pieces += [f"{values['supervised/tokens_per_s']:,.0f} tokens/s", f"{timedelta(seconds=round(left_s))} left"]
+            return "  ".join(pieces)
+        return "  ".join(pieces) + self._heldout

@@ -1,0 +1,228 @@
+"""A warm start on one rank: examples, batches by step, supervised updates, held-out loss, checkpoints, numbers. Every
+rank does the same; rank 0 tells.
+
+The order of examples derives from (seed, epoch) and the position from the step alone, so a checkpoint's step is its
+whole cursor. Metrics are named supervised/ (training) and eval/ (held out).
+"""
+
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from rolecall.data.sft_examples import Examples, end_of_response, load_demonstrations, tokenize
+from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.errors import ConfigError, WorkerLostError
+from rolecall.settings import SftSettings
+from rolecall.telemetry import Metrics
+from rolecall.training.engine import Loss, TokenOutputs
+from rolecall.training.objective.objectives import SupervisedObjective
+from rolecall.training.objective.routing import RouterLosses, router_load
+from rolecall.training.options import EngineOptions
+from rolecall.training.packing.pack import Row, local_counts, pack
+from rolecall.training.serving.hooks import Vitals, nothing
+from rolecall.training.serving.train_chain import Progress
+from rolecall.training.sft.checkpoints import WarmStartCheckpoints
+from rolecall.training.sft.report import Account
+from rolecall.training.step.optimize import Counted, Effort, optimize
+from rolecall.training.step.share import Minibatch, TrainShare
+from rolecall.training.step.start import start_workplace
+
+log = logging.getLogger(__name__)
+
+NUM_SAMPLES = 8
+"""Examples of the first batch that are written to samples.jsonl, for people to look at."""
+
+
+class Batches:
+    """Which examples each step takes: epoch after epoch, each in an order of its own; an epoch's last batch is what is
+    left.
+    """
+
+    def __init__(self, num_examples: int, batch_size: int, *, seed: int, shuffle: bool) -> None:
+        self.num_per_epoch = -(-num_examples // batch_size)
+        self._num_examples = num_examples
+        self._batch_size = batch_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def of_step(self, step: int) -> list[int]:
+        """Indices of step `step`, from 0."""
+        epoch, index = divmod(step, self.num_per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(self._num_examples))
+            if self._shuffle:
+                random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+        return self._order[index * self._batch_size : (index + 1) * self._batch_size]
+
+
+class WarmStart:
+    """One rank."""
+
+    def __init__(self, settings: SftSettings, start_timeout_s: float, lost: Callable[[WorkerLostError], None]) -> None:
+        """Reads the data and loads the model; a collective. ConfigError. `lost` ends the process."""
+        self._settings = settings
+        run, actor = settings.run, settings.actor
+        self._tokenizer = ChatTokenizer(settings.model.path)
+        self._examples, self._heldout = _read(settings, self._tokenizer)
+        batches = Batches(
+            len(self._examples.rows), settings.data.batch_size, seed=run.seed, shuffle=settings.data.shuffle
+        )
+        self._batches = batches
+        self._num_steps = run.num_steps or (run.num_epochs or 0) * batches.num_per_epoch
+        changing = actor.optimizer.warmup_steps + (actor.optimizer.decay_steps or 0)
+        if actor.optimizer.decay_steps and changing > self._num_steps:
+            raise ConfigError(
+                f"actor.optimizer.warmup_steps + decay_steps = {changing} exceed the {self._num_steps} optimizer "
+                "steps; shorten them"
+            )
+        options = EngineOptions(
+            path=settings.model.path,
+            head="policy",
+            dtype=settings.model.dtype,
+            float32_logits=settings.model.head_dtype == "float32",
+            optimizer=actor.optimizer,
+            lora=actor.lora,
+            total_steps=self._num_steps,
+            parallel=actor.parallel,
+            gradient_checkpointing=actor.gradient_checkpointing,
+            activation_offload=actor.activation_offload,
+            routers=actor.moe is not None,
+            seed=run.seed,
+        )
+        self._engine, self._place = start_workplace(options, actor, run.dir, start_timeout_s, Vitals("sft", lost=lost))
+
+    def run(self, *, resume: bool) -> None:
+        """From the newest checkpoint, or the start, to the last step's checkpoint."""
+        settings, leads = self._settings, self._place.group.leads
+        data = settings.data
+        identity = {
+            "examples": self._examples.digest,
+            "batch_size": data.batch_size,
+            "shuffle": data.shuffle,
+            "seed": settings.run.seed,
+        }
+        checkpoints = WarmStartCheckpoints(settings.run, self._engine, self._place, identity)
+        step = checkpoints.restore() if resume else 0
+        account = Account(settings, self._num_steps, self._batches.num_per_epoch) if leads else None
+        if account is not None:
+            account.begin(step, len(self._examples.rows), self._examples.num_too_long)
+            account.keep_samples(step, [self._sample(index) for index in self._batches.of_step(step)[:NUM_SAMPLES]])
+        if step == 0 and self._heldout is not None:
+            self._tell(account, 0, self._evaluate(self._heldout))
+        while step < self._num_steps:
+            metrics = self._step(step)
+            step += 1
+            if self._heldout is not None and self._is_due(step):
+                metrics.merge(self._evaluate(self._heldout))
+            self._tell(account, step, metrics)
+            if step % settings.run.checkpoint_every_steps == 0 or step == self._num_steps:
+                checkpoints.save(step)
+        checkpoints.wait_until_written()
+        if account is not None:
+            account.close()
+        self._place.group.leave()
+
+    def _sample(self, index: int) -> dict[str, str]:
+        """An example as the policy meets it, special tokens included."""
+        row = self._examples.rows[index]
+        trained = row["loss_mask"] != 0
+        return {
+            name: self._tokenizer.spell(row["token_ids"][which])
+            for name, which in (("prompt", ~trained), ("response", trained))
+        }
+
+    def _is_due(self, step: int) -> bool:
+        every = self._settings.evaluation.every_steps if self._settings.evaluation is not None else 0
+        return step == self._num_steps or (every > 0 and step % every == 0)
+
+    @staticmethod
+    def _tell(account: Account | None, step: int, metrics: Metrics) -> None:
+        if account is not None:
+            account.log(step, metrics.values())
+
+    def _step(self, step: int) -> Metrics:
+        """One update; the metrics of all ranks."""
+        effort = Effort(self._place)
+        rows = [self._examples.rows[index] for index in self._batches.of_step(step)]
+        share = TrainShare([], [self._minibatch(rows)], sum(len(row["token_ids"]) for row in rows))
+        counted = Counted(Progress(nothing), len(share.microbatches))
+        metrics, _ = optimize(self._place, share, self._loss, 1, counted, "supervised", entropy=False)
+        effort.add_to(metrics, "supervised", share.num_tokens)
+        return self._place.group.merge(metrics)
+
+    def _loss(self, minibatch: Minibatch) -> Loss:
+        objective = SupervisedObjective(minibatch.counts, self._settings.aggregation)
+        moe = self._settings.actor.moe
+        if moe is None:
+            return objective
+        return RouterLosses(
+            objective, moe, router_load(self._place.group, self._engine.forward(minibatch.microbatches)), "supervised"
+        )
+
+    def _minibatch(self, rows: Sequence[Row]) -> Minibatch:
+        """This rank's microbatches of `rows`, which every rank has, with the counts of all."""
+        plan = self._place.plan([len(row["token_ids"]) for row in rows], 1, 0)
+        microbatches = [
+            pack([rows[i] for i in indices], ["loss_mask"], temperature=1.0, device=self._place.device)
+            for indices in plan.microbatches
+        ]
+        return Minibatch(microbatches, local_counts(rows))
+
+    def _evaluate(self, heldout: Examples) -> Metrics:
+        """The mean negative log-likelihood of the held-out responses' tokens."""
+        total, num_tokens = 0.0, 0
+        for rows in _parts(heldout.rows, self._settings.data.batch_size):
+            minibatch = self._minibatch(rows)
+            for microbatch, outputs in zip(
+                minibatch.microbatches, self._engine.forward(minibatch.microbatches), strict=True
+            ):
+                assert isinstance(outputs, TokenOutputs)
+                total -= float(torch.where(microbatch.score_mask_N, outputs.logprobs_N.double(), 0.0).sum())
+            num_tokens += minibatch.counts.num_tokens
+        metrics = Metrics()
+        metrics.mean(
+            "eval/loss", float(self._place.group.sum_over_slots(np.array([total]))[0]) / num_tokens, num_tokens
+        )
+        return metrics
+
+
+def _read(settings: SftSettings, tokenizer: ChatTokenizer) -> tuple[Examples, Examples | None]:
+    """Training and held-out examples. ConfigError when none fits data.max_tokens."""
+    data = settings.data
+    end = end_of_response(settings.model.path, tokenizer)
+    found = []
+    for setting, path in (
+        ("data.train", data.train),
+        ("evaluation.path", settings.evaluation.path if settings.evaluation is not None else None),
+    ):
+        examples = (
+            None
+            if path is None
+            else tokenize(load_demonstrations(path, data, setting), tokenizer, end, data.max_tokens)
+        )
+        if examples is not None and not examples.rows:
+            raise ConfigError(
+                f"{setting}: no example of {path} fits data.max_tokens {data.max_tokens}; raise it or shorten the "
+                "examples"
+            )
+        if examples is not None and examples.num_too_long:
+            log.warning(
+                "%s: %d examples are longer than data.max_tokens %d and are left out",
+                setting,
+                examples.num_too_long,
+                data.max_tokens,
+            )
+        found.append(examples)
+    train, heldout = found
+    assert train is not None
+    return train, heldout
+
+
+def _parts(rows: Sequence[Row], size: int) -> Iterator[Sequence[Row]]:
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]

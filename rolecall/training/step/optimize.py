@@ -1,0 +1,133 @@
+"""Mini-batches and epochs over a share, with any objective: what actor and critic do alike inside a step.
+
+Owns the order of optimizer steps and their metrics (gradient norm, learning rate, skipped steps, tokens/s, MFU, peaks
+of memory). Objectives are training/objectives.py's.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rolecall.errors import OutOfMemoryError, RoleCallError
+from rolecall.telemetry import Metrics
+from rolecall.training.engine import Loss, Microbatch, TokenOutputs, ValueOutputs
+from rolecall.training.serving.train_chain import Progress
+from rolecall.training.step.share import Minibatch, TrainShare, Workplace
+from rolecall.v1.trajectory_pb2 import REDUCTION_SUM
+
+
+@dataclass
+class Counted:
+    """Counts microbatches of a step as they are done."""
+
+    progress: Progress
+    num_total: int
+    num_done: int = 0
+
+    def advance(self, num: int = 1) -> None:
+        """`num` more are done."""
+        self.num_done += num
+        self.progress.report(self.num_done, self.num_total)
+
+
+class Effort:
+    """What a step takes: begun when the step begins."""
+
+    def __init__(self, place: Workplace) -> None:
+        self._place = place
+        self._started = time.perf_counter()
+        self._flops = place.engine.flops_done
+
+    def add_to(self, metrics: Metrics, role: str, num_tokens: int) -> None:
+        """Adds speed, utilisation and the peak of each phase since they were last added. `num_tokens` of the whole
+        batch, by all ranks.
+
+        FLOP/s are a device's, over the whole step with its waiting; MFU (arXiv:2204.02311, appendix B) is absent where
+        the peak is not known.
+        """
+        seconds = time.perf_counter() - self._started
+        rate = (self._place.engine.flops_done - self._flops) / seconds
+        metrics.mean(f"{role}/tflops", rate / 1e12)
+        if self._place.peak_flops is not None:
+            metrics.mean(f"{role}/mfu", rate / self._place.peak_flops)
+        for phase, num_bytes in self._place.memory.take_peaks().items():
+            metrics.max(f"{role}/{phase}_peak_bytes", num_bytes)
+        if self._place.group.leads:
+            metrics.mean(f"{role}/tokens_per_s", num_tokens / seconds)
+            metrics.sum(f"{role}/tokens", num_tokens)
+
+
+def optimize(
+    place: Workplace,
+    share: TrainShare,
+    objective: Callable[[Minibatch], Loss],
+    num_epochs: int,
+    counted: Counted,
+    role: str,
+    *,
+    entropy: bool = True,
+) -> tuple[Metrics, int]:
+    """Every mini-batch of every epoch: gradients, then one optimizer step. This rank's metrics and the number of
+    skipped steps. A collective.
+
+    `entropy`: whether the objective reads it.
+
+    Whatever fails here leaves a step that is partly applied: it ends the role, as a RuntimeError, which is never an
+    answer (lane.py), or an OutOfMemoryError.
+    """
+    try:
+        return _updates(place, share, objective, num_epochs, counted, role, entropy)
+    except OutOfMemoryError:
+        raise
+    except RoleCallError as error:
+        raise RuntimeError(f"a step failed when it may have been partly applied: {error.message}") from error
+
+
+def _updates(
+    place: Workplace,
+    share: TrainShare,
+    objective: Callable[[Minibatch], Loss],
+    num_epochs: int,
+    counted: Counted,
+    role: str,
+    entropy: bool,
+) -> tuple[Metrics, int]:
+    metrics, skipped = Metrics(), 0
+    for _ in range(num_epochs):
+        for minibatch in share.minibatches:
+            loss = _counting(objective(minibatch), counted)
+            metrics.merge(place.engine.forward_backward(minibatch.microbatches, loss, entropy=entropy))
+            outcome = place.engine.step()
+            skipped += not outcome.applied
+            if place.group.leads and outcome.applied:
+                metrics.mean(f"{role}/grad_norm", outcome.grad_norm)
+                metrics.max(f"{role}/grad_norm_max", outcome.grad_norm)
+            if place.group.leads:
+                metrics.mean(f"{role}/learning_rate", outcome.learning_rate)
+    if place.group.leads:
+        metrics.sum(f"{role}/skipped_steps", skipped)
+    return metrics, skipped
+
+
+def per_update(metrics: Metrics, names: tuple[str, ...], num_updates: int) -> Metrics:
+    """`metrics` with the sums `names`, which added up over mini-batches, as shares of a mean over `num_updates` of
+    them.
+    """
+    shared = Metrics()
+    for metric in metrics.to_proto():
+        if metric.name in names and metric.reduction == REDUCTION_SUM:
+            shared.sum(metric.name, metric.value / num_updates)
+        else:
+            shared.merge(Metrics.from_proto([metric]))
+    return shared
+
+
+def _counting(loss: Loss, counted: Counted) -> Loss:
+    def wrapped(microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> tuple[torch.Tensor, Metrics]:
+        result = loss(microbatch, outputs)
+        counted.advance()
+        return result
+
+    return wrapped

@@ -1,0 +1,242 @@
+"""The torch side of a role, on every rank: what the front calls on rank 0 and what the followers do with rank 0's
+commands.
+
+`ColumnRanks` computes a column; `TrainerRanks` also applies steps and keeps checkpoints. What a step is made of is the
+service's `Recipe`. All methods block and are called by one thread. A method called on rank 0 announces its command
+first; `follow` does the same work elsewhere.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+from rolecall.checkpoint.manifest import StoredFile, verify
+from rolecall.checkpoint.storage import Storage, open_storage
+from rolecall.errors import InvalidInputError, OutOfMemoryError, OutOfOrderError, RoleCallError
+from rolecall.telemetry import Metrics
+from rolecall.training.engine import EngineState, Microbatch, StatePart, TokenOutputs, ValueOutputs
+from rolecall.training.model.logprobs import Wanted
+from rolecall.training.ranks.command_group import CommandGroup
+from rolecall.training.serving.applied import FILE, Applied
+from rolecall.training.serving.background import in_background
+from rolecall.training.serving.save_chain import Written
+from rolecall.training.serving.train_chain import Progress
+from rolecall.training.step.share import Bench, compute_column
+from rolecall.v1 import command_pb2, training_pb2
+from rolecall.v1.command_pb2 import TrainerCommand
+from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
+from rolecall.wire import Array
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+WRITE_TIMEOUT_S = 3600.0
+"""Longest that the ranks' disks may be apart in writing their shares of one checkpoint. A rank that died ends the wait
+by ending the others (watch.py).
+"""
+
+_PARTS: dict[training_pb2.StatePart.ValueType, StatePart] = {
+    training_pb2.STATE_PART_PARAMETERS: "parameters",
+    training_pb2.STATE_PART_OPTIMIZER: "optimizer",
+    training_pb2.STATE_PART_GRADIENTS: "gradients",
+}
+
+
+class ColumnRecipe(Protocol):
+    """Which columns a role computes."""
+
+    columns: tuple[str, ...]
+    """Their names."""
+    wanted: Wanted | None
+    """What the columns need beside logprobs or values."""
+
+    def encode(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> list[dict[str, Array]]:
+        """The columns of each sequence, in order."""
+
+
+class StepRecipe(ColumnRecipe, Protocol):
+    """What a step of a role is made of."""
+
+    def apply(self, bench: Bench, batch: TrainBatch, applied: Applied, progress: Progress) -> tuple[Metrics, int]:
+        """Applies `batch` on all ranks; this rank's metrics and the optimizer steps that were skipped. RowMissingError
+        before anything changed.
+        """
+
+
+class ColumnRanks:
+    """front.ColumnEngine over the ranks of a group."""
+
+    def __init__(
+        self, bench: Bench, recipe: ColumnRecipe, num_parameters: int, more: Mapping[str, ColumnRecipe] = {}
+    ) -> None:
+        """`more`: recipes by the prefix under which they are asked for."""
+        self.bench = bench
+        self.group = bench.group
+        self.num_parameters = num_parameters
+        self._recipes = {"": recipe, **more}
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.group.world_size
+
+    @property
+    def prefixes(self) -> Sequence[str]:
+        """front.ColumnEngine.prefixes."""
+        return list(self._recipes)
+
+    def compute(self, rows: Sequence[RowRef], prefix: str) -> frozenset[str]:
+        """front.ColumnEngine.compute."""
+        return self._lead(
+            TrainerCommand(compute=command_pb2.ComputeColumnCommand(rows=rows, prefix=prefix)),
+            lambda: self._compute(rows, prefix),
+        )
+
+    def keep_alive(self) -> None:
+        """front.ColumnEngine.keep_alive."""
+        self.group.keep_alive()
+
+    def stop(self) -> None:
+        """front.ColumnEngine.stop."""
+        self.group.stop()
+
+    def _lead(self, command: TrainerCommand, work: Callable[[], T]) -> T:
+        """Rank 0: has all ranks do `command`, whose work here is `work`."""
+        with self.group.watched():
+            self.group.announce(command)
+            return work()
+
+    def _compute(self, rows: Sequence[RowRef], prefix: str) -> frozenset[str]:
+        recipe = self._recipes[prefix]
+        return compute_column(self.bench, rows, recipe.columns, recipe.encode, recipe.wanted)
+
+    def follow(self) -> None:
+        """Does what rank 0 commands, until it stops the group. A RoleCallError is rank 0's to tell; anything else, and
+        a lack of memory, ends this rank.
+        """
+        with self.group.watched():
+            for command in self.group.commands():
+                try:
+                    self.obey(command)
+                except OutOfMemoryError:
+                    raise
+                except RoleCallError as error:
+                    log.warning("%s failed on every rank: %s", command.WhichOneof("work"), error.message)
+
+    def obey(self, command: TrainerCommand) -> None:
+        """One command of rank 0. InvalidInputError for one this role does not know."""
+        if command.WhichOneof("work") != "compute":
+            raise InvalidInputError(
+                f"command {command.WhichOneof('work')} is not this role's; ranks of different roles or releases "
+                "share a group"
+            )
+        self._compute(command.compute.rows, command.compute.prefix)
+
+
+class TrainerRanks(ColumnRanks):
+    """front.TrainerEngine over the ranks of a group."""
+
+    def __init__(self, bench: Bench, recipe: StepRecipe, state: EngineState, num_parameters: int) -> None:
+        """A collective: the threads that write checkpoints have a group of their own."""
+        super().__init__(bench, recipe, num_parameters)
+        self.applied = Applied()
+        """What was applied; replaced as a whole."""
+        self._steps = recipe
+        self._state = state
+        self._writers = CommandGroup.of_default(timeout_s=WRITE_TIMEOUT_S)
+
+    def train(self, batch: TrainBatch, progress: Progress) -> training_pb2.TrainResult:
+        """front.TrainerEngine.train."""
+        if batch.step != self.applied.step:
+            raise OutOfOrderError(
+                f"step {batch.step} cannot be applied at step {self.applied.step}", step=str(self.applied.step)
+            )
+        return self._lead(
+            TrainerCommand(train=command_pb2.TrainCommand(batch=batch)), lambda: self._train(batch, progress)
+        )
+
+    def save(self, path: str) -> Written:
+        """front.TrainerEngine.save."""
+        storage = open_storage(path)
+        return self._lead(TrainerCommand(save=command_pb2.SaveCommand(path=path)), lambda: self._save(storage))
+
+    def load(self, path: str, files: Sequence[StoredFile]) -> None:
+        """front.TrainerEngine.load."""
+        storage = open_storage(path)
+        sent = [
+            training_pb2.CheckpointFile(name=file.name, num_bytes=file.num_bytes, checksum=file.checksum)
+            for file in files
+        ]
+        self._lead(
+            TrainerCommand(load=command_pb2.LoadCommand(path=path, files=sent)), lambda: self._load(storage, files)
+        )
+
+    def move(self, parts: Sequence[training_pb2.StatePart.ValueType], *, to_host: bool) -> None:
+        """front.TrainerEngine.move."""
+        parts = parts or tuple(_PARTS)
+        unknown = [part for part in parts if part not in _PARTS]
+        if unknown:
+            raise InvalidInputError(
+                f"parts names {unknown}, which are no parts of a trainer's state; name parameters, optimizer or "
+                "gradients, or none for all"
+            )
+        offload, onload = command_pb2.OffloadCommand(parts=parts), command_pb2.OnloadCommand(parts=parts)
+        self._lead(
+            TrainerCommand(offload=offload) if to_host else TrainerCommand(onload=onload),
+            lambda: self._move(parts, to_host),
+        )
+
+    def obey(self, command: TrainerCommand) -> None:
+        """ColumnRanks.obey, and a trainer's own commands."""
+        match command.WhichOneof("work"):
+            case "train":
+                self._train(command.train.batch, Progress(_nobody))
+            case "save":
+                self._save(open_storage(command.save.path))
+            case "load":
+                files = [StoredFile(file.name, file.num_bytes, file.checksum) for file in command.load.files]
+                self._load(open_storage(command.load.path), files)
+            case "offload":
+                self._move(command.offload.parts, to_host=True)
+            case "onload":
+                self._move(command.onload.parts, to_host=False)
+            case _:
+                super().obey(command)
+
+    def _train(self, batch: TrainBatch, progress: Progress) -> training_pb2.TrainResult:
+        started = time.perf_counter()
+        metrics, skipped = self._steps.apply(self.bench, batch, self.applied, progress)
+        train_s = time.perf_counter() - started
+        merged = self.group.merge(metrics).to_proto()
+        result = training_pb2.TrainResult(step=batch.step, digest=batch.digest, metrics=merged, train_s=train_s)
+        self.applied = self.applied.after_step(result, skipped)
+        log.info("step %d applied in %.2f s", batch.step, train_s)
+        return result
+
+    def _save(self, storage: Storage) -> Written:
+        with self.bench.memory.phase("checkpoint"):
+            snapshot, record = self._state.snapshot(), {FILE: self.applied.to_json()}
+        return in_background(lambda: snapshot.write(storage, self._writers, record), "checkpoint")
+
+    def _load(self, storage: Storage, files: Sequence[StoredFile]) -> None:
+        mine = files[self.group.rank :: self.group.world_size]
+        self.group.agree(lambda: verify(storage, mine, self.bench.progressed))
+        applied = self.group.agree(lambda: Applied.read(storage))
+        with self.bench.memory.phase("checkpoint"):
+            self._state.load(storage)
+        # Versions never go back, also when a running actor is set back.
+        self.applied = replace(applied, policy_version=max(applied.policy_version, self.applied.policy_version))
+
+    def _move(self, parts: Sequence[training_pb2.StatePart.ValueType], to_host: bool) -> None:
+        named = [_PARTS[part] for part in parts]
+        if to_host:
+            self._state.offload(*named)
+        else:
+            self._state.onload(*named)
+
+
+def _nobody() -> None:
+    """Followers' progress is watched by nobody."""

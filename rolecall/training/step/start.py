@@ -1,0 +1,150 @@
+"""Puts a rank to work: process group, model and the store, from the settings and what torchrun left in the environment.
+
+Called once per process, in the thread that does all device work. Rank 0 and its followers do exactly the same here: it
+is a collective.
+"""
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported, though not in __all__
+from torch.distributed.rendezvous import rendezvous
+
+from rolecall.errors import ConfigError
+from rolecall.settings import (
+    LoraSection,
+    MoeSection,
+    OptimizerSection,
+    RunSettings,
+    TrainerSection,
+    rank_of_process,
+    visible_gpus,
+)
+from rolecall.store.connection import Connection
+from rolecall.store.rows import Rows
+from rolecall.training.account.memory import PhaseMemory
+from rolecall.training.account.peaks import peak_flops
+from rolecall.training.fsdp.engine import FsdpEngine
+from rolecall.training.fsdp.layout import COLLECTIVE_TIMEOUT_S
+from rolecall.training.options import EngineOptions
+from rolecall.training.ranks.command_group import CommandGroup
+from rolecall.training.ranks.device import RankSpec, name_of, start_rank
+from rolecall.training.ranks.watch import RankWatch
+from rolecall.training.serving.hooks import UNWATCHED, Vitals
+from rolecall.training.step.share import Bench, Workplace
+
+
+def start_bench(
+    settings: RunSettings,
+    section: TrainerSection,
+    connection: Connection,
+    *,
+    path: Path,
+    head: Literal["policy", "value"],
+    optimizer: OptimizerSection | None,
+    total_steps: int,
+    lora: LoraSection | None = None,
+    moe: MoeSection | None = None,
+    vitals: Vitals = UNWATCHED,
+) -> tuple[FsdpEngine, Bench]:
+    """The engine with its model loaded, and what its rank works with. ConfigError when the ranks or devices are not as
+    configured.
+    """
+    options = EngineOptions(
+        path=path,
+        head=head,
+        dtype=settings.model.dtype,
+        float32_logits=settings.model.head_dtype == "float32",
+        optimizer=optimizer,
+        lora=lora,
+        total_steps=total_steps,
+        parallel=section.parallel,
+        gradient_checkpointing=section.gradient_checkpointing,
+        activation_offload=section.activation_offload,
+        routers=moe is not None,
+        seed=settings.run.seed,
+    )
+    engine, place = start_workplace(options, section, settings.run.dir, settings.controller.start_timeout_s, vitals)
+    return engine, Bench(**vars(place), rows=Rows(connection, settings.run.name, settings.store.num_shards))
+
+
+def start_workplace(
+    options: EngineOptions, section: TrainerSection, run_dir: Path, timeout_s: float, vitals: Vitals
+) -> tuple[FsdpEngine, Workplace]:
+    """The same without a store. `timeout_s` bounds the time until all ranks have met."""
+    rank, world_size, local_rank = rank_of_process()
+    if world_size != section.num_ranks:
+        raise ConfigError(
+            f"num_ranks is {section.num_ranks}, but {world_size} ranks were started; use torchrun --nproc-per-node "
+            f"{section.num_ranks}"
+        )
+    spec = RankSpec(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        devices=_as_torch_counts(section.devices),
+        rendezvous="env://" if world_size > 1 else None,
+        num_threads=section.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size),
+        timeout_s=COLLECTIVE_TIMEOUT_S,
+    )
+    # Held until the ranks have met: without torchrun rank 0 is its server, and a rank may ask it after rank 0 went on.
+    store = _meeting_store(rank, world_size, timeout_s) if world_size > 1 else None
+    watch = None if store is None else _watch_ranks(vitals, rank, world_size, store, timeout_s)
+    device = start_rank(spec)
+    memory = PhaseMemory(device, role=vitals.role, rank=rank, folder=run_dir / "memory")
+    engine = FsdpEngine(options, device=device, memory=memory, progressed=vitals.progressed)
+    place = Workplace(
+        engine=engine,
+        group=CommandGroup.of_default(watch, section.parallel.slot_size),
+        flops=engine.flops,
+        device=device,
+        token_budget=section.token_budget,
+        memory=memory,
+        peak_flops=peak_flops(name_of(device), engine.dtype),
+        progressed=vitals.progressed,
+    )
+    return engine, place
+
+
+def _meeting_store(rank: int, world_size: int, timeout_s: float) -> Store:
+    """Where the ranks find each other: torchrun's store, or rank 0's at MASTER_ADDR and MASTER_PORT."""
+    store: Store = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))[0]
+    return store
+
+
+def _watch_ranks(vitals: Vitals, rank: int, world_size: int, store: Store, timeout_s: float) -> RankWatch:
+    """A watch over the ranks; before the first collective, which may already hang."""
+    notes, watch = PrefixStore("rank-watch", store), RankWatch(vitals, rank, world_size)
+    if rank == 0:
+        notes.set("address", watch.listen(_host_towards(store)))
+    else:
+        watch.connect(notes.get("address").decode(), timeout_s)
+    return watch
+
+
+def _host_towards(store: Store) -> str:
+    """The address of this machine on the network of `store`: where the other ranks, who reach the store, reach this
+    one.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, TCPStore)
+    family, kind, _, _, address = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        # bounded: a datagram socket sends nothing here
+        probe.connect(address)  # sends nothing: asks the kernel for the route
+        return str(probe.getsockname()[0])
+
+
+def _as_torch_counts(devices: tuple[int, ...]) -> tuple[int, ...]:
+    """GPU indices of the machine as torch numbers them in this process, which may see only some."""
+    visible = visible_gpus()
+    if not devices or visible is None:
+        return devices
+    hidden = sorted(set(devices) - set(visible))
+    if hidden:
+        raise ConfigError(f"GPUs {hidden} are given to this role, but CUDA_VISIBLE_DEVICES shows only {list(visible)}")
+    return tuple(visible.index(device) for device in devices)

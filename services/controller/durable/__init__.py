@@ -1,0 +1,1 @@
+"""What survives the controller: checkpoints of the run and taking it up again."""

@@ -1,0 +1,254 @@
+"""Where a controller goes on: the ledger's position, and trainers that are brought to it.
+
+A trainer that stands behind the ledger loads the newest checkpoint and applies the sealed batches since (their rows are
+kept until a checkpoint covers them), so that nothing is generated again. When the store is not the future of the
+checkpoint (it was lost, or its batches are gone), the run goes back to the checkpoint in a new lineage: empty keys, and
+the prompts that were in flight at the checkpoint are admitted again.
+"""
+
+import base64
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rolecall.checkpoint.manifest import Committed
+from rolecall.errors import CheckpointMismatchError, RowMissingError, StoreRolledBackError
+from rolecall.settings import RunSettings
+from rolecall.store.budget import batch_bytes
+from rolecall.store.ledger import Ledger
+from rolecall.store.position import RunPosition, Snapshot
+from rolecall.store.rows import Rows
+from rolecall.v1 import training_pb2, trajectory_pb2
+from services.controller.durable.run_point import Checkpoints, RunPoint
+from services.controller.step.adaptive import AdaptiveState
+from services.controller.step.trainers import Trainer
+from services.controller.threads import StoreThreads
+
+logger = logging.getLogger(__name__)
+
+READ_COUNT = 256
+"""Committed groups per read."""
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """The start of a loop."""
+
+    position: RunPosition
+    live: Mapping[int, int]
+    """Live groups: gid to the published step at their admission."""
+    backlog: tuple[trajectory_pb2.Prompt, ...]
+    """Prompts to admit before the data's next: those in flight at the checkpoint that this lineage began with."""
+    policy_version: int
+    """Highest version that anyone may have seen."""
+    retained_bytes: int
+    """Bytes of the rows of trained batches that no checkpoint covers yet."""
+    saved_step: int
+    """Steps that the newest checkpoint covers; 0 when there is none."""
+    is_actor_restored: bool
+    """Whether the actor was loaded or trained again: its weights are then published anew, under another version,
+    whatever the fleet holds.
+    """
+    step_of_version: Mapping[int, int]
+    """Steps behind the weights of each attested version."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Brings store and trainers together."""
+
+    settings: RunSettings
+    ledger: Ledger
+    rows: Rows
+    threads: StoreThreads
+    trainers: Sequence[Trainer]
+    """The actor first."""
+    checkpoints: Checkpoints
+    prompt_bytes: int
+    """Of the largest prompt."""
+    waiting: Callable[[str], None]
+    """Told what is awaited."""
+
+    async def run(self, ctl: int) -> Recovered:
+        """StoreRolledBackError when the trainers are ahead of the store and no checkpoint says how to go on."""
+        snapshot = await self.threads.call(self.ledger.snapshot)
+        latest = await self.threads.call(self.checkpoints.latest)
+        if latest is not None and latest[1].run != self.settings.run.name:
+            name = self.settings.run.name
+            raise CheckpointMismatchError(
+                f"{latest[0].storage.url} is a checkpoint of run {latest[1].run!r}, not of {name!r}; give each run "
+                "its own run.dir"
+            )
+        infos = [await trainer.info() for trainer in self.trainers]
+        versions = [info.policy_version for info in infos]
+        is_actor_restored = infos[0].step < snapshot.position.step
+        sets_back = latest is not None and _was_cut_short(snapshot.position, latest[1], infos)
+        if latest is not None and not sets_back and not await self._continues(snapshot.position, latest[1], infos):
+            snapshot, sets_back = await self._begin_lineage(snapshot.position, latest[1]), True
+        if latest is not None and sets_back:
+            is_actor_restored = True
+            loaded = [await trainer.load(ctl, latest[0]) for trainer in self.trainers]
+            versions += [answer.policy_version for answer in loaded]
+        else:
+            for trainer, info in zip(self.trainers, infos, strict=True):
+                versions.append(await self._bring_up(ctl, trainer, info, latest, snapshot.position.step))
+            if any(info.step > snapshot.position.step for info in infos):
+                snapshot = await self._finish_step(ctl, snapshot.position.step)
+        return Recovered(
+            position=snapshot.position,
+            saved_step=latest[1].step if latest else 0,
+            is_actor_restored=is_actor_restored,
+            step_of_version=await self.threads.call(self.ledger.step_of_version),
+            live={group.gid: group.admit_published_step for group in snapshot.groups},
+            backlog=_backlog(snapshot.position, latest[1] if latest else None),
+            retained_bytes=await self.threads.call(self._retained_bytes, snapshot.position),
+            policy_version=max(snapshot.position.begun_version, snapshot.position.policy_version, *versions),
+        )
+
+    async def _continues(
+        self, position: RunPosition, point: RunPoint, infos: Sequence[training_pb2.GetTrainerInfoResponse]
+    ) -> bool:
+        """Whether every trainer can reach the ledger's step from where it stands or from the checkpoint."""
+        if position.step < point.step or position.lineage < point.lineage:
+            return False
+        first = min(max(info.step, point.step) for info in infos)
+        return position.step <= first or await self.threads.call(self.ledger.sealed, first) is not None
+
+    async def _begin_lineage(self, position: RunPosition, point: RunPoint) -> Snapshot:
+        logger.warning(
+            "the store stands at step %d and cannot be continued from; going back to the checkpoint of step %d",
+            position.step,
+            point.step,
+        )
+        await self.threads.call(self.checkpoints.discard_uncommitted)
+        target = RunPosition(
+            lineage=max(position.lineage, point.lineage) + 1,
+            step=point.step,
+            next_gid=point.next_gid,
+            policy_version=point.policy_version,
+            epoch=point.epoch,
+            cursor=point.cursor.encode(),
+            algorithm_state=point.algorithm_state.encode(),
+            trained=point.trained,
+            dropped=point.dropped,
+        )
+        await self.threads.call(self.ledger.start_lineage, target)
+        return await self.threads.call(self.ledger.snapshot)
+
+    async def _bring_up(
+        self,
+        ctl: int,
+        trainer: Trainer,
+        info: training_pb2.GetTrainerInfoResponse,
+        latest: tuple[Committed, RunPoint] | None,
+        step: int,
+    ) -> int:
+        """Loads and replays until `trainer` has applied `step` steps; the highest version it knows."""
+        applied, version = info.step, info.policy_version
+        if applied > step + 1:
+            raise StoreRolledBackError(
+                f"{trainer.name} has applied {applied} steps, the store knows {step}: restore the store, or restart "
+                f"{trainer.name}"
+            )
+        trained = await self.threads.call(self.ledger.sealed, applied - 1) if info.HasField("last_result") else None
+        if trained is not None and trained.digest != info.last_result.digest:
+            raise StoreRolledBackError(
+                f"{trainer.name} has made step {applied - 1} of another batch than the store holds: restore the "
+                f"store, or restart {trainer.name}"
+            )
+        if latest is not None and applied < latest[1].step <= step:
+            self.waiting(f"{trainer.name} to load the checkpoint of step {latest[1].step}")
+            loaded = await trainer.load(ctl, latest[0])
+            applied, version = loaded.step, max(version, loaded.policy_version)
+        for missed in range(applied, step):
+            self.waiting(f"{trainer.name} to apply step {missed} again")
+            batch = await self.threads.call(self.ledger.sealed, missed)
+            if batch is None:
+                raise StoreRolledBackError(
+                    f"{trainer.name} stands at step {applied}, the run in the store at {step}, batch {missed} is "
+                    f"gone, and {self.settings.run.checkpoints} "
+                    "holds no checkpoint to go on from: give this run its own run.dir again, or, if it is another "
+                    "run, another run.name"
+                )
+            await trainer.train(ctl, missed, batch.digest, self.waiting)
+        return version
+
+    async def _finish_step(self, ctl: int, step: int) -> Snapshot:
+        """Counts a step that a trainer has applied and the last controller did not get to count: until then nobody
+        could publish those weights.
+        """
+        batch = await self.threads.call(self.ledger.sealed, step)
+        if batch is None:
+            raise StoreRolledBackError(
+                f"a trainer has applied step {step}, which the store never sealed: restore the store, or resume "
+                "from a checkpoint"
+            )
+        self.waiting(f"step {step}, which was applied and not counted")
+        results = [await trainer.train(ctl, step, batch.digest, self.waiting) for trainer in self.trainers]
+        algorithm = self.settings.algorithm
+        state = AdaptiveState.decode(algorithm, (await self.threads.call(self.ledger.position)).algorithm_state).after(
+            algorithm, batch, results
+        )
+        await self.threads.call(self.ledger.commit_step, step, results, state.encode(algorithm))
+        logger.info("step %d had been applied and is counted now", step)
+        return await self.threads.call(self.ledger.snapshot)
+
+    def _retained_bytes(self, position: RunPosition) -> int:
+        batches = [self.ledger.sealed(step) for step in range(position.freed_step, position.step)]
+        return sum(batch_bytes(self.settings, batch, self.prompt_bytes) for batch in batches if batch is not None)
+
+    async def untrained_prompts(self, next_gid: int) -> list[str]:
+        """The prompts of all live groups below `next_gid`, encoded for a checkpoint."""
+        return await self.threads.call(self._untrained_prompts, next_gid)
+
+    def _untrained_prompts(self, next_gid: int) -> list[str]:
+        prompts = {group.gid: group.prompt for group in self.ledger.queued()}
+        position = "0"
+        while entries := self.ledger.read_committed(position, READ_COUNT, 0.0):
+            position = entries[-1][0]
+            for _, group in entries:
+                with contextlib.suppress(RowMissingError):  # scored and dropped since it was read: no longer in flight
+                    prompts[group.gid] = self._prompt_of(group.rows[0])
+        return encode_prompts([prompts[gid] for gid in sorted(prompts) if gid < next_gid])
+
+    def _prompt_of(self, ref: trajectory_pb2.RowRef) -> trajectory_pb2.Prompt:
+        """The prompt of a committed row: meta leaves its token ids out, they are the head of the row's own."""
+        meta, row = self.rows.read_meta([ref])[0], self.rows.read([ref], ["token_ids"])[0]
+        meta.prompt.token_ids = row["token_ids"][: meta.num_prompt_tokens].tobytes()
+        return meta.prompt
+
+
+def _was_cut_short(
+    position: RunPosition, point: RunPoint, infos: Sequence[training_pb2.GetTrainerInfoResponse]
+) -> bool:
+    """Whether the last controller began a lineage from this checkpoint and ended before every trainer was set back to
+    it.
+    """
+    return (
+        position.lineage > point.lineage
+        and position.step == point.step
+        and any(info.step > point.step for info in infos)
+    )
+
+
+def _backlog(position: RunPosition, point: RunPoint | None) -> tuple[trajectory_pb2.Prompt, ...]:
+    """What this lineage has not admitted again yet: of all prompts that were untrained at the checkpoint it began with,
+    or, once it has a checkpoint of its own, of those that waited then. They are admitted in this order, before anything
+    new.
+    """
+    if point is None:
+        return ()
+    began = position.lineage > point.lineage
+    prompts, first_gid = (
+        (point.untrained + point.waiting, position.lineage_gid) if began else (point.waiting, point.next_gid)
+    )
+    return tuple(
+        trajectory_pb2.Prompt.FromString(base64.b64decode(text))
+        for text in prompts[max(0, position.next_gid - first_gid) :]
+    )
+
+
+def encode_prompts(prompts: Sequence[trajectory_pb2.Prompt]) -> list[str]:
+    """For a checkpoint."""
+    return [base64.b64encode(prompt.SerializeToString()).decode() for prompt in prompts]

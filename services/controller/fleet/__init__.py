@@ -1,0 +1,1 @@
+"""Who takes part in the run, and who is alive."""

@@ -1,0 +1,1 @@
+"""A group of responses until it is ready: admitted, leased, scored, sorted into a batch."""

@@ -1,0 +1,136 @@
+"""From scored groups to the groups of a train batch: which are live, and which of them are ready.
+
+Owns the groups between their commit and their seal. The choice of groups is admission.py's, what is written to their
+rows preparation.py's.
+"""
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rolecall.v1 import trajectory_pb2
+from rolecall.wire import Array
+from services.controller.groups.admission import AdmissionPolicy
+
+
+@dataclass(frozen=True)
+class GreedyResponse:
+    """The response at temperature 0 that a group has beside its G: a baseline, never trained on."""
+
+    row: trajectory_pb2.RowRef
+    reward: float
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A committed group with its rewards. G rows, C reward components."""
+
+    gid: int
+    rows: tuple[trajectory_pb2.RowRef, ...]
+    min_policy_version: int
+    rewards_G: Array
+    """float32 [G]."""
+    components: Mapping[str, Array]
+    """float32 [G] by name."""
+    num_response_tokens_G: Array
+    """int32 [G]."""
+    truncated_G: Array
+    """bool [G]."""
+    generation_s: float
+    """Seconds from claim to the group's last token."""
+    landed_at_s: float
+    """Monotonic clock of this process when the group was seen committed."""
+    scored_at_s: float
+    """Same clock, when its scores were in its rows."""
+    greedy: GreedyResponse | None = None
+    """Where the estimator wants one; in none of the arrays above."""
+    prompt_uid: str = ""
+    """Of its prompt."""
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether its rewards differ, from one another or from the greedy response's."""
+        return bool(
+            np.ptp(self.rewards_G if self.greedy is None else [*self.rewards_G, np.float32(self.greedy.reward)]) > 0
+        )
+
+    @property
+    def all_rows(self) -> list[trajectory_pb2.RowRef]:
+        """The rows to delete when it is dropped."""
+        return [*self.rows, *([self.greedy.row] if self.greedy else [])]
+
+
+class Assembly:
+    """The live groups and the ready among them. Bounded by admission: never more than (max_staleness + 1) batches."""
+
+    def __init__(self, policy: AdmissionPolicy) -> None:
+        self._policy = policy
+        self._live: dict[int, int] = {}
+        """Last batch by gid."""
+        self._ready: dict[int, ScoredGroup] = {}
+        self._changed = asyncio.Event()
+        self.num_changes = 0
+        """How often a group was scored or dropped."""
+
+    def admitted(self, gid: int, admit_step: int) -> None:
+        """A group came to life."""
+        self._live[gid] = self._policy.last_batch(admit_step)
+
+    def take_over(self, step: int, live: Mapping[int, int], first: Collection[int]) -> None:
+        """Groups that live already when the loop goes on at `step`, with their admit_step; batch `step` is to have
+        `first` of them.
+        """
+        self._live = self._policy.taken_over(step, live, first)
+
+    def dropped(self, gid: int) -> None:
+        """A group ended without being trained."""
+        self._live.pop(gid, None)
+        self._ready.pop(gid, None)
+        self._note_change()
+
+    def scored(self, group: ScoredGroup) -> None:
+        """A group may be trained."""
+        self._ready[group.gid] = group
+        self._note_change()
+
+    def trained(self, gids: Sequence[int]) -> None:
+        """Groups ended in a batch."""
+        for gid in gids:
+            self._live.pop(gid, None)
+            self._ready.pop(gid, None)
+
+    @property
+    def num_live(self) -> int:
+        """Groups neither trained nor dropped."""
+        return len(self._live)
+
+    @property
+    def num_ready(self) -> int:
+        """Groups that could be trained."""
+        return len(self._ready)
+
+    async def next_batch(self, batch: int, begun: Collection[int] = ()) -> list[ScoredGroup]:
+        """The groups of batch number `batch`, oldest first, of which those in `begun` that are live must be; they stay
+        live until `trained`.
+        """
+        while (
+            gids := self._policy.choose(batch, self._ready.keys(), self._live, self._live.keys() & set(begun))
+        ) is None:
+            await self._change()
+        return [self._ready[gid] for gid in gids]
+
+    async def groups(self, gids: Sequence[int]) -> list[ScoredGroup]:
+        """Exactly these groups, once all are scored."""
+        while not all(gid in self._ready for gid in gids):
+            await self._change()
+        return [self._ready[gid] for gid in gids]
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()  # bounded: by its caller, the loop, which looks at num_changes
+
+    def _note_change(self) -> None:
+        self.num_changes += 1
+        self._changed.set()

@@ -1,0 +1,173 @@
+"""The collection: every committed group is scored as it lands, and then kept for a batch or dropped.
+
+Owns what is dropped after it was sampled and why: failures of scorers, lost rows, the configured filters with their
+budget of a step. What was dropped gives its place back to admission. The choice among the kept is admission.py's, the
+rules of the filters are rolecall/algorithms/filters.py's.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from rolecall.algorithms.filters import reason_to_drop
+from rolecall.errors import BudgetSpentError, RowMissingError, ScorerError
+from rolecall.settings import RunSettings
+from rolecall.store.history import order
+from rolecall.store.ledger import Ledger
+from rolecall.store.position import garbage_of
+from rolecall.store.rows import Rows
+from rolecall.telemetry import attached, tracer
+from rolecall.trajectory import rows_of
+from rolecall.v1 import trajectory_pb2
+from services.controller.board import RunBoard
+from services.controller.groups.assembly import Assembly, ScoredGroup
+from services.controller.groups.failures import FailureBudget
+from services.controller.groups.group_scorer import GroupScorer
+from services.controller.groups.intake import Intake
+from services.controller.groups.prompts import PromptSequence
+from services.controller.threads import StoreThreads
+
+logger = logging.getLogger(__name__)
+
+READ_BLOCK_S = 1.0
+"""Longest blocking read of the trajectories stream."""
+
+READ_COUNT = 256
+"""Most committed groups taken in one read."""
+
+
+class Collection:
+    """Of one run. Used from one event loop."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        ledger: Ledger,
+        rows: Rows,
+        threads: StoreThreads,
+        scorer: GroupScorer,
+        prompts: PromptSequence,
+        board: RunBoard,
+        assembly: Assembly,
+        intake: Intake,
+        stop_for: Callable[[BudgetSpentError], None],
+    ) -> None:
+        """`stop_for` is told when a budget is spent."""
+        self._settings = settings
+        self._ledger = ledger
+        self._rows = rows
+        self._threads = threads
+        self._scorer = scorer
+        self._prompts = prompts
+        self._board = board
+        self._assembly = assembly
+        self._intake = intake
+        self._stop_for = stop_for
+        self.sealed: frozenset[int] = frozenset()
+        """Groups of the batch that an earlier loop sealed: they are trained, whatever the settings say of them now."""
+        self.failures = FailureBudget(settings.reward.max_failed_groups, settings.controller.failure_window)
+        """Groups that could not be scored."""
+        self._filtered: Counter[str] = Counter()
+        """Groups that the filters dropped since the last step, by reason."""
+
+    async def run(self, start: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+        """Scores every committed group once, from the oldest that is not trained, each beside the others by `start`.
+        Runs until cancelled.
+        """
+        position = "0"
+        while True:
+            for entry, group in await self._threads.call(
+                self._ledger.read_committed, position, READ_COUNT, READ_BLOCK_S
+            ):
+                position = entry
+                self._board.landed(order(entry))
+                start(self._score(group))
+
+    async def drop(self, gid: int, rows: Sequence[trajectory_pb2.RowRef], reason: str, error: str) -> None:
+        """Ends a group untrained, deletes its rows and lets another take its place. `error`: what failed; empty when
+        nothing did.
+        """
+        await self._threads.call(self._ledger.drop, gid, reason, error)
+        if rows:
+            await self._threads.call(self._ledger.discard, self._rows, garbage_of(gid, rows))
+        if error:
+            self._board.drop(gid, reason, error)
+        self._intake.dropped[reason] += 1
+        self._assembly.dropped(gid)
+        self._intake.wake()
+
+    def begin_step(self) -> None:
+        """A step was counted: the filters' budget begins anew."""
+        self._filtered.clear()
+
+    async def _score(self, group: trajectory_pb2.CommittedGroup) -> None:
+        if (
+            self._settings.algorithm.wants_greedy_response
+            and not group.HasField("greedy_row")
+            and group.gid not in self.sealed
+        ):
+            logger.warning(
+                "group %d was sampled for another estimator, without a greedy response; it is dropped", group.gid
+            )
+            await self.drop(group.gid, rows_of(group), "no_greedy_response", "")
+            return
+        with attached(group.traceparent), tracer().start_as_current_span("score", attributes={"gid": group.gid}):
+            try:
+                scored = await self._scorer.score(group)
+            except ScorerError as error:
+                await self._give_up(group, error)
+                return
+            except RowMissingError as error:
+                logger.error(
+                    "group %d was committed and its rows are gone; it is dropped and another prompt takes its "
+                    "place: %s",
+                    group.gid,
+                    error,
+                )
+                await self.drop(group.gid, rows_of(group), "row_missing", str(error))
+                return
+            await self._threads.call(self._ledger.note, [group.gid], "scored", reward=float(scored.rewards_G.mean()))
+            await self._sort(scored)
+
+    async def _give_up(self, group: trajectory_pb2.CommittedGroup, error: ScorerError) -> None:
+        logger.warning("group %d is dropped because it cannot be scored: %s", group.gid, error)
+        await self.drop(group.gid, rows_of(group), "scorer_error", str(error))
+        if self.failures.spend(group.gid):
+            self._stop_for(
+                BudgetSpentError(
+                    f"more than reward.max_failed_groups = {self._settings.reward.max_failed_groups} of "
+                    f"{self._settings.controller.failure_window} groups "
+                    f"(controller.failure_window) could not be scored; the last by the scorer's {error}"
+                )
+            )
+
+    async def _sort(self, group: ScoredGroup) -> None:
+        """Keeps the success rate of the group's prompt, then keeps or drops the group."""
+        solved_at = self._settings.reward.solved_at
+        known = self._prompts.visited(group.prompt_uid, group.gid, float((group.rewards_G >= solved_at).mean()))
+        if known is not None:
+            await self._threads.call(self._ledger.rate, group.prompt_uid, known)
+        reason = reason_to_drop(
+            self._settings.algorithm.filters,
+            group.rewards_G,
+            group.truncated_G,
+            group.num_response_tokens_G,
+            has_signal=group.has_signal,
+            solved_at=solved_at,
+        )
+        if reason is None or group.gid in self.sealed:
+            self._assembly.scored(group)
+            return
+        self._filtered[reason] += 1
+        budget = self._settings.algorithm.filters.max_dropped_per_step
+        if self._filtered.total() > budget:
+            counts = ", ".join(f"{count} {name}" for name, count in self._filtered.most_common())
+            self._stop_for(
+                BudgetSpentError(
+                    f"filters dropped {self._filtered.total()} groups within a step ({counts}), more than "
+                    f"algorithm.filters.max_dropped_per_step = {budget}; "
+                    "the prompts are all solved or all hopeless for this policy: change the data or the filters"
+                )
+            )
+        await self.drop(group.gid, group.all_rows, reason, "")

@@ -1,0 +1,197 @@
+"""Scores each group as it lands: the reward and every reference at the same time, no barrier between generation and
+scoring.
+
+Owns what a failure means: a scorer's failure is never a number. Items are retried by the client. After that, bad data
+is raised, and collection.py drops the group; infrastructure that is away is waited for, up to
+controller.stall_timeout_s. The messages name the scorer. A group that was scored before (the loop started over since)
+keeps its scores: a scorer need not answer twice alike.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from rolecall.errors import DeadlineError, RateLimitedError, ScorerError, ScorerUnavailableError, UnavailableError
+from rolecall.scoring.client import RewardClient
+from rolecall.scoring.scores import Failure, Score, score_item
+from rolecall.settings import TEACHER, RunSettings
+from rolecall.store.rows import Rows
+from rolecall.trajectory import is_truncated, rows_of
+from rolecall.v1 import training_pb2, trajectory_pb2
+from rolecall.v1.reference_pb2_grpc import ReferenceServiceStub
+from rolecall.wire import Array
+from services.controller.groups.assembly import GreedyResponse, ScoredGroup
+from services.controller.tasks import first_error
+from services.controller.threads import StoreThreads
+
+logger = logging.getLogger(__name__)
+
+RETRY_PAUSE_S = 2.0
+"""Pause before a group is scored again whose scorer or reference was away."""
+
+
+class GroupScorer:
+    """Turns committed groups into scored ones; at most controller.max_score_calls at a time, the rest wait here
+    (bounded by admission).
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        rows: Rows,
+        threads: StoreThreads,
+        reward: RewardClient,
+        references: Mapping[str, ReferenceServiceStub],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._rows = rows
+        self._threads = threads
+        self._reward = reward
+        self._references = references
+        self._room = asyncio.Semaphore(settings.controller.max_score_calls)
+        self._clock = clock
+        self._scored_at = float("-inf")
+        """When a group was scored last, on `clock`."""
+        self.ctl = 0
+        """Set once the run is locked."""
+
+    @property
+    def trouble(self) -> str:
+        """Why there are no scores at present: scorer, address, last error; empty when there are."""
+        return self._reward.trouble
+
+    async def score(self, group: trajectory_pb2.CommittedGroup) -> ScoredGroup:
+        """Reward columns and reference columns are in the group's rows when this returns; the greedy response has a
+        reward alone.
+
+        ScorerError when an item cannot be scored, RowMissingError when a row is gone, UnavailableError or DeadlineError
+        when a role stayed away: no group was scored for controller.stall_timeout_s. A scorer that limits its rate may
+        let one group wait for longer, while others get through.
+        """
+        landed_at_s, landed_at = time.monotonic(), self._clock()
+        while True:
+            try:
+                scored = await self._attempt(group, landed_at_s)
+            except (UnavailableError, DeadlineError, RateLimitedError) as error:
+                if self._clock() - max(landed_at, self._scored_at) > self._settings.controller.stall_timeout_s:
+                    raise
+                logger.debug("group %d cannot be scored at present, trying again: %s", group.gid, error)
+                await asyncio.sleep(RETRY_PAUSE_S)
+            else:
+                self._scored_at = self._clock()
+                return scored
+
+    async def _attempt(self, group: trajectory_pb2.CommittedGroup, landed_at_s: float) -> ScoredGroup:
+        async with self._room:  # bounded: every call inside has a deadline, and admission bounds how many wait
+            refs, num_responses = rows_of(group), len(group.rows)
+            rows, metas = await self._threads.call(self._keep_and_read, refs)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    scored_before = all("reward" in row for row in rows)
+                    scoring = tasks.create_task(
+                        self._kept_scores(rows) if scored_before else self._reward_of(metas, rows)
+                    )
+                    for name, prefix in self._asked(metas[0].prompt):
+                        tasks.create_task(self._ask(name, prefix, refs[:num_responses]))
+            except BaseExceptionGroup as errors:
+                raise first_error(errors) from errors
+            scores = scoring.result()
+            await self._threads.call(
+                self._rows.put, refs, [_reward_columns(score, row) for score, row in zip(scores, rows, strict=True)]
+            )
+        greedy = GreedyResponse(group.greedy_row, scores.pop().value) if group.HasField("greedy_row") else None
+        return ScoredGroup(
+            gid=group.gid,
+            rows=tuple(group.rows),
+            min_policy_version=group.min_policy_version,
+            rewards_G=np.array([score.value for score in scores], np.float32),
+            components={
+                name: np.array([score.components[name] for score in scores], np.float32)
+                for name in scores[0].components
+            },
+            num_response_tokens_G=np.array([int(row["response_mask"].sum()) for row in rows[:num_responses]], np.int32),
+            truncated_G=np.array([is_truncated(meta) for meta in metas[:num_responses]]),
+            generation_s=max(meta.generation_s for meta in metas),
+            landed_at_s=landed_at_s,
+            scored_at_s=time.monotonic(),
+            greedy=greedy,
+            prompt_uid=metas[0].prompt.uid,
+        )
+
+    def _keep_and_read(
+        self, refs: Sequence[trajectory_pb2.RowRef]
+    ) -> tuple[list[dict[str, Array]], list[trajectory_pb2.TrajectoryMeta]]:
+        self._rows.persist(refs)  # the rollout may have died between its commit and its own persist
+        rows, metas = self._rows.read_with_meta(refs, ["token_ids", "response_mask"], ["reward", "reward_components"])
+        for meta in metas[1:]:  # the first alone holds the prompt
+            meta.prompt.CopyFrom(metas[0].prompt)
+        return rows, metas
+
+    async def _kept_scores(self, rows: Sequence[Mapping[str, Array]]) -> list[Score]:
+        names = sorted(component.name for component in (await self._reward.describe()).components)
+        return [
+            Score(
+                float(row["reward"][0]),
+                dict(zip(names, row.get("reward_components", np.zeros(0)).tolist(), strict=False)),
+            )
+            for row in rows
+        ]
+
+    async def _reward_of(
+        self, metas: Sequence[trajectory_pb2.TrajectoryMeta], rows: Sequence[Mapping[str, Array]]
+    ) -> list[Score]:
+        outcomes = await self._reward.score(
+            [score_item(meta, row["token_ids"]) for meta, row in zip(metas, rows, strict=True)]
+        )
+        scores = []
+        for meta, outcome in zip(metas, outcomes, strict=True):
+            if isinstance(outcome, Failure):
+                kind = ScorerUnavailableError if outcome.retryable else ScorerError
+                raise kind(f"{outcome.code}: {outcome.message} (trajectory {meta.id}, prompt {meta.prompt.uid})")
+            scores.append(outcome)
+        return scores
+
+    def _asked(self, prompt: trajectory_pb2.Prompt) -> list[tuple[str, str]]:
+        """(instance, prefix of its columns) of the references that speak of this prompt's responses: the KL's, and the
+        one teacher that is the prompt's.
+        """
+        algorithm = self._settings.algorithm
+        asked = (
+            [(algorithm.kl.reference, "")]
+            if algorithm.kl is not None and algorithm.kl.reference in self._references
+            else []
+        )
+        distillation = algorithm.distillation
+        if distillation is not None:
+            field = distillation.field
+            teacher = distillation.teacher_of(
+                prompt.metadata[field] if field is not None and field in prompt.metadata else None
+            )
+            if teacher is None:
+                raise ScorerError(
+                    f"prompt {prompt.uid} has no teacher: its field {field!r} names none of "
+                    f"{sorted(distillation.teachers)}"
+                )
+            asked.append((teacher, TEACHER))
+        return asked
+
+    async def _ask(self, name: str, prefix: str, refs: list[trajectory_pb2.RowRef]) -> None:
+        request = training_pb2.ComputeColumnRequest(ctl=self.ctl, rows=refs, prefix=prefix)
+        await self._references[name].ComputeLogprobs(request, timeout=self._settings.references[name].compute_timeout_s)
+
+
+def _reward_columns(score: Score, row: Mapping[str, Array]) -> dict[str, Array]:
+    columns: dict[str, Array] = {"reward": np.array([score.value], np.float32)}
+    if score.components:
+        columns["reward_components"] = np.array(
+            [score.components[name] for name in sorted(score.components)], np.float32
+        )
+    if score.token_rewards is not None:
+        token_rewards = np.zeros(row["response_mask"].shape, np.float32)
+        token_rewards[row["response_mask"] != 0] = score.token_rewards
+        columns["token_rewards"] = token_rewards
+    return columns

@@ -1,0 +1,142 @@
+"""The intake: turns prompts into admitted groups as fast as admission.py allows, and keeps count of what came in and
+what was dropped.
+
+Owns the next gid, the counters that the admission rule reads, and the admissions that a full store refused; these stay
+first in line. What becomes of a group after it was admitted is the loop's affair.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from rolecall.errors import StoreFullError
+from rolecall.settings import RunSettings
+from rolecall.store.ledger import Admission, Ledger
+from rolecall.telemetry import current_traceparent, tracer
+from rolecall.v1 import trajectory_pb2
+from services.controller.board import RunBoard
+from services.controller.durable.recovery import Recovered
+from services.controller.groups.admission import AdmissionPolicy
+from services.controller.groups.assembly import Assembly
+from services.controller.groups.prompts import Cursor, PromptSequence
+from services.controller.publish.publisher import PolicyPublisher
+from services.controller.threads import StoreThreads
+
+logger = logging.getLogger(__name__)
+
+ADMIT_COUNT = 64
+"""Most groups admitted in one call: bounds what a full store refuses at once."""
+
+POLL_S = 1.0
+"""Longest sleep: memory that the store freed is noticed without a signal."""
+
+
+class Intake:
+    """Admission of one run. Used from one event loop."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        ledger: Ledger,
+        threads: StoreThreads,
+        prompts: PromptSequence,
+        policy: AdmissionPolicy,
+        publisher: PolicyPublisher,
+        board: RunBoard,
+        assembly: Assembly,
+    ) -> None:
+        self._settings = settings
+        self._ledger = ledger
+        self._threads = threads
+        self._prompts = prompts
+        self._policy = policy
+        self._publisher = publisher
+        self._board = board
+        self._assembly = assembly
+        self._admitted = 0
+        self._next_gid = 0
+        self._backlog: list[trajectory_pb2.Prompt] = []
+        self._recovered: tuple[int, tuple[trajectory_pb2.Prompt, ...]] = (0, ())
+        """The gid at which this loop went on, and the prompts that were to be admitted from there."""
+        self._refused: list[Admission] = []
+        self._changed = asyncio.Event()
+        self.dropped: Counter[str] = Counter()
+        """Groups dropped, by reason."""
+        self.retained_bytes = 0
+        """Bytes of trained rows that are kept until a checkpoint covers them."""
+
+    def start_from(self, recovered: Recovered) -> None:
+        """Takes over the counters of the ledger."""
+        position = recovered.position
+        self._admitted, self.dropped, self._next_gid = position.admitted, Counter(position.dropped), position.next_gid
+        self._backlog = list(recovered.backlog)
+        self._recovered = position.next_gid, recovered.backlog
+        self.retained_bytes = recovered.retained_bytes
+        self._prompts.move_to(Cursor.decode(position.cursor))
+
+    def waiting(self, next_gid: int) -> Sequence[trajectory_pb2.Prompt]:
+        """Prompts of an older checkpoint that were not admitted again when `next_gid` was the next to be: each has its
+        gid from the start.
+        """
+        first_gid, prompts = self._recovered
+        return prompts[max(0, next_gid - first_gid) :]
+
+    def wake(self) -> None:
+        """There may be room: weights were published, a group was dropped, rows were freed, people resumed the run."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Keeps the prompts stream as full as the policy allows. Runs until cancelled."""
+        while True:
+            self._changed.clear()
+            try:
+                while self._next_admissions():
+                    await self._threads.call(self._ledger.admit_all, self._refused)
+                    self._refused = []
+            except StoreFullError as error:
+                logger.warning("admission waits for the store: %s", error)
+            try:
+                async with asyncio.timeout(POLL_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    def _next_admissions(self) -> list[Admission]:
+        """Those that a full store refused, and as many more as may be. They count as admitted from here on, and stay
+        first in line until they are.
+        """
+        while len(self._refused) < ADMIT_COUNT and self._may_admit():
+            self._refused.append(self._admission(self._backlog.pop(0) if self._backlog else self._prompts.next()))
+        return self._refused
+
+    def _may_admit(self) -> bool:
+        return not (self._board.paused or self._board.stop_requested) and self._policy.may_admit(
+            admitted=self._admitted,
+            dropped=self.dropped.total(),
+            published_step=self._publisher.published_step,
+            num_live=self._assembly.num_live,
+            retained_bytes=self.retained_bytes,
+        )
+
+    def _admission(self, prompt: trajectory_pb2.Prompt) -> Admission:
+        sampling = self._settings.sampling
+        group = trajectory_pb2.PromptGroup(
+            gid=self._next_gid,
+            prompt=prompt,
+            num_responses=sampling.num_responses,
+            sampling=trajectory_pb2.SamplingParams(
+                temperature=sampling.temperature,
+                top_p=1.0,
+                max_tokens=sampling.max_tokens,
+                stop_token_ids=sampling.stop_token_ids,
+            ),
+            run_seed=self._settings.run.seed,
+            greedy_response=self._settings.algorithm.wants_greedy_response,
+        )
+        # Known here before the store knows it: it may land, scored, before the store's answer.
+        self._assembly.admitted(group.gid, self._publisher.published_step)
+        self._next_gid += 1
+        self._admitted += 1
+        with tracer().start_as_current_span("group", attributes={"gid": group.gid}):
+            return Admission(group, self._prompts.cursor.encode(), current_traceparent())

@@ -1,0 +1,148 @@
+"""Prompts: from the rows of a dataset to an endless, deterministic, resumable sequence of tokenized prompts.
+
+Owns the order within an epoch and the cursor, and with a curriculum the success rates that thin out an epoch. Over-long
+prompts are refused here, counted, never truncated. The dataset's format is `rolecall/data/dataset.py`'s. Knows nothing
+of admission or the store.
+"""
+
+import json
+import logging
+import random
+from dataclasses import dataclass
+
+import numpy as np
+from google.protobuf import struct_pb2
+
+from rolecall.algorithms.curriculum import is_visited, updated_rate
+from rolecall.data.dataset import RawPrompt
+from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.settings import CurriculumSection
+from rolecall.store.position import SuccessRate
+from rolecall.v1 import trajectory_pb2
+
+logger = logging.getLogger(__name__)
+
+
+class PromptRenderer:
+    """Renders and tokenizes once; the ids are the truth from there on."""
+
+    def __init__(self, tokenizer: ChatTokenizer, max_prompt_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_prompt_tokens = max_prompt_tokens
+
+    def render(self, raw: RawPrompt, epoch: int) -> trajectory_pb2.Prompt | None:
+        """The prompt with its token ids, or None when it is longer than max_prompt_tokens. ConfigError names the line
+        that cannot be rendered.
+        """
+        try:
+            token_ids = self._tokenizer.encode(self._tokenizer.render(raw.chat))
+        except InvalidInputError as error:
+            raise ConfigError(f"{raw.where}: {error.message}") from error
+        if len(token_ids) > self._max_prompt_tokens:
+            return None
+        metadata = struct_pb2.Struct()
+        metadata.update(json.loads(json.dumps(raw.metadata, default=str)))
+        return trajectory_pb2.Prompt(
+            uid=raw.uid,
+            epoch=epoch,
+            token_ids=np.asarray(token_ids, "<i4").tobytes(),
+            messages=[trajectory_pb2.Message(**message) for message in raw.chat],
+            ground_truth=raw.ground_truth,
+            metadata=metadata,
+        )
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where the sequence stands: the next prompt is number `index` of epoch `epoch`'s order."""
+
+    epoch: int = 0
+    index: int = 0
+    num_too_long: int = 0
+    """Prompts refused so far for their length."""
+
+    def encode(self) -> bytes:
+        """Bytes for the ledger and checkpoints."""
+        return json.dumps([self.epoch, self.index, self.num_too_long]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Cursor":
+        """What `encode` wrote; empty bytes are the start."""
+        return cls(*json.loads(data)) if data else cls()
+
+
+class PromptSequence:
+    """The training prompts, epoch after epoch, each epoch in an order of its own drawn from (seed, epoch).
+
+    With a curriculum an epoch leaves out the prompts whose turn it is not (rolecall/algorithms/curriculum.py): what
+    comes next follows from seed, cursor and `rates`. Rates move while groups are scored, so two runs may differ in what
+    they visit, never in what they admitted.
+    """
+
+    def __init__(
+        self,
+        prompts: list[RawPrompt],
+        renderer: PromptRenderer,
+        *,
+        seed: int,
+        shuffle: bool,
+        curriculum: CurriculumSection | None = None,
+    ) -> None:
+        self._prompts = prompts
+        self._renderer = renderer
+        self._seed = seed
+        self._shuffle = shuffle
+        self._curriculum = curriculum
+        self.rates: dict[str, SuccessRate] = {}
+        """By prompt uid; empty without a curriculum."""
+        self.move_to(Cursor())
+
+    def move_to(self, cursor: Cursor) -> None:
+        """Goes on from `cursor`."""
+        self.cursor = cursor
+        self._order = self._order_of(cursor.epoch)
+
+    def next(self) -> trajectory_pb2.Prompt:
+        """The next prompt that fits and whose turn it is; moves the cursor. ConfigError when no epoch has one that
+        fits.
+        """
+        most_epochs = 1 + (self._curriculum.revisit_epochs if self._curriculum else 1)
+        for _ in range(most_epochs * (len(self._prompts) + 1)):
+            epoch, index, refused = self.cursor.epoch, self.cursor.index, self.cursor.num_too_long
+            if index == len(self._prompts):
+                self.cursor = Cursor(epoch + 1, 0, refused)
+                self._order = self._order_of(epoch + 1)
+                continue
+            raw = self._prompts[self._order[index]]
+            if not self._has_its_turn(raw.uid, epoch):
+                self.cursor = Cursor(epoch, index + 1, refused)
+                continue
+            prompt = self._renderer.render(raw, epoch)
+            self.cursor = Cursor(epoch, index + 1, refused + (prompt is None))
+            if prompt is not None:
+                return prompt
+            logger.warning("prompt %s is longer than data.max_prompt_tokens and is left out", raw.uid)
+        raise ConfigError("no prompt of data.train fits data.max_prompt_tokens; raise it or shorten the prompts")
+
+    def visited(self, uid: str, gid: int, visit_rate: float) -> SuccessRate | None:
+        """Group `gid` answered prompt `uid` rightly in this share of its responses: the prompt's new rate, to be kept;
+        None when it counts already, or there is no curriculum.
+        """
+        known = self.rates.get(uid)
+        if self._curriculum is None or (known is not None and known.gid >= gid):
+            return None
+        self.rates[uid] = SuccessRate(gid, updated_rate(self._curriculum, known.rate if known else None, visit_rate))
+        return self.rates[uid]
+
+    def _has_its_turn(self, uid: str, epoch: int) -> bool:
+        known = self.rates.get(uid)
+        return self._curriculum is None or is_visited(
+            self._curriculum, self._seed, epoch, uid, known.rate if known else None
+        )
+
+    def _order_of(self, epoch: int) -> list[int]:
+        order = list(range(len(self._prompts)))
+        if self._shuffle:
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order

@@ -1,0 +1,1 @@
+"""One step of the run: the sealed batch, its columns, the trainers, its metrics."""

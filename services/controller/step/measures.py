@@ -1,0 +1,173 @@
+"""What a step is reported by: metrics of its batch, of its time and of the fleet, and samples for people. Reads,
+decides nothing.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rolecall.errors import RoleCallError
+from rolecall.settings import TEACHER, RunSettings
+from rolecall.store.rows import Rows
+from rolecall.telemetry import Metrics
+from rolecall.trajectory import reference_column
+from rolecall.v1 import rollout_pb2, trajectory_pb2
+from rolecall.wire import Array
+from services.controller.fleet.members import Fleet
+from services.controller.groups.assembly import ScoredGroup
+from services.controller.step.preparation import policy_column
+
+logger = logging.getLogger(__name__)
+
+INFO_TIMEOUT_S = 5.0
+"""Deadline of a rollout's GetInfo, which blocks on nothing."""
+
+
+class Stopwatch:
+    """Splits a step's wall time into named laps.
+
+    A step lasts from the end of one publish to the end of the next: while the step before is still reported, the fleet
+    samples for this one already.
+    """
+
+    def __init__(self) -> None:
+        self._started = self._last = time.monotonic()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """The time since the last lap belongs to `name`."""
+        now = time.monotonic()
+        self._laps[name] = self._laps.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def leave_out(self) -> None:
+        """The time since the last lap belongs to no step."""
+        now = time.monotonic()
+        self._started += now - self._last
+        self._last = now
+
+    def waited(self, groups: Sequence[ScoredGroup]) -> Metrics:
+        """Of the time so far, which ended with the batch `groups` complete: until its last group landed, and from there
+        until its last score was in.
+
+        What is left of the report and wait laps is the controller's own. Groups that landed before the step count
+        nothing: nobody waited for them.
+        """
+        metrics = Metrics()
+        landed = max(self._started, *(group.landed_at_s for group in groups))
+        metrics.sum("time/generation_s", landed - self._started)
+        metrics.sum("time/scoring_s", max(landed, *(group.scored_at_s for group in groups)) - landed)
+        return metrics
+
+    def metrics(self, groups: Sequence[ScoredGroup]) -> Metrics:
+        """Seconds per lap, of the whole step, and sampled tokens of the batch per second of it."""
+        metrics = Metrics()
+        total = self._last - self._started
+        for name, seconds in self._laps.items():
+            metrics.sum(f"time/{name}_s", seconds)
+        metrics.sum("time/step_s", total)
+        metrics.max(
+            "throughput/tokens_per_s",
+            sum(int(group.num_response_tokens_G.sum()) for group in groups) / max(total, 1e-9),
+        )
+        return metrics
+
+
+def of_batch(
+    settings: RunSettings,
+    step: int,
+    groups: Sequence[ScoredGroup],
+    rows: Sequence[Mapping[str, Array]],
+    step_of_version: Mapping[int, int],
+) -> Metrics:
+    """Rewards, lengths, signal and staleness of a batch about to be trained as `step`."""
+    metrics = Metrics()
+    for group in groups:
+        size = len(group.rows)
+        metrics.mean("reward/mean", float(group.rewards_G.mean()), size)
+        metrics.mean("reward/std_in_group", float(group.rewards_G.std()))
+        metrics.max("reward/max", float(group.rewards_G.max()))
+        metrics.min("reward/min", float(group.rewards_G.min()))
+        metrics.mean("reward/accuracy", float((group.rewards_G >= settings.reward.solved_at).mean()), size)
+        for name, values in group.components.items():
+            metrics.mean(f"reward/{name}", float(values.mean()), size)
+        if group.greedy is not None:
+            metrics.mean("reward/greedy", group.greedy.reward)
+        metrics.mean("response/tokens", float(group.num_response_tokens_G.mean()), size)
+        metrics.max("response/tokens_max", float(group.num_response_tokens_G.max()))
+        metrics.mean("response/truncated", float(group.truncated_G.mean()), size)
+        metrics.mean("groups/without_signal", float(not group.has_signal))
+        metrics.max("rollout/group_s", group.generation_s)
+        staleness = step - step_of_version.get(group.min_policy_version, step)
+        metrics.mean("staleness/mean", staleness)
+        metrics.max("staleness/max", staleness)
+    metrics.sum("batch/groups", len(groups))
+    metrics.sum("batch/trajectories", len(rows))
+    metrics.sum("batch/tokens", sum(len(row["token_ids"]) for row in rows))
+    metrics.sum("batch/response_tokens", sum(int(group.num_response_tokens_G.sum()) for group in groups))
+    sampled = np.concatenate([row["rollout_logprobs"][row["response_mask"] != 0] for row in rows])
+    metrics.mean("rollout/entropy_estimate", float(-sampled.mean()), sampled.size)
+    if settings.algorithm.distillation is not None:
+        taught = np.concatenate([row[reference_column(TEACHER)][row["response_mask"] != 0] for row in rows])
+        compared = policy_column(settings.algorithm)  # which a batch that was sealed under other settings may lack
+        policy = np.concatenate([row.get(compared, row["rollout_logprobs"])[row["response_mask"] != 0] for row in rows])
+        metrics.mean("distillation/reverse_kl", float((policy - taught).mean()), policy.size)
+    return metrics
+
+
+def of_sealed(settings: RunSettings, batch: trajectory_pb2.TrainBatch) -> Metrics:
+    """What the algorithm goes by in a step: its coefficients, where it has terms for them, and the KL that was taken
+    from the rewards.
+    """
+    metrics = Metrics()
+    if settings.algorithm.kl is not None:
+        metrics.max("algorithm/kl_coef", batch.coefficients.kl_coef)
+    if settings.algorithm.entropy is not None:
+        metrics.max("algorithm/entropy_coef", batch.coefficients.entropy_coef)
+    if batch.statistics.HasField("kl"):
+        metrics.mean("reward/kl", batch.statistics.kl)
+    return metrics
+
+
+async def of_fleet(fleet: Fleet) -> Metrics:
+    """Tokens sampled since each replica's start, the seconds its engine had work, and their ratio, summed. A replica
+    that does not answer is left out.
+    """
+    rollouts = fleet.rollouts()
+    metrics = Metrics()
+    request = rollout_pb2.GetRolloutInfoRequest()
+    answers = await asyncio.gather(
+        *(rollout.stub.GetInfo(request, timeout=INFO_TIMEOUT_S) for rollout in rollouts), return_exceptions=True
+    )
+    for rollout, answer in zip(rollouts, answers, strict=True):
+        if isinstance(answer, RoleCallError):
+            logger.warning("%s did not say how it is: %s", rollout.consumer, answer)
+        elif isinstance(answer, BaseException):
+            raise answer
+        elif answer.busy_s > 0:
+            metrics.sum("rollout/tokens_per_s", answer.num_sampled_tokens / answer.busy_s)
+            metrics.sum("rollout/busy_s", answer.busy_s)
+            metrics.sum("rollout/sampled_tokens", answer.num_sampled_tokens)
+    metrics.sum("rollout/replicas", len(rollouts))
+    return metrics
+
+
+def samples(rows: Rows, step: int, groups: Sequence[ScoredGroup], number: int) -> list[dict[str, Any]]:
+    """The first `number` trajectories of a batch, one per group, for people to read."""
+    refs = [group.rows[0] for group in groups[:number]]
+    return [
+        {
+            "step": step,
+            "set": "train",
+            "id": meta.id,
+            "prompt": [[message.role, message.content] for message in meta.prompt.messages],
+            "response": meta.response_text,
+            "ground_truth": meta.prompt.ground_truth,
+            "reward": float(group.rewards_G[0]),
+        }
+        for meta, group in zip(rows.read_meta(refs), groups, strict=False)
+    ]

@@ -1,0 +1,129 @@
+"""Calls to actor and critic: Train that survives a broken connection, checkpoints of both, replay of batches they
+missed.
+
+Owns no tensor. A Train call may be repeated at will: it is sealed, chained and idempotent (ARCHITECTURE.md, "Exactly
+once").
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+from rolecall.checkpoint.manifest import Committed, StoredFile
+from rolecall.errors import DeadlineError, UnavailableError, WorkerLostError
+from rolecall.settings import TrainerSection
+from rolecall.v1 import training_pb2, trajectory_pb2
+from rolecall.v1.actor_pb2_grpc import ActorServiceStub
+from rolecall.v1.critic_pb2_grpc import CriticServiceStub
+
+logger = logging.getLogger(__name__)
+
+RETRY_PAUSE_S = 0.5
+"""Pause before a broken Train call is attached again."""
+
+INFO_TIMEOUT_S = 10.0
+"""Deadline of GetInfo, which blocks on nothing."""
+
+TrainerStub: TypeAlias = ActorServiceStub | CriticServiceStub
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One trainer: "actor" or "critic"."""
+
+    name: str
+    stub: TrainerStub
+    section: TrainerSection
+
+    async def info(self) -> training_pb2.GetTrainerInfoResponse:
+        """What it holds."""
+        return await self.stub.GetInfo(training_pb2.GetTrainerInfoRequest(), timeout=INFO_TIMEOUT_S)
+
+    async def train(
+        self, ctl: int, step: int, digest: str, progress: Callable[[str], None]
+    ) -> training_pb2.TrainResult:
+        """The record of `step`, applied now or before. While it cannot be reached it is asked again, until
+        train_timeout_s or until the fleet calls it lost.
+        """
+        request = training_pb2.TrainRequest(ctl=ctl, step=step, digest=digest)
+        try:
+            async with asyncio.timeout(self.section.train_timeout_s):
+                while True:
+                    try:
+                        return await self._attach(request, progress)
+                    except WorkerLostError:
+                        raise  # it answered, and what it says is that the step was lost
+                    except UnavailableError as error:
+                        logger.warning("%s is unreachable in step %d, attaching again: %s", self.name, step, error)
+                        await asyncio.sleep(RETRY_PAUSE_S)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"{self.name} did not finish step {step} within {self.name}.train_timeout_s = "
+                f"{self.section.train_timeout_s:.0f} s"
+            ) from error
+
+    async def _attach(
+        self, request: training_pb2.TrainRequest, progress: Callable[[str], None]
+    ) -> training_pb2.TrainResult:
+        async for event in self.stub.Train(request, timeout=self.section.train_timeout_s):
+            if event.HasField("result"):
+                return event.result
+            progress(f"{self.name}: microbatch {event.progress.num_done} of {event.progress.num_total}")
+        raise WorkerLostError(f"{self.name} ended step {request.step} without a result")
+
+    async def save(self, ctl: int, path: str, step: int, taken: Callable[[], None]) -> list[StoredFile]:
+        """Writes its share of a checkpoint to the folder `path`, of this trainer's name; `taken` is called when the
+        trainer may go on with other work.
+
+        Returns the files by their names in the checkpoint.
+        """
+        request = training_pb2.SaveTrainerCheckpointRequest(ctl=ctl, path=path, step=step)
+        async for event in self.stub.SaveCheckpoint(request, timeout=self.section.train_timeout_s):
+            if event.HasField("saved"):
+                return [
+                    StoredFile(f"{self.name}/{file.name}", file.num_bytes, file.checksum) for file in event.saved.files
+                ]
+            taken()
+        raise WorkerLostError(f"{self.name} ended the checkpoint of step {step} without an answer")
+
+    async def load(self, ctl: int, checkpoint: Committed) -> training_pb2.LoadTrainerCheckpointResponse:
+        """Restores its share of a checkpoint."""
+        storage, files = checkpoint.share(self.name)
+        told = [
+            training_pb2.CheckpointFile(name=file.name, num_bytes=file.num_bytes, checksum=file.checksum)
+            for file in files
+        ]
+        request = training_pb2.LoadTrainerCheckpointRequest(ctl=ctl, path=storage.url, files=told)
+        return await self.stub.LoadCheckpoint(request, timeout=self.section.train_timeout_s)
+
+
+@dataclass(frozen=True)
+class ActorTrainer(Trainer):
+    """The actor, which is also asked for logprobs."""
+
+    stub: ActorServiceStub
+    columns: ClassVar[frozenset[str]] = frozenset({"old_logprobs", "sum_squared_probs"})
+
+    async def compute(self, ctl: int, rows: list[trajectory_pb2.RowRef], step: int) -> None:
+        """Has it write its columns to `rows`, from the weights after `step` steps; OutOfOrderError when it holds
+        others.
+        """
+        await self.stub.ComputeLogprobs(
+            training_pb2.ComputeColumnRequest(ctl=ctl, rows=rows, step=step), timeout=self.section.compute_timeout_s
+        )
+
+
+@dataclass(frozen=True)
+class CriticTrainer(Trainer):
+    """The critic, which is also asked for values."""
+
+    stub: CriticServiceStub
+    columns: ClassVar[frozenset[str]] = frozenset({"values", "bootstrap_value"})
+
+    async def compute(self, ctl: int, rows: list[trajectory_pb2.RowRef], step: int) -> None:
+        """As ActorTrainer.compute."""
+        await self.stub.ComputeValues(
+            training_pb2.ComputeColumnRequest(ctl=ctl, rows=rows, step=step), timeout=self.section.compute_timeout_s
+        )
