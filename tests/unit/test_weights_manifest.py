@@ -73,6 +73,6 @@ def test_a_name_that_comes_twice_and_a_dtype_outside_the_contract_are_refused() 
 def test_an_empty_or_unreadable_manifest_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="empty"):
         validate_manifest(weights_pb2.WeightManifest(bucket_bytes=1024))
+    unknown = weights_pb2.ParameterSpec(name="a", dtype=99, shape=[1])  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="same release"):
-        unknown = weights_pb2.ParameterSpec(name="a", dtype=99, shape=[1])  # type: ignore[arg-type]
         validate_manifest(weights_pb2.WeightManifest(parameters=[unknown], bucket_bytes=1024))
