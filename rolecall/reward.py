@@ -45,7 +45,7 @@ from rolecall.v1 import reward_pb2, reward_pb2_grpc
 
 __all__ = ["Failure", "Item", "Message", "Score", "ScoreFunction", "serve", "serve_batches"]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "rolecall.v1.RewardService"
 NUM_THREADS = 8
@@ -245,7 +245,7 @@ def _run(scorer: Scorer, address: str, rpc: RpcSection) -> int:
         server = new_server(scorer, address, rpc)
         bound = await server.start()
         await server.set_serving(True)
-        log.info("scorer %s serves on %s", scorer.spec.name, bound)
+        logger.info("scorer %s serves on %s", scorer.spec.name, bound)
         await process.serve(server)
 
     telemetry.configure(TelemetrySection(), "reward", scorer.spec.name)

@@ -28,7 +28,7 @@ STOP_TIMEOUT_S = 6.0
 STARTED = "=== started"
 """Begins a log's line where a process started; a restarted role and a resumed run go on in the same file."""
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Processes:
             beside.write_text(json.dumps({"launcher": os.getpid(), "processes": entries}, indent=1) + "\n")
             beside.replace(self._record)
         except OSError as error:  # a full disk must not cost the run: the file is for people
-            _log.warning("%s is out of date: %s", self._record, error)
+            logger.warning("%s is out of date: %s", self._record, error)
 
 
 def _kill_session(start: Start) -> None:

@@ -35,7 +35,7 @@ from rolecall.rpc.process import way_out
 from rolecall.settings import RunSettings
 from rolecall.v1 import controller_pb2
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _SERVICE = "/rolecall.v1.ControllerService/"
 _RETRY_S = 0.25
 _MAX_RETRY_S = 2.0
@@ -186,7 +186,7 @@ class Membership:
                 pause_s = min(pause_s * 2, _MAX_RETRY_S)
                 continue
             self._ctl, self._heard = response.ctl, True
-            _LOG.debug("joined %s as %s.%s", self._target, self._request.worker, self._request.incarnation)
+            logger.debug("joined %s as %s.%s", self._target, self._request.worker, self._request.incarnation)
             return response.heartbeat_s or self._settings.controller.heartbeat_s
 
     def _beat(self, channel: grpc.Channel, period_s: float) -> float:
@@ -207,17 +207,17 @@ class Membership:
         try:
             self._ctl = self._call(beat, request, "Heartbeat").ctl
         except UnknownWorkerError:
-            _LOG.info("joining again: the controller at %s does not know this worker", self._target)
+            logger.info("joining again: the controller at %s does not know this worker", self._target)
             return self._join(channel, None)
         except WorkerLostError:
             raise
         except RoleCallError as error:
             if self._heard:
-                _LOG.warning("heartbeats are not heard; waiting for the controller: %s", error.message)
+                logger.warning("heartbeats are not heard; waiting for the controller: %s", error.message)
             self._heard = False
             return period_s
         if not self._heard:
-            _LOG.info("heartbeats are heard again")
+            logger.info("heartbeats are heard again")
         self._heard = True
         return period_s
 
@@ -234,7 +234,7 @@ class Membership:
         try:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:  # the loop has closed: nobody is left to tell
-            _LOG.debug("membership ended after its event loop")
+            logger.debug("membership ended after its event loop")
 
     def _turned(self) -> None:
         self._loop_turned = True

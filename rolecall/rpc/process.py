@@ -40,7 +40,7 @@ from rolecall.settings import (
 if TYPE_CHECKING:
     from rolecall.rpc.server import Server
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 FINAL = 1
 """An error that is not retryable: a bad setting, a refusal."""
 USAGE = 2
@@ -221,7 +221,7 @@ async def _until_stopped(main: Callable[[], Awaitable[None]]) -> None:
     task = asyncio.ensure_future(main())
 
     def on_signal(name: str) -> None:
-        _LOG.info("%s: stopping", name)
+        logger.info("%s: stopping", name)
         if life.stop.is_set() or not life.heeded:
             task.cancel()
         life.stop.set()
@@ -277,7 +277,7 @@ async def _drain_role(drain: Callable[[], Awaitable[None]], grace_s: float) -> N
         async with asyncio.timeout(grace_s):
             await drain()
     except TimeoutError:
-        _LOG.warning("draining took longer than %.1f s; going on without it", grace_s)
+        logger.warning("draining took longer than %.1f s; going on without it", grace_s)
 
 
 def tie_to_parent() -> None:
@@ -293,7 +293,7 @@ def _failed(role: str, error: BaseException) -> int:
     lines = "".join(traceback.format_exception(error)).splitlines()
     expected = isinstance(error, ConfigError)
     if not expected:
-        _LOG.error("%s failed; the end of its traceback:\n%s", role, "\n".join(lines[-_TRACEBACK_LINES:]))
+        logger.error("%s failed; the end of its traceback:\n%s", role, "\n".join(lines[-_TRACEBACK_LINES:]))
     message = error.message if isinstance(error, RoleCallError) else f"{type(error).__name__}: {error}"
     _say(f"{role} failed: {message}")
     return FINAL if isinstance(error, RoleCallError) and not error.retryable else RESTART
@@ -307,7 +307,7 @@ def _close(loop: asyncio.AbstractEventLoop) -> None:
     if tasks:
         _, ignoring = loop.run_until_complete(asyncio.wait(tasks, timeout=_TASKS_GRACE_S))
         for task in ignoring:
-            _LOG.warning("leaving a task that does not end when cancelled: %s", task.get_name())
+            logger.warning("leaving a task that does not end when cancelled: %s", task.get_name())
     with contextlib.suppress(TimeoutError):
         loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), _TASKS_GRACE_S))
     asyncio.set_event_loop(None)
@@ -328,7 +328,7 @@ def _end_in_time(code: int) -> None:
                 for thread in threading.enumerate()
                 if thread.is_alive() and not thread.daemon and thread is not main
             ] or [main.name]
-            _LOG.error("leaving threads that did not end within %.0f s: %s", _END_GRACE_S, ", ".join(busy))
+            logger.error("leaving threads that did not end within %.0f s: %s", _END_GRACE_S, ", ".join(busy))
         logging.shutdown()
         os._exit(code)
 

@@ -21,7 +21,7 @@ from rolecall.rpc.options import server_options
 from rolecall.rpc.server_calls import ServerCalls
 from rolecall.settings import RpcSection
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _ServicerT = TypeVar("_ServicerT")
 
 LIVENESS = "liveness"
@@ -88,7 +88,7 @@ class Server:
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)  # bounded: a table in this process
         address = await self._listen()
         await self._server.start()
-        _LOG.debug("listening on %s", address)
+        logger.debug("listening on %s", address)
         return address
 
     async def set_serving(self, serving: bool) -> None:

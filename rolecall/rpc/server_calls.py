@@ -15,7 +15,7 @@ from opentelemetry import trace
 from rolecall.errors import DeadlineError, ExhaustedError, RoleCallError
 from rolecall.rpc import deadlines, status
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 # Generic in the published types only, not at run time.
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _Method: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -134,11 +134,11 @@ async def _abort(context: _Context, method: str, error: Exception) -> NoReturn:
     match error:
         case RoleCallError():
             known = error
-            _LOG.debug("%s: %s: %s", method, type(error).__name__, error)
+            logger.debug("%s: %s: %s", method, type(error).__name__, error)
         case TimeoutError():
             known = DeadlineError(f"{method} waited in vain: {error or 'a wait inside it timed out'}")
         case _:
-            _LOG.error("%s failed", method, exc_info=error)
+            logger.error("%s failed", method, exc_info=error)
             known = RoleCallError(
                 f"{method} failed with {type(error).__name__}: {error}", exception=type(error).__name__
             )

@@ -12,7 +12,7 @@ import grpc
 from rolecall.errors import ConfigError
 from rolecall.settings import TlsSection
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def server_credentials(tls: TlsSection, client_certificates: bool) -> grpc.ServerCredentials:
@@ -98,9 +98,9 @@ def _changed_configuration(tls: TlsSection) -> Callable[[], grpc.ServerCertifica
                 return None
             configuration, last = _configuration(tls), now
         except (OSError, ConfigError) as error:  # half-way through a rotation: the next handshake tries again
-            _LOG.warning("keeping the old TLS certificate: %s", error)
+            logger.warning("keeping the old TLS certificate: %s", error)
             return None
-        _LOG.info("TLS certificate replaced from %s", tls.certificate_file)
+        logger.info("TLS certificate replaced from %s", tls.certificate_file)
         return configuration
 
     return fetch

@@ -33,7 +33,7 @@ from rolecall.scoring.scores import Failure, Outcome, change_of, decode_reward, 
 from rolecall.settings import ExternalScorer, RewardSection, RpcSection
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_REQUEST_BYTES = 3 * 2**20
@@ -122,7 +122,7 @@ class RewardClient:
             raise ScorerError(f"scorer {self._name!r} {problem}")
         if self._first is None and self._is_foreign:
             for gap in spec_gaps(spec):
-                log.warning(
+                logger.warning(
                     "scorer %r at %s %s; correct what Describe answers, if it is not meant so",
                     self._name,
                     self._address,
@@ -225,12 +225,12 @@ class RewardClient:
         said = failure.message.removeprefix(f"scorer {self._name!r}: ")
         trouble = f"scorer {self._name!r} at {self._address} gives no scores: {failure.code}: {said}"
         if not self.trouble:
-            log.warning("%s", trouble)
+            logger.warning("%s", trouble)
         self.trouble = trouble
 
     def _has_answered(self) -> None:
         if self.trouble:
-            log.warning("scorer %r at %s answers again", self._name, self._address)
+            logger.warning("scorer %r at %s answers again", self._name, self._address)
         self.trouble = ""
 
     def _failure(self, error: RoleCallError) -> Failure:
@@ -313,7 +313,7 @@ async def with_retries(
         again = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, Failure) and outcome.retryable]
         if not again:
             break
-        log.warning(
+        logger.warning(
             "%d of %d items have no score yet (attempt %d of %d): %s",
             len(again),
             len(items),

@@ -19,7 +19,7 @@ from rolecall.errors import InvalidInputError, RoleCallError, ScorerError
 from rolecall.v1 import reward_pb2, trajectory_pb2
 from rolecall.wire import Array, decode_tensor, encode_tensor
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 FINISH_REASONS = {
     trajectory_pb2.FINISH_REASON_STOP: "stop",
@@ -182,7 +182,7 @@ def failure_of(item: reward_pb2.ScoreItem, error: Exception) -> reward_pb2.Score
     """The ScoreError that an exception stands for; one that is not a RoleCallError is logged with its traceback."""
     if isinstance(error, RoleCallError):
         return error_result(item.id, error.reason, error.message, error.retryable)
-    log.warning("scorer raised on item %s", item.id, exc_info=error)
+    logger.warning("scorer raised on item %s", item.id, exc_info=error)
     return error_result(item.id, "SCORER_EXCEPTION", f"{type(error).__name__}: {error}", False)
 
 

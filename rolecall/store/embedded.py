@@ -41,7 +41,7 @@ LOCK_TIMEOUT_S = 10.0
 MAX_SOCKET_PATH = 107
 """Bytes in sockaddr_un.sun_path, less its final zero."""
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class EmbeddedStore:
@@ -163,7 +163,7 @@ class EmbeddedStore:
             try:
                 self._process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                _log.warning("the embedded store ignored SIGTERM for %.0f s; killing it", STOP_TIMEOUT_S)
+                logger.warning("the embedded store ignored SIGTERM for %.0f s; killing it", STOP_TIMEOUT_S)
                 self._process.kill()
                 self._process.wait()  # bounded: SIGKILL has been sent to it
             self._process = None

@@ -28,7 +28,7 @@ from rolecall.weights.channel import Channel, join
 from rolecall.weights.rendezvous import Rendezvous, RendezvousHost
 from rolecall.weights.transfer import Transferred, offer_manifest, send
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _MEETING_POLL_S = 0.05
 """Seconds between two looks at whether the epoch was aborted while its ranks meet."""
 _MEETING_GRACE_S = 1.0
@@ -181,5 +181,5 @@ class Publisher:
         try:
             channel.set_result(join(rendezvous, world_size, backend, self._device, timeout_s))
         except RoleCallError as error:
-            log.warning("epoch %d of the weight channel: %s", rendezvous.epoch, error.message)
+            logger.warning("epoch %d of the weight channel: %s", rendezvous.epoch, error.message)
             channel.set_exception(error)

@@ -68,7 +68,7 @@ from rolecall.weights.rendezvous import Rendezvous
 from rolecall.weights.report import Report, State, agreed_report, raise_reported, wire_error
 from rolecall.weights.transfer import Reception, Transferred, agreed_manifest
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 BACKEND = "rolecall"
 """Name of the engine in vLLM's registry."""
 _JOIN_POLL_S = 0.02
@@ -170,14 +170,14 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
             self._error = error
             return
         before, self._state = self._state, "loading"
-        log.info("receiving policy version %d over epoch %d", update_info.policy_version, update_info.epoch)
+        logger.info("receiving policy version %d over epoch %d", update_info.policy_version, update_info.epoch)
         try:
             self._arrived = self._load(channel, update_info)
         except RoleCallError as error:
             self._error = error
             self._state = "torn"
             channel.rendezvous.abort(error.message)
-            log.warning(
+            logger.warning(
                 "policy version %d did not load (the weights were %s before): %s",
                 update_info.policy_version,
                 before,
@@ -255,7 +255,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         except RoleCallError:
             raise
         except Exception as error:  # an edge: vLLM's loaders raise whatever they like
-            log.exception("installing the adapter failed")
+            logger.exception("installing the adapter failed")
             raise TornWeightsError(f"vLLM could not load the adapter: {type(error).__name__}: {error}") from error
 
 

@@ -21,7 +21,7 @@ from rolecall.errors import TornWeightsError
 from rolecall.weights.coverage import Coverage
 from rolecall.weights.transfer import Reception
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def load_model(model: torch.nn.Module, config: ModelConfig, device: torch.device, reception: Reception) -> None:
@@ -61,7 +61,7 @@ def _load_bucket(model: torch.nn.Module, named: list[tuple[str, torch.Tensor]], 
         with coverage.watch():
             model.load_weights(named)  # type: ignore[operator]  # every model of vLLM has it
     except Exception as error:  # an edge: vLLM's loaders raise whatever they like
-        log.exception("loading %s .. %s failed", named[0][0], named[-1][0])
+        logger.exception("loading %s .. %s failed", named[0][0], named[-1][0])
         return error
     return None
 

@@ -22,7 +22,7 @@ from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[a
 
 from rolecall.errors import ChannelBrokenError, DeadlineError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 WATCH_S = 0.1
 """Seconds between two looks at the abort key."""
@@ -178,7 +178,7 @@ class Rendezvous:
         try:
             self._calls.set("abort", f"rank {self.rank}: {reason}")
         except DistError as error:
-            log.warning("epoch %d: could not tell the other ranks of the abort: %s", self.epoch, error)
+            logger.warning("epoch %d: could not tell the other ranks of the abort: %s", self.epoch, error)
 
     def _connect(self, timeout_s: float) -> PrefixStore:
         try:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rolecall.rpc.process import ServiceArgs, parse_args, run
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 SERVING = "serving"
 """What it says it is doing while every component gives scores."""
@@ -55,7 +55,7 @@ async def serve_reward(args: ServiceArgs) -> None:
             membership.phase = SERVING
             failed = membership.failed
         await server.set_serving(True)
-        log.info("reward serves %s on %s", ", ".join(reward.components), address)
+        logger.info("reward serves %s on %s", ", ".join(reward.components), address)
         await serve(server, failed=failed)
     finally:
         if membership is not None:

@@ -21,7 +21,7 @@ from services.reward.compose import compose, compose_spec
 from services.reward.config import RewardSettings
 from services.reward.pool import TIMEOUT, WORKER_DIED, WorkerPool
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 DESCRIBE_PAUSE_S = 0.5
 
@@ -137,7 +137,7 @@ class RewardEngine:
                         if not error.retryable:
                             raise
                         last = error
-                        log.warning("waiting for the scorer of component %s: %s", name, error.message)
+                        logger.warning("waiting for the scorer of component %s: %s", name, error.message)
                         await asyncio.sleep(DESCRIBE_PAUSE_S)
         except TimeoutError:
             raise ScorerUnavailableError(

@@ -11,7 +11,6 @@ that waits is bounded by the deadline of the call it belongs to: a cancelled cal
 
 import asyncio
 import json
-import logging
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,8 +22,6 @@ from rolecall.scoring.scores import error_result
 from rolecall.v1 import reward_pb2
 from services.reward.catalog import LocalScorer
 from services.reward.process import WorkerProcess
-
-log = logging.getLogger(__name__)
 
 WORKER_DIED = "WORKER_DIED"
 """Code of an item whose worker ended while it was on it: killed from outside (worth another try), or by the item

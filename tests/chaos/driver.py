@@ -30,7 +30,7 @@ from tests.chaos.processes import Outside, Processes, exists, send
 from tests.chaos.report import Record
 from tests.chaos.status import watch
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 TICK_S = 0.02
 GAP_S = 0.1
@@ -257,11 +257,11 @@ class Driver:
         elif fault.kind is not Kind.LOST_REPLY:
             pid = self._pid_of(fault.target)
             if pid is None or not send(pid, signal.SIGKILL if fault.kind is Kind.KILL else signal.SIGSTOP):
-                log.info("%s found nobody", fault)
+                logger.info("%s found nobody", fault)
                 return
             if fault.kind is not Kind.KILL:
                 self._spawn(self._watch_stopped(record, pid))
-        log.info("%s%s", fault, "" if exactly or fault.phase == RANDOM else " (not visited)")
+        logger.info("%s%s", fault, "" if exactly or fault.phase == RANDOM else " (not visited)")
         self._seen.hit(record)
 
     def _pid_of(self, target: str) -> int | None:
@@ -307,7 +307,7 @@ class Driver:
             verdict = await asyncio.to_thread(check, self._plan.folder / "run")
             assert not verdict.problems, "; ".join(verdict.problems[:5])
             story.num_judged_live += verdict.figures["trajectories judged live"]
-        log.info(
+        logger.info(
             "%d kills, %d faults, %d steps, longest stillness %.1f s",
             story.num_kills,
             len(story.records),

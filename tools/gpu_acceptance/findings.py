@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Verdict = Literal["passed", "failed", "skipped", "overran"]
 
@@ -68,7 +68,7 @@ class Findings:
         except SkippedCheckError:
             raise
         except Exception as error:  # an edge: whatever a part of a check dies of is its finding
-            log.exception("%s", what)
+            logger.exception("%s", what)
             self.require(f"{what}: {type(error).__name__}: {error}".splitlines()[0][:300], False)
 
     def _write(self) -> None:

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from rolecall.errors import OutOfMemoryError
 from rolecall.training.ranks.device import allocator_state, is_out_of_memory, memory_bytes, name_of, take_peak_bytes
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Phase = Literal["load", "forward", "backward", "optimizer", "publish", "checkpoint"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -163,7 +163,7 @@ class PhaseMemory:
             self._folder.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(account, indent=1, default=str))
         except OSError as error:
-            log.warning("the account of what held the memory could not be written: %s", error)
+            logger.warning("the account of what held the memory could not be written: %s", error)
             return ""
         return f"all of it: {path}"
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from rolecall.errors import ConfigError, NotOnThisDeviceError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _CPU_IS_FULL = "DefaultCPUAllocator: can't allocate memory"
 """How torch says it of host memory: in a RuntimeError."""
@@ -170,7 +170,7 @@ def stay_near(device: torch.device) -> None:
     ) & os.sched_getaffinity(0)
     if near:
         os.sched_setaffinity(0, near)
-        log.info("staying on the %s cores near %s", len(near), device)
+        logger.info("staying on the %s cores near %s", len(near), device)
 
 
 def near_cores(pci_address: str, sysfs: Path = Path("/sys")) -> set[int]:

@@ -29,7 +29,7 @@ from rolecall.errors import WorkerLostError
 from rolecall.lifeline import parent_of
 from rolecall.training.serving.hooks import Vitals
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 """Seconds between two beats."""
@@ -162,7 +162,7 @@ class RankWatch:
             or f"rank {peer.rank} of {self._vitals.role} {what}; it was {peer.phase}, rank {self._rank} was "
             f"{self.phase}. All ranks end"
         )
-        log.error("%s", message)
+        logger.error("%s", message)
         if peer.ended is None and parent_of(peer.pid) == os.getppid():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(peer.pid, signal.SIGKILL)

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 from rolecall.errors import ExhaustedError, OutOfMemoryError, RoleCallError, WorkerLostError
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_WAITING = 64
 """Pieces of work that may wait for the device; one more is refused."""
@@ -106,7 +106,7 @@ class Lane:
         error = None if future.cancelled() else future.exception()
         ends = isinstance(error, OutOfMemoryError) or not isinstance(error, RoleCallError)
         if error is not None and ends and not self.failed.done():
-            log.error("the device thread failed: %s", error, exc_info=error)
+            logger.error("the device thread failed: %s", error, exc_info=error)
             self.failed.set_exception(error)
 
     def start_keep_alive(self, keep_alive: Callable[[], None]) -> None:
@@ -129,5 +129,5 @@ class Lane:
         elif last is not None:
             _, unfinished = await asyncio.wait({asyncio.ensure_future(self.run(last, "stopping"))}, timeout=timeout_s)
             if unfinished:
-                log.warning("the device thread is still at work after %.0f s; leaving it", timeout_s)
+                logger.warning("the device thread is still at work after %.0f s; leaving it", timeout_s)
         self._executor.shutdown(wait=False, cancel_futures=True)

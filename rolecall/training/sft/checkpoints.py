@@ -19,7 +19,7 @@ from rolecall.training.serving.background import in_background
 from rolecall.training.step.role_ranks import WRITE_TIMEOUT_S
 from rolecall.training.step.share import Workplace
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 ROLE = "actor"
 """Whose share it is."""
@@ -63,7 +63,7 @@ class WarmStartCheckpoints:
         try:
             self.wait_until_written()
         except (DiskFullError, StorageUnavailableError) as error:
-            log.warning("the last checkpoint was not written, training goes on: %s", error.message)
+            logger.warning("the last checkpoint was not written, training goes on: %s", error.message)
         group = self._place.group
         name = group.gather(self._checkpoints.begin(step).name.encode() if group.leads else b"")[0].decode()
         attempt = Attempt(step, self._storage.at(f"{folder_of(step)}/{name}"), name)
@@ -81,4 +81,4 @@ class WarmStartCheckpoints:
         if self._place.group.leads:
             named = [StoredFile(f"{ROLE}/{file.name}", file.num_bytes, file.checksum) for file in files]
             self._checkpoints.commit(attempt, named, {**self._identity, "step": attempt.step})
-            log.info("checkpoint of step %d: %.1f MB", attempt.step, sum(file.num_bytes for file in files) / 1e6)
+            logger.info("checkpoint of step %d: %.1f MB", attempt.step, sum(file.num_bytes for file in files) / 1e6)

@@ -30,7 +30,7 @@ from rolecall.training.step.optimize import Counted, Effort, optimize
 from rolecall.training.step.share import Minibatch, TrainShare
 from rolecall.training.step.start import start_workplace
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 NUM_SAMPLES = 8
 """Examples of the first batch that are written to samples.jsonl, for people to look at."""
@@ -211,7 +211,7 @@ def _read(settings: SftSettings, tokenizer: ChatTokenizer) -> tuple[Examples, Ex
                 "examples"
             )
         if examples is not None and examples.num_too_long:
-            log.warning(
+            logger.warning(
                 "%s: %d examples are longer than data.max_tokens %d and are left out",
                 setting,
                 examples.num_too_long,

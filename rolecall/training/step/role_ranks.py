@@ -29,7 +29,7 @@ from rolecall.v1.command_pb2 import TrainerCommand
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 from rolecall.wire import Array
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -124,7 +124,7 @@ class ColumnRanks:
                 except OutOfMemoryError:
                     raise
                 except RoleCallError as error:
-                    log.warning("%s failed on every rank: %s", command.WhichOneof("work"), error.message)
+                    logger.warning("%s failed on every rank: %s", command.WhichOneof("work"), error.message)
 
     def obey(self, command: TrainerCommand) -> None:
         """One command of rank 0. InvalidInputError for one this role does not know."""
@@ -213,7 +213,7 @@ class TrainerRanks(ColumnRanks):
         merged = self.group.merge(metrics).to_proto()
         result = training_pb2.TrainResult(step=batch.step, digest=batch.digest, metrics=merged, train_s=train_s)
         self.applied = self.applied.after_step(result, skipped)
-        log.info("step %d applied in %.2f s", batch.step, train_s)
+        logger.info("step %d applied in %.2f s", batch.step, train_s)
         return result
 
     def _save(self, storage: Storage) -> Written:
