@@ -4,27 +4,25 @@ that names them.
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
 from rolecall.settings import RunSettings
-from tests.waits import findings, read_tree
+from tools.check_deadlines import ROOT, findings, read_sources
 
-ROOT = Path(__file__).parents[2]
 MAX_ON_PURPOSE = 8
 """Waits that end only with their role: its main loop, its queue, its controller."""
 
 
 def test_every_wait_of_the_code_base_has_a_deadline_or_says_what_bounds_it() -> None:
-    unbounded = findings(read_tree(ROOT, "rolecall", "services"))
+    unbounded = findings(read_sources())
     assert not unbounded, "\n" + "\n".join(map(str, unbounded))
 
 
 def test_only_the_main_loops_of_roles_wait_without_end() -> None:
     on_purpose = [
         path
-        for path, source in read_tree(ROOT, "rolecall", "services").items()
+        for path, source in read_sources().items()
         for _ in re.findall(r"# bounded: by nothing, on purpose", source)
     ]
     assert len(on_purpose) <= MAX_ON_PURPOSE, on_purpose
@@ -137,7 +135,7 @@ def test_operations_names_every_setting_that_is_a_deadline() -> None:
 
 def test_operations_names_every_constant_that_is_a_deadline_with_its_file_and_value() -> None:
     page, missing = deadlines_page(), []
-    for path, source in read_tree(ROOT, "rolecall", "services").items():
+    for path, source in read_sources().items():
         for name, value in re.findall(
             r"^(_?[A-Z][A-Z_]*TIMEOUT_S|RETRY_S)(?:: \w+)? = ([0-9.]+)$", source, re.MULTILINE
         ):

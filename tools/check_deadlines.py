@@ -1,4 +1,5 @@
-"""Finds every wait in Python source and says which have no deadline of their own.
+"""Finds every wait in Python source and says which have no deadline of their own: `python -m tools.check_deadlines`,
+a part of `make check`.
 
 A wait is an await, an `async for`, an `async with` of a lock, or a call that may block its thread. It is bounded when
 
@@ -19,23 +20,27 @@ A wait is an await, an `async for`, an `async with` of a lock, or a call that ma
 
 import ast
 import io
+import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("rolecall", "services")
+"""The packages whose waits are looked at."""
 MARK = "# bounded:"
 MIN_WORDS = 3
-"""Of a mark: fewer do not say by what."""
+"""The words a mark needs; fewer do not say by what."""
 
 LEAVES = frozenset(
     {"wait", "get", "put", "acquire", "join", "wait_for", "wait_closed", "result", "gather", "shield", "drain_queue"}
 )
-"""Names that the standard library gives to waits. One of our own functions with such a name is told from them by its
-receiver only, so they all count.
+"""The names that the standard library gives to waits. One of our own functions with such a name is told from them by
+its receiver only, so they all count.
 """
 INSTANT = frozenset({"sleep", "abort"})
-"""Waits for a given time, and the end of a call with a status."""
+"""Calls that last a given time (`sleep`) or end a call with a status (`abort`)."""
 DEADLINES = frozenset(
     {"timeout", "timeout_s", "timeout_ms", "grace_s", "grace", "deadline", "socket_timeout", "deadline_s"}
 )
@@ -58,7 +63,7 @@ SOCKET_WAITS = frozenset(
 MAKERS = frozenset(
     {"init_process_group", "new_group", "TCPStore", "ProcessGroupGloo", "ProcessGroupNCCL", "create_connection"}
 )
-"""What they make waits for as long as they say."""
+"""Calls whose product waits for as long as their own arguments say."""
 PROCESSES = frozenset({"run", "call", "check_call", "check_output"})
 CHANNELS = frozenset({"insecure_channel", "secure_channel"})
 CHANNEL_MODULE = "rolecall/rpc/channel.py"
@@ -82,12 +87,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Names:
-    """Functions defined in the code that is looked at."""
+    """The functions that the code looked at defines."""
 
     functions: frozenset[str]
-    """All, less those that only their receiver tells from the standard library's waits."""
+    """All of them, less those that only their receiver tells from the standard library's waits."""
     waiting: frozenset[str]
-    """Those that wait for something, or call one that does."""
+    """The functions that wait for something, or call one that does."""
 
     @classmethod
     def of(cls, trees: list[ast.Module]) -> "Names":
@@ -104,28 +109,28 @@ class Names:
 
 
 def _called(body: list[ast.stmt]) -> set[str]:
-    """Names of what is called in `body`; what takes arguments as a look-up does (`", ".join(x)`, `table.get(key)`) is
-    no wait.
+    """Names the functions called in `body`. A call with arguments as of a look-up (`", ".join(x)`, `table.get(key)`)
+    is no wait.
     """
     calls = [node for statement in body for node in ast.walk(statement) if isinstance(node, ast.Call)]
     return {_name(call.func) for call in calls if not (_name(call.func) in ("join", "get") and call.args)}
 
 
 def findings(sources: dict[str, str]) -> list[Finding]:
-    """Of all modules: path -> source. In order."""
+    """Returns the findings of all modules (path -> source), in order."""
     trees = {path: ast.parse(source) for path, source in sources.items()}
     names = Names.of(list(trees.values()))
     return [finding for path, tree in trees.items() for finding in Module(path, sources[path], names).findings(tree)]
 
 
-def read_tree(root: Path, *packages: str) -> dict[str, str]:
-    """The sources below `root`, generated stubs left out."""
-    paths = (path for package in packages for path in sorted((root / package).rglob("*.py")) if "v1" not in path.parts)
+def read_sources(root: Path = ROOT) -> dict[str, str]:
+    """Reads the modules of PACKAGES below `root`, generated stubs left out: path -> source."""
+    paths = (path for package in PACKAGES for path in sorted((root / package).rglob("*.py")) if "v1" not in path.parts)
     return {str(path.relative_to(root)): path.read_text() for path in paths}
 
 
 class Module(ast.NodeVisitor):
-    """One module's waits."""
+    """A visitor that collects the unbounded waits of one module."""
 
     def __init__(self, path: str, source: str, names: Names) -> None:
         self._path = path
@@ -134,7 +139,7 @@ class Module(ast.NodeVisitor):
         self._used: set[int] = set()
         self._found: list[Finding] = []
         self._limited = 0
-        """Depth of `asyncio.timeout` blocks around."""
+        """The number of `asyncio.timeout` blocks around this place."""
         self._in_async = False
         self._statement: ast.stmt | None = None
 
@@ -236,7 +241,7 @@ class Module(ast.NodeVisitor):
         self._inside(node)
 
     def _inside(self, node: ast.Call) -> None:
-        """What the call is made of; the call itself has been judged."""
+        """Visits the parts of a call that has itself been judged."""
         for child in ast.iter_child_nodes(node):
             self.visit(child)
 
@@ -287,7 +292,7 @@ class Module(ast.NodeVisitor):
         )
 
     def _in_async_wait(self, call: ast.Call) -> bool:
-        """In a coroutine, `x.wait()` not awaited makes a coroutine for somebody else to await."""
+        """Whether the call, not awaited in a coroutine, only makes a coroutine for somebody else to await."""
         return self._in_async and _name(call.func) in ("wait", "join", "get", "acquire")
 
     def _wait(self, node: ast.expr, place: ast.expr, what: str) -> None:
@@ -302,7 +307,7 @@ class Module(ast.NodeVisitor):
 
 
 def _head_end(statement: ast.stmt, last: int) -> int:
-    """Last line on which a mark may stand: the statement's own, or of a compound one its head's."""
+    """The last line on which a mark may stand: the statement's own, or that of a compound statement's head."""
     body = [child.lineno for child in ast.iter_child_nodes(statement) if isinstance(child, ast.stmt)]
     return max(last, min(body) - 1) if body else (statement.end_lineno or last)
 
@@ -347,7 +352,7 @@ def _is_none(node: ast.expr) -> bool:
 
 
 def _is_rpc(function: ast.expr) -> bool:
-    """A method of a gRPC stub: the only methods in CamelCase."""
+    """Whether it is a method of a gRPC stub: the only methods in CamelCase."""
     return isinstance(function, ast.Attribute) and function.attr[:1].isupper()
 
 
@@ -356,8 +361,22 @@ def _has_flag(call: ast.Call, flag: str) -> bool:
 
 
 def _marks(source: str) -> Iterator[tuple[int, str]]:
-    """Line that a mark speaks of, and what it says: the line that it ends, or the next when it has one of its own."""
+    """Yields the line each mark speaks of, and its words. That is the line it ends, or the next if it stands alone."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and MARK in token.string:
             alone = token.line.strip().startswith("#")
             yield token.start[0] + alone, token.string.partition(MARK)[2]
+
+
+def main() -> int:
+    """Prints the findings; 1 when there are any."""
+    unbounded = findings(read_sources())
+    for finding in unbounded:
+        print(finding)
+    if unbounded:
+        print(f"{len(unbounded)} waits without a deadline; pass one, or say `{MARK} <by what>` on the line")
+    return bool(unbounded)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
