@@ -25,7 +25,7 @@ from rolecall.training.engine import Microbatch
 from rolecall.training.export.export import export
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.model.logprobs import logprobs_and_entropy
-from rolecall.training.objective.objectives import SupervisedObjective
+from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.balance import partition
 from rolecall.training.packing.pack import Row, local_counts, pack, plan_batch
@@ -80,7 +80,7 @@ def packing(
 
 def packed_pass(engine: FsdpEngine, microbatches: Sequence[Microbatch], counts: Counts) -> float:
     """The loss; gradients stay in the engine."""
-    return engine.forward_backward(microbatches, SupervisedObjective(counts)).values()["supervised/loss"]
+    return engine.forward_backward(microbatches, SftObjective(counts)).values()["sft/loss"]
 
 
 def padded_batches(rows: Sequence[Row], token_budget: int) -> list[list[Row]]:

@@ -275,7 +275,7 @@ def compare(job: Job, folder: Path, arguments: argparse.Namespace, overrides: Se
 
 
 def jobs(scratch: Path, model: Path, data: Path, large: bool) -> Iterator[Job]:
-    """The warm-started model of 1M parameters with short answers, and a random one of 74M with long ones."""
+    """The example's fine-tuned model of 1M parameters with short answers, and a random one of 74M with long ones."""
     yield Job("1M parameters", model, data, num_prompts=32, num_responses=8, max_tokens=8, num_minibatches=2)
     if large:
         call([sys.executable, str(HERE / "large_model.py"), str(scratch / "large"), "--tokenizer-of", str(model)])

@@ -1,7 +1,7 @@
 """Makes everything the sort-digits run starts from, in one folder: tokenizer, data, and a 1M-parameter Qwen3 after a
-short warm start.
+short supervised fine-tuning.
 
-The base is warm-started on sorted digits, 30% ascending and 70% descending, so it can sort and prefers the wrong order:
+The base is fine-tuned on sorted digits, 30% ascending and 70% descending, so it can sort and prefers the wrong order:
 reinforcement learning then *selects* an ordering that the base already knows. It is not a demonstration of learning to
 sort. With --teacher a second model beside it, of other random weights, which was shown ascending answers only and
 longer: what examples/distillation learns from. Everything derives from the seed. Owns its output folder; knows nothing
@@ -32,14 +32,14 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-WARM_STEPS = 220
-WARM_BATCH = 48
-WARM_LEARNING_RATE = 3e-3
+SFT_STEPS = 220
+SFT_BATCH = 48
+SFT_LEARNING_RATE = 3e-3
 ASCENDING_SHARE = 0.3
 TEACHER_STEPS = 300
 
 
-def prepare(folder: Path, seed: int, *, num_steps: int = WARM_STEPS, teacher: bool = False) -> None:
+def prepare(folder: Path, seed: int, *, num_steps: int = SFT_STEPS, teacher: bool = False) -> None:
     """Writes `folder`/model, warm after `num_steps`, train.jsonl, heldout.jsonl and perhaps teacher. Held-out prompts
     are in neither training set.
     """
@@ -51,9 +51,9 @@ def prepare(folder: Path, seed: int, *, num_steps: int = WARM_STEPS, teacher: bo
     write_prompts(folder / "train.jsonl", train)
     write_prompts(folder / "heldout.jsonl", heldout)
     tokenizer = make_tokenizer()
-    models = {"model": warm_start(make_model(tokenizer, seed), tokenizer, train, rng, num_steps, ASCENDING_SHARE)}
+    models = {"model": fine_tuned(make_model(tokenizer, seed), tokenizer, train, rng, num_steps, ASCENDING_SHARE)}
     if teacher:
-        models["teacher"] = warm_start(make_model(tokenizer, seed + 1), tokenizer, train, rng, TEACHER_STEPS, 1.0)
+        models["teacher"] = fine_tuned(make_model(tokenizer, seed + 1), tokenizer, train, rng, TEACHER_STEPS, 1.0)
     for name, model in models.items():
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
@@ -119,7 +119,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
     return Qwen3ForCausalLM(config).to(torch.float32)
 
 
-def warm_start(
+def fine_tuned(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     numbers: list[str],
@@ -130,13 +130,13 @@ def warm_start(
     """Supervised steps on answers of which `ascending_share` are ascending, the others descending; the loss is over the
     answer's tokens.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=SFT_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     decay = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / num_steps)) / 2
     )
     model.train()
     columns = (
-        TextColumn("warm start"),
+        TextColumn("fine-tuning"),
         BarColumn(),
         TextColumn("{task.completed}/{task.total} steps  loss {task.fields[loss]}"),
         TimeElapsedColumn(),
@@ -163,8 +163,8 @@ def batches(
     for step in range(num_steps):
         rows, masked = [], []
         # The share is met by every batch, not only on average, so that bases of different seeds are alike.
-        num_ascending = round((step + 1) * WARM_BATCH * ascending_share) - round(step * WARM_BATCH * ascending_share)
-        for index, number in enumerate(rng.choices(numbers, k=WARM_BATCH)):
+        num_ascending = round((step + 1) * SFT_BATCH * ascending_share) - round(step * SFT_BATCH * ascending_share)
+        for index, number in enumerate(rng.choices(numbers, k=SFT_BATCH)):
             prompt = tokenizer.apply_chat_template(
                 [{"role": "user", "content": f"sort: {number}"}], add_generation_prompt=True, tokenize=False
             )

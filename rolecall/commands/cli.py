@@ -1,4 +1,4 @@
-"""The `rolecall` command: warm-start, train, check and serve from a configuration; status, watch, pause, resume and
+"""The `rolecall` command: sft, train, check and serve from a configuration; status, watch, pause, resume and
 stop a run; audit its ledger; export.
 
 Parses arguments and the configuration first and imports heavy things after, so that --help and mistakes are answered at
@@ -68,10 +68,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
             metavar="NAME|FILE",
             help="a method's keys (a name of rolecall/recipes/, or a file), for what CONFIG does not set",
         )
-    sft = command("sft", "warm-start a model on prompts with responses, for a run to start from", _OVERRIDES)
-    sft.add_argument(
-        "config", type=Path, metavar="CONFIG", help="the warm start's YAML file (rolecall/settings/sft.py)"
-    )
+    sft = command("sft", "fine-tune a model on examples (prompts with responses), for a run to start from", _OVERRIDES)
+    sft.add_argument("config", type=Path, metavar="CONFIG", help="the YAML file (rolecall/settings/sft.py)")
     sft.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in run.dir")
     serve = command("serve", "run one role: rolecall serve ROLE CONFIG [--name INSTANCE]", _OVERRIDES)
     serve.add_argument("role", choices=ROLES, metavar="ROLE", help=", ".join(ROLES))
@@ -127,9 +125,9 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
         from rolecall.settings import load_sft_settings
 
         sft_settings = load_sft_settings(arguments.config, overrides_from(rest, ("--resume",)))
-        from rolecall.commands.sft import warm_start
+        from rolecall.commands.sft import sft as fine_tune
 
-        return warm_start(sft_settings, resume=arguments.resume)
+        return fine_tune(sft_settings, resume=arguments.resume)
     if rest:
         from rolecall.errors import ConfigError
 

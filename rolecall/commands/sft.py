@@ -1,4 +1,4 @@
-"""`rolecall sft`: checks a warm start's file, model and data, then starts its ranks and waits for them. No torch.
+"""`rolecall sft`: checks the file, the model and the examples, then starts its ranks and waits for them. No torch.
 
 The run directory is laid out as a run's: config.yaml, logs/sft.log, metrics.jsonl, checkpoints/. No store and no
 service is needed.
@@ -17,7 +17,7 @@ from rolecall.data.model_files import (
     num_adapter_parameters,
     read_model,
 )
-from rolecall.data.sft_examples import end_of_response, load_demonstrations
+from rolecall.data.sft_examples import end_of_response, load_examples
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, RoleCallError
 from rolecall.launcher.last_words import describe_failure, final_line
@@ -46,12 +46,12 @@ def require(settings: SftSettings) -> None:
     longest = settings.model.max_model_tokens or max_model_tokens(path)
     if settings.data.max_tokens > longest:
         raise ConfigError(f"data.max_tokens {settings.data.max_tokens} exceeds the model's {longest} tokens; lower it")
-    load_demonstrations(settings.data.train, settings.data, "data.train")
+    load_examples(settings.data.train, settings.data, "data.train")
     if settings.evaluation is not None:
-        load_demonstrations(settings.evaluation.path, settings.data, "evaluation.path")
+        load_examples(settings.evaluation.path, settings.data, "evaluation.path")
 
 
-def warm_start(settings: SftSettings, *, resume: bool) -> int:
+def sft(settings: SftSettings, *, resume: bool) -> int:
     """Runs `settings` to its end; 0. RoleCallError says what its ranks failed of."""
     require(settings)
     lock = prepare_run_dir(settings, resume=resume)

@@ -1,4 +1,4 @@
-"""Examples of a warm start: a JSONL or parquet file with a prompt and its response a row, rendered as rollouts will
+"""Examples of `rolecall sft`: a JSONL or parquet file with a prompt and its response a row, rendered as rollouts will
 meet them.
 
 A prompt is rendered and tokenized exactly as a run does. What the policy would sample follows: the response's own
@@ -22,7 +22,7 @@ from rolecall.wire import Array
 
 
 @dataclass(frozen=True)
-class Demonstration:
+class Example:
     """One row, read and checked."""
 
     messages: tuple[tuple[str, str], ...]
@@ -33,7 +33,7 @@ class Demonstration:
 
 
 @dataclass(frozen=True)
-class Examples:
+class TokenizedExamples:
     """A file of them, tokenized: those that fit."""
 
     rows: tuple[dict[str, Array], ...]
@@ -43,7 +43,7 @@ class Examples:
     """Hex, of what is trained on."""
 
 
-def load_demonstrations(path: Path, data: SftDataSection, setting: str) -> list[Demonstration]:
+def load_examples(path: Path, data: SftDataSection, setting: str) -> list[Example]:
     """All rows of `path`, which `setting` names, in the file's order. ConfigError names the line (from 1) and the field
     that is wrong.
     """
@@ -53,10 +53,10 @@ def load_demonstrations(path: Path, data: SftDataSection, setting: str) -> list[
     return found
 
 
-def tokenize(demonstrations: Sequence[Demonstration], tokenizer: ChatTokenizer, end: int, max_tokens: int) -> Examples:
+def tokenize(examples: Sequence[Example], tokenizer: ChatTokenizer, end: int, max_tokens: int) -> TokenizedExamples:
     """With `end` after each response. ConfigError names the line that cannot be rendered."""
     rows, digest = list[dict[str, Array]](), hashlib.sha256()
-    for each in demonstrations:
+    for each in examples:
         chat = [{"role": role, "content": content} for role, content in each.messages]
         try:
             prompt, response = tokenizer.encode(tokenizer.render(chat)), tokenizer.encode(each.response)
@@ -69,7 +69,7 @@ def tokenize(demonstrations: Sequence[Demonstration], tokenizer: ChatTokenizer, 
             mask = (np.arange(len(token_ids)) >= len(prompt)).astype(np.uint8)
             rows.append({"token_ids": token_ids, "response_mask": mask, "loss_mask": mask})
             digest.update(np.array([len(prompt), len(response)], "<i8").tobytes() + token_ids.astype("<i4").tobytes())
-    return Examples(tuple(rows), len(demonstrations) - len(rows), digest.hexdigest())
+    return TokenizedExamples(tuple(rows), len(examples) - len(rows), digest.hexdigest())
 
 
 def end_of_response(path: Path, tokenizer: ChatTokenizer) -> int:
@@ -87,16 +87,14 @@ def end_of_response(path: Path, tokenizer: ChatTokenizer) -> int:
     return next(token_id for token_id in [*tail[:1], own, *stops] if token_id is not None and token_id in stops)
 
 
-def _parse(row: dict[str, object], where: str, data: SftDataSection) -> Demonstration:
+def _parse(row: dict[str, object], where: str, data: SftDataSection) -> Example:
     for setting, name in (("data.prompt_field", data.prompt_field), ("data.response_field", data.response_field)):
         if name not in row:
             raise ConfigError(f"{where}: no field {name!r} (fields: {sorted(row)}); set {setting} or mend the line")
     messages = parse_messages(row[data.prompt_field], f"{where}, field {data.prompt_field!r}")
     if data.system_prompt is not None and messages[0][0] != "system":
         messages = (("system", data.system_prompt), *messages)
-    return Demonstration(
-        messages, _response(row[data.response_field], f"{where}, field {data.response_field!r}"), where
-    )
+    return Example(messages, _response(row[data.response_field], f"{where}, field {data.response_field!r}"), where)
 
 
 def _response(value: object, where: str) -> str:

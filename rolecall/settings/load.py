@@ -57,7 +57,7 @@ def recipe_file(named: str, folder: Path = Path()) -> Path:
 
 
 def load_sft_settings(path: Path, overrides: list[str] | None = None) -> SftSettings:
-    """The same for the file of a warm start, which has no recipe."""
+    """The same for the file of `rolecall sft`, which has no recipe."""
     tree = _read(path)
     for override in overrides or []:
         _override(tree, override)
@@ -65,7 +65,7 @@ def load_sft_settings(path: Path, overrides: list[str] | None = None) -> SftSett
 
 
 def checkpoints_of(path: Path) -> str:
-    """Folder or URL of the checkpoints by the resolved configuration of a run or of a warm start."""
+    """Folder or URL of the checkpoints by the resolved configuration of a run or of `rolecall sft`."""
     return (
         load_sft_settings(path).run.checkpoints
         if "algorithm" not in _read(path)

@@ -1,4 +1,4 @@
-"""The file of a warm start (`rolecall sft`): supervised training of the model that a run then starts from. Sections
+"""The file of `rolecall sft`: supervised fine-tuning of the model that a run then starts from. Sections
 that a run has, too, are the same.
 """
 
@@ -78,5 +78,5 @@ class SftSettings(Section):
                 "raise it, or lower that"
             )
         if self.actor.address is not None:
-            raise ValueError("actor.address: a warm start calls no service and runs its ranks here; remove it")
+            raise ValueError("actor.address: rolecall sft calls no service and runs its ranks here; remove it")
         return self

@@ -2,7 +2,7 @@
 
 Trackers are told, never asked: what is written to this machine is written at once (files.py), what goes to a server
 behind a thread and a bounded queue (background.py), so that a run never waits for one and never ends by one. The
-controller of a run and rank 0 of a warm start write here.
+controller of a run and rank 0 of `rolecall sft` write here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -92,6 +92,6 @@ def test_a_student_reaches_its_teachers_accuracy_without_a_reward(
     teacher = greedy_accuracy(work / "teacher", work / "heldout.jsonl")
     assert teacher > 0.95
     assert accuracies[0] < 0.3
-    # 10 steps, .972 to .999: the warm start differs by processor
+    # 10 steps, .972 to .999: the base differs by processor
     assert accuracies[-1] >= teacher - 0.05, (accuracies, teacher)
     assert divergences[-1] < divergences[0] / 4

@@ -44,7 +44,7 @@ from rolecall.training.model.logprobs import Wanted
 from rolecall.training.objective.objectives import (
     VALUE_COLUMNS,
     PolicyObjective,
-    SupervisedObjective,
+    SftObjective,
     ValueObjective,
     policy_columns,
 )
@@ -58,7 +58,7 @@ from rolecall.training.step.token_selection import KEYS, select
 from rolecall.v1.training_pb2 import TrainResult
 from rolecall.v1.trajectory_pb2 import Coefficients
 
-Objective = Literal["policy", "supervised", "value"]
+Objective = Literal["policy", "sft", "value"]
 
 STILL = OptimizerSection(learning_rate=1e-30)
 """A step with it clears the gradients and changes no weight."""
@@ -151,8 +151,8 @@ def make_loss(job: Job, counts: Counts) -> tuple[Loss, tuple[str, ...]]:
             return PolicyObjective(
                 algorithm, counts, Coefficients(kl_coef=0.1, entropy_coef=0.01), LENGTH
             ), policy_columns(algorithm)
-        case "supervised":
-            return SupervisedObjective(counts, job.aggregation), ("loss_mask",)
+        case "sft":
+            return SftObjective(counts, job.aggregation), ("loss_mask",)
         case "value":
             return ValueObjective(0.2, counts), VALUE_COLUMNS
 
@@ -355,9 +355,7 @@ def _columns(output: Any, lengths: tuple[int, ...]) -> list[Any]:
 
 
 def _summed_loss(metrics: Metrics) -> float:
-    return sum(
-        value for name, value in metrics.values().items() if name in ("actor/loss", "critic/loss", "supervised/loss")
-    )
+    return sum(value for name, value in metrics.values().items() if name in ("actor/loss", "critic/loss", "sft/loss"))
 
 
 def _gradients(engine: FsdpEngine) -> dict[str, torch.Tensor]:

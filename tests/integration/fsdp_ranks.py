@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from rolecall.settings import OptimizerSection
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.objective.objectives import SupervisedObjective
+from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, local_counts, pack, plan_batch
 from rolecall.training.ranks.device import RankSpec, start_rank, stop_rank
@@ -45,7 +45,7 @@ def make_rows(num_rows: int, seed: int = 0) -> list[Row]:
 
 
 def train_step(engine: FsdpEngine, rows: list[Row], *, token_budget: int, seed: int) -> dict[str, float]:
-    """One optimizer step of the supervised loss over all rows."""
+    """One optimizer step of the SFT loss over all rows."""
     lengths = [len(row["token_ids"]) for row in rows]
     cost = engine.flops.forward
     plan = plan_batch(
@@ -56,9 +56,9 @@ def train_step(engine: FsdpEngine, rows: list[Row], *, token_budget: int, seed: 
         pack([rows[i] for i in indices], ["loss_mask"], temperature=0.7, device=engine.device)
         for indices in plan.microbatches
     ]
-    metrics = engine.forward_backward(microbatches, SupervisedObjective(counts))
+    metrics = engine.forward_backward(microbatches, SftObjective(counts))
     outcome = engine.step()
-    loss = torch.tensor(metrics.values().get("supervised/loss", 0.0))
+    loss = torch.tensor(metrics.values().get("sft/loss", 0.0))
     torch.distributed.all_reduce(loss)
     return {"loss": float(loss), "grad_norm": outcome.grad_norm, "learning_rate": outcome.learning_rate}
 

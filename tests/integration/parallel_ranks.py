@@ -22,7 +22,7 @@ from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection, OptimizerSection, ParallelSection
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.fsdp.layout import Box
-from rolecall.training.objective.objectives import SupervisedObjective
+from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import local_counts, pack, plan_batch
 from rolecall.training.ranks.command_group import CommandGroup
@@ -51,7 +51,7 @@ def make_engine(model: Path, parallel: dict[str, Any], **more: Any) -> FsdpEngin
 
 
 def train(engine: FsdpEngine, first_step: int, num_steps: int) -> list[float]:
-    """Gradient norms of `num_steps` supervised steps over the same rows."""
+    """Gradient norms of `num_steps` SFT steps over the same rows."""
     rows = make_rows(NUM_ROWS)
     norms = []
     for step in range(first_step, first_step + num_steps):
@@ -69,7 +69,7 @@ def train(engine: FsdpEngine, first_step: int, num_steps: int) -> list[float]:
             pack([rows[i] for i in part], ["loss_mask"], temperature=0.7, device=engine.device)
             for part in plans[layout.data_rank].microbatches
         ]
-        engine.forward_backward(packed, SupervisedObjective(local_counts(rows)))
+        engine.forward_backward(packed, SftObjective(local_counts(rows)))
         norms.append(engine.step().grad_norm)
     return norms
 
@@ -95,7 +95,7 @@ def _num_reductions(engine: FsdpEngine) -> dict[str, int]:
     rows = make_rows(3, seed=1)
     packed = [pack([row], ["loss_mask"], temperature=1.0, device=engine.device) for row in rows]
     with _Collectives() as seen:
-        engine.forward_backward(packed, SupervisedObjective(local_counts(rows)))
+        engine.forward_backward(packed, SftObjective(local_counts(rows)))
     return {kind: sum(kind in name for name in seen.names) for kind in ("reduce_scatter", "allreduce")}
 
 

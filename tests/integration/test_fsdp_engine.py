@@ -36,7 +36,7 @@ from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.model.huggingface import write_model
 from rolecall.training.model.packed_model import Head
-from rolecall.training.objective.objectives import PolicyObjective, SupervisedObjective, ValueObjective, policy_columns
+from rolecall.training.objective.objectives import PolicyObjective, SftObjective, ValueObjective, policy_columns
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, local_counts, pack, unpack
 from rolecall.training.serving.hooks import nothing
@@ -556,13 +556,13 @@ def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path: Path, models: di
         make_engine(tmp_path)
 
 
-def test_a_supervised_warm_start_learns_its_rows(models: dict[str, Path]) -> None:
+def test_sft_learns_its_rows(models: dict[str, Path]) -> None:
     engine = make_engine(models["dense"], optimizer=OptimizerSection(learning_rate=5e-3))
     rows = make_rows(4)
     packed = pack(rows, ["loss_mask"], temperature=1.0, device=CPU)
     counts = local_counts(rows)
     losses = []
     for _ in range(25):
-        losses.append(engine.forward_backward([packed], SupervisedObjective(counts)).values()["supervised/loss"])
+        losses.append(engine.forward_backward([packed], SftObjective(counts)).values()["sft/loss"])
         engine.step()
     assert losses[-1] < 0.3 * losses[0]

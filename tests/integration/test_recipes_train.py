@@ -27,7 +27,7 @@ from tests.replay_rig import Nursery
 
 TASK = HERE / "task.yaml"
 NAMES = recipe_names()
-NUM_WARM_STEPS = 90
+NUM_SFT_STEPS = 90
 NUM_STEPS = 2
 RUN_S = 180.0
 
@@ -36,7 +36,7 @@ RUN_S = 180.0
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sort-digits job's prompts, and its model as soon as some of its answers are right."""
     folder = tmp_path_factory.mktemp("sort_digits")
-    sort_digits.prepare(folder, 0, num_steps=NUM_WARM_STEPS)
+    sort_digits.prepare(folder, 0, num_steps=NUM_SFT_STEPS)
     return folder
 
 

@@ -60,7 +60,7 @@ def job(model: Path, tmp_path: Path) -> Job:
         str(model),
         str(tmp_path / "rows.npz"),
         str(tmp_path),
-        objective="supervised",
+        objective="sft",
         options={"routers": True},
         moe=moe,
     )
@@ -72,7 +72,7 @@ def alone(job: Job) -> tuple[Answer, dict[str, torch.Tensor]]:
 
 
 def assert_same(ours: tuple[Answer, dict[str, torch.Tensor]], theirs: tuple[Answer, dict[str, torch.Tensor]]) -> None:
-    for name in ("supervised/router_balance", "supervised/router_z", "supervised/loss", "supervised/expert_load_max"):
+    for name in ("sft/router_balance", "sft/router_z", "sft/loss", "sft/expert_load_max"):
         assert ours[0].metrics[name] == pytest.approx(theirs[0].metrics[name], rel=1e-6), name
     largest = max(float(expected.abs().max()) for expected in theirs[1].values())
     for name, expected in theirs[1].items():
@@ -95,8 +95,8 @@ def test_one_unsplit_batch_has_the_loss_and_gradients_of_transformers(model: Pat
     router_logits = tuple(torch.cat(layer) for layer in per_layer)
     balance = load_balancing_loss_func(router_logits, 4, 2)
     z = torch.cat(router_logits).logsumexp(1).square().mean()
-    assert answer.metrics["supervised/router_balance"] == pytest.approx(balance.item(), rel=1e-6)
-    assert answer.metrics["supervised/router_z"] == pytest.approx(z.item(), rel=1e-6)
+    assert answer.metrics["sft/router_balance"] == pytest.approx(balance.item(), rel=1e-6)
+    assert answer.metrics["sft/router_z"] == pytest.approx(z.item(), rel=1e-6)
     loss = -likelihood / num_tokens + BALANCE * balance + Z * z
     assert answer.losses[0] == pytest.approx(loss.item(), rel=1e-6)
     loss.backward()
@@ -132,7 +132,7 @@ def test_without_coefficients_routers_are_measured_and_the_loss_stays(job: Job) 
     measured, gradients = alone(replace(job, moe={}))
     plain, expected = alone(replace(job, moe=None, options={}))
     assert measured.losses == plain.losses
-    assert measured.metrics["supervised/expert_load_max"] >= 1
+    assert measured.metrics["sft/expert_load_max"] >= 1
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient)
 

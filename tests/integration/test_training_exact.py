@@ -37,7 +37,7 @@ MODELS = ["dense", "tied", "moe"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 OBJECTIVES: list[tuple[Objective, Aggregation]] = [("policy", kind) for kind in AGGREGATIONS] + [
     ("value", "token_mean"),
-    ("supervised", "token_mean"),
+    ("sft", "token_mean"),
 ]
 
 
@@ -159,7 +159,7 @@ def make_rows(bench: Bench, kind: str, drawn: Drawn) -> tuple[list[Row], list[fl
         }
         for row in rows
     ]
-    logprobs = bench.alone(bench.job(kind, blank, temperatures, objective="supervised"))[0].outputs
+    logprobs = bench.alone(bench.job(kind, blank, temperatures, objective="sft"))[0].outputs
     values = bench.alone(bench.job(kind, blank, temperatures, objective="value"))[0].outputs
     for index, row in enumerate(rows):
         length = len(row["token_ids"])

@@ -14,7 +14,7 @@ from rolecall.settings import OptimizerSection
 from rolecall.training.engine import STATE_PARTS, StatePart, TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.fsdp.schedule import learning_rate
-from rolecall.training.objective.objectives import SupervisedObjective
+from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, local_counts, pack
 from tests import checkpoint_rig
@@ -67,7 +67,7 @@ def make_engine(path: Path, optimizer: dict[str, Any] | None = None, **more: Any
 
 def add_gradients(engine: FsdpEngine, rows: list[Row]) -> None:
     packed = pack(rows, ["loss_mask"], temperature=1.0, device=CPU)
-    engine.forward_backward([packed], SupervisedObjective(local_counts(rows)))
+    engine.forward_backward([packed], SftObjective(local_counts(rows)))
 
 
 def weights_of(engine: FsdpEngine) -> dict[str, torch.Tensor]:
@@ -154,7 +154,7 @@ def ask(
 ) -> tuple[Answer, dict[str, torch.Tensor]]:
     """What two ranks say, and the gradients or weights that they leave."""
     write_rows(folder / "rows.npz", rows, [1.0] * len(rows))
-    answer = ranks.ask(Job(str(model), str(folder / "rows.npz"), str(folder), objective="supervised", **more))
+    answer = ranks.ask(Job(str(model), str(folder / "rows.npz"), str(folder), objective="sft", **more))
     return answer, load_file(folder / ("weights.safetensors" if "optimizer" in more else "gradients.safetensors"))
 
 

@@ -43,19 +43,19 @@ def test_bad_usage_exits_with_2(words: list[str]) -> None:
     assert ended.value.code == 2
 
 
-def test_help_tells_of_the_warm_start_and_of_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_tells_of_sft_and_of_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--help"], ["sft", "--help"]):
         with pytest.raises(SystemExit) as ended:
             main(words)
         assert ended.value.code == 0
     said = capsys.readouterr().out
-    assert "warm-start a model" in said
+    assert "fine-tune a model" in said
     assert "CONFIG" in said
     assert "--resume" in said
     assert "--section.key value" in said
 
 
-def test_a_warm_start_with_a_bad_file_is_answered_before_grpc_or_torch_is_imported(tmp_path: Path) -> None:
+def test_an_sft_with_a_bad_file_is_answered_before_grpc_or_torch_is_imported(tmp_path: Path) -> None:
     file = tmp_path / "sft.yaml"
     file.write_text("run: {name: x}\n")
     words = ["sft", str(file)]

@@ -407,7 +407,7 @@ def test_real_wandb_offline_takes_every_metric_and_table_as_one_run(
         assert json.loads(table.read_text())["columns"] == ["step", "set", "prompt", "response", "reward"]
 
 
-def test_a_warm_start_is_tracked_too(receiver: Receiver, tmp_path: Path) -> None:
+def test_an_sft_is_tracked_too(receiver: Receiver, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     tree = {
         "run": {"name": "warm", "dir": str(tmp_path / "run"), "num_steps": 1},
@@ -416,6 +416,6 @@ def test_a_warm_start_is_tracked_too(receiver: Receiver, tmp_path: Path) -> None
         "trackers": custom(receiver.url),
     }
     trackers = Trackers(SftSettings.model_validate(tree))
-    trackers.log(1, {"supervised/loss": 2.0})
+    trackers.log(1, {"sft/loss": 2.0})
     trackers.flush()
     assert receiver.steps() == {1}

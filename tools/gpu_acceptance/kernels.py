@@ -11,7 +11,7 @@ import numpy as np
 from torch.profiler import ProfilerActivity, profile
 
 from rolecall.training.engine import Microbatch
-from rolecall.training.objective.objectives import SupervisedObjective
+from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.packing.pack import local_counts
 from rolecall.training.ranks.device import free_cached_memory, memory_bytes, wait_for
 from tools.gpu_acceptance.findings import Findings
@@ -44,7 +44,7 @@ def _profile(stage: Stage, size: Size) -> None:
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, config.vocab_size, num_prompt, dtype=np.int32)
     rows = [make_row(rng, num_prompt + num_response, config.vocab_size, prompt) for _ in range(8)]
-    microbatch, objective = packed(rows, stage.device), SupervisedObjective(local_counts(rows))
+    microbatch, objective = packed(rows, stage.device), SftObjective(local_counts(rows))
     stage.found.require("the prompt is not shared", microbatch.prefixes is not None)
 
     def once(microbatch: Microbatch = microbatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from rolecall.settings import LoraSection, OptimizerSection
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.objective.objectives import SupervisedObjective, ValueObjective
+from rolecall.training.objective.objectives import SftObjective, ValueObjective
 from rolecall.training.packing.pack import Row, local_counts, pack
 from tools.gpu_acceptance.findings import Findings
 from tools.gpu_acceptance.stage import (
@@ -44,7 +44,7 @@ def check_masters(found: Findings, folder: Path) -> None:
         exact.values(), lr=_RATE, betas=section.betas, eps=section.eps, weight_decay=0.0, foreach=False, fused=False
     )
     rows = make_rows(stage.pick((300, 200), (12, 9)), config.vocab_size)
-    microbatch, objective = packed(rows, stage.device), SupervisedObjective(local_counts(rows))
+    microbatch, objective = packed(rows, stage.device), SftObjective(local_counts(rows))
     for _ in range(num_steps):
         engine.forward_backward([microbatch], objective, entropy=True)
         gradients = local_gradients(engine)
@@ -89,7 +89,7 @@ def check_heads(found: Findings, folder: Path) -> None:
     of_base = _logprobs(frozen, rows, stage)
     found.require("new adapters change what the model says", torch.equal(_logprobs(adapted, rows, stage), of_base))
     for _ in range(2):  # the first moves B alone: A's gradient is 0 while B is
-        adapted.forward_backward([microbatch], SupervisedObjective(local_counts(rows)), entropy=True)
+        adapted.forward_backward([microbatch], SftObjective(local_counts(rows)), entropy=True)
         outcome = adapted.step()
     found.require("the adapters' step was not applied", outcome.applied)
     found.figure("adapters' gradient norm", outcome.grad_norm)

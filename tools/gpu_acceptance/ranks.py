@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from rolecall.settings import OptimizerSection, ParallelSection, child_environment
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.objective.objectives import SupervisedObjective
+from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import local_counts as counts_of
 from rolecall.training.packing.pack import pack, plan_batch
@@ -84,10 +84,8 @@ def train(engine: FsdpEngine, num_steps: int, dry: bool) -> list[tuple[float, fl
             pack([rows[i] for i in part], ["loss_mask"], temperature=0.7, device=engine.device)
             for part in plans[layout.data_rank].microbatches
         ]
-        metrics = engine.forward_backward(microbatches, SupervisedObjective(counts_of(rows))).values()
-        loss = torch.tensor(
-            metrics.get("supervised/loss", 0.0) * layout.speaks, dtype=torch.float64, device=engine.device
-        )
+        metrics = engine.forward_backward(microbatches, SftObjective(counts_of(rows))).values()
+        loss = torch.tensor(metrics.get("sft/loss", 0.0) * layout.speaks, dtype=torch.float64, device=engine.device)
         dist.all_reduce(loss)
         said.append((float(loss), engine.step().grad_norm))
     return said

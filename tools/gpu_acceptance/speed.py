@@ -17,7 +17,7 @@ from rolecall.training.account.peaks import peak_flops
 from rolecall.training.engine import Microbatch
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.model.packed_model import build_model
-from rolecall.training.objective.objectives import SupervisedObjective
+from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.packing.pack import Row, local_counts
 from rolecall.training.ranks.device import free_cached_memory, memory_bytes, name_of, take_peak_bytes, wait_for
 from tools.gpu_acceptance.findings import Findings
@@ -93,7 +93,7 @@ def _memory_needed(stage: Stage, engine: FsdpEngine) -> Callable[[int], float]:
     peaks = []
     for length in small:
         rows = make_rows([length], engine.config.vocab_size)
-        microbatch, objective = packed(rows, stage.device), SupervisedObjective(local_counts(rows))
+        microbatch, objective = packed(rows, stage.device), SftObjective(local_counts(rows))
         engine.forward_backward([microbatch], objective, entropy=True)
         engine.step()  # makes the moments
         take_peak_bytes(stage.device)
@@ -123,7 +123,7 @@ def _measure(
     rows = _rows(budget, engine.config.vocab_size)
     counts = local_counts([row for microbatch in rows for row in microbatch])
     microbatches = [packed(microbatch, stage.device) for microbatch in rows]
-    objective = SupervisedObjective(counts)
+    objective = SftObjective(counts)
     memory.take_peaks()
     engine.forward_backward(microbatches, objective, entropy=True)  # so that what is measured allocates nothing new
     engine.step()
@@ -165,7 +165,7 @@ def _compare_norms(stage: Stage) -> None:
     norms = {}
     for dtype in ("bfloat16", "float32"):
         engine = make_engine(stage, path, dtype=dtype)
-        engine.forward_backward([packed(rows, stage.device)], SupervisedObjective(local_counts(rows)), entropy=True)
+        engine.forward_backward([packed(rows, stage.device)], SftObjective(local_counts(rows)), entropy=True)
         norms[dtype] = engine.step().grad_norm
         del engine
         _free(stage)
@@ -183,7 +183,7 @@ def check_silence(found: Findings, folder: Path) -> None:
     engine = make_engine(stage, write_zeros(folder / "8B", config), gradient_checkpointing=True, progressed=silence)
     rows = make_rows([length], config.vocab_size)
     microbatches: list[Microbatch] = [packed(rows, stage.device)] * 2
-    objective = SupervisedObjective(local_counts(rows))
+    objective = SftObjective(local_counts(rows))
     engine.forward_backward(microbatches[:1], objective, entropy=True)
     wait_for(stage.device)
     silence.begin()

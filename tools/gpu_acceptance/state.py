@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from rolecall.checkpoint.storage import open_storage
 from rolecall.settings import OptimizerSection
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.objective.objectives import SupervisedObjective
+from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.packing.pack import local_counts
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.ranks.device import memory_bytes, take_peak_bytes, wait_for
@@ -42,7 +42,7 @@ def check_snapshot(found: Findings, folder: Path) -> None:
     config = stage.config("0.6B", **stage.pick({"num_hidden_layers": 2, "vocab_size": 8192}, {}))
     engine = make_engine(stage, write_zeros(folder / "model", config), optimizer=_MOVING)
     rows = make_rows(stage.pick((600, 300), (12, 9)), config.vocab_size)
-    microbatch, objective = packed(rows, stage.device), SupervisedObjective(local_counts(rows))
+    microbatch, objective = packed(rows, stage.device), SftObjective(local_counts(rows))
     group, num_rounds = CommandGroup.of_default(), stage.pick(20, 2)
 
     def train() -> None:
@@ -103,7 +103,7 @@ def _check_state(stage: Stage) -> None:
     config = stage.config("0.6B")
     engine = make_engine(stage, write_zeros(stage.folder / "state", config), optimizer=_MOVING)
     rows = make_rows(stage.pick((600, 300), (12, 9)), config.vocab_size)
-    microbatch, objective = packed(rows, stage.device), SupervisedObjective(local_counts(rows))
+    microbatch, objective = packed(rows, stage.device), SftObjective(local_counts(rows))
     engine.forward_backward([microbatch], objective, entropy=True)
     engine.step()
     engine.forward_backward([microbatch], objective, entropy=True)
@@ -144,7 +144,7 @@ def _check_moments(stage: Stage) -> None:
         make_engine(stage, path, optimizer=_MOVING.model_copy(update={"offload": offload})) for offload in (False, True)
     )
     rows = make_rows(stage.pick((600, 300), (12, 9)), config.vocab_size)
-    microbatch, objective = packed(rows, stage.device), SupervisedObjective(local_counts(rows))
+    microbatch, objective = packed(rows, stage.device), SftObjective(local_counts(rows))
     for _ in range(3):
         here.forward_backward([microbatch], objective, entropy=True)
         there.forward_backward([microbatch], objective, entropy=True)
@@ -168,7 +168,7 @@ def _check_activations(stage: Stage) -> None:
         stage, write_zeros(stage.folder / "4B", config), gradient_checkpointing=True, activation_offload=True
     )
     rows = make_rows(stage.pick((32768,), (1200,)), config.vocab_size)
-    microbatch, objective = packed(rows, stage.device), SupervisedObjective(local_counts(rows))
+    microbatch, objective = packed(rows, stage.device), SftObjective(local_counts(rows))
     offload = engine._activations
     assert offload is not None
     seen = {}
@@ -178,7 +178,7 @@ def _check_activations(stage: Stage) -> None:
         wait_for(stage.device)
         take_peak_bytes(stage.device)
         started = time.perf_counter()
-        loss = engine.forward_backward([microbatch], objective, entropy=True).values()["supervised/loss"]
+        loss = engine.forward_backward([microbatch], objective, entropy=True).values()["sft/loss"]
         wait_for(stage.device)
         norms = torch.stack([gradient.double().norm() for gradient in local_gradients(engine).values()])
         seen[way] = loss, norms, take_peak_bytes(stage.device), time.perf_counter() - started

@@ -22,7 +22,7 @@ from rolecall.algorithms.kl import kl_N
 from rolecall.algorithms.losses import PolicyBatch, token_losses
 from rolecall.algorithms.losses.distillation import forward_topk_kl_N
 from rolecall.algorithms.losses.entropy import entropy_bonus
-from rolecall.algorithms.losses.supervised import supervised_loss
+from rolecall.algorithms.losses.sft import sft_loss
 from rolecall.algorithms.losses.value import value_loss
 from rolecall.settings import TEACHER, Aggregation, AlgorithmSection, CustomLoss, DistillationSection
 from rolecall.telemetry import Metrics
@@ -152,8 +152,8 @@ class ValueObjective:
 
 
 @dataclass(frozen=True)
-class SupervisedObjective:
-    """Negative log-likelihood of the tokens of loss_mask: a warm start, or a test's simplest loss."""
+class SftObjective:
+    """Negative log-likelihood of the tokens of loss_mask: the objective of `rolecall sft`, and a test's simplest."""
 
     counts: Counts
     aggregation: Aggregation = "token_mean"
@@ -165,9 +165,9 @@ class SupervisedObjective:
         weights_N = token_weights(
             mask_N, _sequences(microbatch), len(microbatch.lengths), self.aggregation, self.counts
         )
-        loss = supervised_loss(outputs.logprobs_N, weights_N)
+        loss = sft_loss(outputs.logprobs_N, weights_N)
         metrics = Metrics()
-        metrics.sum("supervised/loss", float(loss.detach()))
+        metrics.sum("sft/loss", float(loss.detach()))
         return loss, metrics
 
 

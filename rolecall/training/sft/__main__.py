@@ -1,4 +1,4 @@
-"""One rank of a warm start: `python -m rolecall.training.sft CONFIG [--resume]`, started by rolecall/commands/sft.py,
+"""One rank of `rolecall sft`: `python -m rolecall.training.sft CONFIG [--resume]`, started by rolecall/commands/sft.py,
 under torchrun where they are several.
 
 Owns the order of starting and how a failure is told: a line `sft failed: ...` on stderr, and the exit code.
@@ -45,9 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(settings: SftSettings, *, resume: bool) -> None:
-    from rolecall.training.sft.train import WarmStart
+    from rolecall.training.sft.train import SftRank
 
-    WarmStart(settings, START_TIMEOUT_S, lost=_leave).run(resume=resume)
+    SftRank(settings, START_TIMEOUT_S, lost=_leave).run(resume=resume)
 
 
 def _leave(error: WorkerLostError) -> None:

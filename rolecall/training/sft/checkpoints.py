@@ -1,4 +1,4 @@
-"""Checkpoints of a warm start: the actor's share of a run's, so that `rolecall export` reads them, with the step and
+"""Checkpoints of `rolecall sft`: the actor's share of a run's, so that `rolecall export` reads them, with the step and
 what the examples were.
 
 Written beside the steps, as a run's are; one at a time. All ranks make the same calls; rank 0 commits.
@@ -25,7 +25,7 @@ ROLE = "actor"
 """Whose share it is."""
 
 
-class WarmStartCheckpoints:
+class SftCheckpoints:
     """Of one rank."""
 
     def __init__(self, run: SftRunSection, state: EngineState, place: Workplace, identity: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What rank 0 of a warm start tells: numbers to the trackers, and one line of progress to people. No torch."""
+"""What rank 0 of `rolecall sft` tells: numbers to the trackers, and one line of progress to people. No torch."""
 
 import sys
 import time
@@ -62,12 +62,12 @@ class Account:
 
     def _line(self, step: int, values: Mapping[str, float], now: float) -> str:
         pieces = [f"step {step}/{self._num_steps}"]
-        if "supervised/loss" in values:
+        if "sft/loss" in values:
             left_s = (now - self._started) / (step - self._first) * (self._num_steps - step)
             pieces += [
                 f"epoch {(step - 1) // self._num_per_epoch + 1}",
-                f"loss {values['supervised/loss']:.4f}{self._heldout}",
+                f"loss {values['sft/loss']:.4f}{self._heldout}",
             ]
-            pieces += [f"{values['supervised/tokens_per_s']:,.0f} tokens/s", f"{timedelta(seconds=round(left_s))} left"]
+            pieces += [f"{values['sft/tokens_per_s']:,.0f} tokens/s", f"{timedelta(seconds=round(left_s))} left"]
             return "  ".join(pieces)
         return "  ".join(pieces) + self._heldout

@@ -1,8 +1,8 @@
-"""A warm start on one rank: examples, batches by step, supervised updates, held-out loss, checkpoints, numbers. Every
+"""`rolecall sft` on one rank: examples, batches by step, updates, held-out loss, checkpoints, numbers. Every
 rank does the same; rank 0 tells.
 
 The order of examples derives from (seed, epoch) and the position from the step alone, so a checkpoint's step is its
-whole cursor. Metrics are named supervised/ (training) and eval/ (held out).
+whole cursor. Metrics are named sft/ (training) and eval/ (held out).
 """
 
 import logging
@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from rolecall.data.sft_examples import Examples, end_of_response, load_demonstrations, tokenize
+from rolecall.data.sft_examples import TokenizedExamples, end_of_response, load_examples, tokenize
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, WorkerLostError
 from rolecall.settings import SftSettings
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Loss, TokenOutputs
-from rolecall.training.objective.objectives import SupervisedObjective
+from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.objective.routing import RouterLosses, router_load
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, local_counts, pack
 from rolecall.training.serving.hooks import Vitals, nothing
 from rolecall.training.serving.train_chain import Progress
-from rolecall.training.sft.checkpoints import WarmStartCheckpoints
+from rolecall.training.sft.checkpoints import SftCheckpoints
 from rolecall.training.sft.report import Account
 from rolecall.training.step.optimize import Counted, Effort, optimize
 from rolecall.training.step.share import Minibatch, TrainShare
@@ -60,7 +60,7 @@ class Batches:
         return self._order[index * self._batch_size : (index + 1) * self._batch_size]
 
 
-class WarmStart:
+class SftRank:
     """One rank."""
 
     def __init__(self, settings: SftSettings, start_timeout_s: float, lost: Callable[[WorkerLostError], None]) -> None:
@@ -106,7 +106,7 @@ class WarmStart:
             "shuffle": data.shuffle,
             "seed": settings.run.seed,
         }
-        checkpoints = WarmStartCheckpoints(settings.run, self._engine, self._place, identity)
+        checkpoints = SftCheckpoints(settings.run, self._engine, self._place, identity)
         step = checkpoints.restore() if resume else 0
         account = Account(settings, self._num_steps, self._batches.num_per_epoch) if leads else None
         if account is not None:
@@ -151,17 +151,17 @@ class WarmStart:
         rows = [self._examples.rows[index] for index in self._batches.of_step(step)]
         share = TrainShare([], [self._minibatch(rows)], sum(len(row["token_ids"]) for row in rows))
         counted = Counted(Progress(nothing), len(share.microbatches))
-        metrics, _ = optimize(self._place, share, self._loss, 1, counted, "supervised", entropy=False)
-        effort.add_to(metrics, "supervised", share.num_tokens)
+        metrics, _ = optimize(self._place, share, self._loss, 1, counted, "sft", entropy=False)
+        effort.add_to(metrics, "sft", share.num_tokens)
         return self._place.group.merge(metrics)
 
     def _loss(self, minibatch: Minibatch) -> Loss:
-        objective = SupervisedObjective(minibatch.counts, self._settings.aggregation)
+        objective = SftObjective(minibatch.counts, self._settings.aggregation)
         moe = self._settings.actor.moe
         if moe is None:
             return objective
         return RouterLosses(
-            objective, moe, router_load(self._place.group, self._engine.forward(minibatch.microbatches)), "supervised"
+            objective, moe, router_load(self._place.group, self._engine.forward(minibatch.microbatches)), "sft"
         )
 
     def _minibatch(self, rows: Sequence[Row]) -> Minibatch:
@@ -173,7 +173,7 @@ class WarmStart:
         ]
         return Minibatch(microbatches, local_counts(rows))
 
-    def _evaluate(self, heldout: Examples) -> Metrics:
+    def _evaluate(self, heldout: TokenizedExamples) -> Metrics:
         """The mean negative log-likelihood of the held-out responses' tokens."""
         total, num_tokens = 0.0, 0
         for rows in _parts(heldout.rows, self._settings.data.batch_size):
@@ -191,7 +191,7 @@ class WarmStart:
         return metrics
 
 
-def _read(settings: SftSettings, tokenizer: ChatTokenizer) -> tuple[Examples, Examples | None]:
+def _read(settings: SftSettings, tokenizer: ChatTokenizer) -> tuple[TokenizedExamples, TokenizedExamples | None]:
     """Training and held-out examples. ConfigError when none fits data.max_tokens."""
     data = settings.data
     end = end_of_response(settings.model.path, tokenizer)
@@ -201,9 +201,7 @@ def _read(settings: SftSettings, tokenizer: ChatTokenizer) -> tuple[Examples, Ex
         ("evaluation.path", settings.evaluation.path if settings.evaluation is not None else None),
     ):
         examples = (
-            None
-            if path is None
-            else tokenize(load_demonstrations(path, data, setting), tokenizer, end, data.max_tokens)
+            None if path is None else tokenize(load_examples(path, data, setting), tokenizer, end, data.max_tokens)
         )
         if examples is not None and not examples.rows:
             raise ConfigError(

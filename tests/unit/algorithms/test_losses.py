@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from rolecall.algorithms.losses import PolicyBatch, token_losses
 from rolecall.algorithms.losses.entropy import entropy_bonus
-from rolecall.algorithms.losses.supervised import supervised_loss
+from rolecall.algorithms.losses.sft import sft_loss
 from rolecall.settings import (
     CispoLoss,
     ClipCovLoss,
@@ -183,10 +183,10 @@ def test_sapo_shows_how_far_its_gate_is_open() -> None:
     ].tolist() == pytest.approx([1.0, 0.75])
 
 
-def test_entropy_and_supervised_terms_are_weighted_sums() -> None:
+def test_entropy_and_sft_terms_are_weighted_sums() -> None:
     weights = torch.tensor([0.5, 0.25])
     assert float(entropy_bonus(torch.tensor([1.0, 2.0]), weights)) == pytest.approx(1.0)
-    assert float(supervised_loss(torch.tensor([-1.0, -2.0]), weights)) == pytest.approx(1.0)
+    assert float(sft_loss(torch.tensor([-1.0, -2.0]), weights)) == pytest.approx(1.0)
 
 
 def sums(section: PolicyLossSection, minibatch: Drawn) -> tuple[torch.Tensor, torch.Tensor]:

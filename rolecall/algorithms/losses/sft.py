@@ -1,4 +1,4 @@
-"""The supervised loss. Torch.
+"""The SFT loss. Torch.
 
 Shapes: N tokens of one microbatch.
 """
@@ -6,6 +6,6 @@ Shapes: N tokens of one microbatch.
 import torch
 
 
-def supervised_loss(logprobs_N: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:
+def sft_loss(logprobs_N: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:
     """Negative log-likelihood of the masked tokens, aggregated."""
     return -(logprobs_N * weights_N).sum()

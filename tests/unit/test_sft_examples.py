@@ -1,4 +1,4 @@
-"""Examples of a warm start: what is read, what the loss is on, and what is refused."""
+"""Examples of `rolecall sft`: what is read, what the loss is on, and what is refused."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rolecall.data.sft_examples import Demonstration, end_of_response, load_demonstrations, tokenize
+from rolecall.data.sft_examples import Example, end_of_response, load_examples, tokenize
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError
 from rolecall.settings import SftDataSection
@@ -22,10 +22,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def load(tmp_path: Path, *rows: Any, **fields: Any) -> list[Demonstration]:
+def load(tmp_path: Path, *rows: Any, **fields: Any) -> list[Example]:
     file = tmp_path / "train.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_demonstrations(file, SftDataSection(train=file, batch_size=1, **fields), "data.train")
+    return load_examples(file, SftDataSection(train=file, batch_size=1, **fields), "data.train")
 
 
 def test_the_loss_is_on_the_response_and_the_token_that_ends_it(model: Path, tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_missing_or_empty_file_names_its_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.train"):
         load(tmp_path)
     with pytest.raises(ConfigError, match=r"evaluation\.path"):
-        load_demonstrations(tmp_path / "none.jsonl", SftDataSection(train=tmp_path, batch_size=1), "evaluation.path")
+        load_examples(tmp_path / "none.jsonl", SftDataSection(train=tmp_path, batch_size=1), "evaluation.path")
 
 
 @pytest.mark.parametrize(

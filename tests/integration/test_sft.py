@@ -68,7 +68,7 @@ def command(config: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "rolecall", "sft", str(config), *more]
 
 
-def warm_start(config: Path, *more: str) -> str:
+def sft(config: Path, *more: str) -> str:
     """What the command says; it must succeed."""
     answer = subprocess.run(command(config, *more), capture_output=True, text=True, timeout=300, check=False)
     assert answer.returncode == 0, answer.stderr + (config.parent / "run" / "logs" / "sft.log").read_text()[-3000:]
@@ -94,9 +94,9 @@ def exported(config: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, model: Path, data: Path) -> tuple[Path, str]:
-    """A warm start on one rank that nothing disturbed: its configuration and what it said."""
+    """A `rolecall sft` on one rank that nothing disturbed: its configuration and what it said."""
     config = write_config(tmp_path_factory.mktemp("whole") / "job", model, data)
-    return config, warm_start(config)
+    return config, sft(config)
 
 
 def test_it_says_what_it_does_and_how_to_go_on(whole: tuple[Path, str]) -> None:
@@ -111,7 +111,7 @@ def test_it_says_what_it_does_and_how_to_go_on(whole: tuple[Path, str]) -> None:
     heldout = metrics_of(config, "eval/loss")
     assert sorted(heldout) == [0, 6, 12]
     assert heldout[12] < heldout[6] < heldout[0]
-    assert sorted(metrics_of(config, "supervised/loss")) == list(range(1, NUM_STEPS + 1))
+    assert sorted(metrics_of(config, "sft/loss")) == list(range(1, NUM_STEPS + 1))
 
 
 def test_its_checkpoint_becomes_the_model_of_a_run(whole: tuple[Path, str], data: Path) -> None:
@@ -136,8 +136,8 @@ def test_two_ranks_have_the_losses_of_one(
     whole: tuple[Path, str], model: Path, data: Path, tmp_path: Path, sequence: int
 ) -> None:
     config = write_config(tmp_path / "job", model, data)
-    warm_start(config, "--actor.num_ranks", "2", f"--actor.parallel.sequence={sequence}")
-    for name in ("supervised/loss", "eval/loss", "supervised/grad_norm"):
+    sft(config, "--actor.num_ranks", "2", f"--actor.parallel.sequence={sequence}")
+    for name in ("sft/loss", "eval/loss", "sft/grad_norm"):
         assert metrics_of(config, name) == pytest.approx(metrics_of(whole[0], name), rel=1e-5), name
 
 
@@ -158,9 +158,9 @@ def test_killed_at_any_step_it_goes_on_bit_by_bit(
     process.wait(20)
     _wait_until_unlocked(config.parent / "run", deadline)
     assert checkpoints.steps()[-1] < NUM_STEPS, "it was done before it was killed"
-    said = warm_start(config, "--resume")
+    said = sft(config, "--resume")
     assert 0 < int(said.partition("from step ")[2].split()[0]) < NUM_STEPS
-    for name in ("supervised/loss", "supervised/grad_norm", "supervised/learning_rate"):
+    for name in ("sft/loss", "sft/grad_norm", "sft/learning_rate"):
         assert metrics_of(config, name) == metrics_of(whole[0], name), name
     ours, theirs = exported(config), load_file(_exported_once(whole[0]) / "model.safetensors")
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
@@ -178,7 +178,7 @@ def test_what_a_checkpoint_was_made_with_must_not_change(whole: tuple[Path, str]
     assert "other batch_size" in answer.stderr
 
 
-def test_adapters_and_mixtures_are_warm_started_too(data: Path, tmp_path: Path) -> None:
+def test_adapters_and_mixtures_are_fine_tuned_too(data: Path, tmp_path: Path) -> None:
     moe = write_qwen3_moe(tmp_path / "moe", vocab=288)
     write_tokenizer(moe)
     config = write_config(tmp_path / "job", moe, data)
@@ -192,9 +192,9 @@ def test_adapters_and_mixtures_are_warm_started_too(data: Path, tmp_path: Path) 
         "--actor.lora.target_modules",
         "[q_proj]",
     ]
-    warm_start(config, *more)
-    assert set(metrics_of(config, "supervised/router_balance")) == {1, 2}
-    assert set(metrics_of(config, "supervised/expert_load_max")) == {1, 2}
+    sft(config, *more)
+    assert set(metrics_of(config, "sft/router_balance")) == {1, 2}
+    assert set(metrics_of(config, "sft/expert_load_max")) == {1, 2}
 
 
 @pytest.mark.parametrize(

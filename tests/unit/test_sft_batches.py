@@ -1,4 +1,4 @@
-"""Which examples a step of a warm start takes, and how long it goes on."""
+"""Which examples a step of `rolecall sft` takes, and how long it goes on."""
 
 from pathlib import Path
 from typing import Any
