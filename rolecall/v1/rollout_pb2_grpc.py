@@ -41,8 +41,8 @@ class RolloutServiceStub:
                 request_serializer=rolecall_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=rolecall_dot_v1_dot_rollout__pb2.GenerateResponse.FromString,
                 _registered_method=True)
-        self.OpenWeightChannel = channel.unary_unary(
-                '/rolecall.v1.RolloutService/OpenWeightChannel',
+        self.JoinWeightChannel = channel.unary_unary(
+                '/rolecall.v1.RolloutService/JoinWeightChannel',
                 request_serializer=rolecall_dot_v1_dot_weights__pb2.JoinWeightChannelRequest.SerializeToString,
                 response_deserializer=rolecall_dot_v1_dot_weights__pb2.JoinWeightChannelResponse.FromString,
                 _registered_method=True)
@@ -97,7 +97,7 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def OpenWeightChannel(self, request, context):
+    def JoinWeightChannel(self, request, context):
         """Joins an epoch of the weight channel. Blocks until all ranks have met or the timeout. FAILED_PRECONDITION (STALE_EPOCH, FENCED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -168,8 +168,8 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     request_deserializer=rolecall_dot_v1_dot_rollout__pb2.GenerateRequest.FromString,
                     response_serializer=rolecall_dot_v1_dot_rollout__pb2.GenerateResponse.SerializeToString,
             ),
-            'OpenWeightChannel': grpc.unary_unary_rpc_method_handler(
-                    servicer.OpenWeightChannel,
+            'JoinWeightChannel': grpc.unary_unary_rpc_method_handler(
+                    servicer.JoinWeightChannel,
                     request_deserializer=rolecall_dot_v1_dot_weights__pb2.JoinWeightChannelRequest.FromString,
                     response_serializer=rolecall_dot_v1_dot_weights__pb2.JoinWeightChannelResponse.SerializeToString,
             ),
@@ -248,7 +248,7 @@ class RolloutService:
             _registered_method=True)
 
     @staticmethod
-    def OpenWeightChannel(request,
+    def JoinWeightChannel(request,
             target,
             options=(),
             channel_credentials=None,
@@ -261,7 +261,7 @@ class RolloutService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/rolecall.v1.RolloutService/OpenWeightChannel',
+            '/rolecall.v1.RolloutService/JoinWeightChannel',
             rolecall_dot_v1_dot_weights__pb2.JoinWeightChannelRequest.SerializeToString,
             rolecall_dot_v1_dot_weights__pb2.JoinWeightChannelResponse.FromString,
             options,

@@ -23,7 +23,7 @@ class RolloutServiceStub:
     UNAVAILABLE (NOT_ATTESTED) without attested weights; FAILED_PRECONDITION (WRONG_VERSION) when another version was asked for;
     INVALID_ARGUMENT (PROMPT_TOO_LONG); INTERNAL (GENERATION_FAILED): never an empty response.
     """
-    OpenWeightChannel: _aio.UnaryUnaryMultiCallable[_weights_pb2.JoinWeightChannelRequest, _weights_pb2.JoinWeightChannelResponse]
+    JoinWeightChannel: _aio.UnaryUnaryMultiCallable[_weights_pb2.JoinWeightChannelRequest, _weights_pb2.JoinWeightChannelResponse]
     """Joins an epoch of the weight channel. Blocks until all ranks have met or the timeout. FAILED_PRECONDITION (STALE_EPOCH, FENCED)."""
     ReceiveWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsResponse]
     """Receives one version over the open channel, concurrently with the actor's PublishWeights: pauses the engine, loads,
@@ -67,7 +67,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def OpenWeightChannel(
+    def JoinWeightChannel(
         self,
         request: _weights_pb2.JoinWeightChannelRequest,
         context: _aio.ServicerContext[_weights_pb2.JoinWeightChannelRequest, _abc.Awaitable[_weights_pb2.JoinWeightChannelResponse]],

@@ -110,7 +110,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             response_logprobs=b"" if greedy else response.sample.logprobs.astype("<f4").tobytes(),
         )
 
-    async def OpenWeightChannel(
+    async def JoinWeightChannel(
         self, request: weights_pb2.JoinWeightChannelRequest, context: Context
     ) -> weights_pb2.JoinWeightChannelResponse:
         self._fence.check(request.ctl)

@@ -63,7 +63,7 @@ class ReplicaUnderTest:
             ctl=1, epoch=epoch, address="127.0.0.1:1", rank=1, world_size=2, timeout_s=1
         )
         place.backend = weights_pb2.WEIGHT_BACKEND_GLOO
-        await self.stub.OpenWeightChannel(place)
+        await self.stub.JoinWeightChannel(place)
         self.epoch = epoch
 
     async def resume(self, version: int, digest: str | None = None) -> None:

@@ -297,7 +297,7 @@ async def test_a_meeting_without_a_backend_is_refused(rollout: ReplicaUnderTest)
         ctl=1, epoch=1, address="127.0.0.1:1", rank=1, world_size=2, timeout_s=1
     )
     with pytest.raises(InvalidInputError, match="backend"):
-        await rollout.stub.OpenWeightChannel(place)
+        await rollout.stub.JoinWeightChannel(place)
 
 
 async def test_a_replaced_controller_is_refused(rollout: ReplicaUnderTest) -> None:

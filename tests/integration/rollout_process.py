@@ -109,7 +109,7 @@ class RolloutProcess:
             ctl=1, epoch=self.epoch, address=address, rank=1, world_size=2, timeout_s=20.0
         )
         place.backend = weights_pb2.WEIGHT_BACKEND_GLOO
-        self.stub.OpenWeightChannel(place, timeout=30)
+        self.stub.JoinWeightChannel(place, timeout=30)
 
     def transfer(
         self, *, pause_mode: int = rollout_pb2.PAUSE_MODE_KEEP

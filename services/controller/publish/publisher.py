@@ -265,7 +265,7 @@ class PolicyPublisher:
                 timeout_s=timeout_s,
                 backend=opened.backend,
             )
-            return rollout.stub.OpenWeightChannel(place, timeout=timeout_s + 2 * self._answer_s)
+            return rollout.stub.JoinWeightChannel(place, timeout=timeout_s + 2 * self._answer_s)
 
         await self._all(members, meet)
         return Epoch(number, tuple(rollout.consumer for rollout in members), dict(enumerate(ranks, start=1)), root)
