@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from rolecall import errors
+from tools.house import MAX_FILES, PRODUCT, files_per_folder, python_files
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -72,3 +73,11 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
         there = (page.parent / name).resolve() if name else page
         assert there.exists(), f"{target}: there is no such file"
         assert not anchor or there.suffix != ".md" or anchor in headings(there), f"{target}: there is no such heading"
+
+
+def test_no_folder_of_the_product_holds_more_files_than_a_reader_takes_in() -> None:
+    assert {
+        folder: number
+        for folder, number in files_per_folder(python_files(ROOT, *PRODUCT)).items()
+        if number > MAX_FILES
+    } == {}
