@@ -2,7 +2,7 @@
 
 Owns the rule that nothing outlives the launcher: every process is tied to it by the kernel, leads a session of its own
 that is killed whole at its end, and the store ends last. Decides nothing: which processes there are is `launch.py`'s
-affair, when one is started again `supervise.py`'s.
+affair, when one is started again `supervisor.py`'s.
 """
 
 import json

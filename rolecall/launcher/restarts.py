@@ -1,7 +1,7 @@
 """How often, and after which pause, a role is started again: a budget and a back-off of each role's own, both renewed
 by every applied step.
 
-Also the end of a run whose role is not started again. Pure bookkeeping; `supervise.py` starts the processes.
+Also the end of a run whose role is not started again. Pure bookkeeping; `supervisor.py` starts the processes.
 """
 
 from rolecall.settings import LauncherSection

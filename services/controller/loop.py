@@ -3,7 +3,7 @@ commit, publish, evaluate, checkpoint.
 
 Synchronous training is max_staleness = 0 of this loop. Four activities share one event loop: admission (intake.py),
 collection (collection.py: each committed group is scored as it lands), the return of abandoned groups (reaping.py) and
-the steps themselves. Every decision is in the store before it is acted on, so a loop that starts over (engine.py, after
+the steps themselves. Every decision is in the store before it is acted on, so a loop that starts over (run.py, after
 the failure of a role or the store) goes on from there, in this process or another.
 """
 

@@ -1,7 +1,7 @@
 """How the processes of a chaos run are wired: through sockets of the driver, where there is one, and past it where
 there is none.
 
-Every light role sits behind links that the driver owns (link.py): one for the calls it takes, one for its way to the
+Every light role sits behind links that the driver owns (links.py): one for the calls it takes, one for its way to the
 store, and for the actor one for the weight channel. A role also tells the driver which phase it is in and waits for its
 nod, so that a fault can hit exactly there. All sockets lie in `wire` beside the run directory; without that folder a
 role is an ordinary one.

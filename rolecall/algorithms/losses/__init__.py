@@ -2,7 +2,7 @@
 loss.
 
 A policy loss gives the losses of tokens and what is to be shown of them; the caller aggregates (aggregation.py),
-corrects (correction/) and turns what is shown into typed reductions (training/objectives.py).
+corrects (correction/) and turns what is shown into typed reductions (training/objective/objectives.py).
 
 Shapes: N tokens of one microbatch, packed.
 """

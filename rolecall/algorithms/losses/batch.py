@@ -11,13 +11,13 @@ import torch
 from rolecall.algorithms.bounds import LOG_RATIO_BOUND
 
 SELECTED = "selected"
-"""bool column that training/selection.py makes for the losses of covariance.py; false outside the mask."""
+"""bool column that training/step/token_selection.py makes for the losses of covariance.py; false outside the mask."""
 
 
 @dataclass(frozen=True)
 class PolicyBatch:
     """One microbatch as a policy loss sees it. Sequences are whole: what a loss wants to know of one, it can compute
-    here. What it wants to know of the whole mini-batch is in columns that were made before (selection.py).
+    here. What it wants to know of the whole mini-batch is in columns that were made before (token_selection.py).
     """
 
     logprobs_N: torch.Tensor

@@ -1,5 +1,5 @@
-"""Clip-Cov and KL-Cov: a few tokens of the mini-batch, selected beforehand (training/selection.py), are held back from
-lowering the entropy. Torch.
+"""Clip-Cov and KL-Cov: a few tokens of the mini-batch, selected beforehand (training/step/token_selection.py), are held
+back from lowering the entropy. Torch.
 
 Shapes: N tokens of one microbatch.
 """

@@ -9,8 +9,8 @@ seams of training/engine.py.
     outcome = engine.step()
 
 Every method but the properties is a collective: all ranks call it, in the same order, with the same number of
-microbatches (training/packing.py). Master weights and optimizer state are float32; computing and publishing happen in
-`dtype`; gradients are summed over ranks in float32.
+microbatches (training/packing/pack.py). Master weights and optimizer state are float32; computing and publishing
+happen in `dtype`; gradients are summed over ranks in float32.
 
 Shape legend as in training/engine.py.
 """

@@ -83,7 +83,7 @@ class TracedLayer:
 
 class TracedAttention:
     """In a plan's place where a model is only looked at, on the meta device: notes what each layer asks and attends to
-    nothing (training/flops.py).
+    nothing (training/account/flops.py).
     """
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ class PackedModel(nn.Module):
         self, token_ids_N: torch.Tensor, position_ids_N: torch.Tensor, packed: PackedPlan | TracedAttention
     ) -> torch.Tensor:
         """The backbone's last hidden states, after its final norm; of the own run where tokens are shared
-        (sequence.py), of distinct tokens (prefixes.py).
+        (sequence_parallel.py), of distinct tokens (prefixes.py).
         """
         if packed.sequence is not None:
             token_ids_N, position_ids_N = packed.sequence.own(token_ids_N), packed.sequence.own(position_ids_N)

@@ -1,7 +1,7 @@
 """Mini-batches and epochs over a share, with any objective: what actor and critic do alike inside a step.
 
 Owns the order of optimizer steps and their metrics (gradient norm, learning rate, skipped steps, tokens/s, MFU, peaks
-of memory). Objectives are training/objectives.py's.
+of memory). Objectives are training/objective/objectives.py's.
 """
 
 import time
@@ -75,7 +75,7 @@ def optimize(
     `entropy`: whether the objective reads it.
 
     Whatever fails here leaves a step that is partly applied: it ends the role, as a RuntimeError, which is never an
-    answer (lane.py), or an OutOfMemoryError.
+    answer (device_thread.py), or an OutOfMemoryError.
     """
     try:
         return _updates(place, share, objective, num_epochs, counted, role, entropy)

@@ -3,7 +3,7 @@
 Owns membership. A worker that is given up (liveness.py says when) or replaced by its next incarnation is expelled from
 the store: its attestation is revoked and its claims go to others. An incarnation that hung, or that was replaced, is
 refused for ever: a zombie that wakes up ends instead of taking its successor's place. How new weights reach the
-rollouts is publish.py's affair.
+rollouts is publisher.py's affair.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Asking several receivers at once: what each answered, and who is to blame when the collective they share broke.
 
 Owns the distinction between a receiver that failed and one that merely felt it, from the answers alone; what follows
-from it is publish.py's affair.
+from it is publisher.py's affair.
 """
 
 import asyncio

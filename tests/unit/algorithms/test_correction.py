@@ -125,7 +125,7 @@ RATIOS = [[0.4, 1.5, 1.2], [3.0], [1.0, 1.0]]
     ],
 )
 def test_weights_by_hand(section: CorrectionSection, expected: list[float]) -> None:
-    """Sources: settings/correction.py, each of its sections."""
+    """Sources: settings/algorithm/correction.py, each of its sections."""
     assert weights_of(section, RATIOS) == pytest.approx(expected)
 
 
