@@ -130,6 +130,7 @@ from rolecall.settings.trainers import (
     ParallelSection,
     ReferenceSection,
     TrainerSection,
+    TrainingBackend,
 )
 
 __all__ = [
@@ -231,6 +232,7 @@ __all__ = [
     "TokenWeight",
     "TrackersSection",
     "TrainerSection",
+    "TrainingBackend",
     "UnitFloat",
     "WeightsSection",
     "checkpoints_of",

@@ -8,10 +8,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from rolecall.settings.section import ConfigPath, NonNegativeFloat, NonNegativeInt, Section, ServiceSection
 
-
 TrainingBackend: TypeAlias = Literal["fsdp"]
-"""The libraries that can spread a model over ranks and train it; rolecall/training/backends.py makes the engine of each.
-"""
+"""Libraries that spread a model over ranks and train it; rolecall/training/backends.py makes the engine of each."""
 
 
 class OptimizerSection(Section):
@@ -101,9 +99,7 @@ class TrainerSection(ServiceSection):
     num_ranks: PositiveInt = 1
     """Processes of the group."""
     backend: TrainingBackend = "fsdp"
-    """The library that spreads the model over the ranks. `fsdp`: PyTorch's fully sharded data parallel, on any number of
-    ranks.
-    """
+    """The library that spreads the model over the ranks: `fsdp` is PyTorch's fully sharded data parallel."""
     num_threads: PositiveInt | None = None
     """Threads per rank on CPUs; absent: the machine's cores over local ranks."""
     token_budget: PositiveInt = 16384

@@ -1,14 +1,15 @@
-"""The two seams of the training library: `TrainingEngine` computes, `EngineState` keeps.
+"""The seams between roles and training back ends: `TrainingEngine` computes, `EngineState` keeps, `SavedModel` reads.
 
-FSDP2 (`rolecall/training/fsdp/`) implements both; a service's engine.py knows only this file. Every rank of the group
-makes the same calls in the same order: each call is a collective. Nothing here knows gRPC, the store or what a step is
-made of.
+FSDP2 (`rolecall/training/fsdp/`) implements them; a role knows only this file, and `backends.py` chooses. Every rank of
+the group makes the same calls of an engine in the same order: each call is a collective. Nothing here knows gRPC, the
+store or what a step is made of.
 
 Shape legend: N tokens of one microbatch, all its sequences one after another; S sequences of one microbatch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -16,8 +17,11 @@ import torch
 from rolecall.algorithms.losses.router import Routing
 from rolecall.checkpoint.manifest import StoredFile
 from rolecall.checkpoint.storage import Storage
+from rolecall.settings import LoraSection
 from rolecall.telemetry import Metrics
+from rolecall.training.account.flops import ModelFlops
 from rolecall.training.model.logprobs import Wanted
+from rolecall.training.model.packed_model import Head
 from rolecall.training.model.prefixes import SharedPrefixes
 from rolecall.training.ranks.command_group import CommandGroup
 
@@ -109,10 +113,16 @@ STATE_PARTS: tuple[StatePart, ...] = get_args(StatePart)
 
 
 class TrainingEngine(Protocol):
-    """Computes on one model, spread over the ranks of one group."""
+    """An engine that computes on one model, spread over the ranks of one group."""
 
+    flops: ModelFlops
+    """The cost of a pass over the whole model, all ranks together."""
     flops_done: float
     """This rank's share of all that was computed since the start, counted as flops.py says."""
+
+    @property
+    def num_parameters(self) -> int:
+        """The parameters of the whole model, a tied tensor counted once."""
 
     def forward(
         self,
@@ -174,3 +184,28 @@ class EngineState(Protocol):
 
     def onload(self, *parts: StatePart) -> None:
         """Moves them back; idempotent."""
+
+
+class SavedModel(Protocol):
+    """The model in a checkpoint, read by any process, without ranks. Iterating gives the names of its parameters."""
+
+    head: Head
+    """What the model says of each token."""
+    dtype: Literal["float32", "bfloat16"]
+    """The type that the run computed in."""
+    lora: LoraSection | None
+    """The adapters' section where the checkpoint holds adapters alone; None: it holds every parameter."""
+    base_digest: str | None
+    """The digest of the model beneath the adapters (model/lora.py); None without adapters."""
+    source: Path
+    """The model directory of the run."""
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Reads the whole parameter `name`. CheckpointMismatchError when a part of it is missing."""
+
+    def companions(self) -> Mapping[str, bytes | bytearray]:
+        """Reads what a model directory holds beside weights (config.json, tokenizer, ...), by name."""

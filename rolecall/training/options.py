@@ -6,8 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from rolecall.settings import LoraSection, OptimizerSection, ParallelSection
 from rolecall.training.model.packed_model import Head
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""torch's own of the settings' names."""
 
 
 @dataclass(frozen=True, kw_only=True)

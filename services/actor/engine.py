@@ -25,7 +25,7 @@ BACKENDS = {"gloo": weights_pb2.WEIGHT_BACKEND_GLOO, "nccl": weights_pb2.WEIGHT_
 def build(settings: RunSettings, connection: Connection, vitals: Vitals = UNWATCHED) -> "ActorEngine":
     """This rank's engine, its model loaded; a collective. ConfigError, of a plug-in before anything is started."""
     steps = PolicySteps(settings)
-    engine, bench = start_bench(
+    state, bench = start_bench(
         settings,
         settings.actor,
         connection,
@@ -37,7 +37,7 @@ def build(settings: RunSettings, connection: Connection, vitals: Vitals = UNWATC
         total_steps=config.num_optimizer_steps(settings),
         vitals=vitals,
     )
-    return ActorEngine(settings, bench, steps, engine, engine.num_parameters)
+    return ActorEngine(settings, bench, steps, state, bench.engine.num_parameters)
 
 
 class ActorEngine(TrainerRanks):

@@ -71,7 +71,7 @@ class ValueSteps:
 def build(settings: RunSettings, connection: Connection, vitals: Vitals = UNWATCHED) -> "CriticEngine":
     """This rank's engine, its model loaded; a collective. ConfigError."""
     section = config.section(settings)
-    engine, bench = start_bench(
+    state, bench = start_bench(
         settings,
         section,
         connection,
@@ -81,7 +81,7 @@ def build(settings: RunSettings, connection: Connection, vitals: Vitals = UNWATC
         total_steps=config.num_optimizer_steps(settings),
         vitals=vitals,
     )
-    return CriticEngine(settings, bench, engine, engine.num_parameters)
+    return CriticEngine(settings, bench, state, bench.engine.num_parameters)
 
 
 class CriticEngine(TrainerRanks):

@@ -74,10 +74,10 @@ def build(
 ) -> "ReferenceEngine":
     """This rank's engine, its model loaded; a collective. ConfigError."""
     section, path = config.section(settings, instance), config.model_path(settings, instance)
-    engine, bench = start_bench(
+    _, bench = start_bench(
         settings, section, connection, path=path, head="policy", optimizer=None, total_steps=1, vitals=vitals
     )
-    return ReferenceEngine(settings, instance, bench, engine.num_parameters)
+    return ReferenceEngine(settings, instance, bench, bench.engine.num_parameters)
 
 
 class ReferenceEngine(ColumnRanks):

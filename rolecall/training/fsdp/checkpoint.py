@@ -40,6 +40,8 @@ from rolecall.training.serving.hooks import nothing
 INDEX = "index.json"
 MODEL = "model"
 """Folder of the model directory's small files."""
+PARAMETER = "model/"
+"""Beginning of a parameter's key in a rank's file."""
 FORMAT = 2
 
 
@@ -64,7 +66,7 @@ class State:
         tensors = {} if self.optimizer is None else self.optimizer.tensors()
         for name, parameter in self.parameters.items():
             assert isinstance(parameter, DTensor)
-            tensors[f"model/{name}"] = parameter
+            tensors[f"{PARAMETER}{name}"] = parameter
         return tensors
 
 

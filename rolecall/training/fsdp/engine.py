@@ -48,15 +48,13 @@ from rolecall.training.model.lora import adapters_off, add_adapters, base_digest
 from rolecall.training.model.packed_model import PolicyModel, build_model, layers
 from rolecall.training.model.tensor_parallel import split_tensors
 from rolecall.training.objective.routing import Routers
-from rolecall.training.options import EngineOptions
+from rolecall.training.options import DTYPES, EngineOptions
 from rolecall.training.ranks.device import free_cached_memory, seed_rank
 from rolecall.training.ranks.device_progress import DeviceProgress
 from rolecall.training.serving.hooks import nothing
 from rolecall.trajectory import TOPK_IDS
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class FsdpEngine:

@@ -24,11 +24,7 @@ from torch.distributed.tensor import DTensor
 from rolecall.errors import ConfigError
 from rolecall.settings import ParallelSection
 from rolecall.training.model.sequence_parallel import SequenceShare
-
-COLLECTIVE_TIMEOUT_S = 300.0
-"""Deadline of one collective of the model: more than one microbatch takes, since ranks meet at every layer. Lost ranks
-are noticed sooner (watch.py).
-"""
+from rolecall.training.ranks.device import COLLECTIVE_TIMEOUT_S
 
 
 class Layout:

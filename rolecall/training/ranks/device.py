@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 _CPU_IS_FULL = "DefaultCPUAllocator: can't allocate memory"
 """How torch says it of host memory: in a RuntimeError."""
+COLLECTIVE_TIMEOUT_S = 300.0
+"""Deadline of one collective of the model: more than one microbatch takes, since ranks meet at every layer. Lost ranks
+are noticed sooner (watch.py).
+"""
 FLASH_HEAD_SIZE = 256
 """Widest head of flash attention."""
 

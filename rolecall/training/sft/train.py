@@ -94,7 +94,7 @@ class SftRank:
             routers=actor.moe is not None,
             seed=run.seed,
         )
-        self._engine, self._place = start_workplace(options, actor, run.dir, start_timeout_s, Vitals("sft", lost=lost))
+        self._state, self._place = start_workplace(options, actor, run.dir, start_timeout_s, Vitals("sft", lost=lost))
 
     def run(self, *, resume: bool) -> None:
         """From the newest checkpoint, or the start, to the last step's checkpoint."""
@@ -106,7 +106,7 @@ class SftRank:
             "shuffle": data.shuffle,
             "seed": settings.run.seed,
         }
-        checkpoints = SftCheckpoints(settings.run, self._engine, self._place, identity)
+        checkpoints = SftCheckpoints(settings.run, self._state, self._place, identity)
         step = checkpoints.restore() if resume else 0
         account = Account(settings, self._num_steps, self._batches.num_per_epoch) if leads else None
         if account is not None:
@@ -160,9 +160,8 @@ class SftRank:
         moe = self._settings.actor.moe
         if moe is None:
             return objective
-        return RouterLosses(
-            objective, moe, router_load(self._place.group, self._engine.forward(minibatch.microbatches)), "sft"
-        )
+        load = router_load(self._place.group, self._place.engine.forward(minibatch.microbatches))
+        return RouterLosses(objective, moe, load, "sft")
 
     def _minibatch(self, rows: Sequence[Row]) -> Minibatch:
         """This rank's microbatches of `rows`, which every rank has, with the counts of all."""
@@ -179,7 +178,7 @@ class SftRank:
         for rows in _parts(heldout.rows, self._settings.data.batch_size):
             minibatch = self._minibatch(rows)
             for microbatch, outputs in zip(
-                minibatch.microbatches, self._engine.forward(minibatch.microbatches), strict=True
+                minibatch.microbatches, self._place.engine.forward(minibatch.microbatches), strict=True
             ):
                 assert isinstance(outputs, TokenOutputs)
                 total -= float(torch.where(microbatch.score_mask_N, outputs.logprobs_N.double(), 0.0).sum())

@@ -27,11 +27,11 @@ from rolecall.store.connection import Connection
 from rolecall.store.rows import Rows
 from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.account.peaks import peak_flops
-from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.fsdp.layout import COLLECTIVE_TIMEOUT_S
-from rolecall.training.options import EngineOptions
+from rolecall.training.backends import make_engine
+from rolecall.training.engine import EngineState
+from rolecall.training.options import DTYPES, EngineOptions
 from rolecall.training.ranks.command_group import CommandGroup
-from rolecall.training.ranks.device import RankSpec, name_of, start_rank
+from rolecall.training.ranks.device import COLLECTIVE_TIMEOUT_S, RankSpec, name_of, start_rank
 from rolecall.training.ranks.watch import RankWatch
 from rolecall.training.serving.hooks import UNWATCHED, Vitals
 from rolecall.training.step.share import Bench, Workplace
@@ -49,7 +49,7 @@ def start_bench(
     lora: LoraSection | None = None,
     moe: MoeSection | None = None,
     vitals: Vitals = UNWATCHED,
-) -> tuple[FsdpEngine, Bench]:
+) -> tuple[EngineState, Bench]:
     """The engine with its model loaded, and what its rank works with. ConfigError when the ranks or devices are not as
     configured.
     """
@@ -67,13 +67,13 @@ def start_bench(
         routers=moe is not None,
         seed=settings.run.seed,
     )
-    engine, place = start_workplace(options, section, settings.run.dir, settings.controller.start_timeout_s, vitals)
-    return engine, Bench(**vars(place), rows=Rows(connection, settings.run.name, settings.store.num_shards))
+    state, place = start_workplace(options, section, settings.run.dir, settings.controller.start_timeout_s, vitals)
+    return state, Bench(**vars(place), rows=Rows(connection, settings.run.name, settings.store.num_shards))
 
 
 def start_workplace(
     options: EngineOptions, section: TrainerSection, run_dir: Path, timeout_s: float, vitals: Vitals
-) -> tuple[FsdpEngine, Workplace]:
+) -> tuple[EngineState, Workplace]:
     """The same without a store. `timeout_s` bounds the time until all ranks have met."""
     rank, world_size, local_rank = rank_of_process()
     if world_size != section.num_ranks:
@@ -95,7 +95,7 @@ def start_workplace(
     watch = None if store is None else _watch_ranks(vitals, rank, world_size, store, timeout_s)
     device = start_rank(spec)
     memory = PhaseMemory(device, role=vitals.role, rank=rank, folder=run_dir / "memory")
-    engine = FsdpEngine(options, device=device, memory=memory, progressed=vitals.progressed)
+    engine, state = make_engine(section.backend, options, device=device, memory=memory, progressed=vitals.progressed)
     place = Workplace(
         engine=engine,
         group=CommandGroup.of_default(watch, section.parallel.slot_size),
@@ -103,10 +103,10 @@ def start_workplace(
         device=device,
         token_budget=section.token_budget,
         memory=memory,
-        peak_flops=peak_flops(name_of(device), engine.dtype),
+        peak_flops=peak_flops(name_of(device), DTYPES[options.dtype]),
         progressed=vitals.progressed,
     )
-    return engine, place
+    return state, place
 
 
 def _meeting_store(rank: int, world_size: int, timeout_s: float) -> Store:
