@@ -35,13 +35,14 @@ from rolecall.settings import RpcSection, RunSettings
 from rolecall.store.prompts import PromptQueue
 from rolecall.trajectory import seed_of
 from rolecall.v1 import actor_pb2, actor_pb2_grpc, controller_pb2, rollout_pb2_grpc, trajectory_pb2, weights_pb2
+from rolecall.weights.transferred import Transferred
 from rolecall.wire import Array, encode_tensor
 from services.controller.fleet.members import Fleet
 from services.controller.publish.publisher import PolicyPublisher
 from services.controller.threads import StoreThreads
 from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica, Transfer
-from services.rollout.sampling import MeetingPlace, Probed, Received, SampleRequest
+from services.rollout.sampling import MeetingPlace, Probed, SampleRequest
 from services.rollout.scripted import ScriptedEngine, probed
 from services.rollout.service import SERVICE_NAME, RolloutServicer
 from services.rollout.state import State
@@ -252,7 +253,7 @@ class RigEngine(ScriptedEngine):
         self._rank, self.backend = place.rank, place.backend
         await self._collective.meet(place.epoch, place.rank, place.timeout_s)
 
-    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:
+    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Transferred:
         await self._pass("receive")
         arrived: list[str] = []
         for index in range(NUM_BUCKETS):
@@ -267,11 +268,8 @@ class RigEngine(ScriptedEngine):
             if index == 1:
                 await self._pass("bucket")
         self._version = policy_version
-        fingerprints = tuple(
-            weights_pb2.Fingerprint(name=f"bucket-{i}", value=int(digest_of([bucket])[:8], 16))
-            for i, bucket in enumerate(arrived)
-        )
-        return Received(fingerprints, digest_of(arrived), num_bytes=8, transfer_s=0.001)
+        fingerprints = {f"bucket-{i}": int(digest_of([bucket])[:8], 16) for i, bucket in enumerate(arrived)}
+        return Transferred(fingerprints, digest_of(arrived), num_bytes=8, transfer_s=0.001)
 
 
 class RogueReplica(Replica):
@@ -279,7 +277,7 @@ class RogueReplica(Replica):
     attested.
     """
 
-    async def _receive(self, transfer: Transfer) -> tuple[Received, Probed | None]:
+    async def _receive(self, transfer: Transfer) -> tuple[Transferred, Probed | None]:
         before = self.held.policy_version, self.held.digest
         try:
             return await super()._receive(transfer)

@@ -24,11 +24,12 @@ from transformers import Qwen3ForCausalLM
 
 from rolecall.settings import child_environment
 from rolecall.store.sealed import read_sealed
-from rolecall.v1 import training_pb2, weights_pb2
+from rolecall.v1 import training_pb2
 from rolecall.weights.channel import Channel, join
 from rolecall.weights.rendezvous import Rendezvous
 from rolecall.weights.transfer import Reception, agreed_manifest
-from services.rollout.sampling import MeetingPlace, Probed, Received, SampleRequest
+from rolecall.weights.transferred import Transferred
+from services.rollout.sampling import MeetingPlace, Probed, SampleRequest
 from services.rollout.scripted import ScriptedEngine, probed
 from tests.fixtures_store import StoreUnderTest
 
@@ -261,24 +262,19 @@ class DigestEngine(ScriptedEngine):
             rendezvous.close()
             raise
 
-    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:
+    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Transferred:
         """Loads what arrives."""
         received = await asyncio.to_thread(self._load, bucket_timeout_s)
         self._version, self._digest = policy_version, received.digest
         return received
 
-    def _load(self, timeout_s: float) -> Received:
+    def _load(self, timeout_s: float) -> Transferred:
         assert self._channel is not None
         manifest = agreed_manifest(self._channel.rendezvous, timeout_s)
         reception = Reception(self._channel, manifest, timeout_s)
         for named in reception:
             self._model.load_state_dict(dict(named), strict=False)
-        result = reception.result()
-        prints = [
-            weights_pb2.Fingerprint(name=spec.name, value=value)
-            for spec, value in zip(manifest.parameters, result.fingerprints, strict=True)
-        ]
-        return Received(tuple(prints), result.digest, result.num_bytes, result.transfer_s)
+        return reception.result()
 
     async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
         """By plain transformers."""

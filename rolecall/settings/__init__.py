@@ -118,6 +118,7 @@ from rolecall.settings.services import (
     TelemetrySection,
     TlsSection,
     TrackersSection,
+    WeightBackend,
     WeightsSection,
 )
 from rolecall.settings.sft import SftDataSection, SftEvaluationSection, SftRunSection, SftSettings
@@ -234,6 +235,7 @@ __all__ = [
     "TrainerSection",
     "TrainingBackend",
     "UnitFloat",
+    "WeightBackend",
     "WeightsSection",
     "checkpoints_of",
     "child_environment",

@@ -137,7 +137,8 @@ class _Derivation:
 
     def _weights(self, generating_s: float) -> float:
         weights, rollout = self._settings.weights, self._settings.rollout
-        backend = weights.backend or ("nccl" if self._settings.actor.devices else "gloo")
+        # Rollouts join later: the slower back end to open is assumed of them.
+        backend = weights.backend_between(actor_on_gpus=bool(self._settings.actor.devices), receivers_on_gpus=True)
         is_nccl = backend == "nccl"
         self._say(
             weights, ("weights",), "open_timeout_s", NCCL_OPEN_S if is_nccl else 0.0, f"ranks that meet over {backend}"

@@ -58,10 +58,14 @@ class RolloutSection(Section):
         return self.devices if self.num_replicas else ()
 
 
+WeightBackend = Literal["gloo", "nccl"]
+"""Collectives of the weight channel: gloo through host memory on any device, nccl between GPUs."""
+
+
 class WeightsSection(Section):
     """The weight channel."""
 
-    backend: Literal["gloo", "nccl"] | None = None
+    backend: WeightBackend | None = None
     """Collectives, said by the actor's file; absent: nccl while the actor and every rollout that has joined are on
     GPUs, else gloo.
     """
@@ -84,6 +88,10 @@ class WeightsSection(Section):
     """Nats by which the probe's logprobs may differ: at every token in float32, absent: 1e-4; at 90% of them in
     bfloat16, absent: four times the actor's own noise.
     """
+
+    def backend_between(self, *, actor_on_gpus: bool, receivers_on_gpus: bool) -> WeightBackend:
+        """The collectives between an actor and its receivers: as configured, else nccl when all of them are on GPUs."""
+        return self.backend or ("nccl" if actor_on_gpus and receivers_on_gpus else "gloo")
 
 
 class ControllerSection(ServiceSection):

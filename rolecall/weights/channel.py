@@ -8,12 +8,13 @@ nothing of parameters: what the bytes mean is the manifest's affair.
 import threading
 import time
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo, Work
 
 from rolecall.errors import ChannelBrokenError, NotOnThisDeviceError, RoleCallError
+from rolecall.settings import WeightBackend
 from rolecall.training.ranks.device import backend_of
 from rolecall.weights.rendezvous import Rendezvous, local_address
 
@@ -51,7 +52,7 @@ class Channel(Protocol):
 
 
 def join(
-    rendezvous: Rendezvous, world_size: int, backend: Literal["gloo", "nccl"], device: torch.device, timeout_s: float
+    rendezvous: Rendezvous, world_size: int, backend: WeightBackend, device: torch.device, timeout_s: float
 ) -> Channel:
     """Meets the other ranks of the epoch within `timeout_s`. ChannelBrokenError when they do not all come,
     NotOnThisDeviceError.

@@ -18,15 +18,16 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from typing import Literal
 
 import torch
 
 from rolecall.errors import RoleCallError, StaleEpochError, StaleVersionError
+from rolecall.settings import WeightBackend
 from rolecall.v1 import weights_pb2
 from rolecall.weights.channel import Channel, join
 from rolecall.weights.rendezvous import Rendezvous, RendezvousHost
-from rolecall.weights.transfer import Transferred, offer_manifest, send
+from rolecall.weights.transfer import offer_manifest, send
+from rolecall.weights.transferred import Transferred
 
 logger = logging.getLogger(__name__)
 _MEETING_POLL_S = 0.05
@@ -55,7 +56,7 @@ class Publisher:
         self._manifest: weights_pb2.WeightManifest | None = None
         self._meeting_deadline = 0.0
 
-    def open(self, epoch: int, world_size: int, host: str, backend: Literal["gloo", "nccl"], timeout_s: float) -> str:
+    def open(self, epoch: int, world_size: int, host: str, backend: WeightBackend, timeout_s: float) -> str:
         """Aborts the epoch before, listens on `host` and returns "host:port"; the ranks meet within `timeout_s` on a
         thread of their own.
 
@@ -175,7 +176,7 @@ class Publisher:
         channel: "Future[Channel]",
         rendezvous: Rendezvous,
         world_size: int,
-        backend: Literal["gloo", "nccl"],
+        backend: WeightBackend,
         timeout_s: float,
     ) -> None:
         try:

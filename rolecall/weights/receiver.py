@@ -37,7 +37,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from vllm import envs
@@ -60,13 +60,15 @@ from rolecall.errors import (
     TornWeightsError,
 )
 from rolecall.lifeline import die_with_parent, parent_of
+from rolecall.settings import WeightBackend
 from rolecall.training.ranks.device import wait_for
 from rolecall.v1 import weights_pb2
 from rolecall.weights import adapter, reload
 from rolecall.weights.channel import Channel, join
 from rolecall.weights.rendezvous import Rendezvous
-from rolecall.weights.report import Report, State, agreed_report, raise_reported, wire_error
-from rolecall.weights.transfer import Reception, Transferred, agreed_manifest
+from rolecall.weights.report import State, agreed_report, raise_reported, wire_error
+from rolecall.weights.transfer import Reception, agreed_manifest
+from rolecall.weights.transferred import Transferred
 
 logger = logging.getLogger(__name__)
 BACKEND = "rolecall"
@@ -87,7 +89,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not typ
     """Rank of the replica's first worker in the channel."""
     world_size: int
     timeout_s: float
-    backend: Literal["gloo", "nccl"]
+    backend: WeightBackend
 
 
 @dataclass
@@ -188,14 +190,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
 
     def report(self) -> dict[str, Any]:
         """State, version, error ([reason, message] or None) and what arrived, of plain types."""
-        arrived = asdict(self._arrived) if self._arrived else None
-        names = [spec.name for spec in self._manifest.parameters] if self._manifest and arrived else []
         return {
             "state": self._state,
             "policy_version": self._policy_version,
             "error": wire_error(self._error),
-            "names": names,
-            "arrived": arrived,
+            "arrived": asdict(self._arrived) if self._arrived else None,
         }
 
     def shutdown(self) -> None:
@@ -325,7 +324,7 @@ async def open_channel(
     rank: int,
     world_size: int,
     timeout_s: float,
-    backend: Literal["gloo", "nccl"] = "gloo",
+    backend: WeightBackend = "gloo",
     on_answer: Callable[[], None] = lambda: None,
 ) -> int:
     """Joins epoch `epoch` with every worker, the first as `rank`, and returns how many ranks the replica took once all
@@ -355,7 +354,7 @@ async def open_channel(
 
 async def receive_version(
     llm: Engine, *, epoch: int, policy_version: int, bucket_timeout_s: float, is_adapter: bool = False
-) -> Report:
+) -> Transferred:
     """Receives and loads one version over the joined epoch, concurrently with the actor's publish. Requests must be
     paused and stay paused until the report was compared. `is_adapter`: the engine was started with LoRA, so that its
     base stays and the adapter is replaced.

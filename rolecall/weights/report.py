@@ -5,33 +5,18 @@ way. It needs no vLLM.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from rolecall import errors
 from rolecall.errors import RoleCallError, TornWeightsError, WeightsMismatchError
+from rolecall.weights.transferred import Transferred
 
 State = Literal["empty", "loading", "loaded", "torn"]
 """What a worker holds: nothing yet, a load in progress, one whole version, or parts of several."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a replica holds after a load; of several workers, the first's, when all agree."""
-
-    policy_version: int
-    names: tuple[str, ...]
-    """Hugging Face names, in the order sent."""
-    fingerprints: tuple[int, ...]
-    """Unsigned 64-bit, of what arrived, in the same order."""
-    digest: str
-    num_bytes: int
-    transfer_s: float
-    """Seconds from the first bucket to the last tensor loaded."""
-
-
-def agreed_report(policy_version: int, workers: Sequence[dict[str, Any]]) -> Report:
-    """What all workers hold, from each one's Receiver.report.
+def agreed_report(policy_version: int, workers: Sequence[dict[str, Any]]) -> Transferred:
+    """Returns what all workers received, from each one's Receiver.report.
 
     TornWeightsError when any of them is torn, whatever the others say; else the first error; WeightsMismatchError when
     they received different weights.
@@ -48,14 +33,7 @@ def agreed_report(policy_version: int, workers: Sequence[dict[str, Any]]) -> Rep
         raise WeightsMismatchError(
             f"the workers of one replica received different weights for policy version {policy_version}"
         )
-    return Report(
-        policy_version,
-        tuple(workers[0]["names"]),
-        tuple(arrived["fingerprints"]),
-        arrived["digest"],
-        arrived["num_bytes"],
-        arrived["transfer_s"],
-    )
+    return Transferred(**arrived)
 
 
 def wire_error(error: RoleCallError | None) -> list[str] | None:

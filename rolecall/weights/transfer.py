@@ -9,7 +9,6 @@ most IN_FLIGHT + 1 buckets and their source tensors.
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -19,24 +18,11 @@ from rolecall.weights.channel import Channel, Transfer
 from rolecall.weights.fingerprint import digest, fingerprint_on_device, unsigned
 from rolecall.weights.manifest import Bucket, plan_buckets, validate_manifest
 from rolecall.weights.rendezvous import Rendezvous
+from rolecall.weights.transferred import Transferred
 
 IN_FLIGHT = 2
 """Most broadcasts under way at a time."""
 _MANIFEST_KEY = "manifest"
-
-
-@dataclass(frozen=True)
-class Transferred:
-    """What one side saw of one transfer."""
-
-    fingerprints: tuple[int, ...]
-    """Unsigned 64-bit, in the manifest's order."""
-    digest: str
-    """Hex digest over names, dtypes, shapes and fingerprints."""
-    num_bytes: int
-    """Bytes of the buckets."""
-    transfer_s: float
-    """Seconds from the first bucket to the last."""
 
 
 def send(
@@ -134,7 +120,11 @@ def _refuse_more(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
 def _transferred(
     manifest: weights_pb2.WeightManifest, prints: list[torch.Tensor], buckets: list[Bucket], transfer_s: float
 ) -> Transferred:
-    fingerprints = unsigned(torch.cat(prints))
+    values = unsigned(torch.cat(prints))
+    names = (parameter.name for parameter in manifest.parameters)
     return Transferred(
-        tuple(fingerprints), digest(manifest, fingerprints), sum(bucket.num_bytes for bucket in buckets), transfer_s
+        fingerprints=dict(zip(names, values, strict=True)),
+        digest=digest(manifest, values),
+        num_bytes=sum(bucket.num_bytes for bucket in buckets),
+        transfer_s=transfer_s,
     )

@@ -13,13 +13,13 @@ from rolecall.training.step.share import Bench
 from rolecall.training.step.start import start_bench
 from rolecall.v1 import actor_pb2, command_pb2, weights_pb2
 from rolecall.v1.command_pb2 import TrainerCommand
+from rolecall.weights.backends import encode_backend
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
+from rolecall.weights.transferred import encode_fingerprints
 from rolecall.wire import Array, decode_tensor, encode_tensor
 from services.actor import config
 from services.actor.steps import PolicySteps
-
-BACKENDS = {"gloo": weights_pb2.WEIGHT_BACKEND_GLOO, "nccl": weights_pb2.WEIGHT_BACKEND_NCCL}
 
 
 def build(settings: RunSettings, connection: Connection, vitals: Vitals = UNWATCHED) -> "ActorEngine":
@@ -57,11 +57,13 @@ class ActorEngine(TrainerRanks):
     def open_channel(self, request: weights_pb2.OpenWeightChannelRequest) -> weights_pb2.OpenWeightChannelResponse:
         """service.ActorEngine.open_channel; on rank 0, from any thread."""
         assert self._publisher is not None
-        backend = config.channel_backend(self._settings, request.receivers_on_gpus)
+        backend = self._settings.weights.backend_between(
+            actor_on_gpus=bool(self._settings.actor.devices), receivers_on_gpus=request.receivers_on_gpus
+        )
         address = self._publisher.open(
             request.epoch, request.world_size, self._settings.weights.host, backend, request.timeout_s
         )
-        return weights_pb2.OpenWeightChannelResponse(address=address, backend=BACKENDS[backend])
+        return weights_pb2.OpenWeightChannelResponse(address=address, backend=encode_backend(backend))
 
     def publish(self, request: actor_pb2.PublishWeightsRequest) -> actor_pb2.PublishWeightsResponse:
         """service.ActorEngine.publish; on rank 0."""
@@ -92,12 +94,8 @@ class ActorEngine(TrainerRanks):
                 policy_version=request.policy_version,
                 bucket_timeout_s=request.bucket_timeout_s,
             )
-        fingerprints = [
-            weights_pb2.Fingerprint(name=parameter.name, value=value)
-            for parameter, value in zip(self._manifest.parameters, sent.fingerprints, strict=True)
-        ]
         return actor_pb2.PublishWeightsResponse(
-            fingerprints=fingerprints,
+            fingerprints=encode_fingerprints(sent.fingerprints),
             digest=sent.digest,
             probe=probe,
             num_bytes=sent.num_bytes,

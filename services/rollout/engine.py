@@ -28,9 +28,10 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from rolecall.errors import ConfigError, GenerationError, UnavailableError, WorkerLostError
 from rolecall.settings import LoraSection
-from rolecall.v1 import trajectory_pb2, weights_pb2
+from rolecall.v1 import trajectory_pb2
 from rolecall.weights.adapter import POLICY
 from rolecall.weights.receiver import open_channel, receive_version
+from rolecall.weights.transferred import Transferred
 from rolecall.wire import Array
 from services.rollout.config import RolloutConfig
 from services.rollout.sampling import (
@@ -38,7 +39,6 @@ from services.rollout.sampling import (
     MeetingPlace,
     PauseMode,
     Probed,
-    Received,
     Sample,
     SampleRequest,
     VersionSpan,
@@ -196,7 +196,7 @@ class VllmEngine:
         )
         await self._alive(opening)
 
-    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:
+    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Transferred:
         """As EngineWeights.receive."""
         receiving = receive_version(
             self._llm,
@@ -205,11 +205,9 @@ class VllmEngine:
             bucket_timeout_s=bucket_timeout_s,
             is_adapter=self._takes_adapters,
         )
-        report = await self._alive(receiving)
+        arrived: Transferred = await self._alive(receiving)
         self._adapter = POLICY if self._takes_adapters else None
-        named = zip(report.names, report.fingerprints, strict=True)
-        fingerprints = tuple(weights_pb2.Fingerprint(name=name, value=value) for name, value in named)
-        return Received(fingerprints, report.digest, report.num_bytes, report.transfer_s)
+        return arrived
 
     async def sleep(self, level: int) -> None:
         """As EngineWeights.sleep."""

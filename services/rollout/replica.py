@@ -30,8 +30,9 @@ from rolecall.errors import (
     TornWeightsError,
     UnavailableError,
 )
+from rolecall.weights.transferred import Transferred
 from services.rollout.gate import Gate
-from services.rollout.sampling import MeetingPlace, PauseMode, Probed, Received, RolloutEngine, Sample, SampleRequest
+from services.rollout.sampling import MeetingPlace, PauseMode, Probed, RolloutEngine, Sample, SampleRequest
 from services.rollout.state import HeldWeights
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ class Replica:
         self._on_serving = on_serving
         self._changing = asyncio.Lock()
         self._busy = BusyClock()
-        self._load: asyncio.Task[tuple[Received, Probed | None]] | None = None
+        self._load: asyncio.Task[tuple[Transferred, Probed | None]] | None = None
         self._joins: set[asyncio.Task[None]] = set()
         self._num_asked = 0
         self._num_answered = 0
@@ -246,7 +247,7 @@ class Replica:
         with self._asking():
             await self._engine.join(place)
 
-    async def receive(self, transfer: Transfer) -> tuple[Received, Probed | None]:
+    async def receive(self, transfer: Transfer) -> tuple[Transferred, Probed | None]:
         """Loads one version; the weights are LOADED after it and nothing is served. Also returns what they say of the
         probe, if there is one.
 
@@ -275,7 +276,7 @@ class Replica:
         finally:
             self._num_awaiting_load -= 1
 
-    async def _receive(self, transfer: Transfer) -> tuple[Received, Probed | None]:
+    async def _receive(self, transfer: Transfer) -> tuple[Transferred, Probed | None]:
         async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
             self._stop_keeping()
             await self._pause(transfer.pause_mode)
@@ -308,7 +309,7 @@ class Replica:
             probe = transfer.probe_token_ids
             return received, None if probe is None else await self._probe(probe, transfer.num_decoded)
 
-    async def _received(self, transfer: Transfer) -> Received:
+    async def _received(self, transfer: Transfer) -> Transferred:
         self._is_receiving = True
         try:
             async with asyncio.timeout(self._load_timeout_s):

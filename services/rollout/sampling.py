@@ -8,9 +8,11 @@ calls come from one event loop.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, Protocol
+from typing import Protocol
 
-from rolecall.v1 import trajectory_pb2, weights_pb2
+from rolecall.settings import WeightBackend
+from rolecall.v1 import trajectory_pb2
+from rolecall.weights.transferred import Transferred
 from rolecall.wire import Array
 
 
@@ -87,20 +89,7 @@ class MeetingPlace:
     """Of the engine's first rank, >= 1."""
     world_size: int
     timeout_s: float
-    backend: Literal["gloo", "nccl"]
-
-
-@dataclass(frozen=True)
-class Received:
-    """What arrived in one transfer."""
-
-    fingerprints: tuple[weights_pb2.Fingerprint, ...]
-    """In the order sent."""
-    digest: str
-    """Hex, over names, dtypes, shapes and fingerprints."""
-    num_bytes: int
-    transfer_s: float
-    """From the first bucket to the last tensor loaded."""
+    backend: WeightBackend
 
 
 @dataclass(frozen=True)
@@ -156,7 +145,7 @@ class EngineWeights(Protocol):
         its device cannot do.
         """
 
-    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:
+    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Transferred:
         """Loads one version over the channel of `epoch`, which was joined, and checks that every parameter was covered.
 
         StaleEpochError, StaleVersionError, ChannelBrokenError before anything was touched; after any other error the

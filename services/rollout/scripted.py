@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rolecall.errors import RoleCallError, UnavailableError
-from rolecall.v1 import trajectory_pb2, weights_pb2
+from rolecall.v1 import trajectory_pb2
+from rolecall.weights.transferred import Transferred
 from rolecall.wire import Array
 from services.rollout.sampling import (
     EngineInfo,
     MeetingPlace,
     PauseMode,
     Probed,
-    Received,
     Sample,
     SampleRequest,
     VersionSpan,
@@ -181,15 +181,14 @@ class ScriptedEngine:
         await self._thawed()
         self.joined.append(place.epoch)
 
-    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:
+    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Transferred:
         """As EngineWeights.receive: takes the version on, or fails as the script says."""
         await asyncio.sleep(self._token_s)
         await self._thawed()
         if self.failures:
             raise self.failures.popleft()
         self._version = policy_version
-        fingerprint = weights_pb2.Fingerprint(name="model.weight", value=policy_version)
-        return Received((fingerprint,), digest_of(policy_version), num_bytes=8, transfer_s=0.001)
+        return Transferred({"model.weight": policy_version}, digest_of(policy_version), num_bytes=8, transfer_s=0.001)
 
     async def sleep(self, level: int) -> None:
         """As EngineWeights.sleep."""

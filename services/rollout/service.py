@@ -5,7 +5,7 @@ nothing.
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import numpy as np
@@ -15,6 +15,8 @@ from rolecall.errors import DeadlineError, InvalidInputError, WrongVersionError
 from rolecall.rpc.fence import Fence
 from rolecall.trajectory import seed_of
 from rolecall.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
+from rolecall.weights.backends import decode_backend
+from rolecall.weights.transferred import encode_fingerprints
 from rolecall.wire import decode_tensor, encode_tensor
 from services.rollout.pull import PullLoop
 from services.rollout.replica import Replica, Response, Transfer
@@ -29,11 +31,6 @@ _PAUSE_MODES = {
     rollout_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP,
     rollout_pb2.PAUSE_MODE_WAIT: PauseMode.WAIT,
     rollout_pb2.PAUSE_MODE_ABORT: PauseMode.ABORT,
-}
-
-_BACKENDS: dict[weights_pb2.WeightBackend.ValueType, Literal["gloo", "nccl"]] = {
-    weights_pb2.WEIGHT_BACKEND_GLOO: "gloo",
-    weights_pb2.WEIGHT_BACKEND_NCCL: "nccl",
 }
 
 
@@ -114,11 +111,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: weights_pb2.JoinWeightChannelRequest, context: Context
     ) -> weights_pb2.JoinWeightChannelResponse:
         self._fence.check(request.ctl)
-        if request.backend not in _BACKENDS:
-            raise InvalidInputError(
-                f"backend {request.backend} is not one; send what the actor's OpenWeightChannel answered"
-            )
-        backend = _BACKENDS[request.backend]
+        backend = decode_backend(request.backend)
         await self._replica.join(
             MeetingPlace(request.epoch, request.address, request.rank, request.world_size, request.timeout_s, backend)
         )
@@ -134,7 +127,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             Transfer(request.epoch, request.policy_version, mode, request.bucket_timeout_s, probe, num_decoded)
         )
         response = rollout_pb2.ReceiveWeightsResponse(
-            fingerprints=received.fingerprints,
+            fingerprints=encode_fingerprints(received.fingerprints),
             digest=received.digest,
             num_bytes=received.num_bytes,
             transfer_s=received.transfer_s,

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rolecall.v1 import weights_pb2
 from rolecall.wire import Array
 
 NUM_TENSORS = 6
@@ -56,11 +55,11 @@ def bits_of(row: Mapping[str, Array]) -> str:
     return state.hexdigest()
 
 
-def fingerprints_of(weights: Array) -> list[weights_pb2.Fingerprint]:
-    """One per tensor."""
+def fingerprints_of(weights: Array) -> dict[str, int]:
+    """One per tensor, by its name."""
     tensors = weights.reshape(NUM_TENSORS, TENSOR_SIZE)
     values = [int.from_bytes(hashlib.blake2b(tensor.tobytes(), digest_size=8).digest(), "little") for tensor in tensors]
-    return [weights_pb2.Fingerprint(name=f"tensor.{i}", value=value) for i, value in enumerate(values)]
+    return {f"tensor.{i}": value for i, value in enumerate(values)}
 
 
 def numbers_of(digest: str, token_ids: Sequence[int]) -> Array:

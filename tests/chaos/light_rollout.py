@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 
 from rolecall.data.tokenizer import ChatTokenizer
-from services.rollout.sampling import MeetingPlace, Probed, Received, Sample, SampleRequest
+from rolecall.weights.transferred import Transferred
+from services.rollout.sampling import MeetingPlace, Probed, Sample, SampleRequest
 from services.rollout.scripted import ScriptedEngine, probed
 from tests.chaos.light_channel import LightReceiver
 from tests.chaos.light_model import END_TOKEN_ID, VOCABULARY, digest_of, fingerprints_of, numbers_of, token_of
@@ -54,13 +55,13 @@ class LightEngine(ScriptedEngine):
         self.joined.append(place.epoch)
         self._hook.at("join:met")
 
-    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Received:
+    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Transferred:
         self._hook.at("receive:start")
         started = time.monotonic()
         weights = await self._channel.receive(epoch, policy_version, bucket_timeout_s, self._hook.at)
         self._version, self._digest = policy_version, digest_of(weights)
         self._hook.at("receive:loaded")
-        return Received(tuple(fingerprints_of(weights)), self._digest, weights.nbytes, time.monotonic() - started)
+        return Transferred(fingerprints_of(weights), self._digest, weights.nbytes, time.monotonic() - started)
 
 
 class LightTokenizer(ChatTokenizer):

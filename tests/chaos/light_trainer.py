@@ -30,6 +30,7 @@ from rolecall.training.serving.train_chain import Progress
 from rolecall.trajectory import reference_column, seed_of
 from rolecall.v1 import actor_pb2, training_pb2, weights_pb2
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch, TrajectoryMeta
+from rolecall.weights.transferred import encode_fingerprints
 from rolecall.wire import Array, decode_tensor, encode_tensor
 from tests import attestation
 from tests.chaos.light_channel import LightSender
@@ -259,7 +260,7 @@ class LightActor(LightTrainer):
         self.hook.at("publish:sent")
         token_ids = decode_tensor(request.probe.token_ids, "probe.token_ids")
         return actor_pb2.PublishWeightsResponse(
-            fingerprints=fingerprints_of(weights),
+            fingerprints=encode_fingerprints(fingerprints_of(weights)),
             digest=digest,
             probe=weights_pb2.Probe(
                 token_ids=request.probe.token_ids, logprobs=encode_tensor(numbers_of(digest, token_ids.tolist()))

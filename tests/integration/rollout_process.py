@@ -31,7 +31,7 @@ from rolecall.store.rows import Rows
 from rolecall.v1 import controller_pb2, rollout_pb2, rollout_pb2_grpc, trajectory_pb2, weights_pb2
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
-from rolecall.weights.transfer import Transferred
+from rolecall.weights.transferred import Transferred
 from rolecall.wire import Array, encode_tensor
 
 RUN = "rollout-test"

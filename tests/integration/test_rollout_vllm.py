@@ -78,7 +78,7 @@ def test_the_first_weights_arrive_over_the_channel_and_the_probe_agrees_with_hug
         "the first publish waited for a compiler; what it needs is compiled before joining"
     )
     assert received.digest == sent.digest
-    assert [item.value for item in received.fingerprints] == list(sent.fingerprints)
+    assert {item.name: item.value for item in received.fingerprints} == sent.fingerprints
     decoded, prefilled = (
         decode_tensor(given, "probe") for given in (received.probe.decoded_logprobs, received.probe.prefilled_logprobs)
     )

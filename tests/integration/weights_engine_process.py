@@ -39,7 +39,7 @@ from rolecall.weights.fingerprint import fingerprint
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
 from rolecall.weights.receiver import open_channel, receive_version
-from rolecall.weights.report import Report
+from rolecall.weights.transferred import Transferred
 from tests.integration.weights_models import greedy, make_model, named_weights
 
 PROMPT = [5, 9, 23, 77, 4]
@@ -175,9 +175,9 @@ class Bench:
         except RoleCallError as error:
             sys.stderr.write(f"publisher: {error.message}\n")
 
-    def _different(self, report: Report, truth: int) -> list[str]:
-        arrived = dict(zip(report.names, report.fingerprints, strict=True))
-        return [name for name, tensor in self.weights[truth] if arrived.get(name) != fingerprint(tensor)]
+    def _different(self, arrived: Transferred, truth: int) -> list[str]:
+        prints = arrived.fingerprints
+        return [name for name, tensor in self.weights[truth] if prints.get(name) != fingerprint(tensor)]
 
     def _compare(self, truth: int) -> dict[str, Any]:
         params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=0, ignore_eos=True, detokenize=False)

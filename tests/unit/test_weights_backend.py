@@ -1,8 +1,13 @@
-"""Which collectives the weight channel uses: one rule, the actor's, from what is so on both sides."""
+"""Which collectives the weight channel uses: one rule, from what is so on both sides, and their names on the wire."""
+
+from typing import get_args
 
 import pytest
 
-from services.actor.config import channel_backend
+from rolecall.errors import InvalidInputError
+from rolecall.settings import WeightBackend
+from rolecall.v1 import weights_pb2
+from rolecall.weights.backends import decode_backend, encode_backend
 from tests.conftest import MakeSettings
 
 
@@ -13,9 +18,21 @@ from tests.conftest import MakeSettings
 def test_nccl_needs_gpus_on_both_sides(
     make_settings: MakeSettings, devices: tuple[int, ...], receivers_on_gpus: bool, backend: str
 ) -> None:
-    settings = make_settings(actor={"devices": devices, "address": "10.0.0.1:9000"})
-    assert channel_backend(settings, receivers_on_gpus) == backend
+    weights = make_settings(actor={"devices": devices, "address": "10.0.0.1:9000"}).weights
+    chosen = weights.backend_between(actor_on_gpus=bool(devices), receivers_on_gpus=receivers_on_gpus)
+    assert chosen == backend
 
 
 def test_the_actors_file_overrules(make_settings: MakeSettings) -> None:
-    assert channel_backend(make_settings(actor={"devices": [0]}, weights={"backend": "gloo"}), True) == "gloo"
+    weights = make_settings(actor={"devices": [0]}, weights={"backend": "gloo"}).weights
+    assert weights.backend_between(actor_on_gpus=True, receivers_on_gpus=True) == "gloo"
+
+
+@pytest.mark.parametrize("backend", get_args(WeightBackend))
+def test_every_back_end_has_a_value_on_the_wire(backend: WeightBackend) -> None:
+    assert decode_backend(encode_backend(backend)) == backend
+
+
+def test_a_value_that_names_no_back_end_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="backend 0"):
+        decode_backend(weights_pb2.WEIGHT_BACKEND_UNSPECIFIED)

@@ -26,7 +26,8 @@ from rolecall.weights.manifest import build_manifest
 from rolecall.weights.nccl import NcclLibrary
 from rolecall.weights.publisher import Publisher
 from rolecall.weights.rendezvous import WATCH_S, Rendezvous, RendezvousHost
-from rolecall.weights.transfer import Reception, Transferred, agreed_manifest, offer_manifest, send
+from rolecall.weights.transfer import Reception, agreed_manifest, offer_manifest, send
+from rolecall.weights.transferred import Transferred
 
 CPU = torch.device("cpu")
 MEET_S = 30.0
@@ -90,7 +91,8 @@ def test_two_receivers_get_every_tensor_bit_for_bit_with_the_senders_fingerprint
         sent = root.publish(iter(named), manifest, epoch=1, policy_version=1, bucket_timeout_s=MEET_S)
         for receiver in receivers:
             ((tensors, arrived),) = receiver.result()
-            assert arrived.fingerprints == sent.fingerprints == tuple(fingerprint(tensor) for _, tensor in named)
+            assert list(arrived.fingerprints) == [name for name, _ in named]
+            assert arrived.fingerprints == sent.fingerprints == {name: fingerprint(tensor) for name, tensor in named}
             assert arrived.digest == sent.digest
             assert arrived.num_bytes == sent.num_bytes
             assert list(tensors) == [name for name, _ in named]
@@ -338,7 +340,7 @@ def test_a_skipped_bucket_shows_in_the_fingerprints_of_all_that_came_after_it() 
         receiver = pool.submit(receive, host.address, 1, 1, 2)
         sent = _send_skipping(host, named, skipped=2, extra=True)
         ((_, arrived),) = receiver.result()
-    assert [a == b for a, b in zip(arrived.fingerprints, sent.fingerprints, strict=True)] == [
+    assert [a == b for a, b in zip(arrived.fingerprints.values(), sent.fingerprints.values(), strict=True)] == [
         True,
         True,
         False,

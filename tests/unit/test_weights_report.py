@@ -6,16 +6,18 @@ import pytest
 
 from rolecall.errors import ChannelBrokenError, TornWeightsError, WeightsMismatchError
 from rolecall.weights.report import agreed_report, wire_error
+from rolecall.weights.transferred import Transferred
 
 
 def worker(digest: str = "d", **more: Any) -> dict[str, Any]:
-    arrived = {"fingerprints": [1, 2], "digest": digest, "num_bytes": 8, "transfer_s": 0.5}
-    return {"state": "loaded", "policy_version": 7, "error": None, "names": ["q", "k"], "arrived": arrived, **more}
+    arrived = {"fingerprints": {"q": 1, "k": 2}, "digest": digest, "num_bytes": 8, "transfer_s": 0.5}
+    return {"state": "loaded", "policy_version": 7, "error": None, "arrived": arrived, **more}
 
 
 def test_workers_that_agree_make_one_report() -> None:
-    report = agreed_report(7, [worker(), worker()])
-    assert (report.policy_version, report.names, report.fingerprints, report.digest) == (7, ("q", "k"), (1, 2), "d")
+    arrived = agreed_report(7, [worker(), worker()])
+    assert arrived == Transferred({"q": 1, "k": 2}, "d", num_bytes=8, transfer_s=0.5)
+    assert list(arrived.fingerprints) == ["q", "k"]
 
 
 @pytest.mark.parametrize("torn_is_last", [True, False])

@@ -5,16 +5,16 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Literal
 
 import torch
 
+from rolecall.settings import WeightBackend
 from rolecall.training.ranks.device import backend_of
 from rolecall.v1 import weights_pb2
 from rolecall.weights.fingerprint import fingerprint_on_device
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
-from rolecall.weights.transfer import Transferred
+from rolecall.weights.transferred import Transferred
 from tests.nccl_hosts import as_host
 from tools.gpu_acceptance.findings import Findings
 from tools.gpu_acceptance.receiver import MEET_S, START_S, Receiver, receivers
@@ -32,7 +32,7 @@ class Root:
     def __init__(self, stage: Stage) -> None:
         os.environ.update(as_host("root"))  # before the first communicator of this process
         self._publisher = Publisher(stage.device)
-        self._backend: Literal["gloo", "nccl"] = "nccl" if backend_of(stage.device) == "nccl" else "gloo"
+        self._backend: WeightBackend = "nccl" if backend_of(stage.device) == "nccl" else "gloo"
         self.epoch = self._version = 0
 
     def open(self, world_size: int) -> str:
