@@ -17,6 +17,8 @@ PAGES = sorted(
     for folder in (ROOT, ROOT / "docs", ROOT / "services", ROOT / "examples", ROOT / "benchmarks")
     for path in folder.glob("*.md" if folder == ROOT else "**/*.md")
 )
+LOG = ROOT / "docs" / "log.md"
+"""The log is history: its files are called as they were when it was written, and nobody wraps it again."""
 READMES_WITH_FILES = [
     path for path in sorted((ROOT / "services").glob("*/README.md")) if "| file |" in path.read_text()
 ]
@@ -81,3 +83,24 @@ def test_no_folder_of_the_product_holds_more_files_than_a_reader_takes_in() -> N
         for folder, number in files_per_folder(python_files(ROOT, *PRODUCT)).items()
         if number > MAX_FILES
     } == {}
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "adr").glob("*.md")), ids=lambda path: path.stem[:4])
+def test_a_decision_has_a_number_a_status_with_a_date_and_three_parts(page: Path) -> None:
+    title, _, status, *parts = page.read_text().splitlines()
+    assert title.startswith(f"# {int(page.stem[:4])}. ")
+    assert re.match(
+        r"\*\*Status\.\*\* (Accepted|Superseded by \[ADR \d+\]\(\d{4}-[\w-]+\.md\)), 20\d\d-\d\d-\d\d\.", status
+    )
+    assert re.findall(r"^\*\*(\w+)\.\*\*", "\n".join(parts), re.MULTILINE) == ["Context", "Decision", "Consequences"]
+
+
+def test_decisions_have_numbers_of_their_own() -> None:
+    numbers = [page.stem[:4] for page in sorted((ROOT / "docs" / "adr").glob("*.md"))]
+    assert numbers == [f"{number:04d}" for number in range(1, len(numbers) + 1)]
+
+
+@pytest.mark.parametrize("page", sorted(set(PAGES) - {LOG}), ids=lambda path: str(path.relative_to(ROOT)))
+def test_prose_is_wrapped_at_120_columns(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL).splitlines()
+    assert [line for line in prose if len(line) > 120 and not line.startswith(("|", "    "))] == []
