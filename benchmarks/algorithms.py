@@ -19,15 +19,10 @@ from rolecall.settings import (
     AdvantageSection,
     GaeAdvantage,
     GdpoAdvantage,
-    GpgAdvantage,
     GrpoAdvantage,
-    MaxrlAdvantage,
-    OpoAdvantage,
-    OptimalTokenBaselineAdvantage,
     PassAtKAdvantage,
+    PlainAdvantage,
     ReinforcePlusPlusAdvantage,
-    RemaxAdvantage,
-    RlooAdvantage,
 )
 from rolecall.wire import Array
 
@@ -35,18 +30,18 @@ SECTIONS: dict[str, AdvantageSection] = {
     "grpo": GrpoAdvantage(),
     "grpo, without std": GrpoAdvantage(normalize_std=False),
     "grpo, process": GrpoAdvantage(supervision="process"),
-    "rloo": RlooAdvantage(),
-    "opo": OpoAdvantage(),
-    "gpg": GpgAdvantage(),
-    "maxrl": MaxrlAdvantage(),
+    "rloo": PlainAdvantage(kind="rloo"),
+    "opo": PlainAdvantage(kind="opo"),
+    "gpg": PlainAdvantage(kind="gpg"),
+    "maxrl": PlainAdvantage(kind="maxrl"),
     "pass_at_k, k 4": PassAtKAdvantage(k=4),
     "gdpo": GdpoAdvantage(),
-    "remax": RemaxAdvantage(),
+    "remax": PlainAdvantage(kind="remax"),
     "reinforce_plus_plus": ReinforcePlusPlusAdvantage(gamma=0.99),
     "reinforce_plus_plus, group": ReinforcePlusPlusAdvantage(baseline="group"),
     "gae": GaeAdvantage(gamma=0.99, gae_lambda=0.95, whiten=False),
     "gae, whitened": GaeAdvantage(gamma=0.99, gae_lambda=0.95),
-    "optimal_token_baseline": OptimalTokenBaselineAdvantage(),
+    "optimal_token_baseline": PlainAdvantage(kind="optimal_token_baseline"),
 }
 
 

@@ -13,15 +13,10 @@ from rolecall.settings import (
     AdvantageSection,
     GaeAdvantage,
     GdpoAdvantage,
-    GpgAdvantage,
     GrpoAdvantage,
-    MaxrlAdvantage,
-    OpoAdvantage,
-    OptimalTokenBaselineAdvantage,
     PassAtKAdvantage,
+    PlainAdvantage,
     ReinforcePlusPlusAdvantage,
-    RemaxAdvantage,
-    RlooAdvantage,
 )
 from rolecall.wire import Array
 
@@ -50,10 +45,10 @@ def plain(section: AdvantageSection, rows: Rows) -> list[Array]:
             return _whitened(
                 [_to_go(r, m, section.gamma) for r, m in zip(rows.rewards, rows.masks, strict=True)], rows.masks
             )
-        case RemaxAdvantage():
+        case PlainAdvantage(kind="remax"):
             triples = zip(rows.rewards, rows.masks, rows.greedy_rewards, strict=True)
             return [np.where(m != 0, _to_go(r, m, 1.0) - greedy, 0) for r, m, greedy in triples]
-        case OptimalTokenBaselineAdvantage():
+        case PlainAdvantage(kind="optimal_token_baseline"):
             return _token_baseline(rows)
     numbers = _numbers(section, rows)
     spread = [np.where(mask_T != 0, number, 0) for number, mask_T in zip(numbers, rows.masks, strict=True)]
@@ -69,24 +64,24 @@ def _numbers(section: AdvantageSection, rows: Rows) -> list[float]:
         sums = [sum(values) for values in zip(*parts, strict=True)]
         mean, std = fmean(sums), float(np.std(sums))
         return [(x - mean) / (std + 1e-6) for x in sums]
-    if isinstance(section, OpoAdvantage):
+    if section.kind == "opo":
         numbers = [0.0] * len(rewards)
         for members in _groups(rows):
             baseline = sum(lengths[i] * rewards[i] for i in members) / sum(lengths[i] for i in members)
             for i in members:
                 numbers[i] = rewards[i] - baseline
         return numbers
-    if isinstance(section, GpgAdvantage):
+    if section.kind == "gpg":
         useful = sum(len(members) for members in _groups(rows) if len({rewards[i] for i in members}) > 1)
         return [x * len(rewards) / max(useful, 1) for x in _by_group(rows, _centred, rewards)]
-    rules: dict[type, Callable[[list[float]], list[float]]] = {
-        GrpoAdvantage: _normalized if isinstance(section, GrpoAdvantage) and section.normalize_std else _centred,
-        ReinforcePlusPlusAdvantage: _centred,
-        RlooAdvantage: lambda r: [x - (sum(r) - x) / (len(r) - 1) for x in r],
-        MaxrlAdvantage: lambda r: [x / fmean(r) if fmean(r) > 0 else 0.0 for x in _centred(r)],
-        PassAtKAdvantage: lambda r: _pass_at_k(r, section.k if isinstance(section, PassAtKAdvantage) else 1),
+    rules: dict[str, Callable[[list[float]], list[float]]] = {
+        "grpo": _normalized if isinstance(section, GrpoAdvantage) and section.normalize_std else _centred,
+        "reinforce_plus_plus": _centred,
+        "rloo": lambda r: [x - (sum(r) - x) / (len(r) - 1) for x in r],
+        "maxrl": lambda r: [x / fmean(r) if fmean(r) > 0 else 0.0 for x in _centred(r)],
+        "pass_at_k": lambda r: _pass_at_k(r, section.k if isinstance(section, PassAtKAdvantage) else 1),
     }
-    return _by_group(rows, rules[type(section)], rewards)
+    return _by_group(rows, rules[section.kind], rewards)
 
 
 def _groups(rows: Rows) -> Iterator[list[int]]:

@@ -17,7 +17,7 @@ import torch
 
 from rolecall.algorithms.correction import correct
 from rolecall.algorithms.losses import PolicyBatch
-from rolecall.settings import CorrectionSection, IcePopWeight, RatioBand, SequenceWeight, TokenWeight
+from rolecall.settings import CorrectionSection, IcePopWeight, ImportanceWeight, Rejection
 from rolecall.wire import Array
 
 NUM_WORDS, NUM_RESPONSES, NUM_BATCHES = 16, 512, 48
@@ -30,10 +30,12 @@ STALENESS = (0, 1, 2, 4)
 CORRECTIONS = {
     "none": None,
     "token, cap 2": CorrectionSection(),
-    "token, no cap": CorrectionSection(weight=TokenWeight(cap=None)),
-    "sequence, cap 2": CorrectionSection(weight=SequenceWeight()),
+    "token, no cap": CorrectionSection(weight=ImportanceWeight(cap=None)),
+    "sequence, cap 2": CorrectionSection(weight=ImportanceWeight(kind="sequence")),
     "icepop": CorrectionSection(weight=IcePopWeight()),
-    "token, cap 2; any out of 0.2 .. 5": CorrectionSection(reject=(RatioBand(over="sequence_max", low=0.2, high=5.0),)),
+    "token, cap 2; any out of 0.2 .. 5": CorrectionSection(
+        reject=(Rejection(kind="ratio", over="sequence_max", low=0.2, high=5.0),)
+    ),
 }
 
 

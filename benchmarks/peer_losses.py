@@ -19,20 +19,16 @@ from rolecall.algorithms.selection import Tokens, num_selected, order
 from rolecall.settings import (
     Aggregation,
     AlgorithmSection,
-    CispoLoss,
     ClipCovLoss,
+    ClippedLoss,
     CorrectionSection,
     CovarianceLoss,
-    DppoKlLoss,
-    DppoTvLoss,
+    DppoLoss,
     DroLoss,
     EntropySection,
-    GmpoLoss,
-    GspoLoss,
     KlCovLoss,
     KlSection,
     PolicyLossSection,
-    PpoLoss,
     ReinforceLoss,
     SapoLoss,
 )
@@ -106,7 +102,7 @@ def loss_rows(batch: Batch) -> Iterator[Row]:
         case = Case("loss", {"mode": MODES[kind], **options}, inputs)
         return Row(what, "verl", case, {name: ours[name] for name in only}, **{"tolerance": 1e-6, **more})
 
-    ppo = PpoLoss(**OURS_CLIP, dual_clip=1.5)
+    ppo = ClippedLoss(**OURS_CLIP, dual_clip=1.5)
     for kind in MODES:
         yield row(f"PPO, {kind}", ppo, kind, {"name": "vanilla", **CLIP, "clip_ratio_c": 1.5})
     weights = {"rollout_is_weights": np.minimum(np.exp(batch.old - batch.sampled), 2.0)}
@@ -115,27 +111,30 @@ def loss_rows(batch: Batch) -> Iterator[Row]:
     mean: Aggregation = "seq_mean_token_mean"
     yield row(
         "GSPO",
-        GspoLoss(clip_eps_low=0.05, clip_eps_high=0.1),
+        ClippedLoss(kind="gspo", clip_eps_low=0.05, clip_eps_high=0.1),
         mean,
         {"name": "gspo", "clip_ratio_low": 0.05, "clip_ratio_high": 0.1},
     )
-    yield row("GMPO", GmpoLoss(clip_eps_low=0.3, clip_eps_high=0.4), mean, geo_mean(0.3, 0.4))
+    yield row("GMPO", ClippedLoss(kind="gmpo", clip_eps_low=0.3, clip_eps_high=0.4), mean, geo_mean(0.3, 0.4))
     masked = replace_mask(batch, np.where(np.arange(B)[:, None] == 0, 0.0, batch.mask))
-    loss, _ = our_loss(masked, GmpoLoss(), mean)
+    loss, _ = our_loss(masked, ClippedLoss(kind="gmpo"), mean)
     case = Case("loss", {"mode": MODES[mean], **geo_mean(0.4, 0.4)}, {**given, "response_mask": masked.mask})
     why = "a sequence without trained tokens counts in the denominator there"
     yield Row("GMPO, a masked sequence", "verl", case, {"loss": loss.detach().numpy()}, 1e-6, why)
     yield row("SAPO", SapoLoss(tau_pos=1.0, tau_neg=1.5), mean, {"name": "sapo", "tau_pos": 1.0, "tau_neg": 1.5})
     yield row("REINFORCE", ReinforceLoss(), "token_mean", {"name": "gpg"})
     yield row("DRO", DroLoss(beta=0.4), "token_mean", {"name": "dro", "policy_loss": {"dro_beta": 0.4}})
-    cispo = CispoLoss(clip_eps_low=0.3, clip_eps_high=0.4)
+    cispo = ClippedLoss(kind="cispo", clip_eps_low=0.3, clip_eps_high=0.4)
     yield row("CISPO", cispo, "token_mean", {"name": "cispo", "clip_ratio_low": 0.3, "clip_ratio_high": 0.4})
     band = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.2, "clip_cov_ub": 1.5}
     clip_cov = ClipCovLoss(**OURS_CLIP, fraction=1.0, cov_low=0.2, cov_high=1.5)
     yield row("Clip-Cov, all of the band", clip_cov, "token_mean", {"name": "clip_cov", **CLIP, "policy_loss": band})
     covering = {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.7}
     yield row("KL-Cov", KlCovLoss(kl_coef=0.7, fraction=0.2), "token_mean", {"name": "kl_cov", "policy_loss": covering})
-    for name, section in (("dppo_tv", DppoTvLoss(max_divergence=0.05)), ("dppo_kl", DppoKlLoss(max_divergence=0.05))):
+    for name, section in (
+        ("dppo_tv", DppoLoss(kind="dppo_tv", max_divergence=0.05)),
+        ("dppo_kl", DppoLoss(kind="dppo_kl", max_divergence=0.05)),
+    ):
         options = {"name": name, "clip_ratio": 0.05, "clip_ratio_low": 0.05, "clip_ratio_high": 0.05}
         yield row(f"{name}'s gradient", section, "token_mean", {**options, "clip_ratio_c": 1000.0}, only=("gradient",))
         why = "verl bounds the ratio at clip_ratio_c, 3 unless set"
@@ -170,7 +169,7 @@ def trl_loss_rows(batch: Batch) -> Iterator[Row]:
         "entropies": batch.entropies,
     }
     clip = {"epsilon": 0.1, "epsilon_high": 0.2}
-    ppo = PpoLoss(**OURS_CLIP)
+    ppo = ClippedLoss(**OURS_CLIP)
     mean: Aggregation = "seq_mean_token_mean"
     kinds: list[tuple[str, PolicyLossSection, Aggregation, dict[str, Any]]] = [
         ("PPO, token_mean", ppo, "token_mean", {"loss_type": "dapo", **clip}),
@@ -182,9 +181,19 @@ def trl_loss_rows(batch: Batch) -> Iterator[Row]:
             "seq_mean_token_sum_norm",
             {"loss_type": "dr_grpo", "max_completion_length": T, **clip},
         ),
-        ("PPO, dual clip", PpoLoss(**OURS_CLIP, dual_clip=1.5), mean, {"loss_type": "grpo", "delta": 1.5, **clip}),
-        ("GSPO", GspoLoss(**OURS_CLIP), mean, {"loss_type": "grpo", "importance_sampling_level": "sequence", **clip}),
-        ("CISPO", CispoLoss(clip_eps_high=0.2), "token_mean", {"loss_type": "cispo", "epsilon_high": 1.2}),
+        ("PPO, dual clip", ClippedLoss(**OURS_CLIP, dual_clip=1.5), mean, {"loss_type": "grpo", "delta": 1.5, **clip}),
+        (
+            "GSPO",
+            ClippedLoss(kind="gspo", **OURS_CLIP),
+            mean,
+            {"loss_type": "grpo", "importance_sampling_level": "sequence", **clip},
+        ),
+        (
+            "CISPO",
+            ClippedLoss(kind="cispo", clip_eps_high=0.2),
+            "token_mean",
+            {"loss_type": "cispo", "epsilon_high": 1.2},
+        ),
         ("SAPO", SapoLoss(tau_neg=1.5), mean, {"loss_type": "sapo", "sapo_temperature_neg": 1.5}),
     ]
     for what, section, kind, options in kinds:
@@ -209,7 +218,7 @@ def trl_loss_rows(batch: Batch) -> Iterator[Row]:
 def _assembled_rows(batch: Batch, given: Mapping[str, Array], clip: Mapping[str, Any]) -> Iterator[Row]:
     """The actor's own objective, every term of it at once, over packed rows of one prompt token and the response."""
     kl, entropy = KlSection(reference="ref", kl_coef=0.3), EntropySection(entropy_coef=0.2)
-    algorithm = AlgorithmSection(groups_per_batch=1, policy_loss=PpoLoss(**OURS_CLIP), kl=kl, entropy=entropy)
+    algorithm = AlgorithmSection(groups_per_batch=1, policy_loss=ClippedLoss(**OURS_CLIP), kl=kl, entropy=entropy)
     columns = {
         "advantages": batch.advantages,
         "rollout_logprobs": batch.sampled,

@@ -19,21 +19,15 @@ from rolecall.algorithms.shaping import Moments, penalise_kl, shape_rewards
 from rolecall.settings import (
     AdvantageSection,
     CorrectionSection,
-    DivergenceBound,
     GaeAdvantage,
     GdpoAdvantage,
-    GpgAdvantage,
     GrpoAdvantage,
     IcePopWeight,
-    OpoAdvantage,
-    OptimalTokenBaselineAdvantage,
-    RatioBand,
+    ImportanceWeight,
+    PlainAdvantage,
     ReinforcePlusPlusAdvantage,
-    RemaxAdvantage,
-    RlooAdvantage,
-    SequenceWeight,
+    Rejection,
     ShapingSection,
-    TokenWeight,
 )
 from rolecall.wire import Array
 
@@ -53,9 +47,9 @@ def advantage_rows(batch: Batch) -> Iterator[Row]:
             {},
             {},
         ),
-        ("RLOO", RlooAdvantage(), "rloo_outcome", {}, {}, {}),
-        ("OPO", OpoAdvantage(), "opo_outcome", {}, {}, {}),
-        ("GPG", GpgAdvantage(), "gpg_outcome", {}, {}, {"up_to_scale": True}),
+        ("RLOO", PlainAdvantage(kind="rloo"), "rloo_outcome", {}, {}, {}),
+        ("OPO", PlainAdvantage(kind="opo"), "opo_outcome", {}, {}, {}),
+        ("GPG", PlainAdvantage(kind="gpg"), "gpg_outcome", {}, {}, {"up_to_scale": True}),
         (
             "REINFORCE++",
             ReinforcePlusPlusAdvantage(gamma=0.95),
@@ -72,7 +66,7 @@ def advantage_rows(batch: Batch) -> Iterator[Row]:
             {},
             whitened,
         ),
-        ("ReMax", RemaxAdvantage(), "remax_outcome", {}, {"reward_baselines": greedy_B}, {}),
+        ("ReMax", PlainAdvantage(kind="remax"), "remax_outcome", {}, {"reward_baselines": greedy_B}, {}),
     ]
     scored = batch.scored(greedy=greedy_B)
     for what, section, function, options, more, kind in kinds:
@@ -127,7 +121,7 @@ def _otb_row(batch: Batch) -> Row:
         "old_log_probs": whole.old,
         "sum_pi_squared": squares,
     }
-    ours = {"advantages": estimate(OptimalTokenBaselineAdvantage(), scored).advantages_N.reshape(B, T)}
+    ours = {"advantages": estimate(PlainAdvantage(kind="optimal_token_baseline"), scored).advantages_N.reshape(B, T)}
     return Row(
         "OTB, equal lengths",
         "verl",
@@ -217,8 +211,8 @@ def correction_rows(batch: Batch) -> Iterator[Row]:
         return correct(section, batch.policy(flat(batch.logprobs)), flat(batch.sampled)).weights_N.reshape(B, T).numpy()
 
     for what, weight, options in (
-        ("weights of tokens", TokenWeight(cap=1.2), {"level": "token", "threshold": 1.2}),
-        ("weights of responses", SequenceWeight(cap=1.2), {"level": "sequence", "threshold": 1.2}),
+        ("weights of tokens", ImportanceWeight(cap=1.2), {"level": "token", "threshold": 1.2}),
+        ("weights of responses", ImportanceWeight(kind="sequence", cap=1.2), {"level": "sequence", "threshold": 1.2}),
         ("IcePop", IcePopWeight(low=0.8, high=1.3), {"level": "token", "threshold": "0.8_1.3"}),
     ):
         yield Row(what, "verl", Case("weights", options, given), {"weights": kept(CorrectionSection(weight=weight))})
@@ -226,11 +220,15 @@ def correction_rows(batch: Batch) -> Iterator[Row]:
     low, high = exp(-0.15), exp(0.25)
     for over, name in names.items():
         for kind, bound in (("k2", 0.03), ("k3", 0.03)):
-            section = CorrectionSection(weight=None, reject=(DivergenceBound(kind=kind, over=over, bound=bound),))
+            section = CorrectionSection(weight=None, reject=(Rejection(kind=kind, over=over, high=bound),))
             case = Case("rejection", {"option": f"{name}_{kind}", "threshold": bound}, given)
             yield Row(f"rejection {kind} {over}", "verl", case, {"kept": kept(section)})
         if over != "sequence_max":
-            ours = {"kept": kept(CorrectionSection(weight=None, reject=(RatioBand(over=over, low=low, high=high),)))}
+            ours = {
+                "kept": kept(
+                    CorrectionSection(weight=None, reject=(Rejection(kind="ratio", over=over, low=low, high=high),))
+                )
+            }
             inverted = Case("rejection", {"option": f"{name}_k1", "threshold": f"{1 / high}_{1 / low}"}, given)
             yield Row(f"rejection ratio {over}, bounds inverted", "verl", inverted, ours)
             same = Case("rejection", {"option": f"{name}_k1", "threshold": f"{low}_{high}"}, given)

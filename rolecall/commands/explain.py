@@ -10,43 +10,32 @@ from typing import assert_never
 from rolecall.settings import (
     AdvantageSection,
     AlgorithmSection,
-    CispoLoss,
     ClipCovLoss,
+    ClippedLoss,
     CorrectionSection,
     CurriculumSection,
     CustomAdvantage,
     CustomLoss,
     DistillationSection,
-    DivergenceBound,
-    DppoKlLoss,
-    DppoTvLoss,
+    DppoLoss,
     DroLoss,
     EntropySection,
     FiltersSection,
     GaeAdvantage,
     GdpoAdvantage,
-    GmpoLoss,
-    GpgAdvantage,
     GrpoAdvantage,
-    GspoLoss,
     IcePopWeight,
+    ImportanceWeight,
     KlCovLoss,
     KlSection,
-    MaxrlAdvantage,
-    OpoAdvantage,
-    OptimalTokenBaselineAdvantage,
     PassAtKAdvantage,
+    PlainAdvantage,
     PolicyLossSection,
-    PpoLoss,
     ReinforceLoss,
     ReinforcePlusPlusAdvantage,
-    RemaxAdvantage,
-    RlooAdvantage,
     RunSettings,
     SapoLoss,
-    SequenceWeight,
     ShapingSection,
-    TokenWeight,
 )
 
 _AGGREGATIONS = {
@@ -54,6 +43,20 @@ _AGGREGATIONS = {
     "token_sum": "token losses add up, so that the gradient grows with the batch",
     "seq_mean_token_sum": "token losses of a response add up, and responses count the same",
     "seq_mean_token_mean": "every response counts the same, its tokens share that",
+}
+
+_DIVERGENCES = {
+    "dppo_tv": "|probability - old probability|",
+    "dppo_kl": "the token's KL from the old policy",
+}
+_PLAIN = {
+    "rloo": "reward minus the mean of the group's other rewards (RLOO)",
+    "remax": "reward minus that of a greedy response to the same prompt, which is sampled beside the group (ReMax)",
+    "opo": "reward minus the group's mean weighted by response length (OPO)",
+    "gpg": "reward minus the group's mean, scaled up for groups without signal (GPG)",
+    "maxrl": "reward minus the group's mean, over that mean (MaxRL)",
+    "optimal_token_baseline": "reward to go minus a baseline for every token, after a pass of the actor over the batch "
+    "(optimal token baseline)",
 }
 
 
@@ -159,12 +162,8 @@ def _estimator(section: AdvantageSection) -> str:
                 f"rewards of steps minus the mean of all the group's{scaled}, summed from each token's step on "
                 "(GRPO, process supervision)"
             )
-        case RlooAdvantage():
-            return "reward minus the mean of the group's other rewards (RLOO)"
-        case RemaxAdvantage():
-            return (
-                "reward minus that of a greedy response to the same prompt, which is sampled beside the group (ReMax)"
-            )
+        case PlainAdvantage():
+            return _PLAIN[section.kind]
         case GaeAdvantage():
             whitened = ", whitened over the batch" if section.whiten else ""
             cut_off = (
@@ -184,12 +183,6 @@ def _estimator(section: AdvantageSection) -> str:
                 f"{centred}, whitened over the batch "
                 f"(REINFORCE++{' with baseline' if section.baseline == 'group' else ''})"
             )
-        case OpoAdvantage():
-            return "reward minus the group's mean weighted by response length (OPO)"
-        case GpgAdvantage():
-            return "reward minus the group's mean, scaled up for groups without signal (GPG)"
-        case MaxrlAdvantage():
-            return "reward minus the group's mean, over that mean (MaxRL)"
         case PassAtKAdvantage():
             return (
                 f"what a response adds to the chance that one of {section.k} reaches {section.solved_at:g} "
@@ -197,11 +190,6 @@ def _estimator(section: AdvantageSection) -> str:
             )
         case GdpoAdvantage():
             return "each component of the reward normalised in its group, and their weighted sum over the batch (GDPO)"
-        case OptimalTokenBaselineAdvantage():
-            return (
-                "reward to go minus a baseline for every token, after a pass of the actor over the batch "
-                "(optimal token baseline)"
-            )
         case CustomAdvantage():
             return f"your function {section.function}"
         case _:
@@ -210,28 +198,8 @@ def _estimator(section: AdvantageSection) -> str:
 
 def _loss(section: PolicyLossSection) -> str:
     match section:
-        case PpoLoss():
-            dual = (
-                f", at most {section.dual_clip:g} times a negative advantage" if section.dual_clip is not None else ""
-            )
-            return (
-                "ratio to the old policy x advantage, the ratio clipped to "
-                f"{_band(section.clip_eps_low, section.clip_eps_high)}{dual} (PPO)"
-            )
-        case GspoLoss():
-            return (
-                "one ratio per response, the geometric mean of its tokens', clipped to "
-                f"{_band(section.clip_eps_low, section.clip_eps_high)} (GSPO)"
-            )
-        case CispoLoss():
-            low = 0.0 if section.clip_eps_low is None else 1 - section.clip_eps_low
-            return (
-                f"policy gradient weighted by the ratio within {low:g} .. {1 + section.clip_eps_high:g}; no "
-                "token loses its gradient (CISPO)"
-            )
-        case GmpoLoss():
-            band = f"e^-{section.clip_eps_low:g} .. e^{section.clip_eps_high:g}"
-            return f"the geometric mean of a response's ratios, each clipped to {band}, x advantage (GMPO)"
+        case ClippedLoss():
+            return _clipped(section)
         case SapoLoss():
             return (
                 f"a sigmoid gate on the ratio, temperatures {section.tau_pos:g} and {section.tau_neg:g} by the "
@@ -248,15 +216,10 @@ def _loss(section: PolicyLossSection) -> str:
                 f"{section.kl_coef:g} x |log ratio| on the {100 * section.fraction:g}% of tokens that covary most"
             )
             return f"importance-weighted policy gradient, and {penalised} (KL-Cov)"
-        case DppoTvLoss():
+        case DppoLoss():
             return (
-                "ratio x advantage while |probability - old probability| stays within "
-                f"{section.max_divergence:g} (DPPO)"
-            )
-        case DppoKlLoss():
-            return (
-                "ratio x advantage while the token's KL from the old policy stays within "
-                f"{section.max_divergence:g} nats (DPPO)"
+                f"ratio x advantage while {_DIVERGENCES[section.kind]} stays within "
+                f"{section.max_divergence:g}{' nats' if section.kind == 'dppo_kl' else ''} (DPPO)"
             )
         case DroLoss():
             return f"policy gradient and {section.beta:g} / 2 x the squared log-ratio (DRO)"
@@ -266,6 +229,25 @@ def _loss(section: PolicyLossSection) -> str:
             return f"your function {section.function}"
         case _:
             assert_never(section)
+
+
+def _clipped(section: ClippedLoss) -> str:
+    low, high = section.clip_eps_low, section.clip_eps_high
+    match section.kind:
+        case "ppo":
+            dual = (
+                f", at most {section.dual_clip:g} times a negative advantage" if section.dual_clip is not None else ""
+            )
+            return f"ratio to the old policy x advantage, the ratio clipped to {_band(low, high)}{dual} (PPO)"
+        case "gspo":
+            return f"one ratio per response, the geometric mean of its tokens', clipped to {_band(low, high)} (GSPO)"
+        case "cispo":
+            return (
+                f"policy gradient weighted by the ratio within {_band(low, high)}; no token loses its gradient (CISPO)"
+            )
+        case "gmpo":
+            band = f"e^-{low:g} .. e^{high:g}"
+            return f"the geometric mean of a response's ratios, each clipped to {band}, x advantage (GMPO)"
 
 
 def _ratio_is_one(algorithm: AlgorithmSection) -> bool:
@@ -337,8 +319,8 @@ def _correction(section: CorrectionSection | None) -> str:
         words = [_weight(section)]
     for rule in section.reject:
         what = (
-            f"{rule.kind} above {rule.bound:g}"
-            if isinstance(rule, DivergenceBound)
+            f"{rule.kind} above {rule.high:g}"
+            if rule.kind != "ratio"
             else f"ratios outside {rule.low:g} .. {rule.high:g}"
         )
         words.append(
@@ -351,10 +333,8 @@ def _weight(section: CorrectionSection) -> str:
     match section.weight:
         case None:
             return "tokens are not weighed"
-        case TokenWeight(cap=cap):
-            return f"tokens weighed by trainer / sampler{_capped(cap)}"
-        case SequenceWeight(cap=cap):
-            return f"responses weighed by trainer / sampler{_capped(cap)}"
+        case ImportanceWeight(kind=kind, cap=cap):
+            return f"{'tokens' if kind == 'token' else 'responses'} weighed by trainer / sampler{_capped(cap)}"
         case IcePopWeight(low=low, high=high):
             return f"tokens weighed by trainer / sampler within {low:g} .. {high:g}, and by 0 outside (IcePop)"
 

@@ -37,7 +37,7 @@ def _at(kind: type[BaseModel], parents: Sequence[str]) -> list[type[BaseModel]]:
         chosen = [
             section
             for section in sections
-            if "kind" in section.model_fields and section.model_fields["kind"].default == name
+            if "kind" in section.model_fields and name in get_args(section.model_fields["kind"].annotation)
         ]
         sections = below or chosen or sections
     return sections

@@ -12,6 +12,7 @@ class ExactMatchScorer(Section):
     """1 when the stripped response equals the ground truth, else 0."""
 
     kind: Literal["exact_match"] = "exact_match"
+    """The scorer that this section chooses."""
     ignore_case: bool = False
     """Compare case-folded."""
 
@@ -20,6 +21,7 @@ class RegexScorer(Section):
     """1 when the pattern's last match in the response (group 1 if it has one) equals the ground truth, else 0."""
 
     kind: Literal["regex"] = "regex"
+    """The scorer that this section chooses."""
     pattern: Pattern
     """Python regular expression."""
 
@@ -28,18 +30,21 @@ class BoxedScorer(Section):
     r"""1 when the last \boxed{...} equals the ground truth, else 0."""
 
     kind: Literal["boxed"] = "boxed"
+    """The scorer that this section chooses."""
 
 
 class MathScorer(Section):
     """1 when math-verify finds response and ground truth equal, else 0."""
 
     kind: Literal["math"] = "math"
+    """The scorer that this section chooses."""
 
 
 class JsonScorer(Section):
     """1 when the response is JSON (and has the required keys), else 0."""
 
     kind: Literal["json"] = "json"
+    """The scorer that this section chooses."""
     required_keys: tuple[str, ...] = ()
     """Keys that the top-level object must have."""
 
@@ -48,6 +53,7 @@ class FormatScorer(Section):
     """1 when the whole response matches the pattern, else 0."""
 
     kind: Literal["format"] = "format"
+    """The scorer that this section chooses."""
     pattern: Pattern
     """Python regular expression, matched against the whole response, dot matching newlines."""
 
@@ -56,6 +62,7 @@ class LengthScorer(Section):
     """-num_response_tokens / max_tokens, no less than -1."""
 
     kind: Literal["length"] = "length"
+    """The scorer that this section chooses."""
     max_tokens: PositiveInt
     """Length that counts -1."""
 
@@ -64,6 +71,7 @@ class FunctionScorer(Section):
     """Your own function: `def score(item: rolecall.reward.Item) -> float | rolecall.reward.Score`."""
 
     kind: Literal["function"] = "function"
+    """The scorer that this section chooses."""
     target: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
     """`module:function`, importable where the reward service runs; `reward.search_path` is on its path."""
     min: float | None = None
@@ -80,6 +88,7 @@ class ExternalScorer(Section):
     """Another RewardService."""
 
     kind: Literal["external"] = "external"
+    """The scorer that this section chooses."""
     address: Address
     """gRPC target."""
     tls: bool = False

@@ -8,10 +8,7 @@ from rolecall.settings.algorithm.advantages import (
     CustomAdvantage,
     GdpoAdvantage,
     GrpoAdvantage,
-    MaxrlAdvantage,
-    OptimalTokenBaselineAdvantage,
     PassAtKAdvantage,
-    RemaxAdvantage,
     compares_responses,
     reads_values,
 )
@@ -162,7 +159,7 @@ class RunSettings(Section):
             )
         advantage = algorithm.advantage
         if not distillation.task_coef and (
-            reads_values(advantage) or isinstance(advantage, RemaxAdvantage | OptimalTokenBaselineAdvantage)
+            reads_values(advantage) or advantage.kind in ("remax", "optimal_token_baseline")
         ):
             raise ValueError(
                 f"algorithm.advantage {advantage.kind} costs another pass, of which task_coef 0 makes nothing; use "
@@ -215,9 +212,7 @@ class RunSettings(Section):
                     "algorithm.kl.placement reward would make a step of every token under supervision process; use "
                     "placement loss"
                 )
-        if isinstance(advantage, MaxrlAdvantage | PassAtKAdvantage) and (
-            adds_kl or self.algorithm.shaping.normalize is not None
-        ):
+        if advantage.kind in ("maxrl", "pass_at_k") and (adds_kl or self.algorithm.shaping.normalize is not None):
             what, meant = (
                 ("kl.placement reward", "kl.placement loss") if adds_kl else ("shaping.normalize", "no normalize")
             )
@@ -283,7 +278,7 @@ class RunSettings(Section):
                 f"sampling.max_tokens is {self.sampling.max_tokens}: "
                 "no response is that long; lower overlong.max_tokens, or leave it out"
             )
-        if overlong is not None and isinstance(self.algorithm.advantage, MaxrlAdvantage):
+        if overlong is not None and self.algorithm.advantage.kind == "maxrl":
             raise ValueError(
                 "algorithm.shaping.overlong: maxrl divides by the group's mean reward, which this would bring near "
                 "0; remove one of them"

@@ -25,10 +25,10 @@ from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, Con
 from rolecall.settings import (
     Aggregation,
     AlgorithmSection,
+    ClippedLoss,
     CorrectionSection,
     KlSection,
     OptimizerSection,
-    PpoLoss,
     child_environment,
 )
 from rolecall.telemetry import Metrics
@@ -320,7 +320,7 @@ def test_a_step_does_not_depend_on_microbatches_packing_or_order(
     rows = make_rows(8)
     algorithm = AlgorithmSection(
         groups_per_batch=1,
-        policy_loss=PpoLoss(dual_clip=3.0),
+        policy_loss=ClippedLoss(dual_clip=3.0),
         aggregation=aggregation,
         kl=KlSection(reference="ref", kl_coef=0.1),
         correction=CorrectionSection(),

@@ -43,8 +43,9 @@ def test_every_recipe_has_words_of_its_own(path: Path, config: Path) -> None:
     assert words(load_settings(config, ["sampling.num_responses=8"], path)) not in others
 
 
-def kinds(union: Any) -> list[type]:
-    return list(get_args(get_args(union)[0]))
+def kinds(union: Any) -> list[tuple[type, str]]:
+    sections = get_args(get_args(union)[0])
+    return [(section, kind) for section in sections for kind in get_args(section.model_fields["kind"].annotation)]
 
 
 NEEDED: dict[str, dict[str, Any]] = {
@@ -55,14 +56,13 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("field", "section"),
-    [("advantage", kind) for kind in kinds(AdvantageSection)]
-    + [("policy_loss", kind) for kind in kinds(PolicyLossSection)],
+    ("field", "section", "kind"),
+    [("advantage", *chosen) for chosen in kinds(AdvantageSection)]
+    + [("policy_loss", *chosen) for chosen in kinds(PolicyLossSection)],
 )
-def test_every_kind_has_words(field: str, section: Any, config: Path) -> None:
+def test_every_kind_has_words(field: str, section: Any, kind: str, config: Path) -> None:
     settings = load_settings(config)
-    kind = section.model_fields["kind"].default
-    chosen = section(**NEEDED.get(kind, {}))
+    chosen = section(kind=kind, **NEEDED.get(kind, {}))
     algorithm = settings.algorithm.model_copy(update={field: chosen})
     said = words(settings.model_copy(update={"algorithm": algorithm}))
     assert said.splitlines()[1 if field == "advantage" else 2].partition(": ")[2]
@@ -87,7 +87,7 @@ def test_every_kind_has_words(field: str, section: Any, config: Path) -> None:
         ("correction={proximal: bypass}", "correction: the sampler is the old policy"),
         ("correction={weight: {kind: icepop}}", "within 0.5 .. 5, and by 0 outside"),
         (
-            "correction={reject: [{kind: k3, over: sequence_mean, bound: 0.1}]}",
+            "correction={reject: [{kind: k3, over: sequence_mean, high: 0.1}]}",
             "responses rejected by k3 above 0.1 (sequence mean)",
         ),
         (

@@ -7,7 +7,7 @@ import yaml
 
 from rolecall.errors import ConfigError
 from rolecall.launcher.plan import resolve, write_config
-from rolecall.settings import GrpoAdvantage, RlooAdvantage, load_settings
+from rolecall.settings import GrpoAdvantage, PlainAdvantage, load_settings
 from tests.light_run import write_light_config
 
 RECIPES = Path(__file__).resolve().parents[2] / "rolecall" / "recipes"
@@ -51,7 +51,9 @@ def test_what_the_file_sets_goes_before_the_recipe(config: Path, tmp_path: Path)
 def test_of_two_kinds_of_a_section_the_files_own_is_taken_whole(config: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("algorithm: {advantage: {kind: grpo, normalize_std: false}}\n")
-    assert load_settings(config, ["algorithm.advantage={kind: rloo}"], recipe).algorithm.advantage == RlooAdvantage()
+    assert load_settings(config, ["algorithm.advantage={kind: rloo}"], recipe).algorithm.advantage == PlainAdvantage(
+        kind="rloo"
+    )
 
 
 def test_a_file_names_its_recipe_beside_it_and_an_argument_replaces_it(config: Path, tmp_path: Path) -> None:

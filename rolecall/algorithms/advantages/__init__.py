@@ -22,15 +22,10 @@ from rolecall.settings import (
     CustomAdvantage,
     GaeAdvantage,
     GdpoAdvantage,
-    GpgAdvantage,
     GrpoAdvantage,
-    MaxrlAdvantage,
-    OpoAdvantage,
-    OptimalTokenBaselineAdvantage,
     PassAtKAdvantage,
+    PlainAdvantage,
     ReinforcePlusPlusAdvantage,
-    RemaxAdvantage,
-    RlooAdvantage,
 )
 from rolecall.wire import Array
 
@@ -44,7 +39,7 @@ def needs(section: AdvantageSection) -> tuple[str, ...]:
             return ("values", "bootstrap_value") if section.bootstrap_truncated else ("values",)
         case GrpoAdvantage(supervision="process"):
             return ("token_rewards",)
-        case OptimalTokenBaselineAdvantage():
+        case PlainAdvantage(kind="optimal_token_baseline"):
             return ("old_logprobs", "sum_squared_probs")
         case CustomAdvantage():
             return section.columns
@@ -66,39 +61,37 @@ def estimate(section: AdvantageSection, batch: ScoredBatch) -> Estimate:
             return reinforce_plus_plus_baseline(batch)
         case ReinforcePlusPlusAdvantage():
             return reinforce_plus_plus(batch, gamma=section.gamma)
-        case RemaxAdvantage():
-            return remax(batch)
-        case OptimalTokenBaselineAdvantage():
-            return optimal_token_baseline(batch)
+        case PlainAdvantage():
+            return _plain(section, batch)
         case CustomAdvantage():
             return custom(batch, section)
         case _:
             return Estimate(batch.spread(_of_trajectories(section, batch)))
 
 
-def _of_trajectories(
-    section: GrpoAdvantage
-    | RlooAdvantage
-    | OpoAdvantage
-    | GpgAdvantage
-    | MaxrlAdvantage
-    | PassAtKAdvantage
-    | GdpoAdvantage,
-    batch: ScoredBatch,
-) -> Array:
+def _of_trajectories(section: GrpoAdvantage | PassAtKAdvantage | GdpoAdvantage, batch: ScoredBatch) -> Array:
     """float64 [B]: what estimators with one number for each trajectory give."""
     match section:
         case GrpoAdvantage():
             return grpo(batch.totals_B, batch.gids_B, normalize_std=section.normalize_std)
-        case RlooAdvantage():
-            return rloo(batch.totals_B, batch.gids_B)
-        case OpoAdvantage():
-            return opo(batch.totals_B, batch.gids_B, batch.num_sampled_B)
-        case GpgAdvantage():
-            return gpg(batch.totals_B, batch.gids_B)
-        case MaxrlAdvantage():
-            return maxrl(batch.totals_B, batch.gids_B)
         case PassAtKAdvantage():
             return pass_at_k(batch.totals_B, batch.gids_B, k=section.k, solved_at=section.solved_at)
         case GdpoAdvantage():
             return gdpo(batch, section.weights or batch.component_weights)
+
+
+def _plain(section: PlainAdvantage, batch: ScoredBatch) -> Estimate:
+    match section.kind:
+        case "remax":
+            return remax(batch)
+        case "optimal_token_baseline":
+            return optimal_token_baseline(batch)
+        case "rloo":
+            numbers_B = rloo(batch.totals_B, batch.gids_B)
+        case "opo":
+            numbers_B = opo(batch.totals_B, batch.gids_B, batch.num_sampled_B)
+        case "gpg":
+            numbers_B = gpg(batch.totals_B, batch.gids_B)
+        case "maxrl":
+            numbers_B = maxrl(batch.totals_B, batch.gids_B)
+    return Estimate(batch.spread(numbers_B))

@@ -18,7 +18,7 @@ import torch
 from rolecall.algorithms.correction.rejection import rejected_N
 from rolecall.algorithms.correction.weights import icepop_weights_N, sequence_weights_N, token_weights_N
 from rolecall.algorithms.losses.batch import PolicyBatch
-from rolecall.settings import CorrectionSection, CorrectionWeight, IcePopWeight, SequenceWeight, TokenWeight
+from rolecall.settings import CorrectionSection, CorrectionWeight, IcePopWeight, ImportanceWeight
 
 __all__ = ["Correction", "correct"]
 
@@ -55,9 +55,9 @@ def _weights_N(weight: CorrectionWeight | None, batch: PolicyBatch, log_ratio_N:
     match weight:
         case None:
             return torch.ones_like(log_ratio_N)
-        case TokenWeight():
-            return token_weights_N(log_ratio_N, weight.cap)
-        case SequenceWeight():
+        case ImportanceWeight(kind="sequence"):
             return sequence_weights_N(batch, log_ratio_N, weight.cap)
+        case ImportanceWeight():
+            return token_weights_N(log_ratio_N, weight.cap)
         case IcePopWeight():
             return icepop_weights_N(log_ratio_N, weight.low, weight.high)

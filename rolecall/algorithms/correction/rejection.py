@@ -13,7 +13,7 @@ import torch
 
 from rolecall.algorithms.kl import estimates
 from rolecall.algorithms.losses.batch import PolicyBatch
-from rolecall.settings import DivergenceBound, RatioBand, Rejection
+from rolecall.settings import Rejection
 
 
 def rejected_N(rejection: Rejection, batch: PolicyBatch, log_ratio_N: torch.Tensor) -> torch.Tensor:
@@ -21,17 +21,15 @@ def rejected_N(rejection: Rejection, batch: PolicyBatch, log_ratio_N: torch.Tens
     sampler.
     """
     log_ratio_N = log_ratio_N.detach()
-    match rejection:
-        case RatioBand(over="sequence_max"):
-            outside_N = _outside(log_ratio_N, rejection)
-            return (batch.sequence_sums_S(outside_N.to(log_ratio_N.dtype)) > 0)[batch.sequence_N]
-        case RatioBand(over=over):
-            return _outside(_spread_N(batch, log_ratio_N, over), rejection)
-        case DivergenceBound(kind=kind, over=over):
-            return _spread_N(batch, estimates(log_ratio_N, kind), over) > rejection.bound
+    if rejection.kind != "ratio":
+        return _spread_N(batch, estimates(log_ratio_N, rejection.kind), rejection.over) > rejection.high
+    if rejection.over == "sequence_max":
+        outside_N = _outside(log_ratio_N, rejection)
+        return (batch.sequence_sums_S(outside_N.to(log_ratio_N.dtype)) > 0)[batch.sequence_N]
+    return _outside(_spread_N(batch, log_ratio_N, rejection.over), rejection)
 
 
-def _outside(log_ratio: torch.Tensor, band: RatioBand) -> torch.Tensor:
+def _outside(log_ratio: torch.Tensor, band: Rejection) -> torch.Tensor:
     return (log_ratio < (math.log(band.low) if band.low else -math.inf)) | (log_ratio > math.log(band.high))
 
 

@@ -19,17 +19,13 @@ from rolecall.algorithms.losses.ppo import ppo
 from rolecall.algorithms.losses.reinforce import reinforce
 from rolecall.algorithms.losses.sapo import sapo
 from rolecall.settings import (
-    CispoLoss,
     ClipCovLoss,
+    ClippedLoss,
     CustomLoss,
-    DppoKlLoss,
-    DppoTvLoss,
+    DppoLoss,
     DroLoss,
-    GmpoLoss,
-    GspoLoss,
     KlCovLoss,
     PolicyLossSection,
-    PpoLoss,
     ReinforceLoss,
     SapoLoss,
 )
@@ -40,32 +36,33 @@ __all__ = ["PolicyBatch", "TokenLosses", "token_losses"]
 def token_losses(section: PolicyLossSection, batch: PolicyBatch) -> TokenLosses:
     """Runs the configured loss."""
     match section:
-        case PpoLoss():
-            return ppo(
-                batch,
-                clip_eps_low=section.clip_eps_low,
-                clip_eps_high=section.clip_eps_high,
-                dual_clip=section.dual_clip,
-            )
-        case GspoLoss():
-            return gspo(batch, clip_eps_low=section.clip_eps_low, clip_eps_high=section.clip_eps_high)
-        case CispoLoss():
-            return cispo(batch, clip_eps_low=section.clip_eps_low, clip_eps_high=section.clip_eps_high)
-        case GmpoLoss():
-            return gmpo(batch, clip_eps_low=section.clip_eps_low, clip_eps_high=section.clip_eps_high)
+        case ClippedLoss():
+            return _clipped(section, batch)
         case SapoLoss():
             return sapo(batch, tau_pos=section.tau_pos, tau_neg=section.tau_neg)
         case ClipCovLoss():
             return clip_cov(batch, clip_eps_low=section.clip_eps_low, clip_eps_high=section.clip_eps_high)
         case KlCovLoss():
             return kl_cov(batch, kl_coef=section.kl_coef)
-        case DppoTvLoss():
-            return dppo_tv(batch, max_divergence=section.max_divergence)
-        case DppoKlLoss():
-            return dppo_kl(batch, max_divergence=section.max_divergence)
+        case DppoLoss():
+            loss = dppo_tv if section.kind == "dppo_tv" else dppo_kl
+            return loss(batch, max_divergence=section.max_divergence)
         case DroLoss():
             return dro(batch, beta=section.beta)
         case ReinforceLoss():
             return reinforce(batch)
         case CustomLoss():
             return custom(batch, section)
+
+
+def _clipped(section: ClippedLoss, batch: PolicyBatch) -> TokenLosses:
+    low, high = section.clip_eps_low, section.clip_eps_high
+    match section.kind:
+        case "ppo":
+            return ppo(batch, clip_eps_low=low, clip_eps_high=high, dual_clip=section.dual_clip)
+        case "gspo":
+            return gspo(batch, clip_eps_low=low, clip_eps_high=high)
+        case "cispo":
+            return cispo(batch, clip_eps_low=low, clip_eps_high=high)
+        case "gmpo":
+            return gmpo(batch, clip_eps_low=low, clip_eps_high=high)

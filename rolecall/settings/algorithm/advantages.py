@@ -14,6 +14,7 @@ class GrpoAdvantage(Section):
     """GRPO: reward minus the group's mean, over its standard deviation (arXiv:2402.03300, section 4.1)."""
 
     kind: Literal["grpo"] = "grpo"
+    """The estimator that this section chooses."""
     normalize_std: bool = True
     """Divide by the group's standard deviation; false is Dr.GRPO's centring (arXiv:2503.20783)."""
     supervision: Literal["outcome", "process"] = "outcome"
@@ -22,24 +23,29 @@ class GrpoAdvantage(Section):
     """
 
 
-class RlooAdvantage(Section):
-    """RLOO: reward minus the mean of the group's other rewards (arXiv:2402.14740)."""
+class PlainAdvantage(Section):
+    """An estimator that has nothing to set beside its `kind`.
 
-    kind: Literal["rloo"] = "rloo"
-
-
-class RemaxAdvantage(Section):
-    """ReMax: reward minus the reward of a greedy response to the same prompt, which the rollouts sample beside the
-    others (arXiv:2310.10505).
+    - `rloo`: RLOO: reward minus the mean of the group's other rewards (arXiv:2402.14740).
+    - `remax`: ReMax: reward minus the reward of a greedy response to the same prompt, which the rollouts sample beside
+      the others (arXiv:2310.10505).
+    - `opo`: OPO: reward minus the group's mean weighted by length, the baseline of least variance (arXiv:2505.23585).
+    - `gpg`: GPG: reward minus the group's mean, scaled up by the share of responses in groups whose rewards differ
+      (arXiv:2504.02546).
+    - `maxrl`: MaxRL: reward minus the group's mean, over that mean; rewards are 0 or more (arXiv:2602.02710).
+    - `optimal_token_baseline`: OTB: each token's reward to go minus a baseline of its own, the group's mean weighted by
+      how uncertain the paths to it were (arXiv:2602.07078). It costs a forward pass of the actor over every batch.
     """
 
-    kind: Literal["remax"] = "remax"
+    kind: Literal["rloo", "remax", "opo", "gpg", "maxrl", "optimal_token_baseline"]
+    """The estimator that this section chooses."""
 
 
 class GaeAdvantage(Section):
     """GAE over the critic's values (arXiv:1506.02438, eq. 16), whitened over the batch. Needs the `critic` section."""
 
     kind: Literal["gae"] = "gae"
+    """The estimator that this section chooses."""
     gamma: UnitFloat = 1.0
     """Discount per token."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -59,6 +65,7 @@ class ReinforcePlusPlusAdvantage(Section):
     """
 
     kind: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    """The estimator that this section chooses."""
     gamma: UnitFloat = 1.0
     """Discount per token."""
     baseline: Literal["none", "group"] = "none"
@@ -74,32 +81,13 @@ class ReinforcePlusPlusAdvantage(Section):
         return self
 
 
-class OpoAdvantage(Section):
-    """OPO: reward minus the group's mean weighted by length, the baseline of least variance (arXiv:2505.23585)."""
-
-    kind: Literal["opo"] = "opo"
-
-
-class GpgAdvantage(Section):
-    """GPG: reward minus the group's mean, scaled up by the share of responses in groups whose rewards differ
-    (arXiv:2504.02546).
-    """
-
-    kind: Literal["gpg"] = "gpg"
-
-
-class MaxrlAdvantage(Section):
-    """MaxRL: reward minus the group's mean, over that mean; rewards are 0 or more (arXiv:2602.02710)."""
-
-    kind: Literal["maxrl"] = "maxrl"
-
-
 class PassAtKAdvantage(Section):
     """Pass@k training: how much a response adds to the chance that k responses have a right one among them
     (arXiv:2508.10751).
     """
 
     kind: Literal["pass_at_k"] = "pass_at_k"
+    """The estimator that this section chooses."""
     k: PositiveInt
     """Responses that are tried; at most sampling.num_responses, and useful below it. 1 is GRPO of right and wrong."""
     solved_at: float = 1.0
@@ -112,19 +100,12 @@ class GdpoAdvantage(Section):
     """
 
     kind: Literal["gdpo"] = "gdpo"
+    """The estimator that this section chooses."""
     weights: dict[str, float] = {}
     """Weight of each component; absent: those of reward.components. Shaping of the reward does not reach components,
     and filters.without_signal compares whole rewards: it also drops groups whose components differ and add up to the
     same.
     """
-
-
-class OptimalTokenBaselineAdvantage(Section):
-    """OTB: each token's reward to go minus a baseline of its own, the group's mean weighted by how uncertain the paths
-    to it were (arXiv:2602.07078). Costs a forward pass of the actor over every batch.
-    """
-
-    kind: Literal["optimal_token_baseline"] = "optimal_token_baseline"
 
 
 class CustomAdvantage(PluginSection):
@@ -134,6 +115,7 @@ class CustomAdvantage(PluginSection):
     """
 
     kind: Literal["custom"] = "custom"
+    """The estimator that this section chooses."""
     columns: tuple[
         Literal[
             "values",
@@ -155,16 +137,11 @@ class CustomAdvantage(PluginSection):
 
 AdvantageSection: TypeAlias = Annotated[
     GrpoAdvantage
-    | RlooAdvantage
-    | RemaxAdvantage
+    | PlainAdvantage
     | GaeAdvantage
     | ReinforcePlusPlusAdvantage
-    | OpoAdvantage
-    | GpgAdvantage
-    | MaxrlAdvantage
     | PassAtKAdvantage
     | GdpoAdvantage
-    | OptimalTokenBaselineAdvantage
     | CustomAdvantage,
     Field(discriminator="kind"),
 ]
@@ -181,4 +158,4 @@ def compares_responses(section: AdvantageSection) -> bool:
     """Whether a group of one response gets no advantage."""
     if isinstance(section, ReinforcePlusPlusAdvantage):
         return section.baseline == "group"
-    return not isinstance(section, GaeAdvantage | RemaxAdvantage | CustomAdvantage)
+    return section.kind != "remax" and not isinstance(section, GaeAdvantage | CustomAdvantage)

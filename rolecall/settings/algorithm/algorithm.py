@@ -4,11 +4,17 @@ from typing import Self
 
 from pydantic import PositiveInt, model_validator
 
-from rolecall.settings.algorithm.advantages import AdvantageSection, GrpoAdvantage, RemaxAdvantage
+from rolecall.settings.algorithm.advantages import AdvantageSection, GrpoAdvantage
 from rolecall.settings.algorithm.correction import CorrectionSection
 from rolecall.settings.algorithm.distillation import DistillationSection
 from rolecall.settings.algorithm.kl import KlSection
-from rolecall.settings.algorithm.losses import Aggregation, EntropySection, PolicyLossSection, PpoLoss, ReinforceLoss
+from rolecall.settings.algorithm.losses import (
+    Aggregation,
+    ClippedLoss,
+    EntropySection,
+    PolicyLossSection,
+    ReinforceLoss,
+)
 from rolecall.settings.algorithm.shaping import CurriculumSection, FiltersSection, ShapingSection
 from rolecall.settings.section import NonNegativeInt, Section
 
@@ -26,7 +32,7 @@ class AlgorithmSection(Section):
     """Passes over the batch."""
     advantage: AdvantageSection = GrpoAdvantage()
     """Estimator."""
-    policy_loss: PolicyLossSection = PpoLoss()
+    policy_loss: PolicyLossSection = ClippedLoss()
     """Loss of the actor."""
     aggregation: Aggregation = "token_mean"
     """How the actor's token losses become one number, normalised (token_sum: not) by the whole mini-batch's own counts.
@@ -51,7 +57,7 @@ class AlgorithmSection(Section):
     @property
     def wants_greedy_response(self) -> bool:
         """Whether every group has a greedy response beside its sampled ones."""
-        return isinstance(self.advantage, RemaxAdvantage)
+        return self.advantage.kind == "remax"
 
     @property
     def sampler_is_old(self) -> bool:

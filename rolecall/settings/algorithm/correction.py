@@ -14,82 +14,73 @@ trained tokens, to reject responses.
 """
 
 
-class TokenWeight(Section):
-    """Truncated importance sampling per token: min(trainer / sampler, cap) (https://fengyao.notion.site/off-policy-rl;
-    the clip of AIPO, arXiv:2505.24034).
+class ImportanceWeight(Section):
+    """Truncated importance sampling: min(trainer / sampler, cap).
 
-    Low variance, biased: it corrects each token as if those before it had been drawn from the trainer. 2 to 5 are usual
-    caps.
+    - `token`: the ratio of each token (https://fengyao.notion.site/off-policy-rl; the clip of AIPO, arXiv:2505.24034).
+      Low variance, biased: it corrects each token as if those before it had been drawn from the trainer. 2 to 5 are
+      usual caps.
+    - `sequence`: the product of a response's ratios, the same for all its tokens. Unbiased but for the cap, and of a
+      variance that grows with the length: for short responses. 2 to 10 are usual caps.
     """
 
-    kind: Literal["token"] = "token"
+    kind: Literal["token", "sequence"] = "token"
+    """What has a weight of its own: each token, or each response."""
     cap: PositiveFloat | None = 2.0
     """Upper bound of the weight; null: none, plain importance sampling."""
 
 
-class SequenceWeight(Section):
-    """Truncated importance sampling per response: min(product of its tokens' ratios, cap), the same for all its tokens.
-
-    Unbiased but for the cap, and of a variance that grows with the length: for short responses. 2 to 10 are usual caps.
-    """
-
-    kind: Literal["sequence"] = "sequence"
-    cap: PositiveFloat | None = 2.0
-    """Upper bound of the weight; null: none, plain importance sampling."""
-
-
-class _Band(Section):
-    low: NonNegativeFloat
-    """Ratios trainer / sampler below this are rejected."""
-    high: PositiveFloat
-    """Ratios above this are rejected."""
-
-    @model_validator(mode="after")
-    def _is_not_empty(self) -> Self:
-        if not self.low < self.high:
-            raise ValueError(f"low {self.low} is not below high {self.high}: everything would be rejected")
-        return self
-
-
-class IcePopWeight(_Band):
+class IcePopWeight(Section):
     """IcePop (Ring-1T, arXiv:2510.18855): the token's ratio where it is within the band, 0 elsewhere. Made for experts,
     whose routing flips between engines.
     """
 
     kind: Literal["icepop"] = "icepop"
+    """The weight that this section chooses."""
     low: NonNegativeFloat = 0.5
     """Ratios trainer / sampler below this weigh 0."""
     high: PositiveFloat = 5.0
     """Ratios above this weigh 0."""
 
+    @model_validator(mode="after")
+    def _is_not_empty(self) -> Self:
+        _check_band(self.low, self.high)
+        return self
 
-CorrectionWeight: TypeAlias = Annotated[TokenWeight | SequenceWeight | IcePopWeight, Field(discriminator="kind")]
+
+CorrectionWeight: TypeAlias = Annotated[ImportanceWeight | IcePopWeight, Field(discriminator="kind")]
 
 
-class RatioBand(_Band):
-    """Rejects by the ratio trainer / sampler (k1): of tokens, or of responses by the geometric mean (`sequence_mean`),
-    the product (`sequence_sum`), or any token's (`sequence_max`). The geometric mean does not depend on the length, and
-    wants a band near 1.
+class Rejection(Section):
+    """What tokens or responses are rejected by.
+
+    - `ratio`: trainer / sampler (k1): of tokens, or of responses by the geometric mean (`sequence_mean`), the product
+      (`sequence_sum`), or any token's (`sequence_max`). The geometric mean does not depend on the length, and wants a
+      band near 1.
+    - `k2`, `k3`: an estimate of the divergence in nats, (log ratio)^2 / 2 or ratio - 1 - log ratio; the mean of k3 is
+      KL(sampler || trainer).
     """
 
-    kind: Literal["ratio"] = "ratio"
+    kind: Literal["ratio", "k2", "k3"]
+    """The number that is held against the bounds."""
     over: Over
     """Tokens or responses, and how a response's tokens become one number."""
+    low: NonNegativeFloat = 0.0
+    """Less than this is rejected; of `ratio` alone."""
+    high: PositiveFloat
+    """More than this is rejected."""
+
+    @model_validator(mode="after")
+    def _is_not_empty(self) -> Self:
+        if self.low and self.kind != "ratio":
+            raise ValueError(f"low: {self.kind} is bounded from above alone; remove it, or use kind: ratio")
+        _check_band(self.low, self.high)
+        return self
 
 
-class DivergenceBound(Section):
-    """Rejects by an estimate of the divergence: k2 = (log ratio)^2 / 2, or k3 = ratio - 1 - log ratio, whose mean is
-    KL(sampler || trainer).
-    """
-
-    kind: Literal["k2", "k3"]
-    over: Over
-    """Tokens or responses, and how a response's tokens become one number."""
-    bound: PositiveFloat
-    """More than this is rejected; nats."""
-
-
-Rejection: TypeAlias = Annotated[RatioBand | DivergenceBound, Field(discriminator="kind")]
+def _check_band(low: float, high: float) -> None:
+    if not low < high:
+        raise ValueError(f"low {low} is not below high {high}: everything would be rejected")
 
 
 class CorrectionSection(Section):
@@ -101,7 +92,7 @@ class CorrectionSection(Section):
     the weights are 1. Nothing is rejected; a rejected token would weigh 0 and still count in the loss's normaliser.
     """
 
-    weight: CorrectionWeight | None = TokenWeight()
+    weight: CorrectionWeight | None = ImportanceWeight()
     """Importance weight of the sampler's tokens; null: 1."""
     reject: tuple[Rejection, ...] = ()
     """What is left out; a token must pass all of them."""

@@ -12,62 +12,54 @@ from rolecall.settings.plugin import PluginSection
 from rolecall.settings.section import NonNegativeFloat, Section, UnitFloat
 
 
-class PpoLoss(Section):
-    """PPO's clipped objective (arXiv:1707.06347, eq. 7) with separate bounds (DAPO, arXiv:2503.14476, eq. 8) and dual
-    clip (arXiv:1912.09729, eq. 5).
+class ClippedLoss(Section):
+    """A loss that clips the ratio of the policy to the old policy.
+
+    - `ppo`: PPO's objective (arXiv:1707.06347, eq. 7) with separate bounds (DAPO, arXiv:2503.14476, eq. 8) and dual
+      clip (arXiv:1912.09729, eq. 5).
+    - `gspo`: GSPO (arXiv:2507.18071): one ratio per sequence, the geometric mean of its tokens'; in the form whose
+      advantages may differ by token (section 4.3). The paper aggregates by seq_mean_token_mean.
+    - `cispo`: CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4 and 5): REINFORCE weighted by the clipped ratio; no token
+      loses its gradient. The paper states no number for the upper bound; a weight of 5 is ScaleRL's
+      (arXiv:2510.13786).
+    - `gmpo`: GMPO (arXiv:2507.20673): the geometric mean of a sequence's ratios, each clipped before. The paper
+      aggregates by seq_mean_token_mean.
     """
 
-    kind: Literal["ppo"] = "ppo"
+    kind: Literal["ppo", "gspo", "cispo", "gmpo"] = "ppo"
+    """The loss that this section chooses."""
     clip_eps_low: NonNegativeFloat = 0.2
-    """Ratios below 1 - this are clipped."""
+    """Ratios below 1 - this are clipped; gmpo: below e^-this, where the advantage is negative. Absent: the papers': ppo
+    0.2, gspo 3e-4 (section 5.1), cispo 1, which bounds nothing, gmpo 0.4.
+    """
     clip_eps_high: NonNegativeFloat = 0.28
-    """Ratios above 1 + this are clipped."""
+    """Ratios above 1 + this are clipped; gmpo: above e^this, where the advantage is positive. Absent: ppo 0.28, gspo
+    4e-4, cispo 4, gmpo 0.4.
+    """
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bound on the ratio where the advantage is negative; absent: none."""
+    """Bound on the ratio where the advantage is negative, of ppo alone; absent: none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bounds_of_the_method(cls, given: object) -> object:
+        low, high = _CLIP_EPS.get(given.get("kind", "ppo"), (0.2, 0.28)) if isinstance(given, dict) else (0.2, 0.28)
+        return {"clip_eps_low": low, "clip_eps_high": high, **given} if isinstance(given, dict) else given
+
+    @model_validator(mode="after")
+    def _dual_clip_has_an_effect(self) -> Self:
+        if self.dual_clip is not None and self.kind != "ppo":
+            raise ValueError(f"dual_clip: {self.kind} has none; remove it, or use kind: ppo")
+        return self
 
 
-class GspoLoss(Section):
-    """GSPO (arXiv:2507.18071): one ratio per sequence, the geometric mean of its tokens'; in the form whose advantages
-    may differ by token (section 4.3). The paper aggregates by seq_mean_token_mean.
-    """
-
-    kind: Literal["gspo"] = "gspo"
-    clip_eps_low: NonNegativeFloat = 3e-4
-    """Sequence ratios below 1 - this are clipped (section 5.1)."""
-    clip_eps_high: NonNegativeFloat = 4e-4
-    """Sequence ratios above 1 + this are clipped (section 5.1)."""
-
-
-class CispoLoss(Section):
-    """CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4 and 5): REINFORCE weighted by a clipped ratio; no token loses its
-    gradient.
-    """
-
-    kind: Literal["cispo"] = "cispo"
-    clip_eps_low: UnitFloat | None = None
-    """Weights are at least 1 - this; absent: not bounded from below, as in the paper."""
-    clip_eps_high: NonNegativeFloat = 4.0
-    """Weights are at most 1 + this. MiniMax-M1 tunes it and states no number; a bound of 5 is ScaleRL's
-    (arXiv:2510.13786).
-    """
-
-
-class GmpoLoss(Section):
-    """GMPO (arXiv:2507.20673): the geometric mean of a sequence's ratios, each clipped before. The paper aggregates by
-    seq_mean_token_mean.
-    """
-
-    kind: Literal["gmpo"] = "gmpo"
-    clip_eps_low: NonNegativeFloat = 0.4
-    """Where the advantage is negative, ratios below e^-this are clipped."""
-    clip_eps_high: NonNegativeFloat = 0.4
-    """Where it is positive, ratios above e^this are clipped."""
+_CLIP_EPS = {"ppo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0), "gmpo": (0.4, 0.4)}
 
 
 class SapoLoss(Section):
     """SAPO (arXiv:2511.20347): a soft gate, a sigmoid of the ratio, instead of a clip."""
 
     kind: Literal["sapo"] = "sapo"
+    """The loss that this section chooses."""
     tau_pos: PositiveFloat = 1.0
     """Temperature where the advantage is positive: the larger, the sooner the gradient fades away from ratio 1."""
     tau_neg: PositiveFloat = 1.05
@@ -82,6 +74,7 @@ class ClipCovLoss(Section):
     """
 
     kind: Literal["clip_cov"] = "clip_cov"
+    """The loss that this section chooses."""
     fraction: UnitFloat = 2e-4
     """Of the mini-batch's trained tokens; at least one is drawn."""
     cov_low: float = 1.0
@@ -112,29 +105,37 @@ class KlCovLoss(Section):
     """
 
     kind: Literal["kl_cov"] = "kl_cov"
+    """The loss that this section chooses."""
     fraction: UnitFloat = 2e-3
     """Of the mini-batch's trained tokens; at least one is chosen. The paper: 2e-3 for 7B, 2e-4 for 32B."""
     kl_coef: NonNegativeFloat = 1.0
     """Weight of |log ratio|, which stands for the KL to the old policy."""
 
 
-class DppoTvLoss(Section):
-    """DPPO (arXiv:2602.04879) by total variation: a token that would leave the trust region has no gradient. The two
-    outcomes of the divergence are the sampled token and any other. The paper puts the region around the sampler:
-    correction.proximal `bypass`.
+class DppoLoss(Section):
+    """DPPO (arXiv:2602.04879): a token that would leave the trust region has no gradient. The region is measured by
+    total variation, |pi - pi_old| (`dppo_tv`), or by KL(pi_old || pi) (`dppo_kl`). The two outcomes of the divergence
+    are the sampled token and any other. The paper puts the region around the sampler: correction.proximal `bypass`.
     """
 
-    kind: Literal["dppo_tv"] = "dppo_tv"
-    max_divergence: UnitFloat = 0.15
-    """Bound of |pi - pi_old|, as in the authors' runs."""
+    kind: Literal["dppo_tv", "dppo_kl"]
+    """Measure of the trust region."""
+    max_divergence: PositiveFloat = 0.15
+    """Bound of the divergence: dppo_tv a difference of probabilities, up to 1; dppo_kl nats. Absent: 0.15 and 0.05, as
+    in the authors' runs.
+    """
 
+    @model_validator(mode="before")
+    @classmethod
+    def _bound_of_the_measure(cls, given: object) -> object:
+        is_kl = isinstance(given, dict) and given.get("kind") == "dppo_kl"
+        return {"max_divergence": 0.05, **given} if is_kl and isinstance(given, dict) else given
 
-class DppoKlLoss(Section):
-    """As dppo_tv, by KL(pi_old || pi)."""
-
-    kind: Literal["dppo_kl"] = "dppo_kl"
-    max_divergence: PositiveFloat = 0.05
-    """Bound in nats, as in the authors' runs."""
+    @model_validator(mode="after")
+    def _bound_is_one_of_probabilities(self) -> Self:
+        if self.kind == "dppo_tv" and self.max_divergence > 1:
+            raise ValueError(f"max_divergence {self.max_divergence:g}: probabilities differ by 1 at most; lower it")
+        return self
 
 
 class DroLoss(Section):
@@ -143,6 +144,7 @@ class DroLoss(Section):
     """
 
     kind: Literal["dro"] = "dro"
+    """The loss that this section chooses."""
     beta: PositiveFloat
     """Weight of half the squared log-ratio."""
 
@@ -151,6 +153,7 @@ class ReinforceLoss(Section):
     """Plain policy gradient, -A log pi: no ratio, nothing clipped. GPG's loss (arXiv:2504.02546) is this."""
 
     kind: Literal["reinforce"] = "reinforce"
+    """The loss that this section chooses."""
 
 
 class CustomLoss(PluginSection):
@@ -161,6 +164,7 @@ class CustomLoss(PluginSection):
     """
 
     kind: Literal["custom"] = "custom"
+    """The loss that this section chooses."""
     columns: tuple[str, ...] = ()
     """Per-token columns of the rows that it reads from `batch.columns`: token_rewards, values and returns with a
     critic, <reference>/logprobs of the KL's reference, teacher/logprobs with distillation, and what every row has
@@ -169,18 +173,7 @@ class CustomLoss(PluginSection):
 
 
 PolicyLossSection: TypeAlias = Annotated[
-    PpoLoss
-    | GspoLoss
-    | CispoLoss
-    | GmpoLoss
-    | SapoLoss
-    | ClipCovLoss
-    | KlCovLoss
-    | DppoTvLoss
-    | DppoKlLoss
-    | DroLoss
-    | ReinforceLoss
-    | CustomLoss,
+    ClippedLoss | SapoLoss | ClipCovLoss | KlCovLoss | DppoLoss | DroLoss | ReinforceLoss | CustomLoss,
     Field(discriminator="kind"),
 ]
 

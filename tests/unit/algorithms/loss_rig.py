@@ -15,32 +15,28 @@ from rolecall.algorithms.aggregation import Counts, sequence_index, token_weight
 from rolecall.algorithms.losses import PolicyBatch, token_losses
 from rolecall.settings import (
     Aggregation,
-    CispoLoss,
     ClipCovLoss,
-    DppoKlLoss,
-    DppoTvLoss,
+    ClippedLoss,
+    DppoLoss,
     DroLoss,
-    GmpoLoss,
-    GspoLoss,
     KlCovLoss,
     PolicyLossSection,
-    PpoLoss,
     ReinforceLoss,
     SapoLoss,
 )
 
 LOSSES: list[PolicyLossSection] = [
-    PpoLoss(),
-    PpoLoss(dual_clip=1.5),
-    GspoLoss(clip_eps_low=0.05, clip_eps_high=0.1),
-    CispoLoss(clip_eps_high=0.3),
-    CispoLoss(clip_eps_low=0.3, clip_eps_high=0.5),
-    GmpoLoss(),
+    ClippedLoss(),
+    ClippedLoss(dual_clip=1.5),
+    ClippedLoss(kind="gspo", clip_eps_low=0.05, clip_eps_high=0.1),
+    ClippedLoss(kind="cispo", clip_eps_high=0.3),
+    ClippedLoss(kind="cispo", clip_eps_low=0.3, clip_eps_high=0.5),
+    ClippedLoss(kind="gmpo"),
     SapoLoss(tau_neg=2.0),
     ClipCovLoss(clip_eps_low=0.3, clip_eps_high=0.3),
     KlCovLoss(kl_coef=0.7),
-    DppoTvLoss(max_divergence=0.05),
-    DppoKlLoss(max_divergence=0.02),
+    DppoLoss(kind="dppo_tv", max_divergence=0.05),
+    DppoLoss(kind="dppo_kl", max_divergence=0.02),
     DroLoss(beta=0.4),
     ReinforceLoss(),
 ]
@@ -150,7 +146,7 @@ def oracle_token(
     logs = {u: float(minibatch.logprobs[u]) - float(minibatch.old[u]) for u in tokens}
     ratio, selected = math.exp(logs[t]), bool(minibatch.selected[t])
     match section:
-        case PpoLoss():
+        case ClippedLoss(kind="ppo"):
             value, slope = oracle_clip(ratio, advantage, section.clip_eps_low, section.clip_eps_high)
             if section.dual_clip is not None and advantage < 0 and value > -section.dual_clip * advantage:
                 value, slope = -section.dual_clip * advantage, 0.0
@@ -158,16 +154,14 @@ def oracle_token(
             value, slope = (
                 (0.0, 0.0) if selected else oracle_clip(ratio, advantage, section.clip_eps_low, section.clip_eps_high)
             )
-        case GspoLoss():
+        case ClippedLoss(kind="gspo"):
             value, slope = oracle_clip(
                 math.exp(sum(logs.values()) / len(logs)), advantage, section.clip_eps_low, section.clip_eps_high
             )
-        case CispoLoss():
-            weight = min(ratio, 1 + section.clip_eps_high)
-            if section.clip_eps_low is not None:
-                weight = max(weight, 1 - section.clip_eps_low)
+        case ClippedLoss(kind="cispo"):
+            weight = max(min(ratio, 1 + section.clip_eps_high), 1 - section.clip_eps_low)
             value, slope = -weight * advantage * logprob, -weight * advantage
-        case GmpoLoss():
+        case ClippedLoss(kind="gmpo"):
             return oracle_gmpo(section, [float(minibatch.advantages[u]) for u in tokens], logs)
         case SapoLoss():
             tau = section.tau_pos if advantage > 0 else section.tau_neg
@@ -180,9 +174,9 @@ def oracle_token(
                     value + section.kl_coef * abs(logs[t]),
                     slope + section.kl_coef * math.copysign(1.0, logs[t]),
                 )
-        case DppoTvLoss() | DppoKlLoss():
+        case DppoLoss():
             p, q = math.exp(logprob), math.exp(old)
-            tv = isinstance(section, DppoTvLoss)
+            tv = section.kind == "dppo_tv"
             divergence = abs(p - q) if tv else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
             leaving = (advantage > 0 and p > q) or (advantage < 0 and p < q)
             value = slope = 0.0 if leaving and divergence > section.max_divergence else -ratio * advantage
@@ -201,7 +195,9 @@ def oracle_clip(ratio: float, advantage: float, low: float, high: float) -> tupl
     return -bounded * advantage, 0.0
 
 
-def oracle_gmpo(section: GmpoLoss, advantages: list[float], logs: dict[int, float]) -> tuple[float, dict[int, float]]:
+def oracle_gmpo(
+    section: ClippedLoss, advantages: list[float], logs: dict[int, float]
+) -> tuple[float, dict[int, float]]:
     """The sequence's loss, which each of its tokens carries, and its derivatives."""
     advantage, total, free = sum(advantages) / len(advantages), 0.0, []
     for u, log_ratio in logs.items():

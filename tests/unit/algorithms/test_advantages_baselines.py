@@ -13,10 +13,8 @@ from rolecall.errors import InvalidInputError
 from rolecall.settings import (
     AdvantageSection,
     GdpoAdvantage,
-    GpgAdvantage,
-    MaxrlAdvantage,
-    OpoAdvantage,
     PassAtKAdvantage,
+    PlainAdvantage,
 )
 from tests.unit.algorithms.advantage_rig import (
     agrees,
@@ -32,19 +30,23 @@ from tests.unit.algorithms.test_advantages_groups import centred, last_tokens, n
 
 def test_opo_subtracts_the_mean_weighted_by_length() -> None:
     # (1 * 1 + 3 * 0) / 4 = 0.25
-    np.testing.assert_allclose(last_tokens(OpoAdvantage(), outcomes([0, 0], [1, 0], lengths=[1, 3])), [0.75, -0.25])
+    np.testing.assert_allclose(
+        last_tokens(PlainAdvantage(kind="opo"), outcomes([0, 0], [1, 0], lengths=[1, 3])), [0.75, -0.25]
+    )
 
 
 def test_gpg_makes_up_for_groups_without_a_difference() -> None:
     # 2 of 5 responses are in a group that differs: alpha = 5 / 2.
     np.testing.assert_allclose(
-        last_tokens(GpgAdvantage(), outcomes([0, 0, 1, 1, 2], [1, 0, 1, 1, 0])), [1.25, -1.25, 0, 0, 0]
+        last_tokens(PlainAdvantage(kind="gpg"), outcomes([0, 0, 1, 1, 2], [1, 0, 1, 1, 0])), [1.25, -1.25, 0, 0, 0]
     )
 
 
 def test_maxrl_divides_by_the_mean() -> None:
     # mean 1/4: (1 - 1/4) / (1/4) = 3, (0 - 1/4) / (1/4) = -1
-    np.testing.assert_allclose(last_tokens(MaxrlAdvantage(), outcomes([0, 0, 0, 0], [1, 0, 0, 0])), [3, -1, -1, -1])
+    np.testing.assert_allclose(
+        last_tokens(PlainAdvantage(kind="maxrl"), outcomes([0, 0, 0, 0], [1, 0, 0, 0])), [3, -1, -1, -1]
+    )
 
 
 def test_gdpo_keeps_apart_what_a_sum_of_rewards_would_mix() -> None:
@@ -83,7 +85,14 @@ def test_pass_at_1_is_right_and_wrong_normalised_by_the_populations_standard_dev
 
 
 @pytest.mark.parametrize(
-    "section", [OpoAdvantage(), GpgAdvantage(), MaxrlAdvantage(), PassAtKAdvantage(k=2), PassAtKAdvantage(k=1)]
+    "section",
+    [
+        PlainAdvantage(kind="opo"),
+        PlainAdvantage(kind="gpg"),
+        PlainAdvantage(kind="maxrl"),
+        PassAtKAdvantage(k=2),
+        PassAtKAdvantage(k=1),
+    ],
 )
 def test_groups_of_one_and_of_equal_rewards_get_exactly_nothing(section: AdvantageSection) -> None:
     assert (
@@ -93,7 +102,7 @@ def test_groups_of_one_and_of_equal_rewards_get_exactly_nothing(section: Advanta
 
 
 def test_maxrl_gives_nothing_to_a_group_in_which_nobody_succeeded() -> None:
-    assert last_tokens(MaxrlAdvantage(), outcomes([0, 0, 1, 1], [0, 0, -1, 0])) == [0, 0, 0, 0]
+    assert last_tokens(PlainAdvantage(kind="maxrl"), outcomes([0, 0, 1, 1], [0, 0, -1, 0])) == [0, 0, 0, 0]
 
 
 @given(ragged_batches())
@@ -104,7 +113,7 @@ def test_opo_agrees_with_a_loop(batch: ScoredBatch) -> None:
         baseline = sum(n * r for n, r in zip(lengths, rewards, strict=True)) / max(sum(lengths), 1)
         return [r - baseline for r in rewards]
 
-    agrees(batch, estimate(OpoAdvantage(), batch), of_groups(batch, weighted))
+    agrees(batch, estimate(PlainAdvantage(kind="opo"), batch), of_groups(batch, weighted))
 
 
 @given(ragged_batches())
@@ -113,7 +122,7 @@ def test_gpg_agrees_with_a_loop(batch: ScoredBatch) -> None:
     valid = sum(len(members) for members in groups_of(batch) if len({rewards[i] for i in members}) > 1)
     agrees(
         batch,
-        estimate(GpgAdvantage(), batch),
+        estimate(PlainAdvantage(kind="gpg"), batch),
         of_groups(batch, lambda r, _: [x * len(rewards) / max(valid, 1) for x in centred(r)]),
     )
 
@@ -124,7 +133,7 @@ def test_maxrl_agrees_with_a_loop(batch: ScoredBatch) -> None:
         mean = sum(rewards) / len(rewards)
         return [x / mean if mean > 0 else 0.0 for x in centred(rewards)]
 
-    agrees(batch, estimate(MaxrlAdvantage(), batch), of_groups(batch, over_the_mean))
+    agrees(batch, estimate(PlainAdvantage(kind="maxrl"), batch), of_groups(batch, over_the_mean))
 
 
 @given(ragged_batches())

@@ -17,9 +17,7 @@ from rolecall.settings import (
     CustomAdvantage,
     GaeAdvantage,
     GrpoAdvantage,
-    OptimalTokenBaselineAdvantage,
-    PassAtKAdvantage,
-    RlooAdvantage,
+    PlainAdvantage,
     Section,
 )
 from tests.unit.algorithms.advantage_rig import f32, mask, outcomes
@@ -103,9 +101,15 @@ def test_a_function_or_module_that_does_not_exist_is_named_with_its_field(folder
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in get_args(get_args(AdvantageSection)[0]) if kind is not CustomAdvantage]
+    ("section", "kind"),
+    [
+        (section, kind)
+        for section in get_args(get_args(AdvantageSection)[0])
+        if section is not CustomAdvantage
+        for kind in get_args(section.model_fields["kind"].annotation)
+    ],
 )
-def test_float32_rows_get_finite_float32_columns(kind: type[Section]) -> None:
+def test_float32_rows_get_finite_float32_columns(section: type[Section], kind: str) -> None:
     masks, tokens = [mask(0, 1, 1), mask(0, 1)], [f32(0, -1, -2), f32(0, -1)]
     columns = {
         "values": tokens,
@@ -123,8 +127,8 @@ def test_float32_rows_get_finite_float32_columns(kind: type[Section]) -> None:
         {"right": 1},
         f32(0, 1),
     )
-    given = {"k": 1} if kind is PassAtKAdvantage else {}
-    result = estimate(kind(**given), batch)  # type: ignore[arg-type]
+    given = {"k": 1} if kind == "pass_at_k" else {}
+    result = estimate(section(kind=kind, **given), batch)  # type: ignore[arg-type,call-arg]
     for values_N in [result.advantages_N] + ([] if result.returns_N is None else [result.returns_N]):
         assert values_N.dtype == np.float32
         assert np.isfinite(values_N).all()
@@ -134,6 +138,6 @@ def test_float32_rows_get_finite_float32_columns(kind: type[Section]) -> None:
 def test_estimators_ask_only_for_the_columns_they_read() -> None:
     assert needs(GaeAdvantage()) == ("values",)
     assert needs(GaeAdvantage(bootstrap_truncated=True)) == ("values", "bootstrap_value")
-    assert needs(GrpoAdvantage()) == needs(RlooAdvantage()) == ()
+    assert needs(GrpoAdvantage()) == needs(PlainAdvantage(kind="rloo")) == ()
     assert needs(GrpoAdvantage(supervision="process")) == ("token_rewards",)
-    assert needs(OptimalTokenBaselineAdvantage()) == ("old_logprobs", "sum_squared_probs")
+    assert needs(PlainAdvantage(kind="optimal_token_baseline")) == ("old_logprobs", "sum_squared_probs")

@@ -8,7 +8,7 @@ from hypothesis import given
 
 from rolecall.algorithms.advantages import Groups, ScoredBatch, estimate
 from rolecall.errors import InvalidInputError
-from rolecall.settings import AdvantageSection, GrpoAdvantage, RlooAdvantage
+from rolecall.settings import AdvantageSection, GrpoAdvantage, PlainAdvantage
 from tests.unit.algorithms.advantage_rig import (
     agrees,
     f32,
@@ -52,14 +52,14 @@ def test_grpo_compares_only_within_a_group_whatever_the_order() -> None:
     np.testing.assert_allclose(found, [-1.0, -10.0, 1.0, 10.0])
 
 
-@pytest.mark.parametrize("section", [GrpoAdvantage(), GrpoAdvantage(normalize_std=False), RlooAdvantage()])
+@pytest.mark.parametrize("section", [GrpoAdvantage(), GrpoAdvantage(normalize_std=False), PlainAdvantage(kind="rloo")])
 def test_a_group_of_one_and_a_group_of_equal_rewards_get_exactly_nothing(section: AdvantageSection) -> None:
     assert last_tokens(section, outcomes([0, 0, 0, 1], [0.1, 0.1, 0.1, 3.0])) == [0, 0, 0, 0]
 
 
 def test_rloo_subtracts_the_mean_of_the_others() -> None:
     np.testing.assert_allclose(
-        last_tokens(RlooAdvantage(), outcomes([0, 0, 0, 1], [1, 0, 0, 4])), [1.0, -0.5, -0.5, 0.0]
+        last_tokens(PlainAdvantage(kind="rloo"), outcomes([0, 0, 0, 1], [1, 0, 0, 4])), [1.0, -0.5, -0.5, 0.0]
     )
 
 
@@ -83,7 +83,7 @@ def test_rloo_agrees_with_a_loop_over_the_others(batch: ScoredBatch) -> None:
         others = [rewards[:i] + rewards[i + 1 :] for i in range(len(rewards))]
         return [r - sum(rest) / len(rest) if rest else 0.0 for r, rest in zip(rewards, others, strict=True)]
 
-    agrees(batch, estimate(RlooAdvantage(), batch), of_groups(batch, against_the_others))
+    agrees(batch, estimate(PlainAdvantage(kind="rloo"), batch), of_groups(batch, against_the_others))
 
 
 @given(ragged_batches())
@@ -91,13 +91,15 @@ def test_rloo_is_n_over_n_minus_one_times_the_centred_reward(batch: ScoredBatch)
     sizes_B = Groups(batch.gids_B).counts_B
     factor_N = np.repeat(np.where(sizes_B > 1, sizes_B / np.maximum(sizes_B - 1, 1), 1.0), batch.num_tokens_B)
     centred_N = estimate(GrpoAdvantage(normalize_std=False), batch).advantages_N
-    np.testing.assert_allclose(estimate(RlooAdvantage(), batch).advantages_N, factor_N * centred_N, atol=1e-12)
+    np.testing.assert_allclose(
+        estimate(PlainAdvantage(kind="rloo"), batch).advantages_N, factor_N * centred_N, atol=1e-12
+    )
 
 
 def test_a_masked_trajectory_counts_in_its_group_and_gets_nothing() -> None:
     sampled = [mask(0, 1), mask(0, 1)]
     batch = ScoredBatch.of_rows([3, 3], [f32(0, 1), f32(0, 0)], sampled, [mask(0, 1), mask(0, 0)])
-    result = estimate(RlooAdvantage(), batch)
+    result = estimate(PlainAdvantage(kind="rloo"), batch)
     np.testing.assert_array_equal(result.advantages_N, [0, 1, 0, 0])
     assert result.advantages_N.dtype == np.float32
     assert result.returns_N is None

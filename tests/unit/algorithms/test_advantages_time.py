@@ -14,9 +14,8 @@ from rolecall.errors import InvalidInputError
 from rolecall.settings import (
     AdvantageSection,
     GaeAdvantage,
-    OptimalTokenBaselineAdvantage,
+    PlainAdvantage,
     ReinforcePlusPlusAdvantage,
-    RemaxAdvantage,
 )
 from rolecall.wire import Array
 from tests.unit.algorithms.advantage_rig import (
@@ -180,12 +179,12 @@ def test_reinforce_plus_plus_agrees_with_a_loop(batch: ScoredBatch, gamma: float
 def test_remax_subtracts_the_greedy_responses_reward_from_rewards_to_go() -> None:
     masks = [mask(0, 1, 1), mask(0, 1)]
     batch = ScoredBatch.of_rows([0, 1], [f32(0, 0.5, 1), f32(0, 0)], masks, masks, greedy_rewards=f32(0.25, 1))
-    np.testing.assert_allclose(estimate(RemaxAdvantage(), batch).advantages_N, [0, 1.25, 0.75, 0, -1])
+    np.testing.assert_allclose(estimate(PlainAdvantage(kind="remax"), batch).advantages_N, [0, 1.25, 0.75, 0, -1])
 
 
 def test_remax_without_a_greedy_response_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="greedy"):
-        estimate(RemaxAdvantage(), outcomes([0], [1]))
+        estimate(PlainAdvantage(kind="remax"), outcomes([0], [1]))
 
 
 @given(ragged_batches())
@@ -195,7 +194,7 @@ def test_remax_agrees_with_a_loop(batch: ScoredBatch) -> None:
         [x - float(greedy) for x in row]
         for row, greedy in zip(to_go_slowly(batch, 1.0), batch.greedy_rewards, strict=True)
     ]
-    agrees(batch, estimate(RemaxAdvantage(), batch), only_trained(batch, slow))
+    agrees(batch, estimate(PlainAdvantage(kind="remax"), batch), only_trained(batch, slow))
 
 
 def test_the_optimal_token_baseline_weighs_returns_by_the_energy_of_their_paths() -> None:
@@ -208,7 +207,9 @@ def test_the_optimal_token_baseline_weighs_returns_by_the_energy_of_their_paths(
     }
     batch = ScoredBatch.of_rows([0, 0], [f32(0, 0, 1), f32(0, 0, 0, 0)], masks, masks, columns)
     np.testing.assert_allclose(
-        estimate(OptimalTokenBaselineAdvantage(), batch).advantages_N, [0, 0.6, 0.6, 0, -0.4, -0.4, 0], rtol=1e-6
+        estimate(PlainAdvantage(kind="optimal_token_baseline"), batch).advantages_N,
+        [0, 0.6, 0.6, 0, -0.4, -0.4, 0],
+        rtol=1e-6,
     )
 
 
@@ -227,7 +228,7 @@ def test_the_optimal_token_baseline_gives_nothing_to_a_group_of_one_and_to_what_
     )
     # Certain throughout: the baseline is 0 where there is a counterpart, and the gradient of the logprob is 0 anyway.
     np.testing.assert_allclose(
-        estimate(OptimalTokenBaselineAdvantage(), batch).advantages_N,
+        estimate(PlainAdvantage(kind="optimal_token_baseline"), batch).advantages_N,
         [0, 0, 0, 2.0 * certain, 2.0 * certain, 0],
         atol=1e-12,
     )
@@ -240,7 +241,9 @@ def test_the_optimal_token_baseline_of_a_nearly_certain_policy_stays_among_the_r
     masks = [mask(1), mask(1)]
     columns = {"old_logprobs": [f32(0), f32(0)], "sum_squared_probs": [f32(1 + 1e-6), f32(1 - 9e-7)]}
     batch = ScoredBatch.of_rows([0, 0], [f32(1), f32(0)], masks, masks, columns)
-    np.testing.assert_allclose(estimate(OptimalTokenBaselineAdvantage(), batch).advantages_N, [0, -1], atol=1e-6)
+    np.testing.assert_allclose(
+        estimate(PlainAdvantage(kind="optimal_token_baseline"), batch).advantages_N, [0, -1], atol=1e-6
+    )
 
 
 @given(ragged_batches())
@@ -265,7 +268,7 @@ def test_the_optimal_token_baseline_agrees_with_a_loop(batch: ScoredBatch) -> No
                 )
                 for i in weights:
                     slow[i][tokens[i][position]] = to_go[i][tokens[i][position]] - baseline
-    agrees(batch, estimate(OptimalTokenBaselineAdvantage(), batch), only_trained(batch, slow))
+    agrees(batch, estimate(PlainAdvantage(kind="optimal_token_baseline"), batch), only_trained(batch, slow))
 
 
 def test_whitening_looks_at_the_trained_tokens_of_the_whole_batch() -> None:
@@ -304,8 +307,8 @@ def every_kind() -> list[AdvantageSection]:
     return [
         GaeAdvantage(),
         ReinforcePlusPlusAdvantage(),
-        RemaxAdvantage(),
-        OptimalTokenBaselineAdvantage(),
+        PlainAdvantage(kind="remax"),
+        PlainAdvantage(kind="optimal_token_baseline"),
         ReinforcePlusPlusAdvantage(baseline="group"),
     ]
 

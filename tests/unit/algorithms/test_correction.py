@@ -20,13 +20,10 @@ from rolecall.settings import (
     AlgorithmSection,
     CorrectionSection,
     CorrectionWeight,
-    DivergenceBound,
     IcePopWeight,
-    RatioBand,
+    ImportanceWeight,
     ReinforceLoss,
     Rejection,
-    SequenceWeight,
-    TokenWeight,
 )
 
 STRAY = [[1e-15, 1.0, 1.0]]
@@ -34,19 +31,19 @@ STRAY = [[1e-15, 1.0, 1.0]]
 
 WEIGHTS: tuple[CorrectionWeight | None, ...] = (
     None,
-    TokenWeight(),
-    TokenWeight(cap=None),
-    SequenceWeight(),
-    SequenceWeight(cap=None),
+    ImportanceWeight(),
+    ImportanceWeight(cap=None),
+    ImportanceWeight(kind="sequence"),
+    ImportanceWeight(kind="sequence", cap=None),
     IcePopWeight(),
 )
 REJECTIONS: tuple[Rejection, ...] = (
-    RatioBand(over="token", low=0.6, high=1.6),
-    RatioBand(over="sequence_mean", low=0.9, high=1.1),
-    RatioBand(over="sequence_sum", low=0.5, high=2.0),
-    RatioBand(over="sequence_max", low=0.0, high=1.5),
+    Rejection(kind="ratio", over="token", low=0.6, high=1.6),
+    Rejection(kind="ratio", over="sequence_mean", low=0.9, high=1.1),
+    Rejection(kind="ratio", over="sequence_sum", low=0.5, high=2.0),
+    Rejection(kind="ratio", over="sequence_max", low=0.0, high=1.5),
     *(
-        DivergenceBound(kind=kind, over=over, bound=0.08)
+        Rejection(kind=kind, over=over, high=0.08)
         for kind in ("k2", "k3")
         for over in ("token", "sequence_mean", "sequence_sum", "sequence_max")
     ),
@@ -78,46 +75,49 @@ RATIOS = [[0.4, 1.5, 1.2], [3.0], [1.0, 1.0]]
     ("section", "expected"),
     [
         (CorrectionSection(), [0.4, 1.5, 1.2, 2.0, 1, 1]),
-        (CorrectionSection(weight=TokenWeight(cap=None)), [0.4, 1.5, 1.2, 3.0, 1, 1]),
-        (CorrectionSection(weight=SequenceWeight()), [0.72, 0.72, 0.72, 2.0, 1, 1]),
+        (CorrectionSection(weight=ImportanceWeight(cap=None)), [0.4, 1.5, 1.2, 3.0, 1, 1]),
+        (CorrectionSection(weight=ImportanceWeight(kind="sequence")), [0.72, 0.72, 0.72, 2.0, 1, 1]),
         (CorrectionSection(weight=IcePopWeight(high=2.0)), [0, 1.5, 1.2, 0, 1, 1]),
         (CorrectionSection(weight=None), [1, 1, 1, 1, 1, 1]),
-        (CorrectionSection(weight=None, reject=(RatioBand(over="token", low=0.5, high=1.3),)), [0, 0, 1, 0, 1, 1]),
         (
-            CorrectionSection(weight=None, reject=(RatioBand(over="sequence_sum", low=0.8, high=1.3),)),
+            CorrectionSection(weight=None, reject=(Rejection(kind="ratio", over="token", low=0.5, high=1.3),)),
+            [0, 0, 1, 0, 1, 1],
+        ),
+        (
+            CorrectionSection(weight=None, reject=(Rejection(kind="ratio", over="sequence_sum", low=0.8, high=1.3),)),
             [0, 0, 0, 0, 1, 1],
         ),
         # 0.72^(1/3) = 0.896
         (
-            CorrectionSection(weight=None, reject=(RatioBand(over="sequence_mean", low=0.89, high=1.1),)),
+            CorrectionSection(weight=None, reject=(Rejection(kind="ratio", over="sequence_mean", low=0.89, high=1.1),)),
             [1, 1, 1, 0, 1, 1],
         ),
         (
-            CorrectionSection(weight=None, reject=(RatioBand(over="sequence_max", low=0.5, high=4.0),)),
+            CorrectionSection(weight=None, reject=(Rejection(kind="ratio", over="sequence_max", low=0.5, high=4.0),)),
             [0, 0, 0, 1, 1, 1],
         ),
         # k2: 0.42, 0.082, 0.017; 0.60. k3: 0.316, 0.095, 0.018; 0.901
         (
-            CorrectionSection(weight=None, reject=(DivergenceBound(kind="k2", over="token", bound=0.05),)),
+            CorrectionSection(weight=None, reject=(Rejection(kind="k2", over="token", high=0.05),)),
             [0, 0, 1, 0, 1, 1],
         ),
         (
-            CorrectionSection(weight=None, reject=(DivergenceBound(kind="k2", over="sequence_mean", bound=0.2),)),
+            CorrectionSection(weight=None, reject=(Rejection(kind="k2", over="sequence_mean", high=0.2),)),
             [1, 1, 1, 0, 1, 1],
         ),
         (
-            CorrectionSection(weight=None, reject=(DivergenceBound(kind="k3", over="sequence_sum", bound=0.4),)),
+            CorrectionSection(weight=None, reject=(Rejection(kind="k3", over="sequence_sum", high=0.4),)),
             [0, 0, 0, 0, 1, 1],
         ),
         (
-            CorrectionSection(weight=None, reject=(DivergenceBound(kind="k3", over="sequence_max", bound=0.4),)),
+            CorrectionSection(weight=None, reject=(Rejection(kind="k3", over="sequence_max", high=0.4),)),
             [1, 1, 1, 0, 1, 1],
         ),
         (
             CorrectionSection(
                 reject=(
-                    RatioBand(over="token", low=0.5, high=9.0),
-                    DivergenceBound(kind="k3", over="sequence_max", bound=0.4),
+                    Rejection(kind="ratio", over="token", low=0.5, high=9.0),
+                    Rejection(kind="k3", over="sequence_max", high=0.4),
                 )
             ),
             [0, 1.5, 1.2, 0, 1, 1],
@@ -132,10 +132,10 @@ def test_weights_by_hand(section: CorrectionSection, expected: list[float]) -> N
 @pytest.mark.parametrize(
     ("rejection", "kept"),
     [
-        (RatioBand(over="sequence_mean", low=0.9e-5, high=2.0), 1.0),
-        (RatioBand(over="sequence_mean", low=1.1e-5, high=2.0), 0.0),
-        (DivergenceBound(kind="k2", over="sequence_max", bound=590.0), 0.0),
-        (DivergenceBound(kind="k3", over="sequence_sum", bound=33.0), 0.0),
+        (Rejection(kind="ratio", over="sequence_mean", low=0.9e-5, high=2.0), 1.0),
+        (Rejection(kind="ratio", over="sequence_mean", low=1.1e-5, high=2.0), 0.0),
+        (Rejection(kind="k2", over="sequence_max", high=590.0), 0.0),
+        (Rejection(kind="k3", over="sequence_sum", high=33.0), 0.0),
     ],
 )
 def test_a_stray_token_counts_whole_in_what_is_asked_of_its_response(rejection: Rejection, kept: float) -> None:
@@ -146,10 +146,10 @@ def slow_weight(weight: CorrectionWeight | None, ratio: float, ratios: list[floa
     match weight:
         case None:
             return 1.0
-        case TokenWeight():
-            return min(ratio, weight.cap or math.inf)
-        case SequenceWeight():
+        case ImportanceWeight(kind="sequence"):
             return min(math.prod(ratios), weight.cap or math.inf)
+        case ImportanceWeight():
+            return min(ratio, weight.cap or math.inf)
         case IcePopWeight():
             return ratio if weight.low <= ratio <= weight.high else 0.0
 
@@ -161,8 +161,8 @@ def slow_rejects(rejection: Rejection, ratio: float, ratios: list[float]) -> boo
     def out(value: float) -> bool:
         return (
             not rejection.low <= math.exp(value) <= rejection.high
-            if isinstance(rejection, RatioBand)
-            else value > rejection.bound
+            if rejection.kind == "ratio"
+            else value > rejection.high
         )
 
     values = [estimate(r) for r in ratios]
@@ -239,9 +239,9 @@ def test_an_infinite_cap_is_importance_sampling() -> None:
     rows = [[trainer[i], trainer[j]] for i in range(3) for j in range(3)]
     sampled = [[sampler[i], sampler[j]] for i in range(3) for j in range(3)]
     ratios = [[float(t / s) for t, s in zip(*pair, strict=True)] for pair in zip(rows, sampled, strict=True)]
-    ones = weights_of(CorrectionSection(weight=TokenWeight(cap=None)), [[float(r)] for r in trainer / sampler])
+    ones = weights_of(CorrectionSection(weight=ImportanceWeight(cap=None)), [[float(r)] for r in trainer / sampler])
     assert float((sampler * torch.tensor(ones) * value).sum()) == pytest.approx(float((trainer * value).sum()))
-    pairs = weights_of(CorrectionSection(weight=SequenceWeight(cap=None)), ratios)[::2]
+    pairs = weights_of(CorrectionSection(weight=ImportanceWeight(kind="sequence", cap=None)), ratios)[::2]
     product = [float(value[i] * value[j] ** 2) for i in range(3) for j in range(3)]
     drawn = sum(float(s[0] * s[1]) * w * v for s, w, v in zip(sampled, pairs, product, strict=True))
     assert drawn == pytest.approx(sum(float(t[0] * t[1]) * v for t, v in zip(rows, product, strict=True)))
@@ -249,8 +249,10 @@ def test_an_infinite_cap_is_importance_sampling() -> None:
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8))
 def test_a_response_of_one_token_weighs_the_same_by_token_and_by_sequence(ratios: list[float]) -> None:
-    by_token = weights_of(CorrectionSection(weight=TokenWeight(cap=3.0)), [[r] for r in ratios])
-    assert by_token == weights_of(CorrectionSection(weight=SequenceWeight(cap=3.0)), [[r] for r in ratios])
+    by_token = weights_of(CorrectionSection(weight=ImportanceWeight(cap=3.0)), [[r] for r in ratios])
+    assert by_token == weights_of(
+        CorrectionSection(weight=ImportanceWeight(kind="sequence", cap=3.0)), [[r] for r in ratios]
+    )
 
 
 def test_weights_carry_no_gradient() -> None:
@@ -278,7 +280,7 @@ def test_the_gradient_of_a_corrected_loss_passes_gradcheck() -> None:
 
 
 def test_what_is_rejected_never_raises_the_weight_of_the_rest() -> None:
-    section = CorrectionSection(weight=None, reject=(RatioBand(over="token", low=0.5, high=2.0),))
+    section = CorrectionSection(weight=None, reject=(Rejection(kind="ratio", over="token", low=0.5, high=2.0),))
     batch, sampled = ragged([[0.0, 5.0, 0.0]])
     correction = correct(section, batch, sampled)
     assert correction.weights_N.tolist() == [1, 0, 1]
@@ -288,7 +290,9 @@ def test_what_is_rejected_never_raises_the_weight_of_the_rest() -> None:
 def test_a_response_without_a_trained_token_weighs_nothing_and_is_not_rejected() -> None:
     for rejection in REJECTIONS:
         batch, sampled = ragged([[9.0, 9.0], [0.0]], [[False, False], [True]])
-        correction = correct(CorrectionSection(weight=SequenceWeight(), reject=(rejection,)), batch, sampled)
+        correction = correct(
+            CorrectionSection(weight=ImportanceWeight(kind="sequence"), reject=(rejection,)), batch, sampled
+        )
         assert correction.weights_N.tolist() == [0, 0, 1]
         assert not correction.rejected_N.any()
 
@@ -303,13 +307,13 @@ def test_bypass_weighs_nothing_twice_and_rejects_by_the_policy_as_it_is() -> Non
         policy, sampled, torch.ones(2), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64), 1, {}
     )
     assert correct(CorrectionSection(proximal="bypass"), batch, sampled).weights_N.tolist() == [1, 1]
-    banded = CorrectionSection(proximal="bypass", reject=(RatioBand(over="token", low=0.5, high=2.0),))
+    banded = CorrectionSection(proximal="bypass", reject=(Rejection(kind="ratio", over="token", low=0.5, high=2.0),))
     assert correct(banded, batch, sampled).weights_N.tolist() == [1, 0]
 
 
 def test_a_weight_under_bypass_is_refused() -> None:
     with pytest.raises(ValidationError, match="remove weight, or use proximal: recompute"):
-        CorrectionSection(proximal="bypass", weight=TokenWeight())
+        CorrectionSection(proximal="bypass", weight=ImportanceWeight())
     assert CorrectionSection(proximal="bypass", weight=None).weight is None
 
 
@@ -322,11 +326,11 @@ def test_bypass_of_a_loss_without_a_ratio_is_refused() -> None:
 
 def test_an_empty_band_is_refused() -> None:
     with pytest.raises(ValidationError, match="everything would be rejected"):
-        RatioBand(over="token", low=2.0, high=1.0)
+        Rejection(kind="ratio", over="token", low=2.0, high=1.0)
 
 
 def test_tokens_are_weighed_unless_a_run_says_otherwise() -> None:
     assert AlgorithmSection(groups_per_batch=1).correction == CorrectionSection(
-        weight=TokenWeight(cap=2.0), reject=(), proximal="recompute"
+        weight=ImportanceWeight(cap=2.0), reject=(), proximal="recompute"
     )
     assert AlgorithmSection.model_validate({"groups_per_batch": 1, "correction": None}).correction is None

@@ -11,16 +11,12 @@ from rolecall.algorithms.losses import PolicyBatch, token_losses
 from rolecall.algorithms.losses.entropy import entropy_bonus
 from rolecall.algorithms.losses.sft import sft_loss
 from rolecall.settings import (
-    CispoLoss,
     ClipCovLoss,
-    DppoKlLoss,
-    DppoTvLoss,
+    ClippedLoss,
+    DppoLoss,
     DroLoss,
-    GmpoLoss,
-    GspoLoss,
     KlCovLoss,
     PolicyLossSection,
-    PpoLoss,
     ReinforceLoss,
     SapoLoss,
 )
@@ -48,7 +44,7 @@ def gradient(loss: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     return torch.autograd.grad(loss, at)[0]
 
 
-CAP = PpoLoss(clip_eps_low=0.2, clip_eps_high=0.28)
+CAP = ClippedLoss(clip_eps_low=0.2, clip_eps_high=0.28)
 BINARY = 0.2 * math.log(0.2 / 0.3) + 0.8 * math.log(0.8 / 0.7)
 """KL of (0.2, 0.8) to (0.3, 0.7): 0.0257 nats."""
 
@@ -64,17 +60,17 @@ BINARY = 0.2 * math.log(0.2 / 0.3) + 0.8 * math.log(0.8 / 0.7)
         (CAP, 1.5, -1.0, 1.5, 1.5),
         # dual clip, arXiv:1912.09729 eq. 5: the objective is at least 3 A where A < 0
         (CAP, 5.0, -1.0, 5.0, 5.0),
-        (PpoLoss(dual_clip=3.0), 5.0, -1.0, 3.0, 0.0),
-        (PpoLoss(dual_clip=3.0), 5.0, 1.0, -1.28, 0.0),
+        (ClippedLoss(dual_clip=3.0), 5.0, -1.0, 3.0, 0.0),
+        (ClippedLoss(dual_clip=3.0), 5.0, 1.0, -1.28, 0.0),
         # CISPO eq. 4 and 5: -min(r, 5) A log pi, log pi = -1
-        (CispoLoss(), 2.0, 3.0, 6.0, -6.0),
-        (CispoLoss(), 8.0, 3.0, 15.0, -15.0),
-        (CispoLoss(), 0.1, -1.0, -0.1, 0.1),
-        (CispoLoss(clip_eps_low=0.5), 0.1, -1.0, -0.5, 0.5),
+        (ClippedLoss(kind="cispo"), 2.0, 3.0, 6.0, -6.0),
+        (ClippedLoss(kind="cispo"), 8.0, 3.0, 15.0, -15.0),
+        (ClippedLoss(kind="cispo"), 0.1, -1.0, -0.1, 0.1),
+        (ClippedLoss(kind="cispo", clip_eps_low=0.5), 0.1, -1.0, -0.5, 0.5),
         # GMPO of one token: -A e^min(log r, 0.4) where A > 0, -A e^max(log r, -0.4) where A < 0
-        (GmpoLoss(), math.exp(0.5), 2.0, -2 * math.exp(0.4), 0.0),
-        (GmpoLoss(), math.exp(-0.5), 2.0, -2 * math.exp(-0.5), -2 * math.exp(-0.5)),
-        (GmpoLoss(), math.exp(-0.5), -2.0, 2 * math.exp(-0.4), 0.0),
+        (ClippedLoss(kind="gmpo"), math.exp(0.5), 2.0, -2 * math.exp(0.4), 0.0),
+        (ClippedLoss(kind="gmpo"), math.exp(-0.5), 2.0, -2 * math.exp(-0.5), -2 * math.exp(-0.5)),
+        (ClippedLoss(kind="gmpo"), math.exp(-0.5), -2.0, 2 * math.exp(-0.4), 0.0),
         # SAPO: -(4 / tau) sigmoid(tau (r - 1)) A; at r = 1 the sigmoid is 1/2 and the slope -A
         (SapoLoss(), 1.0, 1.0, -2.0, -1.0),
         (SapoLoss(tau_neg=2.0), 1.0, -1.0, 1.0, 1.0),
@@ -98,16 +94,16 @@ def test_the_loss_of_one_token_and_its_slope(
     ("section", "old", "now", "advantage", "loss"),
     [
         # |0.3 - 0.2| = 0.1 of total variation: within 0.15, beyond 0.05
-        (DppoTvLoss(), 0.2, 0.3, 1.0, -1.5),
-        (DppoTvLoss(max_divergence=0.05), 0.2, 0.3, 1.0, 0.0),
-        (DppoTvLoss(max_divergence=0.05), 0.3, 0.2, 1.0, -2 / 3),  # on its way back: free
-        (DppoTvLoss(max_divergence=0.05), 0.3, 0.2, -1.0, 0.0),
-        (DppoTvLoss(), 1e-5, 1e-3, 1.0, -100.0),  # a ratio of 100 on a rare token moves little mass
+        (DppoLoss(kind="dppo_tv"), 0.2, 0.3, 1.0, -1.5),
+        (DppoLoss(kind="dppo_tv", max_divergence=0.05), 0.2, 0.3, 1.0, 0.0),
+        (DppoLoss(kind="dppo_tv", max_divergence=0.05), 0.3, 0.2, 1.0, -2 / 3),  # on its way back: free
+        (DppoLoss(kind="dppo_tv", max_divergence=0.05), 0.3, 0.2, -1.0, 0.0),
+        (DppoLoss(kind="dppo_tv"), 1e-5, 1e-3, 1.0, -100.0),  # a ratio of 100 on a rare token moves little mass
         # the KL of two outcomes, 0.0257 nats
-        (DppoKlLoss(max_divergence=BINARY + 1e-9), 0.2, 0.3, 1.0, -1.5),
-        (DppoKlLoss(max_divergence=BINARY - 1e-9), 0.2, 0.3, 1.0, 0.0),
-        (DppoKlLoss(max_divergence=BINARY - 1e-9), 0.2, 0.3, -1.0, 1.5),
-        (DppoKlLoss(), 0.5, 1.0, 1.0, 0.0),  # a certain token: infinitely far by definition
+        (DppoLoss(kind="dppo_kl", max_divergence=BINARY + 1e-9), 0.2, 0.3, 1.0, -1.5),
+        (DppoLoss(kind="dppo_kl", max_divergence=BINARY - 1e-9), 0.2, 0.3, 1.0, 0.0),
+        (DppoLoss(kind="dppo_kl", max_divergence=BINARY - 1e-9), 0.2, 0.3, -1.0, 1.5),
+        (DppoLoss(kind="dppo_kl"), 0.5, 1.0, 1.0, 0.0),  # a certain token: infinitely far by definition
     ],
     ids=str,
 )
@@ -119,7 +115,7 @@ def test_a_token_that_would_leave_the_trust_region_has_no_loss(
 
 
 def test_gspo_clips_by_the_geometric_mean_of_the_ratios() -> None:
-    section = GspoLoss(clip_eps_low=0.2, clip_eps_high=0.28)
+    section = ClippedLoss(kind="gspo", clip_eps_low=0.2, clip_eps_high=0.28)
     batch = batch_of([1.2, 1.2 / 1.44], [2.0, 2.0])  # the mean log-ratio is 0
     losses = token_losses(section, batch).losses_N
     assert losses.tolist() == pytest.approx([-2.0, -2.0])
@@ -134,7 +130,7 @@ def test_gspo_clips_by_the_geometric_mean_of_the_ratios() -> None:
 def test_gmpo_gives_every_token_its_sequences_loss() -> None:
     # log-ratios 0.4 (clipped) and -0.2, mean advantage 1.5
     batch = batch_of([math.exp(0.9), math.exp(-0.2)], [2.0, 1.0])
-    losses = token_losses(GmpoLoss(), batch).losses_N
+    losses = token_losses(ClippedLoss(kind="gmpo"), batch).losses_N
     assert losses.tolist() == pytest.approx([-1.5 * math.exp(0.1)] * 2)
     assert gradient(losses.mean(), batch.logprobs_N).tolist() == pytest.approx([0.0, -0.75 * math.exp(0.1)])
 
@@ -157,10 +153,14 @@ def test_selected_tokens_are_held_back() -> None:
 @pytest.mark.parametrize(
     ("section", "high", "low"),
     [
-        (PpoLoss(), [True, False, False, False], [False, True, False, False]),
-        (PpoLoss(dual_clip=1.2), [True, False, False, False], [False, True, False, True]),
-        (CispoLoss(clip_eps_low=0.2, clip_eps_high=0.28), [True, False, False, True], [False, True, False, False]),
-        (DppoTvLoss(max_divergence=0.1), [True, False, False, False], [False, True, False, False]),
+        (ClippedLoss(), [True, False, False, False], [False, True, False, False]),
+        (ClippedLoss(dual_clip=1.2), [True, False, False, False], [False, True, False, True]),
+        (
+            ClippedLoss(kind="cispo", clip_eps_low=0.2, clip_eps_high=0.28),
+            [True, False, False, True],
+            [False, True, False, False],
+        ),
+        (DppoLoss(kind="dppo_tv", max_divergence=0.1), [True, False, False, False], [False, True, False, False]),
     ],
     ids=str,
 )
@@ -173,7 +173,7 @@ def test_the_clip_fractions_say_which_bound_held(section: PolicyLossSection, hig
     ("advantage", "high", "low"), [(1.0, [True, False], [False, False]), (-1.0, [False, False], [False, True])]
 )
 def test_gmpos_clip_fractions_say_which_bound_held(advantage: float, high: list[bool], low: list[bool]) -> None:
-    shown = token_losses(GmpoLoss(), batch_of([math.exp(0.9), math.exp(-0.9)], [advantage] * 2)).shown
+    shown = token_losses(ClippedLoss(kind="gmpo"), batch_of([math.exp(0.9), math.exp(-0.9)], [advantage] * 2)).shown
     assert (shown["clip_fraction_high"].tolist(), shown["clip_fraction_low"].tolist()) == (high, low)
 
 
@@ -210,14 +210,14 @@ def on_policy(minibatch: Drawn) -> Drawn:
 @pytest.mark.parametrize(
     "section",
     [
-        PpoLoss(),
-        PpoLoss(dual_clip=3.0),
-        GspoLoss(),
-        CispoLoss(),
+        ClippedLoss(),
+        ClippedLoss(dual_clip=3.0),
+        ClippedLoss(kind="gspo"),
+        ClippedLoss(kind="cispo"),
         SapoLoss(),
         KlCovLoss(kl_coef=0.0),
-        DppoTvLoss(),
-        DppoKlLoss(),
+        DppoLoss(kind="dppo_tv"),
+        DppoLoss(kind="dppo_kl"),
         DroLoss(beta=0.4),
     ],
     ids=name,
@@ -233,14 +233,17 @@ def test_at_ratio_one_the_gradient_is_that_of_reinforce(section: PolicyLossSecti
 @given(minibatch=drawn(per_token=False))
 def test_at_ratio_one_gmpo_of_one_advantage_per_sequence_has_the_gradient_of_reinforce(minibatch: Drawn) -> None:
     minibatch = on_policy(minibatch)
-    torch.testing.assert_close(sums(GmpoLoss(), minibatch)[1], sums(ReinforceLoss(), minibatch)[1])
+    torch.testing.assert_close(sums(ClippedLoss(kind="gmpo"), minibatch)[1], sums(ReinforceLoss(), minibatch)[1])
 
 
 @pytest.mark.parametrize(
     ("section", "ppo"),
     [
-        (GspoLoss(clip_eps_low=0.2, clip_eps_high=0.28), PpoLoss(clip_eps_low=0.2, clip_eps_high=0.28)),
-        (GmpoLoss(), PpoLoss(clip_eps_low=1 - math.exp(-0.4), clip_eps_high=math.exp(0.4) - 1)),
+        (
+            ClippedLoss(kind="gspo", clip_eps_low=0.2, clip_eps_high=0.28),
+            ClippedLoss(clip_eps_low=0.2, clip_eps_high=0.28),
+        ),
+        (ClippedLoss(kind="gmpo"), ClippedLoss(clip_eps_low=1 - math.exp(-0.4), clip_eps_high=math.exp(0.4) - 1)),
     ],
     ids=str,
 )
@@ -265,7 +268,7 @@ def test_a_sequence_ratio_of_one_token_responses_is_ppos(
 @given(minibatch=drawn(per_token=False))
 def test_gspo_of_tokens_is_gspo_of_sequences(minibatch: Drawn) -> None:
     """arXiv:2507.18071, eq. 5: the mean over sequences of min(s A, clip(s) A), with the gradient of s itself."""
-    section = GspoLoss(clip_eps_low=0.05, clip_eps_high=0.1)
+    section = ClippedLoss(kind="gspo", clip_eps_low=0.05, clip_eps_high=0.1)
     loss = minibatch.loss(section, "seq_mean_token_mean", range(len(minibatch.lengths)))
     total = torch.zeros((), dtype=torch.float64)
     for start, length in zip(minibatch.starts, minibatch.lengths, strict=False):
@@ -284,10 +287,10 @@ def test_gspo_of_tokens_is_gspo_of_sequences(minibatch: Drawn) -> None:
 @pytest.mark.parametrize(
     "section",
     [
-        CispoLoss(clip_eps_high=1e9),
+        ClippedLoss(kind="cispo", clip_eps_high=1e9),
         KlCovLoss(kl_coef=0.0),
-        DppoTvLoss(max_divergence=1.0),
-        PpoLoss(clip_eps_low=1.0, clip_eps_high=1e9),
+        DppoLoss(kind="dppo_tv", max_divergence=1.0),
+        ClippedLoss(clip_eps_low=1.0, clip_eps_high=1e9),
     ],
 )
 @settings(deadline=None, max_examples=20)
@@ -305,7 +308,9 @@ def test_without_bounds_the_gradient_is_that_of_reinforce_with_importance_weight
 def test_clip_cov_without_selected_tokens_is_ppo(minibatch: Drawn) -> None:
     minibatch.selected[:] = False
     bounds = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
-    for ours, theirs in zip(sums(ClipCovLoss(**bounds), minibatch), sums(PpoLoss(**bounds), minibatch), strict=True):
+    for ours, theirs in zip(
+        sums(ClipCovLoss(**bounds), minibatch), sums(ClippedLoss(**bounds), minibatch), strict=True
+    ):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -316,7 +321,7 @@ def test_dr_grpo_is_the_group_centred_reward_over_a_constant_length(minibatch: D
     constant), whatever its sequence's length.
     """
     loss = minibatch.loss(
-        PpoLoss(clip_eps_low=1.0, clip_eps_high=1e9), "seq_mean_token_sum_norm", range(len(minibatch.lengths))
+        ClippedLoss(clip_eps_low=1.0, clip_eps_high=1e9), "seq_mean_token_sum_norm", range(len(minibatch.lengths))
     )
     ratio = (minibatch.logprobs - minibatch.old).exp()
     total = sum(float(-ratio[t].detach() * minibatch.advantages[t]) for t in range(len(ratio)) if minibatch.mask[t])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolecall.algorithms.losses import token_losses
-from rolecall.settings import Aggregation, CispoLoss, GspoLoss, PolicyLossSection
+from rolecall.settings import Aggregation, PolicyLossSection
 from tests.unit.algorithms.loss_rig import LOSSES, Drawn, draw, drawn, name, oracle
 
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
@@ -54,15 +54,11 @@ def test_gradients_are_those_of_finite_differences(section: PolicyLossSection, s
     """GSPO's in its own setting: one advantage per sequence, a mean over each. CISPO's weight is a constant of the
     gradient, so its ratio is held.
     """
-    minibatch = draw([5, 1, 8, 3], seed, per_token=not isinstance(section, GspoLoss))
-    kind: Aggregation = "seq_mean_token_mean" if isinstance(section, GspoLoss) else "token_mean"
+    minibatch = draw([5, 1, 8, 3], seed, per_token=section.kind != "gspo")
+    kind: Aggregation = "seq_mean_token_mean" if section.kind == "gspo" else "token_mean"
 
     def loss(logprobs: torch.Tensor) -> torch.Tensor:
-        old = (
-            minibatch.old + (logprobs - minibatch.logprobs).detach()
-            if isinstance(section, CispoLoss)
-            else minibatch.old
-        )
+        old = minibatch.old + (logprobs - minibatch.logprobs).detach() if section.kind == "cispo" else minibatch.old
         moved = Drawn(minibatch.lengths, logprobs, old, minibatch.advantages, minibatch.mask, minibatch.selected)
         return moved.loss(section, kind, range(4))
 

@@ -12,9 +12,9 @@ from rolecall.settings import (
     AlgorithmSection,
     CorrectionSection,
     DistillationSection,
+    ImportanceWeight,
     KlSection,
-    RatioBand,
-    TokenWeight,
+    Rejection,
 )
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.objective.objectives import PolicyObjective, ValueObjective, policy_columns
@@ -44,7 +44,7 @@ def test_the_objective_adds_correction_entropy_and_reference_kl() -> None:
     algorithm = AlgorithmSection(
         groups_per_batch=1,
         kl=KlSection(reference="ref", kl_coef=0.5, estimator="k1"),
-        correction=CorrectionSection(weight=TokenWeight(cap=2.0)),
+        correction=CorrectionSection(weight=ImportanceWeight(cap=2.0)),
     )
     columns: dict[str, list[float]] = {
         "advantages": [0, 1, -1],
@@ -83,7 +83,7 @@ def test_bypass_with_one_minibatch_is_ppo_against_the_sampler() -> None:
     gradients = []
     against = {**rows, "old_logprobs": rows["rollout_logprobs"]}
     # the proximal policy is the policy: the weight is the ratio, while no clip binds
-    weighed = CorrectionSection(weight=TokenWeight(cap=None))
+    weighed = CorrectionSection(weight=ImportanceWeight(cap=None))
     for correction, columns in ((CorrectionSection(proximal="bypass"), against), (None, against), (weighed, rows)):
         logprobs = torch.tensor([0.0, -1.0, -2.0], requires_grad=True)
         objective = PolicyObjective(
@@ -138,7 +138,7 @@ def test_a_teachers_reverse_kl_has_the_gradient_of_the_kl() -> None:
 
 
 def test_what_is_rejected_is_counted_by_token_and_by_response() -> None:
-    correction = CorrectionSection(reject=(RatioBand(over="token", low=0.5, high=2.0),))
+    correction = CorrectionSection(reject=(Rejection(kind="ratio", over="token", low=0.5, high=2.0),))
     objective = PolicyObjective(
         AlgorithmSection(groups_per_batch=1, correction=correction), Counts(2, 1), Coefficients(), 1
     )
