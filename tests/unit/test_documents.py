@@ -2,13 +2,16 @@
 between pages.
 """
 
+import ast
 import re
+from fnmatch import filter as matching
 from pathlib import Path
 
 import grpc
 import pytest
 
 from rolecall import errors
+from tools.docstrings import docstrings
 from tools.house import MAX_FILES, PRODUCT, files_per_folder, python_files
 
 ROOT = Path(__file__).parents[2]
@@ -19,9 +22,7 @@ PAGES = sorted(
 )
 LOG = ROOT / "docs" / "log.md"
 """The log is history: its files are called as they were when it was written, and nobody wraps it again."""
-READMES_WITH_FILES = [
-    path for path in sorted((ROOT / "services").glob("*/README.md")) if "| file |" in path.read_text()
-]
+SERVICES = sorted(path for path in (ROOT / "services").iterdir() if (path / "__main__.py").exists())
 
 
 def drawn() -> dict[str, tuple[str, list[str]]]:
@@ -54,12 +55,42 @@ def test_the_drawing_gives_the_status_and_whether_asking_again_can_help() -> Non
         assert kind.retryable == retryable, name
 
 
-@pytest.mark.parametrize("readme", READMES_WITH_FILES, ids=lambda path: path.parent.name)
-def test_a_service_s_readme_lists_its_files(readme: Path) -> None:
-    listed = set(
-        re.findall(r"`(\w+\.py)`", "".join(line for line in readme.read_text().splitlines() if line.startswith("| `")))
-    )
-    assert listed == {path.name for path in readme.parent.glob("*.py")} - {"__init__.py"}
+@pytest.mark.parametrize("service", SERVICES, ids=lambda path: path.name)
+def test_a_service_s_readme_lists_its_files(service: Path) -> None:
+    lines = (service / "README.md").read_text().splitlines()
+    listed = [name for line in lines if line.startswith("| `") for name in re.findall(r"`([\w/]+\.py)`", line)]
+    files = {str(path.relative_to(service)) for path in service.rglob("*.py")} - {"__init__.py"}
+    assert sorted(listed) == sorted(name for name in files if not name.endswith("/__init__.py"))
+
+
+FILES = [
+    f"/{path.relative_to(ROOT)}"
+    for folder in ("rolecall", "services", "proto", "tests", "tools", "examples", "benchmarks")
+    for path in (ROOT / folder).rglob("*.*")
+]
+SOURCES = python_files(ROOT, *PRODUCT, "tools", "benchmarks")
+OF_USERS = {"my_rewards.py", "runs/my-run/config.yaml"}
+
+
+def missing_files(text: str) -> list[str]:
+    """The source files that a text names, with or without their folders, and that are nowhere."""
+    named = re.findall(r"(?<![\w./<>{}:$-])([\w*][\w/*.-]*\.(?:py|lua|proto)|[\w*]+/[\w/*.-]*\.yaml)\b", text)
+    return [name for name in named if name not in OF_USERS and not matching(FILES, f"*/{name}")]
+
+
+@pytest.mark.parametrize("page", sorted(set(PAGES) - {LOG}), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_page_names_files_that_exist(page: Path) -> None:
+    assert missing_files(page.read_text()) == []
+
+
+def test_a_docstring_names_files_that_exist() -> None:
+    missing = {
+        (str(file), line, name)
+        for file in SOURCES
+        for line, _, _, text in docstrings(ast.parse((ROOT / file).read_text()))
+        for name in missing_files(text)
+    }
+    assert missing == set()
 
 
 def headings(page: Path) -> set[str]:
