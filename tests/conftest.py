@@ -1,6 +1,7 @@
-"""What every test may use: where GPU tests are skipped, and the smallest valid run."""
+"""What every test may use: where GPU tests are skipped, the table of where time went, and the smallest valid run."""
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ hypothesis.settings.load_profile("rolecall")
 
 MakeSettings = Callable[..., RunSettings]
 
+TABLE_FROM_S = 60.0
+"""A run whose tests took less together needs no table of where the time went."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if Path("/dev/nvidiactl").exists():
@@ -30,6 +34,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints where the time of a long run went: by folder, the longest files, the longest tests. A test's seconds are
+    those of its setup, call and teardown, so the first test of a file carries what its fixtures took.
+    """
+    reports = (report for kind in terminalreporter.stats.values() for report in kind)
+    seconds = Counter[str]()
+    for report in reports:
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid] += report.duration
+    if (total := sum(seconds.values())) < TABLE_FROM_S:
+        return
+    folders, files = Counter[str](), Counter[str]()
+    for test, duration in seconds.items():
+        file = test.partition("::")[0]
+        folders["/".join(file.split("/")[:2])] += duration
+        files[file] += duration
+    terminalreporter.section(f"where {total:.0f} s went, all workers together")
+    for title, table, num in (("folders", folders, 9), ("longest files", files, 15), ("longest tests", seconds, 25)):
+        terminalreporter.line(f"{title}:")
+        for name, duration in table.most_common(num):
+            terminalreporter.line(f"{duration:8.1f} s  {name}")
 
 
 @pytest.fixture
