@@ -8,7 +8,7 @@ PART ?= 1
 ACCEPTANCE ?= build/gpu-acceptance
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-learning chaos gpu-acceptance gpu-wheels check proto clean
+.PHONY: help setup quickstart test test-all test-learning chaos gpu-acceptance gpu-wheels check proto clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -19,8 +19,14 @@ setup: ## Make .venv from the lock (LOCK=cpu|cuda); the second time it does noth
 quickstart: setup ## Train the sort-digits example through the whole system (SEED=0) and show the curves
 	@$(BIN)/python examples/sort_digits/quickstart.py --seed $(SEED)
 
-test: setup ## Pass every test that this machine can run
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder  # files in their order: those of long tests first, so that both workers end together
+# files in their order: those of long tests first, so that both workers end together
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test: setup ## Keep every promise once: the whole system, every contract, a kill of each role (10 minutes on two quiet cores)
+	@$(PYTEST) -m "not learning and not thorough"
+
+test-all: setup ## Pass every test that this machine can run but test-learning's (45 minutes at most)
+	@$(PYTEST)
 
 test-learning: setup ## Train the sort-digits example by nine published methods, each above 0.9; the curves go to runs/learning.md. Then two steps of every recipe (40 minutes in all)
 	@$(BIN)/python -m pytest -m learning tests/learning tests/e2e

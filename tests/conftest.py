@@ -1,7 +1,8 @@
 """What every test may use: where GPU tests are skipped, the table of where time went, and the smallest valid run."""
 
+import heapq
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     those of its setup, call and teardown, so the first test of a file carries what its fixtures took.
     """
     reports = (report for kind in terminalreporter.stats.values() for report in kind)
-    seconds = Counter[str]()
+    seconds, folders, files = (defaultdict[str, float](float) for _ in range(3))
     for report in reports:
         if isinstance(report, pytest.TestReport):
             seconds[report.nodeid] += report.duration
     if (total := sum(seconds.values())) < TABLE_FROM_S:
         return
-    folders, files = Counter[str](), Counter[str]()
     for test, duration in seconds.items():
         file = test.partition("::")[0]
         folders["/".join(file.split("/")[:2])] += duration
@@ -55,8 +55,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section(f"where {total:.0f} s went, all workers together")
     for title, table, num in (("folders", folders, 9), ("longest files", files, 15), ("longest tests", seconds, 25)):
         terminalreporter.line(f"{title}:")
-        for name, duration in table.most_common(num):
-            terminalreporter.line(f"{duration:8.1f} s  {name}")
+        for name in heapq.nlargest(num, table, key=table.__getitem__):
+            terminalreporter.line(f"{table[name]:8.1f} s  {name}")
 
 
 @pytest.fixture

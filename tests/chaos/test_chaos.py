@@ -18,6 +18,10 @@ from tests.chaos.light_config import write_config
 from tests.chaos.light_trainer import AMNESIA
 from tests.chaos.runs import TARGETS, WORKERS, light_chaos
 
+KILLS_EVERY_ROLE = 6
+"""A seed whose first kills are of every role."""
+NUM_KILLS = 15
+
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
@@ -27,21 +31,31 @@ def short_path() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("seed", "max_staleness"), [(0, 0), (1, 2)])
+@pytest.mark.parametrize(
+    ("seed", "max_staleness"),
+    [
+        (KILLS_EVERY_ROLE, 0),
+        pytest.param(
+            1,
+            2,
+            marks=pytest.mark.thorough(
+                "test_kills_stops_and_cuts_lose_nothing_train_nothing_twice_and_change_no_weight"
+            ),
+        ),
+    ],
+)
 def test_kills_stops_and_cuts_lose_nothing_train_nothing_twice_and_change_no_weight(
     short_path: Path, seed: int, max_staleness: int
 ) -> None:
-    story, verdict = light_chaos(short_path, seed, kills=15, staleness=max_staleness, lease_s=2.0, hang_s=6.0)
+    story, verdict = light_chaos(short_path, seed, kills=NUM_KILLS, staleness=max_staleness, lease_s=2.0, hang_s=6.0)
     assert verdict.problems == []
     assert (verdict.figures["lost"], verdict.figures["trained twice"], verdict.figures["unattested"]) == (0, 0, 0)
-    assert story.num_kills >= 15
+    assert story.num_kills >= NUM_KILLS
     assert verdict.figures["trained"] > 0
     assert verdict.figures["spans"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_actor_that_forgets_its_weights_is_caught(short_path: Path) -> None:
     config = write_config(short_path, seed=0, num_steps=1_000_000, max_staleness=0, lease_s=2.0, hang_s=6.0)
@@ -61,3 +75,9 @@ def test_the_same_seed_draws_the_same_faults_over_every_role_and_kind() -> None:
     assert first == second != other
     assert {fault.target for fault in first} == {*TARGETS, "store"}
     assert {fault.kind for fault in first} == set(Kind)
+
+
+def test_the_short_schedule_kills_every_role() -> None:
+    kills = (fault.target for fault in draw(KILLS_EVERY_ROLE, TARGETS) if fault.kind is Kind.KILL)
+    roles = {target.partition("-")[0] for target in itertools.islice(kills, NUM_KILLS)}
+    assert roles == {target.partition("-")[0] for target in TARGETS} | {"store"}

@@ -58,7 +58,7 @@ def greedy_accuracy(model: Path, prompts: Path) -> float:
     return sum(bool(text.strip() == row["ground_truth"]) for text, row in zip(texts, rows, strict=True)) / len(rows)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough("test_two_teachers_each_teach_the_prompts_of_their_subject")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "overrides",

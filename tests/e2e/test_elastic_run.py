@@ -60,7 +60,7 @@ def wait_for_step(folder: Path, step: int, process: "subprocess.Popen[str]") -> 
         time.sleep(0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough("test_a_fleet_of_one_grows_to_three_and_shrinks_to_one_inside_a_run")
 @pytest.mark.timeout(1200)
 def test_a_rollout_that_joins_late_samples_for_the_run_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}

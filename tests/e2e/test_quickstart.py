@@ -24,7 +24,6 @@ def last_evaluation(folder: Path) -> float:
     return float([row["eval/heldout/accuracy"] for row in rows if "eval/heldout/accuracy" in row][-1])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_grpo_selects_the_ascending_order_through_the_whole_system(tmp_path: Path) -> None:
     done = quickstart(tmp_path / "work", "--seed", "0")

@@ -1,7 +1,7 @@
 """Every recipe trains the sort-digits model for two steps through the whole system: real processes, vLLM, the roles
 that the method needs.
 
-Part of `make test-learning`; `make test` trains them all without vLLM (tests/integration/test_recipes_train.py).
+Part of `make test-learning`; `make test-all` trains them all without vLLM (tests/integration/test_recipes_train.py).
 """
 
 import subprocess

@@ -20,7 +20,11 @@ from rolecall.training.packing.pack import Row, pack, unpack
 from tests.integration.float32_head_process import NUM_TOKENS, PROMPTS
 from tests.tiny_models import write_qwen3
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("one_rank")]
+pytestmark = [
+    pytest.mark.thorough("test_packed_logprobs_and_entropy_agree_with_hugging_face_one_sequence_at_a_time"),
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("one_rank"),
+]
 
 CPU = torch.device("cpu")
 

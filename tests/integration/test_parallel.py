@@ -20,7 +20,11 @@ from tests.checkpoint_rig import load
 from tests.integration.parallel_ranks import ADAPTERS, LAYOUTS, STEPS_PER_LAYOUT, WORLD_SIZE, make_engine, train
 from tests.tiny_models import write_qwen3
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("one_rank")]
+pytestmark = [
+    pytest.mark.thorough("test_two_ranks_train_like_hugging_face_and_their_checkpoint_goes_on_at_one"),
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("one_rank"),
+]
 
 NUM_GROUPS = 3
 """Of parameters that FSDP reduces together: two layers and the rest."""

@@ -27,6 +27,11 @@ from tests.replay_rig import Nursery
 
 TASK = HERE / "task.yaml"
 NAMES = recipe_names()
+BRIEF = ("grpo", "ppo")
+"""Those of `make test`: one without a critic and one with."""
+RECIPES = [
+    pytest.param(name, marks=() if name in BRIEF else pytest.mark.thorough("test_the_recipe_trains")) for name in NAMES
+]
 NUM_SFT_STEPS = 90
 NUM_STEPS = 2
 RUN_S = 180.0
@@ -48,9 +53,8 @@ def nursery(store_server: EmbeddedStore) -> Iterator[Nursery]:
     nursery.close()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(480)
-@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize("recipe", RECIPES)
 async def test_the_recipe_trains(
     recipe: str,
     work: Path,

@@ -130,7 +130,6 @@ async def trained(
     )
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("algorithm", "kills"),

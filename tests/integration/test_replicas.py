@@ -144,7 +144,6 @@ async def disturb(replicas: Replicas, num_done: Callable[[], int]) -> None:
     await until(lambda: replicas.worked(0) > 5, 20)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(200)
 async def test_no_item_is_lost_or_miscounted_while_reward_replicas_die_and_come_back(
     make: Make, tmp_path: Path
@@ -189,7 +188,7 @@ async def a_hung_one_costs_its_callers_one_deadline(replicas: Replicas, client: 
         replicas.signal(1, signal.SIGCONT)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough("test_no_item_is_lost_or_miscounted_while_reward_replicas_die_and_come_back")
 @pytest.mark.timeout(240)
 async def test_every_row_gets_its_logprobs_while_references_die_hang_and_come_back(
     make: Make, store: StoreUnderTest, tmp_path: Path

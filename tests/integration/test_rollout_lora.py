@@ -23,7 +23,10 @@ from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
 from tests.integration.rollout_process import PROBE, RolloutProcess, check_sampled_from, group, rollout_process
 from tests.tiny_models import write_qwen3
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.thorough("test_what_is_published_is_an_adapter_that_makes_the_base_the_actors_model"),
+    pytest.mark.timeout(300),
+]
 
 CPU = torch.device("cpu")
 LORA = LoraSection(rank=4, alpha=12.0)

@@ -20,7 +20,7 @@ from tests.integration.rollout_process import PROBE, RolloutProcess, check_sampl
 from tests.tiny_models import write_qwen3
 from tests.tiny_tokenizer import EOS_TOKEN_ID
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 PROMPT = [1, 60, 61, 62, 63, 2, 1, 70]
 

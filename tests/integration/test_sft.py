@@ -25,7 +25,7 @@ from rolecall.data.model_files import read_model
 from rolecall.data.tokenizer import ChatTokenizer
 from tests.tiny_models import write_qwen3, write_qwen3_moe, write_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 NUM_STEPS = 12
 PROMPT_TOKENS = 200
@@ -131,6 +131,7 @@ def test_its_checkpoint_becomes_the_model_of_a_run(whole: tuple[Path, str], data
     assert metrics_of(config, "eval/loss")[NUM_STEPS] == pytest.approx(total / num_tokens, rel=1e-5)
 
 
+@pytest.mark.thorough("test_two_ranks_train_like_hugging_face_and_their_checkpoint_goes_on_at_one")
 @pytest.mark.parametrize("sequence", [1, 2])
 def test_two_ranks_have_the_losses_of_one(
     whole: tuple[Path, str], model: Path, data: Path, tmp_path: Path, sequence: int
@@ -166,6 +167,7 @@ def test_killed_at_any_step_it_goes_on_bit_by_bit(
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
+@pytest.mark.thorough("test_everything_that_changed_is_named_at_once")
 def test_what_a_checkpoint_was_made_with_must_not_change(whole: tuple[Path, str]) -> None:
     answer = subprocess.run(
         command(whole[0], "--resume", "--data.batch_size", "4"),
@@ -178,6 +180,7 @@ def test_what_a_checkpoint_was_made_with_must_not_change(whole: tuple[Path, str]
     assert "other batch_size" in answer.stderr
 
 
+@pytest.mark.thorough("test_it_says_what_it_does_and_how_to_go_on")
 def test_adapters_and_mixtures_are_fine_tuned_too(data: Path, tmp_path: Path) -> None:
     moe = write_qwen3_moe(tmp_path / "moe", vocab=288)
     write_tokenizer(moe)

@@ -178,7 +178,7 @@ async def _train(stub: actor_pb2_grpc.ActorServiceStub, ctl: int) -> RoleCallErr
     raise AssertionError("the step ended")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough("test_killed_trainers_end_with_the_weights_of_trainers_that_were_never_killed")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("role", ["actor", "critic"])
 async def test_a_killed_trainer_starts_afresh_and_a_checkpoint_and_the_sealed_batches_bring_it_forward(
@@ -219,9 +219,10 @@ async def calling(address: str, role: str) -> AsyncIterator[Any]:
         )
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "rank", [pytest.param(0, marks=pytest.mark.thorough("test_a_killed_rank_ends_the_others_within_seconds")), 1]
+)
 async def test_a_killed_rank_ends_the_others_within_seconds(
     store: StoreUnderTest, config: Path, peer: tuple[Judge, str], rank: int
 ) -> None:
@@ -268,7 +269,7 @@ async def ranks_of_two_machines(
             await process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough("test_a_killed_rank_is_named_to_every_other_rank")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_rank_that_dies_within_a_step_is_named_by_the_other(
@@ -285,7 +286,7 @@ async def test_a_rank_that_dies_within_a_step_is_named_by_the_other(
         assert f", rank {1 - rank} was at train. All ranks end" in told
 
 
-@pytest.mark.slow
+@pytest.mark.thorough("test_a_stopped_rank_is_noticed_by_its_silence_and_only_a_sibling_would_be_killed")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_stopped_rank_ends_the_others_by_its_silence(
@@ -298,7 +299,7 @@ async def test_a_stopped_rank_ends_the_others_by_its_silence(
         assert "at train" in actor.says()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough("test_a_killed_rank_ends_the_others_within_seconds")
 @pytest.mark.timeout(300)
 async def test_the_ranks_end_with_their_torchrun(store: StoreUnderTest, config: Path, peer: tuple[Judge, str]) -> None:
     async with actor_process(config, 2, peer[0]) as actor, training(actor.address, store, peer[0]):
@@ -306,7 +307,7 @@ async def test_the_ranks_end_with_their_torchrun(store: StoreUnderTest, config: 
         await actor.ended(SLACK_S)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough("test_a_killed_rank_ends_the_others_within_seconds")
 @pytest.mark.timeout(300)
 async def test_ranks_that_live_without_getting_on_end_when_the_controller_says_so(
     store: StoreUnderTest, config: Path, peer: tuple[Judge, str]
@@ -318,7 +319,7 @@ async def test_ranks_that_live_without_getting_on_end_when_the_controller_says_s
         assert "actor failed: the controller gave actor up" in actor.says()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough("test_a_zombie_does_not_take_its_successors_place")
 @pytest.mark.timeout(300)
 async def test_a_zombie_that_wakes_up_after_it_was_replaced_ends_at_once(
     store: StoreUnderTest, config: Path, peer: tuple[Judge, str]

@@ -109,7 +109,7 @@ async def one_step(address: str, batch: Any, rows: Any, ctl: int, path: Path) ->
     return metrics
 
 
-@pytest.mark.slow
+@pytest.mark.thorough("test_two_ranks_train_like_hugging_face_and_their_checkpoint_goes_on_at_one")
 @pytest.mark.timeout(300)
 async def test_two_ranks_train_what_one_rank_trains_with_rows_of_their_own_or_shared(
     store: StoreUnderTest, tmp_path: Path

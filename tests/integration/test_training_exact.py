@@ -24,7 +24,7 @@ from rolecall.training.packing.pack import Row, local_counts
 from tests.integration.exact_ranks import LENGTH, Answer, Job, Objective, Rank, Ranks, combine, living_ranks, write_rows
 from tests.tiny_models import write_qwen3, write_qwen3_moe
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("one_rank")]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("one_rank")]
 
 TOLERANCE = 1e-5
 """Largest relative difference of losses and gradients."""
@@ -217,6 +217,7 @@ def test_gradients_do_not_depend_on_microbatches_packing_or_order(
     assert_same(gradients, expected)
 
 
+@pytest.mark.thorough("test_two_ranks_train_like_hugging_face_and_their_checkpoint_goes_on_at_one")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @settings(max_examples=6, **STEADY)
 @given(
@@ -262,6 +263,7 @@ LOSSES: list[dict[str, Any]] = [
 """Every other policy loss; bounds that the tiny model's probabilities cross."""
 
 
+@pytest.mark.thorough("test_two_ranks_train_like_hugging_face_and_their_checkpoint_goes_on_at_one")
 @pytest.mark.parametrize("policy_loss", LOSSES, ids=lambda section: section["kind"])
 def test_every_policy_loss_has_one_ranks_gradients_on_many_and_under_other_cuts(
     bench: Bench, ranks: dict[int, Ranks], policy_loss: dict[str, Any]
@@ -321,6 +323,7 @@ def oracle_taught_loss(model: PreTrainedModel, rows: list[Row], temperatures: li
     return total
 
 
+@pytest.mark.thorough("test_a_teacher_writes_its_ranking_under_the_common_prefix")
 @pytest.mark.parametrize("kind", ["dense", "tied"])
 def test_a_teachers_ranking_is_written_and_learnt_alike_on_every_layout_and_as_by_hugging_face(
     bench: Bench, ranks: dict[int, Ranks], kind: str
@@ -434,6 +437,7 @@ def oracle_training(
     return losses, norms, model
 
 
+@pytest.mark.thorough("test_one_rank_trains_like_hugging_face_with_adamw")
 @pytest.mark.parametrize("kind", MODELS)
 def test_several_steps_are_those_of_hugging_face_with_adamw_on_one_rank_and_on_many(
     bench: Bench, ranks: dict[int, Ranks], kind: str, tmp_path: Path
@@ -461,6 +465,7 @@ def test_several_steps_are_those_of_hugging_face_with_adamw_on_one_rank_and_on_m
         )
 
 
+@pytest.mark.thorough("test_adapters_train_like_pefts_own_model_with_adamw")
 def test_adapters_train_alike_on_every_layout(bench: Bench, ranks: dict[int, Ranks]) -> None:
     rows, temperatures = make_rows(bench, "tied", (SHAPE, 7))
     lora = {"rank": 4, "target_modules": ["q_proj", "v_proj", "o_proj"]}

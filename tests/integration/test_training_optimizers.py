@@ -22,7 +22,7 @@ from tests.integration.exact_ranks import Answer, Job, Ranks, living_ranks, writ
 from tests.integration.fsdp_ranks import make_rows
 from tests.tiny_models import write_qwen3, write_qwen3_moe
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_rank")]
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 CPU = torch.device("cpu")
 MUON: dict[str, Any] = {
@@ -158,6 +158,7 @@ def ask(
     return answer, load_file(folder / ("weights.safetensors" if "optimizer" in more else "gradients.safetensors"))
 
 
+@pytest.mark.thorough("test_muon_trains_like_torchs_own_on_hugging_face")
 def test_muon_on_two_ranks_goes_the_way_it_goes_on_one(
     models: dict[str, Path], rows: list[Row], ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -173,6 +174,7 @@ def test_muon_on_two_ranks_goes_the_way_it_goes_on_one(
     assert_moved_alike(weights, alike, start, 0.05)
 
 
+@pytest.mark.thorough("test_an_engine_moves_activations_and_no_weights")
 @pytest.mark.parametrize(
     ("parallel", "checkpointing"), [({}, False), ({}, True), ({"sequence": 2}, True), ({"tensor": 2}, False)], ids=str
 )

@@ -11,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # an engine with two workers takes a minute to start
+pytestmark = [
+    pytest.mark.thorough(
+        "test_a_dense_engine_started_on_dummy_weights_is_exact_after_the_first_and_the_second_publish"
+    ),
+    pytest.mark.timeout(300),  # an engine with two workers takes a minute to start
+]
 
 
 def _is_alive(pid: int) -> bool:
