@@ -58,6 +58,8 @@ PROMPT = (5, 6, 7)
 PROBE = weights_pb2.Probe(token_ids=encode_tensor(np.arange(3, 19, dtype=np.int32)), num_decoded=4)
 RUN_SEED = 11
 LEASE_S, HEARTBEAT_S, HANG_S, BUCKET_S, OPEN_S = 1.2, 0.1, 2.0, 0.8, 0.9
+ROW_EXPIRY_S = 3600
+"""As in production: no example outlives the rows of a rollout that died between its commit and lifting their expiry."""
 
 
 class Kind(Enum):
@@ -385,7 +387,7 @@ class Twin:
             on_serving=self._server.set_serving,
         )
         connection = rig.store.connect()
-        settings = PullSettings(self.consumer, 2, LEASE_S, 10.0, 60, 0)
+        settings = PullSettings(self.consumer, 2, LEASE_S, 10.0, ROW_EXPIRY_S, 0)
         self.pull = PullLoop(
             settings,
             self.replica,
