@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from rolecall.weights.channel import Channel, GlooChannel, Transfer
-from rolecall.weights.rendezvous import Rendezvous, RendezvousHost
+from rolecall.weights.rendezvous import Rendezvous, RendezvousServer
 from rolecall.weights.transfer import IN_FLIGHT
 
 TIMEOUT_S = 60.0
@@ -26,7 +26,7 @@ TIMEOUT_S = 60.0
 
 def send(host: str, buckets: Sequence[torch.Tensor], num_transfers: int) -> list[float]:
     """Seconds of each of `num_transfers` transfers to a receiver that this starts."""
-    server = RendezvousHost(host)
+    server = RendezvousServer(host)
     rendezvous = server.enter(0)
     plan = ["--bucket-sizes", *(str(bucket.numel()) for bucket in buckets), "--transfers", str(num_transfers)]
     receiver = subprocess.Popen([sys.executable, __file__, "--receive-from", server.address, *plan])

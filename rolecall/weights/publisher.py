@@ -4,10 +4,10 @@ Owns the rendezvous, the epoch that is open and the rule that epochs and version
 controller, gRPC or how tensors are gathered: it takes an iterator of (Hugging Face name, full tensor). Only rank 0 of
 an actor has one; see `publish` for what the other ranks do meanwhile.
 
-    host = Publisher(device)
-    address = host.open(epoch=3, world_size=1 + num_receivers, host="127.0.0.1", backend="gloo", timeout_s=60)
+    publisher = Publisher(device)
+    address = publisher.open(epoch=3, world_size=1 + num_receivers, host="127.0.0.1", backend="gloo", timeout_s=60)
     # tell the address to the receivers, who join
-    meanwhile sent = host.publish(engine.named_weights(), manifest, epoch=3, policy_version=7, bucket_timeout_s=30)
+    meanwhile sent = publisher.publish(engine.named_weights(), manifest, epoch=3, policy_version=7, bucket_timeout_s=30)
 
 Life of an epoch: meeting -> open -> (transfer)* -> broken or closed. A transfer that fails breaks its epoch: nobody can
 tell who holds what, so a new one is opened.
@@ -25,7 +25,7 @@ from rolecall.errors import RoleCallError, StaleEpochError, StaleVersionError
 from rolecall.settings import WeightBackend
 from rolecall.v1 import weights_pb2
 from rolecall.weights.channel import Channel, join
-from rolecall.weights.rendezvous import Rendezvous, RendezvousHost
+from rolecall.weights.rendezvous import Rendezvous, RendezvousServer
 from rolecall.weights.transfer import offer_manifest, send
 from rolecall.weights.transferred import Transferred
 
@@ -45,7 +45,7 @@ class Publisher:
         """`device` holds the weights; NCCL sends from there, Gloo from host memory."""
         self._device = device
         self._lock = threading.Lock()
-        self._stores: tuple[RendezvousHost, ...] = ()
+        self._stores: tuple[RendezvousServer, ...] = ()
         """One per epoch, two at most, the newest last. The one before still tells late ranks that it is over; older
         ones are gone with all their keys.
         """
@@ -73,7 +73,7 @@ class Publisher:
         if before is not None:
             before.abort(f"epoch {epoch} was opened")
             before.close()
-        store = RendezvousHost(host)
+        store = RendezvousServer(host)
         rendezvous, channel = store.enter(epoch), Future[Channel]()
         with self._lock:
             if epoch != self._epoch:

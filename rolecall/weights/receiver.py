@@ -3,80 +3,43 @@
 Owns the registered `WeightTransferEngine` ("rolecall") and the state of the weights; how they get into the engine is
 reload.py's and adapter.py's. It never decides to serve: whoever drives it compares the report with the actor's and
 resumes. Only a process that runs vLLM imports this file.
-
-Usage, by the rollout service (one `AsyncLLM`; every worker of it, i.e. every TP rank, takes a rank of its own):
-
-    AsyncEngineArgs(
-        ..., load_format="dummy", weight_transfer_config=WeightTransferConfig(backend="rolecall"),
-        worker_extension_cls="rolecall.weights.receiver.WorkerExtension")
-
-    # All ranks have met when it returns. StaleEpochError, ChannelBrokenError, DeadlineError.
-    await open_channel(llm, epoch=3, address="127.0.0.1:41234", rank=1, world_size=2, timeout_s=60, backend="gloo")
-    # Always pause: updating while requests run kills the engine.
-    await llm.pause_generation(mode="keep")
-    # Concurrently with the actor's publish. TornWeightsError, StaleVersionError, StaleEpochError, ChannelBrokenError.
-    report = await receive_version(llm, epoch=3, policy_version=7, bucket_timeout_s=30)
-    ... compare report.fingerprints and report.digest with the actor's, run the probe, attest ...
-    await llm.resume_generation()
-
-`receive_version` makes vLLM's own calls in order: start_weight_update, update_weights, finish_weight_update; asks every
-worker for its report (`collective_rpc("weights_report")`); then update_weight_version(str(policy_version)), which names
-the spans of completions, and reset_prefix_cache. The first weights (load_format="dummy") come the same way. After
-TornWeightsError serve nothing; the next successful receive_version, over a new epoch, heals it. A newer `open_channel`
-aborts the epoch before, wherever a worker may be stuck in it. Neither call blocks the event loop; `open_channel` does
-not block the engine either.
 """
 
-import asyncio
 import logging
-import multiprocessing
-import os
-import signal
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from vllm import envs
 from vllm.config import VllmConfig, WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
-    WeightTransferInitRequest,
     WeightTransferUpdateInfo,
-    WeightTransferUpdateRequest,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from rolecall.errors import (
     ChannelBrokenError,
-    DeadlineError,
     RoleCallError,
     StaleEpochError,
     StaleVersionError,
     TornWeightsError,
 )
-from rolecall.lifeline import die_with_parent, parent_of
 from rolecall.settings import WeightBackend
 from rolecall.training.ranks.device import wait_for
 from rolecall.v1 import weights_pb2
 from rolecall.weights import adapter, reload
 from rolecall.weights.channel import Channel, join
 from rolecall.weights.rendezvous import Rendezvous
-from rolecall.weights.report import State, agreed_report, raise_reported, wire_error
+from rolecall.weights.report import State, wire_error
 from rolecall.weights.transfer import Reception, agreed_manifest
 from rolecall.weights.transferred import Transferred
 
 logger = logging.getLogger(__name__)
 BACKEND = "rolecall"
 """Name of the engine in vLLM's registry."""
-_JOIN_POLL_S = 0.02
-"""Seconds between two looks at whether the workers have met."""
-_PARENT_WATCH_S = 1.0
-"""Seconds between two looks at whether the service still lives."""
 
 
 @dataclass
@@ -124,8 +87,6 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         self._joined: Future[Channel] = Future()
         self._manifest: weights_pb2.WeightManifest | None = None
         self._arrived: Transferred | None = None
-        if self.parallel_config.distributed_executor_backend == "mp" and envs.VLLM_ENABLE_V1_MULTIPROCESSING:
-            threading.Thread(target=_end_orphaned_engine, name="engine-parent-watch", daemon=True).start()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Leaves the epoch before and begins to join the new one on a thread: requests go on meanwhile. `joined` tells
@@ -285,118 +246,4 @@ class WorkerExtension:
         return self.weight_transfer_engine
 
 
-class Engine(Protocol):
-    """The calls of `AsyncLLM` that a load makes."""
-
-    async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Every worker's answer."""
-
-    async def init_weight_transfer_engine(self, request: WeightTransferInitRequest) -> None:
-        """Receiver.init_transfer_engine on every worker."""
-
-    async def start_weight_update(self) -> None:
-        """Opens vLLM's update."""
-
-    async def update_weights(self, request: WeightTransferUpdateRequest) -> None:
-        """Receiver.receive_weights on every worker."""
-
-    async def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Closes vLLM's update."""
-
-    async def update_weight_version(self, new_version: str) -> None:
-        """Names the weights in the spans of completions."""
-
-    async def reset_prefix_cache(self) -> bool:
-        """Forgets what older weights computed."""
-
-
-async def open_channel(
-    llm: Engine,
-    *,
-    epoch: int,
-    address: str,
-    rank: int,
-    world_size: int,
-    timeout_s: float,
-    backend: WeightBackend = "gloo",
-    on_answer: Callable[[], None] = lambda: None,
-) -> int:
-    """Joins epoch `epoch` with every worker, the first as `rank`, and returns how many ranks the replica took once all
-    ranks of the epoch have met.
-
-    Requests go on meanwhile. `on_answer` is called whenever the workers have answered: they live, whoever else may be
-    late. StaleEpochError, ChannelBrokenError, DeadlineError.
-    """
-    deadline = time.monotonic() + timeout_s + 1.0
-    info = InitInfo(
-        epoch=epoch, address=address, rank=rank, world_size=world_size, timeout_s=timeout_s, backend=backend
-    )
-    await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=asdict(info)))
-    while True:
-        workers = await llm.collective_rpc("weights_joined")
-        on_answer()
-        for worker in workers:
-            raise_reported(worker["error"])
-        if all(worker["done"] for worker in workers):
-            return len(workers)
-        if time.monotonic() > deadline:
-            raise DeadlineError(
-                f"the workers did not meet the other ranks of weight-channel epoch {epoch} within {timeout_s:g} s"
-            )
-        await asyncio.sleep(_JOIN_POLL_S)
-
-
-async def receive_version(
-    llm: Engine, *, epoch: int, policy_version: int, bucket_timeout_s: float, is_adapter: bool = False
-) -> Transferred:
-    """Receives and loads one version over the joined epoch, concurrently with the actor's publish. Requests must be
-    paused and stay paused until the report was compared. `is_adapter`: the engine was started with LoRA, so that its
-    base stays and the adapter is replaced.
-
-    StaleEpochError, StaleVersionError, ChannelBrokenError before anything was touched; TornWeightsError when a worker's
-    load did not finish; WeightsMismatchError when the workers of the replica differ.
-    """
-    info = asdict(UpdateInfo(epoch=epoch, policy_version=policy_version, bucket_timeout_s=bucket_timeout_s))
-    if is_adapter:
-        await llm.collective_rpc("receive_adapter", kwargs=info)
-    else:
-        await llm.start_weight_update()
-        await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-        await llm.finish_weight_update()
-    reports = await llm.collective_rpc("weights_report")
-    report = agreed_report(policy_version, reports)
-    await llm.update_weight_version(str(policy_version))
-    await llm.reset_prefix_cache()
-    return report
-
-
-def _die_with_parent() -> None:
-    """Ends this process when the process that spawned it ends, however it ends. Only in a worker process of vLLM's: an
-    engine inside the service is the service's affair.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid is not None:
-        die_with_parent(parent.pid)
-
-
-def _end_orphaned_engine() -> None:
-    """Ends the engine's core once the service is gone; `_die_with_parent` then ends the workers with it.
-
-    Where workers are processes of their own (always on CPUs, and with several GPUs) the core stands between the service
-    and them and imports nothing of ours.
-    """
-    core = os.getppid()
-    service = parent_of(core)
-    while parent_of(core) == service:
-        time.sleep(_PARENT_WATCH_S)
-    os.kill(core, signal.SIGKILL)
-
-
-_die_with_parent()
 WeightTransferEngineFactory.register_engine(BACKEND, Receiver)

@@ -34,7 +34,7 @@ _STORE_TIMEOUT = timedelta(seconds=10)
 """Deadline of one call to the store: they are all answered at once, so only a dead or frozen actor reaches it."""
 
 
-class RendezvousHost:
+class RendezvousServer:
     """The store of an epoch, listening on `host` alone. It ends with the last reference to it."""
 
     def __init__(self, host: str) -> None:

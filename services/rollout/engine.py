@@ -30,7 +30,7 @@ from rolecall.errors import ConfigError, GenerationError, UnavailableError, Work
 from rolecall.settings import LoraSection
 from rolecall.v1 import trajectory_pb2
 from rolecall.weights.adapter import POLICY
-from rolecall.weights.receiver import open_channel, receive_version
+from rolecall.weights.engine_calls import join_epoch, receive_version
 from rolecall.weights.transferred import Transferred
 from rolecall.wire import Array
 from services.rollout.config import RolloutConfig
@@ -184,7 +184,7 @@ class VllmEngine:
 
     async def join(self, place: MeetingPlace) -> None:
         """As EngineWeights.join."""
-        opening = open_channel(
+        joining = join_epoch(
             self._llm,
             epoch=place.epoch,
             address=place.address,
@@ -194,7 +194,7 @@ class VllmEngine:
             backend=place.backend,
             on_answer=self._moved,
         )
-        await self._alive(opening)
+        await self._alive(joining)
 
     async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Transferred:
         """As EngineWeights.receive."""

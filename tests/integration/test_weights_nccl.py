@@ -16,7 +16,7 @@ from rolecall.settings import child_environment
 from rolecall.weights.channel import join
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
-from rolecall.weights.rendezvous import RendezvousHost
+from rolecall.weights.rendezvous import RendezvousServer
 from tests.integration.test_weights_processes import line
 from tests.nccl_hosts import as_host
 
@@ -36,7 +36,7 @@ def root_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_a_gpu
 def test_a_lone_rank_broadcasts_over_nccl_and_closes() -> None:
     device = torch.device("cuda", 0)
-    rendezvous = RendezvousHost("127.0.0.1").enter(1)
+    rendezvous = RendezvousServer("127.0.0.1").enter(1)
     channel = join(rendezvous, 1, "nccl", device, MEET_S)
     bucket = torch.arange(1000, dtype=torch.uint8, device=device)
     expected = bucket.clone()
@@ -50,7 +50,7 @@ def test_a_lone_rank_broadcasts_over_nccl_and_closes() -> None:
 @needs_a_gpu
 def test_a_rank_that_waits_for_a_peer_is_freed_by_its_deadline_and_by_an_abort() -> None:
     device = torch.device("cuda", 0)
-    host = RendezvousHost("127.0.0.1")
+    host = RendezvousServer("127.0.0.1")
     late = host.enter(1)
     with pytest.raises(ChannelBrokenError, match="did not meet"):
         join(late, 2, "nccl", device, 2.0)

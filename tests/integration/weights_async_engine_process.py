@@ -6,6 +6,10 @@ python -m tests.integration.weights_async_engine_process DIRECTORY TENSOR_PARALL
 
 import os
 
+from rolecall.lifeline import die_with_parent
+
+if __name__ == "__mp_main__":  # a process that vLLM spawned
+    die_with_parent(os.getppid())
 os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     DO_NOT_TRACK="1",
@@ -27,9 +31,9 @@ from vllm.config import WeightTransferConfig
 from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from rolecall.weights.engine_calls import join_epoch, receive_version
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
-from rolecall.weights.receiver import open_channel, receive_version
 from tests.integration.weights_models import greedy, make_model, named_weights
 
 PROMPT = [5, 9, 23, 77, 4]
@@ -63,7 +67,7 @@ async def main(directory: Path, tensor_parallel_size: int) -> None:
     root = Publisher(torch.device("cpu"))
     world_size = 1 + tensor_parallel_size
     address = root.open(1, world_size, "127.0.0.1", "gloo", TIMEOUT_S)
-    num_ranks = await open_channel(llm, epoch=1, address=address, rank=1, world_size=world_size, timeout_s=TIMEOUT_S)
+    num_ranks = await join_epoch(llm, epoch=1, address=address, rank=1, world_size=world_size, timeout_s=TIMEOUT_S)
     gaps = []
     for version, (model, named) in enumerate(zip(models, weights, strict=True), start=1):
         await llm.pause_generation(mode="keep")

@@ -35,10 +35,10 @@ from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
 from rolecall.errors import RoleCallError
+from rolecall.weights.engine_calls import join_epoch, receive_version
 from rolecall.weights.fingerprint import fingerprint
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
-from rolecall.weights.receiver import open_channel, receive_version
 from rolecall.weights.transferred import Transferred
 from tests.integration.weights_models import greedy, make_model, named_weights
 
@@ -124,7 +124,7 @@ class Bench:
         self.epoch += 1
         address = self.root.open(self.epoch, 2, "127.0.0.1", "gloo", TIMEOUT_S)
         asyncio.run(
-            open_channel(self.engine, epoch=self.epoch, address=address, rank=1, world_size=2, timeout_s=TIMEOUT_S)
+            join_epoch(self.engine, epoch=self.epoch, address=address, rank=1, world_size=2, timeout_s=TIMEOUT_S)
         )
 
     def publish(

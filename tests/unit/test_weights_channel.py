@@ -25,7 +25,7 @@ from rolecall.weights.fingerprint import fingerprint
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.nccl import NcclLibrary
 from rolecall.weights.publisher import Publisher
-from rolecall.weights.rendezvous import WATCH_S, Rendezvous, RendezvousHost
+from rolecall.weights.rendezvous import WATCH_S, Rendezvous, RendezvousServer
 from rolecall.weights.transfer import Reception, agreed_manifest, offer_manifest, send
 from rolecall.weights.transferred import Transferred
 
@@ -279,7 +279,7 @@ def test_what_an_epoch_leaves_in_the_rendezvous_goes_with_it_and_late_ranks_stil
 
 
 def test_a_rank_that_cannot_take_part_frees_those_that_wait_for_it() -> None:
-    host = RendezvousHost("127.0.0.1")
+    host = RendezvousServer("127.0.0.1")
     root, other = host.enter(1), Rendezvous(host.address, 1, 1, MEET_S)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(join, root, 2, "gloo", CPU, MEET_S)
@@ -316,7 +316,7 @@ class Sent:
 
 
 def _send_skipping(
-    host: RendezvousHost, named: list[tuple[str, torch.Tensor]], skipped: int, extra: bool
+    host: RendezvousServer, named: list[tuple[str, torch.Tensor]], skipped: int, extra: bool
 ) -> Transferred:
     manifest = build_manifest(named, 1024)
     rendezvous = host.enter(1)
@@ -336,7 +336,7 @@ def _send_skipping(
 def test_a_skipped_bucket_shows_in_the_fingerprints_of_all_that_came_after_it() -> None:
     named = [(f"w{i}", torch.full((256,), float(i))) for i in range(6)]
     with ThreadPoolExecutor(1) as pool:
-        host = RendezvousHost("127.0.0.1")
+        host = RendezvousServer("127.0.0.1")
         receiver = pool.submit(receive, host.address, 1, 1, 2)
         sent = _send_skipping(host, named, skipped=2, extra=True)
         ((_, arrived),) = receiver.result()
@@ -354,7 +354,7 @@ def test_a_skipped_bucket_shows_in_the_fingerprints_of_all_that_came_after_it() 
 def test_a_skipped_last_bucket_ends_at_the_receivers_deadline() -> None:
     named = [(f"w{i}", torch.full((256,), float(i))) for i in range(3)]
     with ThreadPoolExecutor(1) as pool:
-        host = RendezvousHost("127.0.0.1")
+        host = RendezvousServer("127.0.0.1")
         receiver = pool.submit(receive, host.address, 1, 1, 2, 1, 2.0)
         _send_skipping(host, named, skipped=2, extra=False)
         with pytest.raises(ChannelBrokenError):
@@ -362,7 +362,7 @@ def test_a_skipped_last_bucket_ends_at_the_receivers_deadline() -> None:
 
 
 def test_a_key_that_never_comes_ends_at_the_deadline_and_an_abort_ends_the_wait_at_once() -> None:
-    host = RendezvousHost("127.0.0.1")
+    host = RendezvousServer("127.0.0.1")
     root, other = host.enter(1), Rendezvous(host.address, 1, 1, MEET_S)
     with pytest.raises(DeadlineError, match="'never'"):
         other.take("never", 0.2)
@@ -380,7 +380,7 @@ def test_a_rendezvous_that_nobody_serves_is_a_broken_channel() -> None:
 
 def test_an_epoch_that_breaks_calls_back_once_also_when_asked_late() -> None:
     calls: Future[str] = Future()
-    rendezvous = RendezvousHost("127.0.0.1").enter(1)
+    rendezvous = RendezvousServer("127.0.0.1").enter(1)
     rendezvous.on_broken(lambda: calls.set_result("early"))
     rendezvous.abort("over")
     rendezvous.abort("over again")
@@ -393,7 +393,7 @@ def test_an_epoch_that_breaks_calls_back_once_also_when_asked_late() -> None:
 
 
 def test_nccl_is_refused_by_name_where_there_is_no_gpu() -> None:
-    rendezvous = RendezvousHost("127.0.0.1").enter(1)
+    rendezvous = RendezvousServer("127.0.0.1").enter(1)
     with pytest.raises(NotOnThisDeviceError, match="gloo"):
         join(rendezvous, 2, "nccl", CPU, 1.0)
     rendezvous.close()

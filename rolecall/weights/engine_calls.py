@@ -1,0 +1,135 @@
+"""The service's end of a load: the calls of vLLM's engine that join an epoch and receive a version.
+
+The workers' end is receiver.py. Neither decides to serve: the caller compares what was received with what the actor
+sent, and resumes.
+
+Every worker of an `AsyncLLM`, i.e. every TP rank, takes a rank of its own:
+
+    AsyncEngineArgs(
+        ..., load_format="dummy", weight_transfer_config=WeightTransferConfig(backend="rolecall"),
+        worker_extension_cls="rolecall.weights.receiver.WorkerExtension")
+
+    # All ranks have met when it returns. StaleEpochError, ChannelBrokenError, DeadlineError.
+    await join_epoch(llm, epoch=3, address="127.0.0.1:41234", rank=1, world_size=2, timeout_s=60, backend="gloo")
+    # Always pause: updating while requests run kills the engine.
+    await llm.pause_generation(mode="keep")
+    # Concurrently with the actor's publish. TornWeightsError, StaleVersionError, StaleEpochError, ChannelBrokenError.
+    received = await receive_version(llm, epoch=3, policy_version=7, bucket_timeout_s=30)
+    ... compare received.fingerprints and received.digest with the actor's, run the probe, attest ...
+    await llm.resume_generation()
+
+`receive_version` makes vLLM's own calls in order: start_weight_update, update_weights, finish_weight_update; asks every
+worker for its report (`collective_rpc("weights_report")`); then update_weight_version(str(policy_version)), which names
+the spans of completions, and reset_prefix_cache. The first weights (load_format="dummy") come the same way. After
+TornWeightsError serve nothing; the next successful receive_version, over a new epoch, heals it. A newer `join_epoch`
+aborts the epoch before, wherever a worker may be stuck in it. Neither call blocks the event loop; `join_epoch` does
+not block the engine either.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+from rolecall.errors import DeadlineError
+from rolecall.settings import WeightBackend
+from rolecall.weights.receiver import InitInfo, UpdateInfo
+from rolecall.weights.report import agreed_report, raise_reported
+from rolecall.weights.transferred import Transferred
+
+_JOIN_POLL_S = 0.02
+"""Seconds between two looks at whether the workers have met."""
+
+
+class EngineCalls(Protocol):
+    """The calls of `AsyncLLM` that make up a load."""
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Every worker's answer."""
+
+    async def init_weight_transfer_engine(self, request: WeightTransferInitRequest) -> None:
+        """Receiver.init_transfer_engine on every worker."""
+
+    async def start_weight_update(self) -> None:
+        """Opens vLLM's update."""
+
+    async def update_weights(self, request: WeightTransferUpdateRequest) -> None:
+        """Receiver.receive_weights on every worker."""
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Closes vLLM's update."""
+
+    async def update_weight_version(self, new_version: str) -> None:
+        """Names the weights in the spans of completions."""
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets what older weights computed."""
+
+
+async def join_epoch(
+    llm: EngineCalls,
+    *,
+    epoch: int,
+    address: str,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    backend: WeightBackend = "gloo",
+    on_answer: Callable[[], None] = lambda: None,
+) -> int:
+    """Joins epoch `epoch` with every worker, the first as `rank`, and returns how many ranks the replica took once all
+    ranks of the epoch have met.
+
+    Requests go on meanwhile. `on_answer` is called whenever the workers have answered: they live, whoever else may be
+    late. StaleEpochError, ChannelBrokenError, DeadlineError.
+    """
+    deadline = time.monotonic() + timeout_s + 1.0
+    info = InitInfo(
+        epoch=epoch, address=address, rank=rank, world_size=world_size, timeout_s=timeout_s, backend=backend
+    )
+    await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=asdict(info)))
+    while True:
+        workers = await llm.collective_rpc("weights_joined")
+        on_answer()
+        for worker in workers:
+            raise_reported(worker["error"])
+        if all(worker["done"] for worker in workers):
+            return len(workers)
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"the workers did not meet the other ranks of weight-channel epoch {epoch} within {timeout_s:g} s"
+            )
+        await asyncio.sleep(_JOIN_POLL_S)
+
+
+async def receive_version(
+    llm: EngineCalls, *, epoch: int, policy_version: int, bucket_timeout_s: float, is_adapter: bool = False
+) -> Transferred:
+    """Receives and loads one version over the joined epoch, concurrently with the actor's publish. Requests must be
+    paused and stay paused until the report was compared. `is_adapter`: the engine was started with LoRA, so that its
+    base stays and the adapter is replaced.
+
+    StaleEpochError, StaleVersionError, ChannelBrokenError before anything was touched; TornWeightsError when a worker's
+    load did not finish; WeightsMismatchError when the workers of the replica differ.
+    """
+    info = asdict(UpdateInfo(epoch=epoch, policy_version=policy_version, bucket_timeout_s=bucket_timeout_s))
+    if is_adapter:
+        await llm.collective_rpc("receive_adapter", kwargs=info)
+    else:
+        await llm.start_weight_update()
+        await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await llm.finish_weight_update()
+    reports = await llm.collective_rpc("weights_report")
+    report = agreed_report(policy_version, reports)
+    await llm.update_weight_version(str(policy_version))
+    await llm.reset_prefix_cache()
+    return report
