@@ -25,7 +25,7 @@ import grpc
 
 from rolecall import telemetry
 from rolecall.errors import ConfigError, InvalidInputError, ScorerError, UnauthenticatedError
-from rolecall.rpc import process
+from rolecall.rpc import role_process
 from rolecall.rpc.server import Server
 from rolecall.scoring.client import read_token
 from rolecall.scoring.scores import (
@@ -246,10 +246,10 @@ def _run(scorer: Scorer, address: str, rpc: RpcSection) -> int:
         bound = await server.start()
         await server.set_serving(True)
         logger.info("scorer %s serves on %s", scorer.spec.name, bound)
-        await process.serve(server)
+        await role_process.serve(server)
 
     telemetry.configure(TelemetrySection(), "reward", scorer.spec.name)
-    return process.run(main, f"scorer {scorer.spec.name}")
+    return role_process.run(main, f"scorer {scorer.spec.name}")
 
 
 def _checked(item: reward_pb2.ScoreItem, answer: object, spec: reward_pb2.DescribeResponse) -> reward_pb2.ScoreResult:

@@ -40,13 +40,13 @@ from rolecall.wire import Array, encode_tensor
 from services.controller.fleet.members import Fleet
 from services.controller.publish.publisher import PolicyPublisher
 from services.controller.threads import StoreThreads
+from services.rollout.heartbeat import feed_heartbeat
 from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica, Transfer
 from services.rollout.sampling import MeetingPlace, Probed, SampleRequest
 from services.rollout.scripted import ScriptedEngine, probed
 from services.rollout.service import SERVICE_NAME, RolloutServicer
 from services.rollout.state import State
-from services.rollout.vitals import show_vitals
 from tests.attestation import Trajectory, read_attested, read_trajectories, violations
 from tests.fixtures_store import StoreUnderTest
 
@@ -358,7 +358,7 @@ class RigActor(actor_pb2_grpc.ActorServiceServicer):
 
 @dataclass
 class Beat:
-    """vitals.Pulse of a twin."""
+    """heartbeat.Pulse of a twin."""
 
     busy: bool = False
     count: int = 0
@@ -430,7 +430,7 @@ class Twin:
         pulse = Beat()
         self._tasks = [
             asyncio.create_task(part)
-            for part in (self.pull.run(), show_vitals(self.replica, pulse), self._live(self.join, pulse))
+            for part in (self.pull.run(), feed_heartbeat(self.replica, pulse), self._live(self.join, pulse))
         ]
 
     async def _live(self, join: controller_pb2.JoinRequest, pulse: Beat) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rolecall.lifeline import tied
-from rolecall.rpc.process import FINAL, USAGE
+from rolecall.rpc.role_process import FINAL, USAGE
 from rolecall.settings import child_environment
 from rolecall.store.embedded import EmbeddedStore
 

@@ -2,9 +2,9 @@
 with it.
 
 Owns `rolecall train` from the resolved configuration to the exit code, and the rules of restarting: by exit code
-(`rolecall/rpc/process.py`), by the controller's word that a worker is lost, by silence of the controller and of the
-store, within a budget. Decides nothing about the run: the controller does. A role that has an address runs elsewhere
-and is not ours to start again.
+(`rolecall/rpc/role_process.py`), by the controller's word that a worker is lost, by silence of the controller and of
+the store, within a budget. Decides nothing about the run: the controller does. A role that has an address runs
+elsewhere and is not ours to start again.
 """
 
 import asyncio

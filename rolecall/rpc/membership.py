@@ -31,7 +31,7 @@ from rolecall.errors import (
 from rolecall.rpc import status
 from rolecall.rpc.channel import channel_credentials
 from rolecall.rpc.options import channel_options
-from rolecall.rpc.process import way_out
+from rolecall.rpc.role_process import way_out
 from rolecall.settings import RunSettings
 from rolecall.v1 import controller_pb2
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from rolecall.errors import ConfigError
-from rolecall.rpc.process import ServiceArgs, parse_args, run
+from rolecall.rpc.role_process import ServiceArgs, parse_args, run
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def serve_controller(args: ServiceArgs) -> None:
     """Answers workers and people while the loop runs; ends with it."""
     from rolecall import telemetry  # gRPC and its friends after the configuration has been checked
-    from rolecall.rpc.process import serve
+    from rolecall.rpc.role_process import serve
     from rolecall.rpc.server import Server
     from rolecall.v1 import controller_pb2, controller_pb2_grpc
     from services.controller.run import ControllerEngine

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from rolecall import telemetry
-from rolecall.rpc.process import ServiceArgs, parse_args, run
+from rolecall.rpc.role_process import ServiceArgs, parse_args, run
 from rolecall.settings import rank_of_process
 
 

@@ -1,11 +1,11 @@
-"""`rolecall serve reward`: settings, telemetry, engine, serve, drain. No torch."""
+"""`rolecall serve reward`: settings, telemetry, dispatcher, serve, drain. No torch."""
 
 import asyncio
 import logging
 import sys
 from collections.abc import Sequence
 
-from rolecall.rpc.process import ServiceArgs, parse_args, run
+from rolecall.rpc.role_process import ServiceArgs, parse_args, run
 
 logger = logging.getLogger(__name__)
 
@@ -23,29 +23,29 @@ async def serve_reward(args: ServiceArgs) -> None:
     """Health is SERVING once every component can score."""
     from rolecall import telemetry  # gRPC and its friends after the configuration has been checked
     from rolecall.rpc.membership import Membership
-    from rolecall.rpc.process import serve
+    from rolecall.rpc.role_process import serve
     from rolecall.rpc.server import Server
     from rolecall.v1 import controller_pb2, reward_pb2_grpc
     from services.reward.config import reward_settings
-    from services.reward.engine import RewardEngine
+    from services.reward.dispatcher import Dispatcher
     from services.reward.service import SERVICE_NAME, RewardServicer
 
     settings = args.settings
     telemetry.configure(settings.telemetry, "reward", args.worker)
     reward = reward_settings(settings)
-    engine = RewardEngine(reward, settings.rpc)
+    dispatcher = Dispatcher(reward, settings.rpc)
     server = Server(settings.rpc, reward.bind, setting="reward.bind")
     membership: Membership | None = None
 
     def on_score() -> None:
         if membership is not None:
             membership.progress()
-            membership.phase = engine.trouble or SERVING
+            membership.phase = dispatcher.trouble or SERVING
 
-    server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, RewardServicer(engine, on_score), SERVICE_NAME)
+    server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, RewardServicer(dispatcher, on_score), SERVICE_NAME)
     try:
         address = await server.start()
-        await engine.start()
+        await dispatcher.start()
         failed: asyncio.Future[None] | None = None
         if settings.controller.address is not None:
             membership = Membership(
@@ -61,7 +61,7 @@ async def serve_reward(args: ServiceArgs) -> None:
         if membership is not None:
             membership.stop()
         await server.drain(0.0)  # nothing is left to drain after `serve`; a failed start has not been there
-        await engine.close()
+        await dispatcher.close()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A supervised pool of scorer processes: killable, with a deadline per item.
 
-Owns the worker processes and the queue before them. One thread (`Lane`) per worker starts it, sends it a few items at a
+Owns the worker processes and the queue before them. A `WorkerThread` per worker starts it, sends it a few items at a
 time, times the one it is on, and kills it when that one is late: that item alone fails with TIMEOUT, the others go back
 to the head of the queue. A worker that dies by itself fails the item it was on with WORKER_DIED. Knows no gRPC and no
 reward arithmetic.
@@ -21,7 +21,7 @@ from rolecall.errors import DeadlineError, RoleCallError, UnavailableError, Work
 from rolecall.scoring.scores import error_result
 from rolecall.v1 import reward_pb2
 from services.reward.catalog import LocalScorer
-from services.reward.process import WorkerProcess
+from services.reward.worker_process import WorkerProcess
 
 WORKER_DIED = "WORKER_DIED"
 """Code of an item whose worker ended while it was on it: killed from outside (worth another try), or by the item
@@ -36,9 +36,9 @@ MAX_BATCH_ITEMS = 64
 START_TIMEOUT_S = 120.0
 """Longest start of a worker, its imports included."""
 MAX_FAILED_STARTS = 3
-"""Starts in a row that may fail before a lane answers WORKER_FAILED instead of trying again by itself."""
+"""Starts in a row that may fail before a thread answers WORKER_FAILED instead of trying again by itself."""
 STOP_POLL_S = 0.05
-"""Between two kills while a lane ends: it may have been starting a worker."""
+"""Between two kills while a thread ends: it may have been starting a worker."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ def _resolve(call: Call) -> None:
 
 @dataclass
 class Queue:
-    """Tasks that wait, and the lanes that wait for tasks. `condition` guards it."""
+    """Tasks that wait, and the threads that wait for tasks. `condition` guards it."""
 
     condition: threading.Condition = field(default_factory=threading.Condition)
     tasks: deque[Task] = field(default_factory=deque)
@@ -95,15 +95,15 @@ class WorkerPool:
         dumped = {name: scorer.model_dump(mode="json") for name, scorer in scorers.items()}
         setup = json.dumps({"components": dumped, "search_path": str(search_path)}).encode()
         self._queue = Queue()
-        self._lanes = [Lane(self._queue, setup, num_workers) for _ in range(num_workers)]
+        self._threads = [WorkerThread(self._queue, setup, num_workers) for _ in range(num_workers)]
 
     async def start(self) -> None:
         """Starts the workers and waits until all have imported their scorers. ConfigError says which component cannot
         start.
         """
-        first, *others = self._lanes
+        first, *others = self._threads
         await self._start(first)  # alone, so that a scorer that cannot be imported is said once
-        await asyncio.gather(*(self._start(lane) for lane in others))
+        await asyncio.gather(*(self._start(thread) for thread in others))
 
     async def score(self, component: str, items: Sequence[reward_pb2.ScoreItem]) -> list[reward_pb2.ScoreResult]:
         """One result per item, in the items' order. Waits for the slowest; safe to cancel and to repeat."""
@@ -123,12 +123,12 @@ class WorkerPool:
             _fail(self._queue.tasks, "STOPPING", "the reward service is stopping", retryable=True)
             self._queue.tasks.clear()
             self._queue.condition.notify_all()
-        for lane in self._lanes:
-            lane.stop()
+        for thread in self._threads:
+            thread.stop()
 
-    async def _start(self, lane: "Lane") -> None:
-        lane.start()
-        await asyncio.to_thread(lane.wait_ready)
+    async def _start(self, thread: "WorkerThread") -> None:
+        thread.start()
+        await asyncio.to_thread(thread.wait_ready)
 
     def _submit(self, tasks: list[Task]) -> None:
         with self._queue.condition:  # bounded: held to look at the queue, never while scoring
@@ -146,13 +146,13 @@ class WorkerPool:
             self._queue.condition.notify_all()
 
 
-class Lane:
+class WorkerThread:
     """One worker process and the thread that drives it."""
 
-    def __init__(self, queue: Queue, setup: bytes, num_lanes: int) -> None:
+    def __init__(self, queue: Queue, setup: bytes, num_threads: int) -> None:
         self._queue = queue
         self._setup = setup
-        self._num_lanes = num_lanes
+        self._num_threads = num_threads
         self._thread = threading.Thread(target=self._run, name="scorer", daemon=True)
         self._ready = threading.Event()
         self._start_error: RoleCallError | None = None
@@ -188,7 +188,7 @@ class Lane:
         self._ready.set()
         num_failed_starts = 0
         while True:
-            # A lost worker is replaced before the lane takes more: meanwhile the other lanes do its work.
+            # A lost worker is replaced before the thread takes more: meanwhile the other threads do its work.
             if worker is None or error is not None or not worker.alive():
                 worker, error = self._start_worker(worker)
                 num_failed_starts = 0 if error is None else num_failed_starts + 1
@@ -225,7 +225,7 @@ class Lane:
         with self._queue.condition:  # bounded: held to look at the queue, never while scoring
             while not self._queue.closed:
                 waiting = self._queue.tasks
-                share = min(MAX_BATCH_ITEMS, -(-len(waiting) // self._num_lanes))
+                share = min(MAX_BATCH_ITEMS, -(-len(waiting) // self._num_threads))
                 taken = deque(waiting.popleft() for _ in range(share))
                 live = deque(task for task in taken if not task.call.future.done())
                 if live:

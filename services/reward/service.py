@@ -1,4 +1,4 @@
-"""RewardService over the engine: checks the request, one engine call, encodes the response."""
+"""RewardService over the dispatcher: checks the request, makes one call, encodes the response."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import grpc
 
 from rolecall.errors import InvalidInputError
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
-from services.reward.engine import RewardEngine
+from services.reward.dispatcher import Dispatcher
 
 SERVICE_NAME = "rolecall.v1.RewardService"
 
@@ -15,9 +15,9 @@ SERVICE_NAME = "rolecall.v1.RewardService"
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     """The public contract, `proto/rolecall/v1/reward.proto`."""
 
-    def __init__(self, engine: RewardEngine, on_score: Callable[[], None]) -> None:
+    def __init__(self, dispatcher: Dispatcher, on_score: Callable[[], None]) -> None:
         """`on_score` is called once per answered Score call (progress for the heartbeat)."""
-        self._engine = engine
+        self._dispatcher = dispatcher
         self._on_score = on_score
 
     async def Score(
@@ -31,7 +31,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 f"items: {len(items)} items with {len(ids)} different ids; send at least one item, each with an id "
                 "of its own"
             )
-        results = await self._engine.score(items)
+        results = await self._dispatcher.score(items)
         self._on_score()
         return reward_pb2.ScoreResponse(results=results)
 
@@ -39,4 +39,4 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> reward_pb2.DescribeResponse:
         """Idempotent."""
-        return await self._engine.describe()
+        return await self._dispatcher.describe()

@@ -14,7 +14,7 @@ from rolecall.data.model_files import check_tokenizer
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.rpc.fence import Fence
 from rolecall.rpc.membership import Membership
-from rolecall.rpc.process import ServiceArgs, parse_args, run, serve, tie_to_parent
+from rolecall.rpc.role_process import ServiceArgs, parse_args, run, serve, tie_to_parent
 from rolecall.rpc.server import Server
 from rolecall.settings import tied_to_this_process
 from rolecall.store.connection import connect
@@ -24,10 +24,10 @@ from rolecall.store.sealed import read_ctl
 from rolecall.telemetry import configure as configure_telemetry
 from rolecall.v1 import controller_pb2, rollout_pb2_grpc
 from services.rollout.config import RolloutConfig, configure, machine_cores, start_environment
+from services.rollout.heartbeat import feed_heartbeat
 from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica
 from services.rollout.service import SERVICE_NAME, RolloutServicer
-from services.rollout.vitals import show_vitals
 
 DRAIN_S = 3.0
 """Seconds that groups in hand get to finish when the process is asked to stop; the rest go back to the stream."""
@@ -97,7 +97,7 @@ async def _main(args: ServiceArgs) -> None:
         await replica.stop_taking()
         await pull.drain(DRAIN_S)
 
-    parts = (asyncio.create_task(part) for part in (pull.run(), engine.watch(), show_vitals(replica, membership)))
+    parts = (asyncio.create_task(part) for part in (pull.run(), engine.watch(), feed_heartbeat(replica, membership)))
     failed = asyncio.ensure_future(_first_failure(*parts, membership.failed))
     try:
         await serve(server, drain=drain, failed=failed, grace_s=GRACE_S)

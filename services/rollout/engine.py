@@ -150,7 +150,7 @@ class VllmEngine:
     async def _final(self, prompt: Any, params: SamplingParams, request_id: str, priority: int) -> RequestOutput:
         final: RequestOutput | None = None
         try:
-            # bounded: by generation_timeout_s of whoever asks, and by vitals.py, which ends a hung engine
+            # bounded: by generation_timeout_s of whoever asks, and by rollout.hang_s, past which a hung engine is ended
             async for output in self._llm.generate(
                 prompt, params, request_id, lora_request=self._adapter, priority=priority
             ):

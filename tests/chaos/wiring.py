@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from rolecall.rpc.process import ServiceArgs
+from rolecall.rpc.role_process import ServiceArgs
 from rolecall.settings import RunSettings
 
 NOD_TIMEOUT_S = 2.0

@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from rolecall import telemetry
 from rolecall.errors import CheckpointMismatchError, WorkerLostError
-from rolecall.rpc import process
+from rolecall.rpc import role_process
 from rolecall.rpc.server import Server
 
 
-async def serve(args: process.ServiceArgs) -> None:
+async def serve(args: role_process.ServiceArgs) -> None:
     """Until it is stopped; says when it is up and when it drains."""
     server = Server(args.settings.rpc, "127.0.0.1:0")
     await server.start()
@@ -24,19 +24,19 @@ async def serve(args: process.ServiceArgs) -> None:
         say("drained")
 
     say("up")
-    await process.serve(server, drain=drain, grace_s=0.5)
+    await role_process.serve(server, drain=drain, grace_s=0.5)
 
 
-async def lose_a_rank(args: process.ServiceArgs) -> None:
+async def lose_a_rank(args: role_process.ServiceArgs) -> None:
     """Serves until something in the background fails."""
     server = Server(args.settings.rpc, "127.0.0.1:0")
     await server.start()
     failed = asyncio.get_running_loop().create_future()
     failed.set_exception(WorkerLostError("rank 1 died in backward; see actor.1.log"))
-    await process.serve(server, failed=failed, grace_s=0.5)
+    await role_process.serve(server, failed=failed, grace_s=0.5)
 
 
-async def be_lost(args: process.ServiceArgs) -> None:
+async def be_lost(args: role_process.ServiceArgs) -> None:
     """Serves until the controller gives it up."""
     server = Server(args.settings.rpc, "127.0.0.1:0")
     await server.start()
@@ -47,49 +47,49 @@ async def be_lost(args: process.ServiceArgs) -> None:
 
     say("up")
     asyncio.get_running_loop().call_later(0.1, failed.set_exception, WorkerLostError("no progress for 30 s"))
-    await process.serve(server, drain=drain, failed=failed, grace_s=30.0)
+    await role_process.serve(server, drain=drain, failed=failed, grace_s=30.0)
 
 
-async def hang_for_good(args: process.ServiceArgs) -> None:
+async def hang_for_good(args: role_process.ServiceArgs) -> None:
     """Blocks its event loop; a thread hears that it was given up."""
-    leave = process.way_out("actor")
+    leave = role_process.way_out("actor")
     threading.Thread(target=leave, args=[WorkerLostError("no progress for 30 s")], daemon=True).start()
     say("up")
     time.sleep(60)
 
 
-async def refuse(args: process.ServiceArgs) -> None:
+async def refuse(args: role_process.ServiceArgs) -> None:
     """Meets what no restart mends."""
     raise CheckpointMismatchError("the checkpoint is of another model")
 
 
-async def crash(args: process.ServiceArgs) -> None:
+async def crash(args: role_process.ServiceArgs) -> None:
     """Fails with its server still open."""
     await Server(args.settings.rpc, "127.0.0.1:0").start()
     raise ValueError("shape (3, 4) is not (4, 3)")
 
 
-async def load(args: process.ServiceArgs) -> None:
+async def load(args: role_process.ServiceArgs) -> None:
     """Is still starting when it is stopped."""
     say("up")
     await asyncio.sleep(60)
 
 
-async def hang(args: process.ServiceArgs) -> None:
+async def hang(args: role_process.ServiceArgs) -> None:
     """Has a thread that never ends."""
     _stuck = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, "device"), time.sleep, 60)
     say("up")
-    await process.stop_requested().wait()
+    await role_process.stop_requested().wait()
 
 
-async def block_at_its_end(args: process.ServiceArgs) -> None:
+async def block_at_its_end(args: role_process.ServiceArgs) -> None:
     """Ends when told, and blocks its event loop then, as a gRPC server can that nobody stopped."""
     _blocks = await what_blocks_when_cancelled()
     say("up")
-    await process.stop_requested().wait()
+    await role_process.stop_requested().wait()
 
 
-async def fail_and_block(args: process.ServiceArgs) -> None:
+async def fail_and_block(args: role_process.ServiceArgs) -> None:
     """Fails, and blocks alike."""
     _blocks = await what_blocks_when_cancelled()
     raise ValueError("shape (3, 4) is not (4, 3)")
@@ -109,20 +109,20 @@ async def what_blocks_when_cancelled() -> asyncio.Task[None]:
     return task
 
 
-async def hang_in_drain(args: process.ServiceArgs) -> None:
+async def hang_in_drain(args: role_process.ServiceArgs) -> None:
     """Cannot give its work back."""
     server = Server(args.settings.rpc, "127.0.0.1:0")
     await server.start()
     say("up")
-    await process.serve(server, drain=lambda: asyncio.sleep(60), grace_s=0.3)
+    await role_process.serve(server, drain=lambda: asyncio.sleep(60), grace_s=0.3)
 
 
-async def name(args: process.ServiceArgs) -> None:
+async def name(args: role_process.ServiceArgs) -> None:
     """Says who it is."""
     say(f"{args.worker} {args.settings.run.num_steps}")
 
 
-async def incarnation(args: process.ServiceArgs) -> None:
+async def incarnation(args: role_process.ServiceArgs) -> None:
     """Says which start of it this is."""
     say(args.incarnation)
 
@@ -133,7 +133,7 @@ def say(word: str) -> None:
     sys.stdout.flush()
 
 
-WAYS: dict[str, Callable[[process.ServiceArgs], Awaitable[None]]] = {
+WAYS: dict[str, Callable[[role_process.ServiceArgs], Awaitable[None]]] = {
     way.__name__: way
     for way in (
         serve,
@@ -154,6 +154,6 @@ WAYS: dict[str, Callable[[process.ServiceArgs], Awaitable[None]]] = {
 
 
 if __name__ == "__main__":
-    args = process.parse_args("actor", sys.argv[2:])
+    args = role_process.parse_args("actor", sys.argv[2:])
     telemetry.configure(args.settings.telemetry, "actor", args.worker)
-    sys.exit(process.run(lambda: WAYS[sys.argv[1]](args), "actor"))
+    sys.exit(role_process.run(lambda: WAYS[sys.argv[1]](args), "actor"))

@@ -24,7 +24,7 @@ from rolecall.scoring.scores import Failure, Outcome
 from rolecall.settings import RewardComponent, RewardSection, RpcSection
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 from services.reward.config import RewardSettings
-from services.reward.engine import RewardEngine
+from services.reward.dispatcher import Dispatcher
 from services.reward.service import RewardServicer
 from tests.contract.peer import Authority
 from tests.contract.reward_peers import Liar, client_of, items_of, serving, write_user_module
@@ -52,10 +52,10 @@ async def start_service(folder: Path) -> AsyncIterator[StartService]:
             settings = RewardSettings(
                 "127.0.0.1:0", parts, num_workers=2, search_path=folder, start_timeout_s=start_timeout_s
             )
-            engine = RewardEngine(settings, RpcSection())
-            stack.push_async_callback(engine.close)
-            await engine.start()
-            return await stack.enter_async_context(serving(RewardServicer(engine, on_score=lambda: None)))
+            dispatcher = Dispatcher(settings, RpcSection())
+            stack.push_async_callback(dispatcher.close)
+            await dispatcher.start()
+            return await stack.enter_async_context(serving(RewardServicer(dispatcher, on_score=lambda: None)))
 
         yield start
 

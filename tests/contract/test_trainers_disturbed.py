@@ -16,7 +16,7 @@ import pytest
 
 from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import CheckpointMissingError, DeadlineError, DiskFullError, FencedError, OutOfOrderError
-from rolecall.rpc.process import ServiceArgs
+from rolecall.rpc.role_process import ServiceArgs
 from rolecall.settings import RunSettings
 from rolecall.training.serving.applied import Applied
 from rolecall.training.serving.device_thread import Lane

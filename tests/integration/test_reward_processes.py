@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2
 
 from rolecall.reward import SERVICE_NAME
 from rolecall.rpc.channel import open_channel
-from rolecall.rpc.process import RESTART
+from rolecall.rpc.role_process import RESTART
 from rolecall.scoring.scores import Failure, Score
 from rolecall.settings import RpcSection
 from rolecall.v1 import controller_pb2
@@ -240,7 +240,7 @@ def test_a_service_whose_scoring_process_is_killed_at_the_start_asks_to_be_start
 
 
 def test_the_light_parts_stay_light() -> None:
-    imports = "import services.reward.engine, services.reward.service, services.reward.worker, rolecall.reward, sys"
+    imports = "import services.reward.dispatcher, services.reward.service, services.reward.worker, rolecall.reward, sys"
     program = f"{imports}; print({{'torch', 'transformers', 'sympy', 'vllm'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from rolecall.rpc.process import RESTART
+from rolecall.rpc.role_process import RESTART
 from rolecall.trajectory import SAMPLED_COLUMNS, rows_of
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.wire import decode_tensor

@@ -31,7 +31,7 @@ from rolecall.wire import encode_tensor
 from services.controller.groups.group_scorer import GroupScorer
 from services.controller.threads import StoreThreads
 from services.reward.config import RewardSettings
-from services.reward.engine import RewardEngine
+from services.reward.dispatcher import Dispatcher
 from services.reward.service import RewardServicer
 from tests.contract.reward_peers import Liar, serving, write_user_module
 from tests.fixtures_store import StoreUnderTest
@@ -179,15 +179,15 @@ async def scoring(
 async def reward_service(folder: Path, **components: dict[str, Any]) -> AsyncIterator[str]:
     """Our reward service over the components given as in the file."""
     parts = {name: COMPONENT.validate_python(part, context={"base": folder}) for name, part in components.items()}
-    engine = RewardEngine(
+    dispatcher = Dispatcher(
         RewardSettings("127.0.0.1:0", parts, num_workers=1, search_path=folder, start_timeout_s=60.0), RpcSection()
     )
     try:
-        await engine.start()
-        async with serving(RewardServicer(engine, on_score=lambda: None)) as address:
+        await dispatcher.start()
+        async with serving(RewardServicer(dispatcher, on_score=lambda: None)) as address:
             yield address
     finally:
-        await engine.close()
+        await dispatcher.close()
 
 
 def external(address: str, **keys: object) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import yaml
 
 from rolecall.errors import RoleCallError, WorkerLostError
 from rolecall.rpc.channel import open_channel
-from rolecall.rpc.process import RESTART
+from rolecall.rpc.role_process import RESTART
 from rolecall.settings import RpcSection, child_environment
 from rolecall.training.ranks.watch import LOST_S
 from rolecall.v1 import actor_pb2_grpc, controller_pb2, critic_pb2_grpc

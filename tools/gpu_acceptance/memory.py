@@ -2,7 +2,7 @@
 tells whether another start can help.
 
 The role is a process of its own: `python -m tools.gpu_acceptance.memory MODEL OUT [--after-success] [--dry]`, run as
-every role is (rolecall/rpc/process.py).
+every role is (rolecall/rpc/role_process.py).
 Its memory is limited, by the device's allocator or, on CPUs, by the kernel, so that it is really exhausted.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from rolecall.rpc.process import FINAL, RESTART, run
+from rolecall.rpc.role_process import FINAL, RESTART, run
 from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.ranks.device import memory_bytes
 from rolecall.training.serving.device_thread import Lane

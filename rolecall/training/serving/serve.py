@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from rolecall.errors import DeadlineError
 from rolecall.rpc.membership import Membership
-from rolecall.rpc.process import ServiceArgs, serve, stop_requested, way_out
+from rolecall.rpc.role_process import ServiceArgs, serve, stop_requested, way_out
 from rolecall.rpc.server import Server
 from rolecall.settings import RunSettings, TrainerSection
 from rolecall.training.serving.calls import DRAIN_S, ColumnFront

@@ -5,7 +5,7 @@ import sys
 
 from rolecall import telemetry
 from rolecall.rpc.fence import Fence
-from rolecall.rpc.process import ServiceArgs, parse_args, run
+from rolecall.rpc.role_process import ServiceArgs, parse_args, run
 from rolecall.store.connection import connect
 from rolecall.store.sealed import read_ctl, read_sealed
 from rolecall.training.serving.calls import TrainerFront

@@ -2,7 +2,7 @@
 
 import sys
 
-from rolecall.rpc.process import parse_args, run
+from rolecall.rpc.role_process import parse_args, run
 from services.reward.__main__ import serve_reward
 from tests.chaos.wiring import hook_of, through_the_wire
 

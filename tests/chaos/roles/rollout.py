@@ -6,17 +6,17 @@ import sys
 from rolecall import telemetry
 from rolecall.rpc.fence import Fence
 from rolecall.rpc.membership import Membership
-from rolecall.rpc.process import ServiceArgs, parse_args, run, serve
+from rolecall.rpc.role_process import ServiceArgs, parse_args, run, serve
 from rolecall.rpc.server import Server
 from rolecall.store.connection import connect
 from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
 from rolecall.store.sealed import read_ctl
 from rolecall.v1 import controller_pb2, rollout_pb2_grpc
+from services.rollout.heartbeat import feed_heartbeat
 from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica
 from services.rollout.service import SERVICE_NAME, RolloutServicer
-from services.rollout.vitals import show_vitals
 from tests.chaos.light_rollout import LightEngine, LightTokenizer
 from tests.chaos.wiring import hook_of, through_the_wire, wire_of
 
@@ -86,8 +86,8 @@ async def _serve(args: ServiceArgs) -> None:
         await replica.stop_taking()
         await pull.drain(1.0)
 
-    vitals = asyncio.create_task(show_vitals(replica, membership))
-    failed = asyncio.ensure_future(_first_failure(pulling, vitals, membership.failed))
+    beating = asyncio.create_task(feed_heartbeat(replica, membership))
+    failed = asyncio.ensure_future(_first_failure(pulling, beating, membership.failed))
     try:
         await serve(server, drain=drain, failed=failed, grace_s=3.0)
     finally:

@@ -13,7 +13,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from rolecall.errors import ExhaustedError, NotOnThisDeviceError
-from rolecall.rpc.process import ServiceArgs, parse_args, run
+from rolecall.rpc.role_process import ServiceArgs, parse_args, run
 from rolecall.rpc.server import Server
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 from tests.integration.fake_roles.role import POLL_S, obey

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from rolecall.rpc.process import ServiceArgs, parse_args, run
+from rolecall.rpc.role_process import ServiceArgs, parse_args, run
 
 POLL_S = 0.05
 

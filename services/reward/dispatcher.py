@@ -61,7 +61,7 @@ class LocalComponent:
         return [_outcome(result) for result in await self._pool.score(self._name, items)]
 
 
-class RewardEngine:
+class Dispatcher:
     """All components of a reward service. `start` before `score`, `close` at the end."""
 
     def __init__(self, settings: RewardSettings, rpc: RpcSection) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rolecall.rpc import process
+from rolecall.rpc import role_process
 from rolecall.settings import child_environment, store_url_file
 from tests.conftest import MakeSettings
 
@@ -86,7 +86,7 @@ def test_a_signal_during_start_ends_the_role_at_once(launcher: Launcher) -> None
 def test_a_failure_is_said_in_one_clear_line_after_the_end_of_its_traceback(launcher: Launcher) -> None:
     role = launcher.start("crash")
     _, err = role.communicate(timeout=60)
-    assert role.returncode == process.RESTART
+    assert role.returncode == role_process.RESTART
     assert err.splitlines()[-1] == "actor failed: ValueError: shape (3, 4) is not (4, 3)", err
     assert "in crash" in err
     assert "never awaited" not in err
@@ -95,7 +95,7 @@ def test_a_failure_is_said_in_one_clear_line_after_the_end_of_its_traceback(laun
 def test_a_failure_in_the_background_ends_the_role_with_its_message(launcher: Launcher) -> None:
     role = launcher.start("lose_a_rank")
     _, err = role.communicate(timeout=60)
-    assert role.returncode == process.RESTART
+    assert role.returncode == role_process.RESTART
     assert err.splitlines()[-1] == "actor failed: rank 1 died in backward; see actor.1.log", err
 
 
@@ -103,7 +103,7 @@ def test_a_log_that_finds_no_space_makes_no_failure_final(config: Path) -> None:
     command = [sys.executable, "-m", "tests.contract.a_role", "lose_a_rank", str(config)]
     with open("/dev/full", "w") as full:
         code = subprocess.run(command, cwd=ROOT, stdout=full, stderr=full, timeout=60).returncode
-    assert code in (process.RESTART, 120), (
+    assert code in (role_process.RESTART, 120), (
         "120: the interpreter could not flush its own streams, which no launcher takes for final either"
     )
 
@@ -111,21 +111,21 @@ def test_a_log_that_finds_no_space_makes_no_failure_final(config: Path) -> None:
 def test_an_error_that_no_restart_mends_has_an_exit_code_of_its_own(launcher: Launcher) -> None:
     role = launcher.start("refuse")
     _, err = role.communicate(timeout=60)
-    assert role.returncode == process.FINAL
+    assert role.returncode == role_process.FINAL
     assert err.splitlines()[-1] == "actor failed: the checkpoint is of another model", err
 
 
 def test_a_process_given_up_as_hung_ends_though_its_event_loop_is_stuck(launcher: Launcher) -> None:
     role = up(launcher.start("hang_for_good"))
     _, err = role.communicate(timeout=50)  # its event loop is stuck for 60 s
-    assert role.returncode == process.RESTART
+    assert role.returncode == role_process.RESTART
     assert err.splitlines()[-1] == "actor failed: no progress for 30 s", err
 
 
 def test_a_lost_worker_is_not_drained(launcher: Launcher) -> None:
     role = up(launcher.start("be_lost"))
     out, err = role.communicate(timeout=60)
-    assert role.returncode == process.RESTART, err
+    assert role.returncode == role_process.RESTART, err
     assert out == ""
 
 
@@ -150,7 +150,7 @@ def test_an_end_that_blocks_does_not_keep_a_role_that_failed_and_the_reason_is_i
 ) -> None:
     role = launcher.start("fail_and_block")
     _, err = role.communicate(timeout=50)
-    assert role.returncode == process.RESTART, err
+    assert role.returncode == role_process.RESTART, err
     assert err.splitlines()[-1] == "actor failed: ValueError: shape (3, 4) is not (4, 3)", err
 
 
@@ -203,14 +203,14 @@ def test_a_bad_command_line_is_one_line_and_exit_code_2(
     arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        process.parse_args("actor", arguments)
+        role_process.parse_args("actor", arguments)
     assert caught.value.code == 2
     assert capsys.readouterr().err.startswith(line)
 
 
 def test_a_bad_override_names_its_key(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        process.parse_args("actor", [str(config), "--run.num_steps=-1"])
+        role_process.parse_args("actor", [str(config), "--run.num_steps=-1"])
     assert "run.num_steps" in capsys.readouterr().err
 
 
@@ -222,36 +222,36 @@ def test_the_launcher_s_incarnation_is_the_role_s(launcher: Launcher) -> None:
 
 def test_a_role_started_by_hand_finds_the_embedded_store_of_its_run(config: Path, tmp_path: Path) -> None:
     file = store_url_file(tmp_path / "run")
-    assert process.parse_args("rollout", [str(config)]).settings.store.url is None
+    assert role_process.parse_args("rollout", [str(config)]).settings.store.url is None
     file.parent.mkdir(parents=True)
     file.write_text("unix:///run/store.sock\n")
-    found = process.parse_args("rollout", [str(config)]).settings.store.url
+    found = role_process.parse_args("rollout", [str(config)]).settings.store.url
     assert found is not None
     assert found.get_secret_value() == "unix:///run/store.sock"
-    given = process.parse_args("rollout", [str(config), "--store.url", "redis://elsewhere"]).settings.store.url
+    given = role_process.parse_args("rollout", [str(config), "--store.url", "redis://elsewhere"]).settings.store.url
     assert given is not None
     assert given.get_secret_value() == "redis://elsewhere"
 
 
 def test_each_start_is_another_incarnation_and_every_worker_has_a_name(config: Path) -> None:
-    first, second = (process.parse_args("rollout", [str(config)]) for _ in range(2))
+    first, second = (role_process.parse_args("rollout", [str(config)]) for _ in range(2))
     assert first.incarnation != second.incarnation
     assert first.worker != second.worker
-    assert process.parse_args("reward", ["--name=b", str(config)]).worker == "b"
-    assert process.parse_args("reward", [str(config)]).worker == "reward"
+    assert role_process.parse_args("reward", ["--name=b", str(config)]).worker == "b"
+    assert role_process.parse_args("reward", [str(config)]).worker == "reward"
 
 
 def test_a_reference_is_named_after_its_instance(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kl = ["--references.ref", "{}", "--algorithm.kl", "{reference: ref, kl_coef: 0.1}"]
-    assert process.parse_args("reference", [str(config), *kl]).worker == "ref"
+    assert role_process.parse_args("reference", [str(config), *kl]).worker == "ref"
     with pytest.raises(SystemExit):
-        process.parse_args("reference", [str(config)])
+        role_process.parse_args("reference", [str(config)])
     assert "--name is missing" in capsys.readouterr().err
 
 
 def test_help_and_bad_configurations_are_instant_and_load_nothing_heavy() -> None:
     code = (
-        "import sys, rolecall.rpc.process as p\n"
+        "import sys, rolecall.rpc.role_process as p\n"
         "heavy = {'grpc', 'torch', 'vllm', 'numpy', 'transformers', 'opentelemetry', 'redis'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "p.parse_args('actor', ['--help'])"

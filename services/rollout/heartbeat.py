@@ -23,7 +23,7 @@ class Pulse(Protocol):
         """Says that something moved."""
 
 
-async def show_vitals(replica: Replica, pulse: Pulse) -> None:
+async def feed_heartbeat(replica: Replica, pulse: Pulse) -> None:
     """Runs until cancelled."""
     seen = -1
     while True:

@@ -11,8 +11,8 @@ import pytest
 
 from rolecall.errors import ChannelBrokenError
 from rolecall.store.embedded import EmbeddedStore
+from services.rollout.heartbeat import LOOK_S, feed_heartbeat
 from services.rollout.scripted import ScriptedEngine
-from services.rollout.vitals import LOOK_S, show_vitals
 from tests.contract.rollout_replica import ReplicaUnderTest, replica_under_test
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_tokenizer
@@ -88,11 +88,11 @@ async def test_a_load_is_owed_once_its_caller_has_left_and_not_while_it_is_waite
                 await asyncio.sleep(0.01)
 
 
-async def test_vitals_are_shown_at_every_look(store: StoreUnderTest, tmp_path: Path) -> None:
+async def test_the_heartbeat_is_fed_at_every_look(store: StoreUnderTest, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.01)) as rollout:
         pulse = Pulse()
-        showing = asyncio.create_task(show_vitals(rollout.replica, pulse))
+        showing = asyncio.create_task(feed_heartbeat(rollout.replica, pulse))
         await rollout.publish(1)
         rollout.engine.hold = True
         rollout.admit(1)
