@@ -93,6 +93,21 @@ def test_a_docstring_names_files_that_exist() -> None:
     assert missing == set()
 
 
+def test_the_readme_draws_the_tree_as_it_is() -> None:
+    drawing = (ROOT / "README.md").read_text().split("## The tree\n\n```\n")[1].split("```")[0]
+    above: list[Path] = [ROOT]
+    drawn_folders = set()
+    for line in drawing.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        for name in re.findall(r"(?:^ *|(?<=\S  ))([\w/]+/)(?= |$)", line):
+            above[depth + 1 :] = [above[depth] / name]
+            assert above[depth + 1].is_dir(), name
+            drawn_folders.add(above[depth + 1])
+    inner = {ROOT / "rolecall", ROOT / "rolecall" / "training", ROOT / "services", ROOT / "services" / "controller"}
+    there = {path for folder in inner for path in folder.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert there <= drawn_folders
+
+
 def headings(page: Path) -> set[str]:
     """The anchors of a page, as GitHub makes them."""
     lines = [line.lstrip("#").strip().lower() for line in page.read_text().splitlines() if line.startswith("#")]
