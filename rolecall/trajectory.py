@@ -1,178 +1,31 @@
-"""The one schema of a trajectory: names, dtypes, shapes, writers and readers of its columns.
+"""The one encoding of a trajectory: its columns as bytes, the bytes of a row, ids and seeds.
 
-A trajectory is a row of the store and a field is a column. T = prompt + response tokens, all turns.
-
-Alignment: index t of every per-token column speaks of `token_ids[t]`. `logprobs[t]` is of token t given the tokens
-before it; index 0 is 0. The stop token is kept and has mask 1. `values[t]` is the value before token t (head output at
-t-1); a reward at t arrives after token t. Under `bootstrap_truncated` a truncated trajectory bootstraps from
-`bootstrap_value`; a stopped one never does.
+Columns stand in rolecall/columns.py.
 
 Ids: a group's `gid` is its admission number; a trajectory is `<gid>/<i>`, 0 <= i < G; the greedy response beside them,
 where there is one, is `<gid>/<G>`.
 """
 
 import hashlib
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Sequence
 
 import numpy as np
 
+from rolecall.columns import Column, Writer, column, columns_of
 from rolecall.errors import InvalidInputError
-from rolecall.settings.algorithm.distillation import TEACHER
 from rolecall.v1 import trajectory_pb2
 from rolecall.wire import Array, decode_array
 
 META = "meta"
 """The column that holds a serialized TrajectoryMeta."""
 
+SAMPLED_COLUMNS = columns_of(Writer.ROLLOUT)
+"""Columns that a rollout writes, beside META."""
 
-class Writer(Enum):
-    """The role that writes a column, once."""
-
-    ROLLOUT = "rollout"
-    CONTROLLER = "controller"
-    REFERENCE = "reference"
-    CRITIC = "critic"
-    ACTOR = "actor"
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column: numpy dtype, shape with -1 for T (or for a length of its own), writer, readers and meaning."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    per_token: bool
-    writer: Writer
-    readers: str
-    meaning: str
-
-
-def _column(
-    name: str, dtype: str, shape: tuple[int, ...], per_token: bool, writer: Writer, readers: str, meaning: str
-) -> Column:
-    return Column(name, dtype, shape, per_token, writer, readers, meaning)
-
-
-_ALL = [
-    _column("token_ids", "<i4", (-1,), True, Writer.ROLLOUT, "all", "prompt, then what was sampled"),
-    _column("response_mask", "u1", (-1,), True, Writer.ROLLOUT, "all", "1 = sampled by the policy"),
-    _column(
-        "rollout_logprobs",
-        "<f4",
-        (-1,),
-        True,
-        Writer.ROLLOUT,
-        "actor",
-        "sampler's logprob, temperature applied; 0 where mask is 0",
-    ),
-    _column(
-        "policy_versions",
-        "<i4",
-        (-1,),
-        True,
-        Writer.ROLLOUT,
-        "controller, actor",
-        "version that sampled the token; -1 where mask is 0",
-    ),
-    _column("reward", "<f4", (1,), False, Writer.CONTROLLER, "controller", "raw scalar reward"),
-    _column(
-        "token_rewards",
-        "<f4",
-        (-1,),
-        True,
-        Writer.CONTROLLER,
-        "controller",
-        "raw per-token rewards, 0 where mask is 0; absent if the scorer gives none",
-    ),
-    _column(
-        "reward_components",
-        "<f4",
-        (-1,),
-        False,
-        Writer.CONTROLLER,
-        "controller",
-        "one value per name in the run's component list",
-    ),
-    _column(
-        "values", "<f4", (-1,), True, Writer.CRITIC, "controller, critic", "value before token t; 0 where mask is 0"
-    ),
-    _column("bootstrap_value", "<f4", (1,), False, Writer.CRITIC, "controller", "value after the last token"),
-    _column(
-        "old_logprobs",
-        "<f4",
-        (-1,),
-        True,
-        Writer.ACTOR,
-        "controller, actor",
-        "policy's logprob before the batch's first update",
-    ),
-    _column(
-        "sum_squared_probs",
-        "<f4",
-        (-1,),
-        True,
-        Writer.ACTOR,
-        "controller",
-        "sum over the vocabulary of squared probabilities; 0 where mask is 0",
-    ),
-    _column(
-        "loss_mask", "u1", (-1,), True, Writer.CONTROLLER, "actor, critic", "subset of response_mask that is trained on"
-    ),
-    _column(
-        "advantages", "<f4", (-1,), True, Writer.CONTROLLER, "actor", "advantage of token t; 0 where loss_mask is 0"
-    ),
-    _column(
-        "returns",
-        "<f4",
-        (-1,),
-        True,
-        Writer.CONTROLLER,
-        "critic",
-        "regression target of values; 0 where loss_mask is 0",
-    ),
-]
-COLUMNS = {column.name: column for column in _ALL}
-
-SAMPLED_COLUMNS = ("token_ids", "response_mask", "rollout_logprobs", "policy_versions")
-"""What a rollout writes, beside META."""
-
-
-def reference_column(instance: str) -> str:
-    """Name of the column that the reference `instance` writes: float32 [T] logprobs, 0 where response_mask is 0. Also
-    of TEACHER's.
-    """
-    return f"{instance}/logprobs"
-
-
-TOPK_IDS = f"{TEACHER}/topk_ids"
-"""int32 [T, k]: the ids that the teacher gives the highest probability, the highest first."""
-TOPK_LOGPROBS = f"{TEACHER}/topk_logprobs"
-"""float32 [T, k]: the teacher's logprobs of TOPK_IDS."""
-
-
-def column(name: str) -> Column:
-    """The schema of `name`. InvalidInputError for a name outside it."""
-    if name in COLUMNS:
-        return COLUMNS[name]
-    if name.endswith("/logprobs"):
-        return _column(name, "<f4", (-1,), True, Writer.REFERENCE, "controller, actor", "a reference's logprobs")
-    if name == TOPK_IDS:
-        return _column(
-            name,
-            "<i4",
-            (-1, -1),
-            True,
-            Writer.REFERENCE,
-            "actor",
-            "ids of a teacher's highest probabilities; 0 where mask is 0",
-        )
-    if name == TOPK_LOGPROBS:
-        return _column(name, "<f4", (-1, -1), True, Writer.REFERENCE, "actor", "their logprobs; 0 where mask is 0")
-    raise InvalidInputError(
-        f"column {name!r} is not in the trajectory schema; use one of {sorted(COLUMNS)} or '<reference>/logprobs'"
-    )
+TEXT_BYTES = 4
+"""Bytes of a response's text for each token, in META."""
+ROW_BYTES = 2048
+"""Bytes of a row for its keys, the rest of META, columns that do not grow with tokens, and the store's own overhead."""
 
 
 def encode_column(name: str, array: Array, num_tokens: int) -> bytes:
@@ -194,17 +47,12 @@ def decode_column(name: str, data: bytes, num_tokens: int) -> Array:
     )
 
 
-def row_bytes(num_tokens: int, num_references: int, *, critic: bool, top_k: int = 0) -> int:
-    """Bytes of one stored trajectory of `num_tokens` tokens: its columns, and 2 KiB for keys, meta and the store's own
-    overhead; without the prompt's messages and metadata, which a group holds once.
-
-    Per token: token_ids 4, response_mask 1, rollout_logprobs 4, policy_versions 4, loss_mask 1, advantages 4, returns
-    4, old_logprobs 4, token_rewards 4, values 4 with a critic, 4 for each reference that speaks of the row, 8 for each
-    of a teacher's `top_k` ids; sum_squared_probs 4 with an estimator that reads it (count it as a reference); and 4 for
-    the response's text, once in meta.
+def row_bytes(num_tokens: int, columns: Sequence[Column], top_k: int = 0) -> int:
+    """Bytes of one stored trajectory of `num_tokens` tokens with `columns`, of which a teacher's hold `top_k` numbers a
+    token; without the prompt's messages and metadata, which a group holds once.
     """
-    per_token = 34 + 4 * critic + 4 * num_references + 8 * top_k
-    return num_tokens * per_token + 2048
+    per_token = TEXT_BYTES + sum(each.bytes_per_token(top_k) for each in columns)
+    return num_tokens * per_token + ROW_BYTES
 
 
 def seed_of(run_seed: int, gid: int, index: int) -> int:

@@ -1,38 +1,31 @@
 """What a configuration's algorithm computes, in words and in the order of the computation, for `rolecall check`: a
 sentence per stage.
 
-Every kind of every section has its words here, and a type checker that finds one without.
+Every kind of every section has its words here (an estimator's stand in its section), and a type checker finds one
+without.
 """
 
 from collections.abc import Iterator
 from typing import assert_never
 
 from rolecall.settings import (
-    AdvantageSection,
     AlgorithmSection,
     ClipCovLoss,
     ClippedLoss,
     CorrectionSection,
     CurriculumSection,
-    CustomAdvantage,
     CustomLoss,
     DistillationSection,
     DppoLoss,
     DroLoss,
     EntropySection,
     FiltersSection,
-    GaeAdvantage,
-    GdpoAdvantage,
-    GrpoAdvantage,
     IcePopWeight,
     ImportanceWeight,
     KlCovLoss,
     KlSection,
-    PassAtKAdvantage,
-    PlainAdvantage,
     PolicyLossSection,
     ReinforceLoss,
-    ReinforcePlusPlusAdvantage,
     RunSettings,
     SapoLoss,
     ShapingSection,
@@ -48,15 +41,6 @@ _AGGREGATIONS = {
 _DIVERGENCES = {
     "dppo_tv": "|probability - old probability|",
     "dppo_kl": "the token's KL from the old policy",
-}
-_PLAIN = {
-    "rloo": "reward minus the mean of the group's other rewards (RLOO)",
-    "remax": "reward minus that of a greedy response to the same prompt, which is sampled beside the group (ReMax)",
-    "opo": "reward minus the group's mean weighted by response length (OPO)",
-    "gpg": "reward minus the group's mean, scaled up for groups without signal (GPG)",
-    "maxrl": "reward minus the group's mean, over that mean (MaxRL)",
-    "optimal_token_baseline": "reward to go minus a baseline for every token, after a pass of the actor over the batch "
-    "(optimal token baseline)",
 }
 
 
@@ -135,7 +119,7 @@ def _shaping(section: ShapingSection, longest: int) -> Iterator[str]:
 
 def _advantages(algorithm: AlgorithmSection) -> str:
     distillation = algorithm.distillation
-    task = _estimator(algorithm.advantage)
+    task = algorithm.advantage.words
     if distillation is None or (distillation.placement == "loss" and distillation.task_coef == 1):
         return task
     words = [f"{distillation.task_coef:g} x ({task})"] if distillation.task_coef else ["rewards teach nothing"]
@@ -148,52 +132,6 @@ def _advantages(algorithm: AlgorithmSection) -> str:
 
 def _pass(algorithm: AlgorithmSection) -> str:
     return "" if algorithm.sampler_is_old else ", after a pass of the actor over the batch"
-
-
-def _estimator(section: AdvantageSection) -> str:
-    match section:
-        case GrpoAdvantage(normalize_std=True, supervision="outcome"):
-            return "reward minus the group's mean, over the group's standard deviation (GRPO)"
-        case GrpoAdvantage(supervision="outcome"):
-            return "reward minus the group's mean (GRPO without the standard deviation, as Dr. GRPO)"
-        case GrpoAdvantage():
-            scaled = ", over their standard deviation" if section.normalize_std else ""
-            return (
-                f"rewards of steps minus the mean of all the group's{scaled}, summed from each token's step on "
-                "(GRPO, process supervision)"
-            )
-        case PlainAdvantage():
-            return _PLAIN[section.kind]
-        case GaeAdvantage():
-            whitened = ", whitened over the batch" if section.whiten else ""
-            cut_off = (
-                ", and the critic's value after a response that was cut off" if section.bootstrap_truncated else ""
-            )
-            return (
-                f"GAE over the critic's values, gamma {section.gamma:g}, lambda "
-                f"{section.gae_lambda:g}{cut_off}{whitened}"
-            )
-        case ReinforcePlusPlusAdvantage():
-            centred = (
-                "reward minus the group's mean"
-                if section.baseline == "group"
-                else f"reward to go, gamma {section.gamma:g}"
-            )
-            return (
-                f"{centred}, whitened over the batch "
-                f"(REINFORCE++{' with baseline' if section.baseline == 'group' else ''})"
-            )
-        case PassAtKAdvantage():
-            return (
-                f"what a response adds to the chance that one of {section.k} reaches {section.solved_at:g} "
-                "(pass@k training)"
-            )
-        case GdpoAdvantage():
-            return "each component of the reward normalised in its group, and their weighted sum over the batch (GDPO)"
-        case CustomAdvantage():
-            return f"your function {section.function}"
-        case _:
-            assert_never(section)
 
 
 def _loss(section: PolicyLossSection) -> str:

@@ -26,7 +26,7 @@ from rolecall.settings.algorithm.correction import (
     ImportanceWeight,
     Rejection,
 )
-from rolecall.settings.algorithm.distillation import TEACHER, DistillationSection
+from rolecall.settings.algorithm.distillation import DistillationSection
 from rolecall.settings.algorithm.kl import ACTOR_BASE, KL_ERROR_BOUND, AdaptiveKl, KlEstimator, KlSection
 from rolecall.settings.algorithm.losses import (
     Aggregation,
@@ -125,7 +125,6 @@ from rolecall.settings.trainers import (
 __all__ = [
     "ACTOR_BASE",
     "KL_ERROR_BOUND",
-    "TEACHER",
     "ActorSection",
     "AdaptiveKl",
     "AdvantageSection",

@@ -4,16 +4,14 @@ from typing import Any, Self
 
 from pydantic import PrivateAttr, field_validator, model_validator
 
+from rolecall.columns import COLUMNS, TEACHER, Column, Given, Plugin, column, reference_column
 from rolecall.settings.algorithm.advantages import (
     CustomAdvantage,
     GdpoAdvantage,
     GrpoAdvantage,
     PassAtKAdvantage,
-    compares_responses,
-    reads_values,
 )
 from rolecall.settings.algorithm.algorithm import AlgorithmSection
-from rolecall.settings.algorithm.distillation import TEACHER
 from rolecall.settings.algorithm.kl import ACTOR_BASE, KL_ERROR_BOUND
 from rolecall.settings.algorithm.losses import CustomLoss
 from rolecall.settings.data import DataSection, EvaluationSection, ModelSection, RunSection, SamplingSection
@@ -70,6 +68,23 @@ class RunSettings(Section):
         return self.sampling.num_responses + self.algorithm.wants_greedy_response
 
     @property
+    def columns(self) -> tuple[Column, ...]:
+        """Columns that a row of this run may have in the store."""
+        algorithm, kl, distillation = self.algorithm, self.algorithm.kl, self.algorithm.distillation
+        holds = {
+            Given.ALWAYS: True,
+            Given.TOKEN_REWARDS: self._may_have_token_rewards,
+            Given.CRITIC: self.critic is not None,
+            Given.TEACHER: distillation is not None,
+            Given.TEACHER_TOPK: distillation is not None and distillation.top_k is not None,
+        }
+        needed = algorithm.advantage.needs
+        found = [each for each in COLUMNS.values() if holds.get(each.given, each.name in needed)]
+        if kl is not None and kl.reference in self.references:
+            found.append(column(reference_column(kl.reference)))
+        return tuple(found)
+
+    @property
     def _may_have_token_rewards(self) -> bool:
         """Whether some scorer may give them; what one elsewhere gives is not known before it is asked."""
         scorers = [component.scorer for component in self.reward.components.values()]
@@ -92,12 +107,12 @@ class RunSettings(Section):
     @model_validator(mode="after")
     def _roles_fit_the_algorithm(self) -> Self:
         advantage = self.algorithm.advantage
-        if reads_values(advantage) and self.critic is None:
+        if advantage.reads_values and self.critic is None:
             raise ValueError(
                 f"algorithm.advantage {advantage.kind} reads values: add a critic section (critic: {{}} takes all "
                 "defaults)"
             )
-        if self.critic is not None and not reads_values(advantage):
+        if self.critic is not None and not advantage.reads_values:
             remedy = "name values in its columns" if isinstance(advantage, CustomAdvantage) else "use kind: gae"
             raise ValueError(
                 f"critic: algorithm.advantage {advantage.kind} does not read values; remove the section (critic: "
@@ -158,9 +173,7 @@ class RunSettings(Section):
                 "placement: loss or raise task_coef"
             )
         advantage = algorithm.advantage
-        if not distillation.task_coef and (
-            reads_values(advantage) or advantage.kind in ("remax", "optimal_token_baseline")
-        ):
+        if not distillation.task_coef and (advantage.needs_a_pass or advantage.wants_greedy_response):
             raise ValueError(
                 f"algorithm.advantage {advantage.kind} costs another pass, of which task_coef 0 makes nothing; use "
                 "kind: grpo or raise task_coef"
@@ -175,7 +188,7 @@ class RunSettings(Section):
                 f"algorithm.num_minibatches {self.algorithm.num_minibatches} exceeds the batch's {rows} trajectories"
             )
         is_task_trained = self.algorithm.distillation is None or self.algorithm.distillation.task_coef > 0
-        if is_task_trained and compares_responses(self.algorithm.advantage) and self.sampling.num_responses < 2:
+        if is_task_trained and self.algorithm.advantage.compares_responses and self.sampling.num_responses < 2:
             raise ValueError(
                 f"sampling.num_responses must be at least 2: {self.algorithm.advantage.kind} compares responses "
                 "within a group"
@@ -240,21 +253,10 @@ class RunSettings(Section):
 
     @model_validator(mode="after")
     def _loss_reads_what_is_there(self) -> Self:
-        loss, kl, distillation = self.algorithm.policy_loss, self.algorithm.kl, self.algorithm.distillation
+        loss, kl = self.algorithm.policy_loss, self.algorithm.kl
         if isinstance(loss, CustomLoss):
-            there = {
-                "token_ids",
-                "response_mask",
-                "rollout_logprobs",
-                "policy_versions",
-                "loss_mask",
-                "advantages",
-                "old_logprobs",
-            }
-            there |= {"token_rewards"} if self._may_have_token_rewards else set()
-            there |= {"values", "returns"} if self.critic is not None else set()
-            there |= {f"{kl.reference}/logprobs"} if kl is not None else set()
-            there |= {f"{TEACHER}/logprobs"} if distillation is not None else set()
+            there = {column.name for column in self.columns if Plugin.LOSS in column.plugins}
+            there |= {reference_column(kl.reference)} if kl is not None else set()
             absent = sorted(set(loss.columns) - there)
             if absent:
                 raise ValueError(

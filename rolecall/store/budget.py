@@ -4,7 +4,6 @@
 
 from dataclasses import dataclass
 
-from rolecall.algorithms.advantages import needs
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 from rolecall.trajectory import row_bytes, rows_of
@@ -68,13 +67,6 @@ def batch_bytes(settings: RunSettings, batch: TrainBatch, prompt_bytes: int) -> 
 
 
 def _row_bytes(settings: RunSettings, num_tokens: int) -> int:
-    """Each row has one teacher, however many there are."""
-    algorithm = settings.algorithm
-    squares = "sum_squared_probs" in needs(algorithm.advantage)
-    num_columns = (
-        (algorithm.kl is not None and algorithm.kl.reference in settings.references)
-        + (algorithm.distillation is not None)
-        + squares
-    )
-    top_k = algorithm.distillation.top_k or 0 if algorithm.distillation else 0
-    return row_bytes(num_tokens, num_columns, critic=settings.critic is not None, top_k=top_k)
+    """Bytes of a row of `num_tokens` tokens; each has one teacher, however many there are."""
+    distillation = settings.algorithm.distillation
+    return row_bytes(num_tokens, settings.columns, (distillation.top_k or 0) if distillation is not None else 0)

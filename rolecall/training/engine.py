@@ -56,7 +56,7 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """What a policy says of each token, aligned as in rolecall/trajectory.py; 0 where score_mask is false. Keeps the
+    """What a policy says of each token, aligned as in rolecall/columns.py; 0 where score_mask is false. Keeps the
     graph in forward_backward.
     """
 

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from rolecall.algorithms.advantages import needs
 from rolecall.algorithms.aggregation import sequence_index
 from rolecall.algorithms.correction.mismatch import MismatchSums, mismatch, mismatch_sums, spread
 from rolecall.algorithms.losses.custom import load
 from rolecall.algorithms.selection import token_keys
+from rolecall.columns import reference_column
 from rolecall.settings import ACTOR_BASE, CovarianceLoss, CustomLoss, RunSettings
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Loss, Microbatch, TokenOutputs, ValueOutputs
@@ -29,7 +29,7 @@ from rolecall.training.serving.train_chain import Progress
 from rolecall.training.step.optimize import Counted, Effort, optimize, per_update
 from rolecall.training.step.share import Bench, Derive, Minibatch, TrainShare, read_share
 from rolecall.training.step.token_selection import KEYS, select
-from rolecall.trajectory import reference_column, seed_of
+from rolecall.trajectory import seed_of
 from rolecall.v1.trajectory_pb2 import Coefficients, RowRef, TrainBatch
 from rolecall.wire import Array
 
@@ -61,7 +61,7 @@ class PolicySteps:
 
     def __init__(self, settings: RunSettings) -> None:
         self._algorithm = settings.algorithm
-        squares = "sum_squared_probs" in needs(settings.algorithm.advantage)
+        squares = "sum_squared_probs" in settings.algorithm.advantage.needs
         self.columns: tuple[str, ...] = (OLD, "sum_squared_probs") if squares else (OLD,)
         self.wanted = Wanted(squares=True) if squares else None
         self._length = settings.algorithm.aggregation_length or settings.sampling.max_tokens

@@ -2,9 +2,10 @@
 tensors and no gRPC.
 """
 
+from rolecall.columns import TEACHER, TOPK_IDS, TOPK_LOGPROBS, reference_column
 from rolecall.data.model_files import vocab_size
 from rolecall.errors import ConfigError
-from rolecall.settings import TEACHER, RunSettings
+from rolecall.settings import RunSettings
 from rolecall.store.connection import Connection
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.model.logprobs import Wanted
@@ -13,7 +14,6 @@ from rolecall.training.serving.hooks import UNWATCHED, Vitals
 from rolecall.training.step.role_ranks import ColumnRanks
 from rolecall.training.step.share import Bench
 from rolecall.training.step.start import start_bench
-from rolecall.trajectory import TOPK_IDS, TOPK_LOGPROBS, reference_column
 from rolecall.wire import Array
 from services.reference import config
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from rolecall.checkpoint.manifest import StoredFile, store, verify
 from rolecall.checkpoint.storage import open_storage
+from rolecall.columns import reference_column
 from rolecall.errors import OutOfOrderError, StaleVersionError
 from rolecall.settings import RunSettings
 from rolecall.store.connection import Connection
@@ -27,7 +28,7 @@ from rolecall.training.serving.background import in_background
 from rolecall.training.serving.hooks import nothing
 from rolecall.training.serving.save_chain import Written
 from rolecall.training.serving.train_chain import Progress
-from rolecall.trajectory import reference_column, seed_of
+from rolecall.trajectory import seed_of
 from rolecall.v1 import actor_pb2, training_pb2, weights_pb2
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch, TrajectoryMeta
 from rolecall.weights.transferred import encode_fingerprints

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolecall.trajectory import row_bytes
+from rolecall.columns import column
+from rolecall.trajectory import SAMPLED_COLUMNS, row_bytes
 from services.controller.groups.admission import AdmissionPolicy
 
 
@@ -271,8 +272,10 @@ def test_a_late_group_holds_the_batch_up_only_when_its_bound_needs_it() -> None:
 
 
 def test_row_bytes_grow_with_every_column() -> None:
-    assert row_bytes(1000, 0, critic=False) == 34_000 + 2048
-    assert row_bytes(1000, 2, critic=True) - row_bytes(1000, 0, critic=False) == 12_000
+    sampled = [column(name) for name in SAMPLED_COLUMNS]
+    more = [column(name) for name in ("values", "ref/logprobs", "loss_mask", "reward")]
+    assert row_bytes(1000, sampled) == 17_000 + 2048
+    assert row_bytes(1000, [*sampled, *more]) - row_bytes(1000, sampled) == 9_000
 
 
 def test_groups_that_trainers_were_asked_about_come_before_older_ones_and_are_waited_for() -> None:

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from rolecall.columns import TOPK_IDS, TOPK_LOGPROBS
 from rolecall.data.dataset import load_prompts
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import DataSection, DistillationSection, RewardSection, RunSettings
 from rolecall.store.budget import StoreBudget
-from rolecall.trajectory import TOPK_IDS, TOPK_LOGPROBS, decode_column, encode_column
+from rolecall.trajectory import decode_column, encode_column
 from rolecall.v1 import trajectory_pb2
 from rolecall.wire import Array
 from services.controller.groups.assembly import ScoredGroup

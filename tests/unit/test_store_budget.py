@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rolecall.columns import COLUMNS
 from rolecall.data.dataset import RawPrompt
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 from rolecall.store.budget import STORE_SHARE, StoreBudget, batch_bytes
-from rolecall.trajectory import COLUMNS, row_bytes
+from rolecall.trajectory import row_bytes
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 from services.controller.groups.prompts import PromptRenderer
 from tests.tiny_models import write_tokenizer
@@ -36,9 +37,13 @@ def test_the_store_must_hold_the_batches_in_flight_and_one_that_no_checkpoint_co
 
 @pytest.mark.parametrize("num_tokens", [1, 1000])
 def test_a_row_is_counted_with_every_column_of_the_schema_its_text_and_its_overhead(num_tokens: int) -> None:
-    per_token = sum(np.dtype(column.dtype).itemsize for column in COLUMNS.values() if column.per_token)
-    # sum_squared_probs counts as a reference; the text takes about 4 bytes a token, keys and meta 2 KiB a row.
-    assert row_bytes(num_tokens, 1, critic=True) == num_tokens * (per_token + 4) + 2048
+    per_token = sum(
+        np.dtype(column.dtype).itemsize * (3 if len(column.shape) == 2 else 1)
+        for column in COLUMNS.values()
+        if column.per_token
+    )
+    # the text takes about 4 bytes a token, keys and meta 2 KiB a row
+    assert row_bytes(num_tokens, list(COLUMNS.values()), top_k=3) == num_tokens * (per_token + 4) + 2048
 
 
 def test_a_group_at_its_longest_holds_the_largest_prompt(make_settings: Callable[..., RunSettings]) -> None:

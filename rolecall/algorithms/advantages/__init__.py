@@ -1,8 +1,8 @@
 """Advantage estimators over one batch of ragged trajectories, in numpy: one file per family, `estimate` is the one
 entry for a configured estimator.
 
-Each estimator says which columns it `needs` beside the rewards. Pure: rewards come already shaped (shaping.py), results
-are new arrays.
+Which columns each needs beside the rewards stands in its section (rolecall/settings). Pure: rewards come already shaped
+(shaping.py), results are new arrays.
 """
 
 import numpy as np
@@ -29,22 +29,7 @@ from rolecall.settings import (
 )
 from rolecall.wire import Array
 
-__all__ = ["Estimate", "Groups", "ScoredBatch", "estimate", "needs"]
-
-
-def needs(section: AdvantageSection) -> tuple[str, ...]:
-    """Columns that the estimator reads beside rewards and masks."""
-    match section:
-        case GaeAdvantage():
-            return ("values", "bootstrap_value") if section.bootstrap_truncated else ("values",)
-        case GrpoAdvantage(supervision="process"):
-            return ("token_rewards",)
-        case PlainAdvantage(kind="optimal_token_baseline"):
-            return ("old_logprobs", "sum_squared_probs")
-        case CustomAdvantage():
-            return section.columns
-        case _:
-            return ()
+__all__ = ["Estimate", "Groups", "ScoredBatch", "estimate"]
 
 
 def estimate(section: AdvantageSection, batch: ScoredBatch) -> Estimate:

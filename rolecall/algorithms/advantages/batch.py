@@ -2,7 +2,7 @@
 
 Shapes: B trajectories of the batch, in order; T tokens of one trajectory (prompt + response), another for each; N
 tokens of the whole batch, trajectory after trajectory; M sampled tokens among them; L steps of time. Alignment is that
-of rolecall/trajectory.py: a reward at t arrives after token t.
+of rolecall/columns.py: a reward at t arrives after token t.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,7 +63,7 @@ class ScoredBatch:
     loss_mask_N: Array
     """uint8, subset of response_mask_N that is trained on."""
     columns: Mapping[str, Array] = field(default_factory=dict)
-    """What `needs` asks for, by column name: "values" [N], "bootstrap_value" [B] (0 where the response stopped), ..."""
+    """What the estimator needs, by column name: "values" [N], "bootstrap_value" [B] (0 where it stopped), ..."""
     components: Mapping[str, Array] = field(default_factory=dict)
     """float32 [B] by name: the reward's components as the scorer gave them, before weights; only for estimators that
     read them.

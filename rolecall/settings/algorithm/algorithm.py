@@ -57,7 +57,7 @@ class AlgorithmSection(Section):
     @property
     def wants_greedy_response(self) -> bool:
         """Whether every group has a greedy response beside its sampled ones."""
-        return self.advantage.kind == "remax"
+        return self.advantage.wants_greedy_response
 
     @property
     def sampler_is_old(self) -> bool:

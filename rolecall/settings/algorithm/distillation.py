@@ -6,11 +6,6 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from rolecall.settings.section import NonNegativeFloat, Section
 
-TEACHER = "teacher"
-"""Prefix of the columns of whichever reference teaches a trajectory, so that a batch with several teachers has one name
-for what they say.
-"""
-
 
 class DistillationSection(Section):
     """A teacher, which is an instance under `references`, beside the task's reward or instead of it."""

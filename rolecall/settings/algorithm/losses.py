@@ -168,7 +168,7 @@ class CustomLoss(PluginSection):
     columns: tuple[str, ...] = ()
     """Per-token columns of the rows that it reads from `batch.columns`: token_rewards, values and returns with a
     critic, <reference>/logprobs of the KL's reference, teacher/logprobs with distillation, and what every row has
-    (rolecall/trajectory.py).
+    (rolecall/columns.py).
     """
 
 

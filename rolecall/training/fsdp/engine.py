@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from rolecall.checkpoint.storage import Storage
+from rolecall.columns import TOPK_IDS
 from rolecall.data.model_files import check_parallel
 from rolecall.errors import ConfigError
 from rolecall.telemetry import Metrics
@@ -52,7 +53,6 @@ from rolecall.training.options import DTYPES, EngineOptions
 from rolecall.training.ranks.device import free_cached_memory, seed_rank
 from rolecall.training.ranks.device_progress import DeviceProgress
 from rolecall.training.serving.hooks import nothing
-from rolecall.trajectory import TOPK_IDS
 
 logger = logging.getLogger(__name__)
 

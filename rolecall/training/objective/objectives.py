@@ -24,10 +24,10 @@ from rolecall.algorithms.losses.distillation import forward_topk_kl_N
 from rolecall.algorithms.losses.entropy import entropy_bonus
 from rolecall.algorithms.losses.sft import sft_loss
 from rolecall.algorithms.losses.value import value_loss
-from rolecall.settings import TEACHER, Aggregation, AlgorithmSection, CustomLoss, DistillationSection
+from rolecall.columns import TEACHER, TOPK_IDS, TOPK_LOGPROBS, reference_column
+from rolecall.settings import Aggregation, AlgorithmSection, CustomLoss, DistillationSection
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
-from rolecall.trajectory import TOPK_IDS, TOPK_LOGPROBS, reference_column
 from rolecall.v1.trajectory_pb2 import Coefficients
 
 VALUE_COLUMNS = ("loss_mask", "values", "returns")

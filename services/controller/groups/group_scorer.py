@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from rolecall.columns import TEACHER
 from rolecall.errors import DeadlineError, RateLimitedError, ScorerError, ScorerUnavailableError, UnavailableError
 from rolecall.scoring.client import RewardClient
 from rolecall.scoring.scores import Failure, Score, score_item
-from rolecall.settings import TEACHER, RunSettings
+from rolecall.settings import RunSettings
 from rolecall.store.rows import Rows
 from rolecall.trajectory import is_truncated, rows_of
 from rolecall.v1 import training_pb2, trajectory_pb2

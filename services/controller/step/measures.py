@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from rolecall.columns import TEACHER, reference_column
 from rolecall.errors import RoleCallError
-from rolecall.settings import TEACHER, RunSettings
+from rolecall.settings import RunSettings
 from rolecall.store.rows import Rows
 from rolecall.telemetry import Metrics
-from rolecall.trajectory import reference_column
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.wire import Array
 from services.controller.fleet.members import Fleet

@@ -12,7 +12,7 @@ from dataclasses import asdict
 import numpy as np
 
 from rolecall.algorithms import control
-from rolecall.algorithms.advantages import ScoredBatch, estimate, needs
+from rolecall.algorithms.advantages import ScoredBatch, estimate
 from rolecall.algorithms.distillation import distil
 from rolecall.algorithms.shaping import (
     Moments,
@@ -23,8 +23,8 @@ from rolecall.algorithms.shaping import (
     shape_rewards,
     trained_mask,
 )
-from rolecall.settings import TEACHER, AlgorithmSection, DistillationSection, RunSettings
-from rolecall.trajectory import reference_column
+from rolecall.columns import TEACHER, reference_column
+from rolecall.settings import AlgorithmSection, DistillationSection, RunSettings
 from rolecall.v1 import trajectory_pb2
 from rolecall.wire import Array
 from services.controller.groups.assembly import ScoredGroup
@@ -48,7 +48,7 @@ def policy_column(algorithm: AlgorithmSection) -> str:
 def columns_computed(algorithm: AlgorithmSection) -> tuple[str, ...]:
     """Columns that a trainer computes before `prepare`, or a scorer gave, where something reads them."""
     compared = policy_column(algorithm)
-    return tuple(dict.fromkeys([*needs(algorithm.advantage), *([compared] if compared == "old_logprobs" else [])]))
+    return tuple(dict.fromkeys([*algorithm.advantage.needs, *([compared] if compared == "old_logprobs" else [])]))
 
 
 def columns_read(settings: RunSettings) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ def prepare(
     columns = [
         {"loss_mask": mask, "advantages": advantage} for mask, advantage in zip(loss_masks, advantages, strict=True)
     ]
-    if result.returns_N is not None:
+    if result.returns_N is not None and settings.critic is not None:
         for column, returns in zip(columns, batch.rows(result.returns_N), strict=True):
             column["returns"] = returns
     train_batch = trajectory_pb2.TrainBatch(
@@ -175,7 +175,7 @@ def _columns_needed(
     """
     columns = {
         name: [row[name] for row in rows]
-        for name in needs(settings.algorithm.advantage)
+        for name in settings.algorithm.advantage.needs
         if all(name in row for row in rows)
     }
     if "bootstrap_value" in columns:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 from rolecall.checkpoint.manifest import Committed, StoredFile
+from rolecall.columns import Writer, columns_of
 from rolecall.errors import DeadlineError, UnavailableError, WorkerLostError
 from rolecall.settings import TrainerSection
 from rolecall.v1 import training_pb2, trajectory_pb2
@@ -104,7 +105,7 @@ class ActorTrainer(Trainer):
     """The actor, which is also asked for logprobs."""
 
     stub: ActorServiceStub
-    columns: ClassVar[frozenset[str]] = frozenset({"old_logprobs", "sum_squared_probs"})
+    columns: ClassVar[frozenset[str]] = frozenset(columns_of(Writer.ACTOR))
 
     async def compute(self, ctl: int, rows: list[trajectory_pb2.RowRef], step: int) -> None:
         """Has it write its columns to `rows`, from the weights after `step` steps; OutOfOrderError when it holds
@@ -120,7 +121,7 @@ class CriticTrainer(Trainer):
     """The critic, which is also asked for values."""
 
     stub: CriticServiceStub
-    columns: ClassVar[frozenset[str]] = frozenset({"values", "bootstrap_value"})
+    columns: ClassVar[frozenset[str]] = frozenset(columns_of(Writer.CRITIC))
 
     async def compute(self, ctl: int, rows: list[trajectory_pb2.RowRef], step: int) -> None:
         """As ActorTrainer.compute."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from rolecall.algorithms.advantages import ScoredBatch, estimate, needs
+from rolecall.algorithms.advantages import ScoredBatch, estimate
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.plugins import load_function
 from rolecall.settings import (
@@ -58,7 +58,7 @@ def test_options_and_columns_reach_the_function(folder: Path) -> None:
         options={"a": 3},
         columns=("old_logprobs",),
     )
-    assert needs(mine) == ("old_logprobs",)
+    assert mine.needs == ("old_logprobs",)
     batch = ScoredBatch.of_rows(
         [0], [f32(0, 1, 0)], [mask(0, 1, 1)], [mask(0, 1, 0)], {"old_logprobs": [f32(-1, -2, -3)]}
     )
@@ -136,8 +136,8 @@ def test_float32_rows_get_finite_float32_columns(section: type[Section], kind: s
 
 
 def test_estimators_ask_only_for_the_columns_they_read() -> None:
-    assert needs(GaeAdvantage()) == ("values",)
-    assert needs(GaeAdvantage(bootstrap_truncated=True)) == ("values", "bootstrap_value")
-    assert needs(GrpoAdvantage()) == needs(PlainAdvantage(kind="rloo")) == ()
-    assert needs(GrpoAdvantage(supervision="process")) == ("token_rewards",)
-    assert needs(PlainAdvantage(kind="optimal_token_baseline")) == ("old_logprobs", "sum_squared_probs")
+    assert GaeAdvantage().needs == ("values",)
+    assert GaeAdvantage(bootstrap_truncated=True).needs == ("values", "bootstrap_value")
+    assert GrpoAdvantage().needs == PlainAdvantage(kind="rloo").needs == ()
+    assert GrpoAdvantage(supervision="process").needs == ("token_rewards",)
+    assert PlainAdvantage(kind="optimal_token_baseline").needs == ("old_logprobs", "sum_squared_probs")

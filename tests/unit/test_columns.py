@@ -1,0 +1,58 @@
+"""The table of columns, and what follows from it."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from rolecall.columns import COLUMNS, Plugin, Writer, columns_for, columns_of
+from rolecall.settings import CustomAdvantage
+from services.controller.step.trainers import ActorTrainer, CriticTrainer
+from tests.unit.test_controller_batches import run_settings
+
+EXACT = {"components": {"right": {"scorer": {"kind": "exact_match"}}}}
+PLAIN = {
+    *("token_ids", "response_mask", "rollout_logprobs", "policy_versions"),
+    *("reward", "reward_components", "old_logprobs", "loss_mask", "advantages"),
+}
+
+
+def names(algorithm: dict[str, Any] | None = None, **sections: Any) -> set[str]:
+    sections = {"reward": EXACT, **sections}
+    settings = run_settings(algorithm={"groups_per_batch": 2, **(algorithm or {})}, **sections)
+    return {column.name for column in settings.columns}
+
+
+def test_a_row_has_the_columns_that_the_run_asks_for() -> None:
+    scorer = {"kind": "function", "target": "mine:score", "token_rewards": True}
+    assert names() == PLAIN
+    assert names(reward={"address": "elsewhere:1"}) == PLAIN | {"token_rewards"}, "whoever is there may give them"
+    assert names(reward={"components": {"steps": {"scorer": scorer}}}) == PLAIN | {"token_rewards"}
+    assert names({"advantage": {"kind": "optimal_token_baseline"}}) == PLAIN | {"sum_squared_probs"}
+    assert names({"advantage": {"kind": "gae"}}, critic={}) == PLAIN | {"values", "bootstrap_value", "returns"}
+    kl = {"kl": {"reference": "ref", "kl_coef": 0.1}}
+    assert names(kl, references={"ref": {}}) == PLAIN | {"ref/logprobs"}
+    base = {"kl": {"reference": "base", "kl_coef": 0.1}}
+    assert names(base, actor={"lora": {}}) == PLAIN, "the actor computes its base's in its own memory"
+    teacher = {"distillation": {"teacher": "wise"}}
+    assert names(teacher, references={"wise": {}}) == PLAIN | {"teacher/logprobs"}
+
+
+def test_trainers_are_asked_for_the_columns_that_they_write() -> None:
+    assert ActorTrainer.columns == {"old_logprobs", "sum_squared_probs"} == set(columns_of(Writer.ACTOR))
+    assert CriticTrainer.columns == {"values", "bootstrap_value"} == set(columns_of(Writer.CRITIC))
+
+
+def test_a_users_estimator_names_columns_that_it_may_ask_for() -> None:
+    for name in columns_for(Plugin.ESTIMATOR):
+        assert CustomAdvantage.model_validate({"function": "mine:f", "columns": [name]}).needs == (name,)
+    for name in ("advantages", "returns", "reward", "valeus"):
+        with pytest.raises(ValidationError, match=f"'{name}' is no column that an estimator may ask for; name some of"):
+            CustomAdvantage.model_validate({"function": "mine:f", "columns": [name]})
+
+
+def test_bytes_of_a_token_are_those_of_the_dtype() -> None:
+    for column in COLUMNS.values():
+        per_token = np.dtype(column.dtype).itemsize * (7 if len(column.shape) == 2 else 1)
+        assert column.bytes_per_token(top_k=7) == (per_token if column.per_token else 0)
