@@ -20,6 +20,7 @@ PAGES = sorted(
     for folder in (ROOT, ROOT / "docs", ROOT / "services", ROOT / "examples", ROOT / "benchmarks")
     for path in folder.glob("*.md" if folder == ROOT else "**/*.md")
 )
+GLOSSARY = ROOT / "docs" / "glossary.md"
 LOG = ROOT / "docs" / "log.md"
 """The log is history: its files are called as they were when it was written, and nobody wraps it again."""
 SERVICES = sorted(path for path in (ROOT / "services").iterdir() if (path / "__main__.py").exists())
@@ -150,3 +151,8 @@ def test_decisions_have_numbers_of_their_own() -> None:
 def test_prose_is_wrapped_at_120_columns(page: Path) -> None:
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL).splitlines()
     assert [line for line in prose if len(line) > 120 and not line.startswith(("|", "    "))] == []
+
+
+def test_the_glossary_explains_each_word_once_in_order() -> None:
+    words = [word.lower().replace("_", " ") for word in re.findall(r"^\*\*(.+?)\*\* — ", GLOSSARY.read_text(), re.M)]
+    assert words == sorted(set(words))
