@@ -19,24 +19,19 @@ import numpy as np
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.reward import SERVICE_NAME as REWARD_SERVICE
 from rolecall.reward import Scorer, description, one_by_one
-from rolecall.rpc.fence import Fence
 from rolecall.rpc.membership import Membership
 from rolecall.rpc.server import Server
 from rolecall.scoring.scores import Item
 from rolecall.settings import RunSettings, load_settings
 from rolecall.store.connection import connect
 from rolecall.store.ledger import Ledger
-from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
-from rolecall.v1 import actor_pb2_grpc, controller_pb2, reward_pb2_grpc, rollout_pb2_grpc, trajectory_pb2
-from services.rollout.pull import PullLoop, PullSettings
-from services.rollout.replica import Replica
+from rolecall.v1 import actor_pb2_grpc, controller_pb2, reward_pb2_grpc, trajectory_pb2
 from services.rollout.sampling import Sample, SampleRequest, VersionSpan
 from services.rollout.scripted import ScriptedEngine
-from services.rollout.service import SERVICE_NAME as ROLLOUT_SERVICE
-from services.rollout.service import RolloutServicer
 from tests.fixtures_store import StoreUnderTest
-from tests.light_roles import LightActor, LightTrainer
+from tests.twins.rollout import RolloutTwin
+from tests.twins.run import ServedActor
 
 NUM_THREADS = 32
 """Store calls under way in a process of rollouts, as in a rollout's own."""
@@ -82,7 +77,7 @@ async def serve_trainer(settings: RunSettings) -> None:
         actor = Server(settings.rpc, str(settings.actor.address))
         actor.add(
             actor_pb2_grpc.add_ActorServiceServicer_to_server,
-            LightActor(LightTrainer(store)),
+            ServedActor(store, stack),
             "rolecall.v1.ActorService",
         )
         reward = Server(settings.rpc, str(settings.reward.address))
@@ -113,41 +108,20 @@ async def serve_rollouts(settings: RunSettings, first: int, number: int, latency
 
 
 async def serve_rollout(settings: RunSettings, worker: str, latency_s: float) -> None:
-    """One replica, put together as services/rollout/__main__.py does."""
+    """Serves one replica until the process is ended."""
     incarnation = os.urandom(4).hex()
-    consumer = f"{worker}.{incarnation}"
-    max_groups = settings.rollout.max_groups or 1
-    engine = WaitingEngine(settings.sampling.max_tokens, latency_s)
-    server = Server(settings.rpc, "127.0.0.1:0")
-    replica = Replica(
-        engine, pause_timeout_s=30.0, load_timeout_s=30.0, keep_timeout_s=30.0, on_serving=server.set_serving
+    twin = RolloutTwin.of_run(
+        settings,
+        f"{worker}.{incarnation}",
+        WaitingEngine(settings.sampling.max_tokens, latency_s),
+        PremadeText(settings.model.path, settings.sampling.max_tokens),
+        connect(settings.store),
     )
-    tokenizer = PremadeText(settings.model.path, settings.sampling.max_tokens)
-    connection = connect(settings.store)
-    pull = PullLoop(
-        PullSettings(
-            consumer,
-            max_groups,
-            settings.controller.lease_s,
-            settings.rollout.generation_timeout_s,
-            settings.store.row_expiry_s,
-            settings.controller.max_deliveries,
-        ),
-        replica,
-        PromptQueue(connection, settings.run.name, consumer),
-        Rows(connection, settings.run.name, settings.store.num_shards),
-        tokenizer,
-        lambda phase: None,
-    )
-    servicer = RolloutServicer(
-        replica, pull, tokenizer, Fence(1), consumer=consumer, max_groups=max_groups, generation_timeout_s=30.0
-    )
-    server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, ROLLOUT_SERVICE)
     membership = Membership(
-        settings, controller_pb2.ROLE_ROLLOUT, worker, incarnation, await server.start(), num_weight_ranks=1
+        settings, controller_pb2.ROLE_ROLLOUT, worker, incarnation, await twin.start(), num_weight_ranks=1
     )
     membership.start()
-    await pull.run()
+    await twin.pulling
 
 
 def main() -> None:

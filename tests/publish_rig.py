@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from rolecall.contract import contract_version
-from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import (
     ChannelBrokenError,
     RoleCallError,
@@ -29,26 +28,25 @@ from rolecall.errors import (
     WorkerLostError,
 )
 from rolecall.rpc.channel import open_channel
-from rolecall.rpc.fence import Fence
 from rolecall.rpc.server import Server
 from rolecall.settings import RpcSection, RunSettings
 from rolecall.store.prompts import PromptQueue
 from rolecall.trajectory import seed_of
-from rolecall.v1 import actor_pb2, actor_pb2_grpc, controller_pb2, rollout_pb2_grpc, trajectory_pb2, weights_pb2
+from rolecall.v1 import actor_pb2, actor_pb2_grpc, controller_pb2, trajectory_pb2, weights_pb2
 from rolecall.weights.transferred import Transferred
 from rolecall.wire import Array, encode_tensor
 from services.controller.fleet.members import Fleet
 from services.controller.publish.publisher import PolicyPublisher
 from services.controller.threads import StoreThreads
 from services.rollout.heartbeat import feed_heartbeat
-from services.rollout.pull import PullLoop, PullSettings
+from services.rollout.pull import PullSettings
 from services.rollout.replica import Replica, Transfer
 from services.rollout.sampling import MeetingPlace, Probed, SampleRequest
 from services.rollout.scripted import ScriptedEngine, probed
-from services.rollout.service import SERVICE_NAME, RolloutServicer
 from services.rollout.state import State
 from tests.attestation import Trajectory, read_attested, read_trajectories, violations
 from tests.fixtures_store import StoreUnderTest
+from tests.twins.rollout import NumberTokenizer, RolloutTwin
 
 NUM_BUCKETS = 4
 POLL_S = 0.002
@@ -293,16 +291,6 @@ class RogueReplica(Replica):
         """It keeps what it has, too."""
 
 
-class RigTokenizer(ChatTokenizer):
-    """Numbers for text."""
-
-    def __init__(self) -> None:
-        self.digest = "rig"
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return " ".join(map(str, token_ids))
-
-
 class RigActor(actor_pb2_grpc.ActorServiceServicer):
     """The root of the collective."""
 
@@ -378,24 +366,17 @@ class Twin:
         self._rig = rig
         self.engine = RigEngine(rig.collective)
         self.engine.late_s = 2 * BUCKET_S
-        self._server = Server(RpcSection(), "127.0.0.1:0")
-        self.replica = replica(
+        self._parts = RolloutTwin(
             self.engine,
-            pause_timeout_s=5.0,
-            load_timeout_s=30.0,
-            keep_timeout_s=5.0,
-            on_serving=self._server.set_serving,
-        )
-        connection = rig.store.connect()
-        settings = PullSettings(self.consumer, 2, LEASE_S, 10.0, ROW_EXPIRY_S, 0)
-        self.pull = PullLoop(
-            settings,
-            self.replica,
-            PromptQueue(connection, rig.store.run, self.consumer),
+            PullSettings(self.consumer, 2, LEASE_S, 10.0, ROW_EXPIRY_S, 0),
+            PromptQueue(rig.store.connect(), rig.store.run, self.consumer),
             rig.store.rows,
-            RigTokenizer(),
-            lambda phase: None,
+            NumberTokenizer(),
+            Server(RpcSection(), "127.0.0.1:0"),
+            replica=replica,
+            load_timeout_s=30.0,
         )
+        self.replica = self._parts.replica
         self._tasks: list[asyncio.Task[None]] = []
         self.join = controller_pb2.JoinRequest()
         self.is_alive = True
@@ -404,17 +385,7 @@ class Twin:
 
     async def start(self) -> None:
         """Serves, joins, pulls."""
-        servicer = RolloutServicer(
-            self.replica,
-            self.pull,
-            RigTokenizer(),
-            Fence(1),
-            consumer=self.consumer,
-            max_groups=2,
-            generation_timeout_s=10.0,
-        )
-        self._server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, SERVICE_NAME)
-        address = await self._server.start()
+        address = await self._parts.start()
         name, _, incarnation = self.consumer.partition(".")
         self.join = controller_pb2.JoinRequest(
             run=self._rig.settings.run.name,
@@ -429,8 +400,7 @@ class Twin:
         self._rig.fleet.join(self.join)
         pulse = Beat()
         self._tasks = [
-            asyncio.create_task(part)
-            for part in (self.pull.run(), feed_heartbeat(self.replica, pulse), self._live(self.join, pulse))
+            asyncio.create_task(part) for part in (feed_heartbeat(self.replica, pulse), self._live(self.join, pulse))
         ]
 
     async def _live(self, join: controller_pb2.JoinRequest, pulse: Beat) -> None:
@@ -456,13 +426,13 @@ class Twin:
         self.engine.frozen = False
         for task in self._tasks:
             task.cancel()
-        await self._server.drain(0.0)
+        await self._parts.close(0.0)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def leave(self) -> None:
         """Ends it as SIGTERM does."""
         await self.replica.stop_taking()
-        await self.pull.drain(0.2)
+        await self._parts.pull.drain(0.2)
         await self.kill()
 
     def wake(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from tests.chaos.light_config import NUM_PROMPTS
+from tests.chaos.config import NUM_PROMPTS
 
 
 def write_config(folder: Path, *, seed: int) -> Path:

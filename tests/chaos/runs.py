@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tests.chaos import real_config
 from tests.chaos.checker import Verdict, check_run
+from tests.chaos.config import write_config
 from tests.chaos.driver import Driver, Plan
 from tests.chaos.faults import REAL_PHASES, draw
-from tests.chaos.light_config import write_config
 from tests.chaos.observer import OUTSIDE, Story
 from tests.chaos.processes import Outside
 from tests.chaos.report import table

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.checker import check_journals
+from tests.chaos.config import write_config
 from tests.chaos.driver import Driver, Plan
 from tests.chaos.faults import RANDOM, Fault, Kind, draw
-from tests.chaos.light_config import write_config
-from tests.chaos.light_trainer import AMNESIA
 from tests.chaos.runs import TARGETS, WORKERS, light_chaos
+from tests.chaos.trainer import AMNESIA
 
 KILLS_EVERY_ROLE = 6
 """A seed whose first kills are of every role."""

@@ -13,7 +13,6 @@ import numpy as np
 
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.rpc.channel import open_channel
-from rolecall.rpc.fence import Fence
 from rolecall.rpc.server import Server
 from rolecall.settings import RpcSection
 from rolecall.store.prompts import PromptQueue
@@ -23,8 +22,8 @@ from rolecall.wire import encode_tensor
 from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica
 from services.rollout.scripted import ScriptedEngine, digest_of
-from services.rollout.service import SERVICE_NAME, RolloutServicer
 from tests.fixtures_store import StoreUnderTest
+from tests.twins.rollout import RolloutTwin
 
 CONSUMER = "rollout-0.abc"
 PROMPT = (5, 6, 7)
@@ -146,32 +145,22 @@ async def replica_under_test(
     rows: Rows | None = None,
 ) -> AsyncIterator[ReplicaUnderTest]:
     """Serves `engine` on a free port and pulls from `store`, by `queue` and `rows` where they are given."""
-    server = Server(RpcSection(), "127.0.0.1:0")
-    replica = Replica(
-        engine, pause_timeout_s=5.0, load_timeout_s=5.0, keep_timeout_s=keep_timeout_s, on_serving=server.set_serving
-    )
-    chat = ChatTokenizer(tokenizer)
-    phases: list[str] = []
     settings = PullSettings(CONSUMER, MAX_GROUPS, lease_s, generation_timeout_s, 60, 3)
-    pull = PullLoop(settings, replica, queue or store.worker(CONSUMER), rows or store.rows, chat, phases.append)
-    servicer = RolloutServicer(
-        replica,
-        pull,
-        chat,
-        Fence(1),
-        consumer=CONSUMER,
-        max_groups=MAX_GROUPS,
-        generation_timeout_s=generation_timeout_s,
+    twin = RolloutTwin(
+        engine,
+        settings,
+        queue or store.worker(CONSUMER),
+        rows or store.rows,
+        ChatTokenizer(tokenizer),
+        Server(RpcSection(), "127.0.0.1:0"),
+        keep_timeout_s=keep_timeout_s,
     )
-    server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, SERVICE_NAME)
-    channel = open_channel(await server.start(), RpcSection())
-    pulling = asyncio.create_task(pull.run())
+    phases: list[str] = []
+    twin.on_turn = phases.append
+    channel = open_channel(await twin.start(), RpcSection())
+    stub = rollout_pb2_grpc.RolloutServiceStub(channel)
     try:
-        yield ReplicaUnderTest(
-            engine, replica, pull, rollout_pb2_grpc.RolloutServiceStub(channel), channel, store, pulling, phases=phases
-        )
+        yield ReplicaUnderTest(engine, twin.replica, twin.pull, stub, channel, store, twin.pulling, phases=phases)
     finally:
-        pulling.cancel()
-        await asyncio.gather(pulling, return_exceptions=True)
         await channel.close()
-        await server.drain(0.1)
+        await twin.close()

@@ -14,7 +14,7 @@ from rolecall.v1 import controller_pb2 as pb
 from rolecall.v1.controller_pb2_grpc import ControllerServiceStub
 from services.controller.durable.run_point import Checkpoints, RunPoint
 from tests.fixtures_store import StoreUnderTest
-from tests.light_roles import balance, check_trained_once, light_run, saved
+from tests.twins.run import balance, check_trained_once, saved, twin_run
 
 MakeSettings = Callable[..., RunSettings]
 RUN_S = 60.0
@@ -24,7 +24,7 @@ RUN_S = 60.0
 async def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
-    async with light_run(store, tmp_path, make_settings, run={"num_steps": 6, "checkpoint_every_steps": 2}) as run:
+    async with twin_run(store, tmp_path, make_settings, run={"num_steps": 6, "checkpoint_every_steps": 2}) as run:
         async with run.controller() as (stub, running), run.rollout("rollout-0", token_s=0.002):
             run.actor.trainer.disk_is_full = True
             await reaches(stub, running, 4)
@@ -44,7 +44,7 @@ async def reaches(stub: ControllerServiceStub, running: "asyncio.Task[None]", st
 async def test_steps_go_on_while_a_checkpoint_is_written_and_its_rows_stay_until_it_is_committed(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
-    async with light_run(store, tmp_path, make_settings, run={"num_steps": 11, "checkpoint_every_steps": 5}) as run:
+    async with twin_run(store, tmp_path, make_settings, run={"num_steps": 11, "checkpoint_every_steps": 5}) as run:
         checkpoints = Checkpoints(open_storage(run.settings.run.checkpoints), 2)
         run.actor.trainer.may_write.clear()
         async with run.controller() as (stub, running), run.rollout("rollout-0"):
@@ -68,7 +68,7 @@ async def test_a_run_whose_checkpoint_is_never_written_goes_on_in_another_contro
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
     async with (
-        light_run(store, tmp_path, make_settings, run={"num_steps": 8, "checkpoint_every_steps": 3}) as run,
+        twin_run(store, tmp_path, make_settings, run={"num_steps": 8, "checkpoint_every_steps": 3}) as run,
         run.rollout("rollout-0"),
     ):
         run.actor.trainer.may_write.clear()
@@ -87,10 +87,10 @@ async def test_checkpoints_may_live_behind_a_url(
 ) -> None:
     url = f"memory://{tmp_path.name}/checkpoints"
     section = {"num_steps": 5, "checkpoint_every_steps": 1, "checkpoint_url": url}
-    async with light_run(store, tmp_path, make_settings, run=section) as run, run.rollout("rollout-0", token_s=0.002):
+    async with twin_run(store, tmp_path, make_settings, run=section) as run, run.rollout("rollout-0", token_s=0.002):
         async with run.controller() as (stub, running):
             await reaches(stub, running, 3)
-        run.actor.trainer.step, run.actor.trainer.records, run.actor.trainer.trained = 0, [], []
+        run.actor.restart()
         async with run.controller() as (_, running):
             await asyncio.wait_for(running, RUN_S)
     check_trained_once(run.actor.trainer, 40)
@@ -103,7 +103,7 @@ async def test_checkpoints_may_live_behind_a_url(
 async def test_a_checkpoint_of_another_run_is_refused(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
-    async with light_run(store, tmp_path, make_settings) as run:
+    async with twin_run(store, tmp_path, make_settings) as run:
         checkpoints = Checkpoints(open_storage(run.settings.run.checkpoints), 2)
         checkpoints.commit(checkpoints.begin(1), [], RunPoint("another", 0, 1, 1, 1, 4, 4, {}, "", []))
         async with run.controller() as (_, running), run.rollout("rollout-0"):

@@ -20,7 +20,7 @@ from rolecall.v1 import controller_pb2 as pb
 from rolecall.v1.controller_pb2_grpc import ControllerServiceStub
 from services.controller.durable.run_point import Checkpoints
 from tests.fixtures_store import StoreUnderTest
-from tests.light_roles import LightRun, LightTrainer, balance, check_trained_once, light_run, parity, saved
+from tests.twins.run import TwinRun, balance, check_trained_once, parity, saved, twin_run
 
 MakeSettings = Callable[..., RunSettings]
 RUN_S = 60.0
@@ -31,7 +31,7 @@ async def test_a_controller_that_starts_again_goes_on_where_the_last_one_stopped
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
     async with (
-        light_run(store, tmp_path, make_settings, run={"num_steps": 6}) as run,
+        twin_run(store, tmp_path, make_settings, run={"num_steps": 6}) as run,
         run.rollout("rollout-0", token_s=0.005),
     ):
         for stop_at in (1, 2, 4):
@@ -43,7 +43,7 @@ async def test_a_controller_that_starts_again_goes_on_where_the_last_one_stopped
             await asyncio.wait_for(running, RUN_S)
     assert balance(run) == (24, 24, 0, 0)
     check_trained_once(run.actor.trainer, 48)
-    versions = [version for _, version in run.actor.publishes]
+    versions = [version for _, version in run.actor.trainer.publishes]
     assert versions == sorted(set(versions))
 
 
@@ -60,7 +60,7 @@ async def test_a_controller_that_starts_again_goes_on_where_the_last_one_stopped
 async def test_a_batch_that_was_sealed_is_trained_as_it_is_also_under_other_settings(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings, changed: dict[str, Any]
 ) -> None:
-    async with light_run(store, tmp_path, make_settings) as run, run.rollout("rollout-0"):
+    async with twin_run(store, tmp_path, make_settings) as run, run.rollout("rollout-0"):
         run.actor.trainer.failures.append(InvalidInputError("the run ends with its first batch sealed"))
         async with run.controller() as (_, running):
             with pytest.raises(InvalidInputError):
@@ -84,7 +84,7 @@ async def test_a_run_goes_on_with_a_lower_max_staleness(
 ) -> None:
     algorithm = {"groups_per_batch": 4, "max_staleness": old}
     async with (
-        light_run(store, tmp_path, make_settings, algorithm=algorithm, run={"num_steps": 6}) as run,
+        twin_run(store, tmp_path, make_settings, algorithm=algorithm, run={"num_steps": 6}) as run,
         run.rollout("rollout-0"),
     ):
         run.actor.trainer.failures.append(InvalidInputError("the run ends with its first batch sealed"))
@@ -107,8 +107,8 @@ async def test_groups_that_the_actor_was_asked_about_are_in_the_batch_also_when_
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
     algorithm = {"groups_per_batch": 4, "max_staleness": 1, "advantage": {"kind": "optimal_token_baseline"}}
-    async with light_run(store, tmp_path, make_settings, algorithm=algorithm) as run, run.rollout("rollout-0"):
-        run.actor.failures.append(InvalidInputError("the run ends when the actor's columns are written"))
+    async with twin_run(store, tmp_path, make_settings, algorithm=algorithm) as run, run.rollout("rollout-0"):
+        run.actor.trainer.column_failures.append(InvalidInputError("the run ends when the actor's columns are written"))
         async with run.controller() as (_, running):
             with pytest.raises(InvalidInputError):
                 await asyncio.wait_for(running, RUN_S)
@@ -125,18 +125,18 @@ async def test_groups_that_the_actor_was_asked_about_are_in_the_batch_also_when_
             await asyncio.wait_for(running, RUN_S)
     trained = [int(id.partition("/")[0]) for id in run.actor.trainer.trained[:16:2]]
     assert (trained[:4], sorted(trained[4:])) == (others, sorted(asked))
-    assert [step for step, _ in run.actor.columns_asked] == [0, 0, 1, 2]
+    assert [step for step, _ in run.actor.trainer.columns_asked] == [0, 0, 1, 2]
 
 
 async def test_a_trainer_that_lost_its_steps_loads_the_checkpoint_and_applies_the_same_batches_again(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
-    async with light_run(store, tmp_path, make_settings, run={"num_steps": 5}) as run, run.rollout("rollout-0"):
+    async with twin_run(store, tmp_path, make_settings, run={"num_steps": 5}) as run, run.rollout("rollout-0"):
         async with run.controller() as (stub, _):
             while (await stub.GetRun(pb.GetRunRequest())).status.step < 3:
                 await asyncio.sleep(0.01)
         before = list(run.actor.trainer.trained)
-        run.actor.trainer = LightTrainer(store)
+        run.actor.restart()
         async with run.controller() as (_, running):
             await asyncio.wait_for(running, RUN_S)
     assert run.actor.trainer.trained[: len(before)] == before
@@ -148,7 +148,7 @@ async def test_trainers_that_restart_under_a_living_controller_are_brought_back_
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
     gae = {"groups_per_batch": 4, "advantage": {"kind": "gae"}}
-    async with light_run(
+    async with twin_run(
         store, tmp_path, make_settings, algorithm=gae, run={"num_steps": 6, "checkpoint_every_steps": 3}
     ) as run:
         async with run.controller() as (stub, running), run.rollout("rollout-0", token_s=0.002):
@@ -156,7 +156,7 @@ async def test_trainers_that_restart_under_a_living_controller_are_brought_back_
                 while (await stub.GetRun(pb.GetRunRequest())).status.step < step:
                     assert not running.done(), running.exception()
                     await asyncio.sleep(0.01)
-                role.trainer = LightTrainer(store)
+                role.restart()
             await asyncio.wait_for(running, RUN_S)
             status = (await stub.GetRun(pb.GetRunRequest())).status
     assert 1 <= status.num_recoveries <= 4
@@ -169,7 +169,7 @@ async def test_trainers_that_restart_under_a_living_controller_are_brought_back_
 async def test_a_trainer_that_fails_again_and_again_ends_the_run_and_is_named(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
-    async with light_run(store, tmp_path, make_settings, controller={"max_recoveries": 3}) as run:
+    async with twin_run(store, tmp_path, make_settings, controller={"max_recoveries": 3}) as run:
         run.actor.trainer.failures.extend([WorkerLostError("rank 1 of the actor is gone")] * 10)
         async with run.controller() as (_, running), run.rollout("rollout-0"):
             with pytest.raises(
@@ -179,7 +179,7 @@ async def test_a_trainer_that_fails_again_and_again_ends_the_run_and_is_named(
     assert len(run.actor.trainer.failures) == 6
 
 
-async def at_rest(run: LightRun, stub: ControllerServiceStub) -> bool:
+async def at_rest(run: TwinRun, stub: ControllerServiceStub) -> bool:
     """Whether all that was admitted is sampled, scored and as far trained as whole batches allow."""
     ledger = (await stub.GetRun(pb.GetRunRequest())).status.ledger
     refs = [
@@ -200,7 +200,7 @@ async def test_a_group_is_scored_once_however_often_the_controller_starts(
         asked[item.id] += 1
         return asked[item.id] * 0.25 + parity(item) / 2
 
-    async with light_run(
+    async with twin_run(
         store,
         tmp_path,
         make_settings,
@@ -228,7 +228,7 @@ async def test_a_stop_without_any_rollout_left_does_not_wait_for_the_batch(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
     async with (
-        light_run(store, tmp_path, make_settings, run={"num_steps": 1000}) as run,
+        twin_run(store, tmp_path, make_settings, run={"num_steps": 1000}) as run,
         run.controller() as (stub, running),
     ):
         async with run.rollout("rollout-0", token_s=0.02):
@@ -246,13 +246,13 @@ async def test_a_stop_without_any_rollout_left_does_not_wait_for_the_batch(
 async def test_a_lost_store_takes_the_run_back_to_its_checkpoint_in_a_new_lineage(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
-    async with light_run(store, tmp_path, make_settings, run={"num_steps": 4}) as run:
+    async with twin_run(store, tmp_path, make_settings, run={"num_steps": 4}) as run:
         async with run.rollout("rollout-0"), run.controller() as (stub, _):
             while (await stub.GetRun(pb.GetRunRequest())).status.step < 3:
                 await asyncio.sleep(0.01)
         for key in store.connection.ledger.scan_iter(f"{{rl:{store.run}*"):
             store.connection.ledger.delete(key)
-        run.actor.trainer = LightTrainer(store)
+        run.actor.restart()
         async with run.rollout("rollout-0"), run.controller() as (_, running):
             await asyncio.wait_for(running, RUN_S)
     assert Ledger(store.connection, store.run).position().lineage == 1
@@ -264,7 +264,7 @@ async def test_a_store_that_is_emptied_under_the_run_ends_it_with_the_cause_and_
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
     async with (
-        light_run(store, tmp_path, make_settings, run={"num_steps": 100_000}) as run,
+        twin_run(store, tmp_path, make_settings, run={"num_steps": 100_000}) as run,
         run.rollout("rollout-0"),
         run.controller() as (stub, running),
     ):
@@ -282,7 +282,7 @@ async def test_roles_that_outlived_the_store_obey_the_controller_of_the_new_line
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
     async with (
-        light_run(store, tmp_path, make_settings, run={"num_steps": 6}) as run,
+        twin_run(store, tmp_path, make_settings, run={"num_steps": 6}) as run,
         run.rollout("rollout-0", token_s=0.005),
     ):
         for stop_at in (1, 2, 4):
@@ -292,7 +292,7 @@ async def test_roles_that_outlived_the_store_obey_the_controller_of_the_new_line
                     await asyncio.sleep(0.01)
         for key in store.connection.ledger.scan_iter(f"{{rl:{store.run}*"):
             store.connection.ledger.delete(key)
-        run.actor.trainer = LightTrainer(store)
+        run.actor.restart()
         async with run.controller() as (_, running):
             await asyncio.wait_for(running, RUN_S)
     position = Ledger(store.connection, store.run).position()
@@ -304,7 +304,7 @@ async def test_roles_that_outlived_the_store_obey_the_controller_of_the_new_line
 async def test_prompts_that_a_lineage_has_yet_to_admit_are_in_its_first_checkpoint(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
-    async with light_run(
+    async with twin_run(
         store, tmp_path, make_settings, run={"num_steps": 4}, algorithm={"groups_per_batch": 4, "max_staleness": 1}
     ) as run:
         checkpoints = Checkpoints(open_storage(run.settings.run.checkpoints), 2)
@@ -332,7 +332,7 @@ async def test_prompts_that_a_lineage_has_yet_to_admit_are_in_its_first_checkpoi
 async def test_a_lineage_that_was_begun_before_the_trainers_were_set_back_is_begun_once(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
-    async with light_run(store, tmp_path, make_settings, run={"num_steps": 4}) as run:
+    async with twin_run(store, tmp_path, make_settings, run={"num_steps": 4}) as run:
         async with run.rollout("rollout-0"), run.controller() as (stub, _):
             while (await stub.GetRun(pb.GetRunRequest())).status.step < 3:
                 await asyncio.sleep(0.01)
@@ -354,7 +354,7 @@ async def test_a_lineage_that_was_begun_before_the_trainers_were_set_back_is_beg
             )
         )
         ledger.unlock()
-        assert run.actor.trainer.step > point.step
+        assert run.actor.trainer.applied.step > point.step
         async with run.rollout("rollout-0"), run.controller() as (_, running):
             await asyncio.wait_for(running, RUN_S)
     assert Ledger(store.connection, store.run).position().lineage == 1

@@ -36,7 +36,7 @@ from services.controller.run import ControllerEngine
 from services.rollout.sampling import Sample, SampleRequest
 from services.rollout.scripted import ScriptedEngine
 from tests.fixtures_store import StoreUnderTest
-from tests.light_roles import LightRun, balance, check_trained_once, light_run, parity
+from tests.twins.run import TwinRun, balance, check_trained_once, parity, twin_run
 
 MakeSettings = Callable[..., RunSettings]
 RUN_S = 60.0
@@ -47,7 +47,7 @@ async def test_a_run_trains_every_group_once_and_ends_with_a_checkpoint(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
     async with (
-        light_run(store, tmp_path, make_settings) as run,
+        twin_run(store, tmp_path, make_settings) as run,
         run.controller() as (stub, running),
         run.rollout("rollout-0"),
     ):
@@ -56,7 +56,7 @@ async def test_a_run_trains_every_group_once_and_ends_with_a_checkpoint(
     assert (states[0].state, states[-1].state, states[-1].step) == (pb.RUN_STATE_STARTING, pb.RUN_STATE_DONE, 3)
     assert balance(run) == (12, 12, 0, 0)
     check_trained_once(run.actor.trainer, 24)
-    assert run.actor.publishes == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert run.actor.trainer.publishes == [(0, 0), (1, 1), (2, 2), (3, 3)]
     assert [line["staleness/max"] for line in run.metrics()] == [0, 0, 0]
     assert sorted(path.name for path in (run.settings.run.dir / "checkpoints").iterdir()) == [
         "step-00000002",
@@ -70,7 +70,7 @@ async def test_ppo_asks_the_critic_for_values_and_trains_it_on_the_same_batches(
 ) -> None:
     gae = {"groups_per_batch": 4, "advantage": {"kind": "gae"}}
     async with (
-        light_run(store, tmp_path, make_settings, algorithm=gae) as run,
+        twin_run(store, tmp_path, make_settings, algorithm=gae) as run,
         run.controller() as (_, running),
         run.rollout("rollout-0"),
     ):
@@ -85,7 +85,7 @@ async def test_two_rollouts_one_late_keep_the_staleness_bound(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
     algorithm = {"groups_per_batch": 4, "max_staleness": 1}
-    async with light_run(store, tmp_path, make_settings, algorithm=algorithm, run={"num_steps": 8}) as run:
+    async with twin_run(store, tmp_path, make_settings, algorithm=algorithm, run={"num_steps": 8}) as run:
         async with run.controller() as (stub, running), run.rollout("rollout-0", token_s=0.01):
             while (await stub.GetRun(pb.GetRunRequest())).status.step < 2:
                 await asyncio.sleep(0.05)
@@ -97,7 +97,7 @@ async def test_two_rollouts_one_late_keep_the_staleness_bound(
     assert max(line["staleness/max"] for line in run.metrics()) == 1
 
 
-def committers(run: LightRun) -> Counter[str]:
+def committers(run: TwinRun) -> Counter[str]:
     """Groups committed by each rollout, as far as the history was moved to its file."""
     file = run.settings.run.dir / "history.jsonl"
     events = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
@@ -108,7 +108,7 @@ async def test_a_fleet_of_one_grows_to_three_and_shrinks_to_one_inside_a_run(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
     algorithm = {"groups_per_batch": 12, "max_staleness": 1}
-    async with light_run(
+    async with twin_run(
         store, tmp_path, make_settings, algorithm=algorithm, run={"num_steps": 200, "checkpoint_every_steps": 1000}
     ) as run:
         async with run.controller() as (stub, running), run.rollout("rollout-0", token_s=0.005):
@@ -135,7 +135,7 @@ async def test_a_rollout_that_replaces_the_only_one_inside_a_step_gets_the_weigh
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
     async with (
-        light_run(store, tmp_path, make_settings, run={"num_steps": 4}) as run,
+        twin_run(store, tmp_path, make_settings, run={"num_steps": 4}) as run,
         run.controller() as (stub, running),
     ):
         async with run.rollout("rollout-0", token_s=0.1):
@@ -145,13 +145,13 @@ async def test_a_rollout_that_replaces_the_only_one_inside_a_step_gets_the_weigh
             await asyncio.wait_for(running, RUN_S)
     assert balance(run) == (16, 16, 0, 0)
     check_trained_once(run.actor.trainer, 32)
-    assert run.actor.publishes[:2] == [(0, 0), (0, 1)]
+    assert run.actor.trainer.publishes[:2] == [(0, 0), (0, 1)]
 
 
 async def test_a_pause_that_outlasts_the_stall_timeout_is_no_stall_also_after_a_restart(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
-    async with light_run(store, tmp_path, make_settings) as run, run.rollout("rollout-0"):
+    async with twin_run(store, tmp_path, make_settings) as run, run.rollout("rollout-0"):
         patient = run.settings
         hasty = {"controller": {"stall_timeout_s": 0.1}, "reward": {"timeout_s": 0.1}}
         run.settings = patient.model_copy(
@@ -178,7 +178,7 @@ async def test_a_run_that_stalls_ends_with_a_checkpoint_of_where_it_stands(
     sections: dict[str, Any] = {"run": {"num_steps": 1000, "checkpoint_every_steps": 1000}}
     sections |= {"controller": {"stall_timeout_s": 1.0}, "reward": {"timeout_s": 2.0}}
     async with (
-        light_run(store, tmp_path, make_settings, **sections) as run,
+        twin_run(store, tmp_path, make_settings, **sections) as run,
         run.controller() as (stub, running),
         run.rollout("rollout-0") as engine,
     ):
@@ -205,7 +205,7 @@ async def test_groups_that_cannot_be_scored_are_dropped_and_replaced(
             raise ValueError("cannot score this")
         return parity(item)
 
-    async with light_run(store, tmp_path, make_settings, score=picky, run={"num_steps": 7}) as run:
+    async with twin_run(store, tmp_path, make_settings, score=picky, run={"num_steps": 7}) as run:
         async with run.controller() as (_, running), run.rollout("rollout-0"):
             await asyncio.wait_for(running, RUN_S)
     counts = Ledger(store.connection, store.run).counts()
@@ -225,7 +225,7 @@ class PoisonedEngine(ScriptedEngine):
 async def test_a_group_that_fails_wherever_it_is_sampled_is_dropped_after_its_deliveries(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
-    async with light_run(store, tmp_path, make_settings) as run:
+    async with twin_run(store, tmp_path, make_settings) as run:
         async with run.controller() as (_, running), run.rollout("rollout-0", engine=PoisonedEngine(vocab_size=200)):
             await asyncio.wait_for(running, RUN_S)
     assert dict(Ledger(store.connection, store.run).counts().dropped) == {"over_delivered": 1}
@@ -239,7 +239,7 @@ async def test_a_spent_scoring_budget_fails_the_run_and_names_the_scorer(
     def broken(item: Item) -> float:
         raise ValueError("no score today")
 
-    async with light_run(store, tmp_path, make_settings, score=broken, reward={"max_failed_groups": 2}) as run:
+    async with twin_run(store, tmp_path, make_settings, score=broken, reward={"max_failed_groups": 2}) as run:
         async with run.controller() as (stub, running), run.rollout("rollout-0"):
             with pytest.raises(BudgetSpentError, match="no score today"):
                 await asyncio.wait_for(running, RUN_S)
@@ -258,7 +258,7 @@ async def test_a_scorer_that_gives_no_scores_is_named_while_the_run_waits_and_wh
     def away(item: Item) -> float:
         raise ScorerUnavailableError("its database is away")
 
-    async with light_run(store, tmp_path, make_settings, score=away, controller={"stall_timeout_s": 3.0}) as run:
+    async with twin_run(store, tmp_path, make_settings, score=away, controller={"stall_timeout_s": 3.0}) as run:
         named = (
             f"scorer 'reward' at {run.settings.reward.address} gives no scores: SCORER_UNAVAILABLE: its "
             "database is away"
@@ -279,7 +279,7 @@ async def test_a_scorer_that_is_away_at_the_start_is_named_in_status_and_in_the_
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
     away = {"address": "127.0.0.1:9", "timeout_s": 0.5}
-    async with light_run(store, tmp_path, make_settings, reward=away, controller={"start_timeout_s": 4.0}) as run:
+    async with twin_run(store, tmp_path, make_settings, reward=away, controller={"start_timeout_s": 4.0}) as run:
         async with run.controller() as (stub, running), run.rollout("rollout-0"):
             async with asyncio.timeout(RUN_S):
                 while not (status := (await stub.GetRun(pb.GetRunRequest())).status).trouble:
@@ -299,7 +299,7 @@ async def test_a_limit_of_the_scorers_rate_drops_no_group(
             raise RateLimitedError("quota exceeded")
         return parity(item)
 
-    async with light_run(
+    async with twin_run(
         store, tmp_path, make_settings, score=limited, reward={"max_failed_groups": 0, "max_attempts": 1}
     ) as run:
         async with run.controller() as (_, running), run.rollout("rollout-0"):
@@ -317,7 +317,7 @@ async def test_failures_of_scoring_are_known_to_the_next_controller_and_a_resume
 
     num_bad = 2
     sections: dict[str, Any] = {"reward": {"max_failed_groups": 3}, "run": {"num_steps": 1}}
-    async with light_run(store, tmp_path, make_settings, score=picky, **sections) as run, run.rollout("rollout-0"):
+    async with twin_run(store, tmp_path, make_settings, score=picky, **sections) as run, run.rollout("rollout-0"):
         async with run.controller() as (_, running):
             await asyncio.wait_for(running, RUN_S)
         ledger = Ledger(store.connection, store.run)
@@ -338,9 +338,7 @@ async def test_failures_of_scoring_are_known_to_the_next_controller_and_a_resume
 async def test_too_many_dead_letters_end_the_run_and_the_last_is_named(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
-    async with light_run(
-        store, tmp_path, make_settings, controller={"max_dead_letters": 0, "max_deliveries": 2}
-    ) as run:
+    async with twin_run(store, tmp_path, make_settings, controller={"max_dead_letters": 0, "max_deliveries": 2}) as run:
         async with run.controller() as (_, running), run.rollout("rollout-0", engine=PoisonedEngine(vocab_size=200)):
             with pytest.raises(BudgetSpentError, match=r"controller\.max_dead_letters"):
                 await asyncio.wait_for(running, RUN_S)
@@ -352,13 +350,13 @@ async def test_a_torn_receiver_gets_the_weights_again_under_a_new_version(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
     async with (
-        light_run(store, tmp_path, make_settings) as run,
+        twin_run(store, tmp_path, make_settings) as run,
         run.controller() as (_, running),
         run.rollout("rollout-0") as engine,
     ):
         engine.failures.append(RoleCallError("the load broke"))
         await asyncio.wait_for(running, RUN_S)
-    assert run.actor.publishes[:3] == [(0, 0), (0, 1), (1, 2)]
+    assert run.actor.trainer.publishes[:3] == [(0, 0), (0, 1), (1, 2)]
     assert balance(run) == (12, 12, 0, 0)
 
 
@@ -367,7 +365,7 @@ async def test_requests_in_flight_at_a_publish_are_finished_or_sampled_again(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings, mode: str
 ) -> None:
     algorithm = {"groups_per_batch": 4, "max_staleness": 1}
-    async with light_run(
+    async with twin_run(
         store, tmp_path, make_settings, algorithm=algorithm, rollout={"pause_mode": mode}, run={"num_steps": 4}
     ) as run:
         async with run.controller() as (_, running), run.rollout("rollout-0", token_s=0.02):
@@ -380,11 +378,11 @@ async def test_weights_that_differ_from_what_was_sent_are_never_attested(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
     async with (
-        light_run(store, tmp_path, make_settings) as run,
+        twin_run(store, tmp_path, make_settings) as run,
         run.controller() as (_, running),
         run.rollout("rollout-0"),
     ):
-        run.actor.lie = True
+        run.actor.trainer.lies = True
         with pytest.raises(BudgetSpentError, match="did not load what was sent"):
             await asyncio.wait_for(running, RUN_S)
     assert Ledger(store.connection, store.run).position().policy_version == -1
@@ -394,9 +392,7 @@ async def test_weights_that_differ_from_what_was_sent_are_never_attested(
 async def test_people_pause_resume_checkpoint_and_stop_a_run(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
-    async with light_run(
-        store, tmp_path, make_settings, run={"num_steps": 1000, "checkpoint_every_steps": 1000}
-    ) as run:
+    async with twin_run(store, tmp_path, make_settings, run={"num_steps": 1000, "checkpoint_every_steps": 1000}) as run:
         async with run.controller() as (stub, running), run.rollout("rollout-0"):
             saved = await stub.SaveCheckpoint(pb.SaveCheckpointRequest(), timeout=RUN_S)
             assert (Path(saved.path) / "COMMITTED").exists()
@@ -425,7 +421,7 @@ async def test_a_paused_run_stays_paused_when_its_controller_starts_again(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
     async with (
-        light_run(store, tmp_path, make_settings, run={"num_steps": 50}) as run,
+        twin_run(store, tmp_path, make_settings, run={"num_steps": 50}) as run,
         run.rollout("rollout-0", token_s=0.002),
     ):
         async with run.controller() as (stub, _):
@@ -445,7 +441,7 @@ async def test_a_paused_run_stays_paused_when_its_controller_starts_again(
 async def test_strangers_are_refused_and_a_silent_worker_must_join_again(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
-    async with light_run(store, tmp_path, make_settings) as run, run.controller() as (stub, _):
+    async with twin_run(store, tmp_path, make_settings) as run, run.controller() as (stub, _):
         join = pb.JoinRequest(
             run=run.settings.run.name,
             role=pb.ROLE_REFERENCE,
@@ -470,7 +466,7 @@ async def test_a_second_controller_on_a_run_is_refused_and_the_first_goes_on(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
     async with (
-        light_run(store, tmp_path, make_settings, run={"num_steps": 8}) as run,
+        twin_run(store, tmp_path, make_settings, run={"num_steps": 8}) as run,
         run.rollout("rollout-0", token_s=0.02),
     ):
         async with run.controller() as (stub, running):

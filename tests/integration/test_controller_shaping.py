@@ -22,7 +22,8 @@ from rolecall.v1.trajectory_pb2 import TrainBatch
 from services.controller.durable.run_point import Checkpoints
 from services.controller.step.adaptive import AdaptiveState
 from tests.fixtures_store import StoreUnderTest
-from tests.light_roles import LightRun, LightTrainer, light_run, parity
+from tests.twins.run import TwinRun, parity, twin_run
+from tests.twins.trainer import ActorTwin
 
 MakeSettings = Callable[..., RunSettings]
 RUN_S = 60.0
@@ -35,7 +36,7 @@ ADAPTIVE: dict[str, Any] = {
 }
 
 
-def counts_of(run: LightRun) -> dict[str, int]:
+def counts_of(run: TwinRun) -> dict[str, int]:
     """Groups dropped, by reason; the ledger balances, and every batch was full."""
     counts = Ledger(run.store.connection, run.store.run).counts()
     assert counts.admitted == counts.trained + sum(counts.dropped.values()) + counts.live
@@ -56,7 +57,7 @@ async def test_batches_are_full_of_groups_that_passed_and_every_drop_has_its_rea
 ) -> None:
     filters = {"without_signal": True, "min_success_rate": 0.1, "max_success_rate": 0.9}
     algorithm = {"groups_per_batch": 4, "max_staleness": 1, "filters": filters}
-    async with light_run(
+    async with twin_run(
         store, tmp_path, make_settings, score=by_number, algorithm=algorithm, reward={"solved_at": 0.5}
     ) as run:
         async with run.controller() as (_, running), run.rollout("rollout-0"):
@@ -74,7 +75,7 @@ async def test_a_run_whose_filters_drop_too_much_ends_and_says_how_much_of_what(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
     filters = {"without_signal": True, "max_dropped_per_step": 5}
-    async with light_run(
+    async with twin_run(
         store, tmp_path, make_settings, score=lambda item: 1.0, algorithm={"groups_per_batch": 4, "filters": filters}
     ) as run:
         async with run.controller() as (_, running), run.rollout("rollout-0"):
@@ -93,7 +94,7 @@ async def test_what_is_filtered_is_forgotten_with_its_rows_and_not_at_the_next_c
     """Every group is filtered, so that no step and no checkpoint ever comes. Paused, nothing is under way."""
     algorithm = {"groups_per_batch": 4, "filters": {"without_signal": True, "max_dropped_per_step": 10**6}}
     ledger = Ledger(store.connection, store.run)
-    async with light_run(store, tmp_path, make_settings, score=lambda item: 1.0, algorithm=algorithm) as run:
+    async with twin_run(store, tmp_path, make_settings, score=lambda item: 1.0, algorithm=algorithm) as run:
         async with run.controller() as (stub, running), run.rollout("rollout-0"):
             async with asyncio.timeout(RUN_S):
                 while ledger.counts().dropped["without_signal"] < 6:
@@ -105,7 +106,7 @@ async def test_what_is_filtered_is_forgotten_with_its_rows_and_not_at_the_next_c
     assert not [key for key in store.connection.ledger.scan_iter(f"{{rl:{store.run}:*") if b":row:" in key]
 
 
-class MeasuringTrainer(LightTrainer):
+class MeasuringActor(ActorTwin):
     """Says an entropy that depends on what it trained."""
 
     def metrics_of(self, batch: TrainBatch) -> Metrics:
@@ -114,7 +115,7 @@ class MeasuringTrainer(LightTrainer):
         return metrics
 
 
-async def states_by_step(run: LightRun) -> list[bytes]:
+async def states_by_step(run: TwinRun) -> list[bytes]:
     """What each step should leave, from what it was sealed with and what the actor recorded."""
     ledger, state = Ledger(run.store.connection, run.store.run), AdaptiveState.start(run.settings.algorithm)
     states = [b""]
@@ -133,10 +134,10 @@ async def test_what_adapts_is_carried_from_step_to_step_by_however_many_controll
 ) -> None:
     section = {"num_steps": 6, "checkpoint_every_steps": 1000}
     async with (
-        light_run(store, tmp_path, make_settings, algorithm=ADAPTIVE, run=section) as run,
+        twin_run(store, tmp_path, make_settings, algorithm=ADAPTIVE, run=section) as run,
         run.rollout("rollout-0", token_s=0.002),
     ):
-        run.actor.trainer = MeasuringTrainer(store)
+        run.actor.restart(MeasuringActor(store.rows))
         for stop_at in (1, 3, 4):
             async with run.controller() as (stub, running):
                 while (await stub.GetRun(pb.GetRunRequest())).status.step < stop_at:
@@ -159,20 +160,20 @@ async def test_what_adapts_is_carried_from_step_to_step_by_however_many_controll
 async def test_a_lineage_begins_with_the_state_of_its_checkpoint(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
-    async with light_run(store, tmp_path, make_settings, algorithm=ADAPTIVE, run={"num_steps": 4}) as run:
+    async with twin_run(store, tmp_path, make_settings, algorithm=ADAPTIVE, run={"num_steps": 4}) as run:
         async with run.rollout("rollout-0"), run.controller() as (stub, _):
             while (await stub.GetRun(pb.GetRunRequest())).status.step < 3:
                 await asyncio.sleep(0.01)
         for key in store.connection.ledger.scan_iter(f"{{rl:{store.run}*"):
             store.connection.ledger.delete(key)
-        run.actor.trainer = LightTrainer(store)
+        run.actor.restart()
         async with run.rollout("rollout-0"), run.controller() as (_, running):
             await asyncio.wait_for(running, RUN_S)
     state = AdaptiveState.decode(run.settings.algorithm, Ledger(store.connection, store.run).position().algorithm_state)
     assert state.rewards.num == 4 * 8, "each batch counts once, also those that were trained again"
 
 
-def visits(run: LightRun) -> Counter[str]:
+def visits(run: TwinRun) -> Counter[str]:
     """How often each prompt was admitted."""
     lines = [json.loads(line) for line in (run.settings.run.dir / "history.jsonl").read_text().splitlines()]
     return Counter(line["prompt"] for line in lines if line["event"] == "admitted")
@@ -189,7 +190,7 @@ async def test_solved_prompts_are_visited_less_often_also_by_the_next_controller
     curriculum = {"max_success_rate": 0.9, "revisit_epochs": 5}
     algorithm = {"groups_per_batch": 4, "curriculum": curriculum}
     async with (
-        light_run(
+        twin_run(
             store,
             tmp_path,
             make_settings,

@@ -30,8 +30,8 @@ from rolecall.trackers import Trackers
 from rolecall.v1 import controller_pb2
 from rolecall.v1.controller_pb2_grpc import ControllerServiceStub
 from tests.fixtures_store import StoreUnderTest
-from tests.light_roles import light_run
 from tests.light_run import write_model
+from tests.twins.run import twin_run
 
 MakeSettings = Callable[..., RunSettings]
 MakeEmbeddedStore = Callable[..., EmbeddedStore]
@@ -187,7 +187,7 @@ async def test_a_run_whose_disk_fills_up_goes_on_keeps_its_last_checkpoint_and_c
     the ballast leaves neither a page.
     """
     sections = {"name": store.run, "dir": str(disk / "run"), "num_steps": 12, "checkpoint_every_steps": 2}
-    async with light_run(store, tmp_path, make_settings, run=sections) as run, run.rollout("rollout-0", token_s=0.005):
+    async with twin_run(store, tmp_path, make_settings, run=sections) as run, run.rollout("rollout-0", token_s=0.005):
         async with run.controller() as (stub, running):
             await reaches(stub, 3)
             ballast = fill(disk)

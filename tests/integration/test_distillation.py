@@ -17,7 +17,7 @@ from rolecall.v1 import reference_pb2, reference_pb2_grpc, training_pb2
 from rolecall.v1.trajectory_pb2 import RowRef
 from rolecall.wire import Array
 from tests.fixtures_store import StoreUnderTest
-from tests.light_roles import light_run
+from tests.twins.run import twin_run
 
 MakeSettings = Callable[..., RunSettings]
 RUN_S = 60.0
@@ -82,7 +82,7 @@ async def test_two_teachers_each_teach_the_prompts_of_their_subject(
             "sampling": {"num_responses": 1},
             "run": {"checkpoint_every_steps": 1000, "num_steps": 3},
         }
-        run = await stack.enter_async_context(light_run(store, tmp_path, make_settings, **sections))
+        run = await stack.enter_async_context(twin_run(store, tmp_path, make_settings, **sections))
         _, running = await stack.enter_async_context(run.controller())
         await stack.enter_async_context(run.rollout("rollout-0"))
         while len(run.actor.trainer.trained) < 8:
@@ -100,7 +100,7 @@ async def test_two_teachers_each_teach_the_prompts_of_their_subject(
         assert id in teacher.taught
         expected = np.where(row["loss_mask"] != 0, -0.5 * (row["old_logprobs"] - teacher.logprob), 0)
         np.testing.assert_allclose(row["advantages"], expected, atol=1e-6)
-    assert run.actor.columns_asked == [(step, 4) for step in range(3)]
+    assert run.actor.trainer.columns_asked == [(step, 4) for step in range(3)]
     assert all("distillation/reverse_kl" in line for line in run.metrics())
 
 
@@ -109,10 +109,10 @@ async def test_the_actor_is_asked_before_the_seal_for_what_an_estimator_reads_of
 ) -> None:
     algorithm = {"groups_per_batch": 4, "advantage": {"kind": "optimal_token_baseline"}}
     async with (
-        light_run(store, tmp_path, make_settings, algorithm=algorithm) as run,
+        twin_run(store, tmp_path, make_settings, algorithm=algorithm) as run,
         run.controller() as (_, running),
         run.rollout("rollout-0"),
     ):
         await asyncio.wait_for(running, RUN_S)
-    assert run.actor.columns_asked == [(step, 8) for step in range(3)]
+    assert run.actor.trainer.columns_asked == [(step, 8) for step in range(3)]
     assert len(run.actor.trainer.trained) == 24

@@ -16,7 +16,7 @@ from rolecall.algorithms.evaluation import pass_at_k
 from rolecall.scoring.scores import Item, Score, ScoreFunction
 from rolecall.settings import RunSettings
 from tests.fixtures_store import StoreUnderTest
-from tests.light_roles import light_run, parity
+from tests.twins.run import parity, twin_run
 
 MakeSettings = Callable[..., RunSettings]
 RUN_S = 60.0
@@ -39,7 +39,7 @@ async def evaluated(
         "sets": {name: {"path": str(folder / "held.jsonl"), **section} for name, section in sets.items()},
         "num_samples_kept": 1000,
     }
-    async with light_run(store, folder, make_settings, score=score, run={"num_steps": 1}, evaluation=sections) as run:
+    async with twin_run(store, folder, make_settings, score=score, run={"num_steps": 1}, evaluation=sections) as run:
         async with run.controller() as (_, running), run.rollout("rollout-0"):
             await asyncio.wait_for(running, RUN_S)
         lines = [json.loads(line) for line in (run.settings.run.dir / "metrics.jsonl").read_text().splitlines()]

@@ -15,14 +15,14 @@ from rolecall.store.audit import Report, audit
 from rolecall.store.ledger import Ledger
 from rolecall.v1 import controller_pb2 as pb
 from tests.fixtures_store import StoreUnderTest
-from tests.light_roles import LightRun, LightTrainer, light_run, parity
+from tests.twins.run import TwinRun, parity, twin_run
 
 MakeSettings = Callable[..., RunSettings]
 RUN_S = 60.0
 REMAX = {"groups_per_batch": 4, "advantage": {"kind": "remax"}}
 
 
-def audited(run: LightRun) -> Report:
+def audited(run: TwinRun) -> Report:
     return audit(run.store.connection, run.store.run, run.settings.run.dir)
 
 
@@ -36,7 +36,7 @@ async def test_a_run_trains_on_sampled_responses_only_and_deletes_greedy_rows_wi
         return parity(item)
 
     async with (
-        light_run(store, tmp_path, make_settings, score=counting, algorithm=REMAX) as run,
+        twin_run(store, tmp_path, make_settings, score=counting, algorithm=REMAX) as run,
         run.controller() as (_, running),
         run.rollout("rollout-0"),
     ):
@@ -58,7 +58,7 @@ async def test_advantages_are_what_was_earned_above_the_greedy_response(
         return rewards.setdefault(item.id, parity(item))
 
     # The checkpoint that would free the rows is held up until they were read.
-    async with light_run(store, tmp_path, make_settings, score=noted, algorithm=REMAX, run={"num_steps": 1}) as run:
+    async with twin_run(store, tmp_path, make_settings, score=noted, algorithm=REMAX, run={"num_steps": 1}) as run:
         run.actor.trainer.may_write.clear()
         async with run.controller() as (_, running), run.rollout("rollout-0"):
             while not run.actor.trainer.trained:
@@ -89,7 +89,7 @@ async def test_restarts_of_the_controller_keep_greedy_scores_and_rows(
     algorithm = {**REMAX, "max_staleness": 1}
     run_section = {"num_steps": 6, "checkpoint_every_steps": 2}
     async with (
-        light_run(store, tmp_path, make_settings, score=counting, algorithm=algorithm, run=run_section) as run,
+        twin_run(store, tmp_path, make_settings, score=counting, algorithm=algorithm, run=run_section) as run,
         run.rollout("rollout-0", token_s=0.005),
     ):
         for stop_at in (1, 2, 4):
@@ -111,7 +111,7 @@ async def test_restarts_of_the_controller_keep_greedy_scores_and_rows(
 async def test_a_trainer_that_lost_its_steps_is_replayed_while_greedy_rows_are_still_there(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
-    async with light_run(
+    async with twin_run(
         store, tmp_path, make_settings, algorithm=REMAX, run={"num_steps": 4, "checkpoint_every_steps": 10}
     ) as run:
         async with run.rollout("rollout-0"):
@@ -122,7 +122,7 @@ async def test_a_trainer_that_lost_its_steps_is_replayed_while_greedy_rows_are_s
             assert report.problems == ()
             assert report.rows.needed >= 2 * 4 * 3  # two trained batches that no checkpoint covers, whole
             before = list(run.actor.trainer.trained)
-            run.actor.trainer = LightTrainer(store)
+            run.actor.restart()
             async with run.controller() as (_, running):
                 await asyncio.wait_for(running, RUN_S)
     assert run.actor.trainer.trained[: len(before)] == before
@@ -139,7 +139,7 @@ async def test_a_group_that_earns_what_its_greedy_response_earns_is_filtered_wit
 
     algorithm = {**REMAX, "filters": {"without_signal": True}}
     async with (
-        light_run(store, tmp_path, make_settings, score=score, algorithm=algorithm) as run,
+        twin_run(store, tmp_path, make_settings, score=score, algorithm=algorithm) as run,
         run.controller() as (_, running),
         run.rollout("rollout-0"),
     ):
@@ -155,7 +155,7 @@ async def test_groups_of_another_estimator_are_dropped_and_counted_after_a_chang
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
     async with (
-        light_run(store, tmp_path, make_settings, algorithm={"groups_per_batch": 4}) as run,
+        twin_run(store, tmp_path, make_settings, algorithm={"groups_per_batch": 4}) as run,
         run.rollout("rollout-0", token_s=0.005),
     ):
         async with run.controller() as (stub, _):

@@ -20,10 +20,10 @@ from rolecall.launcher.plan import write_config
 from rolecall.settings import RunSettings, recipe_file, recipe_names
 from rolecall.store.embedded import EmbeddedStore
 from tests.fixtures_store import StoreUnderTest
-from tests.light_roles import light_run
 from tests.policy_engine import PolicyEngine
 from tests.ports import free_port
 from tests.replay_rig import Nursery
+from tests.twins.run import twin_run
 
 TASK = HERE / "task.yaml"
 NAMES = recipe_names()
@@ -83,7 +83,7 @@ async def test_the_recipe_trains(
         section = references if name in references else sections
         section[name] = {**section[name], "address": f"127.0.0.1:{free_port()}"}
     store.ledger.unlock()
-    async with light_run(store, tmp_path, make_settings, **sections) as run:
+    async with twin_run(store, tmp_path, make_settings, **sections) as run:
         config = write_config(run.settings)
         started = [nursery.fork(role, tmp_path / f"{name}.log", config, "--name", name) for name, role in roles.items()]
         engine = PolicyEngine(work / "model")

@@ -20,10 +20,10 @@ from rolecall.launcher.plan import write_config
 from rolecall.settings import RunSettings
 from rolecall.store.embedded import EmbeddedStore
 from tests.fixtures_store import StoreUnderTest
-from tests.light_roles import light_run
 from tests.ports import free_port
 from tests.replay_rig import DigestEngine, Gateway, Instant, Nursery
 from tests.tiny_models import write_qwen3
+from tests.twins.run import twin_run
 
 NUM_STEPS = 5
 RUN_S = 140.0
@@ -102,7 +102,7 @@ async def trained(
     # the machine may be busy with other tests
     sections["controller"] = {"lease_s": 4.0, "start_timeout_s": 200.0, "stall_timeout_s": 200.0}
     model = {"path": str(folder / "model"), "dtype": "float32"}
-    async with light_run(
+    async with twin_run(
         store, folder, make_settings, run=run_section, model=model, algorithm=algorithm, **sections
     ) as run:
         write_config(run.settings)

@@ -23,7 +23,7 @@ from rolecall.trajectory import rows_of
 from services.controller.groups.group_scorer import GroupScorer
 from services.controller.threads import StoreThreads
 from tests.fixtures_store import StoreUnderTest
-from tests.light_roles import balance, light_run
+from tests.twins.run import balance, twin_run
 
 MakeSettings = Callable[..., RunSettings]
 RUN_S = 60.0
@@ -63,7 +63,7 @@ async def test_a_batch_is_sealed_before_its_columns_are_written_and_a_controller
     }
     algorithm = {"groups_per_batch": 4, "advantage": advantage}
     async with (
-        light_run(store, tmp_path, make_settings, algorithm=algorithm, run={"num_steps": 1}) as run,
+        twin_run(store, tmp_path, make_settings, algorithm=algorithm, run={"num_steps": 1}) as run,
         run.rollout("rollout-0"),
     ):
         async with run.controller() as (_, running):

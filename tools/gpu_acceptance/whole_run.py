@@ -27,10 +27,10 @@ from rolecall.store.ledger import Ledger
 from rolecall.store.rows import Rows
 from rolecall.store.sealed import read_sealed
 from tests.fixtures_store import StoreUnderTest
-from tests.light_roles import LightRun, light_run
 from tests.nccl_hosts import as_host
 from tests.policy_engine import PolicyEngine
 from tests.ports import free_port
+from tests.twins.run import TwinRun, twin_run
 from tools.gpu_acceptance.findings import Findings
 
 NUM_STEPS = 5
@@ -100,7 +100,7 @@ def check_whole_run(found: Findings, folder: Path) -> None:
 async def _run(found: Findings, folder: Path, store: StoreUnderTest, url: str) -> None:
     store.ledger.unlock()
     (folder / "run").mkdir()
-    async with light_run(
+    async with twin_run(
         store, folder / "run", _settings, score=_share_in_place, **_sections(found, folder / "work")
     ) as run:
         config = write_config(run.settings)
@@ -142,7 +142,7 @@ async def _kill_in_step(
         return
 
 
-def _judge(found: Findings, run: LightRun) -> None:
+def _judge(found: Findings, run: TwinRun) -> None:
     steps = run.metrics()
     found.require(f"{len(steps)} steps were reported, not {NUM_STEPS}", len(steps) == NUM_STEPS)
     found.require("a gradient was not finite", all(step["actor/skipped_steps"] == 0 for step in steps))

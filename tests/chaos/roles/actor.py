@@ -13,7 +13,7 @@ from rolecall.training.serving.device_thread import Lane
 from rolecall.training.serving.serve import host, make_server
 from rolecall.v1 import actor_pb2_grpc, controller_pb2
 from services.actor.service import ActorServicer
-from tests.chaos.light_trainer import LightActor
+from tests.chaos.trainer import ChaosActor
 from tests.chaos.wiring import hook_of, through_the_wire
 
 
@@ -28,7 +28,7 @@ async def _serve(args: ServiceArgs) -> None:
     settings, hook = args.settings, hook_of(args.settings, args.worker)
     hook.at("starting")
     connection = await asyncio.to_thread(connect, settings.store)
-    engine, lane = LightActor(settings, connection, hook, args.incarnation), Lane()
+    engine, lane = ChaosActor(settings, connection, hook, args.incarnation), Lane()
     fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
     consumer = f"{args.worker}.{args.incarnation}"
     front = TrainerFront(

@@ -14,7 +14,7 @@ from rolecall.training.serving.serve import host, make_server
 from rolecall.v1 import controller_pb2, critic_pb2_grpc
 from services.critic import config
 from services.critic.service import CriticServicer
-from tests.chaos.light_trainer import LightCritic
+from tests.chaos.trainer import ChaosCritic
 from tests.chaos.wiring import hook_of, through_the_wire
 
 
@@ -29,7 +29,7 @@ async def _serve(args: ServiceArgs) -> None:
     settings, section, hook = args.settings, config.section(args.settings), hook_of(args.settings, args.worker)
     hook.at("starting")
     connection = await asyncio.to_thread(connect, settings.store)
-    engine, lane = LightCritic(settings, connection, hook, args.incarnation), Lane()
+    engine, lane = ChaosCritic(settings, connection, hook, args.incarnation), Lane()
     fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
     consumer = f"{args.worker}.{args.incarnation}"
     front = TrainerFront(

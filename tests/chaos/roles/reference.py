@@ -14,7 +14,7 @@ from rolecall.training.serving.serve import host, make_server
 from rolecall.v1 import controller_pb2, reference_pb2_grpc
 from services.reference import config
 from services.reference.service import ReferenceServicer
-from tests.chaos.light_trainer import LightReference
+from tests.chaos.trainer import ChaosReference
 from tests.chaos.wiring import hook_of, through_the_wire
 
 
@@ -33,7 +33,7 @@ async def _serve(args: ServiceArgs) -> None:
     )
     hook.at("starting")
     connection = await asyncio.to_thread(connect, settings.store)
-    engine, lane = LightReference(settings, connection, hook, args.worker), Lane()
+    engine, lane = ChaosReference(settings, connection, hook, args.worker), Lane()
     fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
     front = ColumnFront(engine, lane, fence, section.token_budget)
     server = make_server(settings, section, f"references.{args.worker}")

@@ -1,9 +1,9 @@
-"""A model of a few thousand numbers that trains deterministically: the same batches give the same bits, in whatever
+"""Weights of a few thousand numbers that train deterministically: the same batches give the same bits, in whatever
 process.
 
-`weights` is one float64 vector, cut into named tensors for the weight channel. Training folds every bit of the batch's
-columns into it. What it "computes" (logprobs, values, probes) is hashed from its digest, so that two versions differ
-and a restored one does not.
+They are one float64 vector, cut into named tensors for a weight channel. A step folds every bit of the batch's columns
+into it. What weights "compute" (logprobs, values, probes, tokens) is hashed from their digest, so that two versions
+differ and a restored one does not.
 """
 
 import hashlib
@@ -20,34 +20,26 @@ END_TOKEN_ID = 2
 VOCABULARY = 200
 
 
-class LightModel:
-    """See the module."""
+def initial(seed: int) -> Array:
+    """Returns the float64 weights before the first step."""
+    return np.random.default_rng(seed).standard_normal(NUM_TENSORS * TENSOR_SIZE)
 
-    def __init__(self, seed: int) -> None:
-        self.weights: Array = np.random.default_rng(seed).standard_normal(NUM_TENSORS * TENSOR_SIZE)
-        """float64; replaced as a whole."""
 
-    @property
-    def digest(self) -> str:
-        """Hex, over every bit."""
-        return digest_of(self.weights)
-
-    def trained(self, rows: Sequence[Mapping[str, Array]]) -> Array:
-        """The weights after a step on `rows`, in their order; the present ones stay."""
-        weights = self.weights
-        for row in rows:
-            noise = np.random.default_rng(int(bits_of(row), 16)).standard_normal(weights.size)
-            weights = weights * 0.999 + noise * 0.01
-        return weights
+def trained(weights: Array, rows: Sequence[Mapping[str, Array]]) -> Array:
+    """Returns new weights, after a step on `rows`, in their order."""
+    for row in rows:
+        noise = np.random.default_rng(int(bits_of(row), 16)).standard_normal(weights.size)
+        weights = weights * 0.999 + noise * 0.01
+    return weights
 
 
 def digest_of(weights: Array) -> str:
-    """Hex, over every bit of `weights`."""
+    """Returns a hex digest over every bit of `weights`."""
     return hashlib.sha256(weights.tobytes()).hexdigest()
 
 
 def bits_of(row: Mapping[str, Array]) -> str:
-    """Hex, over names and bits of a row's columns."""
+    """Returns a hex digest over the names and bits of a row's columns."""
     state = hashlib.blake2b(digest_size=16)
     for name, array in sorted(row.items()):
         state.update(f"{name} {array.dtype.str} {array.shape} ".encode())
@@ -56,14 +48,14 @@ def bits_of(row: Mapping[str, Array]) -> str:
 
 
 def fingerprints_of(weights: Array) -> dict[str, int]:
-    """One per tensor, by its name."""
+    """Returns one fingerprint per tensor, by its name."""
     tensors = weights.reshape(NUM_TENSORS, TENSOR_SIZE)
     values = [int.from_bytes(hashlib.blake2b(tensor.tobytes(), digest_size=8).digest(), "little") for tensor in tensors]
     return {f"tensor.{i}": value for i, value in enumerate(values)}
 
 
 def numbers_of(digest: str, token_ids: Sequence[int]) -> Array:
-    """float32 [T] in (-1, 0], index 0 is 0: what a model of this digest says of these tokens."""
+    """Returns float32 [T] in (-1, 0], 0 at index 0: what weights of this digest compute for these tokens."""
     text = f"{digest} {list(token_ids)}".encode()
     numbers = -np.random.default_rng(int(hashlib.blake2b(text, digest_size=8).hexdigest(), 16)).random(
         len(token_ids), np.float32
@@ -73,8 +65,8 @@ def numbers_of(digest: str, token_ids: Sequence[int]) -> Array:
 
 
 def token_of(prompt_token_ids: Sequence[int], seed: int, digest: str, position: int) -> tuple[int, float]:
-    """Token `position` of the response that weights of `digest` sample, and its logprob. About one token in eight is
-    the end token.
+    """Returns token `position` of the response that weights of `digest` sample, and its logprob. About one token in
+    eight is the end token.
     """
     text = f"{list(prompt_token_ids)}/{seed}/{digest}/{position}".encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")

@@ -1,5 +1,5 @@
-"""A light sampling engine: the scripted twin's scheduling, tokens hashed from (prompt, seed, weights digest), and
-weights that really arrive.
+"""The sampling engine of a chaos run: the scheduling is the scripted twin's, tokens are hashed from (prompt, seed,
+weights digest), and weights really arrive.
 
 Because the digest and not the version number is hashed, weights published again under a new version after a restore
 sample the same tokens.
@@ -8,26 +8,25 @@ sample the same tokens.
 import time
 from collections.abc import Sequence
 
-from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.weights.transferred import Transferred
 from services.rollout.sampling import MeetingPlace, Probed, Sample, SampleRequest
 from services.rollout.scripted import ScriptedEngine, probed
-from tests.chaos.light_channel import LightReceiver
-from tests.chaos.light_model import END_TOKEN_ID, VOCABULARY, digest_of, fingerprints_of, numbers_of, token_of
+from tests.chaos.channel import SocketReceiver
 from tests.chaos.wiring import Hook
+from tests.twins.weights import END_TOKEN_ID, VOCABULARY, digest_of, fingerprints_of, numbers_of, token_of
 
 TOKEN_S = 0.008
 
 
-class LightEngine(ScriptedEngine):
-    """See the module."""
+class ChaosEngine(ScriptedEngine):
+    """A rollout engine that samples by the weights it really received."""
 
     def __init__(self, hook: Hook, max_model_tokens: int) -> None:
         super().__init__(
             vocab_size=VOCABULARY, eos_token_id=END_TOKEN_ID, max_model_tokens=max_model_tokens, token_s=TOKEN_S
         )
         self._hook = hook
-        self._channel = LightReceiver()
+        self._channel = SocketReceiver()
         self._digest = ""
 
     async def sample(self, request: SampleRequest) -> Sample:
@@ -62,15 +61,3 @@ class LightEngine(ScriptedEngine):
         self._version, self._digest = policy_version, digest_of(weights)
         self._hook.at("receive:loaded")
         return Transferred(fingerprints_of(weights), self._digest, weights.nbytes, time.monotonic() - started)
-
-
-class LightTokenizer(ChatTokenizer):
-    """Decodes to the numbers themselves: a scorer of light responses reads no words, and a light rollout starts a
-    second sooner.
-    """
-
-    def __init__(self) -> None:
-        self.digest = "light"
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return " ".join(map(str, token_ids))

@@ -1,4 +1,4 @@
-"""A weight channel over sockets for light engines: what it carries is tiny, how it fails is real.
+"""A weight channel over sockets for twins: what it carries is tiny, how it fails is real.
 
 The actor listens, anew for each epoch; every rollout connects and says its epoch and rank. A publish waits until all
 have met, then sends a header and the tensors one by one to everyone, each acknowledged by everyone before the next: as
@@ -19,14 +19,14 @@ import numpy as np
 
 from rolecall.errors import ChannelBrokenError, DeadlineError, StaleEpochError, TornWeightsError
 from rolecall.wire import Array
-from tests.chaos.light_model import NUM_TENSORS, TENSOR_BYTES
+from tests.twins.weights import NUM_TENSORS, TENSOR_BYTES
 
 BUCKET_S = 0.004
 """A tensor's time on the wire, so that a publish is long enough to be hit in the middle."""
 HELLO_TIMEOUT_S = 5.0
 
 
-class LightSender:
+class SocketSender:
     """Rank 0. `open` and `abort` may be called from any thread, `publish` from one."""
 
     def __init__(self, wire: Path) -> None:
@@ -124,7 +124,7 @@ class LightSender:
         self._met.notify_all()
 
 
-class LightReceiver:
+class SocketReceiver:
     """One other rank, on an event loop."""
 
     def __init__(self) -> None:

@@ -1,0 +1,1 @@
+"""Small stand-ins for models, trainers, engines and weight channels, under the real servicers, loops and store."""

@@ -1,0 +1,116 @@
+"""A rollout around any engine: the real replica, gate, pull loop, servicer and server, put together as
+services/rollout/__main__.py does.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.rpc.fence import Fence
+from rolecall.rpc.server import Server
+from rolecall.settings import RunSettings
+from rolecall.store.connection import Connection
+from rolecall.store.prompts import PromptQueue
+from rolecall.store.rows import Rows
+from rolecall.v1 import rollout_pb2_grpc
+from services.rollout.pull import PullLoop, PullSettings
+from services.rollout.replica import Replica
+from services.rollout.sampling import RolloutEngine
+from services.rollout.service import SERVICE_NAME, RolloutServicer
+
+
+class RolloutTwin:
+    """The parts of one rollout, which serves and pulls from `start` to `close`."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        settings: PullSettings,
+        queue: PromptQueue,
+        rows: Rows,
+        tokenizer: ChatTokenizer,
+        server: Server,
+        *,
+        replica: type[Replica] = Replica,
+        fence: Fence | None = None,
+        pause_timeout_s: float = 5.0,
+        load_timeout_s: float = 5.0,
+        keep_timeout_s: float = 5.0,
+    ) -> None:
+        self.server = server
+        self.on_turn: Callable[[str], None] = lambda phase: None
+        """Told the phase of every turn of the pull loop."""
+        self.replica = replica(
+            engine,
+            pause_timeout_s=pause_timeout_s,
+            load_timeout_s=load_timeout_s,
+            keep_timeout_s=keep_timeout_s,
+            on_serving=server.set_serving,
+        )
+        self.pull = PullLoop(settings, self.replica, queue, rows, tokenizer, lambda phase: self.on_turn(phase))
+        servicer = RolloutServicer(
+            self.replica,
+            self.pull,
+            tokenizer,
+            fence or Fence(1),
+            consumer=settings.consumer,
+            max_groups=settings.max_groups,
+            generation_timeout_s=settings.generation_timeout_s,
+        )
+        server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, SERVICE_NAME)
+
+    @classmethod
+    def of_run(
+        cls,
+        settings: RunSettings,
+        consumer: str,
+        engine: RolloutEngine,
+        tokenizer: ChatTokenizer,
+        connection: Connection,
+        bind: str = "127.0.0.1:0",
+        fence: Fence | None = None,
+    ) -> Self:
+        """Makes the rollout `consumer` ("<worker>.<incarnation>") with the deadlines and sizes of `settings`."""
+        pull = PullSettings(
+            consumer,
+            settings.rollout.max_groups or 1,
+            settings.controller.lease_s,
+            settings.rollout.generation_timeout_s,
+            settings.store.row_expiry_s,
+            settings.controller.max_deliveries,
+        )
+        return cls(
+            engine,
+            pull,
+            PromptQueue(connection, settings.run.name, consumer),
+            Rows(connection, settings.run.name, settings.store.num_shards),
+            tokenizer,
+            Server(settings.rpc, bind),
+            fence=fence,
+            pause_timeout_s=settings.rollout.generation_timeout_s,
+            load_timeout_s=settings.weights.publish_timeout_s,
+            keep_timeout_s=settings.weights.bucket_timeout_s,
+        )
+
+    async def start(self) -> str:
+        """Serves and pulls; returns the address."""
+        address = await self.server.start()
+        self.pulling = asyncio.create_task(self.pull.run())
+        return address
+
+    async def close(self, grace_s: float = 0.1) -> None:
+        """Ends at once what it does and gives nothing back."""
+        self.pulling.cancel()
+        await asyncio.gather(self.pulling, return_exceptions=True)
+        await self.server.drain(grace_s)
+
+
+class NumberTokenizer(ChatTokenizer):
+    """A tokenizer that decodes to the numbers themselves. It reads no file, so a rollout starts a second sooner."""
+
+    def __init__(self) -> None:
+        self.digest = "numbers"
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))

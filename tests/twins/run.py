@@ -1,0 +1,241 @@
+"""A whole run in this process: the real controller, servicers, store, gRPC and membership around engines without a
+model.
+
+Its trainers are those of tests/twins/trainer.py, which note the rows they trained, so that a test can count. Its
+rollouts sample by the scripted engine, whose weights of version v have a known digest and probe; the actor publishes
+exactly those.
+"""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.reward import SERVICE_NAME as REWARD_SERVICE
+from rolecall.reward import Scorer, description, one_by_one
+from rolecall.rpc.channel import open_channel
+from rolecall.rpc.fence import Fence
+from rolecall.rpc.membership import Membership
+from rolecall.rpc.server import Server
+from rolecall.scoring.scores import Item, ScoreFunction
+from rolecall.settings import RpcSection, RunSettings
+from rolecall.store.ledger import Ledger
+from rolecall.store.sealed import read_ctl, read_sealed
+from rolecall.training.serving.calls import TrainerFront
+from rolecall.training.serving.device_thread import Lane
+from rolecall.v1 import (
+    actor_pb2_grpc,
+    controller_pb2,
+    controller_pb2_grpc,
+    critic_pb2_grpc,
+    reward_pb2_grpc,
+)
+from rolecall.v1.controller_pb2_grpc import ControllerServiceStub
+from services.actor.service import ActorServicer
+from services.controller.run import ControllerEngine
+from services.controller.service import ControllerServicer
+from services.critic.service import CriticServicer
+from services.rollout.scripted import ScriptedEngine
+from tests.fixtures_store import StoreUnderTest
+from tests.tiny_tokenizer import write_tokenizer
+from tests.twins.rollout import RolloutTwin
+from tests.twins.trainer import ActorTwin, TrainerTwin
+
+
+class ServedActor(ActorServicer):
+    """The actor's servicer over a twin."""
+
+    def __init__(self, store: StoreUnderTest, stack: AsyncExitStack) -> None:
+        self._store, self._stack = store, stack
+        self.restart()
+
+    def restart(self, trainer: ActorTwin | None = None) -> None:
+        """Serves a trainer that has applied nothing, as a new process does."""
+        self.trainer = trainer or ActorTwin(self._store.rows)
+        super().__init__(self.trainer, _front_of(self.trainer, self._store, self._stack))
+
+
+class ServedCritic(CriticServicer):
+    """The critic's servicer over a twin."""
+
+    def __init__(self, store: StoreUnderTest, stack: AsyncExitStack) -> None:
+        self._store, self._stack = store, stack
+        self.restart()
+
+    def restart(self) -> None:
+        """Serves a trainer that has applied nothing, as a new process does."""
+        self.trainer = TrainerTwin(self._store.rows)
+        super().__init__(_front_of(self.trainer, self._store, self._stack))
+
+
+def _front_of(trainer: TrainerTwin, store: StoreUnderTest, stack: AsyncExitStack) -> TrainerFront:
+    connection, run = store.connection, store.run
+    fence = Fence(read_ctl(connection, run))
+    front = TrainerFront(trainer, lambda step: read_sealed(connection, run, step), Lane(), fence, 2**20, "trainer.1")
+    front.start()
+    stack.push_async_callback(front.close)
+    return front
+
+
+def parity(item: Item) -> float:
+    """1 for responses of an even number of tokens: a reward that differs within a group."""
+    return float(item.num_response_tokens % 2 == 0)
+
+
+@dataclass
+class TwinRun:
+    """The roles of one run and the ways to start a controller over them."""
+
+    settings: RunSettings
+    store: StoreUnderTest
+    actor: ServedActor
+    critic: ServedCritic
+    stack: AsyncExitStack
+
+    @asynccontextmanager
+    async def controller(self) -> AsyncIterator[tuple[ControllerServiceStub, "asyncio.Task[None]"]]:
+        """A served controller and the task that runs its loop; both end with the context."""
+        engine = ControllerEngine(self.settings)
+        server = Server(RpcSection(), str(self.settings.controller.address))
+        server.add(
+            controller_pb2_grpc.add_ControllerServiceServicer_to_server,
+            ControllerServicer(engine),
+            "rolecall.v1.ControllerService",
+        )
+        await server.start()
+        channel = open_channel(str(self.settings.controller.address), RpcSection())
+        running = asyncio.create_task(engine.run())
+        try:
+            yield ControllerServiceStub(channel), running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await channel.close()
+            await server.drain(0.1)
+            await engine.close()
+
+    @asynccontextmanager
+    async def rollout(
+        self, worker: str, token_s: float = 0.0, engine: ScriptedEngine | None = None
+    ) -> AsyncIterator[ScriptedEngine]:
+        """A rollout replica that joins, pulls and serves until the context ends; then it is silent, as a killed process
+        is.
+        """
+        incarnation = f"{id(object()):x}"
+        engine = engine or ScriptedEngine(token_s=token_s, vocab_size=200)
+        chat = ChatTokenizer(self.settings.model.path)
+        twin = RolloutTwin.of_run(self.settings, f"{worker}.{incarnation}", engine, chat, self.store.connect())
+        address = await twin.start()
+        membership = Membership(
+            self.settings, controller_pb2.ROLE_ROLLOUT, worker, incarnation, address, num_weight_ranks=1
+        )
+        membership.start()
+        try:
+            yield engine
+        finally:
+            membership.stop()
+            await twin.close()
+
+    def metrics(self) -> list[dict[str, float]]:
+        """Lines of metrics.jsonl that are of a step, not of an evaluation."""
+        lines = [json.loads(line) for line in (self.settings.run.dir / "metrics.jsonl").read_text().splitlines()]
+        return [line for line in lines if "reward/mean" in line]
+
+
+@asynccontextmanager
+async def twin_run(
+    store: StoreUnderTest,
+    folder: Path,
+    make_settings: Callable[..., RunSettings],
+    *,
+    score: ScoreFunction = parity,
+    **sections: Any,
+) -> AsyncIterator[TwinRun]:
+    """Serves actor, critic and reward; `sections` are merged over a run of 3 steps of 4 groups of 2."""
+    async with AsyncExitStack() as stack:
+        write_tokenizer(folder / "model")
+        (folder / "train.jsonl").write_text(
+            "".join(json.dumps({"prompt": f"number {i}", "ground_truth": str(i)}) + "\n" for i in range(30))
+        )
+        spec = description("parity", (0, 1), ("response_text", "ground_truth"), {}, False, max_items=0)
+        actor, critic = ServedActor(store, stack), ServedCritic(store, stack)
+        addresses = [
+            await _served(stack, actor_pb2_grpc.add_ActorServiceServicer_to_server, actor, "rolecall.v1.ActorService"),
+            await _served(
+                stack, critic_pb2_grpc.add_CriticServiceServicer_to_server, critic, "rolecall.v1.CriticService"
+            ),
+            await _served(
+                stack,
+                reward_pb2_grpc.add_RewardServiceServicer_to_server,
+                Scorer(spec, one_by_one(score, spec), None),
+                REWARD_SERVICE,
+            ),
+            await _free_port(),
+        ]
+        defaults: dict[str, dict[str, Any]] = {
+            "run": {"name": store.run, "dir": str(folder / "run"), "num_steps": 3, "checkpoint_every_steps": 2},
+            "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 48},
+            "sampling": {"num_responses": 2, "max_tokens": 12},
+            "algorithm": {"groups_per_batch": 4},
+            "controller": {
+                "address": addresses[3],
+                "lease_s": 1.5,
+                "heartbeat_s": 0.1,
+                "start_timeout_s": 20.0,
+                "stall_timeout_s": 20.0,
+            },
+            "actor": {"address": addresses[0]},
+            "reward": {"address": addresses[2], "timeout_s": 5.0},
+            "rollout": {"max_groups": 4, "generation_timeout_s": 30.0},
+            "store": {"url": store.section.url.get_secret_value() if store.section.url else None, "num_shards": 2},
+            "trackers": {"tensorboard": False},
+        }
+        if sections.get("algorithm", {}).get("advantage", {}).get("kind") == "gae":
+            defaults["critic"] = {"address": addresses[1]}
+        merged = {
+            name: {**defaults.get(name, {}), **sections.get(name, {})} for name in defaults.keys() | sections.keys()
+        }
+        settings = make_settings(**merged)
+        settings.run.dir.mkdir(exist_ok=True)
+        yield TwinRun(settings, store, actor, critic, stack)
+
+
+async def _served(stack: AsyncExitStack, add: Callable[[Any, Any], None], servicer: object, name: str) -> str:
+    server = Server(RpcSection(), "127.0.0.1:0")
+    server.add(add, servicer, name)
+    address = await server.start()
+    await server.set_serving(True)
+    stack.push_async_callback(server.drain, 0.1)
+    return address
+
+
+async def _free_port() -> str:
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    server.close()
+    await server.wait_closed()
+    return f"127.0.0.1:{port}"
+
+
+def balance(run: TwinRun) -> tuple[int, int, int, int]:
+    """admitted, trained, dropped, live; they balance."""
+    counts = Ledger(run.store.connection, run.store.run).counts()
+    dropped = sum(counts.dropped.values())
+    assert counts.admitted == counts.trained + dropped + counts.live
+    return counts.admitted, counts.trained, dropped, counts.live
+
+
+def check_trained_once(trainer: TrainerTwin, num_rows: int) -> None:
+    """`num_rows` rows were trained, each once."""
+    assert max(Counter(trainer.trained).values()) == 1
+    assert len(trainer.trained) == num_rows
+
+
+async def saved(stub: ControllerServiceStub) -> None:
+    """Returns when a checkpoint was made."""
+    await stub.SaveCheckpoint(controller_pb2.SaveCheckpointRequest(), timeout=60.0)
