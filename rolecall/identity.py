@@ -60,7 +60,7 @@ FIXED = (
     ),
     Fixed("actor.optimizer.kind", "the checkpoints hold its state", lambda settings: settings.actor.optimizer.kind),
     Fixed(
-        "critic", "the checkpoints hold its state", lambda settings: settings.critic and settings.critic.optimizer.kind
+        "critic", "the checkpoints hold its state", lambda settings: settings.critic and settings.actor.optimizer.kind
     ),
     Fixed("store.num_shards", "rows are spread by it", lambda settings: settings.store.num_shards),
 )

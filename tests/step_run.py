@@ -129,7 +129,7 @@ class StepRun:
     def trainers(self) -> tuple[Trainer, CriticTrainer]:
         assert self.settings.critic is not None
         actor, critic = (ProcessStub(self.processes[name]) for name in TRAINERS)
-        return Trainer("actor", actor, self.settings.actor), CriticTrainer("critic", critic, self.settings.critic)  # type: ignore[arg-type]
+        return Trainer("actor", actor, self.settings.actor), CriticTrainer("critic", critic, self.settings.actor)  # type: ignore[arg-type]
 
     def recovery(self) -> Recovery:
         return Recovery(

@@ -122,7 +122,7 @@ def _needs(settings: RunSettings, facts: ModelFacts) -> list[Need]:
             "actor", settings.actor, _trained_bytes(settings, settings.actor, facts.num_parameters, weights)
         )
     if settings.critic is not None and settings.critic.address is None:
-        needs += _ranks("critic", settings.critic, _optimized_bytes(settings.critic.optimizer, facts.num_parameters))
+        needs += _ranks("critic", settings.critic, _optimized_bytes(settings.actor.optimizer, facts.num_parameters))
     for name, section in settings.references.items():
         if section.address is None:
             needs += _ranks(f"reference {name}", section, weights)

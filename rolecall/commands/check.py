@@ -300,7 +300,7 @@ def _memory(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         yield f"  adapters: {adapters / 1e6:,.2f}M parameters are trained, published and kept; the base stays as it is"
     if settings.critic is not None:
         yield f"  critic {in_bytes(trained / settings.critic.num_shards)} per rank x {settings.critic.num_ranks}"
-        yield from _moments(settings.critic, settings.critic.optimizer, facts.num_parameters)
+        yield from _moments(settings.critic, settings.actor.optimizer, facts.num_parameters)
     for name, section in settings.references.items():
         yield f"  reference {name} {in_bytes(weights / section.num_shards)} per rank x {section.num_ranks}"
     rollout = settings.rollout

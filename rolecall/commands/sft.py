@@ -73,7 +73,7 @@ def sft(settings: SftSettings, *, resume: bool) -> int:
 def _plan(settings: SftSettings, resume: bool) -> Worker:
     arguments = ["rolecall.training.sft", str(write_config(settings)), *(["--resume"] if resume else [])]
     # "1": ranks under torchrun are tied to torchrun.
-    environment = {**role_environment(settings.actor), "ROLECALL_DIE_WITH_PARENT": "1"}
+    environment = {**role_environment(settings.actor, settings.actor.num_threads), "ROLECALL_DIE_WITH_PARENT": "1"}
     return Worker(
         "sft",
         "sft",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.errors import ConfigError
-from rolecall.settings import ParallelSection
+from rolecall.settings import LayoutSection
 
 MAX_HEADER_BYTES = 100 * 2**20
 """Bound of a safetensors header, as the format has it."""
@@ -171,7 +171,7 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
         )
 
 
-def check_parallel(path: Path, parallel: ParallelSection, setting: str = "model.path") -> None:
+def check_parallel(path: Path, parallel: LayoutSection, setting: str = "model.path") -> None:
     """ConfigError when the model cannot be shared over ranks as `parallel` says."""
     text = _text(_json(path / "config.json", setting))
     tensor, sequence = parallel.tensor, parallel.sequence

@@ -169,10 +169,7 @@ def write_config(settings: RunSettings | SftSettings) -> Path:
 def _left_out(settings: RunSettings | SftSettings) -> dict[str, Any]:
     tree: dict[str, Any] = {"store": {"url": True}}
     for deadline in settings.derived_deadlines if isinstance(settings, RunSettings) else ():
-        part = tree
-        for name in deadline.section:
-            part = part.setdefault(name, {})
-        part[deadline.field] = True
+        tree.setdefault(deadline.section, {})[deadline.field] = True
     return tree
 
 
@@ -203,7 +200,11 @@ def _worker(module: str, name: str, resolved: RunSettings, store_url: str, secti
     num_ranks = section.num_ranks if isinstance(section, TrainerSection) else 1
     # "1", not our pid: the role's own children (ranks under torchrun, engine processes) read it too and are tied to
     # their own parent.
-    environment = {**role_environment(section), "ROLECALL_STORE_URL": store_url, "ROLECALL_DIE_WITH_PARENT": "1"}
+    environment = {
+        **role_environment(section, resolved.actor.num_threads),
+        "ROLECALL_STORE_URL": store_url,
+        "ROLECALL_DIE_WITH_PARENT": "1",
+    }
     return Worker(
         module.rpartition(".")[2],
         name,
@@ -229,20 +230,18 @@ def ranks_command(num_ranks: int, arguments: Sequence[str]) -> tuple[str, ...]:
     return (*command, *arguments)
 
 
-def role_environment(section: ServiceSection | None) -> dict[str, str]:
+def role_environment(section: ServiceSection | None, num_threads: int | None = None) -> dict[str, str]:
     """What a role must find in its environment before it imports torch: its GPUs, its threads, and no network of its
     own accord.
 
-    None: a rollout, which derives its own (`services/rollout/config.py`), for vLLM needs more said and replicas are
-    started elsewhere too.
+    `num_threads`: of each rank of a trainer; None: derived. Without a section: a rollout, which derives its own
+    (`services/rollout/config.py`), for vLLM needs more said and replicas are started elsewhere too.
     """
     common = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
     if section is None:
         return common
     num_cores = len(os.sched_getaffinity(0))
-    threads = (
-        (section.num_threads or max(1, num_cores // section.num_ranks)) if isinstance(section, TrainerSection) else 1
-    )
+    threads = (num_threads or max(1, num_cores // section.num_ranks)) if isinstance(section, TrainerSection) else 1
     # Idle threads sleep: roles take turns on the same cores.
     return {
         **common,

@@ -113,6 +113,7 @@ from rolecall.settings.sft import SftDataSection, SftEvaluationSection, SftRunSe
 from rolecall.settings.trainers import (
     ActorSection,
     CriticSection,
+    LayoutSection,
     LoraSection,
     MoeSection,
     OptimizerSection,
@@ -167,6 +168,7 @@ __all__ = [
     "KlEstimator",
     "KlSection",
     "LauncherSection",
+    "LayoutSection",
     "LengthScorer",
     "LoraSection",
     "MathScorer",

@@ -54,8 +54,8 @@ NCCL_BUCKET_S = 30.0
 class Deadline:
     """One that the file leaves out."""
 
-    section: tuple[str, ...]
-    """Path of its section."""
+    section: str
+    """Name of its section."""
     field: str
     seconds: float
     why: str
@@ -64,7 +64,7 @@ class Deadline:
     @property
     def setting(self) -> str:
         """Its name in the file."""
-        return ".".join((*self.section, self.field))
+        return f"{self.section}.{self.field}"
 
 
 def derive(settings: "RunSettings") -> tuple[Deadline, ...]:
@@ -76,18 +76,13 @@ def derive(settings: "RunSettings") -> tuple[Deadline, ...]:
 
 def filled_in(settings: "RunSettings", derived: Iterable[Deadline]) -> dict[str, Any]:
     """The sections of `settings` with these deadlines, by name."""
-    values: dict[tuple[str, ...], dict[str, float]] = {}
+    values: dict[str, dict[str, float]] = {}
     for deadline in derived:
         values.setdefault(deadline.section, {})[deadline.field] = deadline.seconds
     sections: dict[str, Any] = {}
-    for (top, *names), update in values.items():
-        if names:
-            sections.setdefault(top, dict(settings.references))[names[0]] = settings.references[names[0]].model_copy(
-                update=update
-            )
-        else:
-            section: Section = getattr(settings, top)
-            sections[top] = section.model_copy(update=update)
+    for top, update in values.items():
+        section: Section = getattr(settings, top)
+        sections[top] = section.model_copy(update=update)
     return sections
 
 
@@ -95,14 +90,13 @@ class _Derivation:
     def __init__(self, settings: "RunSettings") -> None:
         self._settings = settings
         self.derived: list[Deadline] = []
-        self._trainers: dict[tuple[str, ...], tuple[TrainerSection, Path]] = {
-            ("actor",): (settings.actor, settings.model.path)
-        }
+        self._trained: list[tuple[TrainerSection, Path]] = [(settings.actor, settings.model.path)]
         if settings.critic is not None:
-            self._trainers["critic",] = settings.critic, settings.critic.path or settings.model.path
-        for name, reference in settings.references.items():
-            self._trainers["references", name] = reference, reference.path or settings.model.path
-        self._bytes = {path: _model_bytes(path) for _, path in self._trainers.values()}
+            self._trained.append((settings.critic, settings.critic.path or settings.model.path))
+        self._trainers = self._trained + [
+            (section, section.path or settings.model.path) for section in settings.references.values()
+        ]
+        self._bytes = {path: _model_bytes(path) for _, path in self._trainers}
 
     def derive(self) -> None:
         """In an order in which each is known before another is made of it."""
@@ -113,23 +107,22 @@ class _Derivation:
         generating_s = longest / TOKENS_PER_S
         self._say(
             settings.rollout,
-            ("rollout",),
+            "rollout",
             "generation_timeout_s",
             600 + generating_s,
             f"600 s and {longest} tokens at {TOKENS_PER_S:g}/s",
         )
         tokens = sum(part.max_tokens or settings.sampling.max_tokens for part in settings.evaluation.sets.values())
         about = f"600 s and the sets' longest responses, {tokens} tokens, at {TOKENS_PER_S:g}/s"
-        self._say(settings.evaluation, ("evaluation",), "timeout_s", 600 + tokens / TOKENS_PER_S, about)
+        self._say(settings.evaluation, "evaluation", "timeout_s", 600 + tokens / TOKENS_PER_S, about)
         publish_s = self._weights(generating_s)
         self._controller(publish_s)
-        for path, (section, model) in self._trainers.items():
-            self._trainer(path, section, self._bytes[model] / FILE_BYTES_PER_PARAMETER)
+        self._calls()
         on, base_s = ("GPUs", GPU_ROLLOUT_HANG_S) if self._uses_gpus else ("CPUs", 0.0)
         prefill_s = 2 * self._bytes[settings.model.path] / FILE_BYTES_PER_PARAMETER * PREFILL_TOKENS / FLOPS_PER_S[on]
         self._say(
             settings.rollout,
-            ("rollout",),
+            "rollout",
             "hang_s",
             max(base_s, prefill_s),
             f"{on}, {PREFILL_TOKENS} prompt tokens of this model in one step",
@@ -141,7 +134,7 @@ class _Derivation:
         backend = weights.backend_between(actor_on_gpus=bool(self._settings.actor.devices), receivers_on_gpus=True)
         is_nccl = backend == "nccl"
         self._say(
-            weights, ("weights",), "open_timeout_s", NCCL_OPEN_S if is_nccl else 0.0, f"ranks that meet over {backend}"
+            weights, "weights", "open_timeout_s", NCCL_OPEN_S if is_nccl else 0.0, f"ranks that meet over {backend}"
         )
         num_bytes, on = self._bytes[self._settings.model.path], "GPUs" if self._uses_gpus else "CPUs"
         probe_s = 2 * num_bytes / FILE_BYTES_PER_PARAMETER * PROBED_TOKENS / FLOPS_PER_S[on]
@@ -149,65 +142,73 @@ class _Derivation:
             f"a bucket over {backend}, the first one's connections included, and {PROBED_TOKENS} tokens of the "
             f"probe on {on}"
         )
-        self._say(weights, ("weights",), "bucket_timeout_s", (NCCL_BUCKET_S if is_nccl else 0.0) + probe_s, first)
+        self._say(weights, "weights", "bucket_timeout_s", (NCCL_BUCKET_S if is_nccl else 0.0) + probe_s, first)
         waited_s, waiting = (
             (generating_s, ", and responses in flight, which pause_mode wait lets end")
             if rollout.pause_mode == "wait"
             else (0.0, "")
         )
         sent = f"600 s and {_size(num_bytes)} at {WIRE_BYTES_PER_S / 1e6:g} MB/s{waiting}"
-        return self._say(
-            weights, ("weights",), "publish_timeout_s", 600 + num_bytes / WIRE_BYTES_PER_S + waited_s, sent
-        )
+        return self._say(weights, "weights", "publish_timeout_s", 600 + num_bytes / WIRE_BYTES_PER_S + waited_s, sent)
 
     def _controller(self, publish_s: float) -> None:
         settings, largest = self._settings, max(self._bytes.values())
         base_s, on = (GPU_START_S, "GPUs") if self._uses_gpus else (300.0, "CPUs")
         read = f"{on}, {base_s:g} s and {_size(largest)} of the largest model at {DISK_BYTES_PER_S / 1e6:g} MB/s"
         start_s = self._say(
-            settings.controller, ("controller",), "start_timeout_s", base_s + largest / DISK_BYTES_PER_S, read
+            settings.controller, "controller", "start_timeout_s", base_s + largest / DISK_BYTES_PER_S, read
         )
         longest_s = max(start_s, publish_s)
         self._say(
             settings.controller,
-            ("controller",),
+            "controller",
             "stall_timeout_s",
             longest_s,
             "a role that starts again, or one publish, whichever may take longer",
         )
 
-    def _trainer(self, path: tuple[str, ...], section: TrainerSection, num_parameters: float) -> None:
-        settings, on = self._settings, "GPUs" if section.devices else "CPUs"
+    def _calls(self) -> None:
+        """What bounds the calls of every trainer: the longest that any of them may take."""
+        actor, settings = self._settings.actor, self._settings
         rows = settings.algorithm.groups_per_batch * settings.responses_per_group
         tokens = rows * (settings.data.max_prompt_tokens + settings.sampling.max_tokens)
-        forward_s = 2 * num_parameters * tokens / section.num_ranks / FLOPS_PER_S[on]
-        train_s = forward_s * (1 + 3 * settings.algorithm.num_epochs)
-        saved_s = CHECKPOINT_BYTES_PER_PARAMETER * num_parameters / DISK_BYTES_PER_S
-        rate = f"{num_parameters / 1e9:,.1f}B parameters on {section.num_ranks} x {FLOPS_PER_S[on] / 1e12:g} TFLOP/s"
-        self._say(
-            section,
-            path,
-            "train_timeout_s",
-            max(train_s, saved_s),
-            f"a batch of {tokens} tokens, {rate}, or a checkpoint",
-        )
-        self._say(section, path, "compute_timeout_s", forward_s, f"a pass over {tokens} tokens, {rate}")
-        microbatch_s = 2 * num_parameters * section.token_budget / section.parallel.slot_size / FLOPS_PER_S[on]
-        base_s = GPU_HANG_S if section.devices else 0.0
-        self._say(
-            section, path, "hang_s", max(base_s, microbatch_s), f"{on}, a pass over token_budget {section.token_budget}"
-        )
+        passes = [self._pass_s(section, path, tokens / section.num_ranks) for section, path in self._trainers]
+        trained = [
+            max(
+                self._pass_s(section, path, tokens / section.num_ranks) * (1 + 3 * settings.algorithm.num_epochs),
+                CHECKPOINT_BYTES_PER_PARAMETER * self._bytes[path] / FILE_BYTES_PER_PARAMETER / DISK_BYTES_PER_S,
+            )
+            for section, path in self._trained
+        ]
+        microbatches = [
+            max(
+                GPU_HANG_S if section.devices else 0.0,
+                self._pass_s(section, path, section.token_budget / section.parallel.slot_size),
+            )
+            for section, path in self._trainers
+        ]
+        among = "" if len(self._trainers) == 1 else ", on the slowest trainer"
+        largest = max(self._bytes.values()) / FILE_BYTES_PER_PARAMETER
+        rate = f"{largest / 1e9:,.1f}B parameters on {'GPUs' if self._uses_gpus else 'CPUs'}{among}"
+        about = f"a batch of {tokens} tokens, {rate}, or a checkpoint"
+        self._say(actor, "actor", "train_timeout_s", max(trained), about)
+        self._say(actor, "actor", "compute_timeout_s", max(passes), f"a pass over {tokens} tokens, {rate}")
+        self._say(actor, "actor", "hang_s", max(microbatches), f"a pass over token_budget, {rate}")
+
+    def _pass_s(self, section: TrainerSection, model: Path, tokens_per_rank: float) -> float:
+        flops = 2 * self._bytes[model] / FILE_BYTES_PER_PARAMETER * tokens_per_rank
+        return flops / FLOPS_PER_S["GPUs" if section.devices else "CPUs"]
 
     @property
     def _uses_gpus(self) -> bool:
-        return bool(self._settings.rollout.devices) or any(section.devices for section, _ in self._trainers.values())
+        return bool(self._settings.rollout.devices) or any(section.devices for section, _ in self._trainers)
 
-    def _say(self, section: Section, path: tuple[str, ...], field: str, seconds: float, why: str) -> float:
+    def _say(self, section: Section, name: str, field: str, seconds: float, why: str) -> float:
         """What the file says; else `seconds`, in whole ones, and at least the section's default."""
         given: float = getattr(section, field)
         if field in section.model_fields_set:
             return given
-        deadline = Deadline(path, field, max(given, float(round(seconds))), f"{why}; at least {given:g} s")
+        deadline = Deadline(name, field, max(given, float(round(seconds))), f"{why}; at least {given:g} s")
         self.derived.append(deadline)
         return deadline.seconds
 

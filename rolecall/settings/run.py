@@ -317,7 +317,7 @@ class RunSettings(Section):
             trainers.append(
                 (
                     "critic",
-                    self.critic.optimizer,
+                    self.critic.optimizer(self.actor.optimizer, self.algorithm.num_minibatches),
                     updates * (self.critic.num_minibatches or self.algorithm.num_minibatches),
                 )
             )

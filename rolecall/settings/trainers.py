@@ -59,7 +59,7 @@ class OptimizerSection(Section):
         return self
 
 
-class ParallelSection(Section):
+class LayoutSection(Section):
     """How the ranks of one trainer share the work. Ranks that are not named here shard the model and take data: one
     rank, or any number, needs nothing set.
     """
@@ -77,9 +77,18 @@ class ParallelSection(Section):
     heads, MLP, experts and vocabulary.
     """
 
+    @property
+    def slot_size(self) -> int:
+        """Ranks that compute the same rows together."""
+        return self.sequence * self.tensor
+
+
+class ParallelSection(LayoutSection):
+    """The layout of the actor's ranks, and how gradients are summed, by the actor and by the critic."""
+
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which gradients are summed over ranks. bfloat16 halves the traffic and loses digits that grow with the number
-    of ranks.
+    """Type that gradients are summed over ranks in. bfloat16 halves the traffic and loses digits that grow with the
+    number of ranks.
     """
     accumulate: Literal["sharded", "unsharded"] = "sharded"
     """How gradients wait for the last microbatch of a mini-batch. Unsharded: reduced once instead of in every
@@ -87,39 +96,16 @@ class ParallelSection(Section):
     `tensor`).
     """
 
-    @property
-    def slot_size(self) -> int:
-        """Ranks that compute the same rows together."""
-        return self.sequence * self.tensor
-
 
 class TrainerSection(ServiceSection):
     """Common to actor, critic and reference: one SPMD group behind one address."""
 
     num_ranks: PositiveInt = 1
     """Processes of the group."""
-    backend: TrainingBackend = "fsdp"
-    """The library that spreads the model over the ranks: `fsdp` is PyTorch's fully sharded data parallel."""
-    num_threads: PositiveInt | None = None
-    """Threads per rank on CPUs; absent: the machine's cores over local ranks."""
     token_budget: PositiveInt = 16384
     """Most tokens in one microbatch; at least those of the longest trajectory."""
-    parallel: ParallelSection = ParallelSection()
+    parallel: LayoutSection = LayoutSection()
     """How the ranks share the work."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in backward instead of keeping them."""
-    activation_offload: bool = False
-    """Keep activations in host memory between a layer's forward and its backward; with gradient_checkpointing the
-    layers' inputs, which are all there is.
-    """
-    train_timeout_s: PositiveFloat = 3600.0
-    """Deadline of one Train, SaveCheckpoint or LoadCheckpoint call; unless set, longer with the batch and the model."""
-    compute_timeout_s: PositiveFloat = 600.0
-    """Deadline of one ComputeLogprobs or ComputeValues call; unless set, longer with the batch and the model."""
-    hang_s: PositiveFloat = 30.0
-    """Longest time at work without progress (a layer's pass over a microbatch, a tensor published or loaded) before the
-    worker is taken for hung and replaced; unless set, 300 on GPUs, and longer for larger models.
-    """
 
     @property
     def num_shards(self) -> int:
@@ -174,8 +160,33 @@ class MoeSection(Section):
 
 
 class ActorSection(TrainerSection):
-    """The policy's trainer."""
+    """The policy's trainer. What is said here of memory, threads and deadlines holds for every trainer."""
 
+    parallel: ParallelSection = ParallelSection()
+    """How the ranks share the work, and how gradients are summed."""
+    backend: TrainingBackend = "fsdp"
+    """The library that spreads a model over ranks, for every trainer: `fsdp` is PyTorch's fully sharded data parallel.
+    """
+    num_threads: PositiveInt | None = None
+    """Threads per rank of a trainer on CPUs; absent: the machine's cores over the role's ranks."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in backward instead of keeping them; the actor and the critic."""
+    activation_offload: bool = False
+    """Keep activations in host memory between a layer's forward and its backward; with gradient_checkpointing the
+    layers' inputs, which are all there is. The actor and the critic.
+    """
+    train_timeout_s: PositiveFloat = 3600.0
+    """Deadline of one Train, SaveCheckpoint or LoadCheckpoint call of the actor or the critic; unless set, longer with
+    the batch and the largest model.
+    """
+    compute_timeout_s: PositiveFloat = 600.0
+    """Deadline of one ComputeLogprobs or ComputeValues call of any trainer; unless set, longer with the batch and the
+    largest model.
+    """
+    hang_s: PositiveFloat = 30.0
+    """Longest time at work without progress (a layer's pass over a microbatch, a tensor published or loaded) before a
+    trainer is taken for hung and replaced; unless set, 300 on GPUs, and longer for larger models.
+    """
     optimizer: OptimizerSection = OptimizerSection()
     """Optimizer."""
     lora: LoraSection | None = None
@@ -201,16 +212,31 @@ class ActorSection(TrainerSection):
 
 
 class CriticSection(TrainerSection):
-    """The value model's trainer."""
+    """The value model's trainer. Its optimizer is the actor's (actor.optimizer) at a rate of its own."""
 
     path: ConfigPath | None = None
     """Model directory; absent: the policy's. A new value head is made when it has none."""
-    optimizer: OptimizerSection = OptimizerSection(learning_rate=1e-5)
-    """Optimizer."""
+    learning_rate: PositiveFloat = 1e-5
+    """Peak; ten times the actor's default, for the value head starts from nothing."""
     value_clip_eps: PositiveFloat | None = 0.2
     """Clip of the value's change (PPO's implementation); null: none."""
     num_minibatches: PositiveInt | None = None
     """Optimizer steps per pass; absent: the actor's."""
+
+    def optimizer(self, actor: OptimizerSection, num_minibatches: int) -> OptimizerSection:
+        """The actor's optimizer for this model: rates in proportion to the peaks, lengths of the schedule in proportion
+        to the updates, of which the actor makes `num_minibatches` per pass.
+        """
+        rates = self.learning_rate / actor.learning_rate
+        updates = (self.num_minibatches or num_minibatches) / num_minibatches
+        return actor.model_copy(
+            update={
+                "learning_rate": self.learning_rate,
+                "min_learning_rate": actor.min_learning_rate * rates,
+                "warmup_steps": int(actor.warmup_steps * updates),
+                "decay_steps": actor.decay_steps and max(1, int(actor.decay_steps * updates)),
+            }
+        )
 
 
 class ReferenceSection(TrainerSection):

@@ -493,5 +493,5 @@ def _patience_s(settings: RunSettings) -> float:
     return max(
         settings.controller.stall_timeout_s,
         settings.reward.timeout_s,
-        *(section.compute_timeout_s for section in settings.references.values()),
+        settings.actor.compute_timeout_s if settings.references else 0.0,
     )

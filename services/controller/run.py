@@ -93,7 +93,7 @@ class ControllerEngine:
             stub = CriticServiceStub(
                 self._open("critic", settings.critic.address, "rolecall.v1.CriticService/ComputeValues")
             )
-            critic = CriticTrainer("critic", stub, settings.critic)
+            critic = CriticTrainer("critic", stub, settings.actor)
         in_order = PromptSequence(raw_prompts, renderer, seed=settings.run.seed, shuffle=True)
         probe = make_probe(settings, in_order)
         self._reward = reward

@@ -77,7 +77,7 @@ def build(settings: RunSettings, connection: Connection, vitals: Vitals = UNWATC
         connection,
         path=config.model_path(settings),
         head="value",
-        optimizer=section.optimizer,
+        optimizer=section.optimizer(settings.actor.optimizer, settings.algorithm.num_minibatches),
         total_steps=config.num_optimizer_steps(settings),
         vitals=vitals,
     )

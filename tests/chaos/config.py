@@ -24,7 +24,6 @@ def write_config(
     (folder / "train.jsonl").write_text(
         "".join(json.dumps({"prompt": f"number {i}", "ground_truth": str(i)}) + "\n" for i in range(NUM_PROMPTS))
     )
-    trainer = {"train_timeout_s": 120.0, "compute_timeout_s": 60.0, "hang_s": hang_s}
     tree: dict[str, Any] = {
         "run": {"name": "chaos", "dir": "run", "seed": seed, "num_steps": num_steps, "checkpoint_every_steps": 5},
         "model": {"path": "model", "dtype": "float32"},
@@ -54,9 +53,9 @@ def write_config(
             "max_recoveries": 100_000,
             "num_samples_kept": 0,
         },
-        "actor": trainer,
-        "critic": trainer,
-        "references": {"ref": trainer},
+        "actor": {"train_timeout_s": 120.0, "compute_timeout_s": 60.0, "hang_s": hang_s},
+        "critic": {},
+        "references": {"ref": {}},
         "reward": {
             "components": {
                 "hashed": {

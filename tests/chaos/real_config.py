@@ -40,8 +40,8 @@ def write_config(folder: Path, *, seed: int) -> Path:
             "num_samples_kept": 0,
         },
         "actor": {"num_ranks": 2, "num_threads": 1, "optimizer": {"learning_rate": 1e-4}},
-        "critic": {"num_threads": 1},
-        "references": {"ref": {"num_threads": 1}},
+        "critic": {},
+        "references": {"ref": {}},
         "reward": {
             "components": {
                 "short": {"scorer": {"kind": "length", "max_tokens": 24}, "weight": 0.5},

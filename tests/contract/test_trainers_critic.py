@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_run(store: StoreUnderTest, model: Path, tmp_path: Path) -> MakeRun:
     def make(**critic: Any) -> RunSettings:
         algorithm = {"groups_per_batch": 4, "advantage": {"kind": "gae"}, "num_minibatches": 2}
-        section = {"token_budget": 64, "num_threads": 1, "optimizer": {"learning_rate": 1e-3}} | critic
+        section = {"token_budget": 64, "learning_rate": 1e-3} | critic
         return RunSettings.model_validate(settings_tree(store, model, tmp_path, algorithm=algorithm, critic=section))
 
     return make

@@ -22,7 +22,7 @@ async def test_its_column_agrees_with_transformers_and_is_written_once(store: St
     batches = Batches(store, model)
     rows = [row for group in batches.sampled(4) for row in group.rows]
     algorithm = {"groups_per_batch": 4, "kl": {"reference": "ref", "kl_coef": 0.1}}
-    references = {"ref": {"token_budget": 64, "num_threads": 1}}
+    references = {"ref": {"token_budget": 64}}
     settings = RunSettings.model_validate(
         settings_tree(store, model, tmp_path, algorithm=algorithm, references=references)
     )
@@ -47,7 +47,7 @@ async def test_a_teacher_writes_its_ranking_under_the_common_prefix(store: Store
     rows = [row for group in batches.sampled(4) for row in group.rows]
     distillation = {"teacher": "wise", "divergence": "forward_topk", "placement": "loss", "top_k": 5}
     algorithm = {"groups_per_batch": 4, "distillation": distillation}
-    references = {"wise": {"token_budget": 64, "num_threads": 1}}
+    references = {"wise": {"token_budget": 64}}
     settings = RunSettings.model_validate(
         settings_tree(store, model, tmp_path, algorithm=algorithm, references=references)
     )

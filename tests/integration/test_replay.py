@@ -93,11 +93,11 @@ async def trained(
     gateways = {
         role: Gateway(role, free_address(), nursery, store, config, list(instants)) for role, instants in kills.items()
     }
-    optimizer = {"learning_rate": 1e-3}
     sections: dict[str, Any] = {
-        role: {"address": await gateway.start(), "bind": gateway.address, "num_threads": 1, "optimizer": optimizer}
-        for role, gateway in gateways.items()
+        role: {"address": await gateway.start(), "bind": gateway.address} for role, gateway in gateways.items()
     }
+    sections["actor"] |= {"num_threads": 1, "optimizer": {"learning_rate": 1e-3}}
+    sections["critic"] |= {"learning_rate": 1e-3}
     run_section = {"num_steps": NUM_STEPS, "checkpoint_every_steps": 2}
     # the machine may be busy with other tests
     sections["controller"] = {"lease_s": 4.0, "start_timeout_s": 200.0, "stall_timeout_s": 200.0}

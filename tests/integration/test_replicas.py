@@ -196,7 +196,7 @@ async def test_every_row_gets_its_logprobs_while_references_die_hang_and_come_ba
     model = write_qwen3(tmp_path / "policy", seed=4)
     sections = {
         "algorithm": {"groups_per_batch": 4, "kl": {"reference": "ref", "kl_coef": 0.1}},
-        "references": {"ref": {"token_budget": 64, "num_threads": 1}},
+        "references": {"ref": {"token_budget": 64}},
     }
     replicas = make("reference", "--references.ref.bind", model, **sections)
     batches = Batches(store, model)

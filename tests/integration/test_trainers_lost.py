@@ -186,9 +186,15 @@ async def test_a_killed_trainer_starts_afresh_and_a_checkpoint_and_the_sealed_ba
 ) -> None:
     model, path, ctl = write_qwen3(tmp_path / "policy"), str(tmp_path / "checkpoint" / role), store.ledger.ctl
     algorithm = {"groups_per_batch": 4, "advantage": {"kind": "gae"}}
-    section = {"token_budget": 64, "num_threads": 1}
+    section = {"token_budget": 64}
     tree = settings_tree(
-        store, model, tmp_path, algorithm=algorithm, actor=section, critic=section, controller={"address": peer[1]}
+        store,
+        model,
+        tmp_path,
+        algorithm=algorithm,
+        actor=section | {"num_threads": 1},
+        critic=section,
+        controller={"address": peer[1]},
     )
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(tree))

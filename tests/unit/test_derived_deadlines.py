@@ -61,8 +61,7 @@ def test_a_large_model_with_long_responses_on_gpus_gets_the_time_it_takes(
     assert settings.rollout.generation_timeout_s >= 32768 / 20, "at 20 tokens a second"
     assert settings.actor.hang_s >= 300
     assert settings.rollout.hang_s >= 60
-    assert settings.critic is not None
-    assert settings.critic.hang_s > 30, "it is on CPUs, where a pass over 32B parameters takes long"
+    assert settings.actor.hang_s > 2 * 32.75e9 * 34000 / 2e12, "the critic is on CPUs, where a pass takes long"
     assert settings.weights.open_timeout_s == 60
     assert settings.controller.start_timeout_s >= 900 + 65.5e9 / 100e6
     assert settings.controller.stall_timeout_s >= settings.controller.start_timeout_s
@@ -99,18 +98,18 @@ def test_what_the_file_gives_stands_and_is_not_called_derived(make_settings: Mak
     assert {"weights.open_timeout_s", "actor.hang_s", "controller.start_timeout_s"}.isdisjoint(of(settings))
 
 
-def test_every_reference_gets_its_own_by_its_own_model(make_settings: MakeSettings, model_32b: str) -> None:
-    references = {"small": {}, "large": {"path": model_32b, "compute_timeout_s": 50.0}}
+def test_calls_of_every_trainer_get_the_time_of_the_slowest(make_settings: MakeSettings, model_32b: str) -> None:
+    references = {"small": {}, "large": {"path": model_32b}}
     algorithm = {
         "groups_per_batch": 2,
         "kl": {"reference": "small", "kl_coef": 0.1},
         "distillation": {"teacher": "large", "task_coef": 1.0},
     }
-    settings = make_settings(references=references, algorithm=algorithm)
-    assert settings.references["small"].hang_s == 30
-    assert settings.references["large"].hang_s > 30
-    assert settings.references["large"].compute_timeout_s == 50
-    assert of(settings)["references.large.hang_s"] == settings.references["large"].hang_s
+    settings = make_settings(references=references, algorithm=algorithm, actor={"compute_timeout_s": 50.0})
+    assert settings.actor.hang_s > 30
+    assert settings.actor.train_timeout_s == 3600, "a reference is not trained"
+    assert settings.actor.compute_timeout_s == 50
+    assert of(settings)["actor.hang_s"] == settings.actor.hang_s
 
 
 def test_responses_that_a_publish_waits_for_are_part_of_its_time(make_settings: MakeSettings) -> None:

@@ -29,7 +29,7 @@ def test_ranks_share_the_cores_of_the_machine_unless_told_otherwise() -> None:
         assert int(role_environment(ActorSection(num_ranks=num_ranks))["OMP_NUM_THREADS"]) == max(
             1, num_cores // num_ranks
         )
-    assert role_environment(ActorSection(num_ranks=2, num_threads=3))["OMP_NUM_THREADS"] == "3"
+    assert role_environment(ActorSection(num_ranks=2), num_threads=3)["OMP_NUM_THREADS"] == "3"
 
 
 def test_roles_with_an_address_are_not_started(make_settings: MakeSettings) -> None:

@@ -166,7 +166,7 @@ def _share_in_place(item: Item) -> float:
 def _sections(found: Findings, work: Path) -> dict[str, Any]:
     recipe = yaml.safe_load(recipe_file("grpo").read_text())
     # Two roles on one GPU: each has an address, so to the settings they are on machines of their own.
-    place: Mapping[str, Any] = {"num_threads": 1} if found.dry else {"devices": [0]}
+    place: Mapping[str, Any] = {} if found.dry else {"devices": [0]}
     return {
         **recipe,
         "run": {"num_steps": NUM_STEPS},
@@ -178,6 +178,7 @@ def _sections(found: Findings, work: Path) -> dict[str, Any]:
             "address": f"127.0.0.1:{free_port()}",
             "optimizer": {"learning_rate": 1e-4, "betas": [0.9, 0.99]},
             **place,
+            **({"num_threads": 1} if found.dry else {}),
         },
         "references": {"ref": {"address": f"127.0.0.1:{free_port()}", **place}},
         "weights": {"backend": "gloo" if found.dry else "nccl", "open_timeout_s": 60.0, "bucket_timeout_s": 30.0},

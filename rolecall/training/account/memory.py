@@ -40,7 +40,8 @@ Holdings = Callable[[], Mapping[str, Mapping[str, torch.Tensor]]]
 """What is known by name: {kind: {name: tensor}}, the kind in the plural."""
 
 _FEWER_ACTIVATIONS = (
-    "lower its token_budget, set its gradient_checkpointing or activation_offload, or give it more ranks (num_ranks)"
+    "lower its token_budget, set actor.gradient_checkpointing or actor.activation_offload, or give it more ranks "
+    "(num_ranks)"
 )
 _FEWER_STATES = "give it more ranks (num_ranks), train adapters (lora), or use a smaller model"
 _REMEDIES: Mapping[Phase, str] = {

@@ -94,7 +94,9 @@ class SftRank:
             routers=actor.moe is not None,
             seed=run.seed,
         )
-        self._state, self._place = start_workplace(options, actor, run.dir, start_timeout_s, Vitals("sft", lost=lost))
+        self._state, self._place = start_workplace(
+            options, actor, actor, run.dir, start_timeout_s, Vitals("sft", lost=lost)
+        )
 
     def run(self, *, resume: bool) -> None:
         """From the newest checkpoint, or the start, to the last step's checkpoint."""

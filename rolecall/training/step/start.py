@@ -15,6 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from rolecall.errors import ConfigError
 from rolecall.settings import (
+    ActorSection,
     LoraSection,
     MoeSection,
     OptimizerSection,
@@ -53,6 +54,7 @@ def start_bench(
     """The engine with its model loaded, and what its rank works with. ConfigError when the ranks or devices are not as
     configured.
     """
+    actor = settings.actor
     options = EngineOptions(
         path=path,
         head=head,
@@ -61,18 +63,25 @@ def start_bench(
         optimizer=optimizer,
         lora=lora,
         total_steps=total_steps,
-        parallel=section.parallel,
-        gradient_checkpointing=section.gradient_checkpointing,
-        activation_offload=section.activation_offload,
+        parallel=actor.parallel.model_copy(update=section.parallel.model_dump()),
+        gradient_checkpointing=actor.gradient_checkpointing and optimizer is not None,
+        activation_offload=actor.activation_offload and optimizer is not None,
         routers=moe is not None,
         seed=settings.run.seed,
     )
-    state, place = start_workplace(options, section, settings.run.dir, settings.controller.start_timeout_s, vitals)
+    state, place = start_workplace(
+        options, section, actor, settings.run.dir, settings.controller.start_timeout_s, vitals
+    )
     return state, Bench(**vars(place), rows=Rows(connection, settings.run.name, settings.store.num_shards))
 
 
 def start_workplace(
-    options: EngineOptions, section: TrainerSection, run_dir: Path, timeout_s: float, vitals: Vitals
+    options: EngineOptions,
+    section: TrainerSection,
+    actor: ActorSection,
+    run_dir: Path,
+    timeout_s: float,
+    vitals: Vitals,
 ) -> tuple[EngineState, Workplace]:
     """The same without a store. `timeout_s` bounds the time until all ranks have met."""
     rank, world_size, local_rank = rank_of_process()
@@ -87,7 +96,7 @@ def start_workplace(
         local_rank=local_rank,
         devices=_as_torch_counts(section.devices),
         rendezvous="env://" if world_size > 1 else None,
-        num_threads=section.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size),
+        num_threads=actor.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size),
         timeout_s=COLLECTIVE_TIMEOUT_S,
     )
     # Held until the ranks have met: without torchrun rank 0 is its server, and a rank may ask it after rank 0 went on.
@@ -95,7 +104,7 @@ def start_workplace(
     watch = None if store is None else _watch_ranks(vitals, rank, world_size, store, timeout_s)
     device = start_rank(spec)
     memory = PhaseMemory(device, role=vitals.role, rank=rank, folder=run_dir / "memory")
-    engine, state = make_engine(section.backend, options, device=device, memory=memory, progressed=vitals.progressed)
+    engine, state = make_engine(actor.backend, options, device=device, memory=memory, progressed=vitals.progressed)
     place = Workplace(
         engine=engine,
         group=CommandGroup.of_default(watch, section.parallel.slot_size),

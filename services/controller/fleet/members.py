@@ -122,15 +122,8 @@ class Fleet:
         )
 
     def _hang_s(self, request: controller_pb2.JoinRequest) -> float:
-        settings = self._settings
-        if request.role == controller_pb2.ROLE_ROLLOUT:
-            return settings.rollout.hang_s
-        if request.role == controller_pb2.ROLE_CRITIC and settings.critic is not None:
-            return settings.critic.hang_s
-        if request.role == controller_pb2.ROLE_REFERENCE and settings.references:
-            own = settings.references.get(request.worker)
-            return own.hang_s if own else max(section.hang_s for section in settings.references.values())
-        return settings.actor.hang_s
+        is_rollout = request.role == controller_pb2.ROLE_ROLLOUT
+        return self._settings.rollout.hang_s if is_rollout else self._settings.actor.hang_s
 
     def _refuse_if_given_up(self, consumer: str) -> None:
         reason = self._refused.get(consumer)

@@ -182,7 +182,7 @@ class GroupScorer:
 
     async def _ask(self, name: str, prefix: str, refs: list[trajectory_pb2.RowRef]) -> None:
         request = training_pb2.ComputeColumnRequest(ctl=self.ctl, rows=refs, prefix=prefix)
-        await self._references[name].ComputeLogprobs(request, timeout=self._settings.references[name].compute_timeout_s)
+        await self._references[name].ComputeLogprobs(request, timeout=self._settings.actor.compute_timeout_s)
 
 
 def _reward_columns(score: Score, row: Mapping[str, Array]) -> dict[str, Array]:

@@ -14,7 +14,7 @@ from typing import ClassVar, TypeAlias
 from rolecall.checkpoint.manifest import Committed, StoredFile
 from rolecall.columns import Writer, columns_of
 from rolecall.errors import DeadlineError, UnavailableError, WorkerLostError
-from rolecall.settings import TrainerSection
+from rolecall.settings import ActorSection
 from rolecall.v1 import training_pb2, trajectory_pb2
 from rolecall.v1.actor_pb2_grpc import ActorServiceStub
 from rolecall.v1.critic_pb2_grpc import CriticServiceStub
@@ -36,7 +36,8 @@ class Trainer:
 
     name: str
     stub: TrainerStub
-    section: TrainerSection
+    section: ActorSection
+    """The actor's, whose deadlines are those of every trainer."""
 
     async def info(self) -> training_pb2.GetTrainerInfoResponse:
         """What it holds."""
@@ -61,7 +62,7 @@ class Trainer:
                         await asyncio.sleep(RETRY_PAUSE_S)
         except TimeoutError as error:
             raise DeadlineError(
-                f"{self.name} did not finish step {step} within {self.name}.train_timeout_s = "
+                f"{self.name} did not finish step {step} within actor.train_timeout_s = "
                 f"{self.section.train_timeout_s:.0f} s"
             ) from error
 

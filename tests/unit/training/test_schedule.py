@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rolecall.settings import OptimizerSection, RunSettings
+from rolecall.settings import CriticSection, OptimizerSection, RunSettings
 from rolecall.training.fsdp.schedule import learning_rate
 
 
@@ -79,3 +79,14 @@ def test_a_decay_that_does_not_fit_the_run_is_refused_with_the_runs_length() -> 
         ValidationError, match=r"actor\.optimizer\.warmup_steps \+ decay_steps = 10 exceed the run's 5 optimizer steps"
     ):
         RunSettings.model_validate(tree, context={"base": Path("/")})
+
+
+def test_the_critic_follows_the_actors_schedule_at_its_own_rate_and_pace() -> None:
+    actor = OptimizerSection(
+        learning_rate=1e-6, min_learning_rate=1e-7, schedule="wsd", warmup_steps=4, decay_steps=10, weight_decay=0.1
+    )
+    critic = CriticSection(learning_rate=1e-5, num_minibatches=4).optimizer(actor, num_minibatches=2)
+    assert critic.min_learning_rate == pytest.approx(1e-6)
+    assert (critic.learning_rate, critic.warmup_steps, critic.decay_steps) == (1e-5, 8, 20)
+    assert (critic.schedule, critic.weight_decay) == ("wsd", 0.1)
+    assert CriticSection(learning_rate=1e-6).optimizer(actor, num_minibatches=2) == actor
