@@ -1,5 +1,5 @@
-"""Where the steps of a run went, read from its metrics.jsonl. Pure; what the metrics mean is said in
-docs/operations.md.
+"""Where the steps of a run went, read from its metrics.jsonl. Pure; docs/metrics.md says what
+the metrics mean.
 """
 
 import json
