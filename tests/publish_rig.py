@@ -30,6 +30,7 @@ from rolecall.errors import (
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.server import Server
 from rolecall.settings import RpcSection, RunSettings
+from rolecall.store.position import RunPosition
 from rolecall.store.prompts import PromptQueue
 from rolecall.trajectory import seed_of
 from rolecall.v1 import actor_pb2, actor_pb2_grpc, controller_pb2, trajectory_pb2, weights_pb2
@@ -37,6 +38,7 @@ from rolecall.weights.transferred import Transferred
 from rolecall.wire import Array, encode_tensor
 from services.controller.fleet.members import Fleet
 from services.controller.publish.publisher import PolicyPublisher
+from services.controller.recovered import Recovered
 from services.controller.threads import StoreThreads
 from services.rollout.heartbeat import feed_heartbeat
 from services.rollout.pull import PullSettings
@@ -496,6 +498,24 @@ class Rig:
         return violations(self.trajectories(), read_attested(self.store.connection, self.store.run), oracle)
 
 
+def at_the_start(ctl: int) -> Recovered:
+    """A run of which nothing is published."""
+    return Recovered(
+        ctl=ctl,
+        position=RunPosition(),
+        live={},
+        backlog=(),
+        policy_version=-1,
+        retained_bytes=0,
+        saved_step=0,
+        is_actor_restored=False,
+        step_of_version={},
+        sealed=None,
+        begun=frozenset(),
+        rates={},
+    )
+
+
 @asynccontextmanager
 async def publish_rig(store: StoreUnderTest, tree: dict[str, Any], folder: Path) -> AsyncIterator[Rig]:
     """An actor at step 0, nothing published, nobody joined; `tree` is merged over settings with short deadlines."""
@@ -519,8 +539,8 @@ async def publish_rig(store: StoreUnderTest, tree: dict[str, Any], folder: Path)
     channel = open_channel(await server.start(), RpcSection())
     threads = StoreThreads()
     fleet = Fleet(settings, store.ledger, threads)
-    publisher = PolicyPublisher(settings, store.ledger, threads, fleet, actor_pb2_grpc.ActorServiceStub(channel), PROBE)
-    publisher.ctl = store.ledger.ctl
+    stub = actor_pb2_grpc.ActorServiceStub(channel)
+    publisher = PolicyPublisher(settings, store.ledger, threads, fleet, stub, PROBE, at_the_start(store.ledger.ctl))
     rig = Rig(settings, store, collective, actor, fleet, publisher, threads)
     watching = asyncio.create_task(fleet.watch())
     try:

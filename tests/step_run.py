@@ -26,10 +26,12 @@ from rolecall.store.rows import Rows
 from rolecall.training.serving.calls import TrainerFront
 from rolecall.v1.trajectory_pb2 import CommittedGroup, Prompt, PromptGroup, RowRef, TrajectoryMeta
 from rolecall.wire import Array
-from services.controller.durable.recovery import Recovered, Recovery, encode_prompts
+from services.controller.durable.in_flight import encode_prompts, prompts_in_flight
+from services.controller.durable.recovery import Recovery
 from services.controller.durable.run_point import Checkpoints, RunPoint
 from services.controller.durable.saving import CheckpointSaver
 from services.controller.groups.assembly import ScoredGroup
+from services.controller.recovered import Recovered
 from services.controller.step.adaptive import AdaptiveState
 from services.controller.step.preparation import columns_read, prepare
 from services.controller.step.trainers import CriticTrainer, Trainer
@@ -133,7 +135,7 @@ class StepRun:
 
     def recovery(self) -> Recovery:
         return Recovery(
-            self.settings, self.ledger, self.rows, self.threads, self.trainers(), self.checkpoints, 0, lambda what: None
+            self.settings, self.ledger, self.threads, self.trainers(), self.checkpoints, 0, lambda what: None
         )
 
     async def start_trainers(self) -> None:
@@ -213,7 +215,7 @@ class StepRun:
         position = self.ledger.position()
         if position.step != step:
             raise StoreRolledBackError("restored from an older copy")
-        untrained = await self.recovery().untrained_prompts(position.next_gid)
+        untrained = encode_prompts(prompts_in_flight(self.ledger, self.rows, position.next_gid))
         counters = {
             "trained": position.trained,
             "dropped": dict(position.dropped),

@@ -23,7 +23,7 @@ async def serve_controller(args: ServiceArgs) -> None:
     from rolecall.rpc.role_process import serve
     from rolecall.rpc.server import Server
     from rolecall.v1 import controller_pb2, controller_pb2_grpc
-    from services.controller.run import ControllerEngine
+    from services.controller.run import ControllerRun
     from services.controller.service import ControllerServicer
 
     settings = args.settings
@@ -34,7 +34,7 @@ async def serve_controller(args: ServiceArgs) -> None:
         )
     telemetry.configure(settings.telemetry, "controller", args.worker)
     settings.run.dir.mkdir(parents=True, exist_ok=True)
-    engine = ControllerEngine(settings)
+    engine = ControllerRun(settings)
     try:
         server = Server(settings.rpc, bind, setting="controller.bind")
         service_name = controller_pb2.DESCRIPTOR.services_by_name["ControllerService"].full_name

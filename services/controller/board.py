@@ -27,6 +27,10 @@ class RunBoard:
     def __init__(self) -> None:
         self.state: controller_pb2.RunState.ValueType = controller_pb2.RUN_STATE_STARTING
         self.step = 0
+        self.published_step = -1
+        """Steps behind the weights that the fleet holds; -1 before the first publish."""
+        self.policy_version = -1
+        """Version of those weights."""
         self.error = ""
         self.waiting_for = "the roles"
         self.step_metrics = Metrics()
@@ -58,6 +62,26 @@ class RunBoard:
         """The loop waits for `what`."""
         self.waiting_for = what
         self._changed.set()
+
+    def begin(self, step: int) -> None:
+        """A life of the loop begins after `step` steps."""
+        self.step = step
+        self._changed.set()
+
+    def published(self, step: int, policy_version: int) -> None:
+        """The fleet holds the weights after `step` steps."""
+        self.published_step, self.policy_version = step, policy_version
+        self._changed.set()
+
+    def applied(self, step: int, metrics: Metrics) -> None:
+        """`step` steps are applied; `metrics` are those of the last."""
+        self.step, self.step_metrics = step, metrics
+        self.move(self.state)
+
+    def evaluated(self, step: int, metrics: Metrics) -> None:
+        """The policy after `step` steps was evaluated."""
+        self.evaluated_step, self.evaluation_metrics = step, metrics
+        self.move(self.state)
 
     def landed(self, position: tuple[int, int]) -> None:
         """A committed group was read; a loop that starts over reads some again."""
@@ -106,6 +130,15 @@ class RunBoard:
         """Save at the next step boundary; (path, step) once committed."""
         self.checkpoint_requests.append(asyncio.get_running_loop().create_future())
         return self.checkpoint_requests[-1]
+
+    def take_checkpoint_requests(self) -> "list[asyncio.Future[tuple[str, int]]]":
+        """Those who wait for a checkpoint; they are answered by the next one, or given back."""
+        taken, self.checkpoint_requests = self.checkpoint_requests, []
+        return taken
+
+    def give_back(self, requests: "list[asyncio.Future[tuple[str, int]]]") -> None:
+        """The checkpoint that these were to be answered by was given up: the next one answers them."""
+        self.checkpoint_requests.extend(requests)
 
     async def changes(self) -> AsyncIterator[None]:
         """Yields at once, then after every change and at least every MAX_WATCH_INTERVAL_S; ends after a final state."""

@@ -1,44 +1,54 @@
-"""What a run's loop coordinates, as the engine built it: one value instead of sixteen arguments."""
+"""What a run's loop works with as long as the process lives: settings, data and connections, as run.py built them.
 
-from collections.abc import Sequence
+Holds nothing that a life of the loop changes, but for the board and the fleet, which outlive it on purpose: what people
+ask for and who is a member does not end with a failure of the store.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rolecall.data.dataset import RawPrompt
+from rolecall.scoring.client import RewardClient
 from rolecall.settings import RunSettings
 from rolecall.store.ledger import Ledger
 from rolecall.store.rows import Rows
 from rolecall.trackers import Trackers
+from rolecall.v1 import weights_pb2
+from rolecall.v1.reference_pb2_grpc import ReferenceServiceStub
 from services.controller.board import RunBoard
-from services.controller.durable.recovery import Recovery
 from services.controller.durable.run_point import Checkpoints
 from services.controller.evaluation import Evaluation
 from services.controller.fleet.members import Fleet
 from services.controller.groups.admission import AdmissionPolicy
-from services.controller.groups.group_scorer import GroupScorer
-from services.controller.groups.prompts import PromptSequence
-from services.controller.publish.publisher import PolicyPublisher
+from services.controller.groups.prompts import PromptRenderer
 from services.controller.step.trainers import ActorTrainer, CriticTrainer, Trainer
 from services.controller.threads import StoreThreads
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What the loop coordinates."""
+    """The settings, data and connections of one run."""
 
     settings: RunSettings
+    raw_prompts: Sequence[RawPrompt]
+    """The training prompts as the data has them."""
+    prompt_bytes: int
+    """Of the largest prompt."""
+    renderer: PromptRenderer
+    probe: weights_pb2.Probe
+    """What every publish is checked with."""
+    policy: AdmissionPolicy
     ledger: Ledger
     rows: Rows
     threads: StoreThreads
-    fleet: Fleet
-    publisher: PolicyPublisher
+    checkpoints: Checkpoints
+    trackers: Trackers
+    reward: RewardClient
+    references: Mapping[str, ReferenceServiceStub]
     actor: ActorTrainer
     critic: CriticTrainer | None
-    scorer: GroupScorer
     evaluation: Evaluation
-    prompts: PromptSequence
-    policy: AdmissionPolicy
-    trackers: Trackers
-    checkpoints: Checkpoints
-    recovery: Recovery
+    fleet: Fleet
     board: RunBoard
 
     @property

@@ -1,4 +1,4 @@
-"""The controller behind its service: builds the parts, holds the lock on the run, runs the loop and answers for it.
+"""The controller behind its service: holds the lock on the run, runs the loop and answers for it.
 
 Owns the order of the start: store, lock, roles, loop; and what an end means: DONE, or FAILED with the first error.
 Knows no gRPC server.
@@ -9,41 +9,15 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
-import grpc.aio
-
-from rolecall.algorithms.advantages.custom import load as load_advantage
-from rolecall.checkpoint.storage import open_storage
-from rolecall.data.dataset import load_prompts
-from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.errors import BudgetSpentError, FencedError, RoleCallError, StoreUnavailableError, UnavailableError
+from rolecall.errors import BudgetSpentError, FencedError, RoleCallError, StoreUnavailableError
 from rolecall.identity import settle
-from rolecall.rpc.channel import open_channel
-from rolecall.scoring.client import open_client
-from rolecall.settings import CustomAdvantage, RunSettings
-from rolecall.store.connection import connect
-from rolecall.store.ledger import Ledger
-from rolecall.store.rows import Rows
-from rolecall.trackers import Trackers
+from rolecall.settings import RunSettings
 from rolecall.v1 import controller_pb2, reference_pb2
-from rolecall.v1.actor_pb2_grpc import ActorServiceStub
-from rolecall.v1.critic_pb2_grpc import CriticServiceStub
-from rolecall.v1.reference_pb2_grpc import ReferenceServiceStub
-from services.controller.board import RunBoard
-from services.controller.config import admission_policy
 from services.controller.durable.recovery import Recovery
-from services.controller.durable.run_point import Checkpoints
-from services.controller.evaluation import Evaluation, load_sets
-from services.controller.fleet.members import Fleet
 from services.controller.groups.failures import RecoveryBudget, starts_over
-from services.controller.groups.group_scorer import GroupScorer
-from services.controller.groups.prompts import PromptRenderer, PromptSequence
 from services.controller.loop import Loop
-from services.controller.parts import Parts
-from services.controller.publish.probe import make_probe
-from services.controller.publish.publisher import PolicyPublisher
-from services.controller.step.trainers import ActorTrainer, CriticTrainer
 from services.controller.tasks import first_error
-from services.controller.threads import StoreThreads
+from services.controller.wiring import wire
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +25,7 @@ ROLE_POLL_S = 0.25
 """Pause between two looks at a role that is not up yet."""
 
 
-class ControllerEngine:
+class ControllerRun:
     """One run. `run` drives it; the other methods are called by the servicer while it runs."""
 
     def __init__(self, settings: RunSettings) -> None:
@@ -60,77 +34,20 @@ class ControllerEngine:
         """
         self._settings = settings
         settle(settings)
-        raw_prompts = load_prompts(settings.data.train, settings.data, settings.reward, settings.algorithm.distillation)
-        prompt_bytes = max(prompt.num_bytes for prompt in raw_prompts)
-        policy = admission_policy(settings, prompt_bytes)
-        if isinstance(settings.algorithm.advantage, CustomAdvantage):
-            # what is wrong with it is said now, not when the first batch is sampled
-            load_advantage(settings.algorithm.advantage)
-        self._threads = StoreThreads()
-        self._connection = connect(settings.store)
-        self._ledger = Ledger(self._connection, settings.run.name)
-        self._board = RunBoard()
-        self._fleet = Fleet(settings, self._ledger, self._threads)
-        self._channels: list[grpc.aio.Channel] = []
+        self._wiring = wire(settings)
+        self._parts = parts = self._wiring.parts
+        self._ledger, self._threads, self._board, self._fleet = parts.ledger, parts.threads, parts.board, parts.fleet
+        self._recovery = Recovery(
+            settings,
+            parts.ledger,
+            parts.threads,
+            parts.trainers,
+            parts.checkpoints,
+            parts.prompt_bytes,
+            parts.board.wait_for,
+        )
         self._unanswered: dict[str, str] = {}
         """Last error by role that is waited for."""
-        tokenizer = ChatTokenizer(settings.model.path)
-        renderer = PromptRenderer(tokenizer, settings.data.max_prompt_tokens)
-        reward, channel = open_client(settings.reward, _address("reward", settings.reward.address), settings.rpc)
-        self._channels.append(channel)
-        self._references = {
-            name: ReferenceServiceStub(
-                self._open(f"references.{name}", section.address, "rolecall.v1.ReferenceService/ComputeLogprobs")
-            )
-            for name, section in settings.references.items()
-        }
-        actor = ActorServiceStub(
-            self._open("actor", settings.actor.address, "rolecall.v1.ActorService/ComputeLogprobs")
-        )
-        rows = Rows(self._connection, settings.run.name, settings.store.num_shards)
-        critic = None
-        if settings.critic is not None:
-            stub = CriticServiceStub(
-                self._open("critic", settings.critic.address, "rolecall.v1.CriticService/ComputeValues")
-            )
-            critic = CriticTrainer("critic", stub, settings.actor)
-        in_order = PromptSequence(raw_prompts, renderer, seed=settings.run.seed, shuffle=True)
-        probe = make_probe(settings, in_order)
-        self._reward = reward
-        actor_trainer = ActorTrainer("actor", actor, settings.actor)
-        trainers = [actor_trainer, *([critic] if critic else [])]
-        checkpoints = Checkpoints(open_storage(settings.run.checkpoints), settings.run.keep_checkpoints)
-        self._parts = Parts(
-            settings=settings,
-            ledger=self._ledger,
-            rows=rows,
-            threads=self._threads,
-            fleet=self._fleet,
-            publisher=PolicyPublisher(settings, self._ledger, self._threads, self._fleet, actor, probe),
-            actor=actor_trainer,
-            critic=critic,
-            scorer=GroupScorer(settings, rows, self._threads, reward, self._references),
-            evaluation=Evaluation(settings, self._fleet, reward, load_sets(settings, renderer)),
-            prompts=PromptSequence(
-                raw_prompts,
-                renderer,
-                seed=settings.run.seed,
-                shuffle=settings.data.shuffle,
-                curriculum=settings.algorithm.curriculum,
-            ),
-            policy=policy,
-            trackers=Trackers(settings),
-            checkpoints=checkpoints,
-            recovery=Recovery(
-                settings, self._ledger, rows, self._threads, trainers, checkpoints, prompt_bytes, self._board.wait_for
-            ),
-            board=self._board,
-        )
-
-    def _open(self, section: str, address: str | None, *idempotent: str) -> grpc.aio.Channel:
-        channel = open_channel(_address(section, address), self._settings.rpc, idempotent=idempotent)
-        self._channels.append(channel)
-        return channel
 
     # --- the run ----------------------------------------------------------------------------------
 
@@ -143,7 +60,6 @@ class ControllerEngine:
             ctl = await self._threads.call(
                 self._ledger.lock, self._settings.controller.lease_s, latest[1].ctl if latest else 0
             )
-            self._parts.publisher.ctl = self._parts.scorer.ctl = ctl
             try:
                 await self._run_locked(ctl)
             finally:
@@ -172,7 +88,7 @@ class ControllerEngine:
             try:
                 if await self._wait_for_roles():
                     budget.recovered()
-                    await Loop(self._parts, ctl).run()
+                    await Loop(self._parts, await self._recovery.run(ctl)).run()
                 return
             except RoleCallError as error:
                 if not starts_over(error):
@@ -196,7 +112,7 @@ class ControllerEngine:
             "store",
             "reward",
             "rollouts",
-            *self._references,
+            *self._parts.references,
             *(trainer.name for trainer in self._parts.trainers),
         }
         self._unanswered.clear()
@@ -234,9 +150,9 @@ class ControllerEngine:
             elif name == "rollouts":
                 return await self._enough_rollouts()
             elif name == "reward":
-                await self._reward.describe()
-            elif name in self._references:
-                await self._references[name].GetInfo(reference_pb2.GetReferenceInfoRequest())
+                await self._parts.reward.describe()
+            elif name in self._parts.references:
+                await self._parts.references[name].GetInfo(reference_pb2.GetReferenceInfoRequest())
             else:
                 await next(trainer for trainer in self._parts.trainers if trainer.name == name).info()
         except RoleCallError as error:
@@ -259,12 +175,7 @@ class ControllerEngine:
 
     async def close(self) -> None:
         """Lets go of everything."""
-        await asyncio.to_thread(self._parts.trackers.flush)
-        await self._fleet.close()
-        for channel in self._channels:
-            await channel.close()
-        self._threads.close()
-        self._connection.close()
+        await self._wiring.close()
 
     # --- what the servicer asks -------------------------------------------------------------------
 
@@ -296,8 +207,8 @@ class ControllerEngine:
             state=state,
             step=board.step,
             total_steps=self._settings.run.num_steps,
-            published_step=self._parts.publisher.published_step,
-            policy_version=self._parts.publisher.policy_version,
+            published_step=board.published_step,
+            policy_version=board.policy_version,
             ledger=await self._threads.call(self._ledger.counts) if self._ledger.ctl else None,
             workers=self._fleet.statuses(),
             metrics=[*board.step_metrics.to_proto(), *board.evaluation_metrics.to_proto()],
@@ -306,7 +217,7 @@ class ControllerEngine:
             num_recoveries=board.num_recoveries,
             last_failure=board.last_failure,
             last_drop=board.last_drop,
-            trouble=self._reward.trouble,
+            trouble=self._parts.reward.trouble,
         )
 
     async def watch(self) -> AsyncIterator[controller_pb2.RunStatus]:
@@ -336,12 +247,3 @@ class ControllerEngine:
         """(path, step) of a checkpoint made at the next step boundary. The caller's deadline bounds the wait."""
         saved = self._board.request_checkpoint()
         return await asyncio.shield(saved)  # bounded: by the caller's deadline
-
-
-def _address(section: str, address: str | None) -> str:
-    if address is None:
-        raise UnavailableError(
-            f"{section}.address is not set: `rolecall train` sets it for roles it starts, else give it in the "
-            "configuration"
-        )
-    return address

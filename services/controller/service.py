@@ -1,4 +1,4 @@
-"""ControllerService over ControllerEngine: decode, one call, encode."""
+"""ControllerService over ControllerRun: decode, one call, encode."""
 
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
@@ -7,7 +7,7 @@ from grpc.aio import ServicerContext
 
 from rolecall.v1 import controller_pb2 as pb
 from rolecall.v1.controller_pb2_grpc import ControllerServiceServicer
-from services.controller.run import ControllerEngine
+from services.controller.run import ControllerRun
 
 Context: TypeAlias = ServicerContext[Any, Any]
 
@@ -15,34 +15,34 @@ Context: TypeAlias = ServicerContext[Any, Any]
 class ControllerServicer(ControllerServiceServicer):
     """Translates; the contract is in proto/rolecall/v1/controller.proto."""
 
-    def __init__(self, engine: ControllerEngine) -> None:
-        self._engine = engine
+    def __init__(self, run: ControllerRun) -> None:
+        self._run = run
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
-        return self._engine.join(request)
+        return self._run.join(request)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
-        return self._engine.heartbeat(request)
+        return self._run.heartbeat(request)
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
-        return pb.GetRunResponse(status=await self._engine.status())
+        return pb.GetRunResponse(status=await self._run.status())
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> AsyncIterator[pb.WatchRunResponse]:
-        async for status in self._engine.watch():
+        async for status in self._run.watch():
             yield pb.WatchRunResponse(status=status)
 
     async def PauseRun(self, request: pb.PauseRunRequest, context: Context) -> pb.PauseRunResponse:
-        await self._engine.pause()
+        await self._run.pause()
         return pb.PauseRunResponse()
 
     async def ResumeRun(self, request: pb.ResumeRunRequest, context: Context) -> pb.ResumeRunResponse:
-        await self._engine.resume()
+        await self._run.resume()
         return pb.ResumeRunResponse()
 
     async def StopRun(self, request: pb.StopRunRequest, context: Context) -> pb.StopRunResponse:
-        self._engine.stop(checkpoint=request.checkpoint)
+        self._run.stop(checkpoint=request.checkpoint)
         return pb.StopRunResponse()
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
-        path, step = await self._engine.save_checkpoint()
+        path, step = await self._run.save_checkpoint()
         return pb.SaveCheckpointResponse(path=path, step=step)

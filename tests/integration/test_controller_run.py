@@ -32,7 +32,7 @@ from rolecall.store.ledger import Ledger
 from rolecall.trajectory import seed_of
 from rolecall.v1 import controller_pb2 as pb
 from services.controller.durable.run_point import Checkpoints
-from services.controller.run import ControllerEngine
+from services.controller.run import ControllerRun
 from services.rollout.sampling import Sample, SampleRequest
 from services.rollout.scripted import ScriptedEngine
 from tests.fixtures_store import StoreUnderTest
@@ -472,7 +472,7 @@ async def test_a_second_controller_on_a_run_is_refused_and_the_first_goes_on(
         async with run.controller() as (stub, running):
             while (await stub.GetRun(pb.GetRunRequest())).status.step < 1:
                 await asyncio.sleep(0.02)
-            second = ControllerEngine(run.settings)
+            second = ControllerRun(run.settings)
             try:
                 with pytest.raises(
                     RunLockedError,

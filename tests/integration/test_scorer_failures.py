@@ -170,7 +170,7 @@ async def scoring(
     async with open_channel(address, RpcSection()) as channel:
         reward = RewardClient(channel, name="reward", address=address, timeout_s=timeout_s, max_attempts=1)
         try:
-            yield GroupScorer(settings, store.rows, threads, reward, {})
+            yield GroupScorer(settings, store.rows, threads, reward, {}, ctl=1)
         finally:
             threads.close()
 
@@ -293,7 +293,7 @@ async def test_a_group_waits_for_its_scorer_as_long_as_others_are_scored(
     settings, threads = make_settings(controller={"stall_timeout_s": 600.0}), StoreThreads()
     async with serving(liar) as address, open_channel(address, RpcSection()) as channel:
         reward = RewardClient(channel, name="reward", address=address, timeout_s=20.0, max_attempts=1)
-        scorer = GroupScorer(settings, store.rows, threads, reward, {}, clock=lambda: now)
+        scorer = GroupScorer(settings, store.rows, threads, reward, {}, 1, clock=lambda: now)
         waiting = asyncio.create_task(scorer.score(starved))
         async with asyncio.timeout(60.0):
             await refused.wait()

@@ -33,7 +33,8 @@ from rolecall.training.serving.train_chain import Progress
 from rolecall.v1 import training_pb2 as pb
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 from rolecall.wire import Array
-from services.controller.durable.recovery import Recovered, Recovery
+from services.controller.durable.recovery import Recovery
+from services.controller.recovered import Recovered
 from services.controller.step.trainers import Trainer
 from services.controller.tasks import first_error
 from tests.step_rig import (

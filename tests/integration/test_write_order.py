@@ -100,7 +100,7 @@ async def test_a_committed_row_outlives_the_rollout_that_did_not_get_to_keep_it(
     threads = StoreThreads()
     async with open_channel("127.0.0.1:9", RpcSection()) as channel:
         nobody = RewardClient(channel, name="reward", address="127.0.0.1:9", timeout_s=5.0, max_attempts=1)
-        scorer = GroupScorer(make_settings(), store.rows, threads, nobody, {})
+        scorer = GroupScorer(make_settings(), store.rows, threads, nobody, {}, ctl=1)
         scoring = asyncio.create_task(scorer.score(group))
         async with asyncio.timeout(30):
             while any(store.connection.ledger.ttl(key) != -1 for key in keys):

@@ -37,7 +37,7 @@ from rolecall.v1 import (
 )
 from rolecall.v1.controller_pb2_grpc import ControllerServiceStub
 from services.actor.service import ActorServicer
-from services.controller.run import ControllerEngine
+from services.controller.run import ControllerRun
 from services.controller.service import ControllerServicer
 from services.critic.service import CriticServicer
 from services.rollout.scripted import ScriptedEngine
@@ -100,7 +100,7 @@ class TwinRun:
     @asynccontextmanager
     async def controller(self) -> AsyncIterator[tuple[ControllerServiceStub, "asyncio.Task[None]"]]:
         """A served controller and the task that runs its loop; both end with the context."""
-        engine = ControllerEngine(self.settings)
+        engine = ControllerRun(self.settings)
         server = Server(RpcSection(), str(self.settings.controller.address))
         server.add(
             controller_pb2_grpc.add_ControllerServiceServicer_to_server,

@@ -150,11 +150,12 @@ def sequence(
     shuffle: bool = True,
     seed: int = 3,
     curriculum: CurriculumSection | None = None,
+    rates: dict[str, SuccessRate] | None = None,
 ) -> PromptSequence:
     prompts = [RawPrompt(str(i), (("user", text),), "", {}) for i, text in enumerate(texts)]
-    result = PromptSequence(prompts, renderer, seed=seed, shuffle=shuffle, curriculum=curriculum)
-    result.move_to(cursor)
-    return result
+    return PromptSequence(
+        prompts, renderer, seed=seed, shuffle=shuffle, curriculum=curriculum, cursor=cursor, rates=rates
+    )
 
 
 def test_a_restored_cursor_continues_the_same_sequence_across_epochs(renderer: PromptRenderer) -> None:
@@ -191,14 +192,12 @@ def test_whatever_the_cursor_a_resumed_sequence_is_the_same(
 ) -> None:
     texts = [str(i) if short else LONG for i, short in enumerate(fits)]
     known = {str(i): SuccessRate(i, rate) for i, rate in enumerate(rates) if rate is not None} if curriculum else {}
-    whole = sequence(renderer, texts, shuffle=shuffle, seed=seed, curriculum=curriculum)
-    whole.rates = dict(known)
+    whole = sequence(renderer, texts, shuffle=shuffle, seed=seed, curriculum=curriculum, rates=known)
     seen = [(prompt.uid, prompt.epoch, whole.cursor) for prompt in (whole.next() for _ in range(30))]
     cursor = seen[stop_at - 1][2] if stop_at else Cursor()
     resumed = sequence(
-        renderer, texts, Cursor.decode(cursor.encode()), shuffle=shuffle, seed=seed, curriculum=curriculum
+        renderer, texts, Cursor.decode(cursor.encode()), shuffle=shuffle, seed=seed, curriculum=curriculum, rates=known
     )
-    resumed.rates = dict(known)
     assert [
         (prompt.uid, prompt.epoch, resumed.cursor) for prompt in (resumed.next() for _ in range(30 - stop_at))
     ] == seen[stop_at:]
@@ -227,7 +226,8 @@ def test_a_visit_counts_once_and_a_prompt_outside_the_band_waits_for_its_turn(re
 def test_without_a_curriculum_no_rate_is_kept(renderer: PromptRenderer) -> None:
     prompts = sequence(renderer, ["0"])
     assert prompts.visited("0", 0, 1.0) is None
-    assert prompts.rates == {}
+    assert prompts.visited("0", 1, 0.0) is None
+    assert [prompts.next().epoch for _ in range(2)] == [0, 1], "it is in every epoch, whatever its rate"
 
 
 def test_over_long_prompts_are_refused_and_counted_never_truncated(renderer: PromptRenderer) -> None:

@@ -6,52 +6,25 @@ checkpoint (it was lost, or its batches are gone), the run goes back to the chec
 the prompts that were in flight at the checkpoint are admitted again.
 """
 
-import base64
-import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rolecall.checkpoint.manifest import Committed
-from rolecall.errors import CheckpointMismatchError, RowMissingError, StoreRolledBackError
+from rolecall.errors import CheckpointMismatchError, StoreRolledBackError
 from rolecall.settings import RunSettings
 from rolecall.store.budget import batch_bytes
 from rolecall.store.ledger import Ledger
 from rolecall.store.position import RunPosition, Snapshot
-from rolecall.store.rows import Rows
 from rolecall.v1 import training_pb2, trajectory_pb2
+from services.controller.durable.in_flight import decode_prompts
 from services.controller.durable.run_point import Checkpoints, RunPoint
+from services.controller.recovered import Recovered
 from services.controller.step.adaptive import AdaptiveState
 from services.controller.step.trainers import Trainer
 from services.controller.threads import StoreThreads
 
 logger = logging.getLogger(__name__)
-
-READ_COUNT = 256
-"""Committed groups per read."""
-
-
-@dataclass(frozen=True)
-class Recovered:
-    """The start of a loop."""
-
-    position: RunPosition
-    live: Mapping[int, int]
-    """Live groups: gid to the published step at their admission."""
-    backlog: tuple[trajectory_pb2.Prompt, ...]
-    """Prompts to admit before the data's next: those in flight at the checkpoint that this lineage began with."""
-    policy_version: int
-    """Highest version that anyone may have seen."""
-    retained_bytes: int
-    """Bytes of the rows of trained batches that no checkpoint covers yet."""
-    saved_step: int
-    """Steps that the newest checkpoint covers; 0 when there is none."""
-    is_actor_restored: bool
-    """Whether the actor was loaded or trained again: its weights are then published anew, under another version,
-    whatever the fleet holds.
-    """
-    step_of_version: Mapping[int, int]
-    """Steps behind the weights of each attested version."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +33,14 @@ class Recovery:
 
     settings: RunSettings
     ledger: Ledger
-    rows: Rows
     threads: StoreThreads
     trainers: Sequence[Trainer]
     """The actor first."""
     checkpoints: Checkpoints
     prompt_bytes: int
     """Of the largest prompt."""
-    waiting: Callable[[str], None]
-    """Told what is awaited."""
+    report: Callable[[str], None]
+    """Called with what is awaited."""
 
     async def run(self, ctl: int) -> Recovered:
         """StoreRolledBackError when the trainers are ahead of the store and no checkpoint says how to go on."""
@@ -95,8 +67,13 @@ class Recovery:
                 versions.append(await self._bring_up(ctl, trainer, info, latest, snapshot.position.step))
             if any(info.step > snapshot.position.step for info in infos):
                 snapshot = await self._finish_step(ctl, snapshot.position.step)
+        curriculum, step = self.settings.algorithm.curriculum, snapshot.position.step
         return Recovered(
+            ctl=ctl,
             position=snapshot.position,
+            sealed=await self.threads.call(self.ledger.sealed, step),
+            begun=frozenset(await self.threads.call(self.ledger.begun, step)),
+            rates=await self.threads.call(self.ledger.rates) if curriculum is not None else {},
             saved_step=latest[1].step if latest else 0,
             is_actor_restored=is_actor_restored,
             step_of_version=await self.threads.call(self.ledger.step_of_version),
@@ -158,11 +135,11 @@ class Recovery:
                 f"store, or restart {trainer.name}"
             )
         if latest is not None and applied < latest[1].step <= step:
-            self.waiting(f"{trainer.name} to load the checkpoint of step {latest[1].step}")
+            self.report(f"{trainer.name} to load the checkpoint of step {latest[1].step}")
             loaded = await trainer.load(ctl, latest[0])
             applied, version = loaded.step, max(version, loaded.policy_version)
         for missed in range(applied, step):
-            self.waiting(f"{trainer.name} to apply step {missed} again")
+            self.report(f"{trainer.name} to apply step {missed} again")
             batch = await self.threads.call(self.ledger.sealed, missed)
             if batch is None:
                 raise StoreRolledBackError(
@@ -171,7 +148,7 @@ class Recovery:
                     "holds no checkpoint to go on from: give this run its own run.dir again, or, if it is another "
                     "run, another run.name"
                 )
-            await trainer.train(ctl, missed, batch.digest, self.waiting)
+            await trainer.train(ctl, missed, batch.digest, self.report)
         return version
 
     async def _finish_step(self, ctl: int, step: int) -> Snapshot:
@@ -184,8 +161,8 @@ class Recovery:
                 f"a trainer has applied step {step}, which the store never sealed: restore the store, or resume "
                 "from a checkpoint"
             )
-        self.waiting(f"step {step}, which was applied and not counted")
-        results = [await trainer.train(ctl, step, batch.digest, self.waiting) for trainer in self.trainers]
+        self.report(f"step {step}, which was applied and not counted")
+        results = [await trainer.train(ctl, step, batch.digest, self.report) for trainer in self.trainers]
         algorithm = self.settings.algorithm
         state = AdaptiveState.decode(algorithm, (await self.threads.call(self.ledger.position)).algorithm_state).after(
             algorithm, batch, results
@@ -197,26 +174,6 @@ class Recovery:
     def _retained_bytes(self, position: RunPosition) -> int:
         batches = [self.ledger.sealed(step) for step in range(position.freed_step, position.step)]
         return sum(batch_bytes(self.settings, batch, self.prompt_bytes) for batch in batches if batch is not None)
-
-    async def untrained_prompts(self, next_gid: int) -> list[str]:
-        """The prompts of all live groups below `next_gid`, encoded for a checkpoint."""
-        return await self.threads.call(self._untrained_prompts, next_gid)
-
-    def _untrained_prompts(self, next_gid: int) -> list[str]:
-        prompts = {group.gid: group.prompt for group in self.ledger.queued()}
-        position = "0"
-        while entries := self.ledger.read_committed(position, READ_COUNT, 0.0):
-            position = entries[-1][0]
-            for _, group in entries:
-                with contextlib.suppress(RowMissingError):  # scored and dropped since it was read: no longer in flight
-                    prompts[group.gid] = self._prompt_of(group.rows[0])
-        return encode_prompts([prompts[gid] for gid in sorted(prompts) if gid < next_gid])
-
-    def _prompt_of(self, ref: trajectory_pb2.RowRef) -> trajectory_pb2.Prompt:
-        """The prompt of a committed row: meta leaves its token ids out, they are the head of the row's own."""
-        meta, row = self.rows.read_meta([ref])[0], self.rows.read([ref], ["token_ids"])[0]
-        meta.prompt.token_ids = row["token_ids"][: meta.num_prompt_tokens].tobytes()
-        return meta.prompt
 
 
 def _was_cut_short(
@@ -243,12 +200,4 @@ def _backlog(position: RunPosition, point: RunPoint | None) -> tuple[trajectory_
     prompts, first_gid = (
         (point.untrained + point.waiting, position.lineage_gid) if began else (point.waiting, point.next_gid)
     )
-    return tuple(
-        trajectory_pb2.Prompt.FromString(base64.b64decode(text))
-        for text in prompts[max(0, position.next_gid - first_gid) :]
-    )
-
-
-def encode_prompts(prompts: Sequence[trajectory_pb2.Prompt]) -> list[str]:
-    """For a checkpoint."""
-    return [base64.b64encode(prompt.SerializeToString()).decode() for prompt in prompts]
+    return decode_prompts(prompts[max(0, position.next_gid - first_gid) :])

@@ -2,11 +2,16 @@
 (rolecall/checkpoint/manifest.py), beside the trainers' files.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from rolecall.checkpoint.manifest import Attempt, Committed, RunCheckpoints, StoredFile
 from rolecall.checkpoint.storage import Storage
+from rolecall.errors import StoreRolledBackError
+from rolecall.store.ledger import Ledger
+from rolecall.store.rows import Rows
+from rolecall.v1 import trajectory_pb2
+from services.controller.durable.in_flight import encode_prompts, prompts_in_flight
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,42 @@ class RunPoint:
     """Fencing number of the controller that made it."""
 
 
+def take_point(
+    run: str,
+    step: int,
+    policy_version: int,
+    ledger: Ledger,
+    rows: Rows,
+    backlog_at: Callable[[int], Sequence[trajectory_pb2.Prompt]],
+) -> RunPoint:
+    """The controller's share of the checkpoint of `step`: the ledger at one instant and the prompts in flight then.
+
+    Blocks. `backlog_at` gives what this lineage had yet to admit again when a gid was the next. StoreRolledBackError
+    when the ledger stands at another step.
+    """
+    position = ledger.position()
+    if position.step != step:
+        raise StoreRolledBackError(
+            f"the store stands at step {position.step} and the run at {step}: it was restored from an older copy; "
+            "start the run again"
+        )
+    return RunPoint(
+        run=run,
+        lineage=position.lineage,
+        step=step,
+        policy_version=policy_version,
+        epoch=position.epoch,
+        next_gid=position.next_gid,
+        trained=position.trained,
+        dropped=dict(position.dropped),
+        cursor=position.cursor.decode(),
+        untrained=encode_prompts(prompts_in_flight(ledger, rows, position.next_gid)),
+        waiting=encode_prompts(backlog_at(position.next_gid)),
+        algorithm_state=position.algorithm_state.decode(),
+        ctl=ledger.ctl,
+    )
+
+
 class Checkpoints:
     """The checkpoints of one run. Calls block."""
 
@@ -46,19 +87,19 @@ class Checkpoints:
         self._all = RunCheckpoints(storage, num_kept)
 
     def begin(self, step: int) -> Attempt:
-        """RunCheckpoints.begin."""
+        """Starts an attempt at the checkpoint of `step`."""
         return self._all.begin(step)
 
     def commit(self, attempt: Attempt, files: Sequence[StoredFile], point: RunPoint) -> None:
-        """RunCheckpoints.commit; `files` of the trainers."""
+        """Makes `attempt` a checkpoint of the trainers' `files` and the controller's `point`."""
         self._all.commit(attempt, files, asdict(point))
 
     def discard(self, attempt: Attempt) -> None:
-        """RunCheckpoints.discard."""
+        """Deletes the files of `attempt`, unless it became a checkpoint."""
         self._all.discard(attempt)
 
     def discard_uncommitted(self) -> None:
-        """RunCheckpoints.discard_uncommitted."""
+        """Deletes what no manifest names."""
         self._all.discard_uncommitted()
 
     def latest(self) -> tuple[Committed, RunPoint] | None:

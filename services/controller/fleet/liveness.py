@@ -62,6 +62,14 @@ class Worker:
             self.moved_at = now
         self.last_seen, self.progress, self.phase = now, beat.progress, beat.phase
 
+    def revoke(self, now: float) -> None:
+        """A publish began: it is attested at nothing, and paused from `now` on unless it was already."""
+        self.policy_version, self.paused_since = -1, min(self.paused_since, now)
+
+    def attest(self, policy_version: int) -> None:
+        """It serves this version."""
+        self.policy_version, self.paused_since = policy_version, math.inf
+
     def forgive(self, seconds: float, now: float) -> None:
         """Does not count `seconds` during which this process could not listen."""
         self.last_seen, self.moved_at = min(now, self.last_seen + seconds), min(now, self.moved_at + seconds)

@@ -159,6 +159,15 @@ class Fleet:
         """Living rollouts, in order of name."""
         return [worker for _, worker in sorted(self._workers.items()) if isinstance(worker, Rollout)]
 
+    def revoke(self) -> None:
+        """A publish began: no rollout is attested until it holds the new version."""
+        for rollout in self.rollouts():
+            rollout.revoke(self._clock())
+
+    def attest(self, rollout: Rollout, policy_version: int) -> None:
+        """`rollout` serves this version."""
+        rollout.attest(policy_version)
+
     def actors(self) -> tuple[str, ...]:
         """Consumer names of the living actor, which is one; none when it is away, or joins no controller."""
         return tuple(

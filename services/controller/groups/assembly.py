@@ -25,7 +25,10 @@ class GreedyResponse:
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A committed group with its rewards. G rows, C reward components."""
+    """A committed group with its rewards, as its rows hold them. G rows, C reward components.
+
+    Whoever wants a reward, a component or whether a response was cut off reads it here.
+    """
 
     gid: int
     rows: tuple[trajectory_pb2.RowRef, ...]

@@ -5,10 +5,10 @@ budget of a step. What was dropped gives its place back to admission. The choice
 rules of the filters are rolecall/algorithms/filters.py's.
 """
 
+import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from rolecall.algorithms.filters import reason_to_drop
 from rolecall.errors import BudgetSpentError, RowMissingError, ScorerError
@@ -22,7 +22,7 @@ from rolecall.trajectory import rows_of
 from rolecall.v1 import trajectory_pb2
 from services.controller.board import RunBoard
 from services.controller.groups.assembly import Assembly, ScoredGroup
-from services.controller.groups.failures import FailureBudget
+from services.controller.groups.failures import FailureBudget, RunEnd
 from services.controller.groups.group_scorer import GroupScorer
 from services.controller.groups.intake import Intake
 from services.controller.groups.prompts import PromptSequence
@@ -38,7 +38,7 @@ READ_COUNT = 256
 
 
 class Collection:
-    """Of one run. Used from one event loop."""
+    """The scoring and sorting of every committed group in one life of the loop. Used from one event loop."""
 
     def __init__(
         self,
@@ -51,9 +51,13 @@ class Collection:
         board: RunBoard,
         assembly: Assembly,
         intake: Intake,
-        stop_for: Callable[[BudgetSpentError], None],
+        end: RunEnd,
+        sealed: frozenset[int] = frozenset(),
+        failed: Iterable[int] = (),
     ) -> None:
-        """`stop_for` is told when a budget is spent."""
+        """`end` is called when a budget is spent. `sealed`: groups of the batch that an earlier loop sealed, which are
+        trained whatever the settings say of them now. `failed`: gids that could not be scored before.
+        """
         self._settings = settings
         self._ledger = ledger
         self._rows = rows
@@ -63,26 +67,26 @@ class Collection:
         self._board = board
         self._assembly = assembly
         self._intake = intake
-        self._stop_for = stop_for
-        self.sealed: frozenset[int] = frozenset()
-        """Groups of the batch that an earlier loop sealed: they are trained, whatever the settings say of them now."""
-        self.failures = FailureBudget(settings.reward.max_failed_groups, settings.controller.failure_window)
+        self._end = end
+        self._sealed = sealed
+        self._failures = FailureBudget(settings.reward.max_failed_groups, settings.controller.failure_window, failed)
         """Groups that could not be scored."""
         self._filtered: Counter[str] = Counter()
         """Groups that the filters dropped since the last step, by reason."""
 
-    async def run(self, start: Callable[[Coroutine[Any, Any, None]], None]) -> None:
-        """Scores every committed group once, from the oldest that is not trained, each beside the others by `start`.
-        Runs until cancelled.
+    async def run(self) -> None:
+        """Scores every committed group once, from the oldest that is not trained, each beside the others. Runs until
+        cancelled.
         """
         position = "0"
-        while True:
-            for entry, group in await self._threads.call(
-                self._ledger.read_committed, position, READ_COUNT, READ_BLOCK_S
-            ):
-                position = entry
-                self._board.landed(order(entry))
-                start(self._score(group))
+        async with asyncio.TaskGroup() as tasks:  # bounded: by admission, which bounds the groups that live
+            while True:
+                for entry, group in await self._threads.call(
+                    self._ledger.read_committed, position, READ_COUNT, READ_BLOCK_S
+                ):
+                    position = entry
+                    self._board.landed(order(entry))
+                    tasks.create_task(self._score(group))
 
     async def drop(self, gid: int, rows: Sequence[trajectory_pb2.RowRef], reason: str, error: str) -> None:
         """Ends a group untrained, deletes its rows and lets another take its place. `error`: what failed; empty when
@@ -93,9 +97,8 @@ class Collection:
             await self._threads.call(self._ledger.discard, self._rows, garbage_of(gid, rows))
         if error:
             self._board.drop(gid, reason, error)
-        self._intake.dropped[reason] += 1
         self._assembly.dropped(gid)
-        self._intake.wake()
+        self._intake.drop(reason)
 
     def begin_step(self) -> None:
         """A step was counted: the filters' budget begins anew."""
@@ -105,7 +108,7 @@ class Collection:
         if (
             self._settings.algorithm.wants_greedy_response
             and not group.HasField("greedy_row")
-            and group.gid not in self.sealed
+            and group.gid not in self._sealed
         ):
             logger.warning(
                 "group %d was sampled for another estimator, without a greedy response; it is dropped", group.gid
@@ -133,8 +136,8 @@ class Collection:
     async def _give_up(self, group: trajectory_pb2.CommittedGroup, error: ScorerError) -> None:
         logger.warning("group %d is dropped because it cannot be scored: %s", group.gid, error)
         await self.drop(group.gid, rows_of(group), "scorer_error", str(error))
-        if self.failures.spend(group.gid):
-            self._stop_for(
+        if self._failures.spend(group.gid):
+            self._end.call(
                 BudgetSpentError(
                     f"more than reward.max_failed_groups = {self._settings.reward.max_failed_groups} of "
                     f"{self._settings.controller.failure_window} groups "
@@ -156,14 +159,14 @@ class Collection:
             has_signal=group.has_signal,
             solved_at=solved_at,
         )
-        if reason is None or group.gid in self.sealed:
+        if reason is None or group.gid in self._sealed:
             self._assembly.scored(group)
             return
         self._filtered[reason] += 1
         budget = self._settings.algorithm.filters.max_dropped_per_step
         if self._filtered.total() > budget:
             counts = ", ".join(f"{count} {name}" for name, count in self._filtered.most_common())
-            self._stop_for(
+            self._end.call(
                 BudgetSpentError(
                     f"filters dropped {self._filtered.total()} groups within a step ({counts}), more than "
                     f"algorithm.filters.max_dropped_per_step = {budget}; "

@@ -6,6 +6,7 @@ and started over from what the store holds, as a new controller would, so that t
 used often.
 """
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -85,6 +86,27 @@ class FailureBudget:
         """One more group failed; whether that is one too many."""
         self._gids.append(gid)
         return len(self._gids) == self._gids.maxlen and max(self._gids) - min(self._gids) < self._window
+
+
+class RunEnd:
+    """The first budget that one life of the loop spent: it ends the run at the next step boundary, after a checkpoint.
+
+    Used from one event loop.
+    """
+
+    def __init__(self) -> None:
+        self.error: BudgetSpentError | None = None
+        """The error the run ends with; None while nothing ends it."""
+        self._called = asyncio.Event()
+
+    def call(self, error: BudgetSpentError) -> None:
+        """Ends the run with `error`, unless it ends already."""
+        self.error = self.error or error
+        self._called.set()
+
+    async def wait(self) -> None:
+        """Returns once the run is to end."""
+        await self._called.wait()  # bounded: by its caller, the loop, which waits for a batch beside it
 
 
 class StallClock:

@@ -4,7 +4,8 @@ scoring.
 Owns what a failure means: a scorer's failure is never a number. Items are retried by the client. After that, bad data
 is raised, and collection.py drops the group; infrastructure that is away is waited for, up to
 controller.stall_timeout_s. The messages name the scorer. A group that was scored before (the loop started over since)
-keeps its scores: a scorer need not answer twice alike.
+keeps its scores: a scorer need not answer twice alike. A ScoredGroup has the rewards that its rows hold; filters,
+preparation and measures read them from it alone.
 """
 
 import asyncio
@@ -46,6 +47,7 @@ class GroupScorer:
         threads: StoreThreads,
         reward: RewardClient,
         references: Mapping[str, ReferenceServiceStub],
+        ctl: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
@@ -53,12 +55,11 @@ class GroupScorer:
         self._threads = threads
         self._reward = reward
         self._references = references
+        self._ctl = ctl
         self._room = asyncio.Semaphore(settings.controller.max_score_calls)
         self._clock = clock
         self._scored_at = float("-inf")
         """When a group was scored last, on `clock`."""
-        self.ctl = 0
-        """Set once the run is locked."""
 
     @property
     def trouble(self) -> str:
@@ -101,27 +102,20 @@ class GroupScorer:
             except BaseExceptionGroup as errors:
                 raise first_error(errors) from errors
             scores = scoring.result()
-            await self._threads.call(
-                self._rows.put, refs, [_reward_columns(score, row) for score, row in zip(scores, rows, strict=True)]
-            )
-        greedy = GreedyResponse(group.greedy_row, scores.pop().value) if group.HasField("greedy_row") else None
-        return ScoredGroup(
-            gid=group.gid,
-            rows=tuple(group.rows),
-            min_policy_version=group.min_policy_version,
-            rewards_G=np.array([score.value for score in scores], np.float32),
-            components={
-                name: np.array([score.components[name] for score in scores], np.float32)
-                for name in scores[0].components
-            },
-            num_response_tokens_G=np.array([int(row["response_mask"].sum()) for row in rows[:num_responses]], np.int32),
-            truncated_G=np.array([is_truncated(meta) for meta in metas[:num_responses]]),
-            generation_s=max(meta.generation_s for meta in metas),
-            landed_at_s=landed_at_s,
-            scored_at_s=time.monotonic(),
-            greedy=greedy,
-            prompt_uid=metas[0].prompt.uid,
-        )
+            if not scored_before:
+                scores = await self._keep(refs, rows, scores)
+        return _scored_group(group, rows, metas, scores, landed_at_s)
+
+    async def _keep(
+        self, refs: Sequence[trajectory_pb2.RowRef], rows: Sequence[Mapping[str, Array]], scores: list[Score]
+    ) -> list[Score]:
+        """Writes `scores` to the rows; the scores that the rows hold then. A column is written once, so those of an
+        earlier attempt stand, also where it was cut short between two shards.
+        """
+        columns = [_reward_columns(score, row) for score, row in zip(scores, rows, strict=True)]
+        if await self._threads.call(self._rows.put, refs, columns) == 0:
+            return scores
+        return await self._kept_scores((await self._threads.call(self._keep_and_read, refs))[0])
 
     def _keep_and_read(
         self, refs: Sequence[trajectory_pb2.RowRef]
@@ -181,7 +175,7 @@ class GroupScorer:
         return asked
 
     async def _ask(self, name: str, prefix: str, refs: list[trajectory_pb2.RowRef]) -> None:
-        request = training_pb2.ComputeColumnRequest(ctl=self.ctl, rows=refs, prefix=prefix)
+        request = training_pb2.ComputeColumnRequest(ctl=self._ctl, rows=refs, prefix=prefix)
         await self._references[name].ComputeLogprobs(request, timeout=self._settings.actor.compute_timeout_s)
 
 
@@ -196,3 +190,32 @@ def _reward_columns(score: Score, row: Mapping[str, Array]) -> dict[str, Array]:
         token_rewards[row["response_mask"] != 0] = score.token_rewards
         columns["token_rewards"] = token_rewards
     return columns
+
+
+def _scored_group(
+    group: trajectory_pb2.CommittedGroup,
+    rows: Sequence[Mapping[str, Array]],
+    metas: Sequence[trajectory_pb2.TrajectoryMeta],
+    scores: Sequence[Score],
+    landed_at_s: float,
+) -> ScoredGroup:
+    """`group` with the scores of its rows, of which a greedy response's is the last."""
+    num_responses = len(group.rows)
+    rewards = np.array([score.value for score in scores], np.float32)
+    return ScoredGroup(
+        gid=group.gid,
+        rows=tuple(group.rows),
+        min_policy_version=group.min_policy_version,
+        rewards_G=rewards[:num_responses],
+        components={
+            name: np.array([score.components[name] for score in scores[:num_responses]], np.float32)
+            for name in scores[0].components
+        },
+        num_response_tokens_G=np.array([int(row["response_mask"].sum()) for row in rows[:num_responses]], np.int32),
+        truncated_G=np.array([is_truncated(meta) for meta in metas[:num_responses]]),
+        generation_s=max(meta.generation_s for meta in metas),
+        landed_at_s=landed_at_s,
+        scored_at_s=time.monotonic(),
+        greedy=GreedyResponse(group.greedy_row, float(rewards[-1])) if group.HasField("greedy_row") else None,
+        prompt_uid=metas[0].prompt.uid,
+    )

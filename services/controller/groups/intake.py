@@ -8,7 +8,7 @@ first in line. What becomes of a group after it was admitted is the loop's affai
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rolecall.errors import StoreFullError
 from rolecall.settings import RunSettings
@@ -16,11 +16,10 @@ from rolecall.store.ledger import Admission, Ledger
 from rolecall.telemetry import current_traceparent, tracer
 from rolecall.v1 import trajectory_pb2
 from services.controller.board import RunBoard
-from services.controller.durable.recovery import Recovered
 from services.controller.groups.admission import AdmissionPolicy
 from services.controller.groups.assembly import Assembly
-from services.controller.groups.prompts import Cursor, PromptSequence
-from services.controller.publish.publisher import PolicyPublisher
+from services.controller.groups.prompts import PromptSequence
+from services.controller.recovered import Recovered
 from services.controller.threads import StoreThreads
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ POLL_S = 1.0
 
 
 class Intake:
-    """Admission of one run. Used from one event loop."""
+    """The admission of prompts in one life of the loop. Used from one event loop."""
 
     def __init__(
         self,
@@ -42,45 +41,57 @@ class Intake:
         threads: StoreThreads,
         prompts: PromptSequence,
         policy: AdmissionPolicy,
-        publisher: PolicyPublisher,
         board: RunBoard,
         assembly: Assembly,
+        published_step: Callable[[], int],
+        recovered: Recovered,
     ) -> None:
+        """`published_step` gives the steps behind the weights that the fleet holds."""
+        position = recovered.position
         self._settings = settings
         self._ledger = ledger
         self._threads = threads
         self._prompts = prompts
         self._policy = policy
-        self._publisher = publisher
         self._board = board
         self._assembly = assembly
-        self._admitted = 0
-        self._next_gid = 0
-        self._backlog: list[trajectory_pb2.Prompt] = []
-        self._recovered: tuple[int, tuple[trajectory_pb2.Prompt, ...]] = (0, ())
-        """The gid at which this loop went on, and the prompts that were to be admitted from there."""
+        self._published_step = published_step
+        self._first_gid = self._next_gid = position.next_gid
+        self._admitted = position.admitted
+        self._backlog = recovered.backlog
+        """Prompts that are admitted first, the one at place i under the gid `_first_gid` + i."""
         self._refused: list[Admission] = []
         self._changed = asyncio.Event()
-        self.dropped: Counter[str] = Counter()
+        self._dropped = Counter(position.dropped)
+        self._retained_bytes = recovered.retained_bytes
+
+    @property
+    def dropped(self) -> Counter[str]:
         """Groups dropped, by reason."""
-        self.retained_bytes = 0
+        return Counter(self._dropped)
+
+    @property
+    def retained_bytes(self) -> int:
         """Bytes of trained rows that are kept until a checkpoint covers them."""
+        return self._retained_bytes
 
-    def start_from(self, recovered: Recovered) -> None:
-        """Takes over the counters of the ledger."""
-        position = recovered.position
-        self._admitted, self.dropped, self._next_gid = position.admitted, Counter(position.dropped), position.next_gid
-        self._backlog = list(recovered.backlog)
-        self._recovered = position.next_gid, recovered.backlog
-        self.retained_bytes = recovered.retained_bytes
-        self._prompts.move_to(Cursor.decode(position.cursor))
+    def backlog_at(self, next_gid: int) -> Sequence[trajectory_pb2.Prompt]:
+        """Prompts of an older checkpoint that were not admitted again when `next_gid` was the next gid."""
+        return self._backlog[max(0, next_gid - self._first_gid) :]
 
-    def waiting(self, next_gid: int) -> Sequence[trajectory_pb2.Prompt]:
-        """Prompts of an older checkpoint that were not admitted again when `next_gid` was the next to be: each has its
-        gid from the start.
-        """
-        first_gid, prompts = self._recovered
-        return prompts[max(0, next_gid - first_gid) :]
+    def drop(self, reason: str) -> None:
+        """A group was dropped: another may take its place."""
+        self._dropped[reason] += 1
+        self.wake()
+
+    def retain(self, num_bytes: int) -> None:
+        """Rows of so many bytes were trained and are kept."""
+        self._retained_bytes += num_bytes
+
+    def free(self, num_bytes: int) -> None:
+        """Rows of so many bytes were deleted."""
+        self._retained_bytes -= num_bytes
+        self.wake()
 
     def wake(self) -> None:
         """There may be room: weights were published, a group was dropped, rows were freed, people resumed the run."""
@@ -107,16 +118,18 @@ class Intake:
         first in line until they are.
         """
         while len(self._refused) < ADMIT_COUNT and self._may_admit():
-            self._refused.append(self._admission(self._backlog.pop(0) if self._backlog else self._prompts.next()))
+            place = self._next_gid - self._first_gid
+            in_backlog = place < len(self._backlog)
+            self._refused.append(self._admission(self._backlog[place] if in_backlog else self._prompts.next()))
         return self._refused
 
     def _may_admit(self) -> bool:
         return not (self._board.paused or self._board.stop_requested) and self._policy.may_admit(
             admitted=self._admitted,
-            dropped=self.dropped.total(),
-            published_step=self._publisher.published_step,
+            dropped=self._dropped.total(),
+            published_step=self._published_step(),
             num_live=self._assembly.num_live,
-            retained_bytes=self.retained_bytes,
+            retained_bytes=self._retained_bytes,
         )
 
     def _admission(self, prompt: trajectory_pb2.Prompt) -> Admission:
@@ -135,7 +148,7 @@ class Intake:
             greedy_response=self._settings.algorithm.wants_greedy_response,
         )
         # Known here before the store knows it: it may land, scored, before the store's answer.
-        self._assembly.admitted(group.gid, self._publisher.published_step)
+        self._assembly.admitted(group.gid, self._published_step())
         self._next_gid += 1
         self._admitted += 1
         with tracer().start_as_current_span("group", attributes={"gid": group.gid}):

@@ -8,6 +8,7 @@ of admission or the store.
 import json
 import logging
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,30 +77,28 @@ class PromptSequence:
     """The training prompts, epoch after epoch, each epoch in an order of its own drawn from (seed, epoch).
 
     With a curriculum an epoch leaves out the prompts whose turn it is not (rolecall/algorithms/curriculum.py): what
-    comes next follows from seed, cursor and `rates`. Rates move while groups are scored, so two runs may differ in what
-    they visit, never in what they admitted.
+    comes next follows from seed, cursor and the rates. Rates move while groups are scored, so two runs may differ in
+    what they visit, never in what they admitted.
     """
 
     def __init__(
         self,
-        prompts: list[RawPrompt],
+        prompts: Sequence[RawPrompt],
         renderer: PromptRenderer,
         *,
         seed: int,
         shuffle: bool,
         curriculum: CurriculumSection | None = None,
+        cursor: Cursor = Cursor(),
+        rates: Mapping[str, SuccessRate] | None = None,
     ) -> None:
+        """Goes on from `cursor`, with the success rates by prompt uid that a curriculum goes by."""
         self._prompts = prompts
         self._renderer = renderer
         self._seed = seed
         self._shuffle = shuffle
         self._curriculum = curriculum
-        self.rates: dict[str, SuccessRate] = {}
-        """By prompt uid; empty without a curriculum."""
-        self.move_to(Cursor())
-
-    def move_to(self, cursor: Cursor) -> None:
-        """Goes on from `cursor`."""
+        self._rates = dict(rates or {})
         self.cursor = cursor
         self._order = self._order_of(cursor.epoch)
 
@@ -129,14 +128,14 @@ class PromptSequence:
         """Group `gid` answered prompt `uid` rightly in this share of its responses: the prompt's new rate, to be kept;
         None when it counts already, or there is no curriculum.
         """
-        known = self.rates.get(uid)
+        known = self._rates.get(uid)
         if self._curriculum is None or (known is not None and known.gid >= gid):
             return None
-        self.rates[uid] = SuccessRate(gid, updated_rate(self._curriculum, known.rate if known else None, visit_rate))
-        return self.rates[uid]
+        self._rates[uid] = SuccessRate(gid, updated_rate(self._curriculum, known.rate if known else None, visit_rate))
+        return self._rates[uid]
 
     def _has_its_turn(self, uid: str, epoch: int) -> bool:
-        known = self.rates.get(uid)
+        known = self._rates.get(uid)
         return self._curriculum is None or is_visited(
             self._curriculum, self._seed, epoch, uid, known.rate if known else None
         )

@@ -7,14 +7,14 @@ leases.py's.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Iterable
 
 from rolecall.errors import BudgetSpentError
 from rolecall.settings import ControllerSection
 from rolecall.store.ledger import Ledger
 from rolecall.store.position import Overdelivered
 from services.controller.groups.collection import Collection
-from services.controller.groups.failures import FailureBudget
+from services.controller.groups.failures import FailureBudget, RunEnd
 from services.controller.groups.leases import LOOKS_PER_LEASE, Leases
 from services.controller.threads import StoreThreads
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reaper:
-    """Of one run. Used from one event loop."""
+    """The return of abandoned groups in one life of the loop. Used from one event loop."""
 
     def __init__(
         self,
@@ -30,15 +30,16 @@ class Reaper:
         ledger: Ledger,
         threads: StoreThreads,
         collection: Collection,
-        stop_for: Callable[[BudgetSpentError], None],
+        end: RunEnd,
+        failed: Iterable[int] = (),
     ) -> None:
-        """`stop_for` is told when there are too many dead letters."""
+        """`end` is called when there are too many dead letters; `failed`: the gids of those before."""
         self._settings = settings
         self._ledger = ledger
         self._threads = threads
         self._collection = collection
-        self._stop_for = stop_for
-        self.dead_letters = FailureBudget(settings.max_dead_letters, settings.failure_window)
+        self._end = end
+        self._dead_letters = FailureBudget(settings.max_dead_letters, settings.failure_window, failed)
         """Groups that no worker ever finished."""
 
     async def run(self) -> None:
@@ -64,8 +65,8 @@ class Reaper:
             f"never committed; the last: {group.error}"
         )
         await self._collection.drop(group.gid, (), "over_delivered", error)
-        if self.dead_letters.spend(group.gid):
-            self._stop_for(
+        if self._dead_letters.spend(group.gid):
+            self._end.call(
                 BudgetSpentError(
                     f"more than controller.max_dead_letters = {self._settings.max_dead_letters} of "
                     f"{self._settings.failure_window} groups "

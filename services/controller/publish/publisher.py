@@ -21,7 +21,6 @@ an error) aborts the collective in the actor: its call is cancelled.
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +54,7 @@ from services.controller.publish.receivers import (
     laggards_of,
     names_itself,
 )
+from services.controller.recovered import Recovered
 from services.controller.threads import StoreThreads
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Epoch:
 
 
 class PolicyPublisher:
-    """Publishes the actor's weights to the fleet, one publish at a time."""
+    """Publishes the actor's weights to the fleet in one life of the loop, one publish at a time."""
 
     def __init__(
         self,
@@ -107,6 +107,7 @@ class PolicyPublisher:
         fleet: Fleet,
         actor: ActorServiceStub,
         probe: weights_pb2.Probe,
+        recovered: Recovered,
     ) -> None:
         """`probe`: what make_probe gives."""
         self._settings = settings
@@ -117,27 +118,38 @@ class PolicyPublisher:
         self._epoch: Epoch | None = None
         self._probe = probe
         self._answer_s = min(ANSWER_S, settings.weights.bucket_timeout_s)
-        self.ctl = 0
-        """Set once the run is locked."""
-        self.policy_version = -1
+        self._ctl = recovered.ctl
+        self._policy_version = recovered.policy_version
+        self._published_step = recovered.position.published_step
+        self._step_of_version = dict(recovered.step_of_version)
+
+    @property
+    def policy_version(self) -> int:
         """Highest version ever announced."""
-        self.published_step = -1
-        """Last step the fleet holds."""
-        self.step_of_version: dict[int, int] = {}
-        """Steps applied in the weights of each published version."""
+        return self._policy_version
+
+    @property
+    def published_step(self) -> int:
+        """Steps behind the weights that the fleet holds; -1 before the first publish."""
+        return self._published_step
+
+    @property
+    def step_of_version(self) -> Mapping[int, int]:
+        """Steps behind the weights of each published version."""
+        return self._step_of_version
 
     def nobody_serves(self) -> bool:
         """Whether rollouts live and none of them holds the current version, attested."""
         rollouts = self._fleet.rollouts()
-        return bool(rollouts) and all(rollout.policy_version != self.policy_version for rollout in rollouts)
+        return bool(rollouts) and all(rollout.policy_version != self._policy_version for rollout in rollouts)
 
     def holds(self, step: int) -> bool:
         """Whether rollouts live and every one of them serves the current version, which is of `step`."""
         rollouts = self._fleet.rollouts()
         return (
             bool(rollouts)
-            and self.published_step == step
-            and all(rollout.policy_version == self.policy_version for rollout in rollouts)
+            and self._published_step == step
+            and all(rollout.policy_version == self._policy_version for rollout in rollouts)
         )
 
     async def publish(self, step: int) -> Metrics:
@@ -203,7 +215,7 @@ class PolicyPublisher:
         version = await self._begin(step)
         if self._settings.rollout.pause_mode == "wait":
             # Finishing what runs may take longer than a bucket's deadline, which runs once the transfer has begun.
-            pause = rollout_pb2.PauseRequest(ctl=self.ctl, mode=rollout_pb2.PAUSE_MODE_WAIT)
+            pause = rollout_pb2.PauseRequest(ctl=self._ctl, mode=rollout_pb2.PAUSE_MODE_WAIT)
             await self._all(
                 members, lambda rollout: rollout.stub.Pause(pause, timeout=self._settings.weights.publish_timeout_s)
             )
@@ -218,7 +230,7 @@ class PolicyPublisher:
         holders = [rollout for rollout in members if rollout.consumer not in failures]
         if not holders or any(is_collateral(error) for error in failures.values()):
             raise AttemptFailed.of({**received, **failures})
-        self.step_of_version[version] = step
+        self._step_of_version[version] = step
         await self._threads.call(
             self._ledger.attest, version, step, sent.digest, [rollout.consumer for rollout in holders]
         )
@@ -227,7 +239,7 @@ class PolicyPublisher:
             raise AttemptFailed(failures, failures)
         for consumer, error in failures.items():
             logger.warning("%s is left out of version %d until the next publish: %s", consumer, version, error)
-        self.published_step = step
+        self._published_step = step
         self._epoch = None if failures else epoch
         return _metrics(sent, version, time.monotonic() - started, len(failures))
 
@@ -236,12 +248,10 @@ class PolicyPublisher:
         revoke what this publish attests.
         """
         await self._fleet.settled()
-        self.policy_version += 1
-        await self._threads.call(self._ledger.begin_publish, self.policy_version, step)
-        now = time.monotonic()
-        for rollout in self._fleet.rollouts():
-            rollout.policy_version, rollout.paused_since = -1, min(rollout.paused_since, now)
-        return self.policy_version
+        self._policy_version += 1
+        await self._threads.call(self._ledger.begin_publish, self._policy_version, step)
+        self._fleet.revoke()
+        return self._policy_version
 
     async def _open_epoch(self, members: Sequence[Rollout]) -> Epoch:
         timeout_s = self._settings.weights.open_timeout_s
@@ -250,14 +260,14 @@ class PolicyPublisher:
         world_size = 1 + len(ranks)
         on_gpus = all(rollout.join.on_gpus for rollout in members)
         request = weights_pb2.OpenWeightChannelRequest(
-            ctl=self.ctl, epoch=number, world_size=world_size, timeout_s=timeout_s, receivers_on_gpus=on_gpus
+            ctl=self._ctl, epoch=number, world_size=world_size, timeout_s=timeout_s, receivers_on_gpus=on_gpus
         )
         opened = await self._actor.OpenWeightChannel(request, timeout=timeout_s)
 
         def meet(rollout: Rollout) -> Awaitable[weights_pb2.JoinWeightChannelResponse]:
             rank = 1 + ranks.index(rollout.consumer)
             place = weights_pb2.JoinWeightChannelRequest(
-                ctl=self.ctl,
+                ctl=self._ctl,
                 epoch=number,
                 address=opened.address,
                 rank=rank,
@@ -276,7 +286,7 @@ class PolicyPublisher:
         """What the actor sent, and what each receiver says of it. AttemptFailed when the collective broke."""
         weights = self._settings.weights
         receive = rollout_pb2.ReceiveWeightsRequest(
-            ctl=self.ctl,
+            ctl=self._ctl,
             epoch=epoch.number,
             policy_version=version,
             pause_mode=_PAUSE_MODES[self._settings.rollout.pause_mode],
@@ -284,7 +294,7 @@ class PolicyPublisher:
             probe=self._probe,
         )
         send = actor_pb2.PublishWeightsRequest(
-            ctl=self.ctl,
+            ctl=self._ctl,
             epoch=epoch.number,
             step=step,
             policy_version=version,
@@ -332,7 +342,7 @@ class PolicyPublisher:
         """Lets them serve. Who does not answer may serve or not, and is attested in the store: it is expelled, so that
         what it holds goes to others.
         """
-        request = rollout_pb2.ResumeRequest(ctl=self.ctl, policy_version=version, digest=digest)
+        request = rollout_pb2.ResumeRequest(ctl=self._ctl, policy_version=version, digest=digest)
         calls = {
             rollout.consumer: call(rollout.stub.Resume(request, timeout=2 * self._answer_s)) for rollout in holders
         }
@@ -343,7 +353,7 @@ class PolicyPublisher:
         for rollout in holders:
             error = failures.get(rollout.consumer)
             if error is None:
-                rollout.policy_version, rollout.paused_since = version, math.inf
+                self._fleet.attest(rollout, version)
             else:
                 await self._threads.call(
                     self._ledger.expel, rollout.consumer, 0, True, error=f"it did not resume: {error.message}"

@@ -53,7 +53,7 @@ def columns_computed(algorithm: AlgorithmSection) -> tuple[str, ...]:
 
 def columns_read(settings: RunSettings) -> tuple[str, ...]:
     """Columns that `prepare` reads of every row of a batch."""
-    columns = [*columns_reported(settings), "reward"]
+    columns = list(columns_reported(settings))
     columns += [name for name in columns_computed(settings.algorithm) if name not in (*columns, *OPTIONAL_COLUMNS)]
     if settings.algorithm.kl is not None and settings.algorithm.kl.placement == "reward":
         columns.append(reference_column(settings.algorithm.kl.reference))
@@ -66,7 +66,7 @@ def columns_reported(settings: RunSettings) -> tuple[str, ...]:
     return sampled if settings.algorithm.distillation is None else (*sampled, reference_column(TEACHER))
 
 
-GREEDY_COLUMNS = ("response_mask", "reward")
+GREEDY_COLUMNS = ("response_mask",)
 """Columns that `prepare` reads of greedy responses."""
 
 OPTIONAL_COLUMNS = ("token_rewards",)
@@ -95,8 +95,9 @@ def prepare(
     truncated = [bool(flag) for group in groups for flag in group.truncated_G]
     masks = [row["response_mask"] for row in rows]
     loss_masks = [trained_mask(algorithm.shaping, mask, cut) for mask, cut in zip(masks, truncated, strict=True)]
-    moments, statistics = _moments(settings, rows, state)
-    rewards = _less_kl(settings, rows, _placed_rewards(settings, rows, moments), state, statistics)
+    raw_B = np.concatenate([group.rewards_G for group in groups])
+    moments, statistics = _moments(settings, raw_B, state)
+    rewards = _less_kl(settings, rows, _placed_rewards(settings, raw_B, rows, moments), state, statistics)
     batch = ScoredBatch.of_rows(
         gids=[group.gid for group in groups for _ in group.rows],
         rewards=rewards,
@@ -127,16 +128,16 @@ def prepare(
         statistics=statistics,
     )
     train_batch.greedy_rows.extend(group.greedy.row for group in groups if group.greedy is not None)
-    train_batch.digest = _digest(train_batch, rows, columns)
+    train_batch.digest = _digest(train_batch, rows, raw_B, columns)
     return train_batch, columns
 
 
 def _moments(
-    settings: RunSettings, rows: Sequence[Mapping[str, Array]], state: AdaptiveState
+    settings: RunSettings, raw_B: Array, state: AdaptiveState
 ) -> tuple[Moments, trajectory_pb2.BatchStatistics]:
     """What rewards are normalised by, and the batch's own share of it where it is carried on."""
     shaping = settings.algorithm.shaping
-    moments, statistics = Moments.of(clip_rewards(shaping, _raw_rewards(rows))), trajectory_pb2.BatchStatistics()
+    moments, statistics = Moments.of(clip_rewards(shaping, raw_B.astype(np.float64))), trajectory_pb2.BatchStatistics()
     if shaping.normalize == "running":
         statistics.rewards.CopyFrom(trajectory_pb2.Moments(**asdict(moments)))
         moments = state.rewards.merged(moments)
@@ -197,16 +198,13 @@ def _distilled(
     return distil(advantages, known, taught, loss_masks, coef=coef, task_coef=section.task_coef)
 
 
-def _raw_rewards(rows: Sequence[Mapping[str, Array]]) -> Array:
-    """float64 [B]."""
-    return np.array([float(row["reward"][0]) for row in rows])
-
-
-def _placed_rewards(settings: RunSettings, rows: Sequence[Mapping[str, Array]], moments: Moments) -> list[Array]:
+def _placed_rewards(
+    settings: RunSettings, raw_B: Array, rows: Sequence[Mapping[str, Array]], moments: Moments
+) -> list[Array]:
     """B arrays float32 [T]: shaped, on their tokens."""
     num_tokens_B = np.array([int(row["response_mask"].sum()) for row in rows])
     shaped_B = shape_rewards(
-        settings.algorithm.shaping, _raw_rewards(rows), num_tokens_B, moments, settings.sampling.max_tokens
+        settings.algorithm.shaping, raw_B.astype(np.float64), num_tokens_B, moments, settings.sampling.max_tokens
     )
     return [
         place_rewards(float(reward), row["response_mask"], row.get("token_rewards"))
@@ -224,21 +222,26 @@ def _greedy_rewards(
     settings: RunSettings, groups: Sequence[ScoredGroup], greedy_rows: Sequence[Mapping[str, Array]], moments: Moments
 ) -> Array:
     """float32 [B]: for each trajectory, all that the greedy response to its prompt earned, shaped as the others'."""
-    totals = [rewards_T.sum() for rewards_T in _placed_rewards(settings, greedy_rows, moments)]
+    raw_B = np.array([group.greedy.reward for group in groups if group.greedy is not None], np.float32)
+    totals = [rewards_T.sum() for rewards_T in _placed_rewards(settings, raw_B, greedy_rows, moments)]
     return np.repeat(np.array(totals, np.float32), [len(group.rows) for group in groups])
 
 
 def _digest(
-    batch: trajectory_pb2.TrainBatch, rows: Sequence[Mapping[str, Array]], columns: Sequence[Mapping[str, Array]]
+    batch: trajectory_pb2.TrainBatch,
+    rows: Sequence[Mapping[str, Array]],
+    raw_B: Array,
+    columns: Sequence[Mapping[str, Array]],
 ) -> str:
     """Over ids, attempts, order, coefficients and the bits of what the controller read and computed. What only a
     trainer reads of a row is not in it: the attempt's token stands for that.
     """
     state = hashlib.blake2b(digest_size=16)
     state.update(f"{batch.coefficients.kl_coef!r} {batch.coefficients.entropy_coef!r}".encode())
-    for ref, row, column in zip(batch.rows, rows, columns, strict=True):
+    for index, (ref, row, column) in enumerate(zip(batch.rows, rows, columns, strict=True)):
         state.update(f"{ref.id}:{ref.token}".encode())
-        for name, array in [*sorted(row.items()), *sorted(column.items())]:
+        read = {**row, "reward": raw_B[index : index + 1]}
+        for name, array in [*sorted(read.items()), *sorted(column.items())]:
             state.update(name.encode())
             state.update(array.tobytes())
     return state.hexdigest()

@@ -93,11 +93,11 @@ class Trainer:
     async def load(self, ctl: int, checkpoint: Committed) -> training_pb2.LoadTrainerCheckpointResponse:
         """Restores its share of a checkpoint."""
         storage, files = checkpoint.share(self.name)
-        told = [
+        named = [
             training_pb2.CheckpointFile(name=file.name, num_bytes=file.num_bytes, checksum=file.checksum)
             for file in files
         ]
-        request = training_pb2.LoadTrainerCheckpointRequest(ctl=ctl, path=storage.url, files=told)
+        request = training_pb2.LoadTrainerCheckpointRequest(ctl=ctl, path=storage.url, files=named)
         return await self.stub.LoadCheckpoint(request, timeout=self.section.train_timeout_s)
 
 

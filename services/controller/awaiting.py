@@ -1,0 +1,111 @@
+"""The wait for the groups of the next batch: until they are ready, the run has stalled, or it is to end before them.
+
+Owns when waiting is in vain. Which groups make a batch is admission.py's.
+"""
+
+import asyncio
+from asyncio import FIRST_COMPLETED
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from rolecall.errors import BudgetSpentError
+from rolecall.scoring.client import RewardClient
+from rolecall.settings import RunSettings
+from rolecall.v1 import trajectory_pb2
+from services.controller.board import RunBoard
+from services.controller.fleet.members import Fleet
+from services.controller.groups.assembly import Assembly, ScoredGroup
+from services.controller.groups.failures import RunEnd, StallClock
+from services.controller.recovered import Recovered
+
+
+@dataclass(frozen=True)
+class NextBatch:
+    """The groups of the batch to train next."""
+
+    groups: Sequence[ScoredGroup]
+    sealed: trajectory_pb2.TrainBatch | None
+    """The batch itself, where an earlier loop sealed it."""
+
+
+@dataclass(frozen=True)
+class NextBatches:
+    """The batches of one life of the loop, one after another."""
+
+    settings: RunSettings
+    recovered: Recovered
+    assembly: Assembly
+    fleet: Fleet
+    board: RunBoard
+    reward: RewardClient
+    end: RunEnd
+    look: Callable[[], Awaitable[None]]
+    """Awaited at every look while the groups are not ready."""
+
+    async def next(self, step: int) -> NextBatch | None:
+        """The batch of `step`: the one sealed by an earlier loop, or the groups that admission.py chooses. None when
+        the run is to end before it.
+        """
+        sealed, begun = None, frozenset[int]()
+        if step == self.recovered.position.step:  # a loop seals what comes later itself
+            sealed, begun = self.recovered.sealed, self.recovered.begun
+        if sealed is not None:
+            groups = asyncio.create_task(self.assembly.groups(sealed.gids))
+        else:
+            groups = asyncio.create_task(self.assembly.next_batch(step, begun))
+        ending = asyncio.create_task(self.end.wait())
+        stall = StallClock(_patience_s(self.settings))
+        try:
+            while True:
+                self._show_what_is_awaited(step)
+                await asyncio.wait(
+                    [groups, ending] if sealed is None else [groups],
+                    timeout=stall.look_s,
+                    return_when=FIRST_COMPLETED,
+                )
+                if not groups.done() and stall.has_stalled(self._what_moves(), paused=self.board.paused):
+                    self.end.call(self._stalled(step))
+                    return None
+                if sealed is None and self._ends_now():
+                    return None
+                if groups.done():
+                    return NextBatch(groups.result(), sealed)
+                await self.look()  # bounded: by controller.stall_timeout_s, as every publish
+        finally:
+            groups.cancel()
+            ending.cancel()
+
+    def _what_moves(self) -> object:
+        """What changes while a batch is on its way: groups end, or rollouts sample; the longest responses take longer
+        than controller.stall_timeout_s.
+        """
+        return self.assembly.num_changes, [(rollout.consumer, rollout.progress) for rollout in self.fleet.rollouts()]
+
+    def _stalled(self, step: int) -> BudgetSpentError:
+        return BudgetSpentError(
+            f"step {step}: no group was finished for controller.stall_timeout_s = "
+            f"{_patience_s(self.settings):.0f} s; "
+            f"{self.assembly.num_live} are live, {self.assembly.num_ready} ready, "
+            f"rollouts: {[rollout.consumer + ' ' + rollout.phase for rollout in self.fleet.rollouts()]}"
+            + (f"; {self.reward.trouble}" if self.reward.trouble else "")
+        )
+
+    def _ends_now(self) -> bool:
+        """Whether the batch that is awaited is not to be trained any more: a budget is spent, or a stop was asked for
+        and nobody samples or scores.
+        """
+        scorer_gone = any(self.fleet.is_lost(name) for name in ("reward", *self.settings.references))
+        return self.end.error is not None or (self.board.stop_requested and (scorer_gone or not self.fleet.rollouts()))
+
+    def _show_what_is_awaited(self, step: int) -> None:
+        """Says it to people: a run without rollouts waits for them, not for groups."""
+        self.board.wait_for(f"groups of step {step}" if self.fleet.rollouts() else "rollouts: none is alive")
+
+
+def _patience_s(settings: RunSettings) -> float:
+    """controller.stall_timeout_s, or the deadline of a call that a group waits for where that is longer."""
+    return max(
+        settings.controller.stall_timeout_s,
+        settings.reward.timeout_s,
+        settings.actor.compute_timeout_s if settings.references else 0.0,
+    )

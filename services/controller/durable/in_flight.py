@@ -1,0 +1,45 @@
+"""The prompts of groups in flight, as a checkpoint notes them.
+
+They are admitted again where the store's memory of them is lost.
+"""
+
+import base64
+import contextlib
+from collections.abc import Sequence
+
+from rolecall.errors import RowMissingError
+from rolecall.store.ledger import Ledger
+from rolecall.store.rows import Rows
+from rolecall.v1 import trajectory_pb2
+
+READ_COUNT = 256
+"""Committed groups per read."""
+
+
+def prompts_in_flight(ledger: Ledger, rows: Rows, next_gid: int) -> list[trajectory_pb2.Prompt]:
+    """The prompts of all live groups below `next_gid`, in order of admission. Blocks."""
+    prompts = {group.gid: group.prompt for group in ledger.queued()}
+    position = "0"
+    while entries := ledger.read_committed(position, READ_COUNT, 0.0):
+        position = entries[-1][0]
+        for _, group in entries:
+            with contextlib.suppress(RowMissingError):  # scored and dropped since it was read: no longer in flight
+                prompts[group.gid] = _prompt_of(rows, group.rows[0])
+    return [prompts[gid] for gid in sorted(prompts) if gid < next_gid]
+
+
+def _prompt_of(rows: Rows, ref: trajectory_pb2.RowRef) -> trajectory_pb2.Prompt:
+    """The prompt of a committed row: meta leaves its token ids out, they are the head of the row's own."""
+    meta, row = rows.read_meta([ref])[0], rows.read([ref], ["token_ids"])[0]
+    meta.prompt.token_ids = row["token_ids"][: meta.num_prompt_tokens].tobytes()
+    return meta.prompt
+
+
+def encode_prompts(prompts: Sequence[trajectory_pb2.Prompt]) -> list[str]:
+    """`prompts` as a checkpoint's manifest holds them: base64 of each, serialized."""
+    return [base64.b64encode(prompt.SerializeToString()).decode() for prompt in prompts]
+
+
+def decode_prompts(texts: Sequence[str]) -> tuple[trajectory_pb2.Prompt, ...]:
+    """What `encode_prompts` was given."""
+    return tuple(trajectory_pb2.Prompt.FromString(base64.b64decode(text)) for text in texts)
