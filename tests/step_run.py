@@ -164,7 +164,7 @@ class StepRun:
         if self.needs_values(step):
             await critic.compute(ledger.ctl, refs, step)
         self.arrows.at("values are computed")
-        contents = self.rows.read(refs, columns_read(self.settings))
+        contents = self.rows.read(refs, (*columns_read(self.settings), "reward"))
         state = AdaptiveState.decode(self.settings.algorithm, ledger.position().algorithm_state)
         batch, columns = prepare(self.settings, step, groups, contents, state=state)
         self.note_sealed(step, batch.digest, refs, contents, columns)
