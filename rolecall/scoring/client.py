@@ -1,9 +1,9 @@
 """Calling a RewardService and not believing it blindly. The controller uses it towards the reward service, and that
 towards external ones.
 
-Owns: Describe once per connection and that its answer stays the same, sending only the fields it names, cutting
-requests to what the scorer takes, the checks of an answer, and retries. Every item ends as a Score or a Failure, never
-as a made-up number. Knows nothing of how a reward is used.
+Owns: Describe once per connection and that its answer stays the same, the limits of rate and of calls under way, and
+retries. What one request and its answer hold is exchange.py's. Every item ends as a Score or a Failure, never as a
+made-up number. Knows nothing of how a reward is used.
 """
 
 import asyncio
@@ -29,15 +29,14 @@ from rolecall.errors import (
 from rolecall.rpc import deadlines, tls
 from rolecall.rpc.backoff import RateLimit
 from rolecall.rpc.channel import open_channel
-from rolecall.scoring.scores import Failure, Outcome, change_of, decode_reward, problem_of, spec_gaps, spec_problem
+from rolecall.scoring.exchange import believed, cut, only
+from rolecall.scoring.scores import Failure, Outcome, change_of, spec_gaps, spec_problem
 from rolecall.settings import ExternalScorer, RewardSection, RpcSection
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_REQUEST_BYTES = 3 * 2**20
-"""Requests are cut below 4 MiB, which servers in most languages refuse by default; a larger item travels alone."""
 MAX_CONCURRENT_CALLS = 8
 """Bound on the requests of one client under way; further ones wait, within their caller's deadline."""
 CAUSE_TIMEOUT_S = 2.0
@@ -328,81 +327,3 @@ async def with_retries(
         replace(outcome, retryable=False) if isinstance(outcome, Failure) and outcome.is_blamed else outcome
         for outcome in outcomes
     ]
-
-
-def only(item: reward_pb2.ScoreItem, spec: reward_pb2.DescribeResponse) -> reward_pb2.ScoreItem:
-    """`item` with the fields that the scorer reads and those that are always sent."""
-    reads = set(spec.reads)
-    sent = reward_pb2.ScoreItem(
-        id=item.id, finish_reason=item.finish_reason, num_response_tokens=item.num_response_tokens
-    )
-    if reward_pb2.SCORE_FIELD_MESSAGES in reads:
-        sent.messages.extend(item.messages)
-    if reward_pb2.SCORE_FIELD_RESPONSE_TEXT in reads:
-        sent.response_text = item.response_text
-    if reward_pb2.SCORE_FIELD_TOKEN_IDS in reads:
-        sent.prompt_token_ids, sent.response_token_ids = item.prompt_token_ids, item.response_token_ids
-    if reward_pb2.SCORE_FIELD_GROUND_TRUTH in reads:
-        sent.ground_truth = item.ground_truth
-    if reward_pb2.SCORE_FIELD_METADATA in reads and item.HasField("metadata"):
-        sent.metadata.CopyFrom(item.metadata)
-    return sent
-
-
-def cut(
-    items: Sequence[reward_pb2.ScoreItem], spec: reward_pb2.DescribeResponse, max_bytes: int = MAX_REQUEST_BYTES
-) -> list[list[reward_pb2.ScoreItem]]:
-    """`items` in order, in requests of at most spec.max_items and `max_bytes`, the token rewards of the answer counted
-    in.
-    """
-    chunks: list[list[reward_pb2.ScoreItem]] = []
-    room_bytes = 0
-    for item in items:
-        size = item.ByteSize() + (4 * item.num_response_tokens if spec.token_rewards else 0)
-        if not chunks or size > room_bytes or len(chunks[-1]) == spec.max_items > 0:
-            chunks.append([])
-            room_bytes = max_bytes
-        chunks[-1].append(item)
-        room_bytes -= size
-    return chunks
-
-
-def believed(
-    response: reward_pb2.ScoreResponse,
-    items: Sequence[reward_pb2.ScoreItem],
-    spec: reward_pb2.DescribeResponse,
-    name: str,
-) -> list[Outcome]:
-    """The outcomes in `response`, in the items' order. ScorerError when it does not answer exactly the items asked; one
-    bad score fails its item only.
-    """
-    results = {result.id: result for result in response.results}
-    if len(response.results) != len(items) or results.keys() != {item.id for item in items}:
-        missing = sorted({item.id for item in items} - results.keys())[:3]
-        raise ScorerError(
-            f"it answered {len(response.results)} results with {len(results)} ids to {len(items)} items (missing "
-            f"e.g. {missing}); "
-            "an answer has exactly one result per item, with the item's id"
-        )
-    return [_outcome(results[item.id], item, spec, name) for item in items]
-
-
-def _outcome(
-    result: reward_pb2.ScoreResult, item: reward_pb2.ScoreItem, spec: reward_pb2.DescribeResponse, name: str
-) -> Outcome:
-    match result.WhichOneof("outcome"):
-        case "error":
-            return Failure(
-                result.error.code or "UNSPECIFIED", f"scorer {name!r}: {result.error.message}", result.error.retryable
-            )
-        case "reward":
-            problem = problem_of(result.reward, spec, item.num_response_tokens)
-            return (
-                Failure(ScorerError.reason, f"scorer {name!r} {problem} (item {item.id})")
-                if problem
-                else decode_reward(result.reward)
-            )
-        case None:
-            return Failure(
-                ScorerError.reason, f"scorer {name!r} answered neither a reward nor an error (item {item.id})"
-            )

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rolecall.data.model_files import check_tokenizer
 from rolecall.data.tokenizer import ChatTokenizer
@@ -29,6 +29,9 @@ from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica
 from services.rollout.service import SERVICE_NAME, RolloutServicer
 
+if TYPE_CHECKING:
+    from services.rollout.engine import VllmEngine
+
 DRAIN_S = 3.0
 """Seconds that groups in hand get to finish when the process is asked to stop; the rest go back to the stream."""
 GRACE_S = 5.0
@@ -48,13 +51,7 @@ async def _main(args: ServiceArgs) -> None:
     check_tokenizer(config.model_path, tokenizer.num_ids)
     connection = await asyncio.to_thread(connect, settings.store)
     fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
-    os.environ.update({**start_environment(config), **tied_to_this_process()})
-    with _ending_at_once():
-        from services.rollout.engine import VllmEngine
-
-        engine = VllmEngine(config)
-        await engine.warm_up()
-
+    engine = await _start_engine(config)
     server = Server(settings.rpc, settings.rollout.bind, setting="rollout.bind")
     replica = Replica(
         engine,
@@ -106,6 +103,17 @@ async def _main(args: ServiceArgs) -> None:
         membership.stop()
         await engine.close()
         connection.close()
+
+
+async def _start_engine(config: RolloutConfig) -> "VllmEngine":
+    """Starts vLLM in its environment and warms it up."""
+    os.environ.update({**start_environment(config), **tied_to_this_process()})
+    with _ending_at_once():
+        from services.rollout.engine import VllmEngine
+
+        engine = VllmEngine(config)
+        await engine.warm_up()
+    return engine
 
 
 def _pull_settings(args: ServiceArgs, config: RolloutConfig, consumer: str) -> PullSettings:

@@ -41,11 +41,11 @@ from rolecall.errors import (
 from rolecall.store.prompts import Claim, PromptQueue
 from rolecall.store.rows import Rows
 from rolecall.telemetry import Metrics, attached, export, tracer
-from rolecall.trajectory import trajectory_id
 from rolecall.v1 import trajectory_pb2
 from services.rollout.replica import Replica, Response
 from services.rollout.sampling import SampleRequest
-from services.rollout.trajectories import columns, group_requests, prompt_token_ids, trajectory_meta
+from services.rollout.staging import Staging
+from services.rollout.trajectories import group_requests
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +55,6 @@ DENIED_S = 0.1
 """Wait after the store denied a claim (a publish is under way) or could not be reached."""
 AWAY_S = 0.5
 """Wait before a group is handed back again to a store that was away; each try has the client's own deadline."""
-FULL_S = 0.5
-"""Wait before rows are staged again in a full store."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,13 @@ class PullLoop:
         self._replica = replica
         self._queue = queue
         self._rows = rows
-        self._tokenizer = tokenizer
+        self._staging = Staging(
+            rows,
+            tokenizer,
+            consumer=settings.consumer,
+            timeout_s=settings.generation_timeout_s,
+            row_expiry_s=settings.row_expiry_s,
+        )
         self._on_turn = on_turn
         self._work: dict[tuple[str, str], _Work] = {}
         """By entry and token: an entry that was lost may be claimed again while its first attempt still ends."""
@@ -333,7 +337,7 @@ class PullLoop:
 
     async def _commit(self, work: _Work, requests: list[SampleRequest], responses: list[Response]) -> None:
         claim, group = work.claim, work.claim.group
-        refs = await self._stage(claim, requests, responses)
+        refs = await self._staging.stage(claim, requests, responses)
         spans = {(version, digest) for response in responses for version, digest in response.digests.items()}
         versions = sorted(version for version, _ in spans)
         committed = trajectory_pb2.CommittedGroup(
@@ -352,36 +356,6 @@ class PullLoop:
         # be away now.
         with contextlib.suppress(RowMissingError, StoreUnavailableError):
             await asyncio.to_thread(self._rows.persist, refs)
-
-    async def _stage(
-        self, claim: Claim, requests: list[SampleRequest], responses: list[Response]
-    ) -> list[trajectory_pb2.RowRef]:
-        """StoreFullError when the store has no room for generation_timeout_s."""
-        group = claim.group
-        ids = prompt_token_ids(group.prompt)
-        refs, arrays, metas = [], [], []
-        for index, (request, response) in enumerate(zip(requests, responses, strict=True)):
-            id = trajectory_id(group.gid, index)
-            meta = trajectory_meta(
-                id, group.prompt, request.sampling, response, self._tokenizer, self._settings.consumer
-            )
-            meta.gid, meta.index, meta.traceparent = group.gid, index, claim.traceparent
-            if index:
-                meta.ClearField("prompt")  # once a group: it may be a megabyte of tests
-            refs.append(self._rows.ref(id, claim.token, len(ids) + len(response.sample.token_ids)))
-            arrays.append(columns(ids, response))
-            metas.append(meta)
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._settings.generation_timeout_s
-        while True:
-            try:
-                await asyncio.to_thread(self._rows.stage_many, refs, arrays, metas, self._settings.row_expiry_s)
-                return refs
-            except StoreFullError as error:
-                if loop.time() > deadline:
-                    raise
-                logger.warning("group %d waits for the store: %s", group.gid, error.message)
-                await asyncio.sleep(FULL_S)
 
     async def _release(self, work: _Work, reason: str) -> None:
         logger.info("group %d released: %s", work.claim.group.gid, reason)

@@ -12,8 +12,7 @@ spans was attested to this engine.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +30,7 @@ from rolecall.errors import (
     UnavailableError,
 )
 from rolecall.weights.transferred import Transferred
+from services.rollout.activity import Activity
 from services.rollout.gate import Gate
 from services.rollout.sampling import MeetingPlace, PauseMode, Probed, RolloutEngine, Sample, SampleRequest
 from services.rollout.state import HeldWeights
@@ -63,36 +63,6 @@ class Transfer:
     """Tokens to sample after them."""
 
 
-class BusyClock:
-    """Seconds during which the engine had work and was not paused."""
-
-    def __init__(self) -> None:
-        self._num_running = 0
-        self._paused = True
-        self._since: float | None = None
-        self._total_s = 0.0
-
-    def change(self, running: int = 0, paused: bool | None = None) -> None:
-        """Counts `running` requests more (or fewer), or notes a pause or its end."""
-        now = time.monotonic()
-        if self._since is not None:
-            self._total_s += now - self._since
-        self._num_running += running
-        self._paused = self._paused if paused is None else paused
-        self._since = now if self._num_running and not self._paused else None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the engine has work now."""
-        return self._since is not None
-
-    @property
-    def total_s(self) -> float:
-        """Until now."""
-        self.change()
-        return self._total_s
-
-
 class Replica:
     """Samples for whoever asks, and takes weights from the channel. Used from one event loop."""
 
@@ -117,13 +87,9 @@ class Replica:
         self._epoch = -1
         self._on_serving = on_serving
         self._changing = asyncio.Lock()
-        self._busy = BusyClock()
+        self._activity = Activity()
         self._load: asyncio.Task[tuple[Transferred, Probed | None]] | None = None
         self._joins: set[asyncio.Task[None]] = set()
-        self._num_asked = 0
-        self._num_answered = 0
-        self._is_receiving = False
-        self._num_awaiting_load = 0
         self._sampling: set[asyncio.Task[Any]] = set()
         self._given_up: set[asyncio.Task[Any]] = set()
         self.info = engine.info
@@ -139,20 +105,17 @@ class Replica:
     @property
     def busy_s(self) -> float:
         """Seconds the engine had work since start."""
-        return self._busy.total_s
+        return self._activity.busy_s
 
     @property
     def is_busy(self) -> bool:
-        """Whether the engine owes something, so that `num_moves` must grow: tokens, an answer to what ends promptly in
-        an engine that lives, or the end of a load that its caller has given up (whose collective is over). A load that
-        is waited for is not counted: it may wait for the actor.
-        """
-        return self._busy.is_running or self._num_asked > 0 or (self._is_receiving and not self._num_awaiting_load)
+        """Whether the engine owes something, so that `num_moves` must grow."""
+        return self._activity.owes
 
     @property
     def num_moves(self) -> int:
         """Grows whenever the engine moves."""
-        return self._engine.num_moves + self._num_answered
+        return self._engine.num_moves + self._activity.num_answers
 
     # --- sampling ---------------------------------------------------------------------------------
 
@@ -194,7 +157,7 @@ class Replica:
         task = asyncio.current_task()
         assert task is not None
         self._sampling.add(task)
-        self._busy.change(running=1)
+        self._activity.change(running=1)
         try:
             return await self._engine.sample(request)
         except asyncio.CancelledError:
@@ -205,7 +168,7 @@ class Replica:
                 f"request {request.request_id} was given up with the engine's weights; ask again"
             ) from None
         finally:
-            self._busy.change(running=-1)
+            self._activity.change(running=-1)
             self._sampling.discard(task)
             self._given_up.discard(task)
 
@@ -244,7 +207,7 @@ class Replica:
         await asyncio.shield(joining)  # bounded: by its timeout_s
 
     async def _join(self, place: MeetingPlace) -> None:
-        with self._asking():
+        with self._activity.asking():
             await self._engine.join(place)
 
     async def receive(self, transfer: Transfer) -> tuple[Transferred, Probed | None]:
@@ -268,13 +231,10 @@ class Replica:
                 raise ConflictError("another version is being received; wait for its answer")
         self._load = asyncio.create_task(self._receive(transfer))
         self._load.add_done_callback(_look_at)
-        self._num_awaiting_load += 1
-        try:
+        with self._activity.awaiting_load():
             return await asyncio.shield(
                 self._load
             )  # bounded: by bucket_timeout_s for each bucket, and by the caller's deadline
-        finally:
-            self._num_awaiting_load -= 1
 
     async def _receive(self, transfer: Transfer) -> tuple[Transferred, Probed | None]:
         async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
@@ -310,24 +270,20 @@ class Replica:
             return received, None if probe is None else await self._probe(probe, transfer.num_decoded)
 
     async def _received(self, transfer: Transfer) -> Transferred:
-        self._is_receiving = True
-        try:
+        with self._activity.loading():
             async with asyncio.timeout(self._load_timeout_s):
                 return await self._engine.receive(transfer.epoch, transfer.policy_version, transfer.bucket_timeout_s)
-        finally:
-            self._is_receiving = False
-            self._num_answered += 1
 
     async def _probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
         try:
             async with asyncio.timeout(self._pause_timeout_s):
-                with self._asking():
+                with self._activity.asking():
                     await self._engine.resume()
                     return await self._engine.probe(token_ids, num_decoded)
         except TimeoutError as error:
             raise DeadlineError(f"the probe took longer than {self._pause_timeout_s:.0f} s") from error
         finally:
-            with self._asking():
+            with self._activity.asking():
                 await self._engine.pause(PauseMode.KEEP)
 
     async def pause(self, mode: PauseMode) -> None:
@@ -343,9 +299,9 @@ class Replica:
         async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
             self.held.attest(policy_version, digest)
             self._stop_keeping()
-            with self._asking():
+            with self._activity.asking():
                 await self._engine.resume()
-            self._busy.change(paused=False)
+            self._activity.change(paused=False)
             await self.gate.open()
             await self._on_serving(not self.draining)  # bounded: sets health in this process
 
@@ -354,14 +310,14 @@ class Replica:
         await self.gate.shut()
         try:
             async with asyncio.timeout(self._pause_timeout_s):
-                with self._asking():
+                with self._activity.asking():
                     await self._engine.pause(mode)
         except TimeoutError as error:
             raise DeadlineError(
                 f"requests in flight did not come to rest within {self._pause_timeout_s:.0f} s; pause with KEEP or "
                 "ABORT"
             ) from error
-        self._busy.change(paused=True)
+        self._activity.change(paused=True)
 
     async def _keep(self) -> None:
         """Gives up what is kept when nobody resumes: held any longer, its groups would be missing in the batch that the
@@ -379,23 +335,12 @@ class Replica:
             self._keeping.cancel()
 
     async def _give_up(self) -> None:
-        with self._asking():
+        with self._activity.asking():
             await self._engine.pause(PauseMode.ABORT)
         for task in self._sampling:  # requests that came while the engine paused are none that it could have aborted
             self._given_up.add(task)
             task.cancel()
         await self.gate.give_up()
-
-    @contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Around what an engine that lives answers promptly, or moves while it does not."""
-        self._num_asked += 1
-        self._num_answered += 1  # the time before, without work, is not a time without progress
-        try:
-            yield
-        finally:
-            self._num_asked -= 1
-            self._num_answered += 1
 
     # --- memory and the end -----------------------------------------------------------------------
 

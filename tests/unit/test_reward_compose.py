@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.errors import ScorerError
-from rolecall.scoring.client import believed, cut, only
+from rolecall.scoring.exchange import believed, cut, only
 from rolecall.scoring.scores import (
     Failure,
     Item,

@@ -1,0 +1,78 @@
+"""The activity of an engine as its replica sees it: what the engine owes, what it has answered, and for how long it had
+work.
+
+By this a hung engine is told from an idle one; heartbeat.py reports it, the controller judges.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Activity:
+    """The count of what an engine owes and has answered, and the seconds for which it had work and was not paused."""
+
+    def __init__(self) -> None:
+        self.num_answers = 0
+        """Calls that the engine has answered, promptly or by a load's end."""
+        self._num_asked = 0
+        self._is_loading = False
+        self._num_awaiting_load = 0
+        self._num_running = 0
+        self._is_paused = True
+        self._since: float | None = None
+        self._busy_s = 0.0
+
+    @property
+    def owes(self) -> bool:
+        """Whether the engine owes something: tokens, an answer to what ends promptly in an engine that lives, or the
+        end of a load that its caller has given up (whose collective is over).
+
+        A load that is waited for is not counted: it may wait for the actor.
+        """
+        return self._since is not None or self._num_asked > 0 or (self._is_loading and not self._num_awaiting_load)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds with work, until now."""
+        self.change()
+        return self._busy_s
+
+    def change(self, running: int = 0, paused: bool | None = None) -> None:
+        """Counts `running` requests more (or fewer), or notes a pause or its end."""
+        now = time.monotonic()
+        if self._since is not None:
+            self._busy_s += now - self._since
+        self._num_running += running
+        self._is_paused = self._is_paused if paused is None else paused
+        self._since = now if self._num_running and not self._is_paused else None
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Surrounds what an engine that lives answers promptly, or moves while it does not."""
+        self._num_asked += 1
+        self.num_answers += 1  # the time before, without work, is not a time without progress
+        try:
+            yield
+        finally:
+            self._num_asked -= 1
+            self.num_answers += 1
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Surrounds a load of weights."""
+        self._is_loading = True
+        try:
+            yield
+        finally:
+            self._is_loading = False
+            self.num_answers += 1
+
+    @contextmanager
+    def awaiting_load(self) -> Iterator[None]:
+        """Surrounds a caller's wait for a load."""
+        self._num_awaiting_load += 1
+        try:
+            yield
+        finally:
+            self._num_awaiting_load -= 1
