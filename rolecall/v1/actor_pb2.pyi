@@ -65,7 +65,7 @@ Global___PublishWeightsRequest: _TypeAlias = PublishWeightsRequest  # noqa: Y015
 
 @_typing.final
 class PublishWeightsResponse(_message.Message):
-    """Sent."""
+    """What the actor sent, once every bucket left it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

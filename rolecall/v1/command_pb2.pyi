@@ -265,7 +265,7 @@ Global___OffloadCommand: _TypeAlias = OffloadCommand  # noqa: Y015
 
 @_typing.final
 class OnloadCommand(_message.Message):
-    """Move back."""
+    """Moves the parts back to the device."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

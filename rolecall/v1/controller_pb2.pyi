@@ -27,9 +27,9 @@ class _Role:
 class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ROLE_UNSPECIFIED: _Role.ValueType  # 0
-    """Never sent."""
+    """Never sent: a role is always given."""
     ROLE_ROLLOUT: _Role.ValueType  # 1
-    """Samples trajectories."""
+    """Samples trajectories from the policy."""
     ROLE_ACTOR: _Role.ValueType  # 2
     """Trains the policy."""
     ROLE_CRITIC: _Role.ValueType  # 3
@@ -37,15 +37,15 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     ROLE_REFERENCE: _Role.ValueType  # 4
     """Scores tokens under a frozen policy."""
     ROLE_REWARD: _Role.ValueType  # 5
-    """Scores responses."""
+    """Scores the responses of rollouts."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """What a worker is."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
-"""Never sent."""
+"""Never sent: a role is always given."""
 ROLE_ROLLOUT: Role.ValueType  # 1
-"""Samples trajectories."""
+"""Samples trajectories from the policy."""
 ROLE_ACTOR: Role.ValueType  # 2
 """Trains the policy."""
 ROLE_CRITIC: Role.ValueType  # 3
@@ -53,7 +53,7 @@ ROLE_CRITIC: Role.ValueType  # 3
 ROLE_REFERENCE: Role.ValueType  # 4
 """Scores tokens under a frozen policy."""
 ROLE_REWARD: Role.ValueType  # 5
-"""Scores responses."""
+"""Scores the responses of rollouts."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _RunState:
@@ -63,11 +63,11 @@ class _RunState:
 class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     RUN_STATE_UNSPECIFIED: _RunState.ValueType  # 0
-    """Never sent."""
+    """Never sent: a run is always in a state."""
     RUN_STATE_STARTING: _RunState.ValueType  # 1
     """Waiting for the roles and the first weights."""
     RUN_STATE_RUNNING: _RunState.ValueType  # 2
-    """Training."""
+    """The run trains."""
     RUN_STATE_PAUSED: _RunState.ValueType  # 3
     """Admitting nothing until resumed."""
     RUN_STATE_STOPPING: _RunState.ValueType  # 4
@@ -81,11 +81,11 @@ class RunState(_RunState, metaclass=_RunStateEnumTypeWrapper):
     """Where the run is in its life."""
 
 RUN_STATE_UNSPECIFIED: RunState.ValueType  # 0
-"""Never sent."""
+"""Never sent: a run is always in a state."""
 RUN_STATE_STARTING: RunState.ValueType  # 1
 """Waiting for the roles and the first weights."""
 RUN_STATE_RUNNING: RunState.ValueType  # 2
-"""Training."""
+"""The run trains."""
 RUN_STATE_PAUSED: RunState.ValueType  # 3
 """Admitting nothing until resumed."""
 RUN_STATE_STOPPING: RunState.ValueType  # 4
@@ -113,7 +113,7 @@ class JoinRequest(_message.Message):
     run: _builtins.str
     """Run it means to serve; must be the controller's."""
     role: Global___Role.ValueType
-    """Role."""
+    """Role that the worker plays in the run."""
     worker: _builtins.str
     """Name of the instance, unique among living workers, e.g. "rollout-0" or "ref"."""
     incarnation: _builtins.str
@@ -148,7 +148,7 @@ Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
 
 @_typing.final
 class JoinResponse(_message.Message):
-    """Accepted."""
+    """The controller took the worker into the run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -216,7 +216,7 @@ Global___HeartbeatRequest: _TypeAlias = HeartbeatRequest  # noqa: Y015
 
 @_typing.final
 class HeartbeatResponse(_message.Message):
-    """Heard."""
+    """The controller heard the worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -251,11 +251,11 @@ class WorkerStatus(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
-    """Name."""
+    """Name of the worker."""
     role: Global___Role.ValueType
-    """Role."""
+    """Role that the worker plays in the run."""
     address: _builtins.str
-    """Address."""
+    """Address at which the worker serves."""
     policy_version: _builtins.int
     """Attested policy version; -1 when none (or not a rollout)."""
     phase: _builtins.str
@@ -322,9 +322,9 @@ class LedgerCounts(_message.Message):
     GENERATING_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
     admitted: _builtins.int
-    """Groups admitted."""
+    """Groups that were ever admitted."""
     trained: _builtins.int
-    """Groups trained."""
+    """Groups that a step has trained on."""
     live: _builtins.int
     """Groups neither trained nor dropped."""
     queued: _builtins.int
@@ -380,9 +380,9 @@ class RunStatus(_message.Message):
     run: _builtins.str
     """Name of the run."""
     state: Global___RunState.ValueType
-    """State."""
+    """State of the run now."""
     step: _builtins.int
-    """Steps applied."""
+    """Steps applied so far."""
     total_steps: _builtins.int
     """Steps the run means to make."""
     published_step: _builtins.int
@@ -407,7 +407,7 @@ class RunStatus(_message.Message):
     """
     @_builtins.property
     def ledger(self) -> Global___LedgerCounts:
-        """Balance."""
+        """Balance of all groups of the run."""
 
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
@@ -463,14 +463,14 @@ Global___GetRunRequest: _TypeAlias = GetRunRequest  # noqa: Y015
 
 @_typing.final
 class GetRunResponse(_message.Message):
-    """The run."""
+    """The status of the run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STATUS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def status(self) -> Global___RunStatus:
-        """State now."""
+        """Status at the time of the call."""
 
     def __init__(
         self,
@@ -504,14 +504,14 @@ Global___WatchRunRequest: _TypeAlias = WatchRunRequest  # noqa: Y015
 
 @_typing.final
 class WatchRunResponse(_message.Message):
-    """One change."""
+    """The status of the run after a change of it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STATUS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def status(self) -> Global___RunStatus:
-        """State now."""
+        """Status at the time of the message."""
 
     def __init__(
         self,
@@ -545,7 +545,7 @@ Global___PauseRunRequest: _TypeAlias = PauseRunRequest  # noqa: Y015
 
 @_typing.final
 class PauseRunResponse(_message.Message):
-    """Paused."""
+    """The run is paused."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -579,7 +579,7 @@ Global___ResumeRunRequest: _TypeAlias = ResumeRunRequest  # noqa: Y015
 
 @_typing.final
 class ResumeRunResponse(_message.Message):
-    """Going on."""
+    """The run goes on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -618,7 +618,7 @@ Global___StopRunRequest: _TypeAlias = StopRunRequest  # noqa: Y015
 
 @_typing.final
 class StopRunResponse(_message.Message):
-    """Stopping."""
+    """The run is about to stop."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -652,7 +652,7 @@ Global___SaveCheckpointRequest: _TypeAlias = SaveCheckpointRequest  # noqa: Y015
 
 @_typing.final
 class SaveCheckpointResponse(_message.Message):
-    """Saved."""
+    """The checkpoint is committed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -46,11 +46,11 @@ class GetReferenceInfoResponse(_message.Message):
     instance: _builtins.str
     """Instance name; the column is "<instance>/logprobs"."""
     worker: _builtins.str
-    """"<worker>.<incarnation>"."""
+    """"<worker>.<incarnation>" of this process."""
     num_parameters: _builtins.int
     """Parameters of the model."""
     world_size: _builtins.int
-    """Ranks."""
+    """Number of ranks of this reference."""
     def __init__(
         self,
         *,

@@ -29,33 +29,33 @@ class _ScoreField:
 class _ScoreFieldEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ScoreField.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SCORE_FIELD_UNSPECIFIED: _ScoreField.ValueType  # 0
-    """Never sent."""
+    """Never sent: a field is always named."""
     SCORE_FIELD_MESSAGES: _ScoreField.ValueType  # 1
-    """ScoreItem.messages."""
+    """The scorer reads ScoreItem.messages."""
     SCORE_FIELD_RESPONSE_TEXT: _ScoreField.ValueType  # 2
-    """ScoreItem.response_text."""
+    """The scorer reads ScoreItem.response_text."""
     SCORE_FIELD_TOKEN_IDS: _ScoreField.ValueType  # 3
     """ScoreItem.prompt_token_ids and ScoreItem.response_token_ids."""
     SCORE_FIELD_GROUND_TRUTH: _ScoreField.ValueType  # 4
-    """ScoreItem.ground_truth."""
+    """The scorer reads ScoreItem.ground_truth."""
     SCORE_FIELD_METADATA: _ScoreField.ValueType  # 5
-    """ScoreItem.metadata."""
+    """The scorer reads ScoreItem.metadata."""
 
 class ScoreField(_ScoreField, metaclass=_ScoreFieldEnumTypeWrapper):
     """A field of ScoreItem that a scorer may ask for. `id` is always sent."""
 
 SCORE_FIELD_UNSPECIFIED: ScoreField.ValueType  # 0
-"""Never sent."""
+"""Never sent: a field is always named."""
 SCORE_FIELD_MESSAGES: ScoreField.ValueType  # 1
-"""ScoreItem.messages."""
+"""The scorer reads ScoreItem.messages."""
 SCORE_FIELD_RESPONSE_TEXT: ScoreField.ValueType  # 2
-"""ScoreItem.response_text."""
+"""The scorer reads ScoreItem.response_text."""
 SCORE_FIELD_TOKEN_IDS: ScoreField.ValueType  # 3
 """ScoreItem.prompt_token_ids and ScoreItem.response_token_ids."""
 SCORE_FIELD_GROUND_TRUTH: ScoreField.ValueType  # 4
-"""ScoreItem.ground_truth."""
+"""The scorer reads ScoreItem.ground_truth."""
 SCORE_FIELD_METADATA: ScoreField.ValueType  # 5
-"""ScoreItem.metadata."""
+"""The scorer reads ScoreItem.metadata."""
 Global___ScoreField: _TypeAlias = ScoreField  # noqa: Y015
 
 @_typing.final
@@ -142,7 +142,7 @@ Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
 
 @_typing.final
 class Reward(_message.Message):
-    """A score."""
+    """The score of one item."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -243,11 +243,11 @@ class ScoreResult(_message.Message):
     """The item's id."""
     @_builtins.property
     def reward(self) -> Global___Reward:
-        """The score."""
+        """The score, when the item has one."""
 
     @_builtins.property
     def error(self) -> Global___ScoreError:
-        """No score."""
+        """The reason why the item has no score."""
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ Global___ScoreResult: _TypeAlias = ScoreResult  # noqa: Y015
 
 @_typing.final
 class ScoreResponse(_message.Message):
-    """Results."""
+    """The results of one call."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

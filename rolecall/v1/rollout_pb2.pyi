@@ -28,7 +28,7 @@ class _PauseMode:
 class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     PAUSE_MODE_UNSPECIFIED: _PauseMode.ValueType  # 0
-    """Never sent."""
+    """Never sent: a mode is always chosen."""
     PAUSE_MODE_KEEP: _PauseMode.ValueType  # 1
     """Kept; they go on after Resume, on the new weights."""
     PAUSE_MODE_WAIT: _PauseMode.ValueType  # 2
@@ -40,7 +40,7 @@ class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper):
     """What to do with requests in flight."""
 
 PAUSE_MODE_UNSPECIFIED: PauseMode.ValueType  # 0
-"""Never sent."""
+"""Never sent: a mode is always chosen."""
 PAUSE_MODE_KEEP: PauseMode.ValueType  # 1
 """Kept; they go on after Resume, on the new weights."""
 PAUSE_MODE_WAIT: PauseMode.ValueType  # 2
@@ -56,7 +56,7 @@ class _WeightsState:
 class _WeightsStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightsState.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     WEIGHTS_STATE_UNSPECIFIED: _WeightsState.ValueType  # 0
-    """Never sent."""
+    """Never sent: weights are always in a state."""
     WEIGHTS_STATE_EMPTY: _WeightsState.ValueType  # 1
     """No version was ever loaded."""
     WEIGHTS_STATE_LOADING: _WeightsState.ValueType  # 2
@@ -74,7 +74,7 @@ class WeightsState(_WeightsState, metaclass=_WeightsStateEnumTypeWrapper):
     """State of the engine's weights."""
 
 WEIGHTS_STATE_UNSPECIFIED: WeightsState.ValueType  # 0
-"""Never sent."""
+"""Never sent: weights are always in a state."""
 WEIGHTS_STATE_EMPTY: WeightsState.ValueType  # 1
 """No version was ever loaded."""
 WEIGHTS_STATE_LOADING: WeightsState.ValueType  # 2
@@ -227,7 +227,7 @@ class ReceiveWeightsResponse(_message.Message):
     digest: _builtins.str
     """Hex digest over names, dtypes, shapes and fingerprints."""
     num_bytes: _builtins.int
-    """Bytes received."""
+    """Bytes of the buckets received."""
     transfer_s: _builtins.float
     """Seconds from the first bucket to the last tensor loaded."""
     @_builtins.property
@@ -283,7 +283,7 @@ Global___PauseRequest: _TypeAlias = PauseRequest  # noqa: Y015
 
 @_typing.final
 class PauseResponse(_message.Message):
-    """Paused."""
+    """The engine is paused and the gate is shut."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -312,7 +312,7 @@ class ResumeRequest(_message.Message):
     policy_version: _builtins.int
     """The version that was attested in the store."""
     digest: _builtins.str
-    """Its digest."""
+    """Digest of that version."""
     def __init__(
         self,
         *,
@@ -330,7 +330,7 @@ Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
 
 @_typing.final
 class ResumeResponse(_message.Message):
-    """Serving."""
+    """The replica serves."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -373,7 +373,7 @@ Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 
 @_typing.final
 class DrainResponse(_message.Message):
-    """Holds nothing."""
+    """The replica holds no groups any more."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -425,7 +425,7 @@ Global___SleepRequest: _TypeAlias = SleepRequest  # noqa: Y015
 
 @_typing.final
 class SleepResponse(_message.Message):
-    """Asleep."""
+    """The engine is asleep."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -464,7 +464,7 @@ Global___WakeUpRequest: _TypeAlias = WakeUpRequest  # noqa: Y015
 
 @_typing.final
 class WakeUpResponse(_message.Message):
-    """Awake."""
+    """The engine is awake, and paused."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -513,7 +513,7 @@ class GetRolloutInfoResponse(_message.Message):
     BUSY_S_FIELD_NUMBER: _builtins.int
     NUM_WEIGHT_RANKS_FIELD_NUMBER: _builtins.int
     consumer: _builtins.str
-    """"<worker>.<incarnation>"."""
+    """"<worker>.<incarnation>" of this process."""
     weights_state: Global___WeightsState.ValueType
     """State of the weights."""
     policy_version: _builtins.int

@@ -77,7 +77,7 @@ class Tensor(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     dtype: Global___DType.ValueType
-    """Element type."""
+    """Element type of the data."""
     data: _builtins.bytes
     """Elements in row-major (C) order, little-endian, without padding."""
     @_builtins.property

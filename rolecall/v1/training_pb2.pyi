@@ -27,9 +27,9 @@ class _StatePart:
 class _StatePartEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StatePart.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     STATE_PART_UNSPECIFIED: _StatePart.ValueType  # 0
-    """Never sent."""
+    """Never sent: a part is always named."""
     STATE_PART_PARAMETERS: _StatePart.ValueType  # 1
-    """Parameters."""
+    """The parameters of the model."""
     STATE_PART_OPTIMIZER: _StatePart.ValueType  # 2
     """The optimizer's moments."""
     STATE_PART_GRADIENTS: _StatePart.ValueType  # 3
@@ -39,9 +39,9 @@ class StatePart(_StatePart, metaclass=_StatePartEnumTypeWrapper):
     """What of a trainer's state moves by itself."""
 
 STATE_PART_UNSPECIFIED: StatePart.ValueType  # 0
-"""Never sent."""
+"""Never sent: a part is always named."""
 STATE_PART_PARAMETERS: StatePart.ValueType  # 1
-"""Parameters."""
+"""The parameters of the model."""
 STATE_PART_OPTIMIZER: StatePart.ValueType  # 2
 """The optimizer's moments."""
 STATE_PART_GRADIENTS: StatePart.ValueType  # 3
@@ -87,7 +87,7 @@ class TrainProgress(_message.Message):
     NUM_DONE_FIELD_NUMBER: _builtins.int
     NUM_TOTAL_FIELD_NUMBER: _builtins.int
     num_done: _builtins.int
-    """Microbatches done."""
+    """Microbatches that are done."""
     num_total: _builtins.int
     """Microbatches of the step."""
     def __init__(
@@ -115,7 +115,7 @@ class TrainResult(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     TRAIN_S_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Step."""
+    """Step that was applied."""
     digest: _builtins.str
     """Digest of the batch it was made of."""
     train_s: _builtins.float
@@ -154,7 +154,7 @@ class TrainResponse(_message.Message):
 
     @_builtins.property
     def result(self) -> Global___TrainResult:
-        """Done."""
+        """The step is applied; the last message."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class ComputeColumnResponse(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ALREADY_WRITTEN_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
-    """Tokens computed."""
+    """Tokens that this call computed the column of."""
     num_already_written: _builtins.int
     """Rows whose column had been written before (and stays as it was)."""
     def __init__(
@@ -280,7 +280,7 @@ class CheckpointFile(_message.Message):
     name: _builtins.str
     """Relative to the folder."""
     num_bytes: _builtins.int
-    """Size."""
+    """Size of the file in bytes."""
     checksum: _builtins.str
     """Hex sha256 of its contents."""
     def __init__(
@@ -353,7 +353,7 @@ class SaveTrainerCheckpointResponse(_message.Message):
 
     @_builtins.property
     def saved(self) -> Global___CheckpointFiles:
-        """Done."""
+        """Every file is written; the last message."""
 
     def __init__(
         self,
@@ -405,7 +405,7 @@ Global___LoadTrainerCheckpointRequest: _TypeAlias = LoadTrainerCheckpointRequest
 
 @_typing.final
 class LoadTrainerCheckpointResponse(_message.Message):
-    """Restored."""
+    """The trainer stands where the checkpoint was made."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -459,7 +459,7 @@ Global___OffloadRequest: _TypeAlias = OffloadRequest  # noqa: Y015
 
 @_typing.final
 class OffloadResponse(_message.Message):
-    """Moved."""
+    """The parts are in host memory."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -504,7 +504,7 @@ Global___OnloadRequest: _TypeAlias = OnloadRequest  # noqa: Y015
 
 @_typing.final
 class OnloadResponse(_message.Message):
-    """Moved back."""
+    """The parts are on the device again."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -549,13 +549,13 @@ class GetTrainerInfoResponse(_message.Message):
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     LAST_RESULT_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
-    """"<worker>.<incarnation>"."""
+    """"<worker>.<incarnation>" of this process."""
     step: _builtins.int
-    """Steps applied."""
+    """Steps applied so far."""
     policy_version: _builtins.int
     """Highest policy version published; -1 when none (or not an actor)."""
     world_size: _builtins.int
-    """Ranks."""
+    """Number of ranks of this trainer."""
     num_parameters: _builtins.int
     """Parameters of the model."""
     @_builtins.property

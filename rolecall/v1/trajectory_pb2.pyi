@@ -27,7 +27,7 @@ class _FinishReason:
 class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
-    """Never written."""
+    """Never written: a response always ends for a reason."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
     """A stop token was sampled; it is the last token."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
@@ -39,7 +39,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a response ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
-"""Never written."""
+"""Never written: a response always ends for a reason."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """A stop token was sampled; it is the last token."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
@@ -55,29 +55,29 @@ class _Reduction:
 class _ReductionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reduction.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     REDUCTION_UNSPECIFIED: _Reduction.ValueType  # 0
-    """Never sent."""
+    """Never sent: a reduction is always named."""
     REDUCTION_MEAN: _Reduction.ValueType  # 1
     """Weighted mean; weights add up."""
     REDUCTION_SUM: _Reduction.ValueType  # 2
-    """Sum."""
+    """Sum of the values."""
     REDUCTION_MAX: _Reduction.ValueType  # 3
-    """Maximum."""
+    """Maximum of the values."""
     REDUCTION_MIN: _Reduction.ValueType  # 4
-    """Minimum."""
+    """Minimum of the values."""
 
 class Reduction(_Reduction, metaclass=_ReductionEnumTypeWrapper):
     """Mean, sum or extremum: how a metric combines over microbatches, ranks or steps."""
 
 REDUCTION_UNSPECIFIED: Reduction.ValueType  # 0
-"""Never sent."""
+"""Never sent: a reduction is always named."""
 REDUCTION_MEAN: Reduction.ValueType  # 1
 """Weighted mean; weights add up."""
 REDUCTION_SUM: Reduction.ValueType  # 2
-"""Sum."""
+"""Sum of the values."""
 REDUCTION_MAX: Reduction.ValueType  # 3
-"""Maximum."""
+"""Maximum of the values."""
 REDUCTION_MIN: Reduction.ValueType  # 4
-"""Minimum."""
+"""Minimum of the values."""
 Global___Reduction: _TypeAlias = Reduction  # noqa: Y015
 
 @_typing.final
@@ -212,7 +212,7 @@ class PromptGroup(_message.Message):
     """Whether one response more is wanted: sampled at temperature 0, index G. It is scored and never trained on (a baseline)."""
     @_builtins.property
     def prompt(self) -> Global___Prompt:
-        """The prompt."""
+        """The prompt of the group."""
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:
@@ -393,7 +393,7 @@ class CommittedGroup(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     GREEDY_ROW_FIELD_NUMBER: _builtins.int
     gid: _builtins.int
-    """Admission number."""
+    """Admission number of the group."""
     min_policy_version: _builtins.int
     """Oldest policy version that sampled a token of the group."""
     max_policy_version: _builtins.int
@@ -522,7 +522,7 @@ class Moments(_message.Message):
     MEAN_FIELD_NUMBER: _builtins.int
     DEVIATIONS_FIELD_NUMBER: _builtins.int
     num: _builtins.int
-    """How many."""
+    """Number of the values."""
     mean: _builtins.float
     """Mean; 0 of nothing."""
     deviations: _builtins.float

@@ -27,21 +27,21 @@ class _WeightBackend:
 class _WeightBackendEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightBackend.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     WEIGHT_BACKEND_UNSPECIFIED: _WeightBackend.ValueType  # 0
-    """Never sent."""
+    """Never sent: a back end is always named."""
     WEIGHT_BACKEND_GLOO: _WeightBackend.ValueType  # 1
     """Through host memory, on any device."""
     WEIGHT_BACKEND_NCCL: _WeightBackend.ValueType  # 2
-    """Between GPUs."""
+    """Between the GPUs of all ranks."""
 
 class WeightBackend(_WeightBackend, metaclass=_WeightBackendEnumTypeWrapper):
     """Collectives of the weight channel; all ranks of an epoch use the same."""
 
 WEIGHT_BACKEND_UNSPECIFIED: WeightBackend.ValueType  # 0
-"""Never sent."""
+"""Never sent: a back end is always named."""
 WEIGHT_BACKEND_GLOO: WeightBackend.ValueType  # 1
 """Through host memory, on any device."""
 WEIGHT_BACKEND_NCCL: WeightBackend.ValueType  # 2
-"""Between GPUs."""
+"""Between the GPUs of all ranks."""
 Global___WeightBackend: _TypeAlias = WeightBackend  # noqa: Y015
 
 @_typing.final
