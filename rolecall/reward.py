@@ -108,8 +108,8 @@ def serve_batches(
     key_file: Path | None = None,
     behind_mesh: bool = False,
 ) -> int:
-    """As `serve`, for a function over up to `max_items` items that returns one answer per item, in order: a reward
-    model. One call at a time.
+    """Serves a function over up to `max_items` items that returns one answer per item, in order: a reward model. Else
+    as `serve`; one call runs at a time.
     """
     spec = description(name or function.__name__, range, reads, components or {}, token_rewards, max_items)
     scorer = Scorer(spec, all_at_once(function, spec), read_token(bearer_token_file))
@@ -187,7 +187,7 @@ def all_at_once(function: BatchFunction, spec: reward_pb2.DescribeResponse) -> S
 
 
 class Scorer(reward_pb2_grpc.RewardServiceServicer):
-    """The contract over a function."""
+    """A RewardService servicer over a user's function."""
 
     def __init__(self, spec: reward_pb2.DescribeResponse, score: ScoreMany, bearer_token: str | None = None) -> None:
         self.spec = spec
@@ -197,7 +197,9 @@ class Scorer(reward_pb2_grpc.RewardServiceServicer):
     async def Score(
         self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> reward_pb2.ScoreResponse:
-        """As idempotent as the function. INVALID_ARGUMENT for an empty request, UNAUTHENTICATED without the token."""
+        """Scores the items; idempotent if the function is. INVALID_ARGUMENT for an empty request, UNAUTHENTICATED
+        without the token.
+        """
         self._authenticate(context)
         if not request.items:
             raise InvalidInputError("items is empty; send at least one")
@@ -206,7 +208,7 @@ class Scorer(reward_pb2_grpc.RewardServiceServicer):
     async def Describe(
         self, request: reward_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> reward_pb2.DescribeResponse:
-        """Idempotent. UNAUTHENTICATED without the token."""
+        """Describes the scorer. Idempotent. UNAUTHENTICATED without the token."""
         self._authenticate(context)
         return self.spec
 
@@ -221,7 +223,7 @@ class Scorer(reward_pb2_grpc.RewardServiceServicer):
 
 
 def rpc_section(certificate_file: Path | None, key_file: Path | None, behind_mesh: bool) -> RpcSection:
-    """How the server listens: with TLS when the files are given. ConfigError when only one is."""
+    """Returns how the server listens: with TLS when the files are given. ConfigError when only one is."""
     if certificate_file is None and key_file is None:
         return RpcSection(behind_mesh=behind_mesh)
     if certificate_file is None or key_file is None:

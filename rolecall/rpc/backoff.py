@@ -1,4 +1,6 @@
-"""When a peer that limits its callers' rate may be called again: one pause for all calls to it, not one per call."""
+"""The pause after which a peer that limits its callers' rate may be called again: one for all calls to it, not one per
+call.
+"""
 
 import random
 import time
@@ -12,7 +14,7 @@ LONGEST_RETRY_AFTER_S = 300.0
 
 
 class RateLimit:
-    """Of one peer. Used from one event loop."""
+    """The pause that one peer has asked for. Used from one event loop."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, draw: Callable[[float, float], float] = random.uniform
@@ -39,5 +41,5 @@ class RateLimit:
         self._open_at = max(self._open_at, now + wanted_s)
 
     def answered(self) -> None:
-        """A call was answered."""
+        """Halves the pause: a call was answered."""
         self._pause_s = self._pause_s / 2 if self._pause_s > FIRST_PAUSE_S else 0.0

@@ -1,4 +1,4 @@
-"""What happens around every call of a channel: a deadline always, and statuses back into the exceptions the server
+"""Interceptors around every call of a channel: a deadline always, and statuses back into the exceptions the server
 raised.
 
 Only the two kinds of methods that rolecall.v1 has are known: unary, and server streaming.
@@ -40,7 +40,7 @@ class _Calls:
 
 
 class UnaryCalls(_Calls, grpc.aio.UnaryUnaryClientInterceptor):
-    """For unary methods."""
+    """The deadline and the exceptions of unary calls."""
 
     async def intercept_unary_unary(
         self,
@@ -64,8 +64,8 @@ class UnaryCalls(_Calls, grpc.aio.UnaryUnaryClientInterceptor):
 
 
 class AbandonedCalls(grpc.aio.UnaryUnaryClientInterceptor):
-    """For unary methods, innermost: a call whose caller is cancelled ends at the server, too. Interceptors that wait
-    for a call's status (those of tracing) would otherwise leave it running.
+    """The end of abandoned unary calls, innermost of all interceptors: a call whose caller is cancelled ends at the
+    server, too. Interceptors that wait for a call's status (those of tracing) would otherwise leave it running.
     """
 
     async def intercept_unary_unary(
@@ -84,7 +84,7 @@ class AbandonedCalls(grpc.aio.UnaryUnaryClientInterceptor):
 
 
 class StreamCalls(_Calls, grpc.aio.UnaryStreamClientInterceptor):
-    """For methods that stream their responses."""
+    """The deadline and the exceptions of calls that stream their responses."""
 
     async def intercept_unary_stream(
         self,

@@ -1,10 +1,10 @@
-"""How a worker belongs to a run: it joins the controller and says that it lives, from an OS thread with a connection of
-its own.
+"""The membership of a worker in a run: it joins the controller and says that it lives, from an OS thread with a
+connection of its own.
 
 The thread keeps the heartbeat apart from the event loop, so that a long import or a busy loop is not death; the
 progress counter it carries says whether the worker moves, so that a heartbeat alone is not life: while there is work
-(`busy`), or while the event loop stands still, the controller expects it to grow. What silence and stillness mean is
-the controller's affair. Its verdict that this process hangs is final, and carried out here.
+(`busy`), or while the event loop stands still, the controller expects it to grow. What silence and stillness mean, the
+controller decides. Its verdict that this process hangs is final, and carried out here.
 """
 
 import asyncio

@@ -10,8 +10,8 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 KEEPALIVE_S = 10.0
 """A connection with calls under way on which nothing moved for this long is pinged..."""
 KEEPALIVE_TIMEOUT_S = 10.0
-"""...and given up when the ping is not answered for this long: a peer that hangs or lost its network fails its calls
-within 20 s, whatever their deadline.
+"""Longest wait for the answer to a ping before the connection is given up: a peer that hangs or lost its network fails
+its calls within 20 s, whatever their deadline.
 """
 _SIZES: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -27,7 +27,9 @@ _KEEPALIVE: tuple[tuple[str, Any], ...] = (
 
 
 def server_options() -> list[tuple[str, Any]]:
-    """Without SO_REUSEPORT a second server on a port fails instead of silently taking every other connection."""
+    """Returns the options of a server. SO_REUSEPORT is off, so that a second server on a port fails instead of silently
+    taking every other connection.
+    """
     return [
         *_SIZES,
         *_KEEPALIVE,

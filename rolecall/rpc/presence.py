@@ -1,4 +1,4 @@
-"""Who answers at an address before a run starts: what is wanted there, nobody yet, or something else."""
+"""A look at an address before a run starts: is what is wanted there, nobody yet, or something else?"""
 
 import asyncio
 import socket
@@ -22,7 +22,7 @@ from rolecall.errors import (
 )
 
 LOOK_S = 3.0
-"""For a connection, and again for an answer."""
+"""Deadline of a connection, and then of an answer."""
 
 Ask = Callable[[grpc.aio.Channel], Awaitable[None]]
 """One call with the deadline LOOK_S; what it raises says who answers. ConfigError: the end of a sentence that begins
@@ -41,8 +41,8 @@ def health_of(service: str) -> Ask:
 
 
 async def look(address: str, channel: grpc.aio.Channel, ask: Ask, *, wanted: str, through_mesh: bool) -> str:
-    """What is said of the address; empty when what is wanted answers there, else it may still come up. ConfigError, the
-    end of a sentence that begins with the address, when something else listens.
+    """Returns what is said of the address; empty when what is wanted answers there, else it may still come up.
+    ConfigError, the end of a sentence that begins with the address, when something else listens.
 
     wanted: what is looked for, e.g. "rolecall.v1.ActorService". through_mesh: a proxy of this machine takes every
     connection, whoever is behind it, so that one that breaks says nothing.

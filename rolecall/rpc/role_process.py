@@ -47,11 +47,11 @@ USAGE = 2
 RESTART = 75
 """EX_TEMPFAIL of sysexits.h: a retryable error, an unforeseen one, or a process that was given up as hung."""
 LEAVE_S = 0.5
-"""From the verdict that this process hangs to its end, for its last lines to be written."""
+"""Seconds between the verdict that this process hangs and its end, for its last lines to be written."""
 _NUM_THREADS = 32
 """Bound on `asyncio.to_thread` calls at work in a process; further ones queue."""
 _END_GRACE_S = 5.0
-"""From the end of a role to that of its process, which leaves what is still at work then."""
+"""Seconds between the end of a role and that of its process, which leaves what is still at work then."""
 _TASKS_GRACE_S = 2.0
 """Wait in it for the tasks that are still at work, and again for generators."""
 _TRACEBACK_LINES = 12
@@ -67,7 +67,7 @@ _USAGE = """usage: rolecall serve {role} CONFIG [--name INSTANCE] [--SECTION.KEY
 
 @dataclass(frozen=True)
 class ServiceArgs:
-    """What a role's process was started with."""
+    """The command line of a role's process, read."""
 
     settings: RunSettings
     """The run's configuration, overrides applied."""
@@ -155,11 +155,11 @@ def stop_requested() -> asyncio.Event:
 
 
 def way_out(role: str) -> Callable[[WorkerLostError], None]:
-    """What ends this process with RESTART after LEAVE_S whatever its event loop and its device threads do; any thread
-    may call it.
+    """Returns a call that ends this process with RESTART after LEAVE_S, whatever its event loop and its device threads
+    do; any thread may make it.
 
-    For a worker that was given up as hung: another takes its place, and nothing it still holds is wanted. Ask for it in
-    `main`'s context. Outside `run` (in tests) it does nothing.
+    It is for a worker that was given up as hung: another takes its place, and nothing it still holds is wanted. Ask for
+    it in `main`'s context. Outside `run` (in tests) it does nothing.
     """
     life = _LIFE.get(None)
     owns_process = life is not None and life.owns_process
@@ -300,7 +300,7 @@ def _failed(role: str, error: BaseException) -> int:
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> None:
-    """As asyncio.run does, except that nothing is waited for without end, and threads not at all."""
+    """Closes the loop as asyncio.run does, except that nothing is waited for without end, and threads not at all."""
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
@@ -336,8 +336,8 @@ def _end_in_time(code: int) -> None:
 
 
 def _say(line: str) -> None:
-    """To people, whatever the log's level and format. On a full disk nobody hears it, and the exit code still says what
-    happened.
+    """Writes a line for people, whatever the log's level and format. On a full disk nobody hears it, and the exit code
+    still says what happened.
     """
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{line}\n")

@@ -1,6 +1,7 @@
-"""What happens around every method of a server: errors become statuses, the caller's deadline is noted for child calls.
+"""The interceptor around every method of a server: errors become statuses, the caller's deadline is noted for child
+calls.
 
-One interceptor, one of the three places where any exception is caught.
+It is one of the three places where any exception is caught.
 """
 
 import inspect
@@ -62,7 +63,7 @@ class ServerCalls(grpc.aio.ServerInterceptor):
 
 
 class _Streams:
-    """Streams under way."""
+    """A count of the streams under way."""
 
     def __init__(self) -> None:
         self._count = 0

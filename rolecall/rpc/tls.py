@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 def server_credentials(tls: TlsSection, client_certificates: bool) -> grpc.ServerCredentials:
-    """With `client_certificates`, mutual TLS: clients must present one signed by `tls.ca_file`. ConfigError when a file
-    cannot be read.
+    """Returns the server's side of TLS. With `client_certificates` it is mutual: clients must present one signed by
+    `tls.ca_file`. ConfigError when a file cannot be read.
     """
     # None from the fetcher means "unchanged", which gRPC documents and the published types leave out.
     return grpc.dynamic_ssl_server_credentials(_configuration(tls), _changed_configuration(tls), client_certificates)  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""What a score is, and the client of every reward service. No torch."""
+"""The contract of a score, and the client of every reward service. No torch."""

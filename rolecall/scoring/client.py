@@ -54,7 +54,7 @@ _IDEMPOTENT = ("rolecall.v1.RewardService/Score", "rolecall.v1.RewardService/Des
 
 
 class RewardClient:
-    """One scorer behind one channel. Safe for concurrent use; closing the channel is the caller's affair."""
+    """A client of one scorer behind one channel. Safe for concurrent use; the caller closes the channel."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class RewardClient:
         """Whether `trouble` is that it does not describe itself."""
 
     async def describe(self) -> reward_pb2.DescribeResponse:
-        """What the scorer says it is; asked again after a call or an answer that failed. ScorerError when the
+        """Returns what the scorer says it is; asked again after a call or an answer that failed. ScorerError when the
         description is unusable or another than before, else what the call raises.
         """
         if self._spec is not None:
@@ -195,8 +195,8 @@ class RewardClient:
         return outcomes
 
     async def _within_limit(self, call: Callable[[], Awaitable[T]]) -> tuple[T, float]:
-        """What `call` returns, and the monotonic time when it was made: once the scorer is not to be left alone any
-        more.
+        """Returns what `call` returns, and the monotonic time when it was made: once the scorer is not to be left alone
+        any more.
         """
         await self._until_allowed()
         called_at = time.monotonic()

@@ -1,4 +1,5 @@
-"""What a scorer is given and what it answers, as plain Python: Item, Score and Failure, and their protobuf forms.
+"""The contract of a scorer as plain Python: Item is what it is given, Score and Failure what it answers, each with its
+protobuf form.
 
 Owns the checks that make an answer believable (`problem_of`), used by whoever produces a score and, again, by whoever
 receives it. Knows no gRPC and no torch, so that a scorer's worker process starts fast.
@@ -32,7 +33,7 @@ _GREATEST = float(np.finfo(np.float32).max)
 MAX_MESSAGE_CHARS = 1000
 """An error's message is cut here, so that no traceback crowds out the other results."""
 MAX_CODE_CHARS = 64
-"""So is its code, which stands in every log line and dead letter."""
+"""Longest code of a failure, which stands in every log line and dead letter; it is cut."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,11 @@ class Score:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an item has no score. It is dropped or asked again, never trained on as a number.
+    """The reason why an item has no score. It is dropped or asked again, never trained on as a number.
 
-    Code and message are somebody else's words: what is not printable becomes a space, and both are cut, to 64 and
-    1,000 characters."""
+    Code and message are somebody else's words: what is not printable becomes a space, and both are cut, to 64 and 1,000
+    characters.
+    """
 
     code: str
     """Short, stable, upper-case: a ScoreError's code, or the reason of a RoleCallError such as SCORER_UNAVAILABLE."""
@@ -104,7 +106,7 @@ class Failure:
     retryable: bool = False
     """The infrastructure failed (asking again may help), not the data."""
     is_blamed: bool = False
-    """With `retryable`: only until the attempts are spent; then it is the data."""
+    """Whether the data is at fault once the attempts of a `retryable` failure are spent."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "code", printable(self.code, MAX_CODE_CHARS))
@@ -139,7 +141,7 @@ def score_item(meta: trajectory_pb2.TrajectoryMeta, token_ids: Array) -> reward_
 
 
 def component_spec(name: str, low: float | None, high: float | None) -> reward_pb2.ComponentSpec:
-    """A named range; None is unbounded."""
+    """Returns the description of a component by its range; None is unbounded."""
     return reward_pb2.ComponentSpec(name=name, min=low, max=high)
 
 
@@ -200,7 +202,7 @@ def printable(text: str, max_chars: int) -> str:
 
 
 def problem_of(reward: reward_pb2.Reward, spec: reward_pb2.DescribeResponse, num_response_tokens: int) -> str | None:
-    """What makes `reward` unbelievable under `spec`, as the end of a sentence; None when nothing does."""
+    """Returns what makes `reward` unbelievable under `spec`, as the end of a sentence; None when nothing does."""
     problem = _outside("reward", reward.value, spec.reward)
     if problem:
         return problem
@@ -234,7 +236,7 @@ def _token_rewards_problem(reward: reward_pb2.Reward, num_response_tokens: int) 
 
 
 def spec_gaps(spec: reward_pb2.DescribeResponse) -> list[str]:
-    """What a scorer's description leaves open, as ends of a sentence: it is believed, and perhaps not meant so."""
+    """Returns what a scorer's description leaves open, as ends of a sentence: believed, and perhaps not meant so."""
     gaps = []
     if not spec.reads:
         gaps.append("names no fields that it reads: it is sent ids, finish reasons and lengths, and no response")
@@ -244,7 +246,7 @@ def spec_gaps(spec: reward_pb2.DescribeResponse) -> list[str]:
 
 
 def spec_problem(spec: reward_pb2.DescribeResponse) -> str | None:
-    """What makes a scorer's own description unusable; None when nothing does."""
+    """Returns what makes a scorer's own description unusable; None when nothing does."""
     unknown = sorted(set(spec.reads) - set(ALL_FIELDS))
     if unknown:
         return f"reads the fields {unknown}, which this release does not know"
@@ -259,7 +261,7 @@ def spec_problem(spec: reward_pb2.DescribeResponse) -> str | None:
 
 
 def change_of(old: reward_pb2.DescribeResponse, new: reward_pb2.DescribeResponse) -> str | None:
-    """What the two descriptions disagree on, of that which gives a number its meaning; None when they agree."""
+    """Returns what two descriptions disagree on, of that which gives a number its meaning; None when they agree."""
     if old.token_rewards != new.token_rewards:
         return f"token_rewards from {old.token_rewards} to {new.token_rewards}"
     before, after = (

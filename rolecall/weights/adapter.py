@@ -2,8 +2,8 @@
 every request names.
 
 Owns vLLM's way of taking an adapter from memory, and the check that it took all of it. Like the receiver it runs in
-vLLM's worker. The base is the engine's own affair: it was read from the model directory, and the probe shows whether
-base and adapter together are the actor's model.
+vLLM's worker. The engine has read the base from the model directory by itself, and the probe shows whether base and
+adapter together are the actor's model.
 """
 
 from collections.abc import Iterable

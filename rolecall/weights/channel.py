@@ -2,7 +2,7 @@
 
 Owns joining, waiting with deadlines, and aborting from another thread. `GlooChannel` runs on CPUs, `NcclChannel` on
 GPUs over a raw communicator, because torch's own NCCL group tears the process down when a peer dies. A channel knows
-nothing of parameters: what the bytes mean is the manifest's affair.
+nothing of parameters: the manifest says what the bytes mean.
 """
 
 import threading
@@ -26,7 +26,7 @@ _DROP_S = 0.5
 
 
 class Transfer(Protocol):
-    """One broadcast under way."""
+    """A broadcast that is under way."""
 
     def wait(self, timeout_s: float) -> None:
         """Returns when this rank's part is done. ChannelBrokenError, after aborting the epoch, when it fails or is not
@@ -99,7 +99,7 @@ class GlooChannel:
         rendezvous.on_broken(self.close)
 
     def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> Transfer:
-        """As in Channel."""
+        """Implements Channel."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
         options.timeout = timedelta(seconds=timeout_s)
@@ -125,8 +125,8 @@ class GlooChannel:
         return any(_has_failed(work) for work in self._under_way)
 
     def close(self) -> None:
-        """As in Channel. The group's own threads may sit in a stuck transfer, so it is dropped on a thread that may
-        wait for them.
+        """Implements Channel. The group's own threads may sit in a stuck transfer, so it is dropped on a thread that
+        may wait for them.
         """
         with self._lock:
             group, self._group = self._group, None
@@ -140,13 +140,13 @@ class GlooChannel:
 
 
 class GlooTransfer:
-    """One Gloo broadcast under way."""
+    """A Gloo broadcast that is under way."""
 
     def __init__(self, work: Work, channel: GlooChannel) -> None:
         self._work, self._channel = work, channel
 
     def wait(self, timeout_s: float) -> None:
-        """As in Transfer."""
+        """Implements Transfer."""
         rendezvous = self._channel.rendezvous
         deadline = time.monotonic() + timeout_s
         while True:

@@ -3,8 +3,8 @@
 Owns a dispatch mode that watches copies into the engine's parameters while weight loaders run. Layerwise reload first
 runs every loader against parameters without memory (meta), so the watch sees exactly the region each loader means to
 fill: fused q/k/v, gate/up and stacked experts each as their slice, padding as its fill. Regions are a set, so a tensor
-loaded twice does not make up for one that is missing. It is a count of elements, not a check of values: those are the
-fingerprints' and the probe's affair.
+loaded twice does not make up for one that is missing. It is a count of elements, not a check of values: fingerprints
+and the probe check those.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -49,8 +49,8 @@ class Coverage:
         }
 
     def missing_of_tied(self, tied: Iterable[Sequence[str]]) -> dict[str, tuple[int, int]]:
-        """As `missing`, where each of `tied` names one parameter: it is whole when it is under any of its names, for
-        after the reload they are one memory again.
+        """Returns `missing` where each of `tied` names one parameter: it is whole when it is under any of its names,
+        for after the reload they are one memory again.
         """
         missing = self.missing()
         for names in tied:

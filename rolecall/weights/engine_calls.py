@@ -86,8 +86,8 @@ async def join_epoch(
     backend: WeightBackend = "gloo",
     on_answer: Callable[[], None] = lambda: None,
 ) -> int:
-    """Joins epoch `epoch` with every worker, the first as `rank`, and returns how many ranks the replica took once all
-    ranks of the epoch have met.
+    """Joins epoch `epoch` with every worker, the first as `rank`, until all ranks of the epoch have met. Returns how
+    many ranks the replica took.
 
     Requests go on meanwhile. `on_answer` is called whenever the workers have answered: they live, whoever else may be
     late. StaleEpochError, ChannelBrokenError, DeadlineError.

@@ -30,7 +30,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor lies in its bucket."""
+    """The place of one tensor in its bucket."""
 
     name: str
     dtype: torch.dtype

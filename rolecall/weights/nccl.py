@@ -126,7 +126,7 @@ class NcclChannel:
     """A raw NCCL communicator on a stream of its own. Buckets lie on the GPU."""
 
     def __init__(self, rendezvous: Rendezvous, world_size: int, device: torch.device, timeout_s: float) -> None:
-        """As rolecall.weights.channel.join."""
+        """Meets the other ranks, as rolecall.weights.channel.join says."""
         self.rendezvous, self.world_size, self.device = rendezvous, world_size, device
         self._library = NcclLibrary()
         self._lock = threading.Lock()
@@ -141,7 +141,7 @@ class NcclChannel:
         self._settle(deadline, f"the ranks did not meet within {timeout_s:g} s")
 
     def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> "NcclTransfer":
-        """As in Channel."""
+        """Implements Channel."""
         deadline = time.monotonic() + timeout_s
         self._stream.wait_stream(torch.cuda.current_stream(self.device))  # the bucket is packed there
         with self._lock, torch.cuda.device(self.device):  # bounded: held for calls that only enqueue
@@ -166,8 +166,8 @@ class NcclChannel:
         time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """As in Channel. A communicator that was not used up must be aborted, never destroyed: destroying waits for the
-        peers.
+        """Implements Channel. A communicator that was not used up must be aborted, never destroyed: destroying waits
+        for the peers.
         """
         with self._lock:  # bounded: held for calls that do not wait for peers
             comm, self._comm = self._comm, None
@@ -193,13 +193,13 @@ class NcclChannel:
 
 
 class NcclTransfer:
-    """One NCCL broadcast under way."""
+    """An NCCL broadcast that is under way."""
 
     def __init__(self, done: torch.cuda.Event, channel: NcclChannel) -> None:
         self._done, self._channel = done, channel
 
     def wait(self, timeout_s: float) -> None:
-        """As in Transfer; afterwards the bucket may be read on the current stream."""
+        """Implements Transfer; afterwards the bucket may be read on the current stream."""
         deadline = time.monotonic() + timeout_s
         while not self._done.query():  # type: ignore[no-untyped-call]
             self._channel.poll(deadline, f"a bucket took more than {timeout_s:g} s")

@@ -44,7 +44,7 @@ BACKEND = "rolecall"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not type-checked
-    """What a worker needs to join an epoch."""
+    """The facts that a worker needs to join an epoch."""
 
     epoch: int
     address: str
@@ -57,7 +57,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not typ
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What a worker needs to receive a version."""
+    """The facts that a worker needs to receive a version."""
 
     epoch: int
     policy_version: int
@@ -65,9 +65,10 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """One worker's end. A transfer happens wholly inside `receive_weights`, so that no caller can leave a load half
-    open; errors are kept in the report, because an exception would lose its type on the way out of vLLM and leave the
-    worker inside an update.
+    """One worker's end of the weight channel.
+
+    A transfer happens wholly inside `receive_weights`, so that no caller can leave a load half open. Errors are kept in
+    the report, because an exception would lose its type on the way out of vLLM and leave the worker inside an update.
     """
 
     init_info_cls = InitInfo
@@ -118,10 +119,10 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         return {"done": self._error is not None or self._joined.done(), "error": wire_error(self._error)}
 
     def start_weight_update(self) -> None:
-        """Nothing: see the class."""
+        """Does nothing: a transfer happens wholly inside `receive_weights`."""
 
     def finish_weight_update(self) -> None:
-        """Nothing: see the class."""
+        """Does nothing: a transfer happens wholly inside `receive_weights`."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receives and loads one version; afterwards `report` says what came of it. Requests must be paused."""
@@ -227,17 +228,17 @@ class WorkerExtension:
     weight_transfer_engine: WeightTransferEngine[Any, Any] | None
 
     def weights_joined(self) -> dict[str, Any]:
-        """As Receiver.joined."""
+        """Returns Receiver.joined."""
         return self._weights_receiver().joined()
 
     def receive_adapter(self, **info: Any) -> None:
-        """As Receiver.receive_weights, outside of vLLM's own update of weights, which ends by dropping every
-        adapter.
+        """Receives as Receiver.receive_weights does, outside of vLLM's own update of weights, which ends by dropping
+        every adapter.
         """
         self._weights_receiver().receive_weights(UpdateInfo(**info))
 
     def weights_report(self) -> dict[str, Any]:
-        """As Receiver.report."""
+        """Returns Receiver.report."""
         return self._weights_receiver().report()
 
     def _weights_receiver(self) -> Receiver:

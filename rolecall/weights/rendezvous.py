@@ -1,5 +1,5 @@
-"""Where the ranks of the weight channel meet and tell each other what bytes cannot: the manifest, progress, and that it
-is over.
+"""The rendezvous: where the ranks of the weight channel meet and tell each other what bytes cannot, the manifest,
+progress, and that the epoch is over.
 
 Owns one TCPStore per epoch, served by the actor until two epochs later, when nobody can be in it any more. Each rank
 keeps a connection for the calls of its own threads, one for its communicator, and one for a watcher, which learns
@@ -46,7 +46,7 @@ class RendezvousServer:
 
     @property
     def address(self) -> str:
-        """ "host:port" for the other ranks."""
+        """The address "host:port" for the other ranks."""
         return f"{self.host}:{self._port}"
 
     def enter(self, epoch: int) -> "Rendezvous":
@@ -88,11 +88,11 @@ class Rendezvous:
 
     @property
     def broken(self) -> str | None:
-        """Why the epoch is over; None while it is not."""
+        """The reason why the epoch is over; None while it is not."""
         return self._broken
 
     def check(self) -> None:
-        """ChannelBrokenError when the epoch is over."""
+        """Raises ChannelBrokenError when the epoch is over."""
         if self._broken is not None:
             raise ChannelBrokenError(
                 f"epoch {self.epoch} of the weight channel is broken: {self._broken}; open a new epoch",
@@ -120,8 +120,8 @@ class Rendezvous:
             self._tell(reason)
 
     def blame(self, reason: str) -> None:
-        """As abort, for a rank that only saw a transfer fail: when somebody has already said why the epoch ended, that
-        is the reason.
+        """Aborts for a rank that only saw a transfer fail: when somebody has already said why the epoch ended, that is
+        the reason.
         """
         try:
             if self._broken is None and self._calls.check(["abort"]):
@@ -135,7 +135,7 @@ class Rendezvous:
         self._calls.set(key, value)  # type: ignore[arg-type]  # bytes are fine
 
     def take(self, key: str, timeout_s: float) -> bytes:
-        """What rank 0 offered under `key`, waiting up to `timeout_s`. ChannelBrokenError, DeadlineError."""
+        """Returns what rank 0 offered under `key`, waiting up to `timeout_s`. ChannelBrokenError, DeadlineError."""
         deadline = time.monotonic() + timeout_s
         while True:
             self.check()

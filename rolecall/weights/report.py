@@ -1,4 +1,4 @@
-"""What the workers of one replica say of a load, and what follows from it for the replica.
+"""The report of a replica's workers after a load, and what follows from it for the replica.
 
 Owns the report as it crosses vLLM's `collective_rpc`, in plain types, because an exception would lose its type on the
 way. It needs no vLLM.

@@ -60,7 +60,7 @@ def offer_manifest(rendezvous: Rendezvous, manifest: weights_pb2.WeightManifest)
 
 
 def agreed_manifest(rendezvous: Rendezvous, timeout_s: float) -> weights_pb2.WeightManifest:
-    """What the root offered, waiting up to `timeout_s`. ChannelBrokenError, DeadlineError, InvalidInputError."""
+    """Returns what the root offered, within `timeout_s`. ChannelBrokenError, DeadlineError, InvalidInputError."""
     manifest = weights_pb2.WeightManifest.FromString(rendezvous.take(_MANIFEST_KEY, timeout_s))
     validate_manifest(manifest)
     return manifest
@@ -89,7 +89,7 @@ class Reception:
         self._end = time.monotonic()
 
     def result(self) -> Transferred:
-        """What arrived; call it after the last bucket."""
+        """Returns what arrived; call it after the last bucket."""
         return _transferred(self._manifest, self._prints, plan_buckets(self._manifest), self._end - self._start)
 
     def _unpack(self, bucket: Bucket, memory: torch.Tensor, transfer: Transfer) -> list[tuple[str, torch.Tensor]]:

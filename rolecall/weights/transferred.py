@@ -1,4 +1,4 @@
-"""What one side saw of one transfer: the facts that the actor and every rollout must agree on. Needs no torch.
+"""The facts of one transfer as one side saw it, on which the actor and every rollout must agree. Needs no torch.
 
 `Transferred` is their one carrier inside a process; between processes they are the fields of PublishWeightsResponse and
 ReceiveWeightsResponse.

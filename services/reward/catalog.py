@@ -1,4 +1,5 @@
-"""From a component's configuration to what it is (`describe`) and to the function that scores (`bind`).
+"""The catalog of local scorers: from a component's configuration to what it is (`describe`) and to the function that
+scores (`bind`).
 
 `describe` is cheap and runs in the service; `bind` imports scorers, users' modules among them, and runs only in worker
 processes.
@@ -44,7 +45,7 @@ COMPARES = (reward_pb2.SCORE_FIELD_RESPONSE_TEXT, reward_pb2.SCORE_FIELD_GROUND_
 
 
 def describe(name: str, scorer: LocalScorer) -> reward_pb2.DescribeResponse:
-    """What the component `name` reads and returns."""
+    """Returns what the component `name` reads and returns."""
     if isinstance(scorer, FunctionScorer):
         components = [component_spec(part, None, None) for part in scorer.components]
         reward = component_spec("", scorer.min, scorer.max)

@@ -1,4 +1,4 @@
-"""How components become one reward: their weighted sum, and the description of that sum. Pure functions.
+"""The composition of components to one reward: their weighted sum, and the description of that sum. Pure functions.
 
 A component that is itself composed (an external scorer with components, a function that returns some) reports them as
 `<component>/<part>`.
@@ -17,8 +17,8 @@ from rolecall.wire import encode_tensor
 def compose_spec(
     name: str, specs: Mapping[str, reward_pb2.DescribeResponse], weights: Mapping[str, float]
 ) -> reward_pb2.DescribeResponse:
-    """What the weighted sum of the components `specs` reads and returns. A range is bounded when every component with a
-    weight is.
+    """Returns what the weighted sum of the components `specs` reads and returns. A range is bounded when every
+    component with a weight is.
     """
     low = sum(min(_scaled(weights[part], bound) for bound in _range(spec.reward)) for part, spec in specs.items())
     high = sum(max(_scaled(weights[part], bound) for bound in _range(spec.reward)) for part, spec in specs.items())

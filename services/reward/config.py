@@ -1,4 +1,4 @@
-"""What the reward service takes from the run's configuration."""
+"""The part of the run's configuration that the reward service takes."""
 
 from dataclasses import dataclass
 from pathlib import Path

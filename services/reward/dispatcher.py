@@ -1,4 +1,5 @@
-"""The reward of a response: every component scores it, at the same time, and the weighted sum is the reward.
+"""The dispatcher of responses to scorers: every component scores them, at the same time, and the weighted sum is the
+reward.
 
 Owns the components: local ones share a pool of worker processes, external ones are RewardServices called with
 `rolecall.scoring.client`. Knows no servers and no requests.
@@ -30,7 +31,7 @@ class Component(Protocol):
     """A named part of the reward. `RewardClient` is one, too."""
 
     async def describe(self) -> reward_pb2.DescribeResponse:
-        """What it reads and returns."""
+        """Returns what it reads and returns."""
         ...
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
@@ -48,7 +49,7 @@ class LocalComponent:
         self._max_attempts = max_attempts
 
     async def describe(self) -> reward_pb2.DescribeResponse:
-        """As configured."""
+        """Returns the description that follows from the configuration."""
         return self._spec
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
@@ -109,7 +110,7 @@ class Dispatcher:
 
     @property
     def trouble(self) -> str:
-        """Which external scorers give no scores at present, and where they are; empty when all do."""
+        """The external scorers that give no scores at present, and where they are; empty when all do."""
         silent = [name for name, client in self._external.items() if client.trouble]
         return (
             f"no scores from {', '.join(f'{name} at {self._settings.external[name].address}' for name in silent)}"

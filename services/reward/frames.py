@@ -17,7 +17,7 @@ MAX_PAYLOAD_BYTES = 64 * 2**20
 
 
 def frame(payload: bytes, component: int = 0) -> bytes:
-    """One frame."""
+    """Returns `payload` as a frame."""
     return HEADER.pack(len(payload), component) + payload
 
 

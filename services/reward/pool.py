@@ -38,7 +38,7 @@ START_TIMEOUT_S = 120.0
 MAX_FAILED_STARTS = 3
 """Starts in a row that may fail before a thread answers WORKER_FAILED instead of trying again by itself."""
 STOP_POLL_S = 0.05
-"""Between two kills while a thread ends: it may have been starting a worker."""
+"""Seconds between two kills while a thread ends: it may have been starting a worker."""
 
 
 @dataclass

@@ -13,7 +13,7 @@ SERVICE_NAME = "rolecall.v1.RewardService"
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
-    """The public contract, `proto/rolecall/v1/reward.proto`."""
+    """The servicer of the public contract, `proto/rolecall/v1/reward.proto`."""
 
     def __init__(self, dispatcher: Dispatcher, on_score: Callable[[], None]) -> None:
         """`on_score` is called once per answered Score call (progress for the heartbeat)."""
@@ -23,7 +23,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def Score(
         self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> reward_pb2.ScoreResponse:
-        """Idempotent. INVALID_ARGUMENT for an empty request or ids that are empty or not unique."""
+        """Describes the weighted sum. Idempotent."""
         items = list(request.items)
         ids = {item.id for item in items}
         if not items or len(ids) != len(items) or "" in ids:
@@ -38,5 +38,5 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def Describe(
         self, request: reward_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> reward_pb2.DescribeResponse:
-        """Idempotent."""
+        """Describes the weighted sum. Idempotent."""
         return await self._dispatcher.describe()

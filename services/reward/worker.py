@@ -26,7 +26,7 @@ READ_BYTES = 1 << 16
 
 
 class WorkerSetup(Section):
-    """What the pool tells a worker first."""
+    """The first message of the pool to a worker."""
 
     components: dict[str, Annotated[LocalScorer, Field(discriminator="kind")]]
     """Scorers by component; a frame's component is the index in this order."""

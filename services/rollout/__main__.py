@@ -150,7 +150,7 @@ async def _first_failure(*parts: "asyncio.Future[None]") -> None:
 
 @contextlib.contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """While vLLM starts, which blocks the event loop for tens of seconds, a signal ends the process on the spot:
+    """Ends the process on the spot at a signal while vLLM starts, which blocks the event loop for tens of seconds:
     nothing is held yet.
     """
 
@@ -166,7 +166,7 @@ def _ending_at_once() -> Iterator[None]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the role; the exit code."""
+    """Runs the role and returns the exit code."""
     args = parse_args("rollout", argv)
     outcome: list[int] = []
     atexit.register(_leave, outcome)  # first come, last served: the telemetry that follows is flushed before it

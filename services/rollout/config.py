@@ -1,5 +1,5 @@
-"""What a rollout replica derives from the run's settings: its index, its cores or GPUs, its sizes, and the environment
-vLLM must start in.
+"""The configuration of a rollout replica, derived from the run's settings: its index, its cores or GPUs, its sizes, and
+the environment vLLM must start in.
 
 Owns `start_environment`, the one place that says which environment variables the process and its children see before
 vLLM is imported. It reads the model's JSON files only: no torch, no vLLM.
@@ -22,7 +22,7 @@ CPU_KV_CACHE_BYTES = GIB
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """One replica. Built by `configure`."""
+    """The configuration of one replica, built by `configure`."""
 
     model_path: Path
     dtype: str

@@ -87,13 +87,13 @@ class VllmEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What is fixed while the engine lives."""
+        """The facts that are fixed while the engine lives."""
         return self._info
 
     @property
     def num_moves(self) -> int:
-        """As SamplingEngine.num_moves: outputs, and answers of the core, which gives them between two steps of its
-        scheduler.
+        """Implements SamplingEngine.num_moves: outputs, and answers of the core, which gives them between two steps of
+        its scheduler.
         """
         return self._num_moves
 
@@ -111,14 +111,14 @@ class VllmEngine:
     # --- sampling ---------------------------------------------------------------------------------
 
     async def sample(self, request: SampleRequest) -> Sample:
-        """As SamplingEngine.sample."""
+        """Implements SamplingEngine.sample."""
         params = sampling_params(request, self._info.eos_token_ids)
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt)
         output = await self._final(prompt, params, request.request_id, _PRIORITY)
         return _sample(output.outputs[0], request)
 
     async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
-        """As SamplingEngine.probe."""
+        """Implements SamplingEngine.probe."""
         logprobs, decoded = await self._probe(token_ids, max(num_decoded, 1))
         sampled = list(decoded.token_ids)[:num_decoded]
         if not sampled:
@@ -167,8 +167,8 @@ class VllmEngine:
     # --- pausing ----------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
-        """As SamplingEngine.pause. Clearing the cache makes kept requests compute their keys and values again, under
-        the weights they go on with.
+        """Implements SamplingEngine.pause. Clearing the cache makes kept requests compute their keys and values again,
+        under the weights they go on with.
 
         Asked of the engine's core: pause_generation does no more for text, and then sleeps 20 ms for callers who want
         all outputs before its answer. Ours come to a gate that is shut (gate.py), whenever they come, and a publish
@@ -177,13 +177,13 @@ class VllmEngine:
         await self._alive(self._llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=True))
 
     async def resume(self) -> None:
-        """As SamplingEngine.resume."""
+        """Implements SamplingEngine.resume."""
         await self._alive(self._llm.resume_generation())
 
     # --- weights ----------------------------------------------------------------------------------
 
     async def join(self, place: MeetingPlace) -> None:
-        """As EngineWeights.join."""
+        """Implements EngineWeights.join."""
         joining = join_epoch(
             self._llm,
             epoch=place.epoch,
@@ -197,7 +197,7 @@ class VllmEngine:
         await self._alive(joining)
 
     async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Transferred:
-        """As EngineWeights.receive."""
+        """Implements EngineWeights.receive."""
         receiving = receive_version(
             self._llm,
             epoch=epoch,
@@ -210,11 +210,11 @@ class VllmEngine:
         return arrived
 
     async def sleep(self, level: int) -> None:
-        """As EngineWeights.sleep."""
+        """Implements EngineWeights.sleep."""
         await self._alive(self._llm.sleep(level))
 
     async def wake_up(self) -> None:
-        """As EngineWeights.wake_up. vLLM resumes its scheduler with it, so it is paused again at once."""
+        """Implements EngineWeights.wake_up. vLLM resumes its scheduler with it, so it is paused again at once."""
         await self._alive(self._llm.wake_up())
         await self.pause(PauseMode.KEEP)
 
@@ -222,8 +222,8 @@ class VllmEngine:
         """Runs while the engine lives, and asks it every WATCH_S for a sign. WorkerLostError when it died, also when
         nobody asks anything of it.
 
-        One question is open at a time, without a deadline: how long the answer may take is the controller's affair, who
-        sees `num_moves`.
+        One question is open at a time, without a deadline: the controller, who sees `num_moves`, decides how long the
+        answer may take.
         """
         question = asyncio.create_task(self._alive(self._llm.is_paused()))
         try:
@@ -241,7 +241,9 @@ class VllmEngine:
         self._num_moves += 1
 
     async def close(self) -> None:
-        """As EngineWeights.close. vLLM reports the end of its own process as an error; there is none left to report."""
+        """Implements EngineWeights.close. vLLM reports the end of its own process as an error; there is none left to
+        report.
+        """
         logging.getLogger("vllm").setLevel(logging.CRITICAL)
         await asyncio.to_thread(self._llm.shutdown, CLOSE_TIMEOUT_S)
 
@@ -255,7 +257,7 @@ class VllmEngine:
 
 
 def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
-    """What vLLM is started with."""
+    """Returns the arguments that vLLM is started with."""
     arguments = AsyncEngineArgs(
         model=str(config.model_path),
         skip_tokenizer_init=True,
@@ -297,7 +299,7 @@ def _for_adapters(lora: LoraSection) -> dict[str, Any]:
 
 
 def sampling_params(request: SampleRequest, eos_token_ids: Sequence[int]) -> SamplingParams:
-    """How vLLM samples one response."""
+    """Returns how vLLM samples one response."""
     sampling = request.sampling
     greedy = sampling.temperature == 0
     return SamplingParams(

@@ -45,7 +45,7 @@ class Gate:
 
     @asynccontextmanager
     async def leaving(self) -> AsyncIterator[None]:
-        """As wait(), and the gate does not shut while inside. Stay for one bounded store call or so."""
+        """Waits as wait() does, and the gate does not shut while inside. Stay for one bounded store call or so."""
         async with self._changed:  # bounded: the lock is free while anyone waits; the wait is the callers'
             await self._wait()
             self._num_leaving += 1
@@ -57,7 +57,7 @@ class Gate:
                 self._changed.notify_all()
 
     async def open(self) -> None:
-        """Lets out."""
+        """Opens: what waits may leave."""
         async with self._changed:
             self._open, self._is_given_up = True, False
             self._changed.notify_all()

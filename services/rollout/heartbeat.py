@@ -1,6 +1,6 @@
-"""What a replica's heartbeats say of it: whether its engine owes something, and whether it moves.
+"""The feed of a replica's heartbeat: whether its engine owes something, and whether it moves.
 
-Not whether the pull loop turns: that says nothing of an engine. Decides nothing: the controller judges
+Whether the pull loop turns is not said: that tells nothing of an engine. Decides nothing: the controller judges
 (services/controller/fleet/liveness.py).
 """
 
@@ -14,7 +14,7 @@ LOOK_S = 0.25
 
 
 class Pulse(Protocol):
-    """Where it is shown: the membership."""
+    """The receiver of progress: the membership, whose heartbeats carry it."""
 
     busy: bool
     """Whether `progress` must be called now and then."""
@@ -24,7 +24,7 @@ class Pulse(Protocol):
 
 
 async def feed_heartbeat(replica: Replica, pulse: Pulse) -> None:
-    """Runs until cancelled."""
+    """Shows `replica` to `pulse` every LOOK_S, until cancelled."""
     seen = -1
     while True:
         if replica.num_moves != seen:

@@ -59,7 +59,7 @@ AWAY_S = 0.5
 
 @dataclass(frozen=True)
 class PullSettings:
-    """What the loop needs of the run's settings."""
+    """The part of the run's settings that the pull loop needs."""
 
     consumer: str
     """"<worker>.<incarnation>"."""
@@ -80,7 +80,9 @@ class _Work:
     claim: Claim
     task: "asyncio.Task[bool] | None" = None
     committing: bool = False
-    """From here on the lease may end because the commit did its work; the commit itself says if it is lost."""
+    """Whether the commit is under way, from when on the lease may end because the commit did its work; the commit
+    itself says if it is lost.
+    """
 
     @property
     def key(self) -> tuple[str, str]:
@@ -89,7 +91,9 @@ class _Work:
 
 
 class PullLoop:
-    """One per replica. `run` ends after a drain, or with the error that ends the role."""
+    """The loop that claims, samples and commits groups, one per replica. `run` ends after a drain, or with the error
+    that ends the role.
+    """
 
     def __init__(
         self,
@@ -114,7 +118,9 @@ class PullLoop:
         )
         self._on_turn = on_turn
         self._work: dict[tuple[str, str], _Work] = {}
-        """By entry and token: an entry that was lost may be claimed again while its first attempt still ends."""
+        """Groups in hand, by entry and token: an entry that was lost may be claimed again while its first attempt still
+        ends.
+        """
         self._draining = asyncio.Event()
         self._drained = asyncio.Event()
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -17,7 +17,7 @@ from rolecall.wire import Array
 
 
 class PauseMode(Enum):
-    """What a pause does with requests in flight."""
+    """The fate of requests in flight at a pause."""
 
     KEEP = "keep"
     """Frozen; they go on after resume, on whatever weights are held then."""
@@ -29,7 +29,7 @@ class PauseMode(Enum):
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What is fixed while an engine lives."""
+    """The facts that are fixed while an engine lives."""
 
     max_model_tokens: int
     """Longest prompt + response."""
@@ -43,7 +43,7 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One response to sample."""
+    """A request for one response to a prompt."""
 
     request_id: str
     """Unique among requests in flight."""
@@ -69,7 +69,7 @@ class Sample:
     """One finished response, stop token included."""
 
     token_ids: tuple[int, ...]
-    """At least one."""
+    """Ids of the response's tokens, at least one."""
     logprobs: Array
     """float32 [n]: the sampler's, temperature applied; zeros when greedy."""
     spans: tuple[VersionSpan, ...]
@@ -80,13 +80,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class MeetingPlace:
-    """Where and how the ranks of an epoch of the weight channel meet."""
+    """The place where the ranks of an epoch of the weight channel meet, and how."""
 
     epoch: int
     address: str
     """host:port of the actor's rendezvous."""
     rank: int
-    """Of the engine's first rank, >= 1."""
+    """Rank of the engine's first worker, >= 1."""
     world_size: int
     timeout_s: float
     backend: WeightBackend
@@ -94,7 +94,7 @@ class MeetingPlace:
 
 @dataclass(frozen=True)
 class Probed:
-    """What an engine says of a probe of T tokens, at temperature 1, and of D tokens that it samples after them."""
+    """The answer of an engine to a probe of T tokens, at temperature 1, and to D tokens that it samples after them."""
 
     logprobs: Array
     """float32 [T]: logprobs[t] of token t given those before it; index 0 is 0."""
@@ -111,7 +111,7 @@ class SamplingEngine(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """What is fixed while the engine lives."""
+        """The facts that are fixed while an engine lives."""
 
     @property
     def num_moves(self) -> int:
@@ -125,8 +125,8 @@ class SamplingEngine(Protocol):
         """
 
     async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
-        """What the weights say of `token_ids` and of `num_decoded` tokens more. Ahead of all other requests; not while
-        paused.
+        """Returns what the weights say of `token_ids` and of `num_decoded` tokens more. Ahead of all other requests;
+        not while paused.
         """
 
     async def pause(self, mode: PauseMode) -> None:
@@ -163,4 +163,4 @@ class EngineWeights(Protocol):
 
 
 class RolloutEngine(SamplingEngine, EngineWeights, Protocol):
-    """What a replica needs: both seams in one object."""
+    """The engine that a replica needs: both seams in one object."""

@@ -41,7 +41,7 @@ class _Running:
 
 
 class ScriptedEngine:
-    """See the module."""
+    """A RolloutEngine that samples by a script, without a model."""
 
     def __init__(
         self,
@@ -71,22 +71,22 @@ class ScriptedEngine:
         self.failures: deque[RoleCallError] = deque()
         """Errors that the next receives answer, one each; past them, receives succeed."""
         self.hold = False
-        """While true, responses grow only by step()."""
+        """Whether responses grow only by step()."""
         self._steps = 0
         self._num_moves = 0
         self.frozen = False
-        """While true, the engine hangs: nothing that is asked of it ends, and nothing moves."""
+        """Whether the engine hangs: nothing that is asked of it ends, and nothing moves."""
         self.sample_failures: dict[str, RoleCallError] = {}
         """Errors by request id."""
 
     @property
     def info(self) -> EngineInfo:
-        """What is fixed while the engine lives."""
+        """The facts that are fixed while the engine lives."""
         return self._info
 
     @property
     def num_moves(self) -> int:
-        """As SamplingEngine.num_moves."""
+        """Implements SamplingEngine.num_moves."""
         return self._num_moves
 
     @property
@@ -95,7 +95,7 @@ class ScriptedEngine:
         return len(self._running)
 
     async def sample(self, request: SampleRequest) -> Sample:
-        """As SamplingEngine.sample."""
+        """Implements SamplingEngine.sample."""
         running = self._running[request.request_id] = _Running()
         self._idle.clear()
         try:
@@ -152,7 +152,7 @@ class ScriptedEngine:
         return token, -1.0 - (draw % 1000) / 1000
 
     async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
-        """As SamplingEngine.probe: -(version + 1) / 8 at every token but the first."""
+        """Implements SamplingEngine.probe: -(version + 1) / 8 at every token but the first."""
         await self._thawed()
         await self._may_run.wait()  # bounded: by whoever asks, as in engine.py
         logprobs = np.full(len(token_ids), -(self._version + 1) / 8, dtype=np.float32)
@@ -160,7 +160,7 @@ class ScriptedEngine:
         return probed(logprobs, num_decoded)
 
     async def pause(self, mode: PauseMode) -> None:
-        """As SamplingEngine.pause."""
+        """Implements SamplingEngine.pause."""
         await self._thawed()
         if mode is PauseMode.WAIT and self._may_run.is_set():
             await self._idle.wait()  # bounded: by whoever asks, as in engine.py
@@ -172,17 +172,17 @@ class ScriptedEngine:
         self._may_run.clear()
 
     async def resume(self) -> None:
-        """As SamplingEngine.resume."""
+        """Implements SamplingEngine.resume."""
         await self._thawed()
         self._may_run.set()
 
     async def join(self, place: MeetingPlace) -> None:
-        """As EngineWeights.join."""
+        """Implements EngineWeights.join."""
         await self._thawed()
         self.joined.append(place.epoch)
 
     async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Transferred:
-        """As EngineWeights.receive: takes the version on, or fails as the script says."""
+        """Implements EngineWeights.receive: takes the version on, or fails as the script says."""
         await asyncio.sleep(self._token_s)
         await self._thawed()
         if self.failures:
@@ -191,14 +191,14 @@ class ScriptedEngine:
         return Transferred({"model.weight": policy_version}, digest_of(policy_version), num_bytes=8, transfer_s=0.001)
 
     async def sleep(self, level: int) -> None:
-        """As EngineWeights.sleep."""
+        """Implements EngineWeights.sleep."""
         await self.pause(PauseMode.ABORT)
 
     async def wake_up(self) -> None:
-        """As EngineWeights.wake_up."""
+        """Implements EngineWeights.wake_up."""
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Does nothing: there is no process to end."""
 
     async def _thawed(self) -> None:
         while self.frozen:
@@ -206,7 +206,7 @@ class ScriptedEngine:
 
 
 def probed(logprobs: Array, num_decoded: int) -> Probed:
-    """What an engine says whose decode steps agree with its prefill."""
+    """Returns what an engine says whose decode steps agree with its prefill."""
     return Probed(logprobs, np.full(num_decoded, -1.0, np.float32), np.full(num_decoded, -1.0, np.float32))
 
 

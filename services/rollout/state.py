@@ -1,4 +1,4 @@
-"""What weights an engine holds, and whether anything sampled from them may leave the process.
+"""The state of the weights that an engine holds, and whether anything sampled from them may leave the process.
 
 A pure state machine: no engine, no waiting. The replica asks it before every step and tells it of every change.
 """
@@ -51,7 +51,7 @@ class HeldWeights:
         self.policy_version = -1
         """Version held whole; -1 when none is."""
         self.digest = ""
-        """Its digest."""
+        """Digest of the weights of `policy_version`."""
         self.sleep_level = 0
         """Level of the sleep; 0 while awake."""
         self._newest_begun = -1
@@ -96,7 +96,7 @@ class HeldWeights:
             )
 
     def check_awake(self) -> None:
-        """AsleepError from Sleep to WakeUp."""
+        """Raises AsleepError from Sleep to WakeUp."""
         if self.state is State.ASLEEP:
             raise AsleepError(f"the engine was put to sleep at level {self.sleep_level}; wake it up first")
 

@@ -1,5 +1,5 @@
-"""From prompt groups to sample requests, and from responses to rows: pure functions between the contract's messages and
-the engine's types.
+"""Conversions between the contract's messages and the engine's types: prompt groups to sample requests, responses to
+rows. Pure functions.
 """
 
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ def trajectory_meta(
     tokenizer: ChatTokenizer,
     consumer: str,
 ) -> trajectory_pb2.TrajectoryMeta:
-    """What is known of one trajectory beside its arrays; gid, index and traceparent are left to the caller."""
+    """Returns what is known of one trajectory beside its arrays; gid, index and traceparent are left to the caller."""
     sample, num_prompt_tokens = response.sample, len(prompt.token_ids) // 4
     described = trajectory_pb2.Prompt()
     described.CopyFrom(prompt)
