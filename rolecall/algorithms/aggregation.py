@@ -1,5 +1,4 @@
-"""How token losses become one number: every kind is a weighted sum whose weights hold the global mini-batch's own
-counts.
+"""Aggregation of token losses to one number: a weighted sum whose weights hold the global mini-batch's own counts.
 
 That is what makes loss and gradients independent of microbatch split, packing, order and number of ranks: the parts
 just add up. Pure torch.
@@ -16,7 +15,7 @@ from rolecall.settings import Aggregation
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a whole mini-batch, over all ranks."""
+    """The counts of a whole mini-batch, over all ranks."""
 
     num_tokens: int
     """Tokens trained on."""

@@ -17,24 +17,24 @@ from rolecall.v1.trajectory_pb2 import Coefficients
 
 @dataclass(frozen=True)
 class Control:
-    """Where the coefficients stand."""
+    """The coefficients as they stand before a step."""
 
     kl_coef: float = 0.0
-    """Of the KL term; 0 without one."""
+    """Coefficient of the KL term; 0 without one."""
     entropy_coef: float = 0.0
-    """Of the entropy bonus, as it has adapted; the batch gets it or 0 (`coefficients`)."""
+    """Coefficient of the entropy bonus, as it has adapted; the batch gets it or 0 (`coefficients`)."""
     entropy: float | None = None
     """Mean entropy per trained token of the step before, nats; None: none was measured yet."""
 
 
 def start(algorithm: AlgorithmSection) -> Control:
-    """Before the first step: as configured."""
+    """Returns the coefficients before the first step, as configured."""
     kl, entropy = algorithm.kl, algorithm.entropy
     return Control(kl.kl_coef if kl is not None else 0.0, entropy.entropy_coef if entropy is not None else 0.0)
 
 
 def coefficients(algorithm: AlgorithmSection, control: Control) -> Coefficients:
-    """What is sealed with the next batch."""
+    """Returns the coefficients that are sealed with the next batch."""
     entropy = algorithm.entropy
     entropy_coef = control.entropy_coef
     if entropy is not None and entropy.target is not None:
@@ -45,8 +45,9 @@ def coefficients(algorithm: AlgorithmSection, control: Control) -> Coefficients:
 def advance(
     algorithm: AlgorithmSection, control: Control, *, kl: float | None, entropy: float | None, num_samples: int
 ) -> Control:
-    """After a step of `num_samples` responses. `kl` and `entropy` are means per token, None where nothing was trained:
-    that coefficient stays.
+    """Returns the coefficients after a step of `num_samples` responses.
+
+    `kl` and `entropy` are means per token, None where nothing was trained: that coefficient stays.
 
     `kl` is of the configured estimator: metric actor/reference_kl where the KL is in the loss, the mean of the penalty
     where it is in the reward. `entropy` is metric actor/entropy.

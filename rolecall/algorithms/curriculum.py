@@ -1,5 +1,6 @@
-"""Which prompts an epoch visits, by how often they were answered rightly of late. No numpy, no clock, no draw: a pure
-function of seed, epoch and rates.
+"""The choice of the prompts that an epoch visits, by how often they were answered rightly of late.
+
+No numpy, no clock, no draw: a pure function of seed, epoch and rates.
 
 Off by default. A rate that was lost only means that its prompt is visited as if it were new.
 """

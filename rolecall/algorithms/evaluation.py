@@ -1,4 +1,4 @@
-"""What several responses to one prompt say of a policy: pass@k and maj@k. Numpy, no state.
+"""The measures of a policy by several responses to one prompt: pass@k and maj@k. Numpy, no state.
 
 Both are expectations over subsets of k out of the n responses that were scored, so that every response counts for every
 k and nothing is drawn.
@@ -34,8 +34,9 @@ def pass_at_k(num_responses: int, num_solved: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[str | None], solved_N: Array, sizes: Collection[int]) -> dict[int, float]:
-    """By k: the chance that the most frequent answer of k of the n responses is solved (majority vote,
-    self-consistency, arXiv:2203.11171).
+    """The chance, by k, that the most frequent answer of k of the n responses is solved.
+
+    This is majority vote, or self-consistency (arXiv:2203.11171).
 
     Equal strings vote together; a response without an answer (None) takes a place among the k and does not vote, and k
     without a vote solve nothing. Of answers with equally many votes each wins with the same chance. Where a scorer

@@ -1,6 +1,6 @@
-"""Which scored groups are not worth training: DAPO's dynamic sampling and its relatives. Numpy.
+"""The filters of scored groups that are not worth training: DAPO's dynamic sampling and its relatives. Numpy.
 
-Pure: one group in, the reason to drop it out. That another takes its place is admission's affair. Shapes: G responses
+Pure: one group in, the reason to drop it out. Admission lets another take its place. Shapes: G responses
 of one group.
 """
 
@@ -8,7 +8,7 @@ from rolecall.settings import FiltersSection
 from rolecall.wire import Array
 
 REASONS = ("without_signal", "too_hard", "too_easy", "all_truncated", "too_long")
-"""Under which the ledger counts, in the order in which they are tried."""
+"""Reasons under which the ledger counts, in the order in which they are tried."""
 
 
 def reason_to_drop(

@@ -1,5 +1,7 @@
-"""Which tokens of a mini-batch Clip-Cov and KL-Cov single out (arXiv:2505.22617, section 4): those with the largest
-covariance of logprob and advantage, whose update lowers the entropy most. Numpy.
+"""The choice of the tokens that Clip-Cov and KL-Cov single out (arXiv:2505.22617, section 4).
+
+They have the largest covariance of logprob and advantage in the mini-batch: their update lowers the entropy most.
+Numpy.
 
 A token's covariance is its own term (log pi - mean log pi)(A - mean A), the means over all trained tokens of the
 mini-batch. Tokens are put in one order and the first of them are taken: the parts of a mini-batch need to agree on the
@@ -39,7 +41,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Order:
-    """Where each of M tokens stands; smaller is earlier."""
+    """The place of each of M tokens; smaller is earlier."""
 
     ranks_M: Array
     """float64 [M]; inf: never taken."""

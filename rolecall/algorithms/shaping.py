@@ -1,5 +1,6 @@
-"""From raw rewards to those that advantages are computed from, in numpy: clipping, normalisation, DAPO's overlong
-punishment, placement on a token, and the KL penalty of classic PPO.
+"""The shaping of raw rewards to those that advantages are computed from, in numpy.
+
+Clipping, normalisation, DAPO's overlong punishment, placement on a token, and the KL penalty of classic PPO.
 
 Pure; raw columns are never overwritten, so shaping can be computed again. The KL term of a loss is in kl.py.
 
@@ -29,12 +30,12 @@ class Moments:
 
     @classmethod
     def of(cls, values_B: Array) -> Self:
-        """Of one batch."""
+        """Returns the moments of one batch."""
         return cls(values_B.size, float(values_B.mean()), float(((values_B - values_B.mean()) ** 2).sum()))
 
     def merged(self, other: "Moments") -> "Moments":
-        """Of both together (Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample
-        variances, 1979, eq. 2.1).
+        """Returns the moments of both together (Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for
+        computing sample variances, 1979, eq. 2.1).
         """
         num = self.num + other.num
         if num == 0:

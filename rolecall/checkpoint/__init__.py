@@ -1,1 +1,1 @@
-"""What a checkpoint is: its manifest, and the disk or object store that holds it. No torch."""
+"""The manifest of a checkpoint, and the disk or object store that holds it. No torch."""

@@ -46,13 +46,13 @@ class Attempt:
 
     step: int
     storage: Storage
-    """Its own folder, where nobody else writes."""
+    """Folder of the attempt, where nobody else writes."""
     name: str
 
 
 @dataclass(frozen=True)
 class Committed:
-    """A valid checkpoint."""
+    """A valid checkpoint: what its COMMITTED names."""
 
     step: int
     storage: Storage
@@ -62,7 +62,7 @@ class Committed:
     """The controller's share."""
 
     def share(self, role: str) -> tuple[Storage, tuple[StoredFile, ...]]:
-        """What `role` saved. CheckpointMissingError when it was not in the run."""
+        """Returns what `role` saved. CheckpointMissingError when it was not in the run."""
         prefix = f"{role}/"
         files = tuple(
             StoredFile(file.name.removeprefix(prefix), file.num_bytes, file.checksum)
@@ -117,8 +117,9 @@ class RunCheckpoints:
             )
 
     def discard(self, attempt: Attempt) -> None:
-        """Deletes what an attempt that was given up has written, unless it is the checkpoint of its step, as after a
-        commit that failed too late.
+        """Deletes what an attempt that was given up has written.
+
+        It keeps the files if the attempt is the checkpoint of its step, as after a commit that failed too late.
         """
         with suppress(CheckpointMissingError):
             if self.read(attempt.step).storage.url == attempt.storage.url:
@@ -155,8 +156,9 @@ class RunCheckpoints:
         return steps
 
     def _retain(self, newest: int) -> None:
-        """Of the committed ones that are whole the newest `num_kept` stay, and of those only what they name; damaged
-        ones beyond them go with the old.
+        """Keeps the newest `num_kept` committed checkpoints that are whole, and of those only what they name.
+
+        Damaged ones beyond them go with the old.
         """
         steps = self._by_step()
         kept = 0
@@ -186,7 +188,7 @@ class RunCheckpoints:
 
 
 def folder_of(step: int) -> str:
-    """Where the checkpoint of `step` is, in the folder of all."""
+    """The folder of the checkpoint of `step`, in the folder of all."""
     return f"step-{step:08d}"
 
 

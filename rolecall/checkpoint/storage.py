@@ -202,7 +202,9 @@ class RemoteStorage:
                 self._again(delete, f"delete {name}", FileNotFoundError)
 
     def _again(self, work: Callable[[], T], what: str, answer: type[Exception]) -> T:
-        """What `work` returns; an `answer` is the caller's, anything else is tried again."""
+        """Returns what `work` returns, after several attempts; an `answer` is the caller's, anything else is tried
+        again.
+        """
         for attempt in range(TRIES):
             if attempt:
                 time.sleep(self._pause_s * 2 ** (attempt - 1))

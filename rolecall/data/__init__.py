@@ -1,1 +1,1 @@
-"""What a run reads: datasets, tokenizers and model directories. No torch."""
+"""The files that a run reads: datasets, tokenizers and model directories. No torch."""

@@ -22,14 +22,14 @@ MAX_HEADER_BYTES = 100 * 2**20
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dimensions that vLLM's attention on CPUs takes; with another its engine starts, and dies of the first prompt."""
 _EXPERTS = ".experts."
-"""In the name of every tensor of a mixture's experts, which get no adapters."""
+"""Part of the name of every tensor of a mixture's experts, which get no adapters."""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 """Ends of the names under which checkpoints keep their input embeddings."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the model's files say."""
+    """The facts that a model's files tell."""
 
     architecture: str
     num_parameters: int
@@ -214,8 +214,8 @@ def _text(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _head_dim(text: dict[str, Any]) -> int | None:
-    """Of attention over keys and values; None where the configuration does not say (latent attention, other
-    architectures).
+    """Size of a head of attention over keys and values; None where the configuration does not say (latent attention,
+    other architectures).
     """
     if text.get("kv_lora_rank") is not None:
         return None

@@ -54,7 +54,9 @@ def load_examples(path: Path, data: SftDataSection, setting: str) -> list[Exampl
 
 
 def tokenize(examples: Sequence[Example], tokenizer: ChatTokenizer, end: int, max_tokens: int) -> TokenizedExamples:
-    """With `end` after each response. ConfigError names the line that cannot be rendered."""
+    """Returns the examples as tokens, with `end` after each response. ConfigError names the line that cannot be
+    rendered.
+    """
     rows, digest = list[dict[str, Array]](), hashlib.sha256()
     for each in examples:
         chat = [{"role": role, "content": content} for role, content in each.messages]

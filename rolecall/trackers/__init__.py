@@ -1,4 +1,4 @@
-"""Where a run's numbers and samples go: JSONL always, TensorBoard, W&B, MLflow, and a tracker of the user's own.
+"""Trackers of a run's numbers and samples: JSONL always, TensorBoard, W&B, MLflow, and a tracker of the user's own.
 
 Trackers are told, never asked: what is written to this machine is written at once (files.py), what goes to a server
 behind a thread and a bounded queue (background.py), so that a run never waits for one and never ends by one. The
@@ -64,7 +64,7 @@ class Trackers:
             self._remote.append(BackgroundTracker(section.custom.function, partial(_open_custom, section.custom, run)))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """To every tracker."""
+        """Gives a step's numbers to every tracker."""
         for tracker in [*self._files, *self._remote]:
             tracker.log(step, values)
 

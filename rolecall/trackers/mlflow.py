@@ -10,7 +10,7 @@ from rolecall.trackers.tracker import TrackedRun, tables_of
 
 EXPERIMENT = "rolecall"
 ID_TAG = "rolecall.run_id"
-"""Of an MLflow run: the id of ours, by which it is found again after a restart."""
+"""Tag of an MLflow run: the id of ours, by which it is found again after a restart."""
 TABLES_TAG = "mlflow.loggedArtifacts"
 """Names the artifacts that MLflow's pages show as tables."""
 MAX_BATCH = 1000

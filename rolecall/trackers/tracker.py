@@ -1,4 +1,4 @@
-"""What a tracker is, what it learns of the run, and how samples become tables."""
+"""The seam of trackers, what they learn of the run, and how samples become tables."""
 
 import json
 import re
@@ -12,11 +12,11 @@ from rolecall.disk import replace_text
 from rolecall.settings import RunSettings, SftSettings
 
 ID_FILE = "tracker_run_id"
-"""In the run's directory: the id under which remote trackers know the run."""
+"""File in the run's directory: the id under which remote trackers know the run."""
 _CREDENTIALS = re.compile(
     r"(?<=://)[^/@\s]*@|(?<=[?&])[^=&\s]*(?:pass|token|secret|key)[^=&\s]*=[^&\s]*", re.IGNORECASE
 )
-"""In a URL: the user and password, and parameters of the query that are named like one."""
+"""Secrets of a URL: the user and password, and parameters of the query that are named like one."""
 
 
 @runtime_checkable

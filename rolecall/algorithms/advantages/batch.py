@@ -1,4 +1,6 @@
-"""What every estimator reads and gives: trajectories laid end to end, so that no estimator loops over them. Numpy.
+"""The arrays that every estimator reads and gives: trajectories laid end to end, so that no estimator loops over them.
+
+Numpy.
 
 Shapes: B trajectories of the batch, in order; T tokens of one trajectory (prompt + response), another for each; N
 tokens of the whole batch, trajectory after trajectory; M sampled tokens among them; L steps of time. Alignment is that
@@ -48,7 +50,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """What estimators read. Made by `of_rows`."""
+    """The batch that estimators read. Made by `of_rows`."""
 
     gids_B: Array
     """int64: admission number of each trajectory's group; equal numbers are compared with one another."""
@@ -113,7 +115,7 @@ class ScoredBatch:
 
     @cached_property
     def runs(self) -> Runs:
-        """Where the sampled tokens are."""
+        """The runs of sampled tokens."""
         return Runs(self.response_mask_N, self.offsets)
 
     @property

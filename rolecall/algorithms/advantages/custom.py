@@ -18,8 +18,8 @@ def load(section: CustomAdvantage) -> Callable[..., Any]:
 
 
 def custom(batch: ScoredBatch, section: CustomAdvantage) -> Estimate:
-    """What the function estimates for `batch`, 0 outside the loss mask. InvalidInputError when it answers anything but
-    an Estimate of finite numbers for all N tokens.
+    """Returns what the function estimates for `batch`, 0 outside the loss mask. InvalidInputError when it answers
+    anything but an Estimate of finite numbers for all N tokens.
     """
     function, result = section.function, load(section)(batch, **section.options)
     if not isinstance(result, Estimate):

@@ -10,7 +10,7 @@ from rolecall.wire import Array
 
 
 class Groups:
-    """Which things are compared with one another."""
+    """A division of things into groups that are compared within themselves."""
 
     def __init__(self, gids_B: Array) -> None:
         """`gids_B`: equal numbers are one group, whatever the order."""

@@ -25,8 +25,8 @@ __all__ = ["Correction", "correct"]
 
 @dataclass(frozen=True)
 class Correction:
-    """What multiplies the losses of tokens. The loss's normaliser stays the whole mini-batch's own count: a rejection
-    never raises the weight of the rest.
+    """The weights that multiply the losses of tokens. The loss's normaliser stays the whole mini-batch's own count: a
+    rejection never raises the weight of the rest.
     """
 
     weights_N: torch.Tensor

@@ -1,5 +1,6 @@
-"""How far the sampler's logprobs are from the trainer's on the same tokens: sums that add up over microbatches and
-ranks, and what they amount to. Torch.
+"""The distance of the sampler's logprobs from the trainer's on the same tokens.
+
+Sums that add up over microbatches and ranks, and the numbers that are made of them. Torch.
 
 The tokens were drawn from the sampler. r = trainer / sampler of a token, or the product over a sequence's tokens.
 
@@ -22,11 +23,11 @@ class MismatchSums:
 
     num_tokens: float = 0.0
     gap: float = 0.0
-    """Of log r."""
+    """Sum of log r."""
     k3: float = 0.0
-    """Of r - 1 - log r."""
+    """Sum of r - 1 - log r."""
     reverse_k3: float = 0.0
-    """Of r log r - (r - 1)."""
+    """Sum of r log r - (r - 1)."""
     sampler_logprob: float = 0.0
     trainer_logprob: float = 0.0
     ratio: float = 0.0
@@ -41,7 +42,7 @@ class MismatchSums:
     sequence_ratio_square: float = 0.0
 
     def numbers(self) -> list[float]:
-        """In order of the fields, to be added up by whoever adds up arrays."""
+        """Returns the sums as one array in order of the fields, so that ranks can add them up."""
         return [getattr(self, field.name) for field in fields(self)]
 
     def __add__(self, other: Self) -> "MismatchSums":
@@ -51,8 +52,9 @@ class MismatchSums:
 def mismatch_sums(
     sampled_N: torch.Tensor, trained_N: torch.Tensor, mask_N: torch.Tensor, sequence_N: torch.Tensor, num_sequences: int
 ) -> MismatchSums:
-    """Of the tokens of mask_N (bool [N]): sampled_N are the sampler's logprobs, trained_N the trainer's; sequence_N
-    int64 [N] in 0..num_sequences - 1.
+    """Returns the sums over the tokens of mask_N (bool [N]).
+
+    sampled_N are the sampler's logprobs, trained_N the trainer's; sequence_N is int64 [N] in 0..num_sequences - 1.
     """
     sampler_M, trainer_M = sampled_N[mask_N].double(), trained_N[mask_N].double()
     gap_M = trainer_M - sampler_M
@@ -73,7 +75,7 @@ def mismatch_sums(
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What sums over at least one token amount to."""
+    """The measures that sums over at least one token amount to."""
 
     kl: float
     """k3 estimate of KL(sampler || trainer), mean per token: never negative."""
@@ -144,8 +146,8 @@ class Spread:
 
 
 def spread(sampled_N: torch.Tensor, trained_N: torch.Tensor, mask_N: torch.Tensor) -> Spread | None:
-    """Over the tokens of mask_N (bool [N]); None without one. Restrict the mask to tokens of one policy version to
-    measure kernels alone.
+    """Returns the extremes and percentiles over the tokens of mask_N (bool [N]); None without one. Restrict the mask to
+    tokens of one policy version to measure kernels alone.
     """
     gap_M = (trained_N - sampled_N)[mask_N].double().sort().values
     if not gap_M.numel():

@@ -1,4 +1,4 @@
-"""What every policy loss reads and gives. Torch.
+"""The arrays that every policy loss reads and gives. Torch.
 
 Shapes: N tokens of one microbatch, packed; S its sequences.
 """

@@ -16,7 +16,7 @@ def load(section: CustomLoss) -> Any:
 
 
 def custom(batch: PolicyBatch, section: CustomLoss) -> TokenLosses:
-    """What the function gives for `batch`. InvalidInputError when that is not a TokenLosses of all its tokens."""
+    """Returns what the function gives for `batch`. InvalidInputError unless that is a TokenLosses of all its tokens."""
     result = load(section)(batch, **section.options)
     if not isinstance(result, TokenLosses):
         raise InvalidInputError(

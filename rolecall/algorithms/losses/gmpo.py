@@ -9,8 +9,9 @@ from rolecall.algorithms.losses.batch import PolicyBatch, TokenLosses, ratios
 
 
 def gmpo(batch: PolicyBatch, *, clip_eps_low: float, clip_eps_high: float) -> TokenLosses:
-    """-A exp(mean over the sequence's tokens of l) on each of its tokens, l = min(log r, high) where A > 0 and max(log
-    r, -low) where A < 0 (arXiv:2507.20673).
+    """The geometric mean of clipped ratios: -A exp(mean over the sequence's tokens of l) on each token.
+
+    l = min(log r, high) where A > 0 and max(log r, -low) where A < 0 (arXiv:2507.20673).
 
     A is the mean of the sequence's advantages: the paper has one per sequence. Every token carries its sequence's loss,
     so that seq_mean_token_mean gives the paper's mean over sequences; weights of the off-policy correction act through

@@ -17,7 +17,7 @@ import torch
 
 @dataclass(frozen=True)
 class Routing:
-    """What the routers said of one microbatch, summed over its tokens."""
+    """The routers' probabilities and choices for one microbatch, summed over its tokens."""
 
     probs_E: torch.Tensor
     """float32 or float64, over all layers, of softmax(logits); with the graph."""
@@ -29,13 +29,13 @@ class Routing:
     """Scalar, tokens times layers."""
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Routing":
-        """With `change` applied to each sum."""
+        """Returns the sums with `change` applied to each."""
         return Routing(change(self.probs_E), change(self.squares), change(self.counts_LE), change(self.num_choices))
 
 
 @dataclass(frozen=True)
 class RouterLoad:
-    """What the routers decided in the whole mini-batch, on all ranks."""
+    """The load of the experts in the whole mini-batch, on all ranks."""
 
     counts_LE: torch.Tensor
     """float64, tokens sent to each expert."""
