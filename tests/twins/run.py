@@ -157,6 +157,7 @@ async def twin_run(
     **sections: Any,
 ) -> AsyncIterator[TwinRun]:
     """Serves actor, critic and reward; `sections` are merged over a run of 3 steps of 4 groups of 2."""
+    store.ledger.unlock()  # the fixture's: the first controller need not wait until its lease is over
     async with AsyncExitStack() as stack:
         write_tokenizer(folder / "model")
         (folder / "train.jsonl").write_text(

@@ -30,8 +30,10 @@ from services.controller.threads import StoreThreads
 
 logger = logging.getLogger(__name__)
 
-READ_BLOCK_S = 1.0
-"""Longest blocking read of the trajectories stream."""
+READ_BLOCK_S = 0.2
+"""Longest blocking read of the trajectories stream: a loop that is abandoned, and a controller that ends, wait for the
+one under way.
+"""
 
 READ_COUNT = 256
 """Most committed groups taken in one read."""
