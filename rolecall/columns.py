@@ -32,7 +32,7 @@ class Writer(Enum):
 
 
 class Given(Enum):
-    """What a run must have for its rows to hold a column."""
+    """The part that a run must have for its rows to hold a column."""
 
     ALWAYS = auto()
     TOKEN_REWARDS = auto()

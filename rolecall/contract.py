@@ -1,4 +1,4 @@
-"""Which contracts this process speaks: the release, and a digest of every message and method of `rolecall.v1`.
+"""The contracts that this process speaks: the release, and a digest of every message and method of `rolecall.v1`.
 
 A worker says it at Join and the controller compares: two builds of one release that differ in a field must not exchange
 messages, for unknown fields are silently left out. Comments and the compiler's version do not count.

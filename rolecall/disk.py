@@ -14,7 +14,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """No space, no quota, no larger file allowed."""
 _TAIL_BYTES = 65536
 LOCK_TIMEOUT_S = 10.0
-"""For another that appends to the same file."""
+"""Deadline of waiting for another process that appends to the same file."""
 
 
 @contextmanager
@@ -81,7 +81,9 @@ def _lock(file: int, path: Path) -> None:
 
 
 def _end_of_lines(file: int) -> int:
-    """Where the last whole line ends: a process that was killed while it wrote may have left half of one."""
+    """The position at which the last whole line ends: a process that was killed while it wrote may have left half of
+    one.
+    """
     end = os.fstat(file).st_size
     while end > 0:
         start = max(0, end - _TAIL_BYTES)

@@ -48,8 +48,8 @@ help.
     ├── ScorerError               a scorer's answer cannot be believed     INTERNAL             never retry
     └── NotOnThisDeviceError      the device cannot do it                  UNIMPLEMENTED        never retry
 
-`retryable` says that the same call may succeed later, not that it is safe to repeat: idempotency is the method's
-affair.
+`retryable` says that the same call may succeed later, not that it is safe to repeat: each method says whether
+it is idempotent.
 """
 
 import sys

@@ -1,5 +1,4 @@
-"""What a run is: the settings that stay as they are for as long as it goes on, kept beside it and compared whenever it
-does.
+"""The identity of a run: the settings that stay as they are, kept beside it and compared whenever it goes on.
 
 FIXED is the one table of them; every other setting may change (docs/operations.md, "Checkpoints and resume"). Of files
 the contents count, not the path.
@@ -17,14 +16,14 @@ from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 
 FILE = "identity.json"
-"""In run.dir."""
+"""File in run.dir."""
 _NUM_PARTS, _PART_BYTES = 64, 64 * 2**10
 _MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "*.safetensors")
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """A setting that stays."""
+    """A setting that stays as it is within a run."""
 
     setting: str
     why: str
@@ -90,7 +89,7 @@ def settle(settings: RunSettings) -> None:
 
 
 def _same(before: Any, now: Any) -> bool:
-    """Of a section, what was kept of it: an option that a newer release has added was at its default."""
+    """Whether a section is as it was kept: an option that a newer release has added was at its default."""
     if isinstance(before, dict) and isinstance(now, dict):
         return all(name in now and now[name] == value for name, value in before.items())
     return bool(before == now)
@@ -107,7 +106,9 @@ def _of_model(folder: Path) -> str:
 
 
 def _of_large_file(path: Path) -> str:
-    """Of its size and of parts all over it: a model is told from another in a second, however large they are."""
+    """The digest of a large file's size and of parts all over it: a model is told from another in a second, however
+    large they are.
+    """
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What somebody may have meant by a word that is none: for error messages. Imports nothing heavy."""
+"""Suggestions for a word that is unknown, for error messages. Imports nothing heavy."""
 
 import difflib
 from collections.abc import Iterable

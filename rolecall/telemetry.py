@@ -143,7 +143,10 @@ class Metrics:
             self._add(name, entry.reduction, entry.value, entry.weight)
 
     def extremes(self) -> "Metrics":
-        """Those that keep the largest or smallest: what a process may tell whose numbers others count already."""
+        """Returns the metrics that keep the largest or smallest.
+
+        A process may tell these although others count its numbers already.
+        """
         kept = (trajectory_pb2.REDUCTION_MAX, trajectory_pb2.REDUCTION_MIN)
         return Metrics.from_proto(metric for metric in self.to_proto() if metric.reduction in kept)
 
@@ -152,7 +155,7 @@ class Metrics:
         return {name: self._entries[name].value for name in sorted(self._entries)}
 
     def to_proto(self) -> list[trajectory_pb2.Metric]:
-        """For the wire, sorted by name."""
+        """Encodes the metrics for the wire, sorted by name."""
         return [
             trajectory_pb2.Metric(name=name, value=entry.value, reduction=entry.reduction, weight=entry.weight)
             for name, entry in sorted(self._entries.items())
@@ -160,7 +163,9 @@ class Metrics:
 
     @classmethod
     def from_proto(cls, metrics: Iterable[trajectory_pb2.Metric]) -> "Metrics":
-        """From the wire; the same name twice combines. InvalidInputError for a metric without a reduction."""
+        """Decodes metrics from the wire; the same name twice combines. InvalidInputError for a metric without a
+        reduction.
+        """
         result = cls()
         for metric in metrics:
             if metric.reduction != trajectory_pb2.REDUCTION_MEAN or metric.weight > 0:
@@ -189,7 +194,7 @@ class Metrics:
 
 
 class _StderrLog(logging.StreamHandler[TextIO]):
-    """Ours, so that a second `configure` replaces it and nothing else."""
+    """A log handler of our own, so that a second `configure` replaces it and nothing else."""
 
 
 class _HumanFormatter(logging.Formatter):

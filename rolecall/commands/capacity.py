@@ -18,7 +18,7 @@ from rolecall.errors import ConfigError
 from rolecall.settings import ActorSection, OptimizerSection, RunSettings, TrainerSection
 
 PROCESS_BYTES = 2**28
-"""Of a process with torch, the least."""
+"""The least memory of a process with torch."""
 NVIDIA_SMI_TIMEOUT_S = 10.0
 _CGROUP_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 

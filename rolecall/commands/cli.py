@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
-    """And the names of the commands."""
+    """Returns the parser, and the names of the commands."""
     parser = argparse.ArgumentParser(
         prog="rolecall",
         description="RL post-training for language models in which every role is a service.",

@@ -1,5 +1,4 @@
-"""What a configuration's algorithm computes, in words and in the order of the computation, for `rolecall check`: a
-sentence per stage.
+"""The words of `rolecall check` on what a configuration's algorithm computes: a sentence per stage, in order.
 
 Every kind of every section has its words here (an estimator's stand in its section), and a type checker finds one
 without.

@@ -21,8 +21,8 @@ def own_events(events: Sequence[Event], gid: int) -> list[Event]:
 
 
 def story(id: str, events: Sequence[Event], rows: Rows) -> str:
-    """What happened to `id`, a gid or `<gid>/<i>`, whose own events are `events`; of a trajectory also what its row
-    says.
+    """Tells what happened to `id`, a gid or `<gid>/<i>`, whose own events are `events`; of a trajectory also what its
+    row says.
     """
     first, state = events[0], _state(events)
     lines = [f"group {first.gid}: {state}; prompt {first.fields.get('prompt') or '(without uid)'}", ""]

@@ -1,5 +1,6 @@
-"""What a run needs around it before it starts: credentials, the store, users' functions, whoever is at an address, free
-ports.
+"""Checks of a run's surroundings before it starts.
+
+Credentials, the store, users' functions, the services at addresses, free ports.
 
 Part of `rolecall check`, and so of `rolecall train`: each check takes seconds at most, and what fails here would have
 failed in a role minutes later. Each is an iterator of lines for people that ends in a ConfigError when something is
@@ -39,7 +40,7 @@ from rolecall.v1 import controller_pb2, controller_pb2_grpc, reward_pb2, reward_
 NOTE = "NOTE"
 """Begins a line that whoever starts the run is told as well."""
 IMPORT_TIMEOUT_S = 20.0
-"""For the modules of a user's function; one that takes longer is left to its role."""
+"""Deadline of importing the modules of a user's function; one that takes longer is left to its role."""
 
 
 def preflight(settings: RunSettings) -> Iterator[Iterator[str]]:
@@ -66,8 +67,9 @@ def _store(settings: RunSettings) -> Iterator[str]:
 
 
 def _functions(settings: RunSettings) -> Iterator[Iterator[str]]:
-    """Those that a local role will import; in processes of their own, as the role does it: what they do there is not
-    ours.
+    """Checks the functions that a local role will import, in processes of their own, as the role does it.
+
+    What they do there is not done to this process.
     """
     if settings.reward.address is None:
         for name, component in settings.reward.components.items():

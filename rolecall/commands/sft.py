@@ -84,7 +84,7 @@ def _plan(settings: SftSettings, resume: bool) -> Worker:
 
 
 def _run(worker: Worker) -> int:
-    """Its exit code. Progress goes to our stdout, everything else to the log."""
+    """Runs the ranks and returns their exit code. Progress goes to our stdout, everything else to the log."""
     with worker.log.open("ab") as log:
         log.write(f"{STARTED} {worker.name}\n".encode())
         log.flush()

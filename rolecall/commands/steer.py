@@ -25,10 +25,10 @@ WATCH_TIMEOUT_S = 24 * 3600.0
 
 @dataclass(frozen=True)
 class Run:
-    """Where a run is found."""
+    """A run as a command finds it."""
 
     address: str
-    """Of its controller."""
+    """Address of its controller."""
     rpc: RpcSection
     directory: Path | None = None
     """run.dir, when it is known and here."""
@@ -82,7 +82,7 @@ def find(run: str) -> Run:
 
 
 def _without_the_moment(status: controller_pb2.RunStatus) -> controller_pb2.RunStatus:
-    """What of it still stands once nobody is at work; `RunRecord.how` tells of an error."""
+    """Returns the part of a status that still stands once nobody is at work; `RunRecord.how` tells of an error."""
     lasting = controller_pb2.RunStatus()
     lasting.CopyFrom(status)
     for field in ("workers", "waiting_for", "error", "trouble"):

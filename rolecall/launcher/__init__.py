@@ -1,1 +1,1 @@
-"""What `rolecall train` does on one machine: plans the local roles, starts them, watches over them, shows the run."""
+"""The launcher, `rolecall train` on one machine: plans the local roles, starts them, watches and shows the run."""

@@ -1,4 +1,4 @@
-"""What a local process said last: read from its log, for the line or the lines that tell people of its end."""
+"""The last words of a local process: read from its log, for the line or the lines that tell people of its end."""
 
 import re
 import signal
@@ -15,7 +15,7 @@ _LAST_WORD = re.compile(r"^\S+ failed: ")
 
 
 def describe_failure(worker: Worker, code: int) -> str:
-    """Which process failed and how, the end of what it said, and where the rest is."""
+    """Says which process failed and how, the end of what it said, and where the rest is."""
     tail = "\n".join(f"    {line}" for line in last_words(_recent(worker)))
     return f"{worker.name} {how_it_ended(code)}:\n{tail}\n  log: {worker.log}"
 

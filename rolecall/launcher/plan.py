@@ -1,5 +1,4 @@
-"""What `rolecall train` needs on this machine: the run directory, an address for every role, and the processes to start
-with their environment.
+"""The plan of `rolecall train`: the run directory, an address for every role, and the processes to start.
 
 Owns the run directory's layout (config.yaml, logs/, store/), the ports and the environment of local roles. It knows
 services by name only (`python -m services.<role>`); what they do is theirs. `rolecall/launcher/processes.py` starts
@@ -45,7 +44,7 @@ _OF_AN_ATTEMPT = (
     "memory",
     "checkpoints",
 )
-"""Beside the store and the logs, which go on."""
+"""Files of one attempt, beside the store and the logs, which go on."""
 
 _Service = TypeVar("_Service", bound=ServiceSection)
 
@@ -231,8 +230,7 @@ def ranks_command(num_ranks: int, arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def role_environment(section: ServiceSection | None, num_threads: int | None = None) -> dict[str, str]:
-    """What a role must find in its environment before it imports torch: its GPUs, its threads, and no network of its
-    own accord.
+    """The environment that a role must find before it imports torch: its GPUs, its threads, no network by itself.
 
     `num_threads`: of each rank of a trainer; None: derived. Without a section: a rollout, which derives its own
     (`services/rollout/config.py`), for vLLM needs more said and replicas are started elsewhere too.

@@ -1,8 +1,8 @@
 """The local processes of a run: starts them, notices their end, ends them, and says on disk which they are.
 
 Owns the rule that nothing outlives the launcher: every process is tied to it by the kernel, leads a session of its own
-that is killed whole at its end, and the store ends last. Decides nothing: which processes there are is `launch.py`'s
-affair, when one is started again `supervisor.py`'s.
+that is killed whole at its end, and the store ends last. Decides nothing: `plan.py` says which processes there are,
+`supervisor.py` when one is started again.
 """
 
 import json
@@ -23,7 +23,7 @@ from rolecall.settings import child_environment
 from rolecall.store.embedded import EmbeddedStore
 
 STOP_TIMEOUT_S = 6.0
-"""From SIGTERM to SIGKILL; with the store's end it keeps a Ctrl-C under 10 s."""
+"""Time from SIGTERM to SIGKILL; with the store's end it keeps a Ctrl-C under 10 s."""
 
 STARTED = "=== started"
 """Begins a log's line where a process started; a restarted role and a resumed run go on in the same file."""
@@ -55,9 +55,9 @@ class Start:
 
     worker: Worker
     number: int
-    """Of the starts of this worker, from 0."""
+    """Number of the start of this worker, from 0."""
     incarnation: str
-    """By which reports about this very process are known."""
+    """Mark of this start, by which reports about this very process are known."""
     process: "subprocess.Popen[bytes]"
     at: float
     """Monotonic seconds."""
@@ -72,7 +72,7 @@ class Processes:
         """
         self.store: EmbeddedStore | None = None
         self.running: dict[str, Start] = {}
-        """By the worker's name; one that ended stays until `poll` has told of it."""
+        """Processes by the worker's name; one that ended stays until `poll` has told of it."""
         self._record = record
         self._numbers: dict[str, int] = {}
 
@@ -95,8 +95,8 @@ class Processes:
         return start
 
     def poll(self) -> list[tuple[Start, int]]:
-        """Those that ended since the last call, with their exit codes (negative: the signal). What they had started is
-        killed.
+        """Returns those that ended since the last call, with their exit codes (negative: the signal). What they had
+        started is killed.
 
         In one look a controller comes last, for it fails of what others did.
         """

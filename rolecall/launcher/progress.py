@@ -42,8 +42,9 @@ SHOWN: Mapping[str, tuple[str, _Format]] = {
 """Metric -> (label, format), in the order shown; evaluation accuracies follow."""
 
 LONG_WAIT_S = 15.0
-"""A wait of a running run that lasts this long is worth a line, and longer than twice the longest one before, for large
-models take their time.
+"""A wait of a running run that lasts this long is worth a line.
+
+It must also be longer than twice the longest one before, for large models take their time.
 """
 
 TROUBLE_S = 5.0
@@ -91,9 +92,12 @@ def shown_metrics(status: controller_pb2.RunStatus) -> list[tuple[str, str]]:
 
 
 class PlainView:
-    """A line per step, per change of state, per recovery, per thing awaited before the run moves, per thing awaited for
-    long while it should, and per trouble that lasts;
-    groups that were dropped stand in the next step's line, and those that failed have lines of their own."""
+    """A view of a run in plain lines.
+
+    There is a line per step, per change of state, per recovery, per thing awaited before the run moves, per thing
+    awaited for long while it should, and per trouble that lasts. Groups that were dropped stand in the next step's
+    line, and those that failed have lines of their own.
+    """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -109,9 +113,9 @@ class PlainView:
         """Groups dropped, by reason, as last heard."""
         self._has_heard_of_drops = False
         self._dropped_in_steps: Counter[str] = Counter()
-        """Those that a step's line has told; what was dropped before the first message is no news."""
+        """Dropped groups that a step's line has told; what was dropped before the first message is no news."""
         self._dropped_in_failures: Counter[str] = Counter()
-        """Those that a line of failures has told."""
+        """Dropped groups that a line of failures has told."""
         self._last_drop = ""
         self._drop_said_at = float("-inf")
         self._trouble_since: float | None = None

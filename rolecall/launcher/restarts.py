@@ -1,5 +1,4 @@
-"""How often, and after which pause, a role is started again: a budget and a back-off of each role's own, both renewed
-by every applied step.
+"""The budget and the back-off of each role's restarts, both renewed by every applied step.
 
 Also the end of a run whose role is not started again. Pure bookkeeping; `supervisor.py` starts the processes.
 """
@@ -8,7 +7,7 @@ from rolecall.settings import LauncherSection
 
 
 class RestartBudget:
-    """For each name the restarts since a step was last applied."""
+    """The restarts of each name since a step was last applied."""
 
     def __init__(self, section: LauncherSection) -> None:
         self._section = section

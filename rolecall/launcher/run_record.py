@@ -1,5 +1,6 @@
-"""What is known of a run without asking anybody: `<run.dir>/last_status.json`, kept by `rolecall train` and read by
-`rolecall status` once nobody answers.
+"""The record of a run that is read without asking anybody: `<run.dir>/last_status.json`.
+
+`rolecall train` keeps it, and `rolecall status` reads it once nobody answers.
 """
 
 import json
@@ -20,7 +21,7 @@ from rolecall.settings import RunSection
 from rolecall.v1 import controller_pb2
 
 FILE = "last_status.json"
-"""In run.dir."""
+"""File in run.dir."""
 INTERRUPTED = 130
 """Exit code of a `rolecall train` that was asked to end."""
 
@@ -39,7 +40,7 @@ class RunRecord:
 
     @property
     def how(self) -> str:
-        """How the run ended, when its launcher is gone."""
+        """Says how the run ended, when its launcher is gone."""
         if self.exit_code is None:
             return "its rolecall train was killed or the machine went down; --resume goes on"
         if self.exit_code == 0:

@@ -24,7 +24,7 @@ from rolecall.store.replay import LIVE, Findings, Replay
 
 @dataclass(frozen=True)
 class Report:
-    """What an audit found."""
+    """The findings of an audit, and the counts it compared."""
 
     run: str
     position: RunPosition

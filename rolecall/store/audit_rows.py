@@ -24,11 +24,11 @@ class RowCount:
     """The rows in the store."""
 
     needed: int
-    """Of groups that are committed or sealed, and of trained batches that no checkpoint covers."""
+    """Rows of groups that are committed or sealed, and of trained batches that no checkpoint covers."""
     garbage: int
     """Noted to be deleted."""
     staged: int
-    """With an expiry: of groups that are being sampled, or of attempts that never committed."""
+    """Rows with an expiry: of groups that are being sampled, or of attempts that never committed."""
 
 
 def check_rows(connection: Connection, run: str, next_gid: int, steps: Sequence[int], findings: Findings) -> RowCount:
@@ -122,5 +122,5 @@ class _Check:
 
 
 def _gid(id: str) -> str:
-    """Of a row's id, `<gid>/<i>` with whatever follows."""
+    """The gid of a row's id, `<gid>/<i>` with whatever follows."""
     return id.partition("/")[0]

@@ -1,5 +1,6 @@
-"""What of the store a run's rows may take and what its longest groups would: one arithmetic for admission and for
-`rolecall check`.
+"""The memory of the store that a run's rows may take, and that its longest groups would take.
+
+One arithmetic for admission and for `rolecall check`.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ append-only file's.
 
 @dataclass(frozen=True)
 class StoreBudget:
-    """Bytes."""
+    """The bytes of the store that a run's rows may take, and those of its longest groups and batches."""
 
     max_bytes: int
     """Rows may take so many."""

@@ -1,4 +1,4 @@
-"""How a role reaches the store: one factory for every kind of URL, one way to call, one mapping of failures.
+"""The connection of a role to the store: one factory for every kind of URL, one way to call, one mapping of failures.
 
 Calls are synchronous (redis-py with hiredis); async services make them in threads. Every call is safe to repeat,
 scripts by their own design and commands by their nature, so a lost connection is retried, for at most RETRY_S. Then
@@ -70,8 +70,8 @@ class Connection:
         return self._client
 
     def attempt(self, operation: Callable[[], T]) -> T:
-        """What `operation` returns, repeated while the server cannot be reached, for at most `retry_s`. The operation
-        must be safe to repeat.
+        """Returns what `operation` returns, repeated while the server cannot be reached, for at most `retry_s`. The
+        operation must be safe to repeat.
         """
         deadline, pause = time.monotonic() + self._retry_s, 0.02
         while True:
@@ -230,7 +230,7 @@ def _verify(connection: Connection, durability: str) -> None:
 
 
 def _servers(connection: Connection, strict: bool) -> list[tuple[dict[str, Any], dict[str, str], bool]]:
-    """Of each server: what it is, how it keeps data, and whether it would replay all of it, which is asked where
+    """Asks each server what it is, how it keeps data, and whether it would replay all of it, which is asked where
     `strict`.
     """
     client = connection.ledger

@@ -31,9 +31,9 @@ from rolecall.lifeline import tied
 START_TIMEOUT_S = 120.0
 """Reading a large append-only file takes its time."""
 _TAIL_LINES = 20
-"""Of the server's log, searched for its last complaints."""
+"""Lines of the server's log, searched for its last complaints."""
 _READY = "Ready to accept connections"
-"""In the server's log, once a start; what it complains of before is the kernel's settings."""
+"""Line of the server's log, once a start; what it complains of before is the kernel's settings."""
 PING_TIMEOUT_S = 1.0
 STOP_TIMEOUT_S = 10.0
 LOCK_TIMEOUT_S = 10.0
@@ -80,7 +80,7 @@ class EmbeddedStore:
 
     @property
     def log_file(self) -> Path:
-        """Where the server logs."""
+        """The file to which the server logs."""
         return self._dir / "store.log"
 
     def start(self, lock_timeout_s: float = LOCK_TIMEOUT_S) -> str:

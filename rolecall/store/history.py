@@ -46,7 +46,7 @@ class Event:
     """One line of the history."""
 
     id: str
-    """Of the stream's entry: it grows, as long as the store is the same."""
+    """Id of the stream's entry: it grows, as long as the store is the same."""
     time_s: float
     gid: int | None
     """None: an event of the whole run."""
@@ -98,7 +98,7 @@ def last_drained_id(file: Path) -> str:
 
 
 def order(entry: str) -> tuple[int, int]:
-    """What the ids of stream entries are ordered by."""
+    """The key by which ids of stream entries are ordered."""
     milliseconds, _, number = entry.partition("-")
     return int(milliseconds), int(number)
 

@@ -11,7 +11,7 @@ from rolecall.settings import StoreSection
 from rolecall.store.connection import connect
 
 PROBE_S = 3.0
-"""For the connection, and again for each answer."""
+"""Deadline of the connection, and again of each answer."""
 
 
 def find_store(section: StoreSection) -> str:

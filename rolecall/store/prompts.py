@@ -19,7 +19,7 @@ from rolecall.trajectory import rows_of
 from rolecall.v1.trajectory_pb2 import CommittedGroup, PromptGroup
 
 MAX_ERROR_CHARS = 4096
-"""Of an error text that is kept with a group."""
+"""Longest error text that is kept with a group."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class PromptQueue:
         """
 
     def claim(self, max_groups: int) -> list[Claim]:
-        """At most `max_groups` groups, none when there is no work; does not block. NotAttestedError while this worker
-        may not sample.
+        """Claims at most `max_groups` groups, none when there is no work; does not block. NotAttestedError while this
+        worker may not sample.
         """
         if max_groups < 1:
             return []

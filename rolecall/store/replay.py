@@ -18,7 +18,7 @@ MAX_NAMED = 50
 
 
 class Findings:
-    """What is wrong, by kind, with the ids it is wrong with."""
+    """The errors that were found, by kind, with the ids they are about."""
 
     def __init__(self) -> None:
         self._ids: dict[str, list[str]] = {}
@@ -28,7 +28,7 @@ class Findings:
         self._ids.setdefault(kind, []).extend(map(str, ids))
 
     def all_of(self, kind: str, ids: Iterable[int | str]) -> None:
-        """As `add`, of all `ids`; nothing when there are none."""
+        """Adds one kind of error for all `ids`; nothing when there are none."""
         if found := list(ids):
             self.add(kind, *found)
 

@@ -83,7 +83,7 @@ class Rows:
     def read_with_meta(
         self, refs: Sequence[RowRef], columns: Sequence[str], optional: Sequence[str] = ()
     ) -> tuple[list[dict[str, Array]], list[TrajectoryMeta]]:
-        """What `read` and `read_meta` answer, in the round trips of one."""
+        """Returns what `read` and `read_meta` answer, in the round trips of one."""
         names = [*columns, *optional]
         rows, metas = [], []
         for ref, (meta, *values) in zip(refs, self._fields(refs, [META, *names]), strict=True):
@@ -124,8 +124,9 @@ class Rows:
     def _chunks(
         self, refs: Sequence[RowRef], fields: Sequence[Mapping[str, bytes]]
     ) -> Iterator[tuple[list[str], list[str | bytes | int]]]:
-        """Keys of one shard with the arguments of its scripts (number of fields, then field and value of each), cut to
-        the bounds of one call.
+        """Keys of one shard with the arguments of its scripts, cut to the bounds of one call.
+
+        Arguments are the number of fields, then field and value of each.
         """
         by_shard: dict[int, list[tuple[RowRef, Mapping[str, bytes]]]] = {}
         for ref, mapping in zip(refs, fields, strict=True):

@@ -43,16 +43,16 @@ def source(name: str) -> str:
 
 @cache
 def digest(name: str) -> str:
-    """What the server knows script `name` by, once it has run it."""
+    """The digest by which the server knows script `name`, once it has run it."""
     return hashlib.sha1(source(name).encode(), usedforsecurity=False).hexdigest()
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a script did."""
+    """The outcome of a script and its values."""
 
     fresh: bool
-    """It had an effect now (OK), not at an earlier call (DONE)."""
+    """Whether it had an effect now (OK), not at an earlier call (DONE)."""
     values: list[Any]
     """What it says beside its verdict."""
 

@@ -1,6 +1,4 @@
-"""What trainers and other services read of the ledger, without being its controller: sealed batches and the fencing
-number.
-"""
+"""The part of the ledger that services read which are not its controller: sealed batches and the fencing number."""
 
 from rolecall.errors import NotFoundError
 from rolecall.store.connection import Connection

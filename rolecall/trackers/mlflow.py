@@ -61,6 +61,7 @@ class MlflowTracker:
 def metric_name(name: str) -> str:
     """`name` as MLflow takes it: `eval/x/mean@1` becomes `eval/x/mean_1`.
 
-    Its names are paths, of letters, digits and `_-. :` between slashes."""
+    Its names are paths, of letters, digits and `_-. :` between slashes.
+    """
     parts = [re.sub(r"[^\w\-. :]", "_", part, flags=re.ASCII) for part in name.split("/")]
     return "/".join(part for part in parts if part not in ("", ".", ".."))[:MAX_NAME_CHARS] or "_"

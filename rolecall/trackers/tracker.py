@@ -26,7 +26,8 @@ class Tracker(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers of `step` by name.
 
-        A step may come twice (training, then evaluation) with other names, and again when a call failed."""
+        A step may come twice (training, then evaluation) with other names, and again when a call failed.
+        """
 
     def keep_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Trajectories for people to read, of the weights after `step` steps."""
@@ -59,7 +60,8 @@ class TrackedRun:
 def shown_configuration(settings: RunSettings | SftSettings) -> dict[str, Any]:
     """The configuration for other people's servers, without what may be a credential.
 
-    The options of a user's tracker may hold a key, so the section `trackers` is left out."""
+    The options of a user's tracker may hold a key, so the section `trackers` is left out.
+    """
     dumped = settings.model_dump(mode="json", exclude={"trackers"})
     return {section: without_credentials(values) for section, values in dumped.items()}
 
