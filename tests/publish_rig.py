@@ -348,8 +348,9 @@ class RigActor(actor_pb2_grpc.ActorServiceServicer):
 
 @dataclass
 class Beat:
-    """heartbeat.Pulse of a twin."""
+    """The Pulse of a twin."""
 
+    phase: str = ""
     busy: bool = False
     count: int = 0
 

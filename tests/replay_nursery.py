@@ -14,9 +14,9 @@ import sys
 
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
-import services.actor.engine
-import services.critic.engine
-import services.reference.engine  # noqa: F401
+import services.actor.ranks
+import services.critic.ranks
+import services.reference.ranks  # noqa: F401
 
 
 def main() -> None:

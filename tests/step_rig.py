@@ -25,11 +25,11 @@ from rolecall.store.sealed import read_ctl, read_sealed
 from rolecall.telemetry import Metrics
 from rolecall.training.serving.applied import FILE, Applied
 from rolecall.training.serving.background import in_background
-from rolecall.training.serving.calls import TrainerFront
-from rolecall.training.serving.device_thread import Lane
+from rolecall.training.serving.calls import TrainerCalls
+from rolecall.training.serving.device_thread import DeviceThread
 from rolecall.training.serving.hooks import nothing
 from rolecall.training.serving.save_chain import Written
-from rolecall.training.serving.train_chain import Progress
+from rolecall.training.serving.trainer import Progress
 from rolecall.v1 import training_pb2 as pb
 from rolecall.v1.trajectory_pb2 import Metric, RowRef, TrainBatch
 from rolecall.wire import Array
@@ -103,7 +103,7 @@ class Entry:
 
 
 class HashEngine:
-    """front.TrainerEngine whose weights are a hash."""
+    """Trainer whose weights are a hash."""
 
     num_parameters = 1
     world_size = 1
@@ -198,19 +198,19 @@ class TrainerProcess:
     run: str
     rows: Rows
     arrows: Arrows
-    make_front: Callable[..., TrainerFront] = TrainerFront
+    make_calls: Callable[..., TrainerCalls] = TrainerCalls
     incarnation: int = 0
-    fronts: list[TrainerFront] = field(default_factory=list)
+    all_calls: list[TrainerCalls] = field(default_factory=list)
 
     def start(self) -> None:
         """A new incarnation; call it on the event loop."""
         self.engine = HashEngine(self.name, self.rows, self.arrows)
         fence = Fence(read_ctl(self.connection, self.run))
-        self.front = self.make_front(
-            self.engine, self._read_sealed, Lane(), fence, 2**20, f"{self.name}.{self.incarnation}"
+        self.calls = self.make_calls(
+            self.engine, self._read_sealed, DeviceThread(), fence, 2**20, f"{self.name}.{self.incarnation}"
         )
-        self.front.start()
-        self.fronts.append(self.front)
+        self.calls.start()
+        self.all_calls.append(self.calls)
         self.incarnation += 1
 
     def _read_sealed(self, step: int) -> TrainBatch:
@@ -218,14 +218,14 @@ class TrainerProcess:
 
     def raise_own_fault(self) -> None:
         """An error of this file in a device thread, which no role would survive."""
-        failed = self.front.lane.failed
+        failed = self.calls.device_thread.failed
         if failed.done() and not isinstance(failed.exception(), Killed):
             failed.result()
 
     async def close(self) -> None:
         """Ends every incarnation's threads."""
-        for front in self.fronts:
-            await front.close()
+        for calls in self.all_calls:
+            await calls.close()
 
 
 class ProcessStub:
@@ -234,11 +234,11 @@ class ProcessStub:
     def __init__(self, process: TrainerProcess) -> None:
         self._process = process
 
-    async def _unary(self, call: Callable[[TrainerFront], Awaitable[T]], what: str) -> T:
+    async def _unary(self, call: Callable[[TrainerCalls], Awaitable[T]], what: str) -> T:
         process, incarnation = self._process, self._process.incarnation
         process.arrows.at(f"{what} sent to {process.name}")
         try:
-            answer = await call(process.front)
+            answer = await call(process.calls)
         except Exception as error:
             self._raise_lost(incarnation, error)
             raise
@@ -251,13 +251,13 @@ class ProcessStub:
             raise WorkerLostError(f"{self._process.name} was killed") from error
 
     async def GetInfo(self, request: pb.GetTrainerInfoRequest, timeout: float) -> pb.GetTrainerInfoResponse:
-        return self._process.front.info()
+        return self._process.calls.info()
 
     async def Train(self, request: pb.TrainRequest, timeout: float) -> AsyncIterator[pb.TrainResponse]:
         process, incarnation = self._process, self._process.incarnation
         process.arrows.at(f"Train sent to {process.name}")
         try:
-            async for event in process.front.train(request):
+            async for event in process.calls.chain.train(request):
                 self._raise_lost(incarnation, None)
                 if event.HasField("result"):
                     process.arrows.at(f"Train answered by {process.name}")
@@ -266,7 +266,7 @@ class ProcessStub:
             raise WorkerLostError(f"{process.name} was killed") from error
 
     async def ComputeValues(self, request: pb.ComputeColumnRequest, timeout: float) -> pb.ComputeColumnResponse:
-        return await self._unary(lambda front: front.compute(request), "ComputeValues")
+        return await self._unary(lambda calls: calls.compute(request), "ComputeValues")
 
     async def SaveCheckpoint(
         self, request: pb.SaveTrainerCheckpointRequest, timeout: float
@@ -274,7 +274,7 @@ class ProcessStub:
         process, incarnation = self._process, self._process.incarnation
         process.arrows.at(f"SaveCheckpoint sent to {process.name}")
         try:
-            async for event in process.front.save(request):
+            async for event in process.calls.save(request):
                 self._raise_lost(incarnation, None)
                 if event.HasField("saved"):
                     process.arrows.at(f"SaveCheckpoint answered by {process.name}")
@@ -285,7 +285,7 @@ class ProcessStub:
     async def LoadCheckpoint(
         self, request: pb.LoadTrainerCheckpointRequest, timeout: float
     ) -> pb.LoadTrainerCheckpointResponse:
-        return await self._unary(lambda front: front.load(request), "LoadCheckpoint")
+        return await self._unary(lambda calls: calls.load(request), "LoadCheckpoint")
 
 
 def cut_connection() -> None:

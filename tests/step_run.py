@@ -23,7 +23,7 @@ from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import Ledger
 from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
-from rolecall.training.serving.calls import TrainerFront
+from rolecall.training.serving.calls import TrainerCalls
 from rolecall.v1.trajectory_pb2 import CommittedGroup, Prompt, PromptGroup, RowRef, TrajectoryMeta
 from rolecall.wire import Array
 from services.controller.durable.in_flight import encode_prompts, prompts_in_flight
@@ -100,14 +100,14 @@ class StepRun:
         self.threads = StoreThreads()
         self.runner = asyncio.Runner()
         self.processes = {
-            name: TrainerProcess(name, self.connection, run_settings.run.name, self.rows, self.arrows, self.make_front)
+            name: TrainerProcess(name, self.connection, run_settings.run.name, self.rows, self.arrows, self.make_calls)
             for name in TRAINERS
         }
         self.runner.run(self.start_trainers())
 
     # --- where subclasses plant -------------------------------------------------------------------
 
-    make_front: Callable[..., TrainerFront] = TrainerFront
+    make_calls: Callable[..., TrainerCalls] = TrainerCalls
 
     def make_rows(self) -> SweptRows:
         return SweptRows(self.connection, self.settings.run.name, 2)

@@ -23,9 +23,9 @@ from rolecall.rpc.server import Server
 from rolecall.settings import RunSettings
 from rolecall.store.sealed import read_ctl, read_sealed
 from rolecall.training.ranks.device import stop_rank
-from rolecall.training.serving.calls import ColumnFront, TrainerFront
-from rolecall.training.serving.device_thread import Lane
-from rolecall.training.serving.hooks import Vitals
+from rolecall.training.serving.calls import ColumnCalls, TrainerCalls
+from rolecall.training.serving.device_thread import DeviceThread
+from rolecall.training.serving.hooks import ProcessHooks
 from rolecall.v1 import actor_pb2_grpc, critic_pb2_grpc, reference_pb2_grpc
 from rolecall.v1.training_pb2 import (
     CheckpointFile,
@@ -37,11 +37,11 @@ from rolecall.v1.training_pb2 import (
 )
 from rolecall.v1.trajectory_pb2 import Coefficients, CommittedGroup, RowRef, SamplingParams, TrainBatch, TrajectoryMeta
 from rolecall.wire import Array
-from services.actor import engine as actor_engine
+from services.actor import ranks as actor_ranks
 from services.actor.service import ActorServicer
-from services.critic import engine as critic_engine
+from services.critic import ranks as critic_ranks
 from services.critic.service import CriticServicer
-from services.reference import engine as reference_engine
+from services.reference import ranks as reference_ranks
 from services.reference.service import ReferenceServicer
 from tests.fixtures_store import DIGEST, StoreUnderTest
 
@@ -183,7 +183,7 @@ class Rig:
 
     channel: grpc.aio.Channel
     engine: Any
-    front: ColumnFront
+    calls: ColumnCalls
     settings: RunSettings
 
 
@@ -193,14 +193,15 @@ async def served_actor(
 ) -> AsyncIterator[tuple[Rig, actor_pb2_grpc.ActorServiceStub]]:
     """An actor at step 0."""
     connection = store.connect()
-    lane = Lane()
-    engine = await _built(lane, lambda: actor_engine.build(settings, connection, Vitals("actor", lane.progressed)))
-    front = _front(settings, engine, lane, store, settings.actor.token_budget)
+    device_thread = DeviceThread()
+    hooks = ProcessHooks("actor", device_thread.progressed)
+    engine = await _built(device_thread, lambda: actor_ranks.build(settings, connection, hooks))
+    calls = _calls(settings, engine, device_thread, store, settings.actor.token_budget)
     server = Server(settings.rpc, "127.0.0.1:0")
     server.add(
-        actor_pb2_grpc.add_ActorServiceServicer_to_server, ActorServicer(engine, front), "rolecall.v1.ActorService"
+        actor_pb2_grpc.add_ActorServiceServicer_to_server, ActorServicer(engine, calls), "rolecall.v1.ActorService"
     )
-    async with _served(settings, server, engine, front) as rig:
+    async with _served(settings, server, engine, calls) as rig:
         yield rig, actor_pb2_grpc.ActorServiceStub(rig.channel)
         await asyncio.to_thread(engine.close)
 
@@ -212,12 +213,13 @@ async def served_critic(
     """A critic at step 0."""
     assert settings.critic is not None
     connection = store.connect()
-    lane = Lane()
-    engine = await _built(lane, lambda: critic_engine.build(settings, connection, Vitals("critic", lane.progressed)))
-    front = _front(settings, engine, lane, store, settings.critic.token_budget)
+    device_thread = DeviceThread()
+    hooks = ProcessHooks("critic", device_thread.progressed)
+    engine = await _built(device_thread, lambda: critic_ranks.build(settings, connection, hooks))
+    calls = _calls(settings, engine, device_thread, store, settings.critic.token_budget)
     server = Server(settings.rpc, "127.0.0.1:0")
-    server.add(critic_pb2_grpc.add_CriticServiceServicer_to_server, CriticServicer(front), "rolecall.v1.CriticService")
-    async with _served(settings, server, engine, front) as rig:
+    server.add(critic_pb2_grpc.add_CriticServiceServicer_to_server, CriticServicer(calls), "rolecall.v1.CriticService")
+    async with _served(settings, server, engine, calls) as rig:
         yield rig, critic_pb2_grpc.CriticServiceStub(rig.channel)
 
 
@@ -227,34 +229,39 @@ async def served_reference(
 ) -> AsyncIterator[reference_pb2_grpc.ReferenceServiceStub]:
     """The reference `instance`."""
     connection = store.connect()
-    lane = Lane()
-    engine = await _built(lane, lambda: reference_engine.build(settings, instance, connection))
-    front = ColumnFront(
-        engine, lane, Fence(read_ctl(connection, settings.run.name)), settings.references[instance].token_budget
+    device_thread = DeviceThread()
+    engine = await _built(device_thread, lambda: reference_ranks.build(settings, instance, connection))
+    calls = ColumnCalls(
+        engine,
+        device_thread,
+        Fence(read_ctl(connection, settings.run.name)),
+        settings.references[instance].token_budget,
     )
     server = Server(settings.rpc, "127.0.0.1:0")
-    servicer = ReferenceServicer(engine, front, instance, "ref.1")
+    servicer = ReferenceServicer(engine, calls, instance, "ref.1")
     server.add(reference_pb2_grpc.add_ReferenceServiceServicer_to_server, servicer, "rolecall.v1.ReferenceService")
-    async with _served(settings, server, engine, front) as rig:
+    async with _served(settings, server, engine, calls) as rig:
         yield reference_pb2_grpc.ReferenceServiceStub(rig.channel)
 
 
-async def _built(lane: Lane, build: Callable[[], Any]) -> Any:
+async def _built(device_thread: DeviceThread, build: Callable[[], Any]) -> Any:
     """The engine; a rank that could not load leaves nothing to the next test."""
     try:
-        return await lane.run(build, "loading")
+        return await device_thread.run(build, "loading")
     except RoleCallError:
         if torch.distributed.is_initialized():
             stop_rank()
         raise
 
 
-def _front(settings: RunSettings, engine: Any, lane: Lane, store: StoreUnderTest, token_budget: int) -> TrainerFront:
+def _calls(
+    settings: RunSettings, engine: Any, device_thread: DeviceThread, store: StoreUnderTest, token_budget: int
+) -> TrainerCalls:
     connection, run = store.connect(), settings.run.name
-    return TrainerFront(
+    return TrainerCalls(
         engine,
         lambda step: read_sealed(connection, run, step),
-        lane,
+        device_thread,
         Fence(read_ctl(connection, run)),
         token_budget,
         "trainer.1",
@@ -262,15 +269,15 @@ def _front(settings: RunSettings, engine: Any, lane: Lane, store: StoreUnderTest
 
 
 @asynccontextmanager
-async def _served(settings: RunSettings, server: Server, engine: Any, front: ColumnFront) -> AsyncIterator[Rig]:
-    front.start()
+async def _served(settings: RunSettings, server: Server, engine: Any, calls: ColumnCalls) -> AsyncIterator[Rig]:
+    calls.start()
     address = await server.start()
     try:
         async with open_channel(address, settings.rpc) as channel:
-            yield Rig(channel, engine, front, settings)
+            yield Rig(channel, engine, calls, settings)
     finally:
         await server.drain(1.0)
-        await front.close()
+        await calls.close()
         stop_rank()
 
 

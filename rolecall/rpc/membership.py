@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 
@@ -46,6 +46,18 @@ place.
 _MAX_CALL_S = 2.0
 """Longest wait for an answer to one heartbeat: a lost one must leave time for the next within the lease."""
 _T = TypeVar("_T")
+
+
+class Pulse(Protocol):
+    """A place where a worker shows what it does and that it moves: its `Membership`, or a small twin in tests."""
+
+    phase: str
+    """The work in hand, in a word or two."""
+    busy: bool
+    """Whether there is work in hand: only then must `progress` be called now and then."""
+
+    def progress(self) -> None:
+        """Counts up; any thread may call."""
 
 
 class Membership:

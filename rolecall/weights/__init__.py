@@ -6,7 +6,7 @@ than all before, whatever became of its publish. Everybody else who holds a vers
 of trust, because calls may come late, twice or from a controller that was replaced:
 
     PolicyPublisher        controller/publish/publisher.py   asks for versions in order
-    ActorEngine.publish    actor/engine.py                   its checkpoint remembers the version across restarts
+    ActorRanks.publish     actor/ranks.py                    its checkpoint remembers the version across restarts
     Publisher.publish      weights/publisher.py              one process of the actor, on any thread
     HeldWeights            rollout/state.py                  one replica, before anything is paused
     Receiver               weights/receiver.py               one worker, before anything is touched

@@ -20,36 +20,36 @@ async def _serve(args: ServiceArgs) -> None:
     from rolecall.rpc.fence import Fence
     from rolecall.store.connection import connect
     from rolecall.store.sealed import read_ctl, read_sealed
-    from rolecall.training.serving.calls import TrainerFront
-    from rolecall.training.serving.device_thread import Lane
-    from rolecall.training.serving.serve import follow, host, load, make_server
+    from rolecall.training.serving.calls import TrainerCalls
+    from rolecall.training.serving.device_thread import DeviceThread
+    from rolecall.training.serving.serve import follow, load, make_server, serve_role
     from rolecall.v1 import actor_pb2_grpc, controller_pb2
-    from services.actor.engine import build
+    from services.actor.ranks import build
     from services.actor.service import ActorServicer
 
     settings, section = args.settings, args.settings.actor
     connection = await asyncio.to_thread(connect, settings.store)
     if rank_of_process()[0] > 0:
-        await follow(args, lambda vitals: build(settings, connection, vitals))
+        await follow(args, lambda hooks: build(settings, connection, hooks))
         return
-    lane = Lane()
-    engine = await load(args, lane, lambda vitals: build(settings, connection, vitals))
+    device_thread = DeviceThread()
+    trainer = await load(args, device_thread, lambda hooks: build(settings, connection, hooks))
     fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
     consumer = f"{args.worker}.{args.incarnation}"
-    front = TrainerFront(
-        engine,
+    calls = TrainerCalls(
+        trainer,
         lambda step: read_sealed(connection, settings.run.name, step),
-        lane,
+        device_thread,
         fence,
         section.token_budget,
         consumer,
     )
     server = make_server(settings, section, "actor")
     server.add(
-        actor_pb2_grpc.add_ActorServiceServicer_to_server, ActorServicer(engine, front), "rolecall.v1.ActorService"
+        actor_pb2_grpc.add_ActorServiceServicer_to_server, ActorServicer(trainer, calls), "rolecall.v1.ActorService"
     )
-    await host(
-        args, section, controller_pb2.ROLE_ACTOR, server, front, on_drain=lambda: asyncio.to_thread(engine.close)
+    await serve_role(
+        args, section, controller_pb2.ROLE_ACTOR, server, calls, on_drain=lambda: asyncio.to_thread(trainer.close)
     )
 
 

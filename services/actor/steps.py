@@ -25,9 +25,10 @@ from rolecall.training.objective.objectives import PolicyObjective, policy_colum
 from rolecall.training.objective.routing import RouterLosses, router_load
 from rolecall.training.packing.pack import unpack
 from rolecall.training.serving.applied import Applied
-from rolecall.training.serving.train_chain import Progress
-from rolecall.training.step.optimize import Counted, Effort, optimize, per_update
-from rolecall.training.step.share import Bench, Derive, Minibatch, TrainShare, read_share
+from rolecall.training.serving.trainer import Progress
+from rolecall.training.step.optimize import MicrobatchCounter, StepCost, optimize, per_update
+from rolecall.training.step.rank_context import StoreRankContext
+from rolecall.training.step.share import Derive, Minibatch, TrainShare, read_share
 from rolecall.training.step.token_selection import KEYS, select
 from rolecall.trajectory import seed_of
 from rolecall.v1.trajectory_pb2 import Coefficients, RowRef, TrainBatch
@@ -57,12 +58,12 @@ _SHOWN = {
 
 
 class PolicySteps:
-    """The actor's StepRecipe."""
+    """The actor's RoleSteps."""
 
     def __init__(self, settings: RunSettings) -> None:
         self._algorithm = settings.algorithm
         squares = "sum_squared_probs" in settings.algorithm.advantage.needs
-        self.columns: tuple[str, ...] = (OLD, "sum_squared_probs") if squares else (OLD,)
+        self.names: tuple[str, ...] = (OLD, "sum_squared_probs") if squares else (OLD,)
         self.wanted = Wanted(squares=True) if squares else None
         self._length = settings.algorithm.aggregation_length or settings.sampling.max_tokens
         self._seed = settings.run.seed
@@ -75,7 +76,7 @@ class PolicySteps:
             load(loss)  # not there: known at the start
 
     def encode(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> list[dict[str, Array]]:
-        """ColumnRecipe.encode."""
+        """RoleColumns.encode."""
         assert isinstance(outputs, TokenOutputs)
         said = (
             [outputs.logprobs_N]
@@ -83,12 +84,14 @@ class PolicySteps:
             else [outputs.logprobs_N, outputs.sum_squared_probs_N]
         )
         rows = zip(*(unpack(each_N, microbatch.lengths) for each_N in said), strict=True)
-        return [dict(zip(self.columns, row, strict=True)) for row in rows]
+        return [dict(zip(self.names, row, strict=True)) for row in rows]
 
-    def apply(self, bench: Bench, batch: TrainBatch, applied: Applied, progress: Progress) -> tuple[Metrics, int]:
-        """StepRecipe.apply."""
-        started, effort, section = time.perf_counter(), Effort(bench), self._algorithm
-        share = self._read(bench, batch, applied)
+    def apply(
+        self, context: StoreRankContext, batch: TrainBatch, applied: Applied, progress: Progress
+    ) -> tuple[Metrics, int]:
+        """RoleSteps.apply."""
+        started, cost, section = time.perf_counter(), StepCost(context), self._algorithm
+        share = self._read(context, batch, applied)
         read_s = time.perf_counter() - started
         if self._bypass:
             for minibatch in share.minibatches:
@@ -98,45 +101,50 @@ class PolicySteps:
         later = [minibatch for minibatch in share.minibatches[1:] if not minibatch.has(OLD)]
         bases = share.minibatches if BASE in policy_columns(section) else []
         passes = (2 if self._looks_first else 1) * section.num_epochs * len(share.microbatches)
-        counted = Counted(progress, passes + sum(len(minibatch.microbatches) for minibatch in (*later, *bases)))
+        passes += sum(len(minibatch.microbatches) for minibatch in (*later, *bases))
+        counter = MicrobatchCounter(progress, passes)
         # Before the first update: what is compared with the policy as it was.
-        _add_logprobs(bench, later, OLD, counted)
-        _add_logprobs(bench, bases, BASE, counted, base=True)
+        _add_logprobs(context, later, OLD, counter)
+        _add_logprobs(context, bases, BASE, counter, base=True)
         seen = _FirstPasses(SEEN if self._bypass else OLD)
 
         def objective(minibatch: Minibatch) -> Loss:
             seen.add_to(minibatch)
-            return seen.keeping(self._loss(bench, minibatch, batch.coefficients, counted), minibatch)
+            return seen.keeping(self._loss(context, minibatch, batch.coefficients, counter), minibatch)
 
-        metrics, skipped = optimize(bench, share, objective, section.num_epochs, counted, "actor")
+        metrics, skipped = optimize(context, share, objective, section.num_epochs, counter, "actor")
         for minibatch in share.minibatches:
             seen.add_to(minibatch)
         metrics = per_update(metrics, _SUMS, section.num_minibatches * section.num_epochs)
         _add_mismatch(
-            bench, metrics, [microbatch for microbatch in share.microbatches if microbatch.lengths], seen.column
+            context, metrics, [microbatch for microbatch in share.microbatches if microbatch.lengths], seen.column
         )
-        if bench.group.leads:
+        if context.group.is_leader:
             metrics.mean("actor/read_s", read_s)
-        effort.add_to(metrics, "actor", share.num_tokens)
+        cost.add_to(metrics, "actor", share.num_tokens)
         return metrics, skipped
 
-    def _read(self, bench: Bench, batch: TrainBatch, applied: Applied) -> TrainShare:
+    def _read(self, context: StoreRankContext, batch: TrainBatch, applied: Applied) -> TrainShare:
         section = self._algorithm
         versions = frozenset(version for version, step in applied.published.items() if step == batch.step)
         columns = [*(name for name in policy_columns(section) if name not in (OLD, BASE)), "policy_versions"]
         seed, derive = seed_of(self._seed, batch.step, 0), self._derive(batch.step, versions)
-        return read_share(bench, batch, columns, section.num_minibatches, seed, optional=OLD, derive=derive)
+        return read_share(context, batch, columns, section.num_minibatches, seed, optional=OLD, derive=derive)
 
-    def _loss(self, bench: Bench, minibatch: Minibatch, coefficients: Coefficients, counted: Counted) -> Loss:
+    def _loss(
+        self, context: StoreRankContext, minibatch: Minibatch, coefficients: Coefficients, counter: MicrobatchCounter
+    ) -> Loss:
         """Of the next update with `minibatch`, after a look at all of it with the weights of the moment where the loss
         wants one.
         """
-        seen = bench.engine.forward(minibatch.microbatches) if self._looks_first else []
-        counted.advance(len(seen))
+        seen = context.engine.forward(minibatch.microbatches) if self._looks_first else []
+        counter.advance(len(seen))
         if self._covariance is not None:
-            select(bench.group, minibatch, self._covariance, seen)
+            select(context.group, minibatch, self._covariance, seen)
         policy = PolicyObjective(self._algorithm, minibatch.counts, coefficients, self._length)
-        return policy if self._moe is None else RouterLosses(policy, self._moe, router_load(bench.group, seen), "actor")
+        return (
+            policy if self._moe is None else RouterLosses(policy, self._moe, router_load(context.group, seen), "actor")
+        )
 
     def _derive(self, step: int, versions: frozenset[int]) -> Derive:
         def derive(row: dict[str, Array], ref: RowRef) -> Mapping[str, Array]:
@@ -153,16 +161,21 @@ def _on_policy(row: Mapping[str, Array], versions: frozenset[int]) -> dict[str, 
 
 
 def _add_logprobs(
-    bench: Bench, minibatches: Sequence[Minibatch], column: str, counted: Counted, *, base: bool = False
+    context: StoreRankContext,
+    minibatches: Sequence[Minibatch],
+    column: str,
+    counter: MicrobatchCounter,
+    *,
+    base: bool = False,
 ) -> None:
     """Adds the logprobs of a pass without a graph over all of `minibatches`; a collective, unless there are none."""
     microbatches = [microbatch for minibatch in minibatches for microbatch in minibatch.microbatches]
     if not microbatches:
         return
-    outputs = iter(bench.engine.forward(microbatches, base=base))
+    outputs = iter(context.engine.forward(microbatches, base=base))
     for minibatch in minibatches:
         minibatch.add_column(column, _logprobs([next(outputs) for _ in minibatch.microbatches]))
-    counted.advance(len(microbatches))
+    counter.advance(len(microbatches))
 
 
 def _logprobs(outputs: Sequence[TokenOutputs | ValueOutputs]) -> list[torch.Tensor]:
@@ -198,7 +211,9 @@ class _FirstPasses:
         return loss
 
 
-def _add_mismatch(bench: Bench, metrics: Metrics, microbatches: Sequence[Microbatch], measured: str) -> None:
+def _add_mismatch(
+    context: StoreRankContext, metrics: Metrics, microbatches: Sequence[Microbatch], measured: str
+) -> None:
     """How far sampler and actor are apart: over trajectories sampled with these very weights (`mismatch_*`), and over
     all. A collective.
 
@@ -206,8 +221,8 @@ def _add_mismatch(bench: Bench, metrics: Metrics, microbatches: Sequence[Microba
     exact; order statistics are each rank's own, of which the extreme is kept.
     """
     sums = sum((_mismatch_sums(each, measured) for each in microbatches), MismatchSums())
-    whole = mismatch(MismatchSums(*bench.group.sum_over_slots(np.array(sums.numbers())).tolist()))
-    if whole is not None and bench.group.leads:
+    whole = mismatch(MismatchSums(*context.group.sum_over_slots(np.array(sums.numbers())).tolist()))
+    if whole is not None and context.group.is_leader:
         for name, value in vars(whole).items():
             if value is not None:
                 metrics.mean(f"actor/{_SHOWN[name]}", value)

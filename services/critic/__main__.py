@@ -20,34 +20,34 @@ async def _serve(args: ServiceArgs) -> None:
     from rolecall.rpc.fence import Fence
     from rolecall.store.connection import connect
     from rolecall.store.sealed import read_ctl, read_sealed
-    from rolecall.training.serving.calls import TrainerFront
-    from rolecall.training.serving.device_thread import Lane
-    from rolecall.training.serving.serve import follow, host, load, make_server
+    from rolecall.training.serving.calls import TrainerCalls
+    from rolecall.training.serving.device_thread import DeviceThread
+    from rolecall.training.serving.serve import follow, load, make_server, serve_role
     from rolecall.v1 import controller_pb2, critic_pb2_grpc
     from services.critic import config
-    from services.critic.engine import build
+    from services.critic.ranks import build
     from services.critic.service import CriticServicer
 
     settings, section = args.settings, config.section(args.settings)
     connection = await asyncio.to_thread(connect, settings.store)
     if rank_of_process()[0] > 0:
-        await follow(args, lambda vitals: build(settings, connection, vitals))
+        await follow(args, lambda hooks: build(settings, connection, hooks))
         return
-    lane = Lane()
-    engine = await load(args, lane, lambda vitals: build(settings, connection, vitals))
+    device_thread = DeviceThread()
+    trainer = await load(args, device_thread, lambda hooks: build(settings, connection, hooks))
     fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
     consumer = f"{args.worker}.{args.incarnation}"
-    front = TrainerFront(
-        engine,
+    calls = TrainerCalls(
+        trainer,
         lambda step: read_sealed(connection, settings.run.name, step),
-        lane,
+        device_thread,
         fence,
         section.token_budget,
         consumer,
     )
     server = make_server(settings, section, "critic")
-    server.add(critic_pb2_grpc.add_CriticServiceServicer_to_server, CriticServicer(front), "rolecall.v1.CriticService")
-    await host(args, section, controller_pb2.ROLE_CRITIC, server, front)
+    server.add(critic_pb2_grpc.add_CriticServiceServicer_to_server, CriticServicer(calls), "rolecall.v1.CriticService")
+    await serve_role(args, section, controller_pb2.ROLE_CRITIC, server, calls)
 
 
 if __name__ == "__main__":

@@ -22,28 +22,28 @@ async def _serve(args: ServiceArgs) -> None:
     from rolecall.rpc.fence import Fence
     from rolecall.store.connection import connect
     from rolecall.store.sealed import read_ctl
-    from rolecall.training.serving.calls import ColumnFront
-    from rolecall.training.serving.device_thread import Lane
-    from rolecall.training.serving.serve import follow, host, load, make_server
+    from rolecall.training.serving.calls import ColumnCalls
+    from rolecall.training.serving.device_thread import DeviceThread
+    from rolecall.training.serving.serve import follow, load, make_server, serve_role
     from rolecall.v1 import controller_pb2, reference_pb2_grpc
     from services.reference import config
-    from services.reference.engine import build
+    from services.reference.ranks import build
     from services.reference.service import ReferenceServicer
 
     settings, instance = args.settings, config.instance_of(args.worker)
     section = config.section(settings, instance)
     connection = await asyncio.to_thread(connect, settings.store)
     if rank_of_process()[0] > 0:
-        await follow(args, lambda vitals: build(settings, instance, connection, vitals))
+        await follow(args, lambda hooks: build(settings, instance, connection, hooks))
         return
-    lane = Lane()
-    engine = await load(args, lane, lambda vitals: build(settings, instance, connection, vitals))
+    device_thread = DeviceThread()
+    role = await load(args, device_thread, lambda hooks: build(settings, instance, connection, hooks))
     fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
-    front = ColumnFront(engine, lane, fence, section.token_budget)
+    calls = ColumnCalls(role, device_thread, fence, section.token_budget)
     server = make_server(settings, section, f"references.{args.worker}")
-    servicer = ReferenceServicer(engine, front, instance, f"{args.worker}.{args.incarnation}")
+    servicer = ReferenceServicer(role, calls, instance, f"{args.worker}.{args.incarnation}")
     server.add(reference_pb2_grpc.add_ReferenceServiceServicer_to_server, servicer, "rolecall.v1.ReferenceService")
-    await host(args, section, controller_pb2.ROLE_REFERENCE, server, front)
+    await serve_role(args, section, controller_pb2.ROLE_REFERENCE, server, calls)
 
 
 if __name__ == "__main__":

@@ -5,22 +5,12 @@ Whether the pull loop turns is not said: that tells nothing of an engine. Decide
 """
 
 import asyncio
-from typing import Protocol
 
+from rolecall.rpc.membership import Pulse
 from services.rollout.replica import Replica
 
 LOOK_S = 0.25
 """Seconds between two looks at the replica."""
-
-
-class Pulse(Protocol):
-    """The receiver of progress: the membership, whose heartbeats carry it."""
-
-    busy: bool
-    """Whether `progress` must be called now and then."""
-
-    def progress(self) -> None:
-        """Says that something moved."""
 
 
 async def feed_heartbeat(replica: Replica, pulse: Pulse) -> None:

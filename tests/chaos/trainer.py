@@ -19,7 +19,7 @@ from rolecall.settings import RunSettings
 from rolecall.store.connection import Connection
 from rolecall.store.rows import Rows
 from rolecall.telemetry import Metrics
-from rolecall.training.serving.train_chain import Progress
+from rolecall.training.serving.trainer import Progress
 from rolecall.trajectory import seed_of
 from rolecall.v1 import actor_pb2, weights_pb2
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch, TrajectoryMeta

@@ -19,9 +19,10 @@ from tests.tiny_models import write_tokenizer
 
 
 @dataclass
-class Pulse:
-    """Counts."""
+class Counter:
+    """A Pulse that counts."""
 
+    phase: str = ""
     busy: bool = False
     count: int = 0
 
@@ -91,7 +92,7 @@ async def test_a_load_is_owed_once_its_caller_has_left_and_not_while_it_is_waite
 async def test_the_heartbeat_is_fed_at_every_look(store: StoreUnderTest, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.01)) as rollout:
-        pulse = Pulse()
+        pulse = Counter()
         showing = asyncio.create_task(feed_heartbeat(rollout.replica, pulse))
         await rollout.publish(1)
         rollout.engine.hold = True

@@ -124,7 +124,7 @@ async def test_a_repeated_step_answers_with_its_record_and_changes_nothing(
         first = await train(actor, request)
         again = await train(actor, request)
         assert again == first
-        assert rig.engine.bench.engine.num_updates == 1
+        assert rig.engine.context.engine.num_updates == 1
         with pytest.raises(BatchMismatchError):
             await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest="another"))
 
@@ -178,7 +178,7 @@ async def test_a_step_goes_on_when_its_caller_leaves_and_a_retry_attaches(
         leaving.cancel()
         one, other = await asyncio.gather(train(actor, request), train(actor, request))
         assert one == other
-        assert rig.engine.bench.engine.num_updates == 40
+        assert rig.engine.context.engine.num_updates == 40
         assert rig.engine.applied.step == 1
     assert values_of(one)["actor/clip_fraction_high"] >= 0
 
@@ -192,7 +192,7 @@ async def test_a_missing_row_refuses_the_step_and_leaves_the_policy_as_it_was(
         store.rows.delete(batch.rows[:1])
         with pytest.raises(RowMissingError):
             await train(actor, request)
-        assert (rig.engine.applied.step, rig.engine.bench.engine.num_updates) == (0, 0)
+        assert (rig.engine.applied.step, rig.engine.context.engine.num_updates) == (0, 0)
 
 
 async def test_concurrent_calls_for_logprobs_agree_with_transformers(
@@ -259,7 +259,7 @@ async def test_kl_and_sampler_correction_are_terms_of_the_loss(
             [{"ref/logprobs": np.where(read["response_mask"], np.float32(-3), np.float32(0))} for read in masks],
         )
         metrics = values_of(await train(actor, request))
-        assert rig.engine.bench.engine.num_updates == 1
+        assert rig.engine.context.engine.num_updates == 1
     assert metrics["actor/reference_kl"] > 0
     assert metrics["actor/correction_weight"] == pytest.approx(1.0, abs=1e-3)
     expected = metrics["actor/policy_loss"] + 0.5 * metrics["actor/reference_kl"] - 0.01 * metrics["actor/entropy"]
@@ -278,7 +278,7 @@ async def test_tokens_are_singled_out_before_every_update(
             event
             async for event in actor.Train(TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest), timeout=60)
         ]
-        assert rig.engine.bench.engine.num_updates == 4
+        assert rig.engine.context.engine.num_updates == 4
     metrics = values_of(events[-1].result)
     assert 0.1 < metrics["actor/selected_fraction"] <= 0.2
     progress = [event.progress for event in events if event.HasField("progress")]
@@ -443,10 +443,10 @@ async def test_the_proximal_policy_is_recomputed_or_the_sampler(
     async with served_actor(make_run(algorithm=algorithm), store) as (rig, actor):
         first = await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest=batches.sealed(0).digest))
         batches.commit(first)
-        bench, batch = rig.engine.bench, batches.sealed(1)
-        flops = bench.engine.flops_done
+        context, batch = rig.engine.context, batches.sealed(1)
+        flops = context.engine.flops_done
         metrics = values_of(await train(actor, TrainRequest(ctl=store.ledger.ctl, step=1, digest=batch.digest)))
-        num_passes = (bench.engine.flops_done - flops) / bench.flops.forward.costs(
+        num_passes = (context.engine.flops_done - flops) / context.flops.forward.costs(
             [row.num_tokens for row in batch.rows]
         ).sum()
     # the head runs over scored tokens only

@@ -63,7 +63,7 @@ async def test_the_value_loss_falls_over_steps(store: StoreUnderTest, make_run: 
             assert await train(critic, request) == result
             batches.commit(result)
             losses.append(values_of(result)["critic/loss"])
-        assert rig.engine.bench.engine.num_updates == 8
+        assert rig.engine.context.engine.num_updates == 8
         with pytest.raises(OutOfOrderError):
             await train(critic, TrainRequest(ctl=store.ledger.ctl, step=9, digest="batch-9"))
     assert losses[-1] < losses[0]
@@ -91,4 +91,4 @@ async def test_its_own_number_of_minibatches_comes_before_the_actors(
 ) -> None:
     async with served_critic(make_run(num_minibatches=4), store) as (rig, critic):
         await train(critic, TrainRequest(ctl=store.ledger.ctl, step=0, digest=batches.sealed(0).digest))
-        assert rig.engine.bench.engine.num_updates == 4
+        assert rig.engine.context.engine.num_updates == 4

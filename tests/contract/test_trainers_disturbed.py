@@ -19,7 +19,7 @@ from rolecall.errors import CheckpointMissingError, DeadlineError, DiskFullError
 from rolecall.rpc.role_process import ServiceArgs
 from rolecall.settings import RunSettings
 from rolecall.training.serving.applied import Applied
-from rolecall.training.serving.device_thread import Lane
+from rolecall.training.serving.device_thread import DeviceThread
 from rolecall.training.serving.serve import load
 from rolecall.v1 import actor_pb2, weights_pb2
 from rolecall.v1.actor_pb2_grpc import ActorServiceStub
@@ -88,7 +88,7 @@ class Caller:
 def held(rig: Rig) -> Iterator[None]:
     """Keeps the device at work, so that calls queue up behind it."""
     release = threading.Event()
-    work = asyncio.ensure_future(rig.front.lane.run(lambda: release.wait(20), "held"))
+    work = asyncio.ensure_future(rig.calls.device_thread.run(lambda: release.wait(20), "held"))
     try:
         yield
     finally:
@@ -120,7 +120,7 @@ async def test_a_fresh_trainer_stands_at_the_start_and_a_checkpoint_brings_it_fo
     assert loaded.step == 1
     assert (await caller.train(1, digests[1])).digest == trained.digest
     assert (await caller.info()).step == 2
-    assert rig.engine.bench.engine.num_updates == 2
+    assert rig.engine.context.engine.num_updates == 2
 
 
 async def test_calls_that_cross_are_done_one_after_the_other(
@@ -170,7 +170,7 @@ async def test_what_a_replaced_controller_left_waiting_for_the_device_is_not_don
         waiting = [asyncio.ensure_future(call) for call in (old.load(), old.save(1, "late"))]
         await asyncio.sleep(0.3)
         offload = asyncio.ensure_future(stub.Offload(OffloadRequest(ctl=old.ctl + 1), timeout=TIMEOUT_S))
-        await until(lambda: rig.front.fence.ctl == old.ctl + 1)
+        await until(lambda: rig.calls.fence.ctl == old.ctl + 1)
     for outcome in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(outcome, FencedError)
     await offload
@@ -188,14 +188,14 @@ async def test_a_step_that_waits_while_the_trainer_is_set_back_is_refused(
     digest = batches.sealed(1).digest
     with held(rig):
         loading = asyncio.ensure_future(caller.load())
-        await until(lambda: rig.front.lane.num_waiting == 2)
+        await until(lambda: rig.calls.device_thread.num_waiting == 2)
         training = asyncio.ensure_future(caller.train(1, digest))  # in order when it is asked for
-        await until(lambda: rig.front.lane.num_waiting == 3)
+        await until(lambda: rig.calls.device_thread.num_waiting == 3)
     assert (await loading).step == 0
     with pytest.raises(OutOfOrderError, match="step 1 cannot be applied at step 0"):
         await training
     assert (await caller.info()).step == 0
-    assert rig.engine.bench.engine.num_updates == 0
+    assert rig.engine.context.engine.num_updates == 0
 
 
 async def test_a_trainer_that_is_set_back_keeps_the_highest_version_it_published(
@@ -262,8 +262,8 @@ async def test_every_kind_of_work_moves_in_small_parts(
 ) -> None:
     rig, stub = actor
     caller, moves = Caller(stub, store.ledger.ctl, tmp_path), Moves()
-    rig.front.lane.show_to(moves)
-    num_tensors = sum(1 for _ in rig.engine.bench.engine.named_weights())
+    rig.calls.device_thread.show_to(moves)
+    num_tensors = sum(1 for _ in rig.engine.context.engine.named_weights())
     rows = [row for group in batches.sampled(8) for row in group.rows]
     num_microbatches = sum(row.num_tokens for row in rows) // 64
     assert (
@@ -284,12 +284,12 @@ async def test_a_model_that_is_not_loaded_in_time_is_an_error_that_says_so(
     store: StoreUnderTest, model: Path, tmp_path: Path
 ) -> None:
     settings = RunSettings.model_validate(settings_tree(store, model, tmp_path, controller={"start_timeout_s": 0.2}))
-    lane = Lane()
+    device_thread = DeviceThread()
     with pytest.raises(
         DeadlineError, match=r"actor was still loading the model after controller.start_timeout_s = 0.2 s"
     ):
-        await load(ServiceArgs(settings, "actor", "1"), lane, lambda vitals: time.sleep(1))
-    await lane.close()
+        await load(ServiceArgs(settings, "actor", "1"), device_thread, lambda hooks: time.sleep(1))
+    await device_thread.close()
 
 
 @contextmanager

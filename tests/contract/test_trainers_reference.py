@@ -11,7 +11,7 @@ from rolecall.settings import RunSettings
 from rolecall.training.model.logprobs import Wanted
 from rolecall.v1.reference_pb2 import GetReferenceInfoRequest
 from rolecall.v1.training_pb2 import ComputeColumnRequest
-from services.reference.engine import recipes
+from services.reference.ranks import columns_by_prefix
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_qwen3
 from tests.trainer_rig import Batches, served_reference, settings_tree, true_distribution, true_logprobs
@@ -87,7 +87,7 @@ def test_a_ranking_is_of_the_ids_that_the_policy_knows_and_one_of_all_of_them_is
         distillation = {"teacher": "wise", "divergence": "forward_topk", "placement": "loss", "top_k": top_k}
         algorithm = {"groups_per_batch": 4, "distillation": distillation}
         tree = settings_tree(store, model, tmp_path, algorithm=algorithm, references={"wise": {}})
-        return recipes(RunSettings.model_validate(tree), "wise")["teacher"].wanted
+        return columns_by_prefix(RunSettings.model_validate(tree), "wise")["teacher"].wanted
 
     assert of(5) == Wanted(top_k=5, num_ids=288)
     with pytest.raises(ConfigError, match=r"top_k 288 is not less than the 288 ids"):

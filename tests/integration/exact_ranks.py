@@ -231,7 +231,7 @@ class Rank:
             )
         told = TrainResult(metrics=metrics.to_proto()).SerializeToString().hex()
         return {
-            "speaks": layout.speaks,
+            "speaks": layout.is_slot_leader,
             "metrics": told,
             "grad_norms": norms,
             "losses": losses,

@@ -27,9 +27,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from rolecall.errors import FencedError, OutOfOrderError, RoleCallError
+from rolecall.rpc.fence import Fence
 from rolecall.settings import RunSettings
-from rolecall.training.serving.calls import TrainerFront
-from rolecall.training.serving.train_chain import Progress
+from rolecall.training.serving.calls import TrainerCalls
+from rolecall.training.serving.device_thread import DeviceThread
+from rolecall.training.serving.train_chain import TrainChain
+from rolecall.training.serving.trainer import Progress
 from rolecall.v1 import training_pb2 as pb
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 from rolecall.wire import Array
@@ -283,7 +286,7 @@ class StepMachine(StepRun, RuleBasedStateMachine):
             old.commit_step(step, [])
         with pytest.raises(FencedError):
             old.sweep(self.rows, step)
-        if self.processes["actor"].front.fence.ctl > old.ctl:
+        if self.processes["actor"].calls.fence.ctl > old.ctl:
             with pytest.raises(FencedError):
                 self.runner.run(self.trainers()[0].train(old.ctl, step, "late", lambda what: None))
 
@@ -358,22 +361,32 @@ class SkippedReplay(StepMachine):
         return await replace(self.recovery(), trainers=unmoved).run(self.ledger.ctl)
 
 
-class UnchainedFront(TrainerFront):
+class UnchainedTrain(TrainChain):
     """Applies whatever it is asked, as often as it is asked."""
 
     async def train(self, request: pb.TrainRequest) -> AsyncIterator[pb.TrainResponse]:
         batch = await asyncio.to_thread(self._read_sealed, request.step)
-        yield pb.TrainResponse(
-            result=await self.lane.run(lambda: self._trainer.train(batch, Progress(lambda: None)), "training")
-        )
+        work = self._device_thread.run(lambda: self._trainer.train(batch, Progress(lambda: None)), "training")
+        yield pb.TrainResponse(result=await work)
 
-    def __init__(self, engine: HashEngine, read_sealed: Callable[[int], TrainBatch], *others: Any) -> None:
-        super().__init__(engine, read_sealed, *others)
-        self._read_sealed = read_sealed
+
+class UnchainedCalls(TrainerCalls):
+    """Serves Train without a chain."""
+
+    def __init__(
+        self,
+        engine: HashEngine,
+        read_sealed: Callable[[int], TrainBatch],
+        device_thread: DeviceThread,
+        fence: Fence,
+        *others: Any,
+    ) -> None:
+        super().__init__(engine, read_sealed, device_thread, fence, *others)
+        self.chain = UnchainedTrain(engine, read_sealed, device_thread, fence)
 
 
 class UnchainedTrainer(StepMachine):
-    make_front = UnchainedFront
+    make_calls = UnchainedCalls
 
 
 class EarlySweep(StepMachine):

@@ -7,6 +7,7 @@ exactly those.
 """
 
 import asyncio
+import functools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -26,8 +27,8 @@ from rolecall.scoring.scores import Item, ScoreFunction
 from rolecall.settings import RpcSection, RunSettings
 from rolecall.store.ledger import Ledger
 from rolecall.store.sealed import read_ctl, read_sealed
-from rolecall.training.serving.calls import TrainerFront
-from rolecall.training.serving.device_thread import Lane
+from rolecall.training.serving.calls import TrainerCalls
+from rolecall.training.serving.device_thread import DeviceThread
 from rolecall.v1 import (
     actor_pb2_grpc,
     controller_pb2,
@@ -57,7 +58,7 @@ class ServedActor(ActorServicer):
     def restart(self, trainer: ActorTwin | None = None) -> None:
         """Serves a trainer that has applied nothing, as a new process does."""
         self.trainer = trainer or ActorTwin(self._store.rows)
-        super().__init__(self.trainer, _front_of(self.trainer, self._store, self._stack))
+        super().__init__(self.trainer, _calls_of(self.trainer, self._store, self._stack))
 
 
 class ServedCritic(CriticServicer):
@@ -70,16 +71,17 @@ class ServedCritic(CriticServicer):
     def restart(self) -> None:
         """Serves a trainer that has applied nothing, as a new process does."""
         self.trainer = TrainerTwin(self._store.rows)
-        super().__init__(_front_of(self.trainer, self._store, self._stack))
+        super().__init__(_calls_of(self.trainer, self._store, self._stack))
 
 
-def _front_of(trainer: TrainerTwin, store: StoreUnderTest, stack: AsyncExitStack) -> TrainerFront:
+def _calls_of(trainer: TrainerTwin, store: StoreUnderTest, stack: AsyncExitStack) -> TrainerCalls:
     connection, run = store.connection, store.run
     fence = Fence(read_ctl(connection, run))
-    front = TrainerFront(trainer, lambda step: read_sealed(connection, run, step), Lane(), fence, 2**20, "trainer.1")
-    front.start()
-    stack.push_async_callback(front.close)
-    return front
+    sealed = functools.partial(read_sealed, connection, run)
+    calls = TrainerCalls(trainer, sealed, DeviceThread(), fence, 2**20, "trainer.1")
+    calls.start()
+    stack.push_async_callback(calls.close)
+    return calls
 
 
 def parity(item: Item) -> float:

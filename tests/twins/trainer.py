@@ -23,7 +23,7 @@ from rolecall.training.serving.applied import FILE, Applied
 from rolecall.training.serving.background import in_background
 from rolecall.training.serving.hooks import nothing
 from rolecall.training.serving.save_chain import Written
-from rolecall.training.serving.train_chain import Progress
+from rolecall.training.serving.trainer import Progress
 from rolecall.v1 import actor_pb2, training_pb2, weights_pb2
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch, TrajectoryMeta
 from rolecall.wire import Array, encode_tensor
@@ -33,7 +33,7 @@ Row = Mapping[str, Array]
 
 
 class ColumnTwin:
-    """A ColumnEngine that computes its columns from a row's own."""
+    """A ColumnComputer that computes its columns from a row's own."""
 
     num_parameters = 1
     world_size = 1
@@ -77,7 +77,7 @@ class ColumnTwin:
 
 
 class TrainerTwin(ColumnTwin):
-    """A TrainerEngine that keeps a record of every applied step, as in a checkpoint."""
+    """A Trainer that keeps a record of every applied step, as in a checkpoint."""
 
     trains_on: tuple[str, ...] = ("token_ids", "advantages", "loss_mask")
     """The columns that a step reads."""
@@ -176,7 +176,7 @@ class TrainerTwin(ColumnTwin):
 
 
 class ActorTwin(TrainerTwin):
-    """An ActorEngine whose weights are known by their version, as those of the scripted rollout engine."""
+    """A WeightPublishingTrainer whose weights are known by their version, as those of the scripted rollout engine."""
 
     reads = ("rollout_logprobs", "response_mask")
 

@@ -1,4 +1,4 @@
-"""What the lane, the chain of steps and its account promise, with an engine that only counts."""
+"""What the device thread, the chain of steps and its account promise, with an engine that only counts."""
 
 import asyncio
 import threading
@@ -20,10 +20,10 @@ from rolecall.errors import (
     WorkerLostError,
 )
 from rolecall.rpc.fence import Fence
-from rolecall.training.serving import device_thread
 from rolecall.training.serving.applied import FILE, KEPT, Applied
-from rolecall.training.serving.device_thread import Lane
-from rolecall.training.serving.train_chain import Progress, TrainChain
+from rolecall.training.serving.device_thread import MAX_WAITING, DeviceThread
+from rolecall.training.serving.train_chain import TrainChain
+from rolecall.training.serving.trainer import Progress
 from rolecall.v1.training_pb2 import TrainRequest, TrainResult
 from rolecall.v1.trajectory_pb2 import REDUCTION_MAX, Metric, TrainBatch
 
@@ -55,13 +55,13 @@ def read_sealed(step: int) -> TrainBatch:
 
 
 @asynccontextmanager
-async def chained(trainer: CountingTrainer) -> AsyncIterator[tuple[TrainChain, Lane]]:
-    lane = Lane()
+async def chained(trainer: CountingTrainer) -> AsyncIterator[tuple[TrainChain, DeviceThread]]:
+    device_thread = DeviceThread()
     try:
-        yield TrainChain(trainer, read_sealed, lane), lane
+        yield TrainChain(trainer, read_sealed, device_thread, Fence(0)), device_thread
     finally:
         trainer.may_finish.set()
-        await lane.close()
+        await device_thread.close()
 
 
 async def trained(chain: TrainChain, step: int, digest: str | None = None) -> TrainResult:
@@ -108,36 +108,34 @@ async def test_callers_of_a_step_under_way_attach_to_it_and_may_leave() -> None:
 async def test_a_step_that_could_not_be_read_is_tried_again_by_the_next_call() -> None:
     trainer = CountingTrainer()
     trainer.fails = RowMissingError("a row is gone")
-    async with chained(trainer) as (chain, lane):
+    async with chained(trainer) as (chain, device_thread):
         with pytest.raises(RowMissingError):
             await trained(chain, 0)
         assert (await trained(chain, 0)).step == 0
-        assert not lane.failed.done()
+        assert not device_thread.failed.done()
 
 
 async def test_an_unexpected_failure_of_the_device_ends_the_role() -> None:
     trainer = CountingTrainer()
     trainer.fails = RuntimeError("CUDA error")
-    async with chained(trainer) as (chain, lane):
+    async with chained(trainer) as (chain, device_thread):
         with pytest.raises(WorkerLostError, match="CUDA error") as caught:
             await trained(chain, 0)
-        assert isinstance(lane.failed.exception(), RuntimeError)
+        assert isinstance(device_thread.failed.exception(), RuntimeError)
         assert caught.value.retryable
         with pytest.raises(WorkerLostError, match="failed before"):
             await trained(chain, 0)
 
 
 async def test_the_lane_refuses_more_than_its_bound() -> None:
-    lane, gate = Lane(), threading.Event()
-    waiting = [
-        asyncio.create_task(lane.run(lambda: gate.wait(10), "waiting")) for _ in range(device_thread.MAX_WAITING)
-    ]
+    device_thread, gate = DeviceThread(), threading.Event()
+    waiting = [asyncio.create_task(device_thread.run(lambda: gate.wait(10), "waiting")) for _ in range(MAX_WAITING)]
     await asyncio.sleep(0)
     with pytest.raises(ExhaustedError):
-        await lane.run(gate.is_set, "waiting")
+        await device_thread.run(gate.is_set, "waiting")
     gate.set()
     assert all(await asyncio.gather(*waiting))
-    await lane.close()
+    await device_thread.close()
 
 
 async def test_the_lane_shows_phases_and_progress() -> None:
@@ -149,12 +147,12 @@ async def test_the_lane_shows_phases_and_progress() -> None:
         def progress(self) -> None:
             self.count += 1
 
-    lane, shown = Lane(), Shown()
-    lane.show_to(shown)
+    device_thread, shown = DeviceThread(), Shown()
+    device_thread.show_to(shown)
     # it moved when it began
-    assert await lane.run(lambda: (shown.phase, shown.busy, shown.count), "training") == ("training", True, 1)
+    assert await device_thread.run(lambda: (shown.phase, shown.busy, shown.count), "training") == ("training", True, 1)
     assert (shown.phase, shown.busy, shown.count) == ("idle", False, 2)
-    await lane.close()
+    await device_thread.close()
 
 
 def test_a_fence_lets_only_the_newest_controller_through() -> None:

@@ -12,14 +12,14 @@ import torch
 from rolecall.algorithms.aggregation import Counts
 from rolecall.errors import InvalidInputError
 from rolecall.telemetry import Metrics
-from rolecall.training.account.flops import CostModel, ModelFlops
 from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.engine import Loss, Microbatch, StepOutcome, TokenOutputs, ValueOutputs
 from rolecall.training.packing.pack import pack
 from rolecall.training.ranks.command_group import CommandGroup
-from rolecall.training.serving.train_chain import Progress
-from rolecall.training.step.optimize import Counted, Effort, optimize, per_update
-from rolecall.training.step.share import Bench, Minibatch, TrainShare
+from rolecall.training.serving.trainer import Progress
+from rolecall.training.step.optimize import MicrobatchCounter, StepCost, optimize, per_update
+from rolecall.training.step.rank_context import RankContext
+from rolecall.training.step.share import Minibatch, TrainShare
 
 
 class ScriptedEngine:
@@ -65,10 +65,10 @@ def share_of(*minibatches: Sequence[int]) -> TrainShare:
     return TrainShare([], made, 0)
 
 
-def bench_of(engine: Any) -> Bench:
+def context_of(engine: Any) -> RankContext:
     unused: Any = None
-    cpu, flops = torch.device("cpu"), ModelFlops(CostModel(1.0), CostModel(3.0), head_size=8)
-    return Bench(engine, CommandGroup(0, 1, None), flops, cpu, 64, PhaseMemory(cpu), rows=unused)
+    cpu = torch.device("cpu")
+    return RankContext(engine, unused, CommandGroup(0, 1, None), cpu, 64, PhaseMemory(cpu))
 
 
 def unit_loss(microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> tuple[torch.Tensor, Metrics]:
@@ -81,7 +81,7 @@ def test_every_minibatch_of_every_epoch_is_one_update_and_skipped_ones_are_count
     done, nan = StepOutcome(0.5, 1e-3, True), StepOutcome(float("nan"), 1e-3, False)
     engine, progress = ScriptedEngine(done, nan, done, done), Progress(lambda: None)
     metrics, skipped = optimize(
-        bench_of(engine), share_of([1, 2], [3]), lambda _: unit_loss, 2, Counted(progress, 6), "actor"
+        context_of(engine), share_of([1, 2], [3]), lambda _: unit_loss, 2, MicrobatchCounter(progress, 6), "actor"
     )
     assert engine.seen == [1, 2, 3, 1, 2, 3]
     assert (progress.num_done, progress.num_total, skipped) == (6, 6, 1)
@@ -99,20 +99,25 @@ def test_a_failure_between_updates_is_never_an_answer() -> None:
     engine = ScriptedEngine(StepOutcome(0.5, 1e-3, True), InvalidInputError("two reductions"))
     with pytest.raises(RuntimeError, match="partly applied: two reductions"):
         optimize(
-            bench_of(engine), share_of([1], [2]), lambda _: unit_loss, 1, Counted(Progress(lambda: None), 2), "actor"
+            context_of(engine),
+            share_of([1], [2]),
+            lambda _: unit_loss,
+            1,
+            MicrobatchCounter(Progress(lambda: None), 2),
+            "actor",
         )
 
 
 def test_an_effort_says_what_the_device_did_and_leaves_out_a_share_of_an_unknown_peak() -> None:
     engine = ScriptedEngine()
-    bench = bench_of(engine)
+    context = context_of(engine)
     for known, peak_flops in (({"actor/mfu"}, 1e15), (set[str](), None)):
-        effort = Effort(replace(bench, peak_flops=peak_flops))
+        cost = StepCost(replace(context, peak_flops=peak_flops))
         engine.flops_done += 6e12
-        with bench.memory.phase("forward"):
+        with context.memory.phase("forward"):
             pass
         metrics = Metrics()
-        effort.add_to(metrics, "actor", 100)
+        cost.add_to(metrics, "actor", 100)
         values = metrics.values()
         assert (
             values.keys() == {"actor/tflops", "actor/tokens", "actor/tokens_per_s", "actor/forward_peak_bytes"} | known

@@ -18,9 +18,9 @@ from tools.gpu_acceptance.stage import Stage
 
 _ROOT = Path(__file__).parents[2]
 _IMPORTED = (
-    "services.actor.engine",
-    "services.critic.engine",
-    "services.reference.engine",
+    "services.actor.ranks",
+    "services.critic.ranks",
+    "services.reference.ranks",
     "services.rollout.scripted",
     "rolecall.training.sft.train",
 )

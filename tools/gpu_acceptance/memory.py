@@ -18,7 +18,7 @@ import torch
 from rolecall.rpc.role_process import FINAL, RESTART, run
 from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.ranks.device import memory_bytes
-from rolecall.training.serving.device_thread import Lane
+from rolecall.training.serving.device_thread import DeviceThread
 from tests.tiny_models import write_qwen3
 from tools.gpu_acceptance.findings import Findings
 from tools.gpu_acceptance.stage import Stage, make_engine, make_rows, packed
@@ -69,8 +69,8 @@ def check_out_of_memory(found: Findings, folder: Path) -> None:
 
 
 async def _role(model: Path, out: Path, after_success: bool, dry: bool) -> None:
-    lane = Lane()
-    await lane.run(lambda: _work(model, out, after_success, dry), "training")
+    device_thread = DeviceThread()
+    await device_thread.run(lambda: _work(model, out, after_success, dry), "training")
 
 
 def _work(model: Path, out: Path, after_success: bool, dry: bool) -> None:

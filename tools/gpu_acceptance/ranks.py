@@ -85,7 +85,9 @@ def train(engine: FsdpEngine, num_steps: int, dry: bool) -> list[tuple[float, fl
             for part in plans[layout.data_rank].microbatches
         ]
         metrics = engine.forward_backward(microbatches, SftObjective(counts_of(rows))).values()
-        loss = torch.tensor(metrics.get("sft/loss", 0.0) * layout.speaks, dtype=torch.float64, device=engine.device)
+        loss = torch.tensor(
+            metrics.get("sft/loss", 0.0) * layout.is_slot_leader, dtype=torch.float64, device=engine.device
+        )
         dist.all_reduce(loss)
         said.append((float(loss), engine.step().grad_norm))
     return said

@@ -122,7 +122,7 @@ class Snapshot:
             StoredFile(*json.loads(data))
             for data in group.gather(json.dumps([mine.name, mine.num_bytes, mine.checksum]).encode())
         ]
-        if not group.leads:
+        if not group.is_leader:
             return ()
         files = {
             **{f"{MODEL}/{path.name}": _copy_of(path) for path in companions(self._source)},

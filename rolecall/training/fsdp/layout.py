@@ -50,7 +50,7 @@ class Layout:
         slot_size = parallel.sequence * parallel.tensor
         self.data_rank, self.data_size = self.rank // slot_size, self.world_size // slot_size
         """Which of how many slots this rank belongs to."""
-        self.speaks = self.rank % slot_size == 0
+        self.is_slot_leader = self.rank % slot_size == 0
         """Whether this rank counts for its slot: the others compute the same numbers."""
         ranks = torch.arange(self.world_size).view(parallel.replicate, -1, parallel.sequence, parallel.tensor)
         self.sequence: SequenceShare | None = None

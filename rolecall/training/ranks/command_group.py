@@ -3,7 +3,7 @@ of their own.
 
 Owns the command group and what crosses it: commands, agreement on errors, small sums and gathered bytes. Not the
 collectives of the model, which belong to the engine's group. A follower never waits without a deadline: while idle,
-rank 0 sends a keep-alive every lane.KEEP_ALIVE_S.
+rank 0 sends a keep-alive every device_thread.KEEP_ALIVE_S.
 
 Errors: work that touches no collective runs under `agree`. When it fails on any rank with a RoleCallError, every rank
 raises one and the group goes on. Any other error ends its process; the other ranks see it go (watch.py) and end, and
@@ -59,7 +59,7 @@ class CommandGroup:
         self.rank = rank
         self.world_size = world_size
         self.slot, self.num_slots = rank // slot_size, world_size // slot_size
-        self.speaks = rank % slot_size == 0
+        self.is_slot_leader = rank % slot_size == 0
         """Whether this rank counts for its slot, in sums over slots, in what is written to rows, and in metrics."""
         self._group = group
         self._watch = watch
@@ -77,9 +77,16 @@ class CommandGroup:
         return cls(dist.get_rank(), dist.get_world_size(), group, watch, slot_size)
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
+
+    @contextmanager
+    def leading(self, command: TrainerCommand) -> Iterator[None]:
+        """Rank 0: has all ranks do `command`; rank 0 does its part inside."""
+        with self.watched():
+            self.announce(command)
+            yield
 
     def announce(self, command: TrainerCommand) -> None:
         """Rank 0: hands `command` to the followers, who will do the same as rank 0 does next."""
@@ -154,7 +161,7 @@ class CommandGroup:
     def sum_over_slots(self, numbers: Array) -> Array:
         """`sum`, counting each slot once."""
         numbers = np.asarray(numbers, np.float64)
-        return self.sum(numbers if self.speaks else np.zeros_like(numbers))
+        return self.sum(numbers if self.is_slot_leader else np.zeros_like(numbers))
 
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's `data` in order of ranks, on every rank."""
@@ -171,7 +178,9 @@ class CommandGroup:
 
     def merge(self, metrics: Metrics) -> Metrics:
         """All ranks' metrics, each slot counted once."""
-        mine = TrainResult(metrics=(metrics if self.speaks else metrics.extremes()).to_proto()).SerializeToString()
+        mine = TrainResult(
+            metrics=(metrics if self.is_slot_leader else metrics.extremes()).to_proto()
+        ).SerializeToString()
         return Metrics.from_proto(
             metric for data in self.gather(mine) for metric in TrainResult.FromString(data).metrics
         )

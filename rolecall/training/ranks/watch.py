@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from rolecall.errors import WorkerLostError
 from rolecall.lifeline import parent_of
-from rolecall.training.serving.hooks import Vitals
+from rolecall.training.serving.hooks import ProcessHooks
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +67,11 @@ class _Peer:
 class RankWatch:
     """One rank's end. Its own thread beats and judges; any thread sets `phase` and calls `leave`."""
 
-    def __init__(self, vitals: Vitals, rank: int, world_size: int, *, silent_s: float = SILENT_S) -> None:
-        """`vitals.lost` is called once, in the watch's thread, when a rank is lost; it ends the process."""
+    def __init__(self, hooks: ProcessHooks, rank: int, world_size: int, *, silent_s: float = SILENT_S) -> None:
+        """`hooks.lost` is called once, in the watch's thread, when a rank is lost; it ends the process."""
         self.phase = "starting"
         """What this rank is doing, told to the others."""
-        self._vitals = vitals
+        self._hooks = hooks
         self._rank = rank
         self._world_size = world_size
         self._silent_s = silent_s
@@ -100,7 +100,7 @@ class RankWatch:
             connection = socket.create_connection((host, int(port)), timeout=timeout_s)
         except OSError as error:
             raise WorkerLostError(
-                f"rank 0 of {self._vitals.role} does not answer at {where} ({error}); rank {self._rank} ends"
+                f"rank 0 of {self._hooks.role} does not answer at {where} ({error}); rank {self._rank} ends"
             ) from error
         self._add(connection, rank=0)
         self._thread.start()
@@ -159,7 +159,7 @@ class RankWatch:
     def _give_up(self, peer: _Peer, what: str) -> None:
         message = (
             peer.told
-            or f"rank {peer.rank} of {self._vitals.role} {what}; it was {peer.phase}, rank {self._rank} was "
+            or f"rank {peer.rank} of {self._hooks.role} {what}; it was {peer.phase}, rank {self._rank} was "
             f"{self.phase}. All ranks end"
         )
         logger.error("%s", message)
@@ -168,7 +168,7 @@ class RankWatch:
                 os.kill(peer.pid, signal.SIGKILL)
         self._tell({"lost": message})
         if not self._stopping.is_set():
-            self._vitals.lost(WorkerLostError(message, rank=str(peer.rank)))
+            self._hooks.lost(WorkerLostError(message, rank=str(peer.rank)))
 
     def _add(self, connection: socket.socket, rank: int) -> None:
         connection.setblocking(False)

@@ -23,7 +23,7 @@ LINGER_S = 0.003
 
 Compute: TypeAlias = Callable[[Sequence[RowRef]], Awaitable[frozenset[str]]]
 """Computes and writes the column of rows (each once) and returns the keys (see `row_key`) of those that held it before.
-Runs in the lane.
+Runs in the device thread.
 """
 
 
@@ -63,7 +63,7 @@ class ColumnBatcher:
             self._queue.put_nowait(call)
         except asyncio.QueueFull:
             raise ExhaustedError(f"{MAX_CALLS} calls wait for this column already; send fewer at a time") from None
-        return await call.answer  # bounded: by the caller's deadline; the work itself by the lane
+        return await call.answer  # bounded: by the caller's deadline; the work itself by the device thread
 
     async def close(self) -> None:
         """Ends the serving; what waits is cancelled."""

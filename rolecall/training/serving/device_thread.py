@@ -1,10 +1,10 @@
-"""The one thread that touches the device, seen from asyncio. Owns order and the bound on what waits. Knows neither
-torch nor gRPC.
+"""The one thread that touches the device, seen from asyncio. Owns order and the bound on what waits. Uses no torch and
+no gRPC.
 
-A `RoleCallError` of a piece of work is that piece's answer: the engine raises them only where every rank can go on.
+A `RoleCallError` of a piece of work is that piece's answer: the role raises them only where every rank can go on.
 Anything else may have left a half-applied step or ranks out of step with each other, so it also ends the process
-(`failed`) and the role restarts from its checkpoint: whoever asked for the work gets a WorkerLostError, for asking
-again may help then. An OutOfMemoryError does both: asking again does not help (memory.py).
+(`failed`) and the role restarts from its checkpoint. The caller then gets a WorkerLostError, for asking again may help.
+An OutOfMemoryError does both: asking again does not help (memory.py).
 """
 
 import asyncio
@@ -13,35 +13,22 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from rolecall.errors import ExhaustedError, OutOfMemoryError, RoleCallError, WorkerLostError
+from rolecall.rpc.membership import Pulse
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 64
 """Pieces of work that may wait for the device; one more is refused."""
-
-
 KEEP_ALIVE_S = 5.0
 """Seconds without work after which the other ranks are shown that this one lives."""
 
 
-class Pulse(Protocol):
-    """Where the thread shows that it moves: the role's membership."""
-
-    phase: str
-    """What is being done, in a word or two."""
-    busy: bool
-    """Whether work is in hand: only then must progress move."""
-
-    def progress(self) -> None:
-        """Counts up; any thread may call."""
-
-
-class Lane:
-    """Runs one piece of work at a time, in the order of the calls."""
+class DeviceThread:
+    """The thread of rank 0 that does all device work, one piece at a time, in the order of the calls."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="device")
@@ -63,9 +50,9 @@ class Lane:
             self._pulse.progress()
 
     async def run(self, work: Callable[[], T], phase: str) -> T:
-        """What `work` returns. Once started it runs to its end, also when the caller is cancelled. ExhaustedError when
-        too much waits already, WorkerLostError when the work failed with anything but a RoleCallError, or other work
-        did before.
+        """Runs `work` and returns what it does. Once started it runs to its end, also when the caller is cancelled.
+        ExhaustedError when too much waits already, WorkerLostError when the work failed with anything but a
+        RoleCallError, or other work did before.
 
         No deadline here: work that stops calling `progressed` for the section's hang_s is taken for hung by the
         controller, and the process ends.

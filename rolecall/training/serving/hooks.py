@@ -1,4 +1,4 @@
-"""How a rank shows its process that it moves, and how it ends it. No torch."""
+"""The hooks by which device work reports to its process and ends it. No torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from rolecall.errors import WorkerLostError
 
 
 def nothing() -> None:
-    """Progress that nobody watches."""
+    """Does nothing: the hook of progress that nobody watches."""
 
 
 def _stay(error: WorkerLostError) -> None:
-    """Of a single rank: there is no other to lose."""
+    """Does nothing: a single rank has no other to lose."""
 
 
 @dataclass(frozen=True)
-class Vitals:
-    """What device work is given of the process around it."""
+class ProcessHooks:
+    """The calls by which device work shows its process that it moves, and ends it."""
 
     role: str = "trainer"
     """For messages."""
@@ -26,5 +26,5 @@ class Vitals:
     """Ends this process at once, from any thread, because another rank is lost."""
 
 
-UNWATCHED = Vitals()
-"""A rank on its own, in a test."""
+UNWATCHED = ProcessHooks()
+"""The hooks of a rank that nobody watches, as in a test."""

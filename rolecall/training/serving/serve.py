@@ -11,14 +11,14 @@ from rolecall.rpc.membership import Membership
 from rolecall.rpc.role_process import ServiceArgs, serve, stop_requested, way_out
 from rolecall.rpc.server import Server
 from rolecall.settings import RunSettings, TrainerSection
-from rolecall.training.serving.calls import DRAIN_S, ColumnFront
-from rolecall.training.serving.device_thread import Lane
-from rolecall.training.serving.hooks import Vitals
+from rolecall.training.serving.calls import DRAIN_S, ColumnCalls
+from rolecall.training.serving.device_thread import DeviceThread
+from rolecall.training.serving.hooks import ProcessHooks
 from rolecall.v1 import controller_pb2
 
 
-class FollowerEngine(Protocol):
-    """An engine on a rank that does not serve."""
+class Follower(Protocol):
+    """A role on a rank that does not serve."""
 
     def follow(self) -> None:
         """Does what rank 0 commands, until it stops the group."""
@@ -27,28 +27,28 @@ class FollowerEngine(Protocol):
 E = TypeVar("E")
 
 
-async def load(args: ServiceArgs, lane: Lane, build: Callable[[Vitals], E]) -> E:
-    """Rank 0: what `build` makes, in the lane. DeadlineError when the model is not loaded within
+async def load(args: ServiceArgs, device_thread: DeviceThread, build: Callable[[ProcessHooks], E]) -> E:
+    """Rank 0: builds the role in the device thread. DeadlineError when the model is not loaded within
     controller.start_timeout_s.
     """
     timeout_s = args.settings.controller.start_timeout_s
-    vitals = Vitals(args.worker, lane.progressed, way_out(args.worker))
+    hooks = ProcessHooks(args.worker, device_thread.progressed, way_out(args.worker))
     try:
         async with asyncio.timeout(timeout_s):
-            return await lane.run(lambda: build(vitals), "loading the model")
+            return await device_thread.run(lambda: build(hooks), "loading the model")
     except TimeoutError as error:
         raise DeadlineError(
             f"{args.worker} was still loading the model after controller.start_timeout_s = {timeout_s:g} s"
         ) from error
 
 
-async def follow(args: ServiceArgs, build: Callable[[Vitals], FollowerEngine]) -> None:
+async def follow(args: ServiceArgs, build: Callable[[ProcessHooks], Follower]) -> None:
     """The other ranks: builds and obeys rank 0 until it stops the group. They leave when rank 0 says so, not at a
     signal, and at once when it is lost.
     """
     stop_requested()
-    vitals = Vitals(args.worker, lost=way_out(args.worker))
-    await asyncio.to_thread(lambda: build(vitals).follow())
+    hooks = ProcessHooks(args.worker, lost=way_out(args.worker))
+    await asyncio.to_thread(lambda: build(hooks).follow())
 
 
 def make_server(settings: RunSettings, section: TrainerSection, name: str) -> Server:
@@ -56,38 +56,38 @@ def make_server(settings: RunSettings, section: TrainerSection, name: str) -> Se
     return Server(settings.rpc, section.bind or section.address or "127.0.0.1:0", setting=f"{name}.bind")
 
 
-async def host(
+async def serve_role(
     args: ServiceArgs,
     section: TrainerSection,
     role: controller_pb2.Role.ValueType,
     server: Server,
-    front: ColumnFront,
+    calls: ColumnCalls,
     on_drain: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Serves until asked to stop, or until the device thread or the membership fails; then raises what failed. `server`
     has its services already.
 
-    `on_drain` ends what would hold up the lane, before the step under way is waited for.
+    `on_drain` ends what would hold up the device thread, before the step under way is waited for.
     """
-    front.start()
+    calls.start()
     bound = await server.start()
     membership = Membership(args.settings, role, args.worker, args.incarnation, section.address or bound)
-    front.lane.show_to(membership)
+    calls.device_thread.show_to(membership)
     membership.phase = "idle"
     membership.start()
     await server.set_serving(True)
-    failed = _first(front.lane.failed, membership.failed)
+    failed = _first(calls.device_thread.failed, membership.failed)
 
     async def drain() -> None:
         if on_drain is not None:
             await on_drain()  # bounded: by serve, which gives a drain its grace
-        await front.drain()
+        await calls.drain()
 
     try:
         await serve(server, drain=drain, failed=failed, grace_s=DRAIN_S)
     finally:
         membership.stop()
-        await front.close()
+        await calls.close()
 
 
 def _first(*futures: "asyncio.Future[None]") -> "asyncio.Future[None]":

@@ -1,5 +1,5 @@
-"""The chained, idempotent Train (ARCHITECTURE.md, "Exactly once"): which step may be applied, what a repeated call
-gets, and who listens. No torch, no gRPC.
+"""The chained, idempotent Train (ARCHITECTURE.md, "Exactly once"): which controller may ask, which step may be applied,
+what a repeated call gets, and who listens. No torch, no gRPC.
 
 A step lives in a task of its own. A caller only watches it: when the caller leaves, the step goes on; when it comes
 back, it attaches.
@@ -12,44 +12,16 @@ back, it attaches.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from rolecall.errors import BatchMismatchError, OutOfOrderError
-from rolecall.training.serving.applied import Applied
-from rolecall.training.serving.device_thread import Lane
+from rolecall.rpc.fence import Fence
+from rolecall.training.serving.device_thread import DeviceThread
+from rolecall.training.serving.trainer import Progress, StepApplier
 from rolecall.v1.training_pb2 import TrainProgress, TrainRequest, TrainResponse, TrainResult
 from rolecall.v1.trajectory_pb2 import TrainBatch
 
 PROGRESS_S = 0.25
 """Seconds between two looks at the progress of a step."""
-
-
-class Trainer(Protocol):
-    """What the chain needs of an engine. `train` blocks and runs in the device thread."""
-
-    @property
-    def applied(self) -> Applied:
-        """What it has applied; any thread may ask."""
-
-    def train(self, batch: TrainBatch, progress: "Progress") -> TrainResult:
-        """Applies `batch`."""
-
-
-@dataclass
-class Progress:
-    """Microbatches done of a step: written by the device thread, looked at by the event loop. Torn reads only misreport
-    a moment.
-    """
-
-    moved: Callable[[], None]
-    """Called in the device thread at every report."""
-    num_done: int = 0
-    num_total: int = 0
-
-    def report(self, num_done: int, num_total: int) -> None:
-        """Says how far the step is."""
-        self.num_done, self.num_total = num_done, num_total
-        self.moved()
 
 
 @dataclass
@@ -61,19 +33,27 @@ class _Running:
 
 
 class TrainChain:
-    """One per trainer, used on the event loop only."""
+    """The steps of one trainer, in order. Used on the event loop only."""
 
-    def __init__(self, trainer: Trainer, read_sealed: Callable[[int], TrainBatch], lane: Lane) -> None:
+    def __init__(
+        self,
+        trainer: StepApplier,
+        read_sealed: Callable[[int], TrainBatch],
+        device_thread: DeviceThread,
+        fence: Fence,
+    ) -> None:
         """`read_sealed` blocks and is called in a thread of its own."""
         self._trainer = trainer
         self._read_sealed = read_sealed
-        self._lane = lane
+        self._device_thread = device_thread
+        self._fence = fence
         self._running: _Running | None = None
 
     async def train(self, request: TrainRequest) -> AsyncIterator[TrainResponse]:
-        """Progress, then the result. OutOfOrderError, BatchMismatchError, RowMissingError, NotFoundError when the step
-        was never sealed.
+        """Yields progress, then the result. FencedError, OutOfOrderError, BatchMismatchError, RowMissingError, and
+        NotFoundError when the step was never sealed.
         """
+        self._fence.check(request.ctl)
         record = self._record(request)
         if record is not None:
             yield TrainResponse(result=record)
@@ -120,7 +100,7 @@ class TrainChain:
                 f"step {request.step} cannot be applied at step {applied.step}; train the steps between first",
                 step=str(applied.step),
             )
-        progress = Progress(self._lane.progressed)
+        progress = Progress(self._device_thread.progressed)
         task = asyncio.create_task(self._apply(request, progress))
         task.add_done_callback(_seen)
         self._running = _Running(request.step, request.digest, task, progress)
@@ -133,7 +113,7 @@ class TrainChain:
                 f"step {request.step} is sealed as batch {batch.digest}, not {request.digest}; ask for what the "
                 "store holds"
             )
-        return await self._lane.run(lambda: self._trainer.train(batch, progress), "training")
+        return await self._device_thread.run(lambda: self._trainer.train(batch, progress), "training")
 
     async def finish(self, timeout_s: float) -> bool:
         """Waits for the step under way, at most `timeout_s`; whether none is left."""

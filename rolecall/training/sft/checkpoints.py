@@ -13,11 +13,11 @@ from rolecall.checkpoint.manifest import Attempt, RunCheckpoints, StoredFile, fo
 from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import CheckpointMismatchError, DiskFullError, StorageUnavailableError
 from rolecall.settings import SftRunSection
-from rolecall.training.engine import EngineState, Snapshot
+from rolecall.training.engine import Snapshot
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.serving.background import in_background
+from rolecall.training.step.rank_context import RankContext
 from rolecall.training.step.role_ranks import WRITE_TIMEOUT_S
-from rolecall.training.step.share import Workplace
 
 logger = logging.getLogger(__name__)
 
@@ -28,21 +28,20 @@ ROLE = "actor"
 class SftCheckpoints:
     """Of one rank."""
 
-    def __init__(self, run: SftRunSection, state: EngineState, place: Workplace, identity: Mapping[str, Any]) -> None:
+    def __init__(self, run: SftRunSection, context: RankContext, identity: Mapping[str, Any]) -> None:
         """A collective. `identity` says what the order of examples derives from; it must be the same where a checkpoint
         is restored.
         """
         self._storage = open_storage(run.checkpoints)
         self._checkpoints = RunCheckpoints(self._storage, run.keep_checkpoints)
-        self._state = state
-        self._place = place
+        self._context = context
         self._identity = dict(identity)
         self._writers = CommandGroup.of_default(timeout_s=WRITE_TIMEOUT_S)
         self._writing: Future[None] | None = None
 
     def restore(self) -> int:
         """Loads the newest; the steps it covers, 0 when there is none. CheckpointMismatchError."""
-        group = self._place.group
+        group = self._context.group
         found = group.agree(self._checkpoints.latest)
         if found is None:
             return 0
@@ -52,8 +51,8 @@ class SftCheckpoints:
                 f"{found.storage.url} was made with other {', '.join(changed)}; resume with the same, or start anew"
             )
         storage, files = found.share(ROLE)
-        group.agree(lambda: verify(storage, files[group.rank :: group.world_size], self._place.progressed))
-        self._state.load(storage)
+        group.agree(lambda: verify(storage, files[group.rank :: group.world_size], self._context.progressed))
+        self._context.state.load(storage)
         return found.step
 
     def save(self, step: int) -> None:
@@ -64,10 +63,10 @@ class SftCheckpoints:
             self.wait_until_written()
         except (DiskFullError, StorageUnavailableError) as error:
             logger.warning("the last checkpoint was not written, training goes on: %s", error.message)
-        group = self._place.group
-        name = group.gather(self._checkpoints.begin(step).name.encode() if group.leads else b"")[0].decode()
+        group = self._context.group
+        name = group.gather(self._checkpoints.begin(step).name.encode() if group.is_leader else b"")[0].decode()
         attempt = Attempt(step, self._storage.at(f"{folder_of(step)}/{name}"), name)
-        snapshot = self._state.snapshot()
+        snapshot = self._context.state.snapshot()
         self._writing = in_background(lambda: self._write(snapshot, attempt), "checkpoint")
 
     def wait_until_written(self) -> None:
@@ -78,7 +77,7 @@ class SftCheckpoints:
 
     def _write(self, snapshot: Snapshot, attempt: Attempt) -> None:
         files = snapshot.write(attempt.storage.at(ROLE), self._writers, {})
-        if self._place.group.leads:
+        if self._context.group.is_leader:
             named = [StoredFile(f"{ROLE}/{file.name}", file.num_bytes, file.checksum) for file in files]
             self._checkpoints.commit(attempt, named, {**self._identity, "step": attempt.step})
             logger.info("checkpoint of step %d: %.1f MB", attempt.step, sum(file.num_bytes for file in files) / 1e6)

@@ -22,13 +22,13 @@ from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.objective.routing import RouterLosses, router_load
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, local_counts, pack
-from rolecall.training.serving.hooks import Vitals, nothing
-from rolecall.training.serving.train_chain import Progress
+from rolecall.training.serving.hooks import ProcessHooks, nothing
+from rolecall.training.serving.trainer import Progress
 from rolecall.training.sft.checkpoints import SftCheckpoints
 from rolecall.training.sft.report import Account
-from rolecall.training.step.optimize import Counted, Effort, optimize
+from rolecall.training.step.optimize import MicrobatchCounter, StepCost, optimize
 from rolecall.training.step.share import Minibatch, TrainShare
-from rolecall.training.step.start import start_workplace
+from rolecall.training.step.start import start_context
 
 logger = logging.getLogger(__name__)
 
@@ -94,13 +94,11 @@ class SftRank:
             routers=actor.moe is not None,
             seed=run.seed,
         )
-        self._state, self._place = start_workplace(
-            options, actor, actor, run.dir, start_timeout_s, Vitals("sft", lost=lost)
-        )
+        self._context = start_context(options, actor, actor, run.dir, start_timeout_s, ProcessHooks("sft", lost=lost))
 
     def run(self, *, resume: bool) -> None:
         """From the newest checkpoint, or the start, to the last step's checkpoint."""
-        settings, leads = self._settings, self._place.group.leads
+        settings, is_leader = self._settings, self._context.group.is_leader
         data = settings.data
         identity = {
             "examples": self._examples.digest,
@@ -108,9 +106,9 @@ class SftRank:
             "shuffle": data.shuffle,
             "seed": settings.run.seed,
         }
-        checkpoints = SftCheckpoints(settings.run, self._state, self._place, identity)
+        checkpoints = SftCheckpoints(settings.run, self._context, identity)
         step = checkpoints.restore() if resume else 0
-        account = Account(settings, self._num_steps, self._batches.num_per_epoch) if leads else None
+        account = Account(settings, self._num_steps, self._batches.num_per_epoch) if is_leader else None
         if account is not None:
             account.begin(step, len(self._examples.rows), self._examples.num_too_long)
             account.keep_samples(step, [self._sample(index) for index in self._batches.of_step(step)[:NUM_SAMPLES]])
@@ -127,7 +125,7 @@ class SftRank:
         checkpoints.wait_until_written()
         if account is not None:
             account.close()
-        self._place.group.leave()
+        self._context.group.leave()
 
     def _sample(self, index: int) -> dict[str, str]:
         """An example as the policy meets it, special tokens included."""
@@ -149,27 +147,27 @@ class SftRank:
 
     def _step(self, step: int) -> Metrics:
         """One update; the metrics of all ranks."""
-        effort = Effort(self._place)
+        cost = StepCost(self._context)
         rows = [self._examples.rows[index] for index in self._batches.of_step(step)]
         share = TrainShare([], [self._minibatch(rows)], sum(len(row["token_ids"]) for row in rows))
-        counted = Counted(Progress(nothing), len(share.microbatches))
-        metrics, _ = optimize(self._place, share, self._loss, 1, counted, "sft", entropy=False)
-        effort.add_to(metrics, "sft", share.num_tokens)
-        return self._place.group.merge(metrics)
+        counter = MicrobatchCounter(Progress(nothing), len(share.microbatches))
+        metrics, _ = optimize(self._context, share, self._loss, 1, counter, "sft", entropy=False)
+        cost.add_to(metrics, "sft", share.num_tokens)
+        return self._context.group.merge(metrics)
 
     def _loss(self, minibatch: Minibatch) -> Loss:
         objective = SftObjective(minibatch.counts, self._settings.aggregation)
         moe = self._settings.actor.moe
         if moe is None:
             return objective
-        load = router_load(self._place.group, self._place.engine.forward(minibatch.microbatches))
+        load = router_load(self._context.group, self._context.engine.forward(minibatch.microbatches))
         return RouterLosses(objective, moe, load, "sft")
 
     def _minibatch(self, rows: Sequence[Row]) -> Minibatch:
         """This rank's microbatches of `rows`, which every rank has, with the counts of all."""
-        plan = self._place.plan([len(row["token_ids"]) for row in rows], 1, 0)
+        plan = self._context.plan([len(row["token_ids"]) for row in rows], 1, 0)
         microbatches = [
-            pack([rows[i] for i in indices], ["loss_mask"], temperature=1.0, device=self._place.device)
+            pack([rows[i] for i in indices], ["loss_mask"], temperature=1.0, device=self._context.device)
             for indices in plan.microbatches
         ]
         return Minibatch(microbatches, local_counts(rows))
@@ -180,14 +178,14 @@ class SftRank:
         for rows in _parts(heldout.rows, self._settings.data.batch_size):
             minibatch = self._minibatch(rows)
             for microbatch, outputs in zip(
-                minibatch.microbatches, self._place.engine.forward(minibatch.microbatches), strict=True
+                minibatch.microbatches, self._context.engine.forward(minibatch.microbatches), strict=True
             ):
                 assert isinstance(outputs, TokenOutputs)
                 total -= float(torch.where(microbatch.score_mask_N, outputs.logprobs_N.double(), 0.0).sum())
             num_tokens += minibatch.counts.num_tokens
         metrics = Metrics()
         metrics.mean(
-            "eval/loss", float(self._place.group.sum_over_slots(np.array([total]))[0]) / num_tokens, num_tokens
+            "eval/loss", float(self._context.group.sum_over_slots(np.array([total]))[0]) / num_tokens, num_tokens
         )
         return metrics
 

@@ -13,13 +13,14 @@ import torch
 from rolecall.errors import OutOfMemoryError, RoleCallError
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Loss, Microbatch, TokenOutputs, ValueOutputs
-from rolecall.training.serving.train_chain import Progress
-from rolecall.training.step.share import Minibatch, TrainShare, Workplace
+from rolecall.training.serving.trainer import Progress
+from rolecall.training.step.rank_context import RankContext
+from rolecall.training.step.share import Minibatch, TrainShare
 from rolecall.v1.trajectory_pb2 import REDUCTION_SUM
 
 
 @dataclass
-class Counted:
+class MicrobatchCounter:
     """Counts microbatches of a step as they are done."""
 
     progress: Progress
@@ -32,13 +33,13 @@ class Counted:
         self.progress.report(self.num_done, self.num_total)
 
 
-class Effort:
+class StepCost:
     """What a step takes: begun when the step begins."""
 
-    def __init__(self, place: Workplace) -> None:
-        self._place = place
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
         self._started = time.perf_counter()
-        self._flops = place.engine.flops_done
+        self._flops = context.engine.flops_done
 
     def add_to(self, metrics: Metrics, role: str, num_tokens: int) -> None:
         """Adds speed, utilisation and the peak of each phase since they were last added. `num_tokens` of the whole
@@ -48,23 +49,23 @@ class Effort:
         the peak is not known.
         """
         seconds = time.perf_counter() - self._started
-        rate = (self._place.engine.flops_done - self._flops) / seconds
+        rate = (self._context.engine.flops_done - self._flops) / seconds
         metrics.mean(f"{role}/tflops", rate / 1e12)
-        if self._place.peak_flops is not None:
-            metrics.mean(f"{role}/mfu", rate / self._place.peak_flops)
-        for phase, num_bytes in self._place.memory.take_peaks().items():
+        if self._context.peak_flops is not None:
+            metrics.mean(f"{role}/mfu", rate / self._context.peak_flops)
+        for phase, num_bytes in self._context.memory.take_peaks().items():
             metrics.max(f"{role}/{phase}_peak_bytes", num_bytes)
-        if self._place.group.leads:
+        if self._context.group.is_leader:
             metrics.mean(f"{role}/tokens_per_s", num_tokens / seconds)
             metrics.sum(f"{role}/tokens", num_tokens)
 
 
 def optimize(
-    place: Workplace,
+    context: RankContext,
     share: TrainShare,
     objective: Callable[[Minibatch], Loss],
     num_epochs: int,
-    counted: Counted,
+    counter: MicrobatchCounter,
     role: str,
     *,
     entropy: bool = True,
@@ -78,37 +79,25 @@ def optimize(
     answer (device_thread.py), or an OutOfMemoryError.
     """
     try:
-        return _updates(place, share, objective, num_epochs, counted, role, entropy)
+        metrics, skipped = Metrics(), 0
+        for _ in range(num_epochs):
+            for minibatch in share.minibatches:
+                loss = _counting(objective(minibatch), counter)
+                metrics.merge(context.engine.forward_backward(minibatch.microbatches, loss, entropy=entropy))
+                outcome = context.engine.step()
+                skipped += not outcome.applied
+                if context.group.is_leader and outcome.applied:
+                    metrics.mean(f"{role}/grad_norm", outcome.grad_norm)
+                    metrics.max(f"{role}/grad_norm_max", outcome.grad_norm)
+                if context.group.is_leader:
+                    metrics.mean(f"{role}/learning_rate", outcome.learning_rate)
+        if context.group.is_leader:
+            metrics.sum(f"{role}/skipped_steps", skipped)
+        return metrics, skipped
     except OutOfMemoryError:
         raise
     except RoleCallError as error:
         raise RuntimeError(f"a step failed when it may have been partly applied: {error.message}") from error
-
-
-def _updates(
-    place: Workplace,
-    share: TrainShare,
-    objective: Callable[[Minibatch], Loss],
-    num_epochs: int,
-    counted: Counted,
-    role: str,
-    entropy: bool,
-) -> tuple[Metrics, int]:
-    metrics, skipped = Metrics(), 0
-    for _ in range(num_epochs):
-        for minibatch in share.minibatches:
-            loss = _counting(objective(minibatch), counted)
-            metrics.merge(place.engine.forward_backward(minibatch.microbatches, loss, entropy=entropy))
-            outcome = place.engine.step()
-            skipped += not outcome.applied
-            if place.group.leads and outcome.applied:
-                metrics.mean(f"{role}/grad_norm", outcome.grad_norm)
-                metrics.max(f"{role}/grad_norm_max", outcome.grad_norm)
-            if place.group.leads:
-                metrics.mean(f"{role}/learning_rate", outcome.learning_rate)
-    if place.group.leads:
-        metrics.sum(f"{role}/skipped_steps", skipped)
-    return metrics, skipped
 
 
 def per_update(metrics: Metrics, names: tuple[str, ...], num_updates: int) -> Metrics:
@@ -124,10 +113,10 @@ def per_update(metrics: Metrics, names: tuple[str, ...], num_updates: int) -> Me
     return shared
 
 
-def _counting(loss: Loss, counted: Counted) -> Loss:
+def _counting(loss: Loss, counter: MicrobatchCounter) -> Loss:
     def wrapped(microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> tuple[torch.Tensor, Metrics]:
         result = loss(microbatch, outputs)
-        counted.advance()
+        counter.advance()
         return result
 
     return wrapped

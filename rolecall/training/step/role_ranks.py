@@ -1,37 +1,35 @@
-"""The torch side of a role, on every rank: what the front calls on rank 0 and what the followers do with rank 0's
-commands.
+"""A role on its ranks: the methods that the calls need on rank 0, and the same work on the followers.
 
-`ColumnRanks` computes a column; `TrainerRanks` also applies steps and keeps checkpoints. What a step is made of is the
-service's `Recipe`. All methods block and are called by one thread. A method called on rank 0 announces its command
-first; `follow` does the same work elsewhere.
+`ColumnRanks` computes columns; `TrainerRanks` also applies steps and keeps checkpoints. A service says which columns
+(`RoleColumns`) and what a step is made of (`RoleSteps`). All methods block and are called by one thread. A method
+called on rank 0 announces its command first; `follow` does the same work elsewhere.
 """
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from rolecall.checkpoint.manifest import StoredFile, verify
 from rolecall.checkpoint.storage import Storage, open_storage
 from rolecall.errors import InvalidInputError, OutOfMemoryError, OutOfOrderError, RoleCallError
 from rolecall.telemetry import Metrics
-from rolecall.training.engine import EngineState, Microbatch, StatePart, TokenOutputs, ValueOutputs
+from rolecall.training.engine import Microbatch, StatePart, TokenOutputs, ValueOutputs
 from rolecall.training.model.logprobs import Wanted
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.serving.applied import FILE, Applied
 from rolecall.training.serving.background import in_background
 from rolecall.training.serving.save_chain import Written
-from rolecall.training.serving.train_chain import Progress
-from rolecall.training.step.share import Bench, compute_column
+from rolecall.training.serving.trainer import Progress
+from rolecall.training.step.rank_context import StoreRankContext
+from rolecall.training.step.share import compute_column
 from rolecall.v1 import command_pb2, training_pb2
 from rolecall.v1.command_pb2 import TrainerCommand
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 from rolecall.wire import Array
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 WRITE_TIMEOUT_S = 3600.0
 """Longest that the ranks' disks may be apart in writing their shares of one checkpoint. A rank that died ends the wait
@@ -45,11 +43,11 @@ _PARTS: dict[training_pb2.StatePart.ValueType, StatePart] = {
 }
 
 
-class ColumnRecipe(Protocol):
-    """Which columns a role computes."""
+class RoleColumns(Protocol):
+    """The columns that a role computes, and how they follow from the model's outputs."""
 
-    columns: tuple[str, ...]
-    """Their names."""
+    names: tuple[str, ...]
+    """The columns' names."""
     wanted: Wanted | None
     """What the columns need beside logprobs or values."""
 
@@ -57,61 +55,57 @@ class ColumnRecipe(Protocol):
         """The columns of each sequence, in order."""
 
 
-class StepRecipe(ColumnRecipe, Protocol):
-    """What a step of a role is made of."""
+class RoleSteps(RoleColumns, Protocol):
+    """The columns of a role that trains, and how it applies a sealed batch."""
 
-    def apply(self, bench: Bench, batch: TrainBatch, applied: Applied, progress: Progress) -> tuple[Metrics, int]:
+    def apply(
+        self, context: StoreRankContext, batch: TrainBatch, applied: Applied, progress: Progress
+    ) -> tuple[Metrics, int]:
         """Applies `batch` on all ranks; this rank's metrics and the optimizer steps that were skipped. RowMissingError
         before anything changed.
         """
 
 
 class ColumnRanks:
-    """front.ColumnEngine over the ranks of a group."""
+    """A ColumnComputer over the ranks of a group."""
 
-    def __init__(
-        self, bench: Bench, recipe: ColumnRecipe, num_parameters: int, more: Mapping[str, ColumnRecipe] = {}
-    ) -> None:
-        """`more`: recipes by the prefix under which they are asked for."""
-        self.bench = bench
-        self.group = bench.group
-        self.num_parameters = num_parameters
-        self._recipes = {"": recipe, **more}
+    def __init__(self, context: StoreRankContext, columns: Mapping[str, RoleColumns]) -> None:
+        """`columns` by the prefix under which they are asked for; "" for the role's own."""
+        self.context = context
+        self.group = context.group
+        self._columns = columns
+
+    @property
+    def num_parameters(self) -> int:
+        """ColumnComputer.num_parameters."""
+        return self.context.engine.num_parameters
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """ColumnComputer.world_size."""
         return self.group.world_size
 
     @property
     def prefixes(self) -> Sequence[str]:
-        """front.ColumnEngine.prefixes."""
-        return list(self._recipes)
+        """ColumnComputer.prefixes."""
+        return list(self._columns)
 
     def compute(self, rows: Sequence[RowRef], prefix: str) -> frozenset[str]:
-        """front.ColumnEngine.compute."""
-        return self._lead(
-            TrainerCommand(compute=command_pb2.ComputeColumnCommand(rows=rows, prefix=prefix)),
-            lambda: self._compute(rows, prefix),
-        )
+        """ColumnComputer.compute."""
+        with self.group.leading(TrainerCommand(compute=command_pb2.ComputeColumnCommand(rows=rows, prefix=prefix))):
+            return self._compute(rows, prefix)
 
     def keep_alive(self) -> None:
-        """front.ColumnEngine.keep_alive."""
+        """ColumnComputer.keep_alive."""
         self.group.keep_alive()
 
     def stop(self) -> None:
-        """front.ColumnEngine.stop."""
+        """ColumnComputer.stop."""
         self.group.stop()
 
-    def _lead(self, command: TrainerCommand, work: Callable[[], T]) -> T:
-        """Rank 0: has all ranks do `command`, whose work here is `work`."""
-        with self.group.watched():
-            self.group.announce(command)
-            return work()
-
     def _compute(self, rows: Sequence[RowRef], prefix: str) -> frozenset[str]:
-        recipe = self._recipes[prefix]
-        return compute_column(self.bench, rows, recipe.columns, recipe.encode, recipe.wanted)
+        columns = self._columns[prefix]
+        return compute_column(self.context, rows, columns.names, columns.encode, columns.wanted)
 
     def follow(self) -> None:
         """Does what rank 0 commands, until it stops the group. A RoleCallError is rank 0's to tell; anything else, and
@@ -137,45 +131,43 @@ class ColumnRanks:
 
 
 class TrainerRanks(ColumnRanks):
-    """front.TrainerEngine over the ranks of a group."""
+    """A Trainer over the ranks of a group."""
 
-    def __init__(self, bench: Bench, recipe: StepRecipe, state: EngineState, num_parameters: int) -> None:
+    def __init__(self, context: StoreRankContext, steps: RoleSteps) -> None:
         """A collective: the threads that write checkpoints have a group of their own."""
-        super().__init__(bench, recipe, num_parameters)
+        super().__init__(context, {"": steps})
         self.applied = Applied()
         """What was applied; replaced as a whole."""
-        self._steps = recipe
-        self._state = state
+        self._steps = steps
         self._writers = CommandGroup.of_default(timeout_s=WRITE_TIMEOUT_S)
 
     def train(self, batch: TrainBatch, progress: Progress) -> training_pb2.TrainResult:
-        """front.TrainerEngine.train."""
+        """Trainer.train."""
         if batch.step != self.applied.step:
             raise OutOfOrderError(
                 f"step {batch.step} cannot be applied at step {self.applied.step}", step=str(self.applied.step)
             )
-        return self._lead(
-            TrainerCommand(train=command_pb2.TrainCommand(batch=batch)), lambda: self._train(batch, progress)
-        )
+        with self.group.leading(TrainerCommand(train=command_pb2.TrainCommand(batch=batch))):
+            return self._train(batch, progress)
 
     def save(self, path: str) -> Written:
-        """front.TrainerEngine.save."""
+        """Trainer.save."""
         storage = open_storage(path)
-        return self._lead(TrainerCommand(save=command_pb2.SaveCommand(path=path)), lambda: self._save(storage))
+        with self.group.leading(TrainerCommand(save=command_pb2.SaveCommand(path=path))):
+            return self._save(storage)
 
     def load(self, path: str, files: Sequence[StoredFile]) -> None:
-        """front.TrainerEngine.load."""
+        """Trainer.load."""
         storage = open_storage(path)
         sent = [
             training_pb2.CheckpointFile(name=file.name, num_bytes=file.num_bytes, checksum=file.checksum)
             for file in files
         ]
-        self._lead(
-            TrainerCommand(load=command_pb2.LoadCommand(path=path, files=sent)), lambda: self._load(storage, files)
-        )
+        with self.group.leading(TrainerCommand(load=command_pb2.LoadCommand(path=path, files=sent))):
+            self._load(storage, files)
 
     def move(self, parts: Sequence[training_pb2.StatePart.ValueType], *, to_host: bool) -> None:
-        """front.TrainerEngine.move."""
+        """Trainer.move."""
         parts = parts or tuple(_PARTS)
         unknown = [part for part in parts if part not in _PARTS]
         if unknown:
@@ -183,11 +175,13 @@ class TrainerRanks(ColumnRanks):
                 f"parts names {unknown}, which are no parts of a trainer's state; name parameters, optimizer or "
                 "gradients, or none for all"
             )
-        offload, onload = command_pb2.OffloadCommand(parts=parts), command_pb2.OnloadCommand(parts=parts)
-        self._lead(
-            TrainerCommand(offload=offload) if to_host else TrainerCommand(onload=onload),
-            lambda: self._move(parts, to_host),
+        command = (
+            TrainerCommand(offload=command_pb2.OffloadCommand(parts=parts))
+            if to_host
+            else TrainerCommand(onload=command_pb2.OnloadCommand(parts=parts))
         )
+        with self.group.leading(command):
+            self._move(parts, to_host)
 
     def obey(self, command: TrainerCommand) -> None:
         """ColumnRanks.obey, and a trainer's own commands."""
@@ -208,7 +202,7 @@ class TrainerRanks(ColumnRanks):
 
     def _train(self, batch: TrainBatch, progress: Progress) -> training_pb2.TrainResult:
         started = time.perf_counter()
-        metrics, skipped = self._steps.apply(self.bench, batch, self.applied, progress)
+        metrics, skipped = self._steps.apply(self.context, batch, self.applied, progress)
         train_s = time.perf_counter() - started
         merged = self.group.merge(metrics).to_proto()
         result = training_pb2.TrainResult(step=batch.step, digest=batch.digest, metrics=merged, train_s=train_s)
@@ -217,25 +211,25 @@ class TrainerRanks(ColumnRanks):
         return result
 
     def _save(self, storage: Storage) -> Written:
-        with self.bench.memory.phase("checkpoint"):
-            snapshot, record = self._state.snapshot(), {FILE: self.applied.to_json()}
+        with self.context.memory.phase("checkpoint"):
+            snapshot, record = self.context.state.snapshot(), {FILE: self.applied.to_json()}
         return in_background(lambda: snapshot.write(storage, self._writers, record), "checkpoint")
 
     def _load(self, storage: Storage, files: Sequence[StoredFile]) -> None:
         mine = files[self.group.rank :: self.group.world_size]
-        self.group.agree(lambda: verify(storage, mine, self.bench.progressed))
+        self.group.agree(lambda: verify(storage, mine, self.context.progressed))
         applied = self.group.agree(lambda: Applied.read(storage))
-        with self.bench.memory.phase("checkpoint"):
-            self._state.load(storage)
+        with self.context.memory.phase("checkpoint"):
+            self.context.state.load(storage)
         # Versions never go back, also when a running actor is set back.
         self.applied = replace(applied, policy_version=max(applied.policy_version, self.applied.policy_version))
 
     def _move(self, parts: Sequence[training_pb2.StatePart.ValueType], to_host: bool) -> None:
         named = [_PARTS[part] for part in parts]
         if to_host:
-            self._state.offload(*named)
+            self.context.state.offload(*named)
         else:
-            self._state.onload(*named)
+            self.context.state.onload(*named)
 
 
 def _nobody() -> None:

@@ -1,4 +1,4 @@
-"""Puts a rank to work: process group, model and the store, from the settings and what torchrun left in the environment.
+"""Starts a rank: process group, model and the store, from the settings and what torchrun left in the environment.
 
 Called once per process, in the thread that does all device work. Rank 0 and its followers do exactly the same here: it
 is a collective.
@@ -29,16 +29,15 @@ from rolecall.store.rows import Rows
 from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.account.peaks import peak_flops
 from rolecall.training.backends import make_engine
-from rolecall.training.engine import EngineState
 from rolecall.training.options import DTYPES, EngineOptions
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.ranks.device import COLLECTIVE_TIMEOUT_S, RankSpec, name_of, start_rank
 from rolecall.training.ranks.watch import RankWatch
-from rolecall.training.serving.hooks import UNWATCHED, Vitals
-from rolecall.training.step.share import Bench, Workplace
+from rolecall.training.serving.hooks import UNWATCHED, ProcessHooks
+from rolecall.training.step.rank_context import RankContext, StoreRankContext
 
 
-def start_bench(
+def start_store_context(
     settings: RunSettings,
     section: TrainerSection,
     connection: Connection,
@@ -49,11 +48,9 @@ def start_bench(
     total_steps: int,
     lora: LoraSection | None = None,
     moe: MoeSection | None = None,
-    vitals: Vitals = UNWATCHED,
-) -> tuple[EngineState, Bench]:
-    """The engine with its model loaded, and what its rank works with. ConfigError when the ranks or devices are not as
-    configured.
-    """
+    hooks: ProcessHooks = UNWATCHED,
+) -> StoreRankContext:
+    """Starts a rank of a run's role, its model loaded. ConfigError when the ranks or devices are not as configured."""
     actor = settings.actor
     options = EngineOptions(
         path=path,
@@ -69,21 +66,19 @@ def start_bench(
         routers=moe is not None,
         seed=settings.run.seed,
     )
-    state, place = start_workplace(
-        options, section, actor, settings.run.dir, settings.controller.start_timeout_s, vitals
-    )
-    return state, Bench(**vars(place), rows=Rows(connection, settings.run.name, settings.store.num_shards))
+    context = start_context(options, section, actor, settings.run.dir, settings.controller.start_timeout_s, hooks)
+    return StoreRankContext(**vars(context), rows=Rows(connection, settings.run.name, settings.store.num_shards))
 
 
-def start_workplace(
+def start_context(
     options: EngineOptions,
     section: TrainerSection,
     actor: ActorSection,
     run_dir: Path,
     timeout_s: float,
-    vitals: Vitals,
-) -> tuple[EngineState, Workplace]:
-    """The same without a store. `timeout_s` bounds the time until all ranks have met."""
+    hooks: ProcessHooks,
+) -> RankContext:
+    """Starts a rank that has no store, its model loaded. `timeout_s` bounds the time until all ranks have met."""
     rank, world_size, local_rank = rank_of_process()
     if world_size != section.num_ranks:
         raise ConfigError(
@@ -101,32 +96,31 @@ def start_workplace(
     )
     # Held until the ranks have met: without torchrun rank 0 is its server, and a rank may ask it after rank 0 went on.
     store = _meeting_store(rank, world_size, timeout_s) if world_size > 1 else None
-    watch = None if store is None else _watch_ranks(vitals, rank, world_size, store, timeout_s)
+    watch = None if store is None else _watch_ranks(hooks, rank, world_size, store, timeout_s)
     device = start_rank(spec)
-    memory = PhaseMemory(device, role=vitals.role, rank=rank, folder=run_dir / "memory")
-    engine, state = make_engine(actor.backend, options, device=device, memory=memory, progressed=vitals.progressed)
-    place = Workplace(
+    memory = PhaseMemory(device, role=hooks.role, rank=rank, folder=run_dir / "memory")
+    engine, state = make_engine(actor.backend, options, device=device, memory=memory, progressed=hooks.progressed)
+    return RankContext(
         engine=engine,
+        state=state,
         group=CommandGroup.of_default(watch, section.parallel.slot_size),
-        flops=engine.flops,
         device=device,
         token_budget=section.token_budget,
         memory=memory,
         peak_flops=peak_flops(name_of(device), DTYPES[options.dtype]),
-        progressed=vitals.progressed,
+        progressed=hooks.progressed,
     )
-    return state, place
 
 
 def _meeting_store(rank: int, world_size: int, timeout_s: float) -> Store:
-    """Where the ranks find each other: torchrun's store, or rank 0's at MASTER_ADDR and MASTER_PORT."""
+    """The store in which the ranks find each other: torchrun's, or rank 0's at MASTER_ADDR and MASTER_PORT."""
     store: Store = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))[0]
     return store
 
 
-def _watch_ranks(vitals: Vitals, rank: int, world_size: int, store: Store, timeout_s: float) -> RankWatch:
-    """A watch over the ranks; before the first collective, which may already hang."""
-    notes, watch = PrefixStore("rank-watch", store), RankWatch(vitals, rank, world_size)
+def _watch_ranks(hooks: ProcessHooks, rank: int, world_size: int, store: Store, timeout_s: float) -> RankWatch:
+    """Starts a watch over the ranks, before the first collective, which may already hang."""
+    notes, watch = PrefixStore("rank-watch", store), RankWatch(hooks, rank, world_size)
     if rank == 0:
         notes.set("address", watch.listen(_host_towards(store)))
     else:
@@ -149,7 +143,7 @@ def _host_towards(store: Store) -> str:
 
 
 def _as_torch_counts(devices: tuple[int, ...]) -> tuple[int, ...]:
-    """GPU indices of the machine as torch numbers them in this process, which may see only some."""
+    """The machine's indices of GPUs as torch numbers them in this process, which may see only some."""
     visible = visible_gpus()
     if not devices or visible is None:
         return devices

@@ -74,7 +74,7 @@ def _gathered(group: CommandGroup, own: Order) -> Order:
     """All slots' tokens: of each slot, the rank that speaks sends."""
 
     def everyone(array: Array) -> Array:
-        parts = group.gather(array.tobytes() if group.speaks else b"")
+        parts = group.gather(array.tobytes() if group.is_slot_leader else b"")
         return np.frombuffer(b"".join(parts), array.dtype)
 
     return Order(everyone(own.ranks_M), everyone(own.keys_M))

@@ -8,9 +8,9 @@ from rolecall.rpc.fence import Fence
 from rolecall.rpc.role_process import ServiceArgs, parse_args, run
 from rolecall.store.connection import connect
 from rolecall.store.sealed import read_ctl
-from rolecall.training.serving.calls import ColumnFront
-from rolecall.training.serving.device_thread import Lane
-from rolecall.training.serving.serve import host, make_server
+from rolecall.training.serving.calls import ColumnCalls
+from rolecall.training.serving.device_thread import DeviceThread
+from rolecall.training.serving.serve import make_server, serve_role
 from rolecall.v1 import controller_pb2, reference_pb2_grpc
 from services.reference import config
 from services.reference.service import ReferenceServicer
@@ -33,13 +33,13 @@ async def _serve(args: ServiceArgs) -> None:
     )
     hook.at("starting")
     connection = await asyncio.to_thread(connect, settings.store)
-    engine, lane = ChaosReference(settings, connection, hook, args.worker), Lane()
+    engine, device_thread = ChaosReference(settings, connection, hook, args.worker), DeviceThread()
     fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
-    front = ColumnFront(engine, lane, fence, section.token_budget)
+    calls = ColumnCalls(engine, device_thread, fence, section.token_budget)
     server = make_server(settings, section, f"references.{args.worker}")
-    servicer = ReferenceServicer(engine, front, args.worker, f"{args.worker}.{args.incarnation}")
+    servicer = ReferenceServicer(engine, calls, args.worker, f"{args.worker}.{args.incarnation}")
     server.add(reference_pb2_grpc.add_ReferenceServiceServicer_to_server, servicer, "rolecall.v1.ReferenceService")
-    await host(args, section, controller_pb2.ROLE_REFERENCE, server, front)
+    await serve_role(args, section, controller_pb2.ROLE_REFERENCE, server, calls)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def test_a_number_of_ranks_that_cannot_be_laid_out_is_refused_in_the_settings() 
 
 def test_neighbouring_ranks_form_a_slot_whose_first_speaks() -> None:
     groups = [CommandGroup(rank, 4, None, slot_size=2) for rank in range(4)]
-    assert [(group.slot, group.num_slots, group.speaks) for group in groups] == [
+    assert [(group.slot, group.num_slots, group.is_slot_leader) for group in groups] == [
         (0, 2, True),
         (0, 2, False),
         (1, 2, True),

@@ -8,7 +8,7 @@ import torch
 
 from rolecall.errors import OutOfMemoryError, WorkerLostError
 from rolecall.training.account.memory import MemoryLostError, PhaseMemory, held_tensors
-from rolecall.training.serving.device_thread import Lane
+from rolecall.training.serving.device_thread import DeviceThread
 from tests.resident import use_memory
 
 CPU = torch.device("cpu")
@@ -87,18 +87,18 @@ def test_other_failures_pass_untouched_and_a_folder_that_cannot_be_is_no_second_
 
 
 async def test_the_device_thread_answers_that_memory_ran_out_and_its_process_ends() -> None:
-    lane, memory = Lane(), PhaseMemory(CPU)
+    device_thread, memory = DeviceThread(), PhaseMemory(CPU)
 
     def work() -> None:
         with memory.phase("forward"):
             run_out()
 
     with pytest.raises(OutOfMemoryError, match="ran out of memory in forward"):
-        await lane.run(work, "training")
-    assert isinstance(lane.failed.exception(), OutOfMemoryError)
+        await device_thread.run(work, "training")
+    assert isinstance(device_thread.failed.exception(), OutOfMemoryError)
     with pytest.raises(WorkerLostError):
-        await lane.run(lambda: None, "training")
-    await lane.close()
+        await device_thread.run(lambda: None, "training")
+    await device_thread.close()
 
 
 def test_a_storage_is_counted_once_whatever_looks_at_it() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from rolecall.errors import WorkerLostError
 from rolecall.training.ranks.watch import BEAT_S, GONE_S, RankWatch
-from rolecall.training.serving.hooks import Vitals
+from rolecall.training.serving.hooks import ProcessHooks
 
 SILENT_S = 2.0
 SOON_S = GONE_S + 2 * BEAT_S + 1.0
@@ -26,7 +26,7 @@ class Rank:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.verdicts: queue.Queue[WorkerLostError] = queue.Queue()
-        self.watch = RankWatch(Vitals("actor", lost=self.verdicts.put), rank, world_size, silent_s=SILENT_S)
+        self.watch = RankWatch(ProcessHooks("actor", lost=self.verdicts.put), rank, world_size, silent_s=SILENT_S)
 
     def verdict(self, within_s: float) -> str:
         return self.verdicts.get(timeout=within_s).message
@@ -35,7 +35,7 @@ class Rank:
 def rank_process(rank: int, address: str, verdicts: Any, *, silent_s: float = SILENT_S) -> None:
     """Another rank, in a process of its own."""
     watch = RankWatch(
-        Vitals("actor", lost=lambda error: verdicts.put((rank, error.message))), rank, 3, silent_s=silent_s
+        ProcessHooks("actor", lost=lambda error: verdicts.put((rank, error.message))), rank, 3, silent_s=silent_s
     )
     watch.connect(address, 5.0)
     watch.phase = "at train"
@@ -116,7 +116,7 @@ def test_the_silence_of_rank_0_ends_the_others(start_rank: Any) -> None:
 
 def lead(addresses: Any) -> None:
     """Rank 0 in a process of its own."""
-    watch = RankWatch(Vitals("actor"), 0, 2, silent_s=SILENT_S)
+    watch = RankWatch(ProcessHooks("actor"), 0, 2, silent_s=SILENT_S)
     watch.phase = "at save"
     addresses.put(watch.listen("127.0.0.1"))
     time.sleep(60)

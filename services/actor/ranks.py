@@ -1,16 +1,18 @@
-"""The actor on its ranks: the steps of steps.py, and the root of the weight channel. Knows tensors and no gRPC."""
+"""The actor on its ranks: a trainer by the steps of steps.py, and the root of the weight channel. It knows tensors
+and no gRPC.
+"""
 
 import numpy as np
 
 from rolecall.errors import OutOfOrderError, StaleVersionError
 from rolecall.settings import RunSettings
 from rolecall.store.connection import Connection
-from rolecall.training.engine import EngineState, Microbatch, TokenOutputs
+from rolecall.training.engine import Microbatch, TokenOutputs
 from rolecall.training.packing.pack import pack, unpack
-from rolecall.training.serving.hooks import UNWATCHED, Vitals
+from rolecall.training.serving.hooks import UNWATCHED, ProcessHooks
+from rolecall.training.step.rank_context import StoreRankContext
 from rolecall.training.step.role_ranks import TrainerRanks
-from rolecall.training.step.share import Bench
-from rolecall.training.step.start import start_bench
+from rolecall.training.step.start import start_store_context
 from rolecall.v1 import actor_pb2, command_pb2, weights_pb2
 from rolecall.v1.command_pb2 import TrainerCommand
 from rolecall.weights.backends import encode_backend
@@ -22,10 +24,10 @@ from services.actor import config
 from services.actor.steps import PolicySteps
 
 
-def build(settings: RunSettings, connection: Connection, vitals: Vitals = UNWATCHED) -> "ActorEngine":
-    """This rank's engine, its model loaded; a collective. ConfigError, of a plug-in before anything is started."""
+def build(settings: RunSettings, connection: Connection, hooks: ProcessHooks = UNWATCHED) -> "ActorRanks":
+    """Starts the actor on this rank, its model loaded; a collective. ConfigError, of a plug-in before the start."""
     steps = PolicySteps(settings)
-    state, bench = start_bench(
+    context = start_store_context(
         settings,
         settings.actor,
         connection,
@@ -35,27 +37,25 @@ def build(settings: RunSettings, connection: Connection, vitals: Vitals = UNWATC
         lora=settings.actor.lora,
         moe=settings.actor.moe,
         total_steps=config.num_optimizer_steps(settings),
-        vitals=vitals,
+        hooks=hooks,
     )
-    return ActorEngine(settings, bench, steps, state, bench.engine.num_parameters)
+    return ActorRanks(settings, context, steps)
 
 
-class ActorEngine(TrainerRanks):
-    """service.ActorEngine over the ranks of a group."""
+class ActorRanks(TrainerRanks):
+    """A WeightPublishingTrainer over the ranks of a group."""
 
-    def __init__(
-        self, settings: RunSettings, bench: Bench, steps: PolicySteps, state: EngineState, num_parameters: int
-    ) -> None:
+    def __init__(self, settings: RunSettings, context: StoreRankContext, steps: PolicySteps) -> None:
         """A collective: the manifest is made by gathering every parameter once."""
-        super().__init__(bench, steps, state, num_parameters)
+        super().__init__(context, steps)
         self._settings = settings
         lora = settings.actor.lora
         adapter = weights_pb2.LoraAdapter(rank=lora.rank, alpha=lora.alpha) if lora is not None else None
-        self._manifest = build_manifest(bench.engine.named_weights(), settings.weights.bucket_bytes, adapter)
-        self._publisher = Publisher(bench.device) if bench.group.leads else None
+        self._manifest = build_manifest(context.engine.named_weights(), settings.weights.bucket_bytes, adapter)
+        self._publisher = Publisher(context.device) if context.group.is_leader else None
 
     def open_channel(self, request: weights_pb2.OpenWeightChannelRequest) -> weights_pb2.OpenWeightChannelResponse:
-        """service.ActorEngine.open_channel; on rank 0, from any thread."""
+        """WeightPublishingTrainer.open_channel; on rank 0, from any thread."""
         assert self._publisher is not None
         backend = self._settings.weights.backend_between(
             actor_on_gpus=bool(self._settings.actor.devices), receivers_on_gpus=request.receivers_on_gpus
@@ -66,7 +66,7 @@ class ActorEngine(TrainerRanks):
         return weights_pb2.OpenWeightChannelResponse(address=address, backend=encode_backend(backend))
 
     def publish(self, request: actor_pb2.PublishWeightsRequest) -> actor_pb2.PublishWeightsResponse:
-        """service.ActorEngine.publish; on rank 0."""
+        """WeightPublishingTrainer.publish; on rank 0."""
         assert self._publisher is not None
         if request.step != self.applied.step:
             raise OutOfOrderError(
@@ -84,11 +84,12 @@ class ActorEngine(TrainerRanks):
             else np.zeros(0, "<i4")
         )
         command = command_pb2.PublishCommand(policy_version=request.policy_version, probe_token_ids=token_ids.tobytes())
-        probe = self._lead(TrainerCommand(publish=command), lambda: self._begin_publish(command))
+        with self.group.leading(TrainerCommand(publish=command)):
+            probe = self._begin_publish(command)
         self.applied = self.applied.after_publish(request.policy_version)
-        with self.bench.memory.phase("publish"):
+        with self.context.memory.phase("publish"):
             sent = self._publisher.publish(
-                self.bench.engine.named_weights(),
+                self.context.engine.named_weights(),
                 self._manifest,
                 epoch=request.epoch,
                 policy_version=request.policy_version,
@@ -103,19 +104,19 @@ class ActorEngine(TrainerRanks):
         )
 
     def abort_publish(self, epoch: int, reason: str) -> None:
-        """service.ActorEngine.abort_publish; on rank 0, from any thread."""
+        """WeightPublishingTrainer.abort_publish; on rank 0, from any thread."""
         assert self._publisher is not None
         self._publisher.abort(reason, epoch)
 
     def obey(self, command: TrainerCommand) -> None:
-        """TrainerRanks.obey, and publishing."""
+        """Does one command of rank 0: publishing, or TrainerRanks.obey."""
         if command.WhichOneof("work") != "publish":
             super().obey(command)
             return
         self._begin_publish(command.publish)
         self.applied = self.applied.after_publish(command.publish.policy_version)
-        with self.bench.memory.phase("publish"):
-            for _ in self.bench.engine.named_weights():  # gathering is a collective; rank 0 sends
+        with self.context.memory.phase("publish"):
+            for _ in self.context.engine.named_weights():  # gathering is a collective; rank 0 sends
                 pass
 
     def close(self) -> None:
@@ -129,20 +130,20 @@ class ActorEngine(TrainerRanks):
         if not token_ids.size:
             return None
         row: dict[str, Array] = {"token_ids": token_ids, "response_mask": np.ones(token_ids.shape, np.uint8)}
-        microbatch = pack([row] if self.group.slot == 0 else [], (), temperature=1.0, device=self.bench.device)
+        microbatch = pack([row] if self.group.slot == 0 else [], (), temperature=1.0, device=self.context.device)
         # Once more in bfloat16, so that whoever compares knows how far rounding alone takes two right engines apart.
         passes = (False, True) if self._settings.model.dtype == "bfloat16" else (False,)
-        said = [self._logprobs(microbatch, plain) for plain in passes]
-        if not self.group.leads:
+        logprobs = [self._logprobs(microbatch, plain) for plain in passes]
+        if not self.group.is_leader:
             return None
         return weights_pb2.Probe(
             token_ids=encode_tensor(token_ids),
-            logprobs=encode_tensor(said[0]),
-            again=encode_tensor(said[1]) if len(said) == 2 else None,
+            logprobs=encode_tensor(logprobs[0]),
+            again=encode_tensor(logprobs[1]) if len(logprobs) == 2 else None,
         )
 
     def _logprobs(self, microbatch: Microbatch, plain: bool) -> Array:
         """float32 [T] of the one sequence in `microbatch`; a collective. Empty where another slot has it."""
-        (outputs,) = self.bench.engine.forward([microbatch], plain=plain)
+        (outputs,) = self.context.engine.forward([microbatch], plain=plain)
         assert isinstance(outputs, TokenOutputs)
         return np.concatenate([np.zeros(0, np.float32), *unpack(outputs.logprobs_N, microbatch.lengths)])

@@ -10,49 +10,48 @@ from rolecall.store.connection import Connection
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.model.logprobs import Wanted
 from rolecall.training.packing.pack import unpack
-from rolecall.training.serving.hooks import UNWATCHED, Vitals
+from rolecall.training.serving.hooks import UNWATCHED, ProcessHooks
 from rolecall.training.step.role_ranks import ColumnRanks
-from rolecall.training.step.share import Bench
-from rolecall.training.step.start import start_bench
+from rolecall.training.step.start import start_store_context
 from rolecall.wire import Array
 from services.reference import config
 
 
 class ReferenceLogprobs:
-    """The ColumnRecipe of the reference `instance`."""
+    """The logprobs column of the reference `instance`."""
 
     wanted: Wanted | None = None
 
     def __init__(self, instance: str) -> None:
         self._column = reference_column(instance)
-        self.columns: tuple[str, ...] = (self._column,)
+        self.names: tuple[str, ...] = (self._column,)
 
     def encode(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> list[dict[str, Array]]:
-        """ColumnRecipe.encode."""
+        """RoleColumns.encode."""
         assert isinstance(outputs, TokenOutputs)
         return [{self._column: logprobs_T} for logprobs_T in unpack(outputs.logprobs_N, microbatch.lengths)]
 
 
 class TeacherRanking:
-    """The ColumnRecipe of a teacher whose highest probabilities are wanted, too."""
+    """The columns of a teacher whose highest probabilities are wanted, too."""
 
-    columns: tuple[str, ...] = (reference_column(TEACHER), TOPK_IDS, TOPK_LOGPROBS)
+    names: tuple[str, ...] = (reference_column(TEACHER), TOPK_IDS, TOPK_LOGPROBS)
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted: Wanted | None = wanted
 
     def encode(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> list[dict[str, Array]]:
-        """ColumnRecipe.encode."""
+        """RoleColumns.encode."""
         assert isinstance(outputs, TokenOutputs)
         assert outputs.top_ids_Nk is not None
         assert outputs.top_logprobs_Nk is not None
         tensors = (outputs.logprobs_N, outputs.top_ids_Nk, outputs.top_logprobs_Nk)
         rows = zip(*(unpack(tensor, microbatch.lengths) for tensor in tensors), strict=True)
-        return [dict(zip(self.columns, row, strict=True)) for row in rows]
+        return [dict(zip(self.names, row, strict=True)) for row in rows]
 
 
-def recipes(settings: RunSettings, instance: str) -> dict[str, ReferenceLogprobs | TeacherRanking]:
-    """By the prefix they are asked for; "" is the instance's own."""
+def columns_by_prefix(settings: RunSettings, instance: str) -> dict[str, ReferenceLogprobs | TeacherRanking]:
+    """The columns that `instance` computes, by the prefix they are asked under; "" is its own."""
     own: dict[str, ReferenceLogprobs | TeacherRanking] = {"": ReferenceLogprobs(instance)}
     distillation = settings.algorithm.distillation
     if distillation is None or instance not in distillation.instances:
@@ -69,20 +68,10 @@ def recipes(settings: RunSettings, instance: str) -> dict[str, ReferenceLogprobs
     return own | {TEACHER: TeacherRanking(Wanted(top_k=distillation.top_k, num_ids=num_ids))}
 
 
-def build(
-    settings: RunSettings, instance: str, connection: Connection, vitals: Vitals = UNWATCHED
-) -> "ReferenceEngine":
-    """This rank's engine, its model loaded; a collective. ConfigError."""
+def build(settings: RunSettings, instance: str, connection: Connection, hooks: ProcessHooks = UNWATCHED) -> ColumnRanks:
+    """Starts the reference on this rank, its model loaded; a collective. ConfigError."""
     section, path = config.section(settings, instance), config.model_path(settings, instance)
-    _, bench = start_bench(
-        settings, section, connection, path=path, head="policy", optimizer=None, total_steps=1, vitals=vitals
+    context = start_store_context(
+        settings, section, connection, path=path, head="policy", optimizer=None, total_steps=1, hooks=hooks
     )
-    return ReferenceEngine(settings, instance, bench, bench.engine.num_parameters)
-
-
-class ReferenceEngine(ColumnRanks):
-    """front.ColumnEngine over the ranks of a group."""
-
-    def __init__(self, settings: RunSettings, instance: str, bench: Bench, num_parameters: int) -> None:
-        own, *more = recipes(settings, instance).items()
-        super().__init__(bench, own[1], num_parameters, dict(more))
+    return ColumnRanks(context, columns_by_prefix(settings, instance))

@@ -1,0 +1,87 @@
+"""The seam between a role's calls and its ranks: what the event loop asks of the device, as Protocols.
+
+A `ColumnComputer` computes columns, a `Trainer` also has an optimizer. Their methods block and run in the device
+thread. rolecall/training/step/role_ranks.py implements both over the ranks of a group. No torch, no gRPC.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rolecall.checkpoint.manifest import StoredFile
+from rolecall.training.serving.applied import Applied
+from rolecall.training.serving.save_chain import Written
+from rolecall.v1 import training_pb2
+from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
+
+
+@dataclass
+class Progress:
+    """The number of a step's microbatches that are done. The device thread writes it and the event loop looks at it: a
+    torn read only misreports a moment.
+    """
+
+    moved: Callable[[], None]
+    """Called in the device thread at every report."""
+    num_done: int = 0
+    num_total: int = 0
+
+    def report(self, num_done: int, num_total: int) -> None:
+        """Sets how far the step is."""
+        self.num_done, self.num_total = num_done, num_total
+        self.moved()
+
+
+class ColumnComputer(Protocol):
+    """A role that computes columns of rows."""
+
+    @property
+    def num_parameters(self) -> int:
+        """The parameters of its model."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of its ranks."""
+
+    @property
+    def prefixes(self) -> Sequence[str]:
+        """The prefixes of the columns it computes: "" for the role's own."""
+
+    def compute(self, rows: Sequence[RowRef], prefix: str) -> frozenset[str]:
+        """Computes and writes the columns of `rows`, each named once; returns the keys of those that held them before.
+        RowMissingError.
+        """
+
+    def keep_alive(self) -> None:
+        """Shows the other ranks that this one lives."""
+
+    def stop(self) -> None:
+        """Lets the other ranks go; the last call."""
+
+
+class StepApplier(Protocol):
+    """A role that applies steps, as the chain of them knows it."""
+
+    @property
+    def applied(self) -> Applied:
+        """The record of what it has applied; any thread may ask."""
+
+    def train(self, batch: TrainBatch, progress: Progress) -> training_pb2.TrainResult:
+        """Applies the sealed `batch`. OutOfOrderError, RowMissingError."""
+
+
+class Trainer(ColumnComputer, StepApplier, Protocol):
+    """A role that computes columns, trains its model and keeps its state."""
+
+    def save(self, path: str) -> Written:
+        """Takes the state, to be written to the folder `path` beside other work. ConfigError."""
+
+    def load(self, path: str, files: Sequence[StoredFile]) -> None:
+        """Restores the state, after a look at `files`. CheckpointMissingError, CheckpointMismatchError,
+        StorageUnavailableError.
+        """
+
+    def move(self, parts: Sequence[training_pb2.StatePart.ValueType], *, to_host: bool) -> None:
+        """Moves these parts of the state, all where none is named, to host memory or back; idempotent.
+        InvalidInputError for a part there is not.
+        """
