@@ -1,6 +1,6 @@
 """The publisher: the actor's end of the weight channel.
 
-Owns the rendezvous, the epoch that is open and the rule that epochs and versions only rise. It does not know the
+Owns the rendezvous, the epoch that is open and a guard that epochs and versions only rise. It does not know the
 controller, gRPC or how tensors are gathered: it takes an iterator of (Hugging Face name, full tensor). Only rank 0 of
 an actor has one; see `publish` for what the other ranks do meanwhile.
 

@@ -109,7 +109,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         ).start()
 
     def joined(self) -> dict[str, Any]:
-        """{"done": bool, "error": [reason, message] or None}."""
+        """Returns {"done": bool, "error": [reason, message] or None}."""
         if self._error is None and self._joined.done():
             failed = self._joined.exception()
             if isinstance(failed, RoleCallError):
@@ -151,10 +151,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         self._state, self._policy_version = "loaded", update_info.policy_version
 
     def report(self) -> dict[str, Any]:
-        """State, version, error ([reason, message] or None) and what arrived, of plain types."""
+        """Returns, of plain types, the state, the error ([reason, message] or None) and what arrived (Transferred or None)."""
         return {
             "state": self._state,
-            "policy_version": self._policy_version,
             "error": wire_error(self._error),
             "arrived": asdict(self._arrived) if self._arrived else None,
         }

@@ -11,7 +11,7 @@ from rolecall.weights.transferred import Transferred
 
 def worker(digest: str = "d", **more: Any) -> dict[str, Any]:
     arrived = {"fingerprints": {"q": 1, "k": 2}, "digest": digest, "num_bytes": 8, "transfer_s": 0.5}
-    return {"state": "loaded", "policy_version": 7, "error": None, "arrived": arrived, **more}
+    return {"state": "loaded", "error": None, "arrived": arrived, **more}
 
 
 def test_workers_that_agree_make_one_report() -> None:
