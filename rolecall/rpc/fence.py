@@ -4,7 +4,9 @@ from rolecall.errors import FencedError
 
 
 class Fence:
-    """Starts from the store's ctl, so that a restarted service does not obey a controller that was replaced before."""
+    """The highest ctl seen. It starts from the store's, so that a restarted service does not obey a controller that was
+    replaced before.
+    """
 
     def __init__(self, ctl: int) -> None:
         self.ctl = ctl

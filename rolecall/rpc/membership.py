@@ -61,8 +61,8 @@ class Pulse(Protocol):
 
 
 class Membership:
-    """One per worker process, made and started inside its event loop. `start` returns at once; `joined` waits, `failed`
-    is for `process.serve`.
+    """The link of this worker process to the run, made and started inside its event loop. `start` returns at once;
+    `joined` waits, `failed` is for `role_process.serve`.
 
     Joining is retried while the controller is away, up to controller.start_timeout_s; a refusal (another run, another
     release) fails at once. Once joined, an absent controller is waited for without end, and a restarted one is joined

@@ -39,7 +39,7 @@ _LAME_DUCK_S = 2.0
 
 
 class Server:
-    """One per process. Add services, start, say when the role can serve, drain.
+    """The gRPC server of one process. Add services, start, say when the role can serve, drain.
 
     Health: every added service and "" are NOT_SERVING until `set_serving(True)`; `liveness` is SERVING from the start.
     """

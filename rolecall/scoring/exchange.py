@@ -15,7 +15,7 @@ MAX_REQUEST_BYTES = 3 * 2**20
 
 
 def only(item: reward_pb2.ScoreItem, spec: reward_pb2.DescribeResponse) -> reward_pb2.ScoreItem:
-    """`item` with the fields that the scorer reads and those that are always sent."""
+    """Returns `item` with the fields that the scorer reads and those that are always sent."""
     reads = set(spec.reads)
     sent = reward_pb2.ScoreItem(
         id=item.id, finish_reason=item.finish_reason, num_response_tokens=item.num_response_tokens
@@ -36,8 +36,8 @@ def only(item: reward_pb2.ScoreItem, spec: reward_pb2.DescribeResponse) -> rewar
 def cut(
     items: Sequence[reward_pb2.ScoreItem], spec: reward_pb2.DescribeResponse, max_bytes: int = MAX_REQUEST_BYTES
 ) -> list[list[reward_pb2.ScoreItem]]:
-    """`items` in order, in requests of at most spec.max_items and `max_bytes`, the token rewards of the answer counted
-    in.
+    """Cuts `items`, in order, into requests of at most spec.max_items and `max_bytes`, the token rewards of the answer
+    counted in.
     """
     chunks: list[list[reward_pb2.ScoreItem]] = []
     room_bytes = 0

@@ -189,7 +189,7 @@ def failure_of(item: reward_pb2.ScoreItem, error: Exception) -> reward_pb2.Score
 
 
 def error_result(item_id: str, code: str, message: str, retryable: bool) -> reward_pb2.ScoreResult:
-    """A result without a score."""
+    """Returns a result that is an error in place of a score."""
     error = reward_pb2.ScoreError(
         code=printable(code, MAX_CODE_CHARS), message=printable(message, MAX_MESSAGE_CHARS), retryable=retryable
     )

@@ -54,16 +54,16 @@ class EngineCalls(Protocol):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Every worker's answer."""
+        """Calls `method` on every worker and returns their answers."""
 
     async def init_weight_transfer_engine(self, request: WeightTransferInitRequest) -> None:
-        """Receiver.init_transfer_engine on every worker."""
+        """Calls Receiver.init_transfer_engine on every worker."""
 
     async def start_weight_update(self) -> None:
         """Opens vLLM's update."""
 
     async def update_weights(self, request: WeightTransferUpdateRequest) -> None:
-        """Receiver.receive_weights on every worker."""
+        """Calls Receiver.receive_weights on every worker."""
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Closes vLLM's update."""

@@ -151,7 +151,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         self._state, self._policy_version = "loaded", update_info.policy_version
 
     def report(self) -> dict[str, Any]:
-        """Returns, of plain types, the state, the error ([reason, message] or None) and what arrived (Transferred or None)."""
+        """Returns state, error ([reason, message] or None) and what arrived (Transferred or None), of plain types."""
         return {
             "state": self._state,
             "error": wire_error(self._error),

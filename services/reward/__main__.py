@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def serve_reward(args: ServiceArgs) -> None:
-    """Health is SERVING once every component can score."""
+    """Serves rewards until the process is asked to stop. Health is SERVING once every component can score."""
     from rolecall import telemetry  # gRPC and its friends after the configuration has been checked
     from rolecall.rpc.membership import Membership
     from rolecall.rpc.role_process import serve

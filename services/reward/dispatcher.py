@@ -63,7 +63,7 @@ class LocalComponent:
 
 
 class Dispatcher:
-    """All components of a reward service. `start` before `score`, `close` at the end."""
+    """The components of a reward service, asked at once. `start` before `score`, `close` at the end."""
 
     def __init__(self, settings: RewardSettings, rpc: RpcSection) -> None:
         self._settings = settings

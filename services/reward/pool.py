@@ -43,7 +43,7 @@ STOP_POLL_S = 0.05
 
 @dataclass
 class Call:
-    """One caller's wait for all its items."""
+    """A caller's wait for all its items."""
 
     loop: asyncio.AbstractEventLoop
     future: "asyncio.Future[list[reward_pb2.ScoreResult]]"
@@ -147,7 +147,7 @@ class WorkerPool:
 
 
 class WorkerThread:
-    """One worker process and the thread that drives it."""
+    """A thread that drives one worker process."""
 
     def __init__(self, queue: Queue, setup: bytes, num_threads: int) -> None:
         self._queue = queue

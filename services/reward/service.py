@@ -23,7 +23,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def Score(
         self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> reward_pb2.ScoreResponse:
-        """Describes the weighted sum. Idempotent."""
+        """Scores items. Idempotent. INVALID_ARGUMENT for an empty request or ids that are empty or not unique."""
         items = list(request.items)
         ids = {item.id for item in items}
         if not items or len(ids) != len(items) or "" in ids:

@@ -60,7 +60,7 @@ class Activity:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Surrounds a load of weights."""
+        """Surrounds a load of weights, until it ended in whatever way."""
         self._is_loading = True
         try:
             yield

@@ -16,7 +16,7 @@ SHUT_TIMEOUT_S = 30.0
 
 
 class Gate:
-    """Shut at first. Used from one event loop."""
+    """The way out for everything sampled, shut at first. Used from one event loop."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()

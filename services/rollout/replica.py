@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Response:
-    """A sample that may leave."""
+    """A sample that may leave the process."""
 
     sample: Sample
     digests: dict[int, str]
@@ -51,7 +51,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One version that is about to arrive."""
+    """A version that is about to arrive, and how it is taken in."""
 
     epoch: int
     policy_version: int
@@ -64,7 +64,7 @@ class Transfer:
 
 
 class Replica:
-    """Samples for whoever asks, and takes weights from the channel. Used from one event loop."""
+    """A replica: it samples for whoever asks, and takes weights from the channel. Used from one event loop."""
 
     def __init__(
         self,

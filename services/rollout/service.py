@@ -35,7 +35,7 @@ _PAUSE_MODES = {
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
-    """One call of the replica per method."""
+    """The servicer of RolloutService: one call of the replica per method."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ MAX_RESPONSES = 1024
 
 
 def prompt_token_ids(prompt: trajectory_pb2.Prompt) -> list[int]:
-    """The rendered prompt's ids."""
+    """Returns the token ids of the rendered prompt."""
     data = prompt.token_ids
     ids: list[int] = decode_array(data, "<i4", (len(data) // 4,), "prompt.token_ids").tolist()
     return ids
