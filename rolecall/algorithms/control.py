@@ -64,7 +64,7 @@ def advance(
             entropy,
             target=section.target,
             step=section.coef_step,
-            lowest=section.min_coef,
+            lowest=0.0,
             highest=section.max_coef,
         )
         control = replace(control, entropy_coef=entropy_coef, entropy=entropy)

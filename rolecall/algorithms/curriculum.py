@@ -9,6 +9,9 @@ import hashlib
 
 from rolecall.settings import CurriculumSection
 
+RATE_MEMORY = 0.5
+"""Weight of the rate so far when a visit adds its own: the last visit counts most, and no single one decides."""
+
 
 def is_visited(section: CurriculumSection, seed: int, epoch: int, uid: str, success_rate: float | None) -> bool:
     """Whether epoch `epoch` visits prompt `uid`: always when its rate is unknown or inside the band, else in one epoch
@@ -23,8 +26,8 @@ def is_visited(section: CurriculumSection, seed: int, epoch: int, uid: str, succ
     return (epoch + turn) % section.revisit_epochs == 0
 
 
-def updated_rate(section: CurriculumSection, rate: float | None, visit_rate: float) -> float:
+def updated_rate(rate: float | None, visit_rate: float) -> float:
     """The rate after a visit whose share of right answers was `visit_rate`: an exponential moving average, which begins
     at its first value.
     """
-    return visit_rate if rate is None else section.memory * rate + (1 - section.memory) * visit_rate
+    return visit_rate if rate is None else RATE_MEMORY * rate + (1 - RATE_MEMORY) * visit_rate

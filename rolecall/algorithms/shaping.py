@@ -70,9 +70,7 @@ def shape_rewards(
         rewards_B = (rewards_B - moments.mean) / (moments.std + STD_EPS)
     if section.overlong is not None:
         overlong = section.overlong
-        rewards_B = rewards_B + overlong.penalty * overlong_penalty(
-            num_tokens_B, overlong.max_tokens or max_tokens, overlong.buffer_tokens
-        )
+        rewards_B = rewards_B + overlong.penalty * overlong_penalty(num_tokens_B, max_tokens, overlong.buffer_tokens)
     return rewards_B
 
 

@@ -110,8 +110,8 @@ def _shaping(section: ShapingSection, longest: int) -> Iterator[str]:
             f"{'the batch' if section.normalize == 'batch' else 'all rewards so far'}"
         )
     if section.overlong is not None:
-        end = section.overlong.max_tokens or longest
-        yield f"up to {section.overlong.penalty:g} less from {end - section.overlong.buffer_tokens} to {end} tokens"
+        free = longest - section.overlong.buffer_tokens
+        yield f"up to {section.overlong.penalty:g} less from {free} to {longest} tokens"
     if section.mask_truncated:
         yield "no token of a response that was cut off is trained"
 
@@ -200,7 +200,7 @@ def _band(low: float, high: float) -> str:
 def _aggregation(settings: RunSettings) -> str:
     algorithm = settings.algorithm
     if algorithm.aggregation == "seq_mean_token_sum_norm":
-        length = algorithm.aggregation_length or settings.sampling.max_tokens
+        length = settings.sampling.max_tokens
         return f"token losses of a response add up, over the constant {length}, and responses count the same"
     return _AGGREGATIONS[algorithm.aggregation]
 
@@ -235,7 +235,7 @@ def _entropy(section: EntropySection) -> str:
 
 
 def _divergence(section: DistillationSection) -> str:
-    if section.divergence == "forward_topk":
+    if section.top_k is not None:
         return f"KL from {_teachers(section)} to the policy over the teacher's {section.top_k} likeliest tokens"
     return f"KL from the policy to {_teachers(section)}, of the sampled tokens"
 

@@ -29,7 +29,6 @@ from rolecall.settings import (
     CustomLoss,
     ExternalScorer,
     FunctionScorer,
-    MathScorer,
     RunSettings,
     ServiceSection,
     child_environment,
@@ -76,7 +75,7 @@ def _functions(settings: RunSettings) -> Iterator[Iterator[str]]:
             scorer, setting = component.scorer, f"reward.components.{name}.scorer"
             if isinstance(scorer, FunctionScorer):
                 yield _function(f"{setting}.target", scorer.target, settings.reward.search_path, settings.reward)
-            if isinstance(scorer, MathScorer):
+            if scorer.kind == "math":
                 yield _math(setting)
     loss = settings.algorithm.policy_loss
     if isinstance(loss, CustomLoss) and settings.actor.address is None:

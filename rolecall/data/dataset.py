@@ -13,17 +13,13 @@ from typing import Any
 
 from rolecall.errors import ConfigError
 from rolecall.settings import (
-    BoxedScorer,
     DataSection,
     DistillationSection,
-    ExactMatchScorer,
-    MathScorer,
-    RegexScorer,
     RewardSection,
 )
 
-_COMPARING = (ExactMatchScorer, RegexScorer, BoxedScorer, MathScorer)
-"""Scorers that fail on an item without a ground truth."""
+_COMPARING = ("exact_match", "regex", "boxed", "math")
+"""Kinds of scorers that fail on an item without a ground truth."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ def load_prompts(
     say. A teacher must be there for every prompt that is trained on with `distillation`.
     """
     comparing = next(
-        (name for name, component in reward.components.items() if isinstance(component.scorer, _COMPARING)), None
+        (name for name, component in reward.components.items() if component.scorer.kind in _COMPARING), None
     )
     prompts = [
         _parse(row, f"{path}, line {number}", str(number), data, comparing)

@@ -17,26 +17,27 @@ class ExactMatchScorer(Section):
     """Compare case-folded."""
 
 
-class RegexScorer(Section):
-    """1 when the pattern's last match in the response (group 1 if it has one) equals the ground truth, else 0."""
+class PatternScorer(Section):
+    """A scorer by a regular expression.
 
-    kind: Literal["regex"] = "regex"
+    - `regex`: 1 when the pattern's last match in the response (group 1 if it has one) equals the ground truth, else 0.
+    - `format`: 1 when the whole response matches the pattern, dot matching newlines, else 0.
+    """
+
+    kind: Literal["regex", "format"]
     """The scorer that this section chooses."""
     pattern: Pattern
     """Python regular expression."""
 
 
-class BoxedScorer(Section):
-    r"""1 when the last \boxed{...} equals the ground truth, else 0."""
+class AnswerScorer(Section):
+    r"""A scorer of the final answer, with nothing to set.
 
-    kind: Literal["boxed"] = "boxed"
-    """The scorer that this section chooses."""
+    - `boxed`: 1 when the last \boxed{...} equals the ground truth, else 0.
+    - `math`: 1 when math-verify finds response and ground truth equal, else 0.
+    """
 
-
-class MathScorer(Section):
-    """1 when math-verify finds response and ground truth equal, else 0."""
-
-    kind: Literal["math"] = "math"
+    kind: Literal["boxed", "math"]
     """The scorer that this section chooses."""
 
 
@@ -47,15 +48,6 @@ class JsonScorer(Section):
     """The scorer that this section chooses."""
     required_keys: tuple[str, ...] = ()
     """Keys that the top-level object must have."""
-
-
-class FormatScorer(Section):
-    """1 when the whole response matches the pattern, else 0."""
-
-    kind: Literal["format"] = "format"
-    """The scorer that this section chooses."""
-    pattern: Pattern
-    """Python regular expression, matched against the whole response, dot matching newlines."""
 
 
 class LengthScorer(Section):
@@ -106,15 +98,7 @@ class ExternalScorer(Section):
 
 
 ScorerSection: TypeAlias = Annotated[
-    ExactMatchScorer
-    | RegexScorer
-    | BoxedScorer
-    | MathScorer
-    | JsonScorer
-    | FormatScorer
-    | LengthScorer
-    | FunctionScorer
-    | ExternalScorer,
+    ExactMatchScorer | PatternScorer | AnswerScorer | JsonScorer | LengthScorer | FunctionScorer | ExternalScorer,
     Field(discriminator="kind"),
 ]
 

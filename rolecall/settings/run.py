@@ -267,18 +267,12 @@ class RunSettings(Section):
     @model_validator(mode="after")
     def _shaping_has_an_effect(self) -> Self:
         overlong, filters = self.algorithm.shaping.overlong, self.algorithm.filters
-        longest = self.sampling.max_tokens if overlong is None or overlong.max_tokens is None else overlong.max_tokens
+        longest = self.sampling.max_tokens
         if overlong is not None and overlong.buffer_tokens > longest:
             raise ValueError(
                 f"algorithm.shaping.overlong.buffer_tokens {overlong.buffer_tokens} exceeds the longest response, "
                 f"{longest} tokens; even an empty one would "
                 "be punished: lower it"
-            )
-        if overlong is not None and longest - overlong.buffer_tokens >= self.sampling.max_tokens:
-            raise ValueError(
-                f"algorithm.shaping.overlong punishes beyond {longest - overlong.buffer_tokens} tokens, and "
-                f"sampling.max_tokens is {self.sampling.max_tokens}: "
-                "no response is that long; lower overlong.max_tokens, or leave it out"
             )
         if overlong is not None and self.algorithm.advantage.kind == "maxrl":
             raise ValueError(

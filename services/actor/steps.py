@@ -65,7 +65,7 @@ class PolicySteps:
         squares = "sum_squared_probs" in settings.algorithm.advantage.needs
         self.names: tuple[str, ...] = (OLD, "sum_squared_probs") if squares else (OLD,)
         self.wanted = Wanted(squares=True) if squares else None
-        self._length = settings.algorithm.aggregation_length or settings.sampling.max_tokens
+        self._length = settings.sampling.max_tokens
         self._seed = settings.run.seed
         loss = settings.algorithm.policy_loss
         self._covariance = loss if isinstance(loss, CovarianceLoss) else None

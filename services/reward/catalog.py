@@ -12,14 +12,12 @@ from rolecall.errors import BadGroundTruthError
 from rolecall.plugins import load_function
 from rolecall.scoring.scores import ALL_FIELDS, Item, Score, ScoreFunction, component_spec
 from rolecall.settings import (
-    BoxedScorer,
+    AnswerScorer,
     ExactMatchScorer,
-    FormatScorer,
     FunctionScorer,
     JsonScorer,
     LengthScorer,
-    MathScorer,
-    RegexScorer,
+    PatternScorer,
 )
 from rolecall.v1 import reward_pb2
 from services.reward.scorers.boxed import boxed_answer, boxed_match
@@ -29,16 +27,7 @@ from services.reward.scorers.json_ import is_json
 from services.reward.scorers.length import length_cost
 from services.reward.scorers.regex import regex_answer, regex_match
 
-LocalScorer: TypeAlias = (
-    ExactMatchScorer
-    | RegexScorer
-    | BoxedScorer
-    | MathScorer
-    | JsonScorer
-    | FormatScorer
-    | LengthScorer
-    | FunctionScorer
-)
+LocalScorer: TypeAlias = ExactMatchScorer | PatternScorer | AnswerScorer | JsonScorer | LengthScorer | FunctionScorer
 """Every scorer that runs in a worker process: all but the external one."""
 
 COMPARES = (reward_pb2.SCORE_FIELD_RESPONSE_TEXT, reward_pb2.SCORE_FIELD_GROUND_TRUTH)
@@ -54,7 +43,7 @@ def describe(name: str, scorer: LocalScorer) -> reward_pb2.DescribeResponse:
         )
     if isinstance(scorer, LengthScorer):
         return reward_pb2.DescribeResponse(name=name, reward=component_spec("", -1.0, 0.0))
-    reads = (reward_pb2.SCORE_FIELD_RESPONSE_TEXT,) if isinstance(scorer, JsonScorer | FormatScorer) else COMPARES
+    reads = (reward_pb2.SCORE_FIELD_RESPONSE_TEXT,) if scorer.kind in ("json", "format") else COMPARES
     return reward_pb2.DescribeResponse(name=name, reads=reads, reward=component_spec("", 0.0, 1.0))
 
 
@@ -67,22 +56,22 @@ def bind(scorer: LocalScorer) -> ScoreFunction:
                 exact_match(item.response_text, _truth(item), ignore_case=ignore_case),
                 answer=whole_answer(item.response_text, ignore_case=ignore_case),
             )
-        case RegexScorer():
+        case PatternScorer(kind="regex"):
             pattern = re.compile(scorer.pattern)
             return lambda item: Score(
                 regex_match(item.response_text, _truth(item), pattern), answer=regex_answer(item.response_text, pattern)
             )
-        case BoxedScorer():
+        case AnswerScorer(kind="boxed"):
             return lambda item: Score(
                 boxed_match(item.response_text, _truth(item)), answer=boxed_answer(item.response_text)
             )
-        case MathScorer():
+        case AnswerScorer():
             from services.reward.scorers.math import math_equal  # sympy: half a second, and only in the extra `reward`
 
             return lambda item: _math_score(*math_equal(item.response_text, _truth(item)))
         case JsonScorer():
             return lambda item: is_json(item.response_text, scorer.required_keys)
-        case FormatScorer():
+        case PatternScorer():
             whole = re.compile(scorer.pattern, re.DOTALL)
             return lambda item: matches_format(item.response_text, whole)
         case LengthScorer():

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rolecall.errors import ConfigError
-from rolecall.settings import ExactMatchScorer, FunctionScorer, RegexScorer
+from rolecall.settings import ExactMatchScorer, FunctionScorer, PatternScorer
 from rolecall.v1 import reward_pb2
 from services.reward.catalog import LocalScorer
 from services.reward.frames import MAX_PAYLOAD_BYTES, FrameBuffer, frame
@@ -68,7 +68,7 @@ async def test_a_hung_function_is_killed_at_its_deadline_and_the_others_are_scor
 
 
 async def test_a_catastrophic_regular_expression_is_killed_too(start_pool: StartPool) -> None:
-    pool = await start_pool(num_workers=1, r=RegexScorer(pattern=r"(a+)+$"))
+    pool = await start_pool(num_workers=1, r=PatternScorer(kind="regex", pattern=r"(a+)+$"))
     results = await pool.score("r", items_of("a" * 64 + "b", "aa", truth="aa"))
     assert codes(results) == ["TIMEOUT", "ok"]
     assert results[1].reward.value == 1.0

@@ -45,7 +45,7 @@ async def test_a_teacher_writes_its_ranking_under_the_common_prefix(store: Store
     model = write_qwen3(tmp_path / "policy", seed=4)
     batches = Batches(store, model)
     rows = [row for group in batches.sampled(4) for row in group.rows]
-    distillation = {"teacher": "wise", "divergence": "forward_topk", "placement": "loss", "top_k": 5}
+    distillation = {"teacher": "wise", "placement": "loss", "top_k": 5}
     algorithm = {"groups_per_batch": 4, "distillation": distillation}
     references = {"wise": {"token_budget": 64}}
     settings = RunSettings.model_validate(
@@ -84,7 +84,7 @@ def test_a_ranking_is_of_the_ids_that_the_policy_knows_and_one_of_all_of_them_is
     model = write_qwen3(tmp_path / "policy", seed=4)
 
     def of(top_k: int) -> Wanted | None:
-        distillation = {"teacher": "wise", "divergence": "forward_topk", "placement": "loss", "top_k": top_k}
+        distillation = {"teacher": "wise", "placement": "loss", "top_k": top_k}
         algorithm = {"groups_per_batch": 4, "distillation": distillation}
         tree = settings_tree(store, model, tmp_path, algorithm=algorithm, references={"wise": {}})
         return columns_by_prefix(RunSettings.model_validate(tree), "wise")["teacher"].wanted

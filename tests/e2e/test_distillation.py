@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FORWARD_TOPK = (
-    "--algorithm.distillation={teacher: teacher, divergence: forward_topk, placement: loss, top_k: 8}",
+    "--algorithm.distillation={teacher: teacher, placement: loss, top_k: 8}",
     "--run.num_steps=24",
 )
 """It covers what the policy samples in the wrong order as well as the right one, so it takes longer."""

@@ -287,7 +287,7 @@ def test_every_policy_loss_has_one_ranks_gradients_on_many_and_under_other_cuts(
 
 NUM_TAUGHT = 4
 """Ids that the teacher of these tests ranks."""
-FORWARD_TOPK = {"teacher": "wise", "divergence": "forward_topk", "placement": "loss", "top_k": NUM_TAUGHT, "coef": 0.5}
+FORWARD_TOPK = {"teacher": "wise", "placement": "loss", "top_k": NUM_TAUGHT, "coef": 0.5}
 
 
 def taught(rows: list[Row], seed: int) -> list[Row]:

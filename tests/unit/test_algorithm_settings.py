@@ -21,14 +21,9 @@ def config(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("algorithm", "complaint"),
     [
-        ("aggregation_length=100", r"aggregation_length: token_mean divides by no constant; remove it"),
         ("policy_loss={kind: clip_cov, cov_low: 5, cov_high: 1}", "no token would be drawn; move one"),
         ("policy_loss={clip_eps_high: 0.3}", r"policy_loss: kind is missing; add it"),
         ("curriculum={revisit_epochs: 3}", r"no prompt is visited less often; set min_success_rate"),
-        (
-            "shaping={overlong: {buffer_tokens: 2, max_tokens: 10}}",
-            r"punishes beyond 8 tokens, and sampling.max_tokens is 8: .*lower overlong.max_tokens",
-        ),
     ],
 )
 def test_what_would_have_no_effect_is_refused(config: Path, algorithm: str, complaint: str) -> None:

@@ -182,7 +182,6 @@ def test_the_overlong_are_punished_after_normalisation_and_the_greedy_response_a
     ("fields", "message"),
     [
         ({"shaping": {"overlong": {"buffer_tokens": 5}}}, "exceeds the longest response, 4 tokens"),
-        ({"shaping": {"overlong": {"buffer_tokens": 5, "max_tokens": 3}}}, "exceeds the longest response, 3 tokens"),
         ({"filters": {"max_dropped_per_step": 0}}, "greater than 0"),
         ({"curriculum": {"revisit_epochs": 1}}, "greater than or equal to 2"),
     ],

@@ -25,7 +25,7 @@ from services.controller.step.preparation import columns_read, prepare
 MakeSettings = Callable[..., RunSettings]
 ELSEWHERE = RewardSection(address="scorer:1")
 ROUTED = {"field": "subject", "teachers": {"math": "reckoner", "code": "coder"}}
-RANKED = {"divergence": "forward_topk", "placement": "loss", "top_k": 4}
+RANKED = {"placement": "loss", "top_k": 4}
 
 
 def distilling(
@@ -41,9 +41,7 @@ def distilling(
         ({}, "no teacher: name an instance under references"),
         ({"field": "subject", "teacher": "wise"}, "teachers and field go together"),
         ({"teachers": {"math": "wise"}}, "teachers and field go together"),
-        ({"teacher": "wise", "divergence": "forward_topk", "placement": "loss"}, "set top_k"),
-        ({"teacher": "wise", "divergence": "forward_topk", "top_k": 4}, "placement: loss"),
-        ({"teacher": "wise", "top_k": 4}, "reverse_kl reads the sampled token only"),
+        ({"teacher": "wise", "top_k": 4}, "placement: loss"),
     ],
 )
 def test_a_section_that_cannot_teach_is_refused(section: dict[str, Any], complaint: str) -> None:

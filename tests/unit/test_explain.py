@@ -136,7 +136,7 @@ def test_a_kl_without_a_gradient_is_told(config: Path) -> None:
         ),
         ("{teacher: wise, placement: loss}", "  plus 1 x KL from the policy to teacher 'wise', of the sampled tokens"),
         (
-            "{teacher: wise, placement: loss, divergence: forward_topk, top_k: 4}",
+            "{teacher: wise, placement: loss, top_k: 4}",
             "KL from teacher 'wise' to the policy over the teacher's 4 likeliest tokens",
         ),
         (

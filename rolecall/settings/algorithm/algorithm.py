@@ -35,10 +35,9 @@ class AlgorithmSection(Section):
     policy_loss: PolicyLossSection = ClippedLoss()
     """Loss of the actor."""
     aggregation: Aggregation = "token_mean"
-    """How the actor's token losses become one number, normalised (token_sum: not) by the whole mini-batch's own counts.
+    """How the actor's token losses become one number, normalised (token_sum: not) by the whole mini-batch's own counts;
+    seq_mean_token_sum_norm also by the constant sampling.max_tokens.
     """
-    aggregation_length: PositiveInt | None = None
-    """The constant of seq_mean_token_sum_norm; absent: sampling.max_tokens."""
     entropy: EntropySection | None = None
     """Entropy bonus; absent: none."""
     kl: KlSection | None = None
@@ -63,15 +62,6 @@ class AlgorithmSection(Section):
     def sampler_is_old(self) -> bool:
         """Whether the sampler's logprobs stand for the old policy's."""
         return self.correction is not None and self.correction.proximal == "bypass"
-
-    @model_validator(mode="after")
-    def _length_is_used(self) -> Self:
-        if self.aggregation_length is not None and self.aggregation != "seq_mean_token_sum_norm":
-            raise ValueError(
-                f"aggregation_length: {self.aggregation} divides by no constant; remove it, or use aggregation: "
-                "seq_mean_token_sum_norm"
-            )
-        return self
 
     @model_validator(mode="after")
     def _bypass_has_a_ratio(self) -> Self:

@@ -16,18 +16,16 @@ class DistillationSection(Section):
     """Field of the data set whose text says which of `teachers` teaches a prompt; absent: `teacher` teaches all."""
     teachers: dict[str, str] = {}
     """Instance by text of `field`."""
-    divergence: Literal["reverse_kl", "forward_topk"] = "reverse_kl"
-    """`reverse_kl`: of the policy to the teacher, estimated from the sampled token. `forward_topk`: of the teacher to
-    the policy, over the `top_k` ids to which the teacher gives the highest probability, and one more outcome, all the
-    others together.
-    """
     placement: Literal["advantage", "loss"] = "advantage"
-    """`advantage`: every sampled token's advantage is lowered by log(policy / teacher) of that token (reverse_kl only),
-    so policy_loss, its clip and the correction apply; the policy is the trainer's old one: a forward pass of the actor
-    over every batch, unless correction.proximal is `bypass`. `loss`: a term beside the policy loss.
+    """`advantage`: every sampled token's advantage is lowered by log(policy / teacher) of that token (only without
+    top_k), so policy_loss, its clip and the correction apply; the policy is the trainer's old one: a forward pass of
+    the actor over every batch, unless correction.proximal is `bypass`. `loss`: a term beside the policy loss.
     """
     top_k: PositiveInt | None = None
-    """Ids of forward_topk; each costs 8 bytes per token in the store."""
+    """Absent: the KL of the policy to the teacher (reverse), estimated from the sampled token. Set: the KL of the
+    teacher to the policy (forward), over so many ids to which the teacher gives the highest probability, and one more
+    outcome, all the others together; each id costs 8 bytes per token in the store.
+    """
     coef: PositiveFloat = 1.0
     """Weight of the divergence."""
     task_coef: NonNegativeFloat = 0.0
@@ -59,11 +57,7 @@ class DistillationSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _the_divergence_has_what_it_needs(self) -> Self:
-        if self.divergence == "forward_topk" and (self.top_k is None or self.placement == "advantage"):
-            raise ValueError("divergence forward_topk is a loss over top_k ids: set top_k (8, say) and placement: loss")
-        if self.divergence == "reverse_kl" and self.top_k is not None:
-            raise ValueError(
-                "top_k: reverse_kl reads the sampled token only; remove it, or use divergence: forward_topk"
-            )
+    def _ranking_is_a_loss(self) -> Self:
+        if self.top_k is not None and self.placement == "advantage":
+            raise ValueError("top_k: the forward KL over several ids is a loss; set placement: loss, or remove top_k")
         return self

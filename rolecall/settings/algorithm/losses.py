@@ -201,23 +201,16 @@ class EntropySection(Section):
     """
     coef_step: PositiveFloat = 0.0001
     """How far the weight moves in a step."""
-    min_coef: NonNegativeFloat = 0.0
-    """Lowest weight."""
     max_coef: PositiveFloat = 0.005
-    """Highest weight."""
+    """Highest weight; the lowest is 0."""
 
     @model_validator(mode="after")
     def _starts_within_its_bounds(self) -> Self:
         fields = type(self).model_fields
         if self.target is None and any(
-            getattr(self, name) != fields[name].default for name in ("coef_step", "min_coef", "max_coef")
+            getattr(self, name) != fields[name].default for name in ("coef_step", "max_coef")
         ):
-            raise ValueError(
-                "coef_step, min_coef and max_coef move the weight toward a target; set target, or remove them"
-            )
-        if self.target is not None and not self.min_coef <= self.entropy_coef <= self.max_coef:
-            raise ValueError(
-                f"entropy_coef {self.entropy_coef} is not within min_coef {self.min_coef} .. max_coef "
-                f"{self.max_coef}; move one of them"
-            )
+            raise ValueError("coef_step and max_coef move the weight toward a target; set target, or remove them")
+        if self.target is not None and self.entropy_coef > self.max_coef:
+            raise ValueError(f"entropy_coef {self.entropy_coef} is above max_coef {self.max_coef}; move one of them")
         return self

@@ -10,14 +10,12 @@ from rolecall.settings.section import Section
 
 
 class OverlongSection(Section):
-    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), added to the reward: 0 up to max_tokens -
-    buffer_tokens, then linear to -penalty at max_tokens and beyond.
+    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), added to the reward: 0 up to
+    sampling.max_tokens - buffer_tokens, then linear to -penalty at sampling.max_tokens, the paper's L_max.
     """
 
     buffer_tokens: PositiveInt
     """Length over which it grows; the paper's L_cache."""
-    max_tokens: PositiveInt | None = None
-    """Response length from which it is whole, the paper's L_max; absent: sampling.max_tokens."""
     penalty: Annotated[float, Field(gt=0)] = 1.0
     """What the longest response loses; the paper's is 1."""
 
@@ -93,8 +91,6 @@ class CurriculumSection(Section):
     """A prompt outside the band is visited in one epoch of this many; which one depends on the run's seed and the
     prompt.
     """
-    memory: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """Weight of the rate so far when a visit adds its own; 0 keeps the last visit alone."""
 
     @model_validator(mode="after")
     def _some_rate_is_inside(self) -> Self:

@@ -62,7 +62,7 @@ def policy_columns(algorithm: AlgorithmSection) -> tuple[str, ...]:
 def _teacher_columns(distillation: DistillationSection | None) -> tuple[str, ...]:
     if distillation is None or distillation.placement == "advantage":
         return ()
-    return (TOPK_IDS, TOPK_LOGPROBS) if distillation.divergence == "forward_topk" else (reference_column(TEACHER),)
+    return (TOPK_IDS, TOPK_LOGPROBS) if distillation.top_k is not None else (reference_column(TEACHER),)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class SftObjective:
 def _teacher_kl_N(
     distillation: DistillationSection, outputs: TokenOutputs, columns: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    if distillation.divergence == "forward_topk":
+    if distillation.top_k is not None:
         assert outputs.target_logprobs_Nk is not None
         return forward_topk_kl_N(outputs.target_logprobs_Nk, columns[TOPK_LOGPROBS])
     # The sampled token's own estimate as the value; its gradient on-policy is 0 on average, k2's that of the KL.

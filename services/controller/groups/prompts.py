@@ -131,7 +131,7 @@ class PromptSequence:
         known = self._rates.get(uid)
         if self._curriculum is None or (known is not None and known.gid >= gid):
             return None
-        self._rates[uid] = SuccessRate(gid, updated_rate(self._curriculum, known.rate if known else None, visit_rate))
+        self._rates[uid] = SuccessRate(gid, updated_rate(known.rate if known else None, visit_rate))
         return self._rates[uid]
 
     def _has_its_turn(self, uid: str, epoch: int) -> bool:

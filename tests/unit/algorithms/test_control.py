@@ -102,7 +102,7 @@ def test_a_step_without_a_trained_token_moves_nothing() -> None:
 
 
 def test_a_weight_outside_its_bounds_is_refused() -> None:
-    with pytest.raises(ValidationError, match="not within min_coef"):
+    with pytest.raises(ValidationError, match="is above max_coef"):
         EntropySection(entropy_coef=0.1, target=0.2)
     with pytest.raises(ValidationError, match="set target"):
         EntropySection(entropy_coef=0.1, max_coef=0.2)

@@ -128,8 +128,7 @@ def test_an_epoch_has_about_its_share_of_the_prompts_outside() -> None:
 
 
 def test_a_rate_is_a_moving_average_that_begins_at_its_first_visit() -> None:
-    section = CurriculumSection(max_success_rate=0.9, memory=0.75)
-    # 1; then 0.75 * 1 + 0.25 * 0; then 0.75 * 0.75 + 0.25 * 0.5.
-    first = updated_rate(section, None, 1.0)
-    second = updated_rate(section, first, 0.0)
-    assert (first, second, updated_rate(section, second, 0.5)) == (1.0, 0.75, 0.6875)
+    # 1; then 0.5 * 1 + 0.5 * 0; then 0.5 * 0.5 + 0.5 * 0.25.
+    first = updated_rate(None, 1.0)
+    second = updated_rate(first, 0.0)
+    assert (first, second, updated_rate(second, 0.25)) == (1.0, 0.5, 0.375)

@@ -65,7 +65,7 @@ def slow_shape(
         if shaping.normalize:
             value = (value - mean) / (std + 1e-6)
         if shaping.overlong:
-            longest, buffer = shaping.overlong.max_tokens or max_tokens, shaping.overlong.buffer_tokens
+            longest, buffer = max_tokens, shaping.overlong.buffer_tokens
             if length > longest:
                 value -= shaping.overlong.penalty
             elif length > longest - buffer:
