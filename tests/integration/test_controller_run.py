@@ -258,7 +258,8 @@ async def test_a_scorer_that_gives_no_scores_is_named_while_the_run_waits_and_wh
     def away(item: Item) -> float:
         raise ScorerUnavailableError("its database is away")
 
-    async with twin_run(store, tmp_path, make_settings, score=away, controller={"stall_timeout_s": 3.0}) as run:
+    budget = {"stall_timeout_s": 3.0, "max_recoveries": 2}
+    async with twin_run(store, tmp_path, make_settings, score=away, controller=budget) as run:
         named = (
             f"scorer 'reward' at {run.settings.reward.address} gives no scores: SCORER_UNAVAILABLE: its "
             "database is away"
