@@ -50,7 +50,7 @@ def problem(kind: str, docstring: str) -> str | None:
     """The reason why a docstring does not stand alone, or None."""
     sentence = first_sentence(docstring)
     words = sentence.split()
-    opening = [word.strip(".,:;`") for word in words[:2]]
+    opening = [word.strip(".,:;") for word in words[:2]]
     counts = opening[1:] in (["many"], ["much"], ["long"], ["often"], ["far"])
     if CONTINUES.fullmatch(opening[0]):
         return f"opening: begins with {opening[0]}"

@@ -1,4 +1,4 @@
-"""What the actor derives from the run's settings. The sections themselves are in rolecall/settings/."""
+"""The values that the actor derives from the run's settings. The sections themselves are in rolecall/settings/."""
 
 from rolecall.settings import RunSettings
 

@@ -76,8 +76,8 @@ class NextBatches:
             ending.cancel()
 
     def _what_moves(self) -> object:
-        """What changes while a batch is on its way: groups end, or rollouts sample; the longest responses take longer
-        than controller.stall_timeout_s.
+        """The numbers that change while a batch is on its way: groups end, or rollouts sample; the longest responses
+        take longer than controller.stall_timeout_s.
         """
         return self.assembly.num_changes, [(rollout.consumer, rollout.progress) for rollout in self.fleet.rollouts()]
 

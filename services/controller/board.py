@@ -16,7 +16,7 @@ MAX_WATCH_INTERVAL_S = 1.0
 """Most time between two messages: queue depths and heartbeats change without anyone telling the board."""
 
 MAX_DROP_CHARS = 500
-"""Of the error of a dropped group that people are shown; dead.jsonl has more."""
+"""Length of a dropped group's error that people are shown; dead.jsonl has more."""
 
 FINAL_STATES = (controller_pb2.RUN_STATE_DONE, controller_pb2.RUN_STATE_FAILED)
 
@@ -40,7 +40,7 @@ class RunBoard:
         self.stop_requested = False
         self.stop_with_checkpoint = False
         self.checkpoint_requests: list[asyncio.Future[tuple[str, int]]] = []
-        """Those who wait for a checkpoint of the next boundary, each for its (path, step)."""
+        """Callers who wait for a checkpoint of the next boundary, each for its (path, step)."""
         self.steered = False
         """Whether this process knows if people want a pause; else the store does."""
         self.newest_landed = (0, 0)
@@ -132,7 +132,7 @@ class RunBoard:
         return self.checkpoint_requests[-1]
 
     def take_checkpoint_requests(self) -> "list[asyncio.Future[tuple[str, int]]]":
-        """Those who wait for a checkpoint; they are answered by the next one, or given back."""
+        """Takes the callers who wait for a checkpoint; they are answered by the next one, or given back."""
         taken, self.checkpoint_requests = self.checkpoint_requests, []
         return taken
 

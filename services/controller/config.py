@@ -1,4 +1,4 @@
-"""What the controller derives from the run's settings: the bounds of admission."""
+"""The values that the controller derives from the run's settings: the bounds of admission."""
 
 from rolecall.settings import RunSettings
 from rolecall.store.budget import StoreBudget

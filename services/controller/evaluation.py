@@ -35,7 +35,7 @@ SCORE_CHUNK = 256
 
 @dataclass(frozen=True)
 class HeldOutSet:
-    """One set, rendered once."""
+    """A held-out set, rendered once."""
 
     name: str
     section: EvaluationSet

@@ -369,7 +369,7 @@ class Loop:
 
 
 async def _at_once(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What `calls` return; the first error ends the others."""
+    """Returns what `calls` return; the first error ends the others."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(call) for call in calls]

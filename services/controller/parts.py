@@ -1,4 +1,4 @@
-"""What a run's loop works with as long as the process lives: settings, data and connections, as run.py built them.
+"""The parts that a run's loop works with as long as the process lives: settings, data and connections.
 
 Holds nothing that a life of the loop changes, but for the board and the fleet, which outlive it on purpose: what people
 ask for and who is a member does not end with a failure of the store.
@@ -33,7 +33,7 @@ class Parts:
     raw_prompts: Sequence[RawPrompt]
     """The training prompts as the data has them."""
     prompt_bytes: int
-    """Of the largest prompt."""
+    """Bytes of the largest prompt."""
     renderer: PromptRenderer
     probe: weights_pb2.Probe
     """What every publish is checked with."""

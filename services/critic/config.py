@@ -1,4 +1,4 @@
-"""What the critic derives from the run's settings. The sections themselves are in rolecall/settings/."""
+"""The values that the critic derives from the run's settings. The sections themselves are in rolecall/settings/."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a reference derives from the run's settings. The sections themselves are in rolecall/settings/."""
+"""The values that a reference derives from the run's settings. The sections themselves are in rolecall/settings/."""
 
 from pathlib import Path
 

@@ -1,1 +1,1 @@
-"""What survives the controller: checkpoints of the run and taking it up again."""
+"""The part of a run that survives its controller: checkpoints, and taking the run up again."""

@@ -41,5 +41,5 @@ def encode_prompts(prompts: Sequence[trajectory_pb2.Prompt]) -> list[str]:
 
 
 def decode_prompts(texts: Sequence[str]) -> tuple[trajectory_pb2.Prompt, ...]:
-    """What `encode_prompts` was given."""
+    """Returns what `encode_prompts` was given."""
     return tuple(trajectory_pb2.Prompt.FromString(base64.b64decode(text)) for text in texts)

@@ -1,4 +1,4 @@
-"""Where a controller goes on: the ledger's position, and trainers that are brought to it.
+"""The recovery of a run: the ledger's position, and trainers that are brought to it.
 
 A trainer that stands behind the ledger loads the newest checkpoint and applies the sealed batches since (their rows are
 kept until a checkpoint covers them), so that nothing is generated again. When the store is not the future of the
@@ -38,7 +38,7 @@ class Recovery:
     """The actor first."""
     checkpoints: Checkpoints
     prompt_bytes: int
-    """Of the largest prompt."""
+    """Bytes of the largest prompt."""
     report: Callable[[str], None]
     """Called with what is awaited."""
 
@@ -190,9 +190,10 @@ def _was_cut_short(
 
 
 def _backlog(position: RunPosition, point: RunPoint | None) -> tuple[trajectory_pb2.Prompt, ...]:
-    """What this lineage has not admitted again yet: of all prompts that were untrained at the checkpoint it began with,
-    or, once it has a checkpoint of its own, of those that waited then. They are admitted in this order, before anything
-    new.
+    """The prompts of an older checkpoint that this lineage has not admitted again yet.
+
+    A lineage begins with all prompts that were untrained at its checkpoint. Once it has a checkpoint of its own, that
+    one says which of them still waited. They are admitted in this order, before anything new.
     """
     if point is None:
         return ()

@@ -25,7 +25,7 @@ NO_ROOM = (DiskFullError, StorageUnavailableError)
 
 
 class CheckpointSaver:
-    """Saves for one loop."""
+    """Saves checkpoints beside the steps of one loop."""
 
     def __init__(
         self, trainers: Sequence[Trainer], checkpoints: Checkpoints, threads: StoreThreads, saved_step: int
@@ -81,7 +81,7 @@ class CheckpointSaver:
             task.result()
 
     async def raise_if_failed(self) -> None:
-        """What finish raises, without waiting."""
+        """Raises what `finish` would raise, without waiting."""
         if not self.is_in_flight:
             await self.finish()
 

@@ -1,1 +1,1 @@
-"""Who takes part in the run, and who is alive."""
+"""The workers that take part in a run, and whether each is alive."""

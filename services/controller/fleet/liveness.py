@@ -21,7 +21,7 @@ from rolecall.v1.rollout_pb2_grpc import RolloutServiceStub
 
 @dataclass(frozen=True)
 class Loss:
-    """Why a worker was given up."""
+    """The reason why a worker was given up."""
 
     reason: str
     is_final: bool
@@ -36,7 +36,7 @@ class Worker:
     hang_s: float
     """Longest time with work and without progress."""
     last_seen: float
-    """Its last sign of life."""
+    """Time of the last sign of life."""
     moved_at: float
     """When it was last heard to move, or to have nothing to do."""
     progress: int = -1
@@ -48,7 +48,7 @@ class Worker:
 
     @property
     def consumer(self) -> str:
-        """Its name in the store."""
+        """The worker's name in the store."""
         return f"{self.join.worker}.{self.join.incarnation}"
 
     @property
@@ -67,7 +67,7 @@ class Worker:
         self.policy_version, self.paused_since = -1, min(self.paused_since, now)
 
     def attest(self, policy_version: int) -> None:
-        """It serves this version."""
+        """Notes that the worker serves this version."""
         self.policy_version, self.paused_since = policy_version, math.inf
 
     def forgive(self, seconds: float, now: float) -> None:

@@ -2,8 +2,8 @@
 
 Owns membership. A worker that is given up (liveness.py says when) or replaced by its next incarnation is expelled from
 the store: its attestation is revoked and its claims go to others. An incarnation that hung, or that was replaced, is
-refused for ever: a zombie that wakes up ends instead of taking its successor's place. How new weights reach the
-rollouts is publisher.py's affair.
+refused for ever: a zombie that wakes up ends instead of taking its successor's place. publisher.py brings new weights
+to the rollouts.
 """
 
 import asyncio
@@ -175,7 +175,7 @@ class Fleet:
         )
 
     def is_lost(self, worker: str) -> str:
-        """Why the worker of this name was given up; "" while it is a member, or was never one."""
+        """The reason why the worker of this name was given up; "" while it is a member, or was never one."""
         lost = self._lost.get(worker)
         return "" if lost is None else lost.loss.reason
 

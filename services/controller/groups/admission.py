@@ -1,4 +1,6 @@
-"""How many groups may be in flight, and which of the finished ones make the next batch. Pure: no clock, no store.
+"""Admission: the bound of groups in flight, and the choice of the finished ones that make the next batch.
+
+Pure: no clock, no store.
 
 Words. B = groups_per_batch; S = max_staleness; a *step* is one batch applied; p = published_step, the step whose
 weights the fleet holds; a group's admit_step is p at its admission. Whoever samples the group does so from weights of

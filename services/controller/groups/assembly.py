@@ -1,4 +1,4 @@
-"""From scored groups to the groups of a train batch: which are live, and which of them are ready.
+"""The assembly of a batch: which scored groups are live, and which of them are ready.
 
 Owns the groups between their commit and their seal. The choice of groups is admission.py's, what is written to their
 rows preparation.py's.
@@ -46,11 +46,11 @@ class ScoredGroup:
     landed_at_s: float
     """Monotonic clock of this process when the group was seen committed."""
     scored_at_s: float
-    """Same clock, when its scores were in its rows."""
+    """Time by the same clock when its scores were in its rows."""
     greedy: GreedyResponse | None = None
     """Where the estimator wants one; in none of the arrays above."""
     prompt_uid: str = ""
-    """Of its prompt."""
+    """The uid of its prompt."""
 
     @property
     def has_signal(self) -> bool:

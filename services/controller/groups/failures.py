@@ -1,5 +1,7 @@
-"""What the controller survives: which errors start its loop over from the store, how often, and for how long; how many
-groups may fail; and when a run that waits has stalled.
+"""The failures that a controller survives, and their budgets.
+
+Which errors start its loop over from the store, how often, and for how long; how many groups may fail; and when a run
+that waits has stalled.
 
 The controller is crash-only: a failure of a role or of the store is not mended where it is met. The loop is abandoned
 and started over from what the store holds, as a new controller would, so that there is one way to recover and it is
@@ -72,7 +74,8 @@ class RecoveryBudget:
 class FailureBudget:
     """Groups that may fail, of any `window` groups admitted one after another.
 
-    A run that goes on after it was spent begins anew: people saw to the cause."""
+    A run that goes on after it was spent begins anew: people saw to the cause.
+    """
 
     def __init__(self, limit: int, window: int, failed: Iterable[int] = ()) -> None:
         """`failed`: gids of failures before, as the ledger knows them."""
@@ -110,7 +113,9 @@ class RunEnd:
 
 
 class StallClock:
-    """How long nothing has moved in a run that waits for groups. While people pause the run nothing has to move."""
+    """A clock of how long nothing has moved in a run that waits for groups. While people pause the run nothing has to
+    move.
+    """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`limit_s`: controller.stall_timeout_s."""

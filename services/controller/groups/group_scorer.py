@@ -63,7 +63,7 @@ class GroupScorer:
 
     @property
     def trouble(self) -> str:
-        """Why there are no scores at present: scorer, address, last error; empty when there are."""
+        """The reason why there are no scores at present: scorer, address, last error; empty when there are."""
         return self._reward.trouble
 
     async def score(self, group: trajectory_pb2.CommittedGroup) -> ScoredGroup:

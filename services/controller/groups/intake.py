@@ -2,7 +2,7 @@
 what was dropped.
 
 Owns the next gid, the counters that the admission rule reads, and the admissions that a full store refused; these stay
-first in line. What becomes of a group after it was admitted is the loop's affair.
+first in line. It does not follow a group after its admission.
 """
 
 import asyncio
@@ -114,8 +114,8 @@ class Intake:
                 continue
 
     def _next_admissions(self) -> list[Admission]:
-        """Those that a full store refused, and as many more as may be. They count as admitted from here on, and stay
-        first in line until they are.
+        """Takes the admissions that a full store refused, and as many more as may be. They count as admitted from here
+        on, and stay first in line until they are.
         """
         while len(self._refused) < ADMIT_COUNT and self._may_admit():
             place = self._next_gid - self._first_gid

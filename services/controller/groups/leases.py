@@ -25,7 +25,7 @@ renewals are lease_s / 3 apart.
 @dataclass
 class _Lease:
     entry: PendingEntry
-    """As it was when it was last found renewed."""
+    """The entry as it was when it was last found renewed."""
     silent_s: float = 0.0
     is_forgiven: bool = False
     """A late look has begun it anew."""

@@ -56,7 +56,7 @@ class PromptRenderer:
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where the sequence stands: the next prompt is number `index` of epoch `epoch`'s order."""
+    """A place in the sequence of prompts: the next prompt is number `index` of epoch `epoch`'s order."""
 
     epoch: int = 0
     index: int = 0
@@ -69,7 +69,7 @@ class Cursor:
 
     @classmethod
     def decode(cls, data: bytes) -> "Cursor":
-        """What `encode` wrote; empty bytes are the start."""
+        """Returns what `encode` wrote; empty bytes are the start."""
         return cls(*json.loads(data)) if data else cls()
 
 

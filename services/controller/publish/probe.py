@@ -27,7 +27,7 @@ NOISE_FACTOR = 4.0
 LEAST_BOUND, MOST_BOUND = 0.05, 1.0
 """Nats: below it small models differ that are right, above it no model is right whatever its own noise."""
 QUANTILES = (0.5, 0.9)
-"""Of the differences in bfloat16, each against that of the noise; single tokens may be further off."""
+"""Quantiles of the differences in bfloat16, each against that of the noise; single tokens may be further off."""
 
 
 def make_probe(settings: RunSettings, prompts: PromptSequence) -> weights_pb2.Probe:
@@ -50,10 +50,11 @@ def difference(
     exact: bool,
     tolerance: float | None,
 ) -> str | None:
-    """What is wrong with a receiver's report, or None.
+    """Says what is wrong with a receiver's report; None when nothing is.
 
     `exact`: float32 weights; else bfloat16. `tolerance` replaces the bound: on every token in float32, on the quantiles
-    in bfloat16."""
+    in bfloat16.
+    """
     theirs = {item.name: item.value for item in received.fingerprints}
     ours = {item.name: item.value for item in sent.fingerprints}
     wrong = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))

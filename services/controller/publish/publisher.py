@@ -1,4 +1,4 @@
-"""How new weights reach the rollouts: the weight channel's epochs and the transcript of one publish.
+"""The way of new weights to the rollouts: the weight channel's epochs and the transcript of one publish.
 
     begin     attestations revoked in the store
     open      a new epoch, when the membership changed or the last publish broke the channel
@@ -283,7 +283,7 @@ class PolicyPublisher:
     async def _transfer(
         self, epoch: Epoch, members: Sequence[Rollout], step: int, version: int
     ) -> tuple[actor_pb2.PublishWeightsResponse, Outcomes[rollout_pb2.ReceiveWeightsResponse]]:
-        """What the actor sent, and what each receiver says of it. AttemptFailed when the collective broke."""
+        """Returns what the actor sent, and what each receiver reports. AttemptFailed when the collective broke."""
         weights = self._settings.weights
         receive = rollout_pb2.ReceiveWeightsRequest(
             ctl=self._ctl,
@@ -373,8 +373,8 @@ class PolicyPublisher:
             await cancelled(*tasks.values())
 
     async def _last_answers(self, tasks: "Mapping[str, asyncio.Task[T]]") -> Outcomes[T]:
-        """What receivers say once the collective is over; when one has named itself already, nobody else need be waited
-        for.
+        """Collects what receivers answer once the collective is over; when one has named itself already, nobody else
+        need be waited for.
         """
         return await answers(tasks, 0 if any(names_itself(task) for task in tasks.values()) else self._answer_s)
 

@@ -1,7 +1,7 @@
 """Asking several receivers at once: what each answered, and who is to blame when the collective they share broke.
 
-Owns the distinction between a receiver that failed and one that merely felt it, from the answers alone; what follows
-from it is publisher.py's affair.
+Owns the distinction between a receiver that failed and one that merely felt it, from the answers alone. publisher.py
+decides what follows from it.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ async def cancelled(*tasks: "asyncio.Task[Any]") -> None:
 
 
 async def answers(tasks: "Mapping[str, asyncio.Task[T]]", timeout_s: float) -> Outcomes[T]:
-    """What each says within `timeout_s`."""
+    """Returns what each answers within `timeout_s`."""
     await asyncio.wait(tasks.values(), timeout=timeout_s)
     outcomes: Outcomes[T] = {}
     for consumer, task in tasks.items():
@@ -88,7 +88,7 @@ async def answers(tasks: "Mapping[str, asyncio.Task[T]]", timeout_s: float) -> O
 
 
 def failure(task: "asyncio.Task[Any]") -> RoleCallError | None:
-    """Why a call failed; None while it has not. Anything but a RoleCallError is nobody's answer, and raised."""
+    """Returns why a call failed; None while it has not. Anything but a RoleCallError is nobody's answer, and raised."""
     if not task.done():
         return None
     if task.cancelled():

@@ -1,4 +1,4 @@
-"""What the algorithm carries from one step to the next: coefficients that adapt, and the rewards seen so far.
+"""The state that the algorithm carries from step to step: coefficients that adapt, and the rewards seen so far.
 
 Owns no decision and no formula, only their exactness. The state of step s is what batch s is prepared with; the next
 one follows from the sealed batch and the trainers' records of it, all durable, and the ledger takes it in the script
@@ -21,19 +21,19 @@ from rolecall.v1 import training_pb2, trajectory_pb2
 
 @dataclass(frozen=True)
 class AdaptiveState:
-    """Before a step."""
+    """The state before a step, as its batch is prepared with it."""
 
     control: Control
     rewards: Moments = Moments()
-    """Of all clipped rewards of the batches before; empty unless they are normalised by it."""
+    """Moments of all clipped rewards of the batches before; empty unless they are normalised by it."""
 
     @classmethod
     def start(cls, algorithm: AlgorithmSection) -> "AdaptiveState":
-        """Before the first step."""
+        """Returns the state before the first step."""
         return cls(control.start(algorithm))
 
     def encode(self, algorithm: AlgorithmSection) -> bytes:
-        """What of it adapts, as bytes for the ledger and checkpoints; floats come back bit by bit. Empty when nothing
+        """Encodes the part that adapts, for the ledger and checkpoints; floats come back bit by bit. Empty when nothing
         does.
         """
         adapting, everything = _adapting(algorithm), {**asdict(self.control), "rewards": asdict(self.rewards)}
@@ -41,7 +41,7 @@ class AdaptiveState:
 
     @classmethod
     def decode(cls, algorithm: AlgorithmSection, data: bytes) -> "AdaptiveState":
-        """What `encode` wrote, of that what adapts; the rest, and what did not adapt then, is at its start."""
+        """Decodes what `encode` wrote, of that the part that adapts; all else is at its start."""
         kept = {name: value for name, value in json.loads(data or b"{}").items() if name in _adapting(algorithm)}
         rewards = Moments(**kept.pop("rewards", {}))
         return cls(replace(control.start(algorithm), **kept), rewards)
@@ -49,8 +49,8 @@ class AdaptiveState:
     def after(
         self, algorithm: AlgorithmSection, batch: trajectory_pb2.TrainBatch, results: Sequence[training_pb2.TrainResult]
     ) -> "AdaptiveState":
-        """Before the next step: `batch` was applied with `results`, the actor's first. What is not finite was not
-        measured.
+        """Returns the state before the next step: `batch` was applied with `results`, the actor's first. What is not
+        finite was not measured.
         """
         measured = {
             name: value

@@ -1,5 +1,6 @@
-"""What a step is reported by: metrics of its batch, of its time and of the fleet, and samples for people. Reads,
-decides nothing.
+"""The measures of a step: metrics of its batch, of its time and of the fleet, and samples for people.
+
+Reads, decides nothing.
 """
 
 import asyncio
@@ -51,11 +52,10 @@ class Stopwatch:
         self._last = now
 
     def waited(self, groups: Sequence[ScoredGroup]) -> Metrics:
-        """Of the time so far, which ended with the batch `groups` complete: until its last group landed, and from there
-        until its last score was in.
+        """Parts the time so far, which ended with the batch `groups` complete.
 
-        What is left of the report and wait laps is the controller's own. Groups that landed before the step count
-        nothing: nobody waited for them.
+        Until its last group landed, and from there until its last score was in. What is left of the report and wait
+        laps is the controller's own. Groups that landed before the step count nothing: nobody waited for them.
         """
         metrics = Metrics()
         landed = max(self._started, *(group.landed_at_s for group in groups))
@@ -120,9 +120,7 @@ def of_batch(
 
 
 def of_sealed(settings: RunSettings, batch: trajectory_pb2.TrainBatch) -> Metrics:
-    """What the algorithm goes by in a step: its coefficients, where it has terms for them, and the KL that was taken
-    from the rewards.
-    """
+    """The coefficients of a step, where the algorithm has terms for them, and the KL taken from the rewards."""
     metrics = Metrics()
     if settings.algorithm.kl is not None:
         metrics.max("algorithm/kl_coef", batch.coefficients.kl_coef)

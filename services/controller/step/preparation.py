@@ -1,8 +1,7 @@
-"""From the rows of a batch's groups to what is sealed and written to them: shaped rewards, advantages, loss masks,
-coefficients and the digest of it all.
+"""The preparation of a batch: from the rows of its groups to what is sealed and written to them.
 
-Pure: whoever prepares a batch again gets the same bits. Which groups a batch has is assembly.py's affair, the numbers
-are rolecall/algorithms'.
+Shaped rewards, advantages, loss masks, coefficients and the digest of it all. Pure: whoever prepares a batch again gets
+the same bits. assembly.py says which groups a batch has; the numbers are those of rolecall/algorithms.
 """
 
 import hashlib
@@ -61,7 +60,7 @@ def columns_read(settings: RunSettings) -> tuple[str, ...]:
 
 
 def columns_reported(settings: RunSettings) -> tuple[str, ...]:
-    """Those of them that measures.of_batch reads, too."""
+    """The columns among them that measures.of_batch reads, too."""
     sampled = ("token_ids", "response_mask", "rollout_logprobs")
     return sampled if settings.algorithm.distillation is None else (*sampled, reference_column(TEACHER))
 
@@ -135,7 +134,7 @@ def prepare(
 def _moments(
     settings: RunSettings, raw_B: Array, state: AdaptiveState
 ) -> tuple[Moments, trajectory_pb2.BatchStatistics]:
-    """What rewards are normalised by, and the batch's own share of it where it is carried on."""
+    """The moments that rewards are normalised by, and the batch's own share of them where they are carried on."""
     shaping = settings.algorithm.shaping
     moments, statistics = Moments.of(clip_rewards(shaping, raw_B.astype(np.float64))), trajectory_pb2.BatchStatistics()
     if shaping.normalize == "running":
@@ -171,8 +170,8 @@ def _less_kl(
 def _columns_needed(
     settings: RunSettings, rows: Sequence[Mapping[str, Array]], truncated: Sequence[bool]
 ) -> dict[str, list[Array]]:
-    """What the estimator reads beside rewards and masks, where every row has it; a response that stopped bootstraps
-    from 0.
+    """The columns that the estimator reads beside rewards and masks, where every row has them; a response that stopped
+    bootstraps from 0.
     """
     columns = {
         name: [row[name] for row in rows]
@@ -233,8 +232,8 @@ def _digest(
     raw_B: Array,
     columns: Sequence[Mapping[str, Array]],
 ) -> str:
-    """Over ids, attempts, order, coefficients and the bits of what the controller read and computed. What only a
-    trainer reads of a row is not in it: the attempt's token stands for that.
+    """The digest over ids, attempts, order, coefficients and the bits of what the controller read and computed. What
+    only a trainer reads of a row is not in it: the attempt's token stands for that.
     """
     state = hashlib.blake2b(digest_size=16)
     state.update(f"{batch.coefficients.kl_coef!r} {batch.coefficients.entropy_coef!r}".encode())

@@ -40,7 +40,7 @@ class Trainer:
     """The actor's, whose deadlines are those of every trainer."""
 
     async def info(self) -> training_pb2.GetTrainerInfoResponse:
-        """What it holds."""
+        """Asks the trainer what it holds."""
         return await self.stub.GetInfo(training_pb2.GetTrainerInfoRequest(), timeout=INFO_TIMEOUT_S)
 
     async def train(
@@ -125,7 +125,7 @@ class CriticTrainer(Trainer):
     columns: ClassVar[frozenset[str]] = frozenset(columns_of(Writer.CRITIC))
 
     async def compute(self, ctl: int, rows: list[trajectory_pb2.RowRef], step: int) -> None:
-        """As ActorTrainer.compute."""
+        """Has the critic compute values, as ActorTrainer.compute does logprobs."""
         await self.stub.ComputeValues(
             training_pb2.ComputeColumnRequest(ctl=ctl, rows=rows, step=step), timeout=self.section.compute_timeout_s
         )
