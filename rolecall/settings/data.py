@@ -8,7 +8,7 @@ from rolecall.settings.section import CheckpointUrl, ConfigPath, NonNegativeFloa
 
 
 class JobSection(Section):
-    """What is run and where."""
+    """The name and the directory of what is run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
     """Name of the run: the key prefix in the store and the name in trackers."""
@@ -34,7 +34,7 @@ class JobSection(Section):
 
 
 class RunSection(JobSection):
-    """What is run, where and for how long."""
+    """The run: its name, its directory and its length."""
 
     num_steps: PositiveInt
     """Train batches to apply."""
@@ -76,7 +76,7 @@ class DataSection(Section):
 
 
 class SamplingSection(Section):
-    """How training responses are sampled. The sampler's distribution is softmax(logits / temperature), untouched:
+    """The sampling of training responses. The sampler's distribution is softmax(logits / temperature), untouched:
     training allows nothing else.
     """
 

@@ -21,23 +21,24 @@ if TYPE_CHECKING:
     from rolecall.settings.run import RunSettings
 
 TOKENS_PER_S = 2.0
-"""Of one response: a twentieth of a GPU's rate under load, as where the KV cache holds a twentieth of what is sampled
-at a time.
+"""Rate of one response: a twentieth of a GPU's rate under load.
+
+So it is where the KV cache holds a twentieth of what is sampled at a time.
 """
 DISK_BYTES_PER_S = 100e6
-"""Of reading a model, or writing a checkpoint, over a network."""
+"""Rate of reading a model, or writing a checkpoint, over a network."""
 WIRE_BYTES_PER_S = 500e6
-"""Of a publish: Gloo, through host memory."""
+"""Rate of a publish: Gloo, through host memory."""
 FLOPS_PER_S = {"CPUs": 2e10, "GPUs": 2e13}
-"""Of one rank of a trainer: an old core's; a fiftieth of an H100's bfloat16 peak."""
+"""Rate of one rank of a trainer: an old core's; a fiftieth of an H100's bfloat16 peak."""
 FILE_BYTES_PER_PARAMETER = 2
-"""In a model directory. Of a float32 one it makes twice the parameters."""
+"""Bytes per parameter in a model directory. A float32 one is taken for twice the parameters."""
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """Master weight and two moments."""
 PREFILL_TOKENS = 8192
-"""Of one step of the sampler."""
+"""Prompt tokens of one step of the sampler."""
 PROBED_TOKENS = 2 * 256
-"""Of a publish's probe, which each side computes twice (services/controller/publish/probe.py)."""
+"""Tokens of a publish's probe, which each side computes twice (services/controller/publish/probe.py)."""
 GPU_START_S = 900.0
 """Compilation and the capture of CUDA graphs, beside the reading."""
 GPU_HANG_S = 300.0
@@ -63,7 +64,7 @@ class Deadline:
 
     @property
     def setting(self) -> str:
-        """Its name in the file."""
+        """The name of the setting in the file."""
         return f"{self.section}.{self.field}"
 
 
@@ -99,7 +100,7 @@ class _Derivation:
         self._bytes = {path: _model_bytes(path) for _, path in self._trainers}
 
     def derive(self) -> None:
-        """In an order in which each is known before another is made of it."""
+        """Derives the deadlines, in an order in which each is known before another is made of it."""
         settings = self._settings
         longest = max(
             [settings.sampling.max_tokens, *(part.max_tokens or 0 for part in settings.evaluation.sets.values())]
@@ -168,7 +169,7 @@ class _Derivation:
         )
 
     def _calls(self) -> None:
-        """What bounds the calls of every trainer: the longest that any of them may take."""
+        """The bounds of every trainer's calls: the longest that any of them may take."""
         actor, settings = self._settings.actor, self._settings
         rows = settings.algorithm.groups_per_batch * settings.responses_per_group
         tokens = rows * (settings.data.max_prompt_tokens + settings.sampling.max_tokens)
@@ -204,7 +205,7 @@ class _Derivation:
         return bool(self._settings.rollout.devices) or any(section.devices for section, _ in self._trainers)
 
     def _say(self, section: Section, name: str, field: str, seconds: float, why: str) -> float:
-        """What the file says; else `seconds`, in whole ones, and at least the section's default."""
+        """Returns what the file says; else `seconds`, in whole ones, and at least the section's default."""
         given: float = getattr(section, field)
         if field in section.model_fields_set:
             return given
@@ -214,7 +215,7 @@ class _Derivation:
 
 
 def _model_bytes(path: Path) -> int:
-    """Of its weights; 0 where there is no such directory, which others complain of."""
+    """The bytes of a model's weights; 0 where there is no such directory, which others complain of."""
     return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 

@@ -41,7 +41,7 @@ def parent_to_die_with() -> int | None:
 
 
 def tied_to_this_process() -> dict[str, str]:
-    """What a process that this one starts must find in its environment to end with it."""
+    """The environment that a process must find to end with this one, which starts it."""
     return {"ROLECALL_DIE_WITH_PARENT": str(os.getpid())}
 
 

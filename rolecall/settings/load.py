@@ -1,4 +1,4 @@
-"""From a file, overrides and the environment to settings."""
+"""Loads settings from a file, overrides and the environment."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,7 +85,7 @@ def _valid(kind: type[_Settings], tree: dict[str, Any], path: Path, given: str) 
 
 
 def _said(kind: type[Section], item: ErrorDetails) -> str:
-    """What is wrong, as whoever wrote the file would say it."""
+    """Says what is wrong in the words of the file."""
     match item["type"]:
         case "union_tag_not_found":
             return "kind is missing; add it, for it says what the other fields mean"
@@ -99,8 +99,9 @@ def _said(kind: type[Section], item: ErrorDetails) -> str:
 
 
 def store_url_file(run_dir: Path) -> Path:
-    """Where the URL of a run's embedded store stands while the store runs; readable by the owner alone, for it holds
-    the password.
+    """The file with the URL of a run's embedded store while the store runs.
+
+    The owner alone can read it, for it holds the password.
     """
     return run_dir / "store" / "url"
 

@@ -9,8 +9,8 @@ from rolecall.nearest import did_you_mean
 
 
 def suggestion(kind: type[BaseModel], location: Sequence[int | str]) -> str:
-    """What may be meant by the unknown setting at `location` of a file of `kind`: a sibling of a similar name, or a
-    setting of the same name elsewhere.
+    """Suggests what may be meant by the unknown setting at `location` of a file of `kind`: a sibling of a similar name,
+    or a setting of the same name elsewhere.
     """
     *parents, name = map(str, location)
     near = did_you_mean(name, {field for section in _at(kind, parents) for field in section.model_fields})

@@ -77,7 +77,7 @@ class FunctionScorer(Section):
 
 
 class ExternalScorer(Section):
-    """Another RewardService."""
+    """A scorer behind another RewardService."""
 
     kind: Literal["external"] = "external"
     """The scorer that this section chooses."""

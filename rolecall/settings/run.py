@@ -32,7 +32,7 @@ from rolecall.settings.trainers import ActorSection, CriticSection, ReferenceSec
 
 
 class RunSettings(Section):
-    """The whole file."""
+    """The settings of a run: its whole file."""
 
     run: RunSection
     model: ModelSection
@@ -97,7 +97,7 @@ class RunSettings(Section):
     @field_validator("references", mode="before")
     @classmethod
     def _without_those_set_to_null(cls, references: Any) -> Any:
-        """So that a file can leave out an instance that its recipe has."""
+        """Leaves out references that are null, so that a file can leave out one of its recipe."""
         return (
             {name: section for name, section in references.items() if section is not None}
             if isinstance(references, dict)

@@ -63,7 +63,7 @@ WeightBackend = Literal["gloo", "nccl"]
 
 
 class WeightsSection(Section):
-    """The weight channel."""
+    """The weight channel from the actor to the rollouts."""
 
     backend: WeightBackend | None = None
     """Collectives, said by the actor's file; absent: nccl while the actor and every rollout that has joined are on
@@ -95,7 +95,7 @@ class WeightsSection(Section):
 
 
 class ControllerSection(ServiceSection):
-    """The loop's own knobs."""
+    """The controller: its leases, budgets and bounds."""
 
     heartbeat_s: PositiveFloat = 1.0
     """Seconds between a worker's heartbeats."""
@@ -131,7 +131,7 @@ class ControllerSection(ServiceSection):
 
 
 class LauncherSection(Section):
-    """How `rolecall train` restarts its local processes."""
+    """The restarts of local processes by `rolecall train`."""
 
     max_restarts: NonNegativeInt = 5
     """Restarts of one role without a step applied in between; one more stops the run, with a checkpoint where that is
@@ -144,7 +144,7 @@ class LauncherSection(Section):
 
 
 class StoreSection(Section):
-    """Redis or Valkey."""
+    """The store of a run, Redis or Valkey."""
 
     url: SecretStr | None = None
     """`redis://`, `rediss://`, `unix://`, `redis+sentinel://host:port/service` or `redis+cluster://`; absent: an
@@ -174,7 +174,7 @@ class TlsSection(Section):
 
 
 class RpcSection(Section):
-    """gRPC between the roles."""
+    """The gRPC calls between the roles."""
 
     tls: TlsSection | None = None
     """Mutual TLS; absent: plaintext, on loopback only."""
@@ -185,7 +185,7 @@ class RpcSection(Section):
 
 
 class TelemetrySection(Section):
-    """Logs, traces, metrics."""
+    """Logs, traces and metrics of every role."""
 
     log_format: Literal["human", "json"] = "human"
     """Lines for people or for collectors."""
@@ -196,8 +196,8 @@ class TelemetrySection(Section):
 
 
 class TrackersSection(Section):
-    """Where metrics and samples go, besides metrics.jsonl and samples.jsonl, which are always written. None of them can
-    stop a run.
+    """Trackers of metrics and samples, besides metrics.jsonl and samples.jsonl, which are always written. None of them
+    can stop a run.
     """
 
     tensorboard: bool = True

@@ -13,7 +13,7 @@ from rolecall.settings.trainers import ActorSection
 
 
 class SftRunSection(JobSection):
-    """What is run, where and for how long."""
+    """The fine-tuning: its name, its directory and its length."""
 
     num_steps: PositiveInt | None = None
     """Optimizer steps; this or num_epochs."""
@@ -56,7 +56,7 @@ class SftEvaluationSection(Section):
 
 
 class SftSettings(Section):
-    """The whole file."""
+    """The settings of `rolecall sft`: its whole file."""
 
     run: SftRunSection
     model: ModelSection

@@ -60,7 +60,7 @@ class OptimizerSection(Section):
 
 
 class LayoutSection(Section):
-    """How the ranks of one trainer share the work. Ranks that are not named here shard the model and take data: one
+    """The layout of the work over one trainer's ranks. Ranks that are not named here shard the model and take data: one
     rank, or any number, needs nothing set.
     """
 
@@ -147,8 +147,8 @@ class LoraSection(Section):
 
 
 class MoeSection(Section):
-    """What a mixture of experts adds to the loss, over all tokens of a mini-batch and all layers. With both 0 it is
-    measured only, at the price of a pass without gradients before each update, which counts each expert's tokens.
+    """The terms that a mixture of experts adds to the loss, over all tokens of a mini-batch and all layers. With both 0
+    it is measured only, at the price of a pass without gradients before each update, which counts each expert's tokens.
     """
 
     balance_coef: NonNegativeFloat = 0.0
@@ -184,8 +184,10 @@ class ActorSection(TrainerSection):
     largest model.
     """
     hang_s: PositiveFloat = 30.0
-    """Longest time at work without progress (a layer's pass over a microbatch, a tensor published or loaded) before a
-    trainer is taken for hung and replaced; unless set, 300 on GPUs, and longer for larger models.
+    """Longest time at work without progress before a trainer is taken for hung and replaced.
+
+    Progress is a layer's pass over a microbatch, or a tensor published or loaded. Unless set, 300 on GPUs, and longer
+    for larger models.
     """
     optimizer: OptimizerSection = OptimizerSection()
     """Optimizer."""
@@ -240,7 +242,7 @@ class CriticSection(TrainerSection):
 
 
 class ReferenceSection(TrainerSection):
-    """A frozen policy."""
+    """A reference: a frozen policy under a name."""
 
     path: ConfigPath | None = None
     """Model directory; absent: the policy's starting point."""

@@ -20,7 +20,7 @@ from rolecall.settings.section import NonNegativeInt, Section
 
 
 class AlgorithmSection(Section):
-    """What a batch is and what is computed from it."""
+    """The algorithm: what a batch is and what is computed from it."""
 
     groups_per_batch: PositiveInt
     """B, prompt groups in a train batch."""
@@ -47,9 +47,9 @@ class AlgorithmSection(Section):
     distillation: DistillationSection | None = None
     """Teachers of the policy on its own samples; absent: none."""
     shaping: ShapingSection = ShapingSection()
-    """From the raw reward to the one that advantages are computed from."""
+    """Shaping of the raw reward to the one that advantages are computed from."""
     filters: FiltersSection = FiltersSection()
-    """Which scored groups are dropped and replaced; by default none."""
+    """Scored groups that are dropped and replaced; by default none."""
     curriculum: CurriculumSection | None = None
     """Prompts by their success rate; absent: every prompt once an epoch."""
 

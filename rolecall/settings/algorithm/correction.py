@@ -52,7 +52,7 @@ CorrectionWeight: TypeAlias = Annotated[ImportanceWeight | IcePopWeight, Field(d
 
 
 class Rejection(Section):
-    """What tokens or responses are rejected by.
+    """A bound by which tokens or responses are rejected.
 
     - `ratio`: trainer / sampler (k1): of tokens, or of responses by the geometric mean (`sequence_mean`), the product
       (`sequence_sum`), or any token's (`sequence_max`). The geometric mean does not depend on the length, and wants a

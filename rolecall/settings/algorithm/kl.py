@@ -44,8 +44,8 @@ class KlSection(Section):
     value, which is no KL. In the loss, k1's own gradient is 0 on average on-policy: use `gradient: k2` with it.
     """
     gradient: Literal["estimator", "k2"] = "estimator"
-    """Of the loss term. `k2`: straight-through, the value is the estimator's and the gradient k2's, which on-policy is
-    that of the true KL on average.
+    """Gradient of the loss term. `k2`: straight-through, the value is the estimator's and the gradient k2's, which
+    on-policy is that of the true KL on average.
     """
     placement: Literal["loss", "reward"] = "loss"
     """`loss`: a term of the policy loss. `reward`: subtracted per token from the reward (PPO's classic form), as the

@@ -76,11 +76,11 @@ class ClipCovLoss(Section):
     kind: Literal["clip_cov"] = "clip_cov"
     """The loss that this section chooses."""
     fraction: UnitFloat = 2e-4
-    """Of the mini-batch's trained tokens; at least one is drawn."""
+    """Share of the mini-batch's trained tokens; at least one is drawn."""
     cov_low: float = 1.0
     """Tokens are drawn whose covariance is above this."""
     cov_high: float = 5.0
-    """And below this."""
+    """Tokens are drawn whose covariance is below this."""
     clip_eps_low: NonNegativeFloat = 1.0
     """Ratios below 1 - this are clipped; as wide as in the authors' runs, for the draw is the method's own bound."""
     clip_eps_high: NonNegativeFloat = 1.0
@@ -107,7 +107,7 @@ class KlCovLoss(Section):
     kind: Literal["kl_cov"] = "kl_cov"
     """The loss that this section chooses."""
     fraction: UnitFloat = 2e-3
-    """Of the mini-batch's trained tokens; at least one is chosen. The paper: 2e-3 for 7B, 2e-4 for 32B."""
+    """Share of the mini-batch's trained tokens; at least one is chosen. The paper: 2e-3 for 7B, 2e-4 for 32B."""
     kl_coef: NonNegativeFloat = 1.0
     """Weight of |log ratio|, which stands for the KL to the old policy."""
 

@@ -21,8 +21,8 @@ class OverlongSection(Section):
 
 
 class ShapingSection(Section):
-    """From the raw reward to the one that advantages are computed from, in this order. The rows keep the raw reward,
-    and accuracy, filters and the curriculum read that one.
+    """The steps from the raw reward to the one that advantages are computed from, in this order. The rows keep the raw
+    reward, and accuracy, filters and the curriculum read that one.
     """
 
     clip_min: float | None = None
@@ -50,9 +50,9 @@ class ShapingSection(Section):
 
 
 class FiltersSection(Section):
-    """Which scored groups are dropped. Each gives its place back to admission, so another prompt is sampled instead and
-    batches stay full: with without_signal this is DAPO's dynamic sampling. All read the raw reward. A group is counted
-    under the first that applies, in this order.
+    """The scored groups that are dropped. Each gives its place back to admission, so another prompt is sampled instead
+    and batches stay full: with without_signal this is DAPO's dynamic sampling. All read the raw reward. A group is
+    counted under the first that applies, in this order.
     """
 
     without_signal: bool = False
