@@ -84,6 +84,15 @@ def test_a_page_names_files_that_exist(page: Path) -> None:
     assert missing_files(page.read_text()) == []
 
 
+@pytest.mark.parametrize("page", sorted(set(PAGES) - {LOG}), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_page_names_functions_that_exist(page: Path) -> None:
+    for file, name in re.findall(r"`([\w/]+\.py)`,?\s+`(\w+)`", page.read_text()):
+        there = [
+            path for path in matching(FILES, f"*/{file}") if re.search(rf"\b{name}\b", (ROOT / path[1:]).read_text())
+        ]
+        assert there, f"`{name}` is nowhere in {file}"
+
+
 def test_a_docstring_names_files_that_exist() -> None:
     missing = {
         (str(file), line, name)
