@@ -26,7 +26,7 @@ def load_function(target: str, field: str, search_path: Path | None = None) -> C
             raise
         where = f" in {search_path} or among the installed packages" if search_path is not None else ""
         raise ConfigError(
-            f"{field} {target!r}: there is no module {error.name!r}{where}; correct the name or the search path"
+            f"{field} {target!r}: there is no module {error.name!r}{where}; correct the name or its folder"
         ) from error
     function = vars(module).get(function_name)
     if not callable(function):
@@ -40,12 +40,12 @@ def load_plugin(section: PluginSection, field: str, first: str = "a batch") -> C
     """The function of `section`, which is called with `first` and the section's options. ConfigError names `field` when
     there is none, or none that takes them.
     """
-    function = load_function(section.function, field, section.search_path)
+    function = load_function(section.name, field, section.folder)
     try:
         inspect.signature(function).bind(None, **section.options)
     except TypeError as error:
         raise ConfigError(
-            f"{field} {section.function!r} cannot be called with {first} and the options {sorted(section.options)}: "
+            f"{field} {section.name!r} cannot be called with {first} and the options {sorted(section.options)}: "
             f"{error}; correct one of them"
         ) from error
     return function

@@ -279,7 +279,7 @@ def _functions(settings: RunSettings) -> Iterator[str]:
     """A policy loss of the user's is not looked at: it imports torch, and the actor loads it first of all."""
     if isinstance(settings.algorithm.advantage, CustomAdvantage):
         load_advantage(settings.algorithm.advantage)
-        yield f"algorithm.advantage.function: {settings.algorithm.advantage.function} is found and takes its options"
+        yield f"algorithm.advantage.function: {settings.algorithm.advantage.name} is found and takes its options"
     yield from require_trackers(settings.trackers)
 
 

@@ -163,7 +163,7 @@ def _loss(section: PolicyLossSection) -> str:
         case ReinforceLoss():
             return "plain policy gradient, nothing clipped (REINFORCE)"
         case CustomLoss():
-            return f"your function {section.function}"
+            return f"your function {section.name}"
         case _:
             assert_never(section)
 

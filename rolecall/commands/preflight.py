@@ -79,12 +79,12 @@ def _functions(settings: RunSettings) -> Iterator[Iterator[str]]:
                 yield _math(setting)
     loss = settings.algorithm.policy_loss
     if isinstance(loss, CustomLoss) and settings.actor.address is None:
-        yield _function("algorithm.policy_loss.function", loss.function, loss.search_path, settings.actor)
+        yield _function("algorithm.policy_loss.function", loss.name, loss.folder, settings.actor)
 
 
 def _function(setting: str, target: str, folder: Path, role: ServiceSection) -> Iterator[str]:
     if not folder.is_dir():
-        raise ConfigError(f"{setting} {target!r}: its search_path {folder} is not a folder; correct it")
+        raise ConfigError(f"{setting} {target!r}: its folder {folder} is none; correct it")
     command = [sys.executable, "-P", "-m", "rolecall.plugins", setting, target]
     environment = child_environment(role_environment(role))  # its GPUs, too: a module of kernels may ask for one
     try:

@@ -15,12 +15,13 @@ NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0)]
 UnitFloat: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 
 
-def _absolute(value: object, info: Any) -> object:
+def absolute(value: object, info: Any) -> object:
+    """The path `value`, taken from the configuration file's folder where that is known."""
     base = (info.context or {}).get("base")
     return Path(base) / Path(str(value)).expanduser() if base is not None and value is not None else value
 
 
-ConfigPath: TypeAlias = Annotated[Path, BeforeValidator(_absolute)]
+ConfigPath: TypeAlias = Annotated[Path, BeforeValidator(absolute)]
 """A path; relative ones are taken from the configuration file's folder."""
 
 
@@ -36,7 +37,7 @@ def _without_password(url: str) -> str:
 
 CheckpointUrl: TypeAlias = Annotated[
     str,
-    BeforeValidator(lambda value, info: value if "://" in str(value) else value and str(_absolute(value, info))),
+    BeforeValidator(lambda value, info: value if "://" in str(value) else value and str(absolute(value, info))),
     AfterValidator(_without_password),
 ]
 """A URL without a password, or a path as ConfigPath."""

@@ -37,7 +37,7 @@ def require(section: TrackersSection) -> Iterator[str]:
         yield f"trackers.{field}: {library} is installed; a server that does not answer will not stop the run"
     if section.custom is not None:
         load_plugin(section.custom, "trackers.custom.function", "the run")
-        yield f"trackers.custom.function: {section.custom.function} is found and takes its options"
+        yield f"trackers.custom.function: {section.custom.name} is found and takes its options"
 
 
 class Trackers:
@@ -61,7 +61,7 @@ class Trackers:
         if section.mlflow_uri is not None:
             self._remote.append(BackgroundTracker("mlflow", partial(MlflowTracker, run, section.mlflow_uri)))
         if section.custom is not None:
-            self._remote.append(BackgroundTracker(section.custom.function, partial(_open_custom, section.custom, run)))
+            self._remote.append(BackgroundTracker(section.custom.name, partial(_open_custom, section.custom, run)))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Gives a step's numbers to every tracker."""
@@ -88,7 +88,7 @@ def _open_custom(section: PluginSection, run: TrackedRun) -> Tracker:
     tracker = load_plugin(section, "trackers.custom.function", "the run")(run, **section.options)
     if not isinstance(tracker, Tracker):
         raise ConfigError(
-            f"trackers.custom.function {section.function!r} returned {type(tracker).__name__}; return an object "
+            f"trackers.custom.function {section.name!r} returned {type(tracker).__name__}; return an object "
             "with log, keep_samples and close"
         )
     return tracker

@@ -308,7 +308,7 @@ async def test_a_second_epoch_draws_no_token_that_ppos_clip_already_holds(
 async def test_a_policy_loss_that_is_not_there_is_known_at_the_start(
     store: StoreUnderTest, make_run: MakeRun, tmp_path: Path
 ) -> None:
-    policy_loss = {"kind": "custom", "function": "nowhere_to_be_found:loss", "search_path": str(tmp_path)}
+    policy_loss = {"kind": "custom", "function": f"{tmp_path}/nowhere_to_be_found:loss"}
     with pytest.raises(ConfigError, match=r"algorithm\.policy_loss\.function"):
         async with served_actor(make_run(algorithm={"groups_per_batch": 4, "policy_loss": policy_loss}), store):
             pass

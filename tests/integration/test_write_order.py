@@ -57,9 +57,8 @@ async def test_a_batch_is_sealed_before_its_columns_are_written_and_a_controller
     }
     advantage = {
         "kind": "custom",
-        "function": "hiding_for_a_test:hide_rows_once",
+        "function": f"{tmp_path}/hiding_for_a_test:hide_rows_once",
         "options": options,
-        "search_path": str(tmp_path),
     }
     algorithm = {"groups_per_batch": 4, "advantage": advantage}
     async with (

@@ -71,10 +71,9 @@ def test_a_users_function_gets_the_columns_it_names(tmp_path: Path, monkeypatch:
     )
     advantage = {
         "kind": "custom",
-        "function": "surprise_for_a_test:f",
+        "function": f"{tmp_path}/surprise_for_a_test:f",
         "options": {"factor": -2},
         "columns": ["rollout_logprobs"],
-        "search_path": str(tmp_path),
     }
     settings = run_settings(algorithm={"groups_per_batch": 1, "advantage": advantage})
     assert columns_read(settings).count("rollout_logprobs") == 1

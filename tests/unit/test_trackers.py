@@ -222,9 +222,8 @@ def custom(url: str) -> dict[str, Any]:
     return {
         "tensorboard": False,
         "custom": {
-            "function": "webhook:webhook",
+            "function": f"{ROOT}/examples/custom_tracker/webhook:webhook",
             "options": {"url": url, "timeout_s": WAIT_S},
-            "search_path": str(ROOT / "examples" / "custom_tracker"),
         },
     }
 

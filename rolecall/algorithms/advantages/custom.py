@@ -21,7 +21,7 @@ def custom(batch: ScoredBatch, section: CustomAdvantage) -> Estimate:
     """Returns what the function estimates for `batch`, 0 outside the loss mask. InvalidInputError when it answers
     anything but an Estimate of finite numbers for all N tokens.
     """
-    function, result = section.function, load(section)(batch, **section.options)
+    function, result = section.name, load(section)(batch, **section.options)
     if not isinstance(result, Estimate):
         raise InvalidInputError(
             f"algorithm.advantage.function {function!r} returned {type(result).__name__}; return an Estimate"

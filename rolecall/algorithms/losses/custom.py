@@ -20,13 +20,12 @@ def custom(batch: PolicyBatch, section: CustomLoss) -> TokenLosses:
     result = load(section)(batch, **section.options)
     if not isinstance(result, TokenLosses):
         raise InvalidInputError(
-            f"algorithm.policy_loss.function {section.function!r} returned {type(result).__name__}; return a "
-            "TokenLosses"
+            f"algorithm.policy_loss.function {section.name!r} returned {type(result).__name__}; return a TokenLosses"
         )
     for name, column_N in (("losses_N", result.losses_N), *result.shown.items()):
         if column_N.shape != batch.mask_N.shape:
             raise InvalidInputError(
-                f"algorithm.policy_loss.function {section.function!r}: {name} has shape {tuple(column_N.shape)}; "
+                f"algorithm.policy_loss.function {section.name!r}: {name} has shape {tuple(column_N.shape)}; "
                 f"the microbatch has {tuple(batch.mask_N.shape)}"
             )
     # What stands outside the mask weighs 0, which a number that is not finite would survive.

@@ -250,7 +250,7 @@ class CustomAdvantage(PluginSection, EstimatorSection):
 
     @property
     def words(self) -> str:
-        return f"your function {self.function}"
+        return f"your function {self.name}"
 
 
 AdvantageSection: TypeAlias = Annotated[

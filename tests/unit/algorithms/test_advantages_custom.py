@@ -40,13 +40,13 @@ def section(folder: Path, body: str, **more: Any) -> CustomAdvantage:
         "import numpy as np\nfrom rolecall.algorithms.advantages import Estimate\ndef f(batch, **options):\n    "
         f"{body}\n"
     )
-    return CustomAdvantage(function="mine_for_a_test:f", search_path=folder, **more)
+    return CustomAdvantage(function=f"{folder}/mine_for_a_test:f", **more)
 
 
 def test_the_example_is_an_estimator(folder: Path) -> None:
     configured = yaml.safe_load((EXAMPLE / "run.yaml").read_text())["algorithm"]["advantage"]
     result = estimate(
-        CustomAdvantage.model_validate({**configured, "search_path": EXAMPLE}), outcomes([3, 3, 3, 4], [0, 1, 5, 2])
+        CustomAdvantage.model_validate(configured, context={"base": EXAMPLE}), outcomes([3, 3, 3, 4], [0, 1, 5, 2])
     )
     np.testing.assert_array_equal(result.advantages_N, [0, -2, 0, 0, 0, 8, 0, 0])
 
@@ -93,7 +93,7 @@ def test_a_function_or_module_that_does_not_exist_is_named_with_its_field(folder
     with pytest.raises(
         ConfigError, match=r"algorithm\.advantage\.function 'absent_module:f': there is no module 'absent_module'"
     ):
-        estimate(CustomAdvantage(function="absent_module:f", search_path=folder), outcomes([0], [1]))
+        estimate(CustomAdvantage(function=f"{folder}/absent_module:f"), outcomes([0], [1]))
     with pytest.raises(ConfigError, match="has no function 'g'"):
         load_function("math:g", "field")
     with pytest.raises(ModuleNotFoundError, match="nothing_of_the_kind"):

@@ -32,12 +32,12 @@ def batch() -> PolicyBatch:
 
 def of(name: str, folder: Path, source: str) -> CustomLoss:
     (folder / f"{name}.py").write_text(source)
-    return CustomLoss(function=f"{name}:loss", search_path=folder)
+    return CustomLoss(function=f"{folder}/{name}:loss")
 
 
 def test_the_example_learns_from_unlikely_tokens_alone() -> None:
     section = CustomLoss(
-        function="unlikely:unlikely", options={"max_prob": 0.9}, columns=("rollout_logprobs",), search_path=EXAMPLE
+        function=f"{EXAMPLE}/unlikely:unlikely", options={"max_prob": 0.9}, columns=("rollout_logprobs",)
     )
     losses = token_losses(section, batch())
     assert losses.losses_N.tolist() == pytest.approx([-1.2, 0.0, 0.0])
@@ -45,13 +45,13 @@ def test_the_example_learns_from_unlikely_tokens_alone() -> None:
 
 
 def test_its_columns_are_packed_for_it() -> None:
-    section = CustomLoss(function="unlikely:unlikely", columns=("token_rewards",), search_path=EXAMPLE)
+    section = CustomLoss(function=f"{EXAMPLE}/unlikely:unlikely", columns=("token_rewards",))
     assert "token_rewards" in policy_columns(AlgorithmSection(groups_per_batch=1, policy_loss=section))
 
 
 def test_a_function_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.policy_loss\.function 'unlikely:likely'"):
-        token_losses(CustomLoss(function="unlikely:likely", search_path=EXAMPLE), batch())
+        token_losses(CustomLoss(function=f"{EXAMPLE}/unlikely:likely"), batch())
 
 
 def test_options_that_the_function_does_not_take_are_named() -> None:
@@ -60,7 +60,7 @@ def test_options_that_the_function_does_not_take_are_named() -> None:
         match=r"'unlikely:unlikely' cannot be called with a batch and the options \['max_probb'\]: "
         r".*missing.*'max_prob'",
     ):
-        load(CustomLoss(function="unlikely:unlikely", options={"max_probb": 0.9}, search_path=EXAMPLE))
+        load(CustomLoss(function=f"{EXAMPLE}/unlikely:unlikely", options={"max_probb": 0.9}))
 
 
 def test_anything_but_a_loss_per_token_is_refused(tmp_path: Path) -> None:
