@@ -25,7 +25,7 @@ import yaml
 from pydantic import SecretStr
 
 from benchmarks.machine import describe
-from benchmarks.store_lanes import raw_client
+from benchmarks.store_raw import raw_client
 from rolecall.settings import StoreSection
 from rolecall.store.connection import connect
 from rolecall.store.embedded import EmbeddedStore

@@ -86,59 +86,94 @@ def _selected(batch: Batch, section: CovarianceLoss) -> torch.Tensor:
 
 
 def loss_rows(batch: Batch) -> Iterator[Row]:
-    """Every policy loss of verl's; PPO's under every aggregation, and with a correction."""
-    given = {
+    """Every policy loss of verl's; PPO's under every aggregation, and with a correction; the value loss."""
+    yield from _clipped_rows(batch)
+    yield from _plain_rows(batch)
+    yield from _selecting_rows(batch)
+    yield from _dppo_rows(batch)
+    yield _value_row(batch)
+
+
+def _given(batch: Batch) -> dict[str, Array]:
+    return {
         "old_log_prob": batch.old,
         "log_prob": batch.logprobs,
         "advantages": batch.advantages,
         "response_mask": batch.mask,
     }
 
-    def row(what: str, section: PolicyLossSection, kind: Aggregation, options: dict[str, Any], **more: Any) -> Row:
-        only, correction = more.pop("only", ("loss", "gradient")), more.pop("correction", None)
-        inputs = {**given, **more.pop("inputs", {})}
-        loss, leaf = our_loss(batch, section, kind, correction)
-        ours = {"loss": loss.detach().numpy(), "gradient": gradient_of(loss, leaf)}
-        case = Case("loss", {"mode": MODES[kind], **options}, inputs)
-        return Row(what, "verl", case, {name: ours[name] for name in only}, **{"tolerance": 1e-6, **more})
 
+def _row(
+    batch: Batch, what: str, section: PolicyLossSection, kind: Aggregation, options: dict[str, Any], **more: Any
+) -> Row:
+    only, correction = more.pop("only", ("loss", "gradient")), more.pop("correction", None)
+    inputs = {**_given(batch), **more.pop("inputs", {})}
+    loss, leaf = our_loss(batch, section, kind, correction)
+    ours = {"loss": loss.detach().numpy(), "gradient": gradient_of(loss, leaf)}
+    case = Case("loss", {"mode": MODES[kind], **options}, inputs)
+    return Row(what, "verl", case, {name: ours[name] for name in only}, **{"tolerance": 1e-6, **more})
+
+
+def _clipped_rows(batch: Batch) -> Iterator[Row]:
+    """PPO, GSPO, GMPO and CISPO."""
     ppo = ClippedLoss(**OURS_CLIP, dual_clip=1.5)
     for kind in MODES:
-        yield row(f"PPO, {kind}", ppo, kind, {"name": "vanilla", **CLIP, "clip_ratio_c": 1.5})
+        yield _row(batch, f"PPO, {kind}", ppo, kind, {"name": "vanilla", **CLIP, "clip_ratio_c": 1.5})
     weights = {"rollout_is_weights": np.minimum(np.exp(batch.old - batch.sampled), 2.0)}
     options = {"name": "vanilla", **CLIP, "clip_ratio_c": 1.5}
-    yield row("PPO, corrected", ppo, "token_mean", options, correction=CorrectionSection(), inputs=weights)
+    yield _row(batch, "PPO, corrected", ppo, "token_mean", options, correction=CorrectionSection(), inputs=weights)
     mean: Aggregation = "seq_mean_token_mean"
-    yield row(
+    yield _row(
+        batch,
         "GSPO",
         ClippedLoss(kind="gspo", clip_eps_low=0.05, clip_eps_high=0.1),
         mean,
         {"name": "gspo", "clip_ratio_low": 0.05, "clip_ratio_high": 0.1},
     )
-    yield row("GMPO", ClippedLoss(kind="gmpo", clip_eps_low=0.3, clip_eps_high=0.4), mean, geo_mean(0.3, 0.4))
+    yield _row(batch, "GMPO", ClippedLoss(kind="gmpo", clip_eps_low=0.3, clip_eps_high=0.4), mean, geo_mean(0.3, 0.4))
     masked = replace_mask(batch, np.where(np.arange(B)[:, None] == 0, 0.0, batch.mask))
     loss, _ = our_loss(masked, ClippedLoss(kind="gmpo"), mean)
-    case = Case("loss", {"mode": MODES[mean], **geo_mean(0.4, 0.4)}, {**given, "response_mask": masked.mask})
+    case = Case("loss", {"mode": MODES[mean], **geo_mean(0.4, 0.4)}, {**_given(batch), "response_mask": masked.mask})
     why = "a sequence without trained tokens counts in the denominator there"
     yield Row("GMPO, a masked sequence", "verl", case, {"loss": loss.detach().numpy()}, 1e-6, why)
-    yield row("SAPO", SapoLoss(tau_pos=1.0, tau_neg=1.5), mean, {"name": "sapo", "tau_pos": 1.0, "tau_neg": 1.5})
-    yield row("REINFORCE", ReinforceLoss(), "token_mean", {"name": "gpg"})
-    yield row("DRO", DroLoss(beta=0.4), "token_mean", {"name": "dro", "policy_loss": {"dro_beta": 0.4}})
     cispo = ClippedLoss(kind="cispo", clip_eps_low=0.3, clip_eps_high=0.4)
-    yield row("CISPO", cispo, "token_mean", {"name": "cispo", "clip_ratio_low": 0.3, "clip_ratio_high": 0.4})
+    yield _row(batch, "CISPO", cispo, "token_mean", {"name": "cispo", "clip_ratio_low": 0.3, "clip_ratio_high": 0.4})
+
+
+def _plain_rows(batch: Batch) -> Iterator[Row]:
+    """SAPO, REINFORCE and DRO."""
+    sapo = {"name": "sapo", "tau_pos": 1.0, "tau_neg": 1.5}
+    yield _row(batch, "SAPO", SapoLoss(tau_pos=1.0, tau_neg=1.5), "seq_mean_token_mean", sapo)
+    yield _row(batch, "REINFORCE", ReinforceLoss(), "token_mean", {"name": "gpg"})
+    yield _row(batch, "DRO", DroLoss(beta=0.4), "token_mean", {"name": "dro", "policy_loss": {"dro_beta": 0.4}})
+
+
+def _selecting_rows(batch: Batch) -> Iterator[Row]:
+    """Clip-Cov and KL-Cov."""
     band = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.2, "clip_cov_ub": 1.5}
     clip_cov = ClipCovLoss(**OURS_CLIP, fraction=1.0, cov_low=0.2, cov_high=1.5)
-    yield row("Clip-Cov, all of the band", clip_cov, "token_mean", {"name": "clip_cov", **CLIP, "policy_loss": band})
+    yield _row(
+        batch, "Clip-Cov, all of the band", clip_cov, "token_mean", {"name": "clip_cov", **CLIP, "policy_loss": band}
+    )
     covering = {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.7}
-    yield row("KL-Cov", KlCovLoss(kl_coef=0.7, fraction=0.2), "token_mean", {"name": "kl_cov", "policy_loss": covering})
+    yield _row(
+        batch, "KL-Cov", KlCovLoss(kl_coef=0.7, fraction=0.2), "token_mean", {"name": "kl_cov", "policy_loss": covering}
+    )
+
+
+def _dppo_rows(batch: Batch) -> Iterator[Row]:
+    """DPPO by both divergences."""
     for name, section in (
         ("dppo_tv", DppoLoss(kind="dppo_tv", max_divergence=0.05)),
         ("dppo_kl", DppoLoss(kind="dppo_kl", max_divergence=0.05)),
     ):
         options = {"name": name, "clip_ratio": 0.05, "clip_ratio_low": 0.05, "clip_ratio_high": 0.05}
-        yield row(f"{name}'s gradient", section, "token_mean", {**options, "clip_ratio_c": 1000.0}, only=("gradient",))
+        yield _row(
+            batch, f"{name}'s gradient", section, "token_mean", {**options, "clip_ratio_c": 1000.0}, only=("gradient",)
+        )
         why = "verl bounds the ratio at clip_ratio_c, 3 unless set"
-        yield row(
+        yield _row(
+            batch,
             f"{name}'s gradient, default cap",
             section,
             "token_mean",
@@ -146,6 +181,9 @@ def loss_rows(batch: Batch) -> Iterator[Row]:
             only=("gradient",),
             differs=why,
         )
+
+
+def _value_row(batch: Batch) -> Row:
     leaf = flat(batch.values + 0.3 * batch.normal(B, T)).requires_grad_()
     returns = batch.normal(B, T)
     loss, _ = value_loss(leaf, flat(returns), flat(batch.values), weights_of(batch, "token_mean"), clip_eps=0.2)
@@ -156,7 +194,7 @@ def loss_rows(batch: Batch) -> Iterator[Row]:
         "response_mask": batch.mask,
     }
     ours = {"loss": loss.detach().numpy(), "gradient": gradient_of(loss, leaf)}
-    yield Row("value loss", "verl", Case("value_loss", {"clip": 0.2}, inputs), ours, 1e-6)
+    return Row("value loss", "verl", Case("value_loss", {"clip": 0.2}, inputs), ours, 1e-6)
 
 
 def trl_loss_rows(batch: Batch) -> Iterator[Row]:

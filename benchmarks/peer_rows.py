@@ -31,6 +31,8 @@ from rolecall.settings import (
 )
 from rolecall.wire import Array
 
+GDPO_WEIGHTS = {"0": 1.0, "1": 0.5}
+
 
 def advantage_rows(batch: Batch) -> Iterator[Row]:
     """Every estimator that verl or TRL has."""
@@ -75,14 +77,24 @@ def advantage_rows(batch: Batch) -> Iterator[Row]:
         yield Row(what, "verl", case, ours, **kind)
     yield _otb_row(batch)
     yield from _gae_rows(batch, given)
-    weights = {"0": 1.0, "1": 0.5}
-    ours = {"advantages": estimate(GdpoAdvantage(weights=weights), scored).advantages_N.reshape(B, T)}
+    yield _gdpo_row(batch)
+    yield from _trl_rows(batch)
+    yield from _group_edges()
+
+
+def _gdpo_row(batch: Batch) -> Row:
+    ours = {"advantages": estimate(GdpoAdvantage(weights=GDPO_WEIGHTS), batch.scored()).advantages_N.reshape(B, T)}
     case = Case(
         "gdpo",
         {"weights": [1.0, 0.5]},
         {"response_mask": batch.mask, "gids": batch.gids, "components": batch.components},
     )
-    yield Row("GDPO", "verl", case, ours, ROUGH, "over tokens there, over trajectories here", up_to_scale=True)
+    return Row("GDPO", "verl", case, ours, ROUGH, "over tokens there, over trajectories here", up_to_scale=True)
+
+
+def _trl_rows(batch: Batch) -> Iterator[Row]:
+    """The estimators of TRL's, which has one number for each response."""
+    scored = batch.scored()
     rewards = {"rewards": batch.outcomes[:, None], "weights": np.ones(1, batch.mask.dtype)}
     shaped_B = shape_rewards(
         ShapingSection(normalize="batch"), batch.outcomes, batch.mask.sum(1), Moments.of(batch.outcomes), T
@@ -97,14 +109,13 @@ def advantage_rows(batch: Batch) -> Iterator[Row]:
         ours = {"advantages": estimate(section, scored).advantages_N.reshape(B, T)[np.arange(B), batch.last]}
         yield Row(what, "TRL", Case("advantages", {"num_generations": G, **options}, rewards), ours, ROUGH)
     ours = {
-        "advantages": estimate(GdpoAdvantage(weights=weights), scored).advantages_N.reshape(B, T)[
+        "advantages": estimate(GdpoAdvantage(weights=GDPO_WEIGHTS), scored).advantages_N.reshape(B, T)[
             np.arange(B), batch.last
         ]
     }
     several = {"rewards": batch.components, "weights": np.array([1.0, 0.5])}
-    options = {"num_generations": G, "multi_objective_aggregation": "normalize_then_sum"}
-    yield Row("GDPO", "TRL", Case("advantages", options, several), ours, ROUGH, up_to_scale=True)
-    yield from _group_edges()
+    summed = {"num_generations": G, "multi_objective_aggregation": "normalize_then_sum"}
+    yield Row("GDPO", "TRL", Case("advantages", summed, several), ours, ROUGH, up_to_scale=True)
 
 
 def _otb_row(batch: Batch) -> Row:

@@ -2,7 +2,7 @@
 trips and fsyncs. See README.md.
 
 Worker processes of several threads make each phase at the same time; ours and raw take turns on one server, and every
-ratio is of one round's pair. What raw does and leaves out stands in store_lanes.py.
+ratio is of one round's pair. What raw does and leaves out stands in store_raw.py.
 """
 
 import argparse
@@ -29,11 +29,9 @@ from benchmarks.store_lanes import (
     OurDesk,
     OurLane,
     Payload,
-    RawDesk,
-    RawLane,
     Shape,
-    raw_client,
 )
+from benchmarks.store_raw import RawDesk, RawLane, raw_client
 from rolecall.settings import StoreSection
 from rolecall.store.connection import connect
 from rolecall.store.embedded import EmbeddedStore

@@ -14,34 +14,29 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, cast
-
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rolecall import errors
 from rolecall.checkpoint.manifest import RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import (
     DeadlineError,
-    NotFoundError,
-    NotOnThisDeviceError,
     RoleCallError,
     RunLockedError,
-    StoreUnavailableError,
     UnavailableError,
 )
 from rolecall.identity import settle
+from rolecall.launcher.joining import Joining
 from rolecall.launcher.last_words import describe_failure, final_line, how_it_ended
 from rolecall.launcher.plan import plan_workers, prepare_run_dir, resolve, write_config
-from rolecall.launcher.processes import Processes, Start, Worker
+from rolecall.launcher.probes import Probes
+from rolecall.launcher.processes import Processes, Worker
 from rolecall.launcher.progress import LONG_WAIT_S, View, open_view
 from rolecall.launcher.restarts import GivenUp, RestartBudget
 from rolecall.launcher.run_record import INTERRUPTED, keep_record
 from rolecall.rpc.channel import open_channel
-from rolecall.rpc.server import LIVENESS
 from rolecall.settings import RunSettings
 from rolecall.store.embedded import EmbeddedStore
-from rolecall.store.ledger import require_free_name
+from rolecall.store.free_name import require_free_name
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 
 POLL_S = 0.1
@@ -50,23 +45,6 @@ RECONNECT_S = 0.5
 """Seconds before the controller is asked again while it does not answer."""
 WATCH_TIMEOUT_S = 3600.0
 """Deadline of one WatchRun stream; it is opened again."""
-PROBE_TIMEOUT_S = 2.0
-FIRST_PROBE_S = 0.25
-"""Pause between probes of a controller that has not answered yet."""
-MAX_SILENCE_S = 10.0
-"""Without an answer from a controller that once answered: it is taken for hung."""
-STORE_PROBE_S = 1.0
-MAX_STORE_SILENCE_S = 5.0
-"""The same for the store."""
-REJOIN_GRACE_S = 5.0
-"""Beyond a lease, for a worker that had joined to join a controller that was started again; a living one does within a
-heartbeat and a pause or two.
-"""
-MIN_START_S = 15.0
-STARTS_PATIENCE = 3.0
-"""A worker that is started again has MIN_START_S, or STARTS_PATIENCE times what its longest start took, to join: one
-that hangs before is nobody's member.
-"""
 END_GRACE_S = 30.0
 """For the controller to end by itself after the run has ended: what trackers have queued is sent then."""
 RUN_CALL_TIMEOUT_S = 5.0
@@ -126,16 +104,11 @@ class Supervisor:
         """What is to be started again, and when (monotonic seconds); at most one entry a name."""
         self._verdicts: dict[str, str] = {}
         """Why a process was killed that has not been seen to end yet."""
-        self._joined: set[str] = set()
-        """Incarnations that the controller has told of."""
-        self._longest_start_s: dict[str, float] = {}
-        """By worker, of those starts that ended in a membership."""
+        self._joining = Joining(resolved.controller)
         self._heard_since = 0.0
         """Monotonic seconds since when the controller, this start of it, is heard."""
-        self._heard_at = time.monotonic()
-        """Of its last message, or of the beginning."""
         self._told_silent_since = 0.0
-        self._probes: dict[str, asyncio.Task[None]] = {}
+        self._probes = Probes(resolved, self._condemn)
 
     async def run(self) -> int:
         """The whole run; returns the exit code. Every process has ended when it returns."""
@@ -166,7 +139,7 @@ class Supervisor:
             keep_record(self._resolved.run, self._status, 1, error.message)
             raise
         finally:
-            tasks = [tending, watching, interruption, *self._probes.values()]
+            tasks = [tending, watching, interruption, *self._probes.tasks]
             for task in tasks:
                 task.cancel()
             await asyncio.to_thread(self._processes.stop_all)
@@ -195,7 +168,7 @@ class Supervisor:
     def _look(self) -> int | None:
         """One look at everything that may have ended or be due; the exit code when the run is over."""
         for start, code in self._processes.poll():
-            self._end_probe(start.worker.name)
+            self._probes.end(start.worker.name)
             if start.worker.role == "controller" and code == 0:
                 return 0
             if self._status.state == controller_pb2.RUN_STATE_FAILED:
@@ -205,7 +178,7 @@ class Supervisor:
         store = self._processes.store
         if store is not None and not store.alive and _STORE not in self._due:
             store.kill()  # children that rewrite its file outlive it
-            self._end_probe(_STORE)
+            self._probes.end(_STORE)
             words = store.last_words()
             how = self._verdicts.pop(_STORE, "the store ended" + (f" ({words})" if words else ""))
             self._again(_STORE, _STORE, how, f"log: {store.log_file}", self._restart_store)
@@ -253,7 +226,7 @@ class Supervisor:
     def _start(self, worker: Worker) -> None:
         start = self._processes.start(worker)
         if worker.role == "controller":
-            self._probes[worker.name] = asyncio.create_task(self._probe(start))
+            self._probes.ask_controller(start)
 
     async def _start_store(self) -> str:
         resolved = self._resolved
@@ -263,7 +236,7 @@ class Supervisor:
         self._processes.store = store
         store.spawn()
         await asyncio.to_thread(store.wait_until_ready)
-        self._probes[_STORE] = asyncio.create_task(self._probe_store(store))
+        self._probes.ask_store(_STORE, store)
         return store.url
 
     def _restart_store(self) -> None:
@@ -275,9 +248,7 @@ class Supervisor:
             self._verdicts[_STORE] = f"the store could not be started ({error})"  # the next look finds it not alive
             return
         self._processes.write_record()
-        self._probes[_STORE] = asyncio.create_task(self._probe_store(store))
-
-    # --- hangs ------------------------------------------------------------------------------------
+        self._probes.ask_store(_STORE, store)
 
     def _condemn(self, name: str, verdict: str) -> None:
         """Kills the process of `name`, with all it started; `_look` sees its end."""
@@ -286,96 +257,6 @@ class Supervisor:
             self._processes.store.kill()
         else:
             self._processes.kill(name)
-
-    def _judge(self) -> None:
-        """Kills local workers that the controller has given up, those that never joined, and those that a controller
-        started again does not hear of: it cannot give up whom it does not know. A report is about the process that runs
-        now if it has its incarnation; whoever joined as another is not ours.
-        """
-        members = {status.incarnation for status in self._status.workers}
-        for status in self._status.workers:
-            start = self._processes.running.get(status.worker)
-            if start is not None and start.incarnation == status.incarnation not in self._joined:
-                took_s = time.monotonic() - start.at
-                self._longest_start_s[status.worker] = max(took_s, self._longest_start_s.get(status.worker, 0.0))
-            self._joined.add(status.incarnation)
-            if (
-                status.lost
-                and start is not None
-                and status.incarnation == start.incarnation
-                and status.worker not in self._verdicts
-            ):
-                self._condemn(
-                    status.worker, f"{status.worker} was given up by the controller ({status.lost}) and killed"
-                )
-        for name, start in self._processes.running.items():
-            if start.worker.role == "controller" or start.incarnation in members or name in self._verdicts:
-                continue
-            waited_s = time.monotonic() - max(start.at, self._heard_since)
-            if start.incarnation in self._joined and waited_s > (
-                limit_s := self._resolved.controller.lease_s + REJOIN_GRACE_S
-            ):
-                self._condemn(name, f"{name} did not join the controller again within {limit_s:g} s and was killed")
-            elif start.incarnation not in self._joined and waited_s > (limit_s := self._patience_s(name)):
-                self._condemn(name, f"{name} had not joined the controller after {limit_s:.0f} s and was killed")
-
-    def _patience_s(self, name: str) -> float:
-        """How long a worker may take to join: controller.start_timeout_s, less once it is known how long it takes."""
-        limit_s, known_s = self._resolved.controller.start_timeout_s, self._longest_start_s.get(name)
-        return limit_s if known_s is None else min(limit_s, max(MIN_START_S, STARTS_PATIENCE * known_s))
-
-    async def _probe(self, start: Start) -> None:
-        """Asks the controller whether it lives, its messages being answers, too; kills it when it falls silent, or is
-        not heard within start_timeout_s.
-
-        The seconds of probes that had no answer are summed: a launcher that was itself stopped for a while has not
-        heard silence.
-        """
-        silent_s, limit_s, period_s, heard_at = (
-            0.0,
-            self._resolved.controller.start_timeout_s,
-            FIRST_PROBE_S,
-            self._heard_at,
-        )
-        assert self._resolved.controller.address is not None
-        async with open_channel(self._resolved.controller.address, self._resolved.rpc) as channel:
-            stub = cast(Any, health_pb2_grpc.HealthStub)(channel)  # its published types lack the calls
-            while silent_s < limit_s:
-                began = time.monotonic()
-                try:
-                    # an answer, too, of a server without this service or name
-                    with suppress(NotOnThisDeviceError, NotFoundError):
-                        await stub.Check(health_pb2.HealthCheckRequest(service=LIVENESS), timeout=PROBE_TIMEOUT_S)
-                    silent_s, limit_s, period_s = 0.0, MAX_SILENCE_S, PROBE_TIMEOUT_S
-                except RoleCallError:
-                    silent_s += min(max(time.monotonic() - began, period_s), PROBE_TIMEOUT_S)
-                if self._heard_at > heard_at:  # also while no probe was under way
-                    heard_at = self._heard_at
-                    silent_s, limit_s, period_s = 0.0, MAX_SILENCE_S, PROBE_TIMEOUT_S
-                await asyncio.sleep(max(0.0, began + period_s - time.monotonic()))
-        self._condemn(start.worker.name, f"{start.worker.name} did not answer for {limit_s:g} s and was killed")
-
-    async def _probe_store(self, store: EmbeddedStore) -> None:
-        """As `_probe`, for one start of the store."""
-        try:
-            await asyncio.to_thread(store.wait_until_ready)
-            silent_s = 0.0
-            while silent_s < MAX_STORE_SILENCE_S:
-                began = time.monotonic()
-                try:
-                    await asyncio.to_thread(store.ping)
-                    silent_s = 0.0
-                except StoreUnavailableError:
-                    silent_s += STORE_PROBE_S
-                await asyncio.sleep(max(0.0, began + STORE_PROBE_S - time.monotonic()))
-            self._condemn(_STORE, f"the store did not answer for {MAX_STORE_SILENCE_S:g} s and was killed")
-        except StoreUnavailableError as error:
-            self._condemn(_STORE, error.message)
-
-    def _end_probe(self, name: str) -> None:
-        probe = self._probes.pop(name, None)
-        if probe is not None:
-            probe.cancel()
 
     # --- the run ----------------------------------------------------------------------------------
 
@@ -399,25 +280,29 @@ class Supervisor:
 
     def _tell_of_silence(self) -> None:
         """One line when a controller that is not ours to start has not been heard for long."""
-        silent_s = time.monotonic() - self._heard_at
+        silent_s = time.monotonic() - self._probes.heard_at
         if (
             self._settings.controller.address is not None
             and silent_s > LONG_WAIT_S
-            and self._told_silent_since != self._heard_at
+            and self._told_silent_since != self._probes.heard_at
         ):
-            self._told_silent_since = self._heard_at
+            self._told_silent_since = self._probes.heard_at
             self._view.note(
                 f"no answer from the controller at {self._settings.controller.address} for {silent_s:.0f} s; the "
                 "roles here wait for it"
             )
 
     def _heard(self, status: controller_pb2.RunStatus) -> None:
-        before, self._status, self._heard_at = self._status, status, time.monotonic()
+        before, self._status = self._status, status
+        self._probes.heard()
         self._budget.applied(status.step)
         self._view.show(status)
         if (status.state, status.step) != (before.state, before.step):
             keep_record(self._resolved.run, status)
-        self._judge()
+        for name, verdict in self._joining.judge(
+            status.workers, self._processes.running, self._heard_since, self._verdicts
+        ):
+            self._condemn(name, verdict)
         if status.state not in _FINAL_STATES:
             self._ended_at = None
         elif self._ended_at is None:

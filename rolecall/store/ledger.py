@@ -18,20 +18,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rolecall.disk import append_lines
-from rolecall.errors import ConfigError, RunLockedError
-from rolecall.settings import RunSettings
+from rolecall.errors import RunLockedError
 from rolecall.store import history, scripts
-from rolecall.store.connection import MAX_BLOCK_S, Connection, connect
+from rolecall.store.connection import MAX_BLOCK_S, Connection
 from rolecall.store.position import (
+    NOBODY,
     Garbage,
     GroupState,
-    LiveGroup,
     Overdelivered,
     PendingEntry,
     RunPosition,
     Snapshot,
     SuccessRate,
-    decode_position,
+    decode_snapshot,
     rows_of_garbage,
 )
 from rolecall.store.prompts import MAX_ERROR_CHARS
@@ -40,7 +39,6 @@ from rolecall.v1.controller_pb2 import LedgerCounts
 from rolecall.v1.training_pb2 import TrainResult
 from rolecall.v1.trajectory_pb2 import CommittedGroup, PromptGroup, TrainBatch
 
-FREE, OVER = b"~free", b"~over"
 PENDING_COUNT = 10_000
 """Pending entries listed at a time."""
 DRAIN_COUNT = 1000
@@ -345,7 +343,7 @@ class Ledger:
         while True:
             now_ms, found = self._call("pending", start, PENDING_COUNT).values
             for entry, consumer, idle_ms, count in found:
-                if consumer not in (FREE, OVER):
+                if consumer not in NOBODY:
                     entries.append(PendingEntry(entry.decode(), consumer.decode(), (now_ms - idle_ms) / 1000, count))
             if len(found) < PENDING_COUNT:
                 return entries
@@ -368,23 +366,7 @@ class Ledger:
         return self._snapshot("groups")
 
     def _snapshot(self, what: str) -> Snapshot:
-        run, num_prompts, num_trajectories, num_live, pending, groups = self._call("ledger", what).values
-        position = decode_position(dict(zip(run[::2], run[1::2], strict=True)))
-        generating = sum(int(count) for consumer, count in pending if consumer not in (FREE, OVER))
-        counts = LedgerCounts(
-            admitted=position.admitted,
-            trained=position.trained,
-            dropped=position.dropped,
-            live=num_live,
-            queued=num_prompts - generating,
-            generating=generating,
-            committed=num_trajectories,
-        )
-        found = (
-            LiveGroup(int(gid), GroupState(state.decode()), entry.decode(), int(step), int(published))
-            for gid, state, entry, step, published in groups
-        )
-        return Snapshot(position, counts, tuple(found))
+        return decode_snapshot(self._call("ledger", what).values)
 
     def _holder(self) -> tuple[str, str, bytes]:
         ctl, beat, holder = self._connection.command("HMGET", f"{self._prefix}run", "ctl", "beat", "holder")
@@ -392,24 +374,6 @@ class Ledger:
 
     def _call(self, script: str, *args: str | bytes | int) -> scripts.Answer:
         return scripts.check(self._connection.script(script, [self._prefix], [self._ctl, *args]), self._run)
-
-
-def require_free_name(settings: RunSettings) -> None:
-    """ConfigError when the store of a run that is to begin holds another one of its name, whose keys and weights it
-    would take for its own.
-    """
-    name, connection = settings.run.name, connect(settings.store)
-    try:
-        position = Ledger(connection, name).position()
-    finally:
-        connection.close()
-    if position.next_gid:
-        raise ConfigError(
-            f"run.name {name!r} is taken: the store holds a run of that name, at step {position.step} with "
-            f"{position.admitted} groups admitted. Give this "
-            "run another run.name; or go on with that one from its own run.dir with --resume; or, if nobody needs "
-            f"it, delete its keys ({{rl:{name}...)"
-        )
 
 
 def _overdelivered(found: Sequence[tuple[bytes, bytes]]) -> list[Overdelivered]:

@@ -5,11 +5,14 @@ snapshot.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rolecall.trajectory import rows_of
 from rolecall.v1.controller_pb2 import LedgerCounts
 from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, TrainBatch
+
+NOBODY = (b"~free", b"~over")
+"""Consumers in whose name entries wait: to be claimed again, and to be dropped as delivered too often."""
 
 
 class GroupState(StrEnum):
@@ -160,6 +163,27 @@ def decode_position(fields: Mapping[bytes, bytes]) -> RunPosition:
         failed=failed,
         **numbers,
     )
+
+
+def decode_snapshot(values: Sequence[Any]) -> Snapshot:
+    """The snapshot in the answer of `ledger.lua`."""
+    run, num_prompts, num_trajectories, num_live, pending, groups = values
+    position = decode_position(dict(zip(run[::2], run[1::2], strict=True)))
+    generating = sum(int(count) for consumer, count in pending if consumer not in NOBODY)
+    counts = LedgerCounts(
+        admitted=position.admitted,
+        trained=position.trained,
+        dropped=position.dropped,
+        live=num_live,
+        queued=num_prompts - generating,
+        generating=generating,
+        committed=num_trajectories,
+    )
+    found = (
+        LiveGroup(int(gid), GroupState(state.decode()), entry.decode(), int(step), int(published))
+        for gid, state, entry, step, published in groups
+    )
+    return Snapshot(position, counts, tuple(found))
 
 
 def rows_of_garbage(notes: Mapping[bytes, bytes]) -> Garbage:

@@ -1,0 +1,122 @@
+"""The memory, disk and store that a run takes, in lines of `rolecall check`. All but the store's are estimates.
+
+Says what a run takes; whether this machine has as much memory is asked in capacity.py.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from rolecall.checkpoint.storage import DiskStorage, open_storage
+from rolecall.commands.capacity import in_bytes
+from rolecall.data.dataset import RawPrompt
+from rolecall.data.model_files import ModelFacts, num_adapter_parameters
+from rolecall.errors import ConfigError
+from rolecall.settings import OptimizerSection, RunSettings, TrainerSection
+from rolecall.store.budget import StoreBudget
+
+OPTIMIZER_BYTES_PER_PARAMETER = 16
+"""float32 master weight, gradient and two moments."""
+MOMENT_BYTES_PER_PARAMETER = 8
+"""Two float32 moments; muon has one of a matrix."""
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+"""float32 master weight and two moments."""
+CPU_KV_CACHE_BYTES = 2**30
+
+
+def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
+    """Yields a line per role on its memory, then what checkpoints take. ConfigError where a disk has no room."""
+    size = 4 if settings.model.dtype == "float32" else 2
+    weights = facts.num_parameters * size
+    trained = facts.num_parameters * (OPTIMIZER_BYTES_PER_PARAMETER + size)
+    adapters = _num_adapter_parameters(settings)
+    acting = trained if adapters is None else weights + adapters * (OPTIMIZER_BYTES_PER_PARAMETER + size)
+    yield (
+        f"memory (estimates without activations): actor {in_bytes(acting / settings.actor.num_shards)} per rank x "
+        f"{settings.actor.num_ranks}"
+    )
+    yield from _moments(
+        settings.actor, settings.actor.optimizer, facts.num_parameters if adapters is None else adapters
+    )
+    if adapters is not None:
+        yield f"  adapters: {adapters / 1e6:,.2f}M parameters are trained, published and kept; the base stays as it is"
+    if settings.critic is not None:
+        yield f"  critic {in_bytes(trained / settings.critic.num_shards)} per rank x {settings.critic.num_ranks}"
+        yield from _moments(settings.critic, settings.actor.optimizer, facts.num_parameters)
+    for name, section in settings.references.items():
+        yield f"  reference {name} {in_bytes(weights / section.num_shards)} per rank x {section.num_ranks}"
+    rollout = settings.rollout
+    cache = rollout.kv_cache_bytes or (None if rollout.devices else CPU_KV_CACHE_BYTES)
+    kept = (
+        in_bytes(cache) if cache else f"vLLM's own: {rollout.gpu_memory_utilization:.0%} of each GPU, weights included"
+    )
+    yield (
+        f"  rollout {in_bytes(weights / rollout.tensor_parallel_size)} weights + KV cache {kept}, x "
+        f"{rollout.num_replicas} replicas"
+    )
+    if rollout.devices and adapters is None:
+        left = (
+            ""
+            if cache
+            else f" in the {1 - rollout.gpu_memory_utilization:.0%} of a GPU that rollout.gpu_memory_utilization leaves"
+        )
+        yield (
+            f"    a publish gathers a whole layer on each GPU, up to {in_bytes(facts.largest_layer * size)}, "
+            f"beside three buckets{left}"
+        )
+    yield from _disk(settings, facts)
+
+
+def _moments(section: TrainerSection, optimizer: OptimizerSection, num_parameters: int) -> Iterator[str]:
+    if optimizer.offload:
+        yield (
+            f"    of which at most {in_bytes(num_parameters * MOMENT_BYTES_PER_PARAMETER / section.num_shards)}, "
+            "moments, are in host memory but for the step"
+        )
+
+
+def _num_adapter_parameters(settings: RunSettings) -> int | None:
+    """None: the model itself is trained."""
+    lora = settings.actor.lora
+    return None if lora is None else num_adapter_parameters(settings.model.path, lora.rank, lora.target_modules)
+
+
+def _disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
+    storage = open_storage(settings.run.checkpoints)
+    adapters = _num_adapter_parameters(settings)
+    kept_parameters = (facts.num_parameters if adapters is None else adapters) + (
+        facts.num_parameters if settings.critic else 0
+    )
+    needed = kept_parameters * CHECKPOINT_BYTES_PER_PARAMETER
+    if not isinstance(storage, DiskStorage):
+        yield f"checkpoints (estimate): {in_bytes(needed)} each in {storage.url}"
+        return
+    folder = Path(storage.url)
+    parent = next(folder for folder in [folder, *folder.parents] if folder.exists())
+    free = shutil.disk_usage(parent).free
+    kept = settings.run.keep_checkpoints
+    yield (
+        f"disk (estimate): a checkpoint {in_bytes(needed)}, {kept} kept and one being written "
+        f"{in_bytes((kept + 1) * needed)}; {in_bytes(free)} free"
+    )
+    if needed > free:
+        raise ConfigError(
+            f"{folder}: a checkpoint takes about {in_bytes(needed)} and {parent} has {in_bytes(free)} free; make room"
+        )
+
+
+def store(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:
+    """Yields what a batch takes in the store, where `prompts` are those of data.train. ConfigError where it cannot hold
+    the batches that must exist at the same time.
+    """
+    largest = max((prompt.num_bytes for prompt in prompts), default=0)
+    budget = StoreBudget.of(settings, largest)
+    where = "external" if settings.store.url else "embedded"
+    batches = (
+        f"{budget.num_batches} batches {in_bytes(budget.num_batches * budget.batch_bytes)} of "
+        f"{in_bytes(budget.max_bytes)} for rows"
+    )
+    yield (
+        f"store ({where}): a batch at its longest {in_bytes(budget.batch_bytes)}, the largest prompt "
+        f"{in_bytes(largest)}, kept once a group; {batches}"
+    )

@@ -1,0 +1,77 @@
+"""The rules by which a local process is taken for lost: the controller gave it up, or it does not become a member.
+
+Pure bookkeeping over what the controller tells; `supervisor.py` kills the processes.
+"""
+
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+from rolecall.launcher.processes import Start
+from rolecall.settings import ControllerSection
+from rolecall.v1 import controller_pb2
+
+REJOIN_GRACE_S = 5.0
+"""Seconds beyond a lease for a worker that had joined to join a controller that was started again; a living one does
+within a heartbeat and a pause or two.
+"""
+MIN_START_S = 15.0
+STARTS_PATIENCE = 3.0
+"""A worker that is started again has MIN_START_S, or STARTS_PATIENCE times what its longest start took, to join: one
+that hangs before is nobody's member.
+"""
+
+
+class Joining:
+    """The processes that have joined the controller, and how long each worker takes to join."""
+
+    def __init__(self, section: ControllerSection) -> None:
+        self._section = section
+        self._joined: set[str] = set()
+        """Incarnations that the controller has told of."""
+        self._longest_start_s: dict[str, float] = {}
+        """Seconds by worker, of those starts that ended in a membership."""
+
+    def judge(
+        self,
+        workers: Iterable[controller_pb2.WorkerStatus],
+        running: Mapping[str, Start],
+        heard_since: float,
+        condemned: Collection[str],
+    ) -> Iterator[tuple[str, str]]:
+        """Yields (name, verdict) of local workers that the controller has given up, those that never joined, and those
+        that a controller started again, heard since `heard_since`, does not hear of: it cannot give up a worker that it
+        does not know.
+
+        A report is about the process that runs now if it has its incarnation; one that joined as another is not ours.
+        Nothing is said of those that are `condemned` already.
+        """
+        workers = list(workers)
+        done = set(condemned)
+        for status in workers:
+            start = running.get(status.worker)
+            if start is not None and start.incarnation == status.incarnation not in self._joined:
+                took_s = time.monotonic() - start.at
+                self._longest_start_s[status.worker] = max(took_s, self._longest_start_s.get(status.worker, 0.0))
+            self._joined.add(status.incarnation)
+            is_ours = start is not None and status.incarnation == start.incarnation
+            if status.lost and is_ours and status.worker not in done:
+                done.add(status.worker)
+                yield status.worker, f"{status.worker} was given up by the controller ({status.lost}) and killed"
+        members = {status.incarnation for status in workers}
+        for name, start in running.items():
+            if start.worker.role == "controller" or start.incarnation in members or name in done:
+                continue
+            waited_s = time.monotonic() - max(start.at, heard_since)
+            if start.incarnation in self._joined:
+                limit_s = self._section.lease_s + REJOIN_GRACE_S
+                if waited_s > limit_s:
+                    yield name, f"{name} did not join the controller again within {limit_s:g} s and was killed"
+            elif waited_s > (limit_s := self._patience_s(name)):
+                yield name, f"{name} had not joined the controller after {limit_s:.0f} s and was killed"
+
+    def _patience_s(self, name: str) -> float:
+        """Returns how long a worker may take to join: controller.start_timeout_s, less once it is known how long it
+        takes.
+        """
+        limit_s, known_s = self._section.start_timeout_s, self._longest_start_s.get(name)
+        return limit_s if known_s is None else min(limit_s, max(MIN_START_S, STARTS_PATIENCE * known_s))
