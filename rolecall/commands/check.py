@@ -63,8 +63,8 @@ def check(settings: RunSettings, out: TextIO) -> int:
 
 
 def require(settings: RunSettings, out: TextIO) -> None:
-    """What `rolecall train` asks before it starts anything. ConfigError lists everything that is wrong; what else is
-    worth telling goes to `out`.
+    """Makes the checks of `rolecall train` before it starts anything. ConfigError lists everything that is wrong; what
+    else is worth telling goes to `out`.
     """
     found = io.StringIO()
     problems = find_problems(settings, found)
@@ -304,6 +304,6 @@ def _placement(settings: RunSettings) -> Iterator[str]:
 
 
 def _deadlines(settings: RunSettings) -> Iterator[str]:
-    """Those that the file leaves out."""
+    """The lines on the deadlines that the file leaves out."""
     for deadline in settings.derived_deadlines:
         yield f"{deadline.setting}: {deadline.seconds:g} s, derived: {deadline.why}"

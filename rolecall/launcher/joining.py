@@ -38,12 +38,12 @@ class Joining:
         heard_since: float,
         condemned: Collection[str],
     ) -> Iterator[tuple[str, str]]:
-        """Yields (name, verdict) of local workers that the controller has given up, those that never joined, and those
-        that a controller started again, heard since `heard_since`, does not hear of: it cannot give up a worker that it
-        does not know.
+        """Yields (name, verdict) of local workers that are lost.
 
-        A report is about the process that runs now if it has its incarnation; one that joined as another is not ours.
-        Nothing is said of those that are `condemned` already.
+        The controller has given them up, or they never joined, or a controller that was started again, heard since
+        `heard_since`, does not hear of them: it cannot give up a worker that it does not know. A report is about the
+        process that runs now if it has its incarnation; one that joined as another is not ours. Nothing is said of
+        those that are `condemned` already.
         """
         workers = list(workers)
         done = set(condemned)

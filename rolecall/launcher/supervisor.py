@@ -46,16 +46,16 @@ RECONNECT_S = 0.5
 WATCH_TIMEOUT_S = 3600.0
 """Deadline of one WatchRun stream; it is opened again."""
 END_GRACE_S = 30.0
-"""For the controller to end by itself after the run has ended: what trackers have queued is sent then."""
+"""Time for the controller to end by itself after the run has ended: what trackers have queued is sent then."""
 RUN_CALL_TIMEOUT_S = 5.0
 """Deadline of the request to stop with a checkpoint, and of a look at the run where no stream is left to follow it."""
 CHECKPOINT_GRACE_S = 60.0
-"""For the run to end with a checkpoint after a budget was spent."""
+"""Time for the run to end with a checkpoint after a budget was spent."""
 
 _FINAL_STATES = (controller_pb2.RUN_STATE_DONE, controller_pb2.RUN_STATE_FAILED)
 _STORE = "store"
 _STATEFUL = ("controller", "actor", "critic", _STORE)
-"""Without one of these there is no checkpoint."""
+"""Roles without which there is no checkpoint."""
 
 
 def train(settings: RunSettings, *, resume: bool, package: str = "services") -> int:

@@ -37,5 +37,5 @@ class PluginSection(Section):
 
     @property
     def folder(self) -> Path:
-        """Where the module is found."""
+        """The folder in which the module is found."""
         return Path(self.function.rpartition("/")[0] or ".")

@@ -1,4 +1,4 @@
-"""What all sections are made of: the frozen base, and types of fields that several of them use."""
+"""The parts that all sections are made of: the frozen base, and types of fields that several of them use."""
 
 import re
 from pathlib import Path
@@ -90,7 +90,7 @@ class Section(BaseModel):
 
 
 class ServiceSection(Section):
-    """Where a role is found."""
+    """The address of a role, and where it listens."""
 
     address: Address | None = None
     """`host:port` or a gRPC target where clients reach it; absent: local, started by `rolecall train`."""

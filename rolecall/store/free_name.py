@@ -7,8 +7,9 @@ from rolecall.store.ledger import Ledger
 
 
 def require_free_name(settings: RunSettings) -> None:
-    """ConfigError when the store of a run that is to begin holds another one of its name, whose keys and weights it
-    would take for its own.
+    """Raises ConfigError when the store of a run that is to begin holds another one of its name.
+
+    The new run would take its keys and weights for its own.
     """
     name, connection = settings.run.name, connect(settings.store)
     try:

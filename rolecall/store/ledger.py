@@ -47,7 +47,7 @@ DRAIN_COUNT = 1000
 
 @dataclass(frozen=True)
 class Admission:
-    """What `Ledger.admit` takes."""
+    """An admission of a group, as `Ledger.admit` takes it."""
 
     group: PromptGroup
     cursor: bytes
@@ -55,7 +55,7 @@ class Admission:
 
     @property
     def arguments(self) -> tuple[str | bytes | int, ...]:
-        """Of the script, after ctl."""
+        """The arguments of the script, after ctl."""
         return self.group.gid, self.group.SerializeToString(), self.cursor, self.traceparent, self.group.prompt.uid
 
 
@@ -119,7 +119,7 @@ class Ledger:
         return self._call("admit", *Admission(group, cursor, traceparent).arguments).fresh
 
     def admit_all(self, admissions: Sequence[Admission]) -> None:
-        """As `admit`, of each in order, in two round trips. When one is refused, those before it stay admitted; the
+        """Admits each in order, as `admit`, in two round trips. When one is refused, those before it stay admitted; the
         same call may be made again.
         """
         calls = [(self._ctl, *item.arguments) for item in admissions]
@@ -192,7 +192,7 @@ class Ledger:
         ).fresh
 
     def results(self, step: int) -> list[TrainResult]:
-        """What commit_step recorded for `step`, in its order; empty when it is not trained or was freed."""
+        """Returns what commit_step recorded for `step`, in its order; empty when it is not trained or was freed."""
         fields = self._connection.command("HGETALL", f"{self._prefix}batch:{step}")
         found = sorted((int(name[7:]), data) for name, data in fields.items() if name.startswith(b"result:"))
         return [TrainResult.FromString(data) for _, data in found]
@@ -350,7 +350,7 @@ class Ledger:
             start = f"({found[-1][0].decode()}"
 
     def position(self) -> RunPosition:
-        """Where the run is."""
+        """Returns the position of the run."""
         return self._snapshot("").position
 
     def counts(self) -> LedgerCounts:

@@ -1,4 +1,4 @@
-"""What a ledger says of itself: position, balance, live groups, pending entries. Plain values, decoded from one
+"""The position of a ledger: balance, live groups, pending entries. Plain values, decoded from one
 snapshot.
 """
 
@@ -16,7 +16,7 @@ NOBODY = (b"~free", b"~over")
 
 
 class GroupState(StrEnum):
-    """Where a live group is: admitted -> committed -> sealed -> (trained). Dropped is reached from admitted and
+    """The state of a live group: admitted -> committed -> sealed -> (trained). Dropped is reached from admitted and
     committed; terminal groups are not live.
     """
 
@@ -32,7 +32,7 @@ class LiveGroup:
     gid: int
     state: GroupState
     entry_id: str
-    """Its entry of the prompts stream (gone from the stream once committed)."""
+    """Id of its entry in the prompts stream (gone from the stream once committed)."""
     admit_step: int
     """Steps applied when it was admitted."""
     admit_published_step: int
@@ -55,12 +55,12 @@ class PendingEntry:
 
 
 class SuccessRate(NamedTuple):
-    """How often a prompt was answered rightly of late."""
+    """The rate at which a prompt was answered rightly of late."""
 
     gid: int
     """The newest group that counts in it."""
     rate: float
-    """Between 0 and 1."""
+    """Share of right answers, 0 to 1."""
 
 
 class Overdelivered(NamedTuple):
@@ -73,7 +73,7 @@ class Overdelivered(NamedTuple):
 
 @dataclass(frozen=True)
 class RunPosition:
-    """Where the run is, as the store holds it."""
+    """The position of a run, as the store holds it."""
 
     ctl: int = 0
     """Fencing number of the controller in charge."""
@@ -138,7 +138,7 @@ class Garbage:
 
 
 def garbage_of(gid: int, rows: Sequence[RowRef]) -> Garbage:
-    """What `Ledger.drop` notes of the committed group `gid`."""
+    """The note that `Ledger.drop` makes of the committed group `gid`."""
     return Garbage(tuple(rows), (f"group:{gid}",))
 
 

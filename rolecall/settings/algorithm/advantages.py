@@ -140,8 +140,9 @@ class GaeAdvantage(EstimatorSection):
     whiten: bool = True
     """Subtract the batch's mean and divide by its standard deviation, over trained tokens."""
     bootstrap_truncated: bool = False
-    """After the last token of a response that was cut off at sampling.max_tokens comes the critic's value there instead
-    of 0. For rewards that say nothing of the rest; a scorer's reward for a response that never came to its answer is
+    """Take the critic's value after the last token of a response that was cut off at sampling.max_tokens, instead of 0.
+
+    For rewards that say nothing of the rest; a scorer's reward for a response that never came to its answer is
     final, and with a bootstrap not finishing would cost nothing.
     """
 
