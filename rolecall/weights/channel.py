@@ -60,16 +60,18 @@ def join(
     Whatever fails aborts the epoch: the other ranks would wait out their deadline for this one.
     """
     try:
-        if backend == "gloo":
-            return GlooChannel(rendezvous, world_size, timeout_s)
-        if backend_of(device) != "nccl":
-            raise NotOnThisDeviceError(
-                f"weights.backend nccl needs a CUDA device on every rank, this one is {device}; use "
-                "weights.backend: gloo"
-            )
-        from rolecall.weights.nccl import NcclChannel  # loads the NCCL library
+        match backend:
+            case "gloo":
+                return GlooChannel(rendezvous, world_size, timeout_s)
+            case "nccl":
+                if backend_of(device) != "nccl":
+                    raise NotOnThisDeviceError(
+                        f"weights.backend nccl needs a CUDA device on every rank, this one is {device}; use "
+                        "weights.backend: gloo"
+                    )
+                from rolecall.weights.nccl import NcclChannel  # loads the NCCL library
 
-        return NcclChannel(rendezvous, world_size, device, timeout_s)
+                return NcclChannel(rendezvous, world_size, device, timeout_s)
     except RoleCallError as error:
         rendezvous.blame(error.message)
         raise
