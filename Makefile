@@ -40,8 +40,8 @@ gpu-acceptance: setup ## What one GPU must show, PART=1, 2 or 3 of nine minutes 
 gpu-wheels: setup ## What a plain machine with a GPU and torch needs beside this tree for it, in build/gpu-wheels
 	@PYTHON=$(BIN)/python tools/gpu_wheels.sh
 
-check: setup ## Stale stubs, lint, waits without a deadline, types, import rules
-	@tools/proto.sh --check && $(BIN)/ruff check . && $(BIN)/python -m tools.check_deadlines && $(BIN)/mypy && $(BIN)/lint-imports
+check: setup ## Stale stubs, lint, waits without a deadline, docstrings that lean on others, types, import rules
+	@tools/proto.sh --check && $(BIN)/ruff check . && $(BIN)/python -m tools.check_deadlines && $(BIN)/python -m tools.docstrings --floor 95 && $(BIN)/mypy && $(BIN)/lint-imports
 
 proto: setup ## Make the stubs in rolecall/v1 from proto/
 	@tools/proto.sh
