@@ -56,7 +56,7 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """What a policy says of each token, aligned as in rolecall/columns.py; 0 where score_mask is false. Keeps the
+    """The outputs of a policy for each token, aligned as in rolecall/columns.py; 0 where score_mask is false. Keeps the
     graph in forward_backward.
     """
 
@@ -78,7 +78,7 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class ValueOutputs:
-    """What a value model says of each token. Keeps the graph in forward_backward."""
+    """The outputs of a value model for each token. Keeps the graph in forward_backward."""
 
     values_N: torch.Tensor
     """float32 [N], values[t] is the head's output at t - 1; 0 where score_mask is false."""
@@ -94,7 +94,7 @@ losses add up.
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """One optimizer step."""
+    """The outcome of one optimizer step."""
 
     grad_norm: float
     """Global norm before clipping; may be inf or nan."""

@@ -1,5 +1,5 @@
-"""EngineOptions: what a training engine is built from, all of it plain settings. Device and process group are the
-process's affair, not the model's.
+"""The options that a training engine is built from, all of it plain settings. Device and process group belong to the
+process, not to the model.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class EngineOptions:
     head: Head
     """What the model says of each token."""
     dtype: Literal["float32", "bfloat16"]
-    """Of computing and publishing."""
+    """Type of computing and publishing."""
     float32_logits: bool = False
     """Keep the output layer's products in float32 also where `dtype` is less (model.head_dtype)."""
     optimizer: OptimizerSection | None
@@ -42,4 +42,4 @@ class EngineOptions:
     routers: bool = False
     """Record what routers of experts say (TokenOutputs.routing). ConfigError when the model has none."""
     seed: int = 0
-    """Of new heads and of torch's generators."""
+    """Seed of new heads and of torch's generators."""

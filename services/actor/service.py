@@ -17,8 +17,8 @@ class WeightPublishingTrainer(Trainer, Protocol):
     """A trainer that can hand its weights out."""
 
     def open_channel(self, request: weights_pb2.OpenWeightChannelRequest) -> weights_pb2.OpenWeightChannelResponse:
-        """Where and how the ranks meet; called beside the device thread, so that a new epoch can end a stuck publish.
-        StaleEpochError.
+        """Says where and how the ranks meet; called beside the device thread, so that a new epoch can end a stuck
+        publish. StaleEpochError.
         """
 
     def publish(self, request: actor_pb2.PublishWeightsRequest) -> actor_pb2.PublishWeightsResponse:

@@ -1,4 +1,4 @@
-"""What an actor does with a sealed batch: columns of old logprobs, then mini-batches and epochs of the configured
+"""The actor's step on a sealed batch: columns of old logprobs, then mini-batches and epochs of the configured
 objective. Knows tensors and no gRPC.
 
 A step: read this rank's rows; compute old_logprobs of every mini-batch but the first, whose own training pass gives
@@ -58,7 +58,7 @@ _SHOWN = {
 
 
 class PolicySteps:
-    """The actor's RoleSteps."""
+    """The actor's columns and steps, by the settings of the algorithm."""
 
     def __init__(self, settings: RunSettings) -> None:
         self._algorithm = settings.algorithm
@@ -134,8 +134,8 @@ class PolicySteps:
     def _loss(
         self, context: StoreRankContext, minibatch: Minibatch, coefficients: Coefficients, counter: MicrobatchCounter
     ) -> Loss:
-        """Of the next update with `minibatch`, after a look at all of it with the weights of the moment where the loss
-        wants one.
+        """Makes the loss of the next update with `minibatch`, after a look at all of it with the present weights where
+        the loss wants one.
         """
         seen = context.engine.forward(minibatch.microbatches) if self._looks_first else []
         counter.advance(len(seen))
@@ -179,7 +179,7 @@ def _add_logprobs(
 
 
 def _logprobs(outputs: Sequence[TokenOutputs | ValueOutputs]) -> list[torch.Tensor]:
-    """Of the microbatches that are not empty."""
+    """Returns the logprobs of the microbatches that are not empty."""
     return [each.logprobs_N for each in outputs if isinstance(each, TokenOutputs) and each.logprobs_N.numel()]
 
 

@@ -26,7 +26,7 @@ _SUMS = ("critic/loss",)
 
 
 class ValueSteps:
-    """The critic's RoleSteps."""
+    """The critic's columns and steps: values, and the clipped value loss."""
 
     names: tuple[str, ...] = ("values", "bootstrap_value")
     wanted: Wanted | None = None

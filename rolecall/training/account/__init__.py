@@ -1,1 +1,1 @@
-"""What a step cost: FLOPs, the peak of the device, memory."""
+"""Accounts of what a step costs: FLOPs, the share of the device's peak, memory."""

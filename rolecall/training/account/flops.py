@@ -46,7 +46,7 @@ class AttentionCost:
     """Layers whose queries see equally far."""
 
     flops_per_pair: float
-    """Of one query and one key, all such layers and heads."""
+    """FLOPs of one query and one key, in all such layers and heads."""
     window: int | None = None
     """Keys that a query sees at most, itself included; None: all before it."""
 
@@ -67,8 +67,8 @@ class CostModel:
         return np.asarray((self.per_token + self.per_scored_token) * lengths + self._attention(lengths))
 
     def total(self, num_tokens: Sequence[int], num_scored: int, num_saved: int = 0) -> float:
-        """Of all sequences together, of whose tokens `num_scored` are scored, and `num_saved` are computed once with
-        another's (prefixes.py).
+        """Returns the FLOPs of all sequences together. `num_scored` of their tokens are scored, and `num_saved` are
+        computed once with another's (prefixes.py).
         """
         lengths = np.asarray(num_tokens, np.float64)
         return float(
@@ -87,7 +87,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Of one model with its head."""
+    """The FLOPs of one model with its head, of a forward pass and of an update."""
 
     forward: CostModel
     """A pass without gradients."""

@@ -1,4 +1,5 @@
-"""Where a rank's memory goes: the peak of each phase, and an account of everything that is held when it runs out.
+"""The accounting of a rank's memory: the peak of each phase, and an account of everything that is held when it runs
+out.
 
     memory = PhaseMemory(device, role="actor", rank=0, folder=run_dir / "memory")
     with memory.phase("forward"):            # phases nest: what is used in an inner one counts for the outer ones, too
@@ -64,12 +65,12 @@ class Held:
     """One piece of memory that a tensor keeps."""
 
     kind: str
-    """Of Holdings; "other tensors" for those without a name."""
+    """The kind as in Holdings; "other tensors" for those without a name."""
     name: str
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
-    """Of the whole storage, which may be more than the tensor shows."""
+    """The bytes of the whole storage, which may be more than the tensor shows."""
 
     def __str__(self) -> str:
         return f"{self.name or 'a tensor'} {self.dtype} {list(self.shape)} {self.num_bytes / _GIB:.3g} GiB"

@@ -1,4 +1,4 @@
-"""What a GPU could do at most: peak dense FLOP/s by the name its driver gives, from its maker's data sheets.
+"""The peak of each GPU: dense FLOP/s by the name its driver gives, from its maker's data sheets.
 
 Whole names only: a laptop's, a slice's (MIG) or an export version's name contains another's and its silicon does less,
 and a wrong peak makes a wrong MFU that nobody notices. A device that is not listed is unknown, and so are CPUs, whose

@@ -1,4 +1,4 @@
-"""From the files of a checkpoint to a plain Hugging Face directory: no process group, no GPU, none of the run's
+"""The way from the files of a checkpoint to a plain Hugging Face directory: no process group, no GPU, none of the run's
 processes; one tensor at a time.
 
     export(*committed.share("actor"), Path("model"))

@@ -47,13 +47,13 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class State:
-    """What is kept."""
+    """The state of an engine that a checkpoint keeps."""
 
     parameters: Mapping[str, torch.nn.Parameter]
-    """Those that train, by the names of their modules; DTensors."""
+    """DTensors of the parameters that train, by the names of their modules."""
     optimizer: Optimizer | None
     counters: Mapping[str, int]
-    """At least num_updates: optimizer steps applied."""
+    """Counts by name; num_updates, the optimizer steps applied, is always there."""
     notes: Mapping[str, Any]
     """What must be equal where it is loaded: the head, the adapters' section. JSON."""
     dtype: str
@@ -191,7 +191,7 @@ def load(
 
 
 def read_index(storage: Storage) -> dict[str, Any]:
-    """What index.json holds. CheckpointMissingError, CheckpointMismatchError."""
+    """Reads index.json. CheckpointMissingError, CheckpointMismatchError."""
     try:
         index: dict[str, Any] = json.loads(storage.read(INDEX))
     except FileNotFoundError:
@@ -215,12 +215,12 @@ def rank_files(index: Mapping[str, Any]) -> list[str]:
 
 
 def boxes_of(file: TensorFile) -> dict[str, Box]:
-    """Which parts of which tensors a rank's file holds."""
+    """Returns which part of each tensor a rank's file holds, by the tensor's key."""
     return {key: Box(tuple(start), tuple(shape)) for key, (start, shape) in json.loads(file.metadata["boxes"]).items()}
 
 
 class _Missing:
-    """What this rank has yet to read: number of elements by key."""
+    """The elements that this rank has yet to read, counted by key."""
 
     def __init__(self, wanted: Mapping[str, DTensor]) -> None:
         self._wanted = wanted
@@ -254,7 +254,7 @@ class _Missing:
 def _copied(
     tensors: Mapping[str, torch.Tensor], reached: torch.Event | None, progressed: Callable[[], None]
 ) -> dict[str, torch.Tensor]:
-    """In host memory; on an accelerator beside its work, from what is there at `reached`."""
+    """Copies `tensors` to host memory; on an accelerator beside its work, from what is there at `reached`."""
     copies: dict[str, torch.Tensor] = {}
     if reached is None:
         for key, tensor in tensors.items():

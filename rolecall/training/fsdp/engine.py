@@ -1,4 +1,4 @@
-"""FsdpEngine: one transformers model with a policy or value head, sharded by FSDP2 over the ranks of a group; both
+"""The engine of one transformers model with a policy or value head, sharded by FSDP2 over the ranks of a group; both
 seams of training/engine.py.
 
     device = start_rank(RankSpec(...))  # training/ranks/device.py: once per process, before the engine
@@ -46,7 +46,7 @@ from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.huggingface import ModelFiles
 from rolecall.training.model.logprobs import Wanted
 from rolecall.training.model.lora import adapters_off, add_adapters, base_digest, is_adapter, peft_name
-from rolecall.training.model.packed_model import PolicyModel, build_model, layers
+from rolecall.training.model.packed_model import PackedModel, PolicyModel, build_model, layers
 from rolecall.training.model.tensor_parallel import split_tensors
 from rolecall.training.objective.routing import Routers
 from rolecall.training.options import DTYPES, EngineOptions
@@ -81,7 +81,7 @@ class FsdpEngine:
         self._memory = memory or PhaseMemory(device)
         self._memory.holdings = self._holdings
         self.dtype = DTYPES[options.dtype]
-        """Of computing."""
+        """The type that the model computes in."""
         self.flops_done = 0.0
         self._progressed = progressed
         self._progress = DeviceProgress(progressed, device)
@@ -92,12 +92,7 @@ class FsdpEngine:
         self.num_skipped = 0
         trained = options.optimizer is not None
         seed_rank(options.seed, self.layout.data_rank)
-        check_parallel(options.path, options.parallel)
-        self._model = build_model(
-            options.path, options.head, torch.float32 if trained and options.lora is None else self.dtype
-        )
-        if isinstance(self._model, PolicyModel):
-            self._model.float32_logits = options.float32_logits
+        self._model = _build(options)
         self.config: PretrainedConfig = self._model.hf.config
         self._conversion = Conversion(self._model.hf)
         self._num_parameters = sum(p.numel() for p in self._model.parameters())
@@ -109,7 +104,7 @@ class FsdpEngine:
             self._model.requires_grad_(False)
         self._routers = Routers(self._model.hf) if options.routers else None
         self.flops = count_flops(self._model)
-        """Of the whole model, all ranks."""
+        """The FLOPs of passes over the whole model, all ranks together."""
         if options.gradient_checkpointing:
             self._model.hf.gradient_checkpointing_enable({"use_reentrant": False})
         if self.layout.tensor_mesh is not None:
@@ -127,7 +122,7 @@ class FsdpEngine:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model, a tied tensor once."""
+        """TrainingEngine.num_parameters."""
         return self._num_parameters
 
     def forward(
@@ -341,7 +336,7 @@ class FsdpEngine:
         return tensors
 
     def _holdings(self) -> dict[str, Mapping[str, torch.Tensor]]:
-        """For memory's account, also inside a pass, where a layer's parameters are whole."""
+        """Names the tensors for memory's accounting, also inside a pass, where a layer's parameters are whole."""
         parameters = dict(self._model.hf.named_parameters())
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         return {
@@ -349,6 +344,16 @@ class FsdpEngine:
             "gradients": gradients,
             "optimizer states": self._optimizer.tensors() if self._optimizer is not None else {},
         }
+
+
+def _build(options: EngineOptions) -> PackedModel:
+    """Builds the model on the meta device: in float32 where it trains, else in the type it computes in."""
+    check_parallel(options.path, options.parallel)
+    trains = options.optimizer is not None and options.lora is None
+    model = build_model(options.path, options.head, torch.float32 if trains else DTYPES[options.dtype])
+    if isinstance(model, PolicyModel):
+        model.float32_logits = options.float32_logits
+    return model
 
 
 def _stand_in(device: torch.device) -> Microbatch:
@@ -381,7 +386,7 @@ def _said(logprobs_N: torch.Tensor, entropy_N: torch.Tensor, more_NC: torch.Tens
 
 
 def _narrow(outputs: TokenOutputs | ValueOutputs, microbatch: Microbatch) -> TokenOutputs | ValueOutputs:
-    """What the stand-in of an empty microbatch computed is nobody's."""
+    """Drops what the stand-in of an empty microbatch computed."""
     if microbatch.lengths:
         return outputs
     if isinstance(outputs, TokenOutputs):

@@ -15,7 +15,7 @@ from rolecall.training.serving.hooks import nothing
 
 
 class HostCopies:
-    """What is on the host now. One thread at a time."""
+    """The parts of the state that are in host memory now. Used by one thread at a time."""
 
     def __init__(self, progressed: Callable[[], None] = nothing) -> None:
         """`progressed` is called after each tensor's copy: all together may take as long as a pass."""

@@ -1,4 +1,5 @@
-"""Who keeps what: `Layout` places the ranks of a group, `Box` says which part of a full tensor a rank keeps.
+"""The layout of ranks and tensors: `Layout` places the ranks of a group, `Box` says which part of a full tensor a rank
+keeps.
 
 Ranks are numbered replica by replica, inside it slot by slot, inside it sequence part by sequence part, tensor part
 innermost (neighbours talk most):
@@ -49,7 +50,7 @@ class Layout:
             )
         slot_size = parallel.sequence * parallel.tensor
         self.data_rank, self.data_size = self.rank // slot_size, self.world_size // slot_size
-        """Which of how many slots this rank belongs to."""
+        """The index of the slot that this rank belongs to, and the number of slots."""
         self.is_slot_leader = self.rank % slot_size == 0
         """Whether this rank counts for its slot: the others compute the same numbers."""
         ranks = torch.arange(self.world_size).view(parallel.replicate, -1, parallel.sequence, parallel.tensor)
@@ -97,8 +98,8 @@ class Box:
 
     @classmethod
     def of(cls, tensor: DTensor) -> Self:
-        """What this rank keeps of `tensor`, in its to_local(): cut by tensor parallelism first, what is left by FSDP,
-        so from the innermost mesh dimension.
+        """Returns the part of `tensor` that this rank keeps, in its to_local(): cut by tensor parallelism first, what
+        is left by FSDP, so from the innermost mesh dimension.
         """
         start, shape = [0] * tensor.ndim, list(tensor.shape)
         coordinate = tensor.device_mesh.get_coordinate()
@@ -121,11 +122,11 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What cuts it from the full tensor."""
+        """The slices that cut the part from the full tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
 
     def within(self, other: "Box") -> "Box | None":
-        """What both hold, in coordinates of the full tensor; None when nothing."""
+        """Returns the part that both hold, in coordinates of the full tensor; None when there is none."""
         start = [max(a, b) for a, b in zip(self.start, other.start, strict=True)]
         ends = zip(self.start, self.shape, other.start, other.shape, strict=True)
         shape = [min(a + size_a, b + size_b) - low for low, (a, size_a, b, size_b) in zip(start, ends, strict=True)]

@@ -1,4 +1,4 @@
-"""What turns gradients into new parameters: torch's optimizers over sharded parameters, behind one step
+"""The optimizer, which turns gradients into new parameters: torch's optimizers over sharded parameters, behind one step
 (docs/adr/0025-optimizers-and-offload.md).
 
     adamw  fused AdamW on everything
@@ -60,8 +60,8 @@ class Optimizer:
             part.zero_grad(set_to_none=True)
 
     def tensors(self) -> dict[str, DTensor]:
-        """What is kept per parameter, each of the parameter's shape, by "<kind>/<parameter>", as in exp_avg/...;
-        nothing before the first step.
+        """Returns the state kept for each parameter, each of the parameter's shape, by "<kind>/<parameter>", as in
+        exp_avg/...; nothing before the first step.
         """
         return {
             f"{kind}/{name}": value

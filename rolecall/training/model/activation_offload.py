@@ -29,21 +29,24 @@ LEAST_BYTES = 2**16
 
 
 class ActivationOffload:
-    """Of one model's layers, in the order in which they run. One forward pass at a time."""
+    """The host's copies of the activations of one model's layers, which are given in the order in which they run.
+
+    One forward pass at a time.
+    """
 
     def __init__(self, layers: Sequence[nn.Module], copies: "Copies") -> None:
         self._num_layers = len(layers)
         self._copies = copies
         self._tape: _Tape | None = None
         self.num_bytes = 0
-        """That the latest pass moved to the host."""
+        """Bytes that the latest pass moved to the host."""
         for layer in layers:
             layer.register_forward_pre_hook(self._layer_begins)
             layer.register_forward_hook(self._layer_ends)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """What is computed inside keeps its layers' activations on the host."""
+        """Keeps the layers' activations of what is computed inside on the host."""
         self._tape = tape = _Tape(self._num_layers, self._copies)
         try:
             with torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack):
@@ -74,10 +77,10 @@ class _Moved:
 
 @dataclass
 class _Group:
-    """What one layer saved."""
+    """The tensors that one layer saved for its backward."""
 
     moved: dict[int, _Moved] = field(default_factory=dict)
-    """By the original's address, which nobody else has while the original is held."""
+    """Copies by the original's address, which nobody else has while the original is held."""
     done: torch.Event | None = None
     """When the latest copies are; None: they are."""
     fetched: bool = False
@@ -85,7 +88,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Packed:
-    """What autograd keeps in a saved tensor's place."""
+    """The stand-in that autograd keeps for a saved tensor."""
 
     group: int
     moved: _Moved
@@ -98,7 +101,7 @@ class _Packed:
 
 @dataclass(frozen=True)
 class _Sharding:
-    """What makes a DTensor of its local tensor."""
+    """The facts that make a DTensor of its local tensor again."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]

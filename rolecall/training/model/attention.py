@@ -44,7 +44,7 @@ FLASH_MULTIPLE = 8
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of similar length."""
+    """A set of sequences of similar length, attended to as one padded batch."""
 
     gather_bL: torch.Tensor
     """int64 [b, L], index into the queries; padding repeats the sequence's last token."""
@@ -56,7 +56,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class PackedPlan:
-    """How to attend over one microbatch; made once, used by every layer."""
+    """The plan by which layers attend over one microbatch; made once, used by every layer."""
 
     cu_seqlens: torch.Tensor
     max_length: int
@@ -64,16 +64,16 @@ class PackedPlan:
     """Empty when the flash path is used."""
     num_tokens: int
     sequence: SequenceShare | None = None
-    """With whom the tokens are shared; None: this rank computes all of them."""
+    """The ranks that share the tokens; None: this rank computes all of them."""
     prefixes: SharedPrefixes | None = None
     """Given, queries, keys, values and the output are of distinct tokens; every sequence attends as a whole."""
     plain: bool = False
-    """By matrix products and a softmax instead of one fused kernel: the same but for rounding."""
+    """Whether to use matrix products and a softmax instead of one fused kernel: the same but for rounding."""
 
 
 @dataclass(frozen=True)
 class TracedLayer:
-    """What one layer asks of attention."""
+    """The request that one layer makes of attention."""
 
     num_heads: int
     key_size: int
@@ -82,7 +82,7 @@ class TracedLayer:
 
 
 class TracedAttention:
-    """In a plan's place where a model is only looked at, on the meta device: notes what each layer asks and attends to
+    """A plan for a model that is only looked at, on the meta device: it notes what each layer asks and attends to
     nothing (training/account/flops.py).
     """
 
@@ -297,7 +297,7 @@ def flash_operands(
 
 
 def _padded(x_NKD: torch.Tensor, size: int) -> torch.Tensor:
-    """With zeros behind each head; the tensor itself where nothing is missing, of which `pad` would make a copy,
+    """Pads each head with zeros; returns the tensor itself where nothing is missing, of which `pad` would make a copy,
     forward and backward.
     """
     return x_NKD if x_NKD.shape[2] == size else pad(x_NKD, (0, size - x_NKD.shape[2]))

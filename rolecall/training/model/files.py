@@ -85,9 +85,9 @@ class GrowingFile:
     """
 
     def __init__(self, path: Path, max_bytes: int, progressed: Callable[[], None]) -> None:
-        """It takes tensors of `max_bytes` together, or one that is larger."""
+        """Makes an empty file that takes tensors of `max_bytes` together, or one that is larger."""
         self.num_bytes = 0
-        """Of the tensors in it."""
+        """Bytes of the tensors in it."""
         self._file = path.open("wb")
         self._file.seek(8 + GROWING_HEADER_BYTES)
         self._max_bytes = max_bytes
@@ -164,12 +164,12 @@ class TensorFile:
         return iter(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the tensor `name`."""
+        """Returns the shape of the tensor `name`."""
         return tuple(self._entries[name]["shape"])
 
     def part(self, name: str, slices: tuple[slice, ...] = ()) -> torch.Tensor:
-        """What `slices`, one for each of the first dimensions, cut from the tensor `name`. Whole rows of the first
-        dimension are read, and no others.
+        """Reads the part that `slices`, one for each of the first dimensions, cut from the tensor `name`. Whole rows of
+        the first dimension are read, and no others.
         """
         entry = self._entries[name]
         dtype, shape = _DTYPES[str(entry["dtype"])], list(entry["shape"])

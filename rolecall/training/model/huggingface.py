@@ -57,12 +57,12 @@ class ModelFiles:
             return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the tensor `name`, which must be there."""
+        """Returns the shape of the tensor `name`, which must be there."""
         with safe_open(self._files[name], framework="pt") as file:
             return tuple(file.get_slice(name).get_shape())
 
     def part(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
-        """What `slices`, one per dimension, cut from the tensor `name`, on the CPU, in the file's dtype."""
+        """Reads the part that `slices`, one per dimension, cut from the tensor `name`: on the CPU, in its own dtype."""
         with safe_open(self._files[name], framework="pt") as file:
             tensor: torch.Tensor = file.get_slice(name)[slices] if slices else file.get_tensor(name)
             return tensor

@@ -1,4 +1,4 @@
-"""From hidden states to logprobs and entropy, in blocks of the vocabulary, forward and backward: never a whole [M, V]
+"""Logprobs and entropy from hidden states, in blocks of the vocabulary, forward and backward: never a whole [M, V]
 beyond the weight's own gradient.
 
 One autograd function with a hand-written backward. Blocks run over the vocabulary, not over tokens: a block's weight
@@ -35,10 +35,10 @@ DEVICE_BLOCK_ELEMENTS = 2**24
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Which part of the vocabulary a rank keeps, when the output layer is split over the ranks of a group."""
+    """The part of the vocabulary that a rank keeps, when the output layer is split over the ranks of a group."""
 
     group: dist.ProcessGroup
-    """Its ranks keep all of the vocabulary together, each row on one rank, and make the same calls with equal hidden
+    """Ranks that keep all of the vocabulary together, each row on one rank, and make the same calls with equal hidden
     states and targets.
     """
     start: int
@@ -76,10 +76,10 @@ def logprobs_and_entropy(
 
 @dataclass(frozen=True)
 class Wanted:
-    """What of a token's distribution is wanted beside the logprob of one id; never with a graph."""
+    """The parts of a token's distribution that are wanted beside the logprob of one id; never with a graph."""
 
     top_k: int = 0
-    """So many ids of highest probability, with their logprobs; 0: none."""
+    """The number of ids of highest probability that are wanted, with their logprobs; 0: none."""
     num_ids: int | None = None
     """Only ids below this are ranked: those that the reader of the ranking knows. Absent: all."""
     squares: bool = False
@@ -88,16 +88,16 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Of each token; without a graph."""
+    """The parts of each token's distribution that were asked for, without a graph."""
 
     logprobs_M: torch.Tensor
-    """Of the targets."""
+    """Logprobs of the targets."""
     top_ids_Mk: torch.Tensor
     """int64, highest probability first; k = 0 unless asked for."""
     top_logprobs_Mk: torch.Tensor
-    """Theirs."""
+    """Logprobs of those ids."""
     sum_squared_probs_M: torch.Tensor
-    """Over the whole vocabulary; zeros unless asked for."""
+    """Sums over the whole vocabulary; zeros unless asked for."""
 
 
 @torch.no_grad()
@@ -170,7 +170,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Cut:
-    """How a rank's part of the vocabulary is cut into blocks."""
+    """The cut of a rank's part of the vocabulary into blocks."""
 
     start: int
     """The token id of its first row."""
@@ -178,7 +178,7 @@ class _Cut:
     keeps: bool
     """Whether logits are kept in the memory of the weight's gradient, which a backward pass will want."""
     widens: bool
-    """Of each block."""
+    """Whether each block is widened, as in _Block."""
 
     def blocks(self, weight_VH: torch.Tensor, targets_MK: torch.Tensor, kept_VH: torch.Tensor | None) -> list[_Block]:
         """All blocks, in order.
@@ -212,9 +212,9 @@ class _Softmax:
         # not -inf: a difference of two would be nan
         self.max_M1 = torch.full_like(like_M1, torch.finfo(like_M1.dtype).min)
         self.sum_M1 = torch.zeros_like(like_M1)
-        """Of exp(z - max)."""
+        """The sum of exp(z - max)."""
         self.weighted_M1 = torch.zeros_like(like_M1)
-        """Of exp(z - max) (z - max); stays 0 without entropy."""
+        """The sum of exp(z - max) (z - max); stays 0 without entropy."""
         self.target_MK = like_M1.new_zeros(like_M1.shape[0], num_targets)
         """The targets' z."""
 
@@ -257,10 +257,10 @@ class _Ranking(_Softmax):
         self.top_Mk = torch.full(shape, -torch.inf, dtype=like_M1.dtype, device=like_M1.device)
         self.top_ids_Mk = torch.zeros(shape, dtype=torch.int64, device=like_M1.device)
         self.squares_M1 = torch.zeros_like(like_M1)
-        """Of exp(z - max)^2."""
+        """The sum of exp(z - max)^2."""
 
     def add(self, z_MB: torch.Tensor, block: _Block, entropy: bool) -> torch.Tensor:
-        """As _Softmax.add."""
+        """_Softmax.add, with the squares and the highest ids."""
         if self._wanted.top_k:
             num_ids = (
                 z_MB.shape[1]
@@ -275,7 +275,7 @@ class _Ranking(_Softmax):
         return p_MB
 
     def reduce(self, group: dist.ProcessGroup) -> None:
-        """As _Softmax.reduce."""
+        """_Softmax.reduce, with the squares and the highest ids."""
         super().reduce(group)
         dist.all_reduce(self.squares_M1, dist.ReduceOp.SUM, group)
         tops_RMk, ids_RMk = (
@@ -328,8 +328,8 @@ class _BlockedLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """With z = logits / temperature, p = softmax(z): d logp(target) / dz = onehot - p, d entropy / dz = -p (log p +
-        entropy).
+        """Returns the gradients. For z = logits / temperature and p = softmax(z), d logp(target) / dz = onehot - p, d
+        entropy / dz = -p (log p + entropy).
         """
         hidden_MH, weight_VH, targets_MK, temperature_M1, log_norm_M1, entropy_M1 = ctx.saved_tensors
         grad_logprobs_MK, grad_entropy_M1 = grads[0] / temperature_M1, grads[1][:, None] / temperature_M1

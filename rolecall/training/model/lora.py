@@ -52,7 +52,7 @@ def add_adapters(hf: PreTrainedModel, section: LoraSection) -> None:
 
 
 def adapters_off(hf: PreTrainedModel) -> AbstractContextManager[None]:
-    """While it lasts the model computes what its base does, to the bit: adapters count nothing."""
+    """Makes the model compute what its base does, to the bit, as long as the context lasts."""
     from peft.helpers import rescale_adapter_scale
 
     context: AbstractContextManager[None] = rescale_adapter_scale(hf, 0.0)
@@ -65,18 +65,18 @@ def is_adapter(name: str) -> bool:
 
 
 def checkpoint_name(name: str) -> str:
-    """What the model directory calls the base's parameter `name`."""
+    """Returns the name of the base's parameter `name` in the model directory."""
     return name.replace(_BASE, ".")
 
 
 def peft_name(name: str) -> str:
-    """What peft's files, and the weight channel, call the adapter's parameter `name`."""
+    """Returns the name of the adapter's parameter `name` in peft's files and in the weight channel."""
     return _PEFT_PREFIX + name.replace(".default.weight", ".weight")
 
 
 def new_adapter(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
-    """How the adapter's parameter `name` starts, float32: peft's default (B zeros, A uniform with bound 1 / sqrt(I)),
-    the same on every rank.
+    """Makes the first value of the adapter's parameter `name`, float32: peft's default (B zeros, A uniform with bound 1
+    / sqrt(I)), the same on every rank.
     """
     if name.endswith(_UP):
         return torch.zeros(shape)

@@ -121,7 +121,7 @@ class PolicyModel(PackedModel):
 
 
 class ValueModel(PackedModel):
-    """The value head's output."""
+    """A packed model that gives the value head's output."""
 
     def forward(
         self,

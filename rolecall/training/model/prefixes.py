@@ -25,7 +25,7 @@ MIN_SHARED = 1 / 16
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Which tokens are the same."""
+    """The runs of tokens that sequences share from their start."""
 
     home_N: torch.Tensor
     """int64, where in [C] a token of the pack is computed."""
@@ -50,7 +50,7 @@ class SharedPrefixes:
 
 
 def find_prefixes(token_ids: Sequence[Array], device: torch.device) -> SharedPrefixes | None:
-    """What the sequences share, of any lengths, each from its start; None when it is too little."""
+    """Finds what sequences of any lengths share from their start; None when it is too little."""
     starts = np.concatenate([[0], np.cumsum([len(ids) for ids in token_ids], dtype=np.int64)])
     home_N, num_distinct = np.zeros(starts[-1], np.int64), 0
     before = -1

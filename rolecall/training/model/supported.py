@@ -1,4 +1,4 @@
-"""What a model must be to be trained packed, with logprobs computed from its head alone: refusals on the meta device,
+"""The conditions for training a model packed, with logprobs computed from its head alone: refusals on the meta device,
 before a weight is read.
 
 What JSON tells is rolecall/data/model_files.py's; that every layer attends by the attention interface is seen by the
@@ -48,8 +48,8 @@ def without_dropout(config: PretrainedConfig) -> None:
 
 
 def check_head(hf: PreTrainedModel) -> None:
-    """ConfigError when the logits of `hf`, which is on the meta device, are more than its last hidden states times the
-    weight of its output layer.
+    """Raises ConfigError when the logits of `hf` are more than its last hidden states times the weight of its output
+    layer. `hf` is on the meta device.
     """
     head, name = hf.get_output_embeddings(), type(hf).__name__
     if not isinstance(head, nn.Linear):
@@ -73,7 +73,7 @@ def check_head(hf: PreTrainedModel) -> None:
 
 
 class _Hidden:
-    """In place of a backbone's answer: hidden states, and None for whatever else a causal model passes on."""
+    """A stand-in for a backbone's answer: hidden states, and None for whatever else a causal model passes on."""
 
     def __init__(self, last_hidden_state: torch.Tensor) -> None:
         self.last_hidden_state = last_hidden_state

@@ -1,1 +1,1 @@
-"""What a step minimises: the policy, value and router losses put together from `rolecall.algorithms`."""
+"""The losses that a step minimises: the policy, value and router losses put together from `rolecall.algorithms`."""

@@ -1,5 +1,5 @@
-"""What trainers minimise: the configured pieces of rolecall/algorithms put together as `Loss` callables of the engine
-seam.
+"""The losses that trainers minimise: the configured pieces of rolecall/algorithms put together as `Loss` callables of
+the engine seam.
 
     objective = PolicyObjective(settings.algorithm, counts, batch.coefficients, length)
     # counts: of the whole mini-batch, all ranks
@@ -35,8 +35,8 @@ VALUE_COLUMNS = ("loss_mask", "values", "returns")
 
 
 def policy_columns(algorithm: AlgorithmSection) -> tuple[str, ...]:
-    """What PolicyObjective reads. `old_logprobs` may be left out when the batch is one mini-batch and one epoch: then
-    it is the policy itself.
+    """Returns the columns that PolicyObjective reads. `old_logprobs` may be left out when the batch is one mini-batch
+    and one epoch: then it is the policy itself.
     """
     reference = (
         (reference_column(algorithm.kl.reference),)
@@ -73,9 +73,9 @@ class PolicyObjective:
 
     algorithm: AlgorithmSection
     counts: Counts
-    """Of the global mini-batch."""
+    """Counts of the global mini-batch."""
     coefficients: Coefficients
-    """Of the sealed batch."""
+    """Coefficients of the sealed batch."""
     length: int
     """The constant of seq_mean_token_sum_norm."""
 
@@ -128,7 +128,7 @@ class ValueObjective:
 
     clip_eps: float | None
     counts: Counts
-    """Of the global mini-batch."""
+    """Counts of the global mini-batch."""
 
     def __call__(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> tuple[torch.Tensor, Metrics]:
         """A Loss. Metrics are means over the trained tokens."""

@@ -67,8 +67,8 @@ class Routers:
             self._tape = None
 
     def sums(self, logits_LNE: Sequence[torch.Tensor], microbatch: Microbatch, packed: PackedPlan) -> Routing:
-        """Of the whole microbatch, also where ranks share its tokens (each then goes on with the gradient of its own
-        run).
+        """Sums over the whole microbatch, also where ranks share its tokens (each then goes on with the gradient of its
+        own run).
         """
         assert len(logits_LNE) == self._num_routers
         routing = sum_routing(logits_LNE, _weights(microbatch, packed), self._num_chosen)
@@ -91,7 +91,9 @@ def _weights(microbatch: Microbatch, packed: PackedPlan) -> torch.Tensor:
 
 
 def router_load(group: CommandGroup, outputs: Sequence[TokenOutputs | ValueOutputs]) -> RouterLoad:
-    """Of a mini-batch, from the outputs of its microbatches, the empty ones included, on every rank; a collective."""
+    """Sums the load of a mini-batch from the outputs of its microbatches, the empty ones included, on every rank; a
+    collective.
+    """
     routings = [_routing(each) for each in outputs]
     counts_LE = torch.stack([routing.counts_LE.double() for routing in routings]).sum(0)
     num_choices = sum(float(routing.num_choices) for routing in routings)
@@ -106,9 +108,9 @@ class RouterLosses:
     loss: Loss
     section: MoeSection
     load: RouterLoad
-    """Of the global mini-batch."""
+    """Load of the global mini-batch."""
     prefix: str
-    """Of the metrics."""
+    """Beginning of the metrics' names."""
 
     def __call__(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> tuple[torch.Tensor, Metrics]:
         """A Loss. router_balance and router_z are shown without their coefficients."""

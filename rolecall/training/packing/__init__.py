@@ -1,1 +1,1 @@
-"""How the sequences of a step are cut into microbatches of equal work."""
+"""The cut of a step's sequences into microbatches of equal work."""

@@ -25,9 +25,9 @@ EXCHANGES_PER_PART = 8
 PAIRED_ITEMS = 24
 """Most items of a part whose pairs are offered: single lengths differ by whole tokens, pairs by less."""
 EVEN = 1e-6
-"""Of the mean load: a heaviest part that exceeds it by less is left alone."""
+"""Share of the mean load: a heaviest part that exceeds it by less is left alone."""
 RESOLUTION = 1e-3
-"""Of the gap between two parts: a smaller gain is no gain."""
+"""Share of the gap between two parts: a smaller gain is no gain."""
 
 
 def partition(costs: Sequence[float] | Array, num_parts: int) -> list[list[int]]:
@@ -104,8 +104,8 @@ def _assigned(
 
 
 def _exchange(costs: Array, part_of: Array, num_parts: int) -> None:
-    """Gives an item of the heaviest part for none, one or two of another part, as long as that makes the heavier of the
-    two lighter.
+    """Gives an item of the heaviest part for none, one or two of another part. It goes on as long as that makes the
+    heavier of the two lighter.
     """
     loads = np.bincount(part_of, costs, num_parts)
     for _ in range(EXCHANGES_PER_PART * num_parts):

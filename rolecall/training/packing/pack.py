@@ -1,5 +1,5 @@
-"""From rows to microbatches: who computes which trajectory, in which mini-batch and microbatch, and the packed tensors
-themselves.
+"""The way from rows to microbatches: which rank computes which trajectory, in which mini-batch and microbatch, and the
+packed tensors themselves.
 
 Planning reads lengths only (they are in the sealed batch), is the same on every rank, and puts no divisibility rule on
 anybody: ranks with less to do get empty microbatches, so that all make the same number of collectives. The loss does

@@ -125,8 +125,8 @@ class CommandGroup:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around collectives. One that a lost rank has left says only that a connection was closed: the watch, which
-        knows the rank, goes first.
+        """Watches the collectives inside. One that a lost rank has left says only that a connection was closed: the
+        watch, which knows the rank, goes first.
         """
         try:
             yield
@@ -136,8 +136,8 @@ class CommandGroup:
             raise
 
     def agree(self, work: Callable[[], T]) -> T:
-        """What `work` returns here. When it raised a RoleCallError on any rank, raises one on every rank: its own where
-        it has one.
+        """Returns what `work` does here. When it raised a RoleCallError on any rank, raises one on every rank: its own
+        where it has one.
         """
         if self.world_size == 1:
             return work()
@@ -191,7 +191,7 @@ class CommandGroup:
             self._watch.phase = "idle" if work is None or work == "keep_alive" else f"at {work}"
 
     def leave(self) -> None:
-        """From here on this rank may go, and so may every other."""
+        """Tells the watch that this rank may go from here on, and so may every other."""
         if self._watch is not None:
             self._watch.leave()
 

@@ -1,4 +1,4 @@
-"""How far the device has come, not the host: a GPU is handed seconds of work in milliseconds, and the host then waits
+"""The progress of the device, not of the host: a GPU is handed seconds of work in milliseconds, and the host then waits
 for all of it at once.
 
     progress = DeviceProgress(progressed, device)
@@ -21,7 +21,7 @@ from torch import nn
 from rolecall.training.ranks.device import mark_of, use_in_thread
 
 POLL_S = 0.05
-"""Between two looks at a mark that is not reached: far below any hang_s, far above what a look costs."""
+"""Seconds between two looks at a mark that is not reached: far below any hang_s, far above what a look costs."""
 
 
 class DeviceProgress:

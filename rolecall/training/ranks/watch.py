@@ -38,7 +38,9 @@ SILENT_S = 15.0
 machine is silent for so long.
 """
 GONE_S = 1.0
-"""From the end of a connection to the verdict: the rank that ended says why, and so may the collective that it left."""
+"""Seconds from the end of a connection to the verdict: the rank that ended says why, and so may the collective that it
+left.
+"""
 LOST_S = SILENT_S + 2 * BEAT_S
 """Bound on the time from the death or silence of a rank to the end of the others."""
 _LINE_BYTES = 64 * 1024
@@ -59,9 +61,9 @@ class _Peer:
     ended: float | None = None
     """When its connection ended without a goodbye."""
     told: str = ""
-    """Its last words, when it gave up because of another rank."""
+    """Last words of the peer, when it gave up because of another rank."""
     left: bool = False
-    """It said goodbye."""
+    """Whether the peer said goodbye."""
 
 
 class RankWatch:
@@ -146,7 +148,7 @@ class RankWatch:
                     return
 
     def _judge(self, now: float) -> tuple[_Peer, str] | None:
-        """Who is lost, and why."""
+        """Returns a peer that is lost, and why; None when all live."""
         for peer in self._peers:
             if peer.left or peer.rank < 0:
                 continue

@@ -1,5 +1,5 @@
-"""What a trainer has applied: its step, the records of recent steps and what it published. Part of its checkpoint, as
-JSON. No torch.
+"""The record of what a trainer has applied: its step, the records of recent steps and what it published. Part of its
+checkpoint, as JSON. No torch.
 
 The state is a frozen value: the device thread replaces it after a step, the event loop reads it, and nobody sees half
 of a change.
@@ -28,7 +28,7 @@ FILE = "trainer.json"
 
 @dataclass(frozen=True)
 class Applied:
-    """An immutable account; the methods return the next one."""
+    """An immutable record of what was applied; the methods return the next one."""
 
     step: int = 0
     """Steps applied; the next to apply."""
@@ -42,7 +42,7 @@ class Applied:
     """policy_version -> step of the last KEPT publishes."""
 
     def after_step(self, result: TrainResult, skipped: int) -> Self:
-        """One step later."""
+        """Returns the record one step later."""
         return replace(
             self,
             step=result.step + 1,
@@ -51,7 +51,7 @@ class Applied:
         )
 
     def after_publish(self, policy_version: int) -> Self:
-        """With the present step published as `policy_version`."""
+        """Returns the record with the present step published as `policy_version`."""
         return replace(
             self, policy_version=policy_version, published=_newest({**self.published, policy_version: self.step})
         )
@@ -73,7 +73,7 @@ class Applied:
 
     @classmethod
     def read(cls, storage: Storage) -> Self:
-        """What FILE in a trainer's share of a checkpoint says. CheckpointMissingError, CheckpointMismatchError."""
+        """Reads FILE in a trainer's share of a checkpoint. CheckpointMissingError, CheckpointMismatchError."""
         try:
             tree = json.loads(storage.read(FILE))
         except FileNotFoundError:

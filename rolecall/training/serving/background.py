@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def in_background(work: Callable[[], T], name: str) -> Future[T]:
-    """What `work` returns or raises, once it has."""
+    """Runs `work` in a thread of its own; the future gets what it returns or raises."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # from here on whoever stops waiting for it cannot cancel it
 

@@ -90,7 +90,9 @@ class TrainerCalls(ColumnCalls):
         self._saves = SaveChain()
 
     async def compute(self, request: training_pb2.ComputeColumnRequest) -> training_pb2.ComputeColumnResponse:
-        """As ColumnCalls.compute, with the weights of the step that is named: OutOfOrderError when others are held."""
+        """Computes as ColumnCalls.compute does, with the weights of the step that is named: OutOfOrderError when others
+        are held.
+        """
         applied = self._trainer.applied.step
         if request.HasField("step") and request.step != applied:
             raise OutOfOrderError(
@@ -155,7 +157,7 @@ class TrainerCalls(ColumnCalls):
         return training_pb2.OnloadResponse()
 
     def info(self) -> training_pb2.GetTrainerInfoResponse:
-        """What the trainer is now."""
+        """Answers with what the trainer is and has applied."""
         applied = self._trainer.applied
         return training_pb2.GetTrainerInfoResponse(
             worker=self._worker,

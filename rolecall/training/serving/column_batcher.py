@@ -28,7 +28,7 @@ Runs in the device thread.
 
 
 def row_key(row: RowRef) -> str:
-    """What tells two rows apart: id and token."""
+    """Returns what tells two rows apart: id and token."""
     return f"{row.id}:{row.token}"
 
 
@@ -90,7 +90,7 @@ class ColumnBatcher:
                     )
 
     async def _gather(self) -> list[_Call]:
-        """At least one call; the one that would burst the budget is held for the next batch."""
+        """Takes at least one call; the one that would burst the budget is held for the next batch."""
         calls = [
             self._held or await self._queue.get()
         ]  # bounded: by nothing, on purpose: waits for work until it is closed

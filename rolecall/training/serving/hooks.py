@@ -19,7 +19,7 @@ class ProcessHooks:
     """The calls by which device work shows its process that it moves, and ends it."""
 
     role: str = "trainer"
-    """For messages."""
+    """The role's name, for messages."""
     progressed: Callable[[], None] = nothing
     """Called in any thread whenever a part of the work is done; parts take less than the section's hang_s."""
     lost: Callable[[WorkerLostError], None] = _stay

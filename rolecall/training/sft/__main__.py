@@ -18,7 +18,7 @@ from rolecall.lifeline import die_with_parent
 from rolecall.settings import SftSettings, load_sft_settings, parent_to_die_with, rank_of_process
 
 START_TIMEOUT_S = 300.0
-"""Until all ranks have met."""
+"""Seconds until all ranks have met."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

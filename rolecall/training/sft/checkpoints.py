@@ -22,11 +22,11 @@ from rolecall.training.step.role_ranks import WRITE_TIMEOUT_S
 logger = logging.getLogger(__name__)
 
 ROLE = "actor"
-"""Whose share it is."""
+"""The role whose share of a checkpoint SFT writes."""
 
 
 class SftCheckpoints:
-    """Of one rank."""
+    """The checkpoints of SFT, on one rank."""
 
     def __init__(self, run: SftRunSection, context: RankContext, identity: Mapping[str, Any]) -> None:
         """A collective. `identity` says what the order of examples derives from; it must be the same where a checkpoint

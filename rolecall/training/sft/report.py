@@ -1,4 +1,4 @@
-"""What rank 0 of `rolecall sft` tells: numbers to the trackers, and one line of progress to people. No torch."""
+"""The report of rank 0 of `rolecall sft`: numbers to the trackers, and one line of progress to people. No torch."""
 
 import sys
 import time
@@ -14,8 +14,8 @@ written.
 """
 
 
-class Account:
-    """Of one process; it opens the trackers."""
+class SftReport:
+    """The report of an SFT run, which opens the trackers."""
 
     def __init__(self, settings: SftSettings, num_steps: int, num_per_epoch: int) -> None:
         self._trackers = Trackers(settings)

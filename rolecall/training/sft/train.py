@@ -25,7 +25,7 @@ from rolecall.training.packing.pack import Row, local_counts, pack
 from rolecall.training.serving.hooks import ProcessHooks, nothing
 from rolecall.training.serving.trainer import Progress
 from rolecall.training.sft.checkpoints import SftCheckpoints
-from rolecall.training.sft.report import Account
+from rolecall.training.sft.report import SftReport
 from rolecall.training.step.optimize import MicrobatchCounter, StepCost, optimize
 from rolecall.training.step.share import Minibatch, TrainShare
 from rolecall.training.step.start import start_context
@@ -37,8 +37,8 @@ NUM_SAMPLES = 8
 
 
 class Batches:
-    """Which examples each step takes: epoch after epoch, each in an order of its own; an epoch's last batch is what is
-    left.
+    """The examples that each step takes: epoch after epoch, each in an order of its own. An epoch's last batch is what
+    is left.
     """
 
     def __init__(self, num_examples: int, batch_size: int, *, seed: int, shuffle: bool) -> None:
@@ -61,7 +61,7 @@ class Batches:
 
 
 class SftRank:
-    """One rank."""
+    """One rank of an SFT run: its data, model and loop."""
 
     def __init__(self, settings: SftSettings, start_timeout_s: float, lost: Callable[[WorkerLostError], None]) -> None:
         """Reads the data and loads the model; a collective. ConfigError. `lost` ends the process."""
@@ -97,7 +97,7 @@ class SftRank:
         self._context = start_context(options, actor, actor, run.dir, start_timeout_s, ProcessHooks("sft", lost=lost))
 
     def run(self, *, resume: bool) -> None:
-        """From the newest checkpoint, or the start, to the last step's checkpoint."""
+        """Trains from the newest checkpoint, or the start, to the last step's checkpoint."""
         settings, is_leader = self._settings, self._context.group.is_leader
         data = settings.data
         identity = {
@@ -108,23 +108,23 @@ class SftRank:
         }
         checkpoints = SftCheckpoints(settings.run, self._context, identity)
         step = checkpoints.restore() if resume else 0
-        account = Account(settings, self._num_steps, self._batches.num_per_epoch) if is_leader else None
-        if account is not None:
-            account.begin(step, len(self._examples.rows), self._examples.num_too_long)
-            account.keep_samples(step, [self._sample(index) for index in self._batches.of_step(step)[:NUM_SAMPLES]])
+        report = SftReport(settings, self._num_steps, self._batches.num_per_epoch) if is_leader else None
+        if report is not None:
+            report.begin(step, len(self._examples.rows), self._examples.num_too_long)
+            report.keep_samples(step, [self._sample(index) for index in self._batches.of_step(step)[:NUM_SAMPLES]])
         if step == 0 and self._heldout is not None:
-            self._tell(account, 0, self._evaluate(self._heldout))
+            self._tell(report, 0, self._evaluate(self._heldout))
         while step < self._num_steps:
             metrics = self._step(step)
             step += 1
             if self._heldout is not None and self._is_due(step):
                 metrics.merge(self._evaluate(self._heldout))
-            self._tell(account, step, metrics)
+            self._tell(report, step, metrics)
             if step % settings.run.checkpoint_every_steps == 0 or step == self._num_steps:
                 checkpoints.save(step)
         checkpoints.wait_until_written()
-        if account is not None:
-            account.close()
+        if report is not None:
+            report.close()
         self._context.group.leave()
 
     def _sample(self, index: int) -> dict[str, str]:
@@ -141,9 +141,9 @@ class SftRank:
         return step == self._num_steps or (every > 0 and step % every == 0)
 
     @staticmethod
-    def _tell(account: Account | None, step: int, metrics: Metrics) -> None:
-        if account is not None:
-            account.log(step, metrics.values())
+    def _tell(report: SftReport | None, step: int, metrics: Metrics) -> None:
+        if report is not None:
+            report.log(step, metrics.values())
 
     def _step(self, step: int) -> Metrics:
         """One update; the metrics of all ranks."""

@@ -34,7 +34,7 @@ class MicrobatchCounter:
 
 
 class StepCost:
-    """What a step takes: begun when the step begins."""
+    """The time, FLOPs and memory that a step takes; made when the step begins."""
 
     def __init__(self, context: RankContext) -> None:
         self._context = context
@@ -70,8 +70,8 @@ def optimize(
     *,
     entropy: bool = True,
 ) -> tuple[Metrics, int]:
-    """Every mini-batch of every epoch: gradients, then one optimizer step. This rank's metrics and the number of
-    skipped steps. A collective.
+    """Applies every mini-batch of every epoch: gradients, then one optimizer step. Returns this rank's metrics and the
+    number of skipped steps. A collective.
 
     `entropy`: whether the objective reads it.
 

@@ -30,11 +30,11 @@ READ_TOKENS = 2**20
 
 @dataclass
 class Minibatch:
-    """What one optimizer step is computed from, on this rank."""
+    """The microbatches of one optimizer step on this rank."""
 
     microbatches: list[Microbatch]
     counts: Counts
-    """Of the whole mini-batch, all ranks."""
+    """Counts of the whole mini-batch, all ranks."""
 
     def has(self, name: str) -> bool:
         """Whether its microbatches hold the column `name`."""
@@ -55,10 +55,10 @@ class TrainShare:
     """A rank's share of a sealed batch."""
 
     rows: list[dict[str, Array]]
-    """In the order of the plan."""
+    """Rows in the order of the plan."""
     minibatches: list[Minibatch]
     num_tokens: int
-    """Of the whole batch."""
+    """Tokens of the whole batch."""
 
     @property
     def microbatches(self) -> list[Microbatch]:

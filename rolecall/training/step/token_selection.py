@@ -52,7 +52,7 @@ def _trained_N(microbatch: Microbatch) -> torch.Tensor:
 
 
 def _tokens(microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> Tokens:
-    """Without old logprobs the policy is its own proximal one, as in PolicyObjective."""
+    """Reads the trained tokens. Without old logprobs the policy is its own proximal one, as in PolicyObjective."""
     assert isinstance(outputs, TokenOutputs)
     mask_N, columns = _trained_N(microbatch), microbatch.columns
     old_N = columns.get("old_logprobs", outputs.logprobs_N)
