@@ -446,7 +446,7 @@ async def test_the_proximal_policy_is_recomputed_or_the_sampler(
         context, batch = rig.engine.context, batches.sealed(1)
         flops = context.engine.flops_done
         metrics = values_of(await train(actor, TrainRequest(ctl=store.ledger.ctl, step=1, digest=batch.digest)))
-        num_passes = (context.engine.flops_done - flops) / context.flops.forward.costs(
+        num_passes = (context.engine.flops_done - flops) / context.engine.flops.forward.costs(
             [row.num_tokens for row in batch.rows]
         ).sum()
     # the head runs over scored tokens only
