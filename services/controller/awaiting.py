@@ -70,7 +70,7 @@ class NextBatches:
                     return None
                 if groups.done():
                     return NextBatch(groups.result(), sealed)
-                await self.look()  # bounded: by controller.stall_timeout_s, as every publish
+                await self.look()  # a publish has its own deadlines
         finally:
             groups.cancel()
             ending.cancel()

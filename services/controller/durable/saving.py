@@ -63,7 +63,7 @@ class CheckpointSaver:
         shares = asyncio.create_task(self._shares(ctl, attempt, taken))
         try:
             await self._taken(taken, shares)
-            state = await point()  # bounded: by the store's retry_s
+            state = await point()
         except BaseException:
             given_up()
             await self._give_up(attempt, shares)

@@ -81,7 +81,7 @@ class Collection:
         cancelled.
         """
         position = "0"
-        async with asyncio.TaskGroup() as tasks:  # bounded: by admission, which bounds the groups that live
+        async with asyncio.TaskGroup() as tasks:  # as many as admission lets live
             while True:
                 for entry, group in await self._threads.call(
                     self._ledger.read_committed, position, READ_COUNT, READ_BLOCK_S
