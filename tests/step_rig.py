@@ -17,7 +17,7 @@ import numpy as np
 
 from rolecall.checkpoint.manifest import StoredFile, store, verify
 from rolecall.checkpoint.storage import open_storage
-from rolecall.errors import UnavailableError, WorkerLostError
+from rolecall.errors import OutOfOrderError, UnavailableError, WorkerLostError
 from rolecall.rpc.fence import Fence
 from rolecall.store.connection import Connection
 from rolecall.store.rows import Rows
@@ -30,9 +30,11 @@ from rolecall.training.serving.device_thread import DeviceThread
 from rolecall.training.serving.hooks import nothing
 from rolecall.training.serving.save_chain import Written
 from rolecall.training.serving.trainer import Progress
+from rolecall.v1 import actor_pb2, rollout_pb2, weights_pb2
 from rolecall.v1 import training_pb2 as pb
 from rolecall.v1.trajectory_pb2 import Metric, RowRef, TrainBatch
-from rolecall.wire import Array
+from rolecall.wire import Array, encode_tensor
+from tests.fixtures_store import DIGEST
 
 T = TypeVar("T")
 
@@ -47,6 +49,11 @@ TRAINED_COLUMNS = (
     "advantages",
     "returns",
 )
+NOTHING = encode_tensor(np.zeros(0, np.float32))
+PROBE = weights_pb2.Probe(
+    logprobs=encode_tensor(np.zeros(4, np.float32)), decoded_logprobs=NOTHING, prefilled_logprobs=NOTHING
+)
+"""The same on both sides."""
 BASE = "base"
 """Weights before the first step."""
 
@@ -286,6 +293,46 @@ class ProcessStub:
         self, request: pb.LoadTrainerCheckpointRequest, timeout: float
     ) -> pb.LoadTrainerCheckpointResponse:
         return await self._unary(lambda calls: calls.load(request), "LoadCheckpoint")
+
+
+class ActorStub(ProcessStub):
+    """The actor's, which is asked to publish, too. Nothing is sent: the rollout's twin takes any weights."""
+
+    async def OpenWeightChannel(
+        self, request: weights_pb2.OpenWeightChannelRequest, timeout: float
+    ) -> weights_pb2.OpenWeightChannelResponse:
+        return weights_pb2.OpenWeightChannelResponse()
+
+    async def PublishWeights(
+        self, request: actor_pb2.PublishWeightsRequest, timeout: float
+    ) -> actor_pb2.PublishWeightsResponse:
+        self._process.arrows.at("publish is begun")
+        applied = self._process.engine.applied.step
+        if applied != request.step:
+            raise OutOfOrderError(f"the actor stands at step {applied}, not {request.step}")
+        return actor_pb2.PublishWeightsResponse(digest=DIGEST, probe=PROBE)
+
+
+class RolloutStub:
+    """What a controller holds of a rollout that takes any weights and serves them."""
+
+    async def JoinWeightChannel(
+        self, request: weights_pb2.JoinWeightChannelRequest, timeout: float
+    ) -> weights_pb2.JoinWeightChannelResponse:
+        return weights_pb2.JoinWeightChannelResponse()
+
+    async def ReceiveWeights(
+        self, request: rollout_pb2.ReceiveWeightsRequest, timeout: float
+    ) -> rollout_pb2.ReceiveWeightsResponse:
+        return rollout_pb2.ReceiveWeightsResponse(digest=DIGEST, probe=PROBE)
+
+    async def Resume(self, request: rollout_pb2.ResumeRequest, timeout: float) -> rollout_pb2.ResumeResponse:
+        return rollout_pb2.ResumeResponse()
+
+    async def GetInfo(
+        self, request: rollout_pb2.GetRolloutInfoRequest, timeout: float
+    ) -> rollout_pb2.GetRolloutInfoResponse:
+        return rollout_pb2.GetRolloutInfoResponse()
 
 
 def cut_connection() -> None:

@@ -1,49 +1,71 @@
-"""One run for the machine of steps: the real store, recovery and trainers' calls, and a controller in the order of
-services/controller/loop.py.
+"""One run for the machine of steps: the controller's own loop, store, recovery and calls to trainers, whose weights are
+hashes (step_rig.py), and a rollout and a scorer that answer at once.
 
-It passes an arrow between any two effects, and keeps an account of what was sealed and counted. What fails, and what
-must hold, is the machine's (tests/integration/test_step_machine.py). The weights of its trainers are hashes
-(step_rig.py).
+Every life of the loop makes some steps and ends. It passes an arrow at each of the loop's named instants; calls and
+deletions have arrows of their own. What was sealed and counted is kept as an account. What fails, and what must hold,
+is the machine's (tests/integration/test_step_machine.py).
 """
 
 import asyncio
 import itertools
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from rolecall.checkpoint.storage import open_storage
-from rolecall.errors import StoreRolledBackError
+from rolecall.checkpoint.manifest import Attempt
+from rolecall.checkpoint.storage import Storage, open_storage
+from rolecall.data.dataset import RawPrompt
+from rolecall.errors import StoreUnavailableError
+from rolecall.scoring.scores import Score
 from rolecall.settings import RunSettings
 from rolecall.store.connection import Connection
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import Ledger
 from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
+from rolecall.telemetry import Metrics
 from rolecall.training.serving.calls import TrainerCalls
-from rolecall.v1.trajectory_pb2 import CommittedGroup, Prompt, PromptGroup, RowRef, TrajectoryMeta
+from rolecall.v1 import controller_pb2, weights_pb2
+from rolecall.v1.reward_pb2 import DescribeResponse, ScoreItem
+from rolecall.v1.trajectory_pb2 import CommittedGroup, Prompt, RowRef, TrajectoryMeta
 from rolecall.wire import Array
-from services.controller.durable.in_flight import encode_prompts, prompts_in_flight
+from services.controller.board import RunBoard
+from services.controller.config import admission_policy
 from services.controller.durable.recovery import Recovery
-from services.controller.durable.run_point import Checkpoints, RunPoint
-from services.controller.durable.saving import CheckpointSaver
-from services.controller.groups.assembly import ScoredGroup
+from services.controller.durable.run_point import Checkpoints
+from services.controller.fleet.liveness import Rollout, Worker
+from services.controller.fleet.members import Fleet
+from services.controller.groups.prompts import Cursor
+from services.controller.loop import Loop
+from services.controller.parts import Parts
 from services.controller.recovered import Recovered
 from services.controller.step.adaptive import AdaptiveState
-from services.controller.step.preparation import columns_read, prepare
-from services.controller.step.trainers import CriticTrainer, Trainer
+from services.controller.step.trainers import ActorTrainer, CriticTrainer, Trainer
 from services.controller.threads import StoreThreads
 from tests.fixtures_store import DIGEST, ForgetfulRedis
-from tests.step_rig import Arrows, ProcessStub, TrainerProcess, digest_of_inputs
+from tests.step_rig import (
+    TRAINED_COLUMNS,
+    ActorStub,
+    Arrows,
+    ProcessStub,
+    RolloutStub,
+    TrainerProcess,
+    digest_of_inputs,
+)
 
 B, G = 2, 2
 """Groups of a batch, responses of a group."""
-AHEAD = 3
-"""Groups admitted beyond the batch: they are in flight whenever something fails."""
 TRAINERS = ("actor", "critic")
+NUM_PROMPTS = 10_000
+READ_BLOCK_S = 0.02
+"""A life that has ended waits for a read of the trajectories stream for so long."""
+SAMPLE_S = 0.002
+"""Pause between two looks for prompts."""
 
 
 class SweptRows(Rows):
@@ -57,6 +79,105 @@ class SweptRows(Rows):
         self.arrows.at("rows are deleted")
 
 
+class SteppedLedger(Ledger):
+    """A ledger whose blocking read is short, and which is not published to while a group is sampled."""
+
+    def __init__(self, connection: Connection, run: str) -> None:
+        super().__init__(connection, run)
+        self.sampling = threading.Lock()
+        self.version: int | None = None
+        """The attested version; None while a publish is under way."""
+
+    def read_committed(self, position: str, count: int, block_s: float) -> list[tuple[str, CommittedGroup]]:
+        return super().read_committed(position, count, min(block_s, READ_BLOCK_S))
+
+    def begin_publish(self, policy_version: int, step: int) -> bool:
+        with self.sampling:
+            self.version = None
+            return super().begin_publish(policy_version, step)
+
+    def attest(self, policy_version: int, step: int, digest: str, workers: Sequence[str]) -> None:
+        super().attest(policy_version, step, digest, workers)
+        self.version = policy_version
+
+
+class WatchedCheckpoints(Checkpoints):
+    """Checkpoints that are announced when they begin."""
+
+    def __init__(self, storage: Storage, num_kept: int, begins: Callable[[int], None]) -> None:
+        super().__init__(storage, num_kept)
+        self._begins = begins
+
+    def begin(self, step: int) -> Attempt:
+        self._begins(step)
+        return super().begin(step)
+
+
+class OneRollout(Fleet):
+    """A fleet whose one rollout answers every call at once and is never lost."""
+
+    def _member(self, request: controller_pb2.JoinRequest) -> Worker:
+        return Rollout(
+            join=request,
+            hang_s=60.0,
+            last_seen=0.0,
+            moved_at=0.0,
+            channel=None,  # type: ignore[arg-type]
+            stub=RolloutStub(),  # type: ignore[arg-type]
+        )
+
+    @classmethod
+    def joined(cls, settings: RunSettings, ledger: Ledger, threads: StoreThreads) -> "OneRollout":
+        fleet = cls(settings, ledger, threads)
+        fleet.join(
+            controller_pb2.JoinRequest(
+                run=settings.run.name,
+                worker="r",
+                incarnation="0",
+                role=controller_pb2.ROLE_ROLLOUT,
+                num_weight_ranks=1,
+                version=fleet._contracts,
+            )
+        )
+        return fleet
+
+
+class PlainRenderer:
+    """Renders every prompt to the same three tokens."""
+
+    def render(self, raw: RawPrompt, epoch: int) -> Prompt:
+        return Prompt(uid=raw.uid, epoch=epoch, token_ids=np.arange(3, dtype="<i4").tobytes())
+
+
+class LengthReward:
+    """A scorer whose score follows from a response's length and place."""
+
+    trouble = ""
+
+    async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
+        return [Score(float((item.num_response_tokens + index) % 3)) for index, item in enumerate(items)]
+
+    async def describe(self) -> DescribeResponse:
+        return DescribeResponse()
+
+
+class NoTrackers:
+    """Keeps nothing."""
+
+    def log(self, step: int, metrics: Any) -> None:
+        """Numbers are of no account here."""
+
+    def keep_samples(self, step: int, samples: Any) -> None:
+        """Neither are samples."""
+
+
+class NoEvaluation:
+    """Has no sets."""
+
+    async def run(self, step: int, policy_version: int) -> tuple[Metrics, list[Any]]:
+        return Metrics(), []
+
+
 @dataclass(frozen=True)
 class Sealed:
     """What a digest stands for."""
@@ -68,12 +189,13 @@ class Sealed:
 
 
 class StepRun:
-    """One run: its store, its trainers, a controller that goes from arrow to arrow, and what was sealed and counted."""
+    """One run: its store, its trainers, controllers one after another, and what was sealed and counted."""
 
     def __init__(self, run_settings: RunSettings, folder: Path) -> None:
         super().__init__()
         self.settings = run_settings
         self.folder = folder
+        run_settings.run.dir.mkdir(parents=True, exist_ok=True)
         self.server = EmbeddedStore(folder / "store", "*", 64 * 2**20)
         self.server.start()
         client = ForgetfulRedis.from_url(self.server.url, protocol=2)
@@ -83,11 +205,10 @@ class StepRun:
         self.arrows = Arrows()
         self.rows = self.make_rows()
         self.rows.arrows = self.arrows
-        self.checkpoints = Checkpoints(open_storage(str(folder / "checkpoints")), 2)
-        self.controllers: list[Ledger] = []
+        self.checkpoints = WatchedCheckpoints(open_storage(str(folder / "checkpoints")), 2, self.checkpoint_begins)
+        self.controllers: list[SteppedLedger] = []
         self.stale = self.rolled_back = False
-        self.backlog: list[Prompt] = []
-        self.version = -1
+        self.backlog: tuple[Prompt, ...] = ()
         self.attempts = itertools.count()
         self.sealed: dict[str, Sealed] = {}
         self.timeline: list[str] = []
@@ -96,7 +217,7 @@ class StepRun:
         """Timeline -> what the algorithm carries on from there."""
         self.lineage = 0
         self.covered: dict[int, tuple[str, ...]] = {}
-        """Step of each committed checkpoint -> the timeline then."""
+        """Step of each checkpoint that was begun -> the timeline then."""
         self.threads = StoreThreads()
         self.runner = asyncio.Runner()
         self.processes = {
@@ -108,6 +229,7 @@ class StepRun:
     # --- where subclasses plant -------------------------------------------------------------------
 
     make_calls: Callable[..., TrainerCalls] = TrainerCalls
+    make_loop: Callable[..., Loop] = Loop
 
     def make_rows(self) -> SweptRows:
         return SweptRows(self.connection, self.settings.run.name, 2)
@@ -119,23 +241,45 @@ class StepRun:
     def before_checkpoint(self) -> None:
         """Nothing may be freed here."""
 
-    def needs_values(self, step: int) -> bool:
-        return self.ledger.sealed(step) is None
-
     # --- the parts --------------------------------------------------------------------------------
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> SteppedLedger:
         return self.controllers[-1]
 
-    def trainers(self) -> tuple[Trainer, CriticTrainer]:
-        assert self.settings.critic is not None
-        actor, critic = (ProcessStub(self.processes[name]) for name in TRAINERS)
-        return Trainer("actor", actor, self.settings.actor), CriticTrainer("critic", critic, self.settings.actor)  # type: ignore[arg-type]
+    def trainers(self) -> tuple[ActorTrainer, CriticTrainer]:
+        actor, critic = ActorStub(self.processes["actor"]), ProcessStub(self.processes["critic"])
+        section: Any = self.settings.actor
+        return ActorTrainer("actor", actor, section), CriticTrainer("critic", critic, section)  # type: ignore[arg-type]
 
     def recovery(self) -> Recovery:
-        return Recovery(
-            self.settings, self.ledger, self.threads, self.trainers(), self.checkpoints, 0, lambda what: None
+        trainers: list[Trainer] = [*self.trainers()]
+        return Recovery(self.settings, self.ledger, self.threads, trainers, self.checkpoints, 0, lambda what: None)
+
+    def parts(self, board: RunBoard) -> Parts:
+        actor, critic = self.trainers()
+        doubles: dict[str, Any] = {
+            "renderer": PlainRenderer(),
+            "trackers": NoTrackers(),
+            "reward": LengthReward(),
+            "evaluation": NoEvaluation(),
+        }
+        return Parts(
+            settings=self.settings,
+            raw_prompts=[RawPrompt(f"p{n}", (), "", {}) for n in range(NUM_PROMPTS)],
+            prompt_bytes=0,
+            probe=weights_pb2.Probe(),
+            policy=admission_policy(self.settings, 0),
+            ledger=self.ledger,
+            rows=self.rows,
+            threads=self.threads,
+            checkpoints=self.checkpoints,
+            references={},
+            actor=actor,
+            critic=critic,
+            fleet=self.fleet,
+            board=board,
+            **doubles,
         )
 
     async def start_trainers(self) -> None:
@@ -154,123 +298,66 @@ class StepRun:
         self.server.stop()
         shutil.rmtree(self.folder)
 
-    # --- a controller, as services/controller/loop.py orders it -----------------------------------
+    # --- one life of the loop ---------------------------------------------------------------------
 
     async def one_step(self) -> None:
-        actor, critic = self.trainers()
-        ledger, step = self.ledger, self.ledger.position().step
-        groups = self.next_groups(step)
-        refs = [ref for group in groups for ref in group.rows]
-        if self.needs_values(step):
-            await critic.compute(ledger.ctl, refs, step)
-        self.arrows.at("values are computed")
-        contents = self.rows.read(refs, (*columns_read(self.settings), "reward"))
-        state = AdaptiveState.decode(self.settings.algorithm, ledger.position().algorithm_state)
-        batch, columns = prepare(self.settings, step, groups, contents, state=state)
-        self.note_sealed(step, batch.digest, refs, contents, columns)
-        self.arrows.at("batch is prepared")
-        ledger.seal(batch)
-        self.arrows.at("batch is sealed")
-        self.rows.put(refs, columns)
-        self.arrows.at("columns are written")
-        async with asyncio.TaskGroup() as tasks:
-            calls = [
-                tasks.create_task(trainer.train(ledger.ctl, step, batch.digest, lambda what: None))
-                for trainer in (actor, critic)
-            ]
-        self.arrows.at("trained")
-        results = [call.result() for call in calls]
-        ledger.commit_step(
-            step, results, state.after(self.settings.algorithm, batch, results).encode(self.settings.algorithm)
-        )
-        self.arrows.at("step is committed")
-        self.publish(step + 1)
-
-    def publish(self, step: int) -> None:
-        self.version += 1
-        self.ledger.begin_publish(self.version, step)
-        self.arrows.at("publish is begun")
-        self.ledger.attest(self.version, step, DIGEST, ["r.0"])
+        await self.live()
 
     async def checkpoint(self) -> None:
-        step = self.ledger.position().step
-        self.before_checkpoint()
-        self.covered[step] = tuple(self.timeline)  # also when nobody hears that it is committed
+        """A step beside a checkpoint; the life ends with another one, of that step."""
+        await self.live(save=True)
 
-        async def committed(path: str) -> None:
-            self.arrows.at("checkpoint is committed")
-            self.ledger.sweep(self.rows, step)
-
-        saver = CheckpointSaver(self.trainers(), self.checkpoints, self.threads, saved_step=0)
-        try:
-            await saver.begin(self.ledger.ctl, step, lambda: self.point(step), committed, lambda: None)
-            self.arrows.at("the checkpoint is begun")
-            await self.one_step()
-            await saver.finish()
-        finally:
-            await saver.cancel()
-            await self.threads.settle()  # a commit goes on
-
-    async def point(self, step: int) -> RunPoint:
-        position = self.ledger.position()
-        if position.step != step:
-            raise StoreRolledBackError("restored from an older copy")
-        untrained = encode_prompts(prompts_in_flight(self.ledger, self.rows, position.next_gid))
-        counters = {
-            "trained": position.trained,
-            "dropped": dict(position.dropped),
-            "cursor": position.cursor.decode(),
-            "untrained": untrained,
-        }
-        counters["algorithm_state"] = position.algorithm_state.decode()
-        counters["waiting"] = encode_prompts(self.backlog)
-        return RunPoint(
-            self.settings.run.name,
-            position.lineage,
-            step,
-            self.version,
-            position.epoch,
-            position.next_gid,
-            **counters,  # type: ignore[arg-type]
-        )
-
-    async def recover(self) -> None:
+    async def live(self, *, save: bool = False) -> None:
+        """The loop that ships, from recovery to the end of its first step."""
         if not self.controllers or self.stale:
-            if self.rolled_back:
-                self.controllers.clear()  # the store may give their numbers again
-            self.controllers.append(Ledger(self.connection, self.settings.run.name))
-            self.ledger.lock(0.01)
-            self.stale = False
+            self.take_over()
         recovered = await self.recovered()
-        self.backlog = list(recovered.backlog)
-        self.version = recovered.policy_version
         self.follow_the_store()
-        self.publish(recovered.position.step)
+        board = RunBoard()
+        if save:
+            board.request_checkpoint()
 
-    def next_groups(self, step: int) -> list[ScoredGroup]:
-        """Those sealed already, else the oldest; admitted and sampled where they are missing."""
-        while len(self.committed()) < B:
-            self.admit_and_sample()
-        batch = self.ledger.sealed(step)
-        committed = self.committed()
-        return [self.score(committed[gid]) for gid in (batch.gids if batch else sorted(committed)[:B])]
+        def at(instant: str) -> None:
+            if instant == "columns are written":
+                self.note_sealed(recovered.position.step)
+            if instant == "step is committed":
+                board.stop(checkpoint=save)
+            self.arrows.at(instant)
 
-    def committed(self) -> dict[int, CommittedGroup]:
-        return {group.gid: group for _, group in self.ledger.read_committed("0", 1000, 0.0)}
+        loop = self.make_loop(self.parts(board), recovered, at)
+        sampling = asyncio.create_task(self.sample())
+        try:
+            await loop.run()
+        finally:
+            sampling.cancel()
+            await asyncio.wait({sampling})
+            await self.threads.settle()
+        if not sampling.cancelled():
+            sampling.result()
+        admitted = self.ledger.position().next_gid - recovered.position.next_gid
+        self.backlog = recovered.backlog[admitted:]
 
-    def admit_and_sample(self) -> None:
-        position = self.ledger.position()
-        for gid in range(position.next_gid, position.next_gid + B + AHEAD - len(self.ledger.queued())):
-            cursor = int(self.ledger.position().cursor or b"0")
-            prompt = (
-                self.backlog[0]
-                if self.backlog
-                else Prompt(uid=f"p{cursor}", token_ids=np.arange(3, dtype="<i4").tobytes())
-            )
-            self.ledger.admit(
-                PromptGroup(gid=gid, prompt=prompt, num_responses=G), str(cursor + (not self.backlog)).encode()
-            )
-            del self.backlog[:1]
+    def take_over(self) -> None:
+        """Another controller takes the run."""
+        if self.rolled_back:
+            self.controllers.clear()  # the store may give their numbers again
+        self.controllers.append(SteppedLedger(self.connection, self.settings.run.name))
+        self.ledger.lock(0.01)
+        self.fleet = OneRollout.joined(self.settings, self.ledger, self.threads)
+        self.stale = False
+
+    async def sample(self) -> None:
+        """The rollout: answers whatever is admitted, under the version that is attested."""
+        while True:
+            try:
+                with self.ledger.sampling:
+                    if self.ledger.version is not None:
+                        self.sample_some(self.ledger.version)
+            except StoreUnavailableError:
+                pass  # the store is away; the loop notices, too
+            await asyncio.sleep(SAMPLE_S)
+
+    def sample_some(self, version: int) -> None:
         queue = PromptQueue(self.connection, self.settings.run.name, "r.0")
         for claim in queue.claim(B):
             refs: list[RowRef] = []
@@ -293,34 +380,36 @@ class StepRun:
                 for ref in refs
             ]
             self.rows.stage_many(refs, rows, metas, 600)
-            queue.commit(claim, CommittedGroup(gid=claim.group.gid, rows=refs), {(self.version, DIGEST)})
+            queue.commit(claim, CommittedGroup(gid=claim.group.gid, rows=refs), {(version, DIGEST)})
             self.rows.persist(refs)
 
-    def score(self, group: CommittedGroup) -> ScoredGroup:
-        refs = list(group.rows)
-        rewards = np.array([(ref.num_tokens + index) % 3 for index, ref in enumerate(refs)], np.float32)
-        self.rows.put(refs, [{"reward": rewards[index : index + 1]} for index in range(G)])
-        ones = np.ones(G, np.int32)
-        return ScoredGroup(group.gid, tuple(refs), 0, rewards, {}, ones, ones > 1, 0.0, 0.0, 0.0)
+    def committed(self) -> dict[int, CommittedGroup]:
+        return {group.gid: group for _, group in self.ledger.read_committed("0", 1000, 0.0)}
+
+    def num_prompts_used(self) -> int:
+        """Prompts that the data has given."""
+        cursor = Cursor.decode(self.ledger.position().cursor)
+        assert cursor.epoch == 0
+        return cursor.index
 
     # --- the model --------------------------------------------------------------------------------
 
-    def note_sealed(
-        self,
-        step: int,
-        digest: str,
-        refs: Sequence[RowRef],
-        contents: Sequence[Mapping[str, Array]],
-        columns: Sequence[Mapping[str, Array]],
-    ) -> None:
-        """Whoever prepares the same batch again must find the same bits."""
-        inputs = digest_of_inputs(
-            refs, [{**content, **column} for content, column in zip(contents, columns, strict=True)]
-        )
-        gids = tuple(dict.fromkeys(int(ref.id.split("/")[0]) for ref in refs))
-        uids = tuple(dict.fromkeys(meta.prompt.uid for meta in self.rows.read_meta(refs)))
-        made = Sealed(step, inputs, gids, uids)
-        assert self.sealed.setdefault(digest, made) == made
+    def checkpoint_begins(self, step: int) -> None:
+        if not self.rolled_back:
+            self.follow_the_store()
+        self.before_checkpoint()
+        self.covered[step] = tuple(self.timeline)  # also when nobody hears that it is committed
+
+    def note_sealed(self, step: int) -> None:
+        """What the batch of `step` holds. Whoever prepares the same batch again must find the same bits."""
+        batch = self.ledger.sealed(step)
+        if batch is None:
+            return  # the store was rolled back since; so is the loop
+        refs = list(batch.rows)
+        inputs = digest_of_inputs(refs, self.rows.read(refs, TRAINED_COLUMNS))
+        uids = tuple(dict.fromkeys(meta.prompt.uid for meta in self.rows.read_meta(refs) if meta.prompt.uid))
+        made = Sealed(step, inputs, tuple(batch.gids), uids)
+        assert self.sealed.setdefault(batch.digest, made) == made
 
     def follow_the_store(self) -> None:
         """Steps that were counted since the last look; none may be missing unless the store went back or a new lineage

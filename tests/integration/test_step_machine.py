@@ -1,8 +1,10 @@
 """Controller, actor, critic and store over many steps, model-checked: crashes at every arrow, lost answers, restarts
 and roll-backs of the store.
 
-The ledger, its scripts and rows are on a real server; recovery, the calls to trainers, chain and record are the real
-ones; weights are a hash of what was applied (tests/step_rig.py). After every move: the applied steps form one chain,
+The loop is the one that ships, with its recovery, publisher, intake, collection, scorer and saver, on a real server; the
+calls to trainers, chain and record are the real ones; weights are a hash of what was applied (tests/step_rig.py), and a
+rollout and a scorer answer at once (tests/step_run.py). Every move is a life of the loop, and what fails strikes at one
+of its instants. After every move: the applied steps form one chain,
 what was trained is what was sealed, rows are kept with the same bits until both checkpoints cover them, no prompt is
 lost or trained twice. Planted violations show that the checks would see one.
 """
@@ -36,7 +38,9 @@ from rolecall.training.serving.trainer import Progress
 from rolecall.v1 import training_pb2 as pb
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 from rolecall.wire import Array
+from services.controller.awaiting import NextBatch
 from services.controller.durable.recovery import Recovery
+from services.controller.loop import Loop
 from services.controller.recovered import Recovered
 from services.controller.step.trainers import Trainer
 from services.controller.tasks import first_error
@@ -51,7 +55,7 @@ from tests.step_rig import (
     digest_of_inputs,
     next_weights,
 )
-from tests.step_run import TRAINERS, B, StepRun, SweptRows
+from tests.step_run import TRAINERS, B, G, StepRun, SweptRows
 
 MAX_RECOVERIES = 8
 """A run that has not gone on after so many is stuck."""
@@ -67,6 +71,7 @@ STEP_ARROWS = (
     "trained",
     "step is committed",
     "publish is begun",
+    "weights are published",
 )
 CHECKPOINT_ARROWS = (
     *(f"{arrow} {name}" for name in TRAINERS for arrow in ("SaveCheckpoint sent to", "SaveCheckpoint answered by")),
@@ -119,8 +124,6 @@ class StepMachine(StepRun, RuleBasedStateMachine):
     def __init__(self, run_settings: RunSettings, folder: Path) -> None:
         super().__init__(run_settings, folder)
         self.main = threading.current_thread()
-        self.up = False
-        """Whether a controller goes on from where it stands."""
         self.copies: list[Copy] = []
         self.causes: list[BaseException] = []
         """Why recoveries were needed."""
@@ -196,7 +199,7 @@ class StepMachine(StepRun, RuleBasedStateMachine):
 
     async def attempt(self, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
         self.incarnations = {name: process.incarnation for name, process in self.processes.items()}
-        self.driving = asyncio.create_task(self.recovered_work(work))
+        self.driving = asyncio.create_task(work())
         assert (await asyncio.wait({self.driving}, timeout=HANG_S))[0], (
             f"nothing has moved since {self.arrows.passed[-1:]}"
         )
@@ -205,7 +208,6 @@ class StepMachine(StepRun, RuleBasedStateMachine):
         error = Crash() if self.driving.cancelled() else self.driving.exception()
         if error is None:
             return True
-        self.up = False
         cause = first_error(error) if isinstance(error, BaseExceptionGroup) else error
         self.causes.append(cause)
         if isinstance(cause, Crash):
@@ -220,12 +222,6 @@ class StepMachine(StepRun, RuleBasedStateMachine):
         elif not (cause.retryable or isinstance(cause, OutOfOrderError)):
             raise error
         return False
-
-    async def recovered_work(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        if not self.up:
-            await self.recover()
-            self.up = True
-        await work()
 
     @initialize()
     def first_controller(self) -> None:
@@ -258,7 +254,7 @@ class StepMachine(StepRun, RuleBasedStateMachine):
     def recovery_that_fails(self, lost: set[str], arrow: str, fault: str) -> None:
         for name in lost:
             self.runner.run(self.restart(self.processes[name]))
-        self.up, self.stale = False, True
+        self.stale = True
         self.arm(arrow, fault)
         self.drive(self.one_step)
 
@@ -337,8 +333,8 @@ class StepMachine(StepRun, RuleBasedStateMachine):
         live = [group.prompt.uid for group in self.ledger.queued()]
         live += [self.rows.read_meta(group.rows[:1])[0].prompt.uid for group in self.committed().values()]
         waiting = [prompt.uid for prompt in self.backlog]
-        counts, position = self.ledger.counts(), self.ledger.position()
-        assert sorted(trained + live + waiting) == sorted(f"p{n}" for n in range(int(position.cursor or b"0")))
+        counts = self.ledger.counts()
+        assert sorted(trained + live + waiting) == sorted(f"p{n}" for n in range(self.num_prompts_used()))
         assert counts.admitted == counts.trained + sum(counts.dropped.values()) + counts.live
         assert (counts.trained, counts.live) == (len(trained), len(live))
 
@@ -409,24 +405,46 @@ class OverwrittenRows(SweptRows):
         return 0
 
 
+class RecomputingLoop(Loop):
+    """Has the critic compute values of a batch that is sealed already."""
+
+    async def _one_step(self, batch: NextBatch) -> None:
+        if batch.sealed is not None:
+            await self._compute(batch.groups)
+        await super()._one_step(batch)
+
+
 class OverwrittenColumns(StepMachine):
     """Values are computed whenever they are asked for, and not always the same."""
 
     def make_rows(self) -> SweptRows:
         return OverwrittenRows(self.connection, self.settings.run.name, 2)
 
-    def needs_values(self, step: int) -> bool:
-        return True
+    make_loop = RecomputingLoop
 
 
 ADAPTIVE = {
     "groups_per_batch": B,
+    "max_staleness": 1,
     "advantage": {"kind": "gae", "bootstrap_truncated": True},
     "kl": {"reference": "ref", "kl_coef": 0.1, "adaptive": {"target": 0.5, "horizon": 40}},
     "entropy": {"entropy_coef": 0.001, "target": 0.5, "coef_step": 0.0005},
     "shaping": {"normalize": "running"},
 }
 """Values, and all that is carried from step to step."""
+
+
+def run_settings(make_settings: Callable[..., RunSettings], folder: Path) -> RunSettings:
+    """Of a run that neither ends nor saves by itself, with one batch in flight beside the next."""
+    return make_settings(
+        run={"name": "test", "dir": str(folder / "run"), "num_steps": 1000, "checkpoint_every_steps": 1000},
+        model={"path": str(folder / "model"), "dtype": "float32"},
+        data={"train": str(folder / "train.jsonl"), "shuffle": False},
+        sampling={"num_responses": G},
+        algorithm=ADAPTIVE,
+        critic={},
+        references={"ref": {}},
+    )
 
 
 @pytest.fixture
@@ -437,9 +455,7 @@ def make_machine(
     numbers = itertools.count()
 
     def of_kind(kind: type[StepMachine]) -> Callable[[], StepMachine]:
-        return lambda: kind(
-            make_settings(algorithm=ADAPTIVE, critic={}, references={"ref": {}}), tmp_path / str(next(numbers))
-        )
+        return lambda: kind(run_settings(make_settings, tmp_path), tmp_path / str(next(numbers)))
 
     return of_kind
 
@@ -479,7 +495,7 @@ def test_trainers_of_a_time_that_the_store_has_forgotten_are_refused(
     assert len(machine.timeline) == len(newer.timeline)
     machine.copies, machine.causes = [newer], []
     machine.roll_back()  # to as many steps as the trainers have applied, and other ones
-    machine.up, machine.stale = False, True
+    machine.stale = True
     machine.steps(1)
     assert any("another batch" in str(cause) for cause in machine.causes), machine.causes
     machine.teardown()
