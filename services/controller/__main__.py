@@ -1,4 +1,4 @@
-"""`rolecall serve controller`: settings, telemetry, engine, serve, drain. No torch."""
+"""`rolecall serve controller`: settings, telemetry, the run, serve, drain. No torch."""
 
 import asyncio
 import logging
@@ -34,22 +34,22 @@ async def serve_controller(args: ServiceArgs) -> None:
         )
     telemetry.configure(settings.telemetry, "controller", args.worker)
     settings.run.dir.mkdir(parents=True, exist_ok=True)
-    engine = ControllerRun(settings)
+    controller = ControllerRun(settings)
     try:
         server = Server(settings.rpc, bind, setting="controller.bind")
         service_name = controller_pb2.DESCRIPTOR.services_by_name["ControllerService"].full_name
         server.add(
-            controller_pb2_grpc.add_ControllerServiceServicer_to_server, ControllerServicer(engine), service_name
+            controller_pb2_grpc.add_ControllerServiceServicer_to_server, ControllerServicer(controller), service_name
         )
         await server.start()
         await server.set_serving(True)
-        running = asyncio.ensure_future(engine.run())
+        running = asyncio.ensure_future(controller.run())
         try:
             await serve(server, failed=running)
         finally:
             running.cancel()
     finally:
-        await engine.close()
+        await controller.close()
 
 
 if __name__ == "__main__":

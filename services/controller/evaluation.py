@@ -68,7 +68,7 @@ class _Response:
 
 
 class Evaluation:
-    """Evaluates the fleet's current policy."""
+    """The evaluation of the fleet's current policy on every held-out set."""
 
     def __init__(self, settings: RunSettings, fleet: Fleet, reward: RewardClient, sets: Sequence[HeldOutSet]) -> None:
         self._settings = settings

@@ -61,15 +61,7 @@ class Loop:
         self._end = RunEnd()
         self._assembly = Assembly(parts.policy)
         self._assembly.take_over(position.step, recovered.live, recovered.sealed_gids or recovered.begun)
-        self._prompts = PromptSequence(
-            parts.raw_prompts,
-            parts.renderer,
-            seed=settings.run.seed,
-            shuffle=settings.data.shuffle,
-            curriculum=settings.algorithm.curriculum,
-            cursor=Cursor.decode(position.cursor),
-            rates=recovered.rates,
-        )
+        self._prompts = _prompt_sequence(parts, recovered)
         ledger, rows, threads, board = parts.ledger, parts.rows, parts.threads, parts.board
         self._publisher = PolicyPublisher(
             settings, ledger, threads, parts.fleet, parts.actor.stub, parts.probe, recovered
@@ -251,7 +243,7 @@ class Loop:
         asked = parts.computing(preparation.columns_computed(self._settings.algorithm))
         if not asked:
             return
-        parts.board.wait_for(f"what the {' and the '.join(trainer.name for trainer in asked)} say of the batch")
+        parts.board.wait_for(f"the columns that {' and '.join(trainer.name for trainer in asked)} compute of the batch")
         # These columns are written once: a loop that starts over after this must choose these groups, not keep the
         # columns for a later step.
         await parts.threads.call(parts.ledger.begin_batch, self._step, [group.gid for group in groups])
@@ -366,6 +358,19 @@ class Loop:
 
         await self._saver.begin(self._recovered.ctl, step, point, committed, lambda: parts.board.give_back(requests))
         self._at("the checkpoint is begun")
+
+
+def _prompt_sequence(parts: Parts, recovered: Recovered) -> PromptSequence:
+    """The training prompts from where the ledger stands."""
+    return PromptSequence(
+        parts.raw_prompts,
+        parts.renderer,
+        seed=parts.settings.run.seed,
+        shuffle=parts.settings.data.shuffle,
+        curriculum=parts.settings.algorithm.curriculum,
+        cursor=Cursor.decode(recovered.position.cursor),
+        rates=recovered.rates,
+    )
 
 
 async def _at_once(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -1,12 +1,14 @@
 """Controller, actor, critic and store over many steps, model-checked: crashes at every arrow, lost answers, restarts
 and roll-backs of the store.
 
-The loop is the one that ships, with its recovery, publisher, intake, collection, scorer and saver, on a real server; the
-calls to trainers, chain and record are the real ones; weights are a hash of what was applied (tests/step_rig.py), and a
+The loop is the one that ships, with its recovery, publisher, intake, collection, scorer and saver, on a real server.
+The calls to trainers, chain and record are the real ones; weights are a hash of what was applied (tests/step_rig.py), and a
 rollout and a scorer answer at once (tests/step_run.py). Every move is a life of the loop, and what fails strikes at one
-of its instants. After every move: the applied steps form one chain,
-what was trained is what was sealed, rows are kept with the same bits until both checkpoints cover them, no prompt is
-lost or trained twice. Planted violations show that the checks would see one.
+of its instants.
+
+After every move: the applied steps form one chain, what was trained is what was sealed, rows are kept with the same
+bits until both checkpoints cover them, no prompt is lost or trained twice. Planted violations show that the checks
+would see one.
 """
 
 import asyncio

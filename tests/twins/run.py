@@ -102,16 +102,16 @@ class TwinRun:
     @asynccontextmanager
     async def controller(self) -> AsyncIterator[tuple[ControllerServiceStub, "asyncio.Task[None]"]]:
         """A served controller and the task that runs its loop; both end with the context."""
-        engine = ControllerRun(self.settings)
+        run = ControllerRun(self.settings)
         server = Server(RpcSection(), str(self.settings.controller.address))
         server.add(
             controller_pb2_grpc.add_ControllerServiceServicer_to_server,
-            ControllerServicer(engine),
+            ControllerServicer(run),
             "rolecall.v1.ControllerService",
         )
         await server.start()
         channel = open_channel(str(self.settings.controller.address), RpcSection())
-        running = asyncio.create_task(engine.run())
+        running = asyncio.create_task(run.run())
         try:
             yield ControllerServiceStub(channel), running
         finally:
@@ -119,7 +119,7 @@ class TwinRun:
             await asyncio.gather(running, return_exceptions=True)
             await channel.close()
             await server.drain(0.1)
-            await engine.close()
+            await run.close()
 
     @asynccontextmanager
     async def rollout(

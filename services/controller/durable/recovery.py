@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recovery:
-    """Brings store and trainers together."""
+    """The way back into a run: brings the trainers to where the store stands."""
 
     settings: RunSettings
     ledger: Ledger

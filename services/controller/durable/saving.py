@@ -107,13 +107,13 @@ class CheckpointSaver:
 
     async def _taken(self, taken: Sequence[asyncio.Event], shares: "asyncio.Task[list[StoredFile]]") -> None:
         for event in taken:
-            waiting = asyncio.ensure_future(event.wait())
+            state_taken = asyncio.ensure_future(event.wait())
             try:
                 await asyncio.wait(
-                    [waiting, shares], return_when=asyncio.FIRST_COMPLETED
+                    [state_taken, shares], return_when=asyncio.FIRST_COMPLETED
                 )  # bounded: by the deadlines of the trainers' calls
             finally:
-                waiting.cancel()
+                state_taken.cancel()
             if shares.done():
                 shares.result()
 

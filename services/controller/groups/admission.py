@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AdmissionPolicy:
-    """The bounds of a run."""
+    """The bounds of a run on the groups in flight, and the choice of a batch among the ready ones."""
 
     groups_per_batch: int
     max_staleness: int

@@ -1,4 +1,4 @@
-"""The probe of a publish: a few tokens of the run's own prompts, and the verdict on what actor and rollout say of them.
+"""The probe of a publish: a few tokens of the run's own prompts, and the verdict on what actor and rollout compute.
 
 Fingerprints and coverage say that the tensors arrived. The probe says that the engine computes with them: the actor's
 logprobs against the rollout's, and the rollout's decode steps against its own prefill.

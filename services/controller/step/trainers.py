@@ -32,7 +32,7 @@ TrainerStub: TypeAlias = ActorServiceStub | CriticServiceStub
 
 @dataclass(frozen=True)
 class Trainer:
-    """One trainer: "actor" or "critic"."""
+    """A trainer as the controller calls it, named "actor" or "critic"."""
 
     name: str
     stub: TrainerStub
