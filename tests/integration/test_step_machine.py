@@ -2,7 +2,7 @@
 and roll-backs of the store.
 
 The loop is the one that ships, with its recovery, publisher, intake, collection, scorer and saver, on a real server.
-The calls to trainers, chain and record are the real ones; weights are a hash of what was applied (tests/step_rig.py), and a
+The calls to trainers, chain and record are the real ones; weights are a hash of what was applied (tests/step_rig.py). A
 rollout and a scorer answer at once (tests/step_run.py). Every move is a life of the loop, and what fails strikes at one
 of its instants.
 
