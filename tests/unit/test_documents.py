@@ -4,13 +4,17 @@ between pages.
 
 import ast
 import re
+from collections.abc import Sequence
 from fnmatch import filter as matching
 from pathlib import Path
+from typing import Any, get_args
 
 import grpc
 import pytest
+from pydantic import BaseModel
 
 from rolecall import errors
+from rolecall.settings import RunSettings, SftSettings
 from tools.docstrings import docstrings
 from tools.house import MAX_FILES, PRODUCT, files_per_folder, python_files
 
@@ -70,6 +74,9 @@ FILES = [
     for path in (ROOT / folder).rglob("*.*")
 ]
 SOURCES = python_files(ROOT, *PRODUCT, "tools", "benchmarks")
+SETTINGS: list[type[BaseModel]] = [RunSettings, SftSettings]
+NO_SETTINGS = {"run.id", "run.configuration", "model.to", "run.yaml"}
+"""Attributes and a file that look like settings."""
 OF_USERS = {"my_rewards.py", "runs/my-run/config.yaml"}
 
 
@@ -101,6 +108,29 @@ def test_a_docstring_names_files_that_exist() -> None:
         for name in missing_files(text)
     }
     assert missing == set()
+
+
+def sections(annotation: Any) -> list[type[BaseModel]]:
+    """The models that an annotation names, in unions and containers, too."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for argument in get_args(annotation) for section in sections(argument)]
+
+
+def is_setting(models: Sequence[type[BaseModel]], path: list[str]) -> bool:
+    """Whether some model has the setting; where sections are kept by name, the name is passed over."""
+    fields = [model.model_fields[path[0]] for model in models if path[0] in model.model_fields]
+    if len(path) == 1:
+        return bool(fields)
+    below = [section for field in fields for section in sections(field.annotation)]
+    return bool(below) and (is_setting(below, path[1:]) or (len(path) > 2 and is_setting(below, path[2:])))
+
+
+@pytest.mark.parametrize("page", sorted(set(PAGES) - {LOG}), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_page_names_settings_that_exist(page: Path) -> None:
+    named = [path.split(".") for path in re.findall(r"`-{0,2}([a-z]+(?:\.(?!proto)[a-z_<>]{3,})+)`", page.read_text())]
+    settings = [path for path in named if is_setting(SETTINGS, path[:1]) and ".".join(path) not in NO_SETTINGS]
+    assert [".".join(path) for path in settings if not is_setting(SETTINGS, path)] == []
 
 
 def test_the_readme_draws_the_tree_as_it_is() -> None:
