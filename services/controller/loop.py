@@ -59,8 +59,8 @@ class Loop:
         self._step = position.step
         self._state = AdaptiveState.decode(settings.algorithm, position.algorithm_state)
         self._end = RunEnd()
-        self._assembly = Assembly(parts.policy)
-        self._assembly.take_over(position.step, recovered.live, recovered.sealed_gids or recovered.begun)
+        first = recovered.sealed_gids or recovered.begun
+        self._assembly = Assembly(parts.policy, parts.policy.taken_over(position.step, recovered.live, first))
         self._prompts = _prompt_sequence(parts, recovered)
         ledger, rows, threads, board = parts.ledger, parts.rows, parts.threads, parts.board
         self._publisher = PolicyPublisher(

@@ -68,9 +68,10 @@ class ScoredGroup:
 class Assembly:
     """The live groups and the ready among them. Bounded by admission: never more than (max_staleness + 1) batches."""
 
-    def __init__(self, policy: AdmissionPolicy) -> None:
+    def __init__(self, policy: AdmissionPolicy, live: Mapping[int, int] | None = None) -> None:
+        """`live`: the last batch by gid of the groups that live already when the loop goes on."""
         self._policy = policy
-        self._live: dict[int, int] = {}
+        self._live = dict(live or {})
         """Last batch by gid."""
         self._ready: dict[int, ScoredGroup] = {}
         self._changed = asyncio.Event()
@@ -80,12 +81,6 @@ class Assembly:
     def admitted(self, gid: int, admit_step: int) -> None:
         """A group came to life."""
         self._live[gid] = self._policy.last_batch(admit_step)
-
-    def take_over(self, step: int, live: Mapping[int, int], first: Collection[int]) -> None:
-        """Groups that live already when the loop goes on at `step`, with their admit_step; batch `step` is to have
-        `first` of them.
-        """
-        self._live = self._policy.taken_over(step, live, first)
 
     def dropped(self, gid: int) -> None:
         """A group ended without being trained."""
