@@ -275,6 +275,18 @@ class Described(Liar):
                 result.reward.token_rewards.CopyFrom(encode_tensor(np.zeros(4, np.float32)))
 
 
+async def test_a_reward_that_an_earlier_attempt_left_in_a_row_is_the_groups(
+    store: StoreUnderTest, make_settings: MakeSettings
+) -> None:
+    """Rows lie on several shards: an attempt that was cut short wrote some of them. A column is written once."""
+    group = new_group(store)
+    store.rows.put(group.rows[:1], [{"reward": np.array([0.25], np.float32)}])
+    async with serving(Described(0.5)) as address, scoring(store, make_settings, address) as scorer:
+        scored = await scorer.score(group)
+    kept = [float(row["reward"][0]) for row in store.rows.read(list(group.rows), ["reward"])]
+    assert scored.rewards_G.tolist() == kept == [0.25] + [0.5] * (len(group.rows) - 1)
+
+
 async def test_a_group_waits_for_its_scorer_as_long_as_others_are_scored(
     store: StoreUnderTest, make_settings: MakeSettings
 ) -> None:
