@@ -1,4 +1,4 @@
-"""What every advantage estimator costs for one large batch, beside a plain loop over the same trajectories. See
+"""The cost of every advantage estimator for one large batch, beside a plain loop over the same trajectories. See
 README.md.
 """
 

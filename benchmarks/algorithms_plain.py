@@ -23,7 +23,7 @@ from rolecall.wire import Array
 
 @dataclass(frozen=True)
 class Rows:
-    """What assembly has of B trajectories before it lays them end to end."""
+    """The rows that assembly has of B trajectories before it lays them end to end."""
 
     gids: list[int]
     rewards: list[Array]

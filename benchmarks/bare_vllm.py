@@ -44,7 +44,7 @@ def offline(settings: RunSettings, config: RolloutConfig, num_batches: int) -> I
 
 
 async def serving(settings: RunSettings, config: RolloutConfig, num_batches: int) -> list[tuple[int, float]]:
-    """As offline, of an AsyncLLM, what servers are built on and the rollout is."""
+    """Measures as `offline` does, with an AsyncLLM, what servers are built on and the rollout is."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     llm = AsyncLLM.from_engine_args(bare_arguments(config))

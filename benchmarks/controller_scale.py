@@ -1,5 +1,5 @@
-"""What the real controller costs per trajectory, and whether its memory stays flat, with roles that have no models. See
-README.md.
+"""The cost of the real controller per trajectory, and whether its memory stays flat, with roles that have no models.
+See README.md.
 
 The controller is `python -m services.controller` in a process of its own, beside the embedded store and fake_roles.py.
 CPU seconds are those that the operating system counted for each process, so they hold on a shared machine; the
@@ -37,13 +37,13 @@ RUN = "scale"
 NUM_RESPONSES = 8
 PROMPT_WORDS = 8
 NUM_PROCESSES = 2
-"""Over which the replicas are spread."""
+"""Processes over which the replicas are spread."""
 SAMPLE_S = 0.5
 EVENT_LOOP = "(its event loop alone)"
 """The controller's main thread: the part that no second core could take over, were there no lock around all of Python.
 """
 START_TIMEOUT_S = 150.0
-"""From the first process to the first trained step."""
+"""Time from the first process to the first trained step."""
 STALL_S = 60.0
 """Longest time without a trained step."""
 BYTES_PER_TOKEN = 13 + 4 + 5
@@ -52,10 +52,10 @@ BYTES_PER_TOKEN = 13 + 4 + 5
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent through."""
+    """The load that is sent through a run."""
 
     num_tokens: int
-    """Of a response."""
+    """Tokens of a response."""
     num_shards: int
     groups_per_batch: int
     num_trajectories: int
@@ -63,17 +63,17 @@ class Load:
     latency_s: float
     num_rollouts: int
     max_groups: int
-    """In a rollout's hands."""
+    """Groups in a rollout's hands."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One look at everything."""
+    """One look at all processes and the run."""
 
     time_s: float
     num_trained: int
     cpu_s: Mapping[str, float]
-    """By process."""
+    """CPU seconds by process."""
     num_bytes: Mapping[str, int]
     """Resident sets of controller and store, and the store's own count."""
 
@@ -123,7 +123,7 @@ class Cluster:
         )
 
     def status(self) -> str:
-        """What the controller says of itself."""
+        """Returns the controller's own account."""
         command = [sys.executable, "-m", "rolecall", "status", str(self._folder / "run.yaml")]
         return subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=STALL_S, check=False

@@ -1,4 +1,5 @@
-"""What weights do to the gradient when sampler and trainer differ, where the true gradient can be had: a bigram policy.
+"""The effect of weights on the gradient when sampler and trainer differ, where the true gradient can be had: a bigram
+policy.
 
     python benchmarks/correction.py [num_tokens ...]
 
@@ -22,7 +23,7 @@ from rolecall.wire import Array
 
 NUM_WORDS, NUM_RESPONSES, NUM_BATCHES = 16, 512, 48
 LEARNING_RATE = 0.1
-"""Of an update by the sign of the gradient: a logit moves by this."""
+"""The rate of an update by the sign of the gradient: a logit moves by this."""
 BLUR = 0.02
 """The sampler's logits are off by this standard deviation; those that are broken by 3 either way."""
 STALENESS = (0, 1, 2, 4)

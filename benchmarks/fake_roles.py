@@ -48,7 +48,7 @@ class WaitingEngine(ScriptedEngine):
         self._logprobs = np.full(num_tokens, -1.0, np.float32)
 
     async def sample(self, request: SampleRequest) -> Sample:
-        """As SamplingEngine.sample."""
+        """Samples as SamplingEngine.sample does."""
         await asyncio.sleep(self._latency_s * (0.5 + random.Random(request.seed).random()))
         await self._may_run.wait()
         spans = (VersionSpan(self._version, 0, len(self._tokens)),)

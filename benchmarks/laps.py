@@ -1,4 +1,4 @@
-"""Where the steps of a run went, read from its metrics.jsonl. Pure; docs/metrics.md says what
+"""The places where the time of a run's steps went, read from its metrics.jsonl. Pure; docs/metrics.md says what
 the metrics mean.
 """
 
@@ -18,19 +18,19 @@ class Step:
 
     total_s: float
     generation_s: float
-    """Until the batch's last group landed at the controller."""
+    """Seconds until the batch's last group landed at the controller."""
     busy_s: float
-    """Of it, the engine had work; summed over replicas."""
+    """The part of it in which the engine had work; summed over replicas."""
     scoring_s: float
-    """From there until its last score was in: scoring that generation did not hide."""
+    """Seconds from there until its last score was in: scoring that generation did not hide."""
     values_s: float
     """The critic's; 0 without one."""
     training_s: float
     actor_s: float
-    """Of it, within the actor: reading rows, forward, backward, optimizer."""
+    """The part of it within the actor: reading rows, forward, backward, optimizer."""
     publish_s: float
     transfer_s: float
-    """Of it, from the first bucket to the last."""
+    """The part of it from the first bucket to the last."""
     prepare_s: float
     """Advantages, seal and columns; the controller's."""
     commit_s: float
@@ -49,7 +49,7 @@ class Step:
 
     @property
     def controller_s(self) -> float:
-        """What no other role was doing anything for."""
+        """Returns the seconds in which no other role was doing anything."""
         return self.total_s - self.generation_s - self.scoring_s - self.values_s - self.training_s - self.publish_s
 
 

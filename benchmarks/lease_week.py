@@ -104,7 +104,7 @@ class Intervals:
 
 @dataclass
 class Findings:
-    """What a simulation saw."""
+    """The events that a simulation saw."""
 
     num_looks: int = 0
     num_groups: int = 0
@@ -112,7 +112,7 @@ class Findings:
     num_lost: int = 0
     """Groups taken from a rollout that lives and renews on time."""
     found_after_s: list[float] = field(default_factory=list)
-    """Of each dead rollout, from its last renewal until its group was taken."""
+    """Seconds for each dead rollout, from its last renewal until its group was taken."""
     found_after_looks: list[int] = field(default_factory=list)
     num_not_found: int = 0
     """Dead rollouts that no look had found when the time was up."""

@@ -1,4 +1,4 @@
-"""What a benchmark ran on, in two lines."""
+"""The machine that a benchmark ran on, in two lines."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""What vs_peers.py compares on: a random ragged batch, and a comparison.
+"""The batch that vs_peers.py compares on: a random ragged batch, and a comparison.
 
 Shapes: B responses, groups of G one after another; T response tokens, masked where a response is shorter or the
 environment spoke; N = B T.
@@ -19,9 +19,9 @@ from rolecall.wire import Array
 G, NUM_GROUPS, T = 4, 4, 12
 B = G * NUM_GROUPS
 EXACT = 1e-7
-"""Of what a peer computes in float64: its 1e-8 in denominators."""
+"""The tolerance for what a peer computes in float64: its 1e-8 in denominators."""
 ROUGH = 5e-3
-"""Of what has a peer's own constants in it: 1e-4 beside standard deviations."""
+"""The tolerance for what has a peer's own constants in it: 1e-4 beside standard deviations."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Batch:
         return np.minimum(self.logprobs + self.rng.normal(scale=scale, size=(B, T)), -1e-4)
 
     def scored(self, columns: Mapping[str, Array] | None = None, greedy: Array | None = None) -> ScoredBatch:
-        """For estimators."""
+        """Returns the batch for estimators."""
         mask = list(self.mask.astype(np.uint8))
         components = {str(k): self.components[:, k] for k in range(2)}
         given = {name: list(column) for name, column in (columns or {}).items()}
@@ -83,7 +83,7 @@ class Batch:
         )
 
     def policy(self, leaf: torch.Tensor, columns: Mapping[str, torch.Tensor] | None = None) -> PolicyBatch:
-        """For losses: `leaf` [N] are the logprobs."""
+        """Returns the batch for losses: `leaf` [N] are the logprobs."""
         sequence = torch.arange(B).repeat_interleave(T)
         return PolicyBatch(leaf, flat(self.old), flat(self.advantages), flat(self.mask) > 0, sequence, B, columns or {})
 

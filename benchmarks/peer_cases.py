@@ -1,4 +1,6 @@
-"""What passes between vs_peers.py and a peer in an environment of its own: cases in a folder, and answers. No torch."""
+"""The files that pass between vs_peers.py and a peer in an environment of its own: cases in a folder, and answers. No
+torch.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +44,7 @@ def answer(folder: Path, functions: Mapping[str, Any], tensor: Callable[[NDArray
 
 
 def read_answers(folder: Path, num_cases: int) -> list[Arrays]:
-    """What each case's function returned."""
+    """Returns what each case's function returned."""
     return _by_number(folder / "outputs.npz", num_cases)
 
 

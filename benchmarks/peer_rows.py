@@ -119,8 +119,9 @@ def _trl_rows(batch: Batch) -> Iterator[Row]:
 
 
 def _otb_row(batch: Batch) -> Row:
-    """Of responses of one length: verl compares by the place in a padded row, and leaves what has no counterpart its
-    reward."""
+    """Returns the row for responses of one length: verl compares by the place in a padded row, and leaves what has no
+    counterpart its reward.
+    """
     whole = replace_mask(batch, np.ones_like(batch.mask))
     probs = np.exp(whole.old)
     squares = (probs**2 + whole.rng.random((B, T)) * (1 - probs) ** 2).astype(probs.dtype)

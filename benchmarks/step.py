@@ -1,5 +1,5 @@
-"""Where a training step goes, and what our generation and publish cost beside bare vLLM and the bare channel. See
-README.md.
+"""The parts of a training step's time, and what our generation and publish cost beside bare vLLM and the bare channel.
+See README.md.
 
 A plain client of the `rolecall` command: every figure of ours is read from a real run's metrics.jsonl. All that is
 compared is measured here, in one run of this program, one after the other on the same machine.
@@ -55,7 +55,7 @@ class Job:
         return [str(self.config), *(f"--{override}" for override in (*self.overrides, *more))]
 
     def settings(self, *more: str) -> RunSettings:
-        """What the run reads."""
+        """Returns the settings that the run reads."""
         return load_settings(self.config, [*self.overrides, *more])
 
 
@@ -73,7 +73,7 @@ def run_steps(job: Job, folder: Path, num_steps: int, num_warmup: int) -> list[S
 
 
 def bare_vllm(job: Job, folder: Path, engine: str, num_steps: int, num_warmup: int) -> dict[str, Any]:
-    """What bare_vllm.py prints."""
+    """Returns what bare_vllm.py prints."""
     script = [sys.executable, str(HERE / "bare_vllm.py"), *job.arguments(f"run.dir={folder}", "run.num_steps=1")]
     return last_json(
         call([*script, "--engine", engine, "--batches", str(num_warmup + num_steps), "--warmup", str(num_warmup)])
@@ -97,7 +97,7 @@ def raw_channel(settings: RunSettings, num_bytes: int, num_transfers: int) -> fl
 
 
 def call(command: Sequence[str]) -> str:
-    """What the command printed. SystemExit with the end of it when it fails."""
+    """Returns what the command printed. SystemExit with the end of it when it fails."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:
         tail = "\n".join(done.stdout.splitlines()[-LOG_TAIL:])

@@ -1,5 +1,5 @@
-"""What the store carries through claim, commit, read, columns and ack, beside raw redis-py doing the same bytes, round
-trips and fsyncs. See README.md.
+"""The load that the store carries through claim, commit, read, columns and ack, beside raw redis-py doing the same
+bytes, round trips and fsyncs. See README.md.
 
 Worker processes of several threads make each phase at the same time; ours and raw take turns on one server, and every
 ratio is of one round's pair. What raw does and leaves out stands in store_raw.py.
@@ -21,17 +21,17 @@ import psutil
 from pydantic import SecretStr
 
 from benchmarks.machine import describe
-from benchmarks.store_lanes import (
+from benchmarks.store_ours import (
     DESK_PHASES,
     PHASES,
     Desk,
-    Lane,
     OurDesk,
-    OurLane,
+    OurShare,
     Payload,
     Shape,
+    Share,
 )
-from benchmarks.store_raw import RawDesk, RawLane, raw_client
+from benchmarks.store_raw import RawDesk, RawShare, raw_client
 from rolecall.settings import StoreSection
 from rolecall.store.connection import connect
 from rolecall.store.embedded import EmbeddedStore
@@ -44,7 +44,7 @@ WAYS = ("ours", "raw")
 
 @dataclass
 class Worker:
-    """A process of several lanes, and the pipe it is told phases by."""
+    """A process with several threads' shares of a round, and the pipe it is told phases by."""
 
     process: multiprocessing.process.BaseProcess
     pipe: Pipe
@@ -60,7 +60,7 @@ class Worker:
 
 @dataclass
 class Figures:
-    """Of one shape."""
+    """The figures of one shape."""
 
     shape: Shape
     seconds: dict[str, dict[str, list[float]]] = field(
@@ -79,12 +79,12 @@ class Figures:
 
 
 def work(pipe: Pipe, url: str, shape: Shape, consumers: Sequence[str]) -> None:
-    """A worker process: makes each phase it is told in all its lanes at once, until the pipe closes."""
+    """A worker process: makes each phase it is told in all its shares at once, until the pipe closes."""
     payload = Payload(shape.num_tokens)
     connection, client = connect(StoreSection(url=SecretStr(url))), raw_client(url)
-    lanes: dict[str, list[Lane]] = {
-        "ours": [OurLane(connection, run_of("ours", shape), shape, name, payload) for name in consumers],
-        "raw": [RawLane(client, run_of("raw", shape), shape, name, payload) for name in consumers],
+    shares: dict[str, list[Share]] = {
+        "ours": [OurShare(connection, run_of("ours", shape), shape, name, payload) for name in consumers],
+        "raw": [RawShare(client, run_of("raw", shape), shape, name, payload) for name in consumers],
     }
     with ThreadPoolExecutor(len(consumers)) as threads:
         while True:
@@ -92,21 +92,21 @@ def work(pipe: Pipe, url: str, shape: Shape, consumers: Sequence[str]) -> None:
                 way, phase, num_groups = pipe.recv()
             except EOFError:
                 return
-            calls = [threads.submit(act, lane, phase, num_groups) for lane in lanes[way]]
+            calls = [threads.submit(act, share, phase, num_groups) for share in shares[way]]
             for call in calls:
                 call.result()
             pipe.send("done")
 
 
-def act(lane: Lane, phase: str, num_groups: int) -> None:
-    """One phase of one lane."""
+def act(share: Share, phase: str, num_groups: int) -> None:
+    """Does one phase of one share."""
     actions: dict[str, Callable[[], None]] = {
-        "claim": lambda: lane.claim(num_groups),
-        "stage": lane.stage,
-        "commit": lane.commit,
-        "read": lane.read,
-        "write": lane.write,
-        "train": lane.train,
+        "claim": lambda: share.claim(num_groups),
+        "stage": share.stage,
+        "commit": share.commit,
+        "read": share.read,
+        "write": share.write,
+        "train": share.train,
     }
     actions[phase]()
 
@@ -166,7 +166,7 @@ def measure(url: str, server: psutil.Process, shape: Shape, arguments: argparse.
             worker.end()
 
 
-def one_round(desk: Desk, workers: Sequence[Worker], way: str, groups_per_lane: int) -> dict[str, float]:
+def one_round(desk: Desk, workers: Sequence[Worker], way: str, groups_per_share: int) -> dict[str, float]:
     """Seconds of each phase of one batch, admission to ack."""
     seconds = {}
     for phase in PHASES:
@@ -177,7 +177,7 @@ def one_round(desk: Desk, workers: Sequence[Worker], way: str, groups_per_lane: 
             if phase == "read":
                 desk.landed()
             for worker in workers:
-                worker.pipe.send((way, phase, groups_per_lane))
+                worker.pipe.send((way, phase, groups_per_share))
             for worker in workers:
                 if not worker.pipe.poll(PHASE_TIMEOUT_S):
                     raise SystemExit(f"a worker did not finish phase {phase} within {PHASE_TIMEOUT_S:.0f} s")
@@ -276,11 +276,11 @@ def report(store: EmbeddedStore, url: str, scratch: Path, arguments: argparse.Na
         f"Valkey {info.get('valkey_version', info['redis_version'])}, unix socket, appendfsync always",
         "",
     ]
-    lanes = arguments.processes * arguments.threads
+    shares = arguments.processes * arguments.threads
     for num_tokens in arguments.tokens:
         for num_shards in arguments.shards:
-            per_lane = max(1, arguments.megabytes * 10**6 // (num_tokens * 17 * 8 * lanes))
-            figures = measure(url, server, Shape(num_tokens, num_shards, per_lane * lanes), arguments, scratch)
+            per_share = max(1, arguments.megabytes * 10**6 // (num_tokens * 17 * 8 * shares))
+            figures = measure(url, server, Shape(num_tokens, num_shards, per_share * shares), arguments, scratch)
             yield from [*table(figures, arguments), ""]
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import redis
 
-from benchmarks.store_lanes import (
+from benchmarks.store_ours import (
     CLAIM_COUNT,
     DIGEST,
     EXPIRY_S,
@@ -31,7 +31,7 @@ Command: TypeAlias = "tuple[str | bytes | int, ...]"
 
 
 class RawDesk:
-    """Through plain commands."""
+    """The controller's side through plain commands."""
 
     def __init__(self, url: str, run: str, shape: Shape) -> None:
         self._client = raw_client(url)
@@ -43,7 +43,7 @@ class RawDesk:
         self._client.xgroup_create(self._keys.prompts, "rollout", "0", mkstream=True)
 
     def admit(self) -> None:
-        """As Desk: the first alone and the rest together, like ours."""
+        """Admits the first alone and the rest together, like ours."""
         gids = range(self._next_gid, self._next_gid + self._shape.num_groups)
         self._next_gid = gids.stop
         for part in (gids[:1], gids[1:]):
@@ -56,7 +56,7 @@ class RawDesk:
             )
 
     def landed(self) -> None:
-        """As Desk."""
+        """Reads what was committed."""
         self._landed = []
         while reply := send(self._client, "XREAD", "COUNT", 256, "STREAMS", self._keys.trajectories, self._position):
             for entry, fields in reply[0][1]:
@@ -65,7 +65,7 @@ class RawDesk:
         assert len(self._landed) == self._shape.num_groups
 
     def ack(self) -> None:
-        """As Desk: seal, count, note the garbage, delete it, forget it."""
+        """Seals, counts, notes the garbage, deletes it, forgets it."""
         refs = [ref for _, group in self._landed for ref in group.rows]
         batch = pb.TrainBatch(step=self._step, rows=refs, gids=[group.gid for _, group in self._landed], digest=DIGEST)
         key = self._keys.batch(self._step)
@@ -81,8 +81,8 @@ class RawDesk:
         self._step += 1
 
 
-class RawLane:
-    """Through plain commands."""
+class RawShare:
+    """One worker thread's share through plain commands."""
 
     def __init__(self, client: redis.Redis, run: str, shape: Shape, consumer: str, payload: Payload) -> None:
         self._client, self._keys, self._consumer = client, RawKeys(run, shape.num_shards), consumer
@@ -97,7 +97,7 @@ class RawLane:
         self._groups: list[list[pb.RowRef]] = []
 
     def claim(self, num_groups: int) -> None:
-        """As Lane."""
+        """Claims exactly so many."""
         self._claims = []
         while len(self._claims) < num_groups:
             count = min(CLAIM_COUNT, num_groups - len(self._claims))
@@ -116,7 +116,7 @@ class RawLane:
             self._claims += [(entry, pb.PromptGroup.FromString(fields[b"group"]).gid) for entry, fields in reply[0][1]]
 
     def stage(self) -> None:
-        """As Lane."""
+        """Writes the rows of what was claimed."""
         self._groups = []
         for _, gid in self._claims:
             refs = [self._keys.ref(gid, i, self._consumer, self._shape.num_tokens) for i in range(NUM_RESPONSES)]
@@ -124,7 +124,7 @@ class RawLane:
             self._groups.append(refs)
 
     def commit(self) -> None:
-        """As Lane."""
+        """Makes the groups exist, and keeps their rows."""
         for (entry, gid), refs in zip(self._claims, self._groups, strict=True):
             group = pb.CommittedGroup(gid=gid, rows=refs).SerializeToString()
             commit = ("XADD", self._keys.trajectories, "*", "gid", gid, "group", group)
@@ -135,20 +135,20 @@ class RawLane:
             self._persist(refs)
 
     def read(self) -> None:
-        """As Lane."""
+        """Reads each group as it is scored, and the batch as it is prepared."""
         for refs in self._groups:
             self._persist(refs)
             self._read(refs, ["meta", *SCORED])
         self._read(self._batch, PREPARED)
 
     def write(self) -> None:
-        """As Lane."""
+        """Writes each group's reward and the batch's columns."""
         for refs in self._groups:
             self._write(refs, self._reward)
         self._write(self._batch, self._trained)
 
     def train(self) -> None:
-        """As Lane."""
+        """Reads the batch as it is trained."""
         self._read(self._batch, TRAINED)
 
     @property

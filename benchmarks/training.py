@@ -30,7 +30,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured."""
+    """The amount that is measured."""
 
     packing: dict[str, Any]
     logprobs: dict[str, int]
@@ -42,7 +42,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Line:
-    """Of the table."""
+    """A line of the table."""
 
     what: str
     ours: str
@@ -51,7 +51,7 @@ class Line:
 
 
 def in_a_process(name: str, **arguments: Any) -> dict[str, Any]:
-    """What training_measures.py prints. SystemExit with the end of its output when it fails."""
+    """Returns what training_measures.py prints. SystemExit with the end of its output when it fails."""
     command = [sys.executable, str(HERE / "training_measures.py"), name, json.dumps(arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:

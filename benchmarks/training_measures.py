@@ -1,5 +1,5 @@
-"""What training.py measures, each in a process of its own: `python training_measures.py NAME {"its": "arguments"}`
-prints one JSON object. See README.md.
+"""The figures that training.py measures, each in a process of its own: `python training_measures.py NAME {"its":
+"arguments"}` prints one JSON object. See README.md.
 """
 
 import heapq

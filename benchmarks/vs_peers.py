@@ -28,7 +28,7 @@ SINGLE = 1e-4
 
 @dataclass
 class Told:
-    """What all rows of one thing and peer said."""
+    """The outcome of all rows of one thing and peer."""
 
     num: int = 0
     worst: dict[str, float] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Told:
 
 
 def answers(python: Path, script: str, cases: Sequence[Case]) -> list[Arrays]:
-    """What the peer says to `cases`."""
+    """Returns the peer's answers to `cases`."""
     with tempfile.TemporaryDirectory(prefix="rolecall-vs-peers-") as directory:
         folder = Path(directory)
         write_cases(folder, cases)

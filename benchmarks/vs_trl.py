@@ -44,7 +44,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Job:
-    """What both train: a model, and how many tokens of it in a batch."""
+    """The job that both train: a model, and how many tokens of it in a batch."""
 
     name: str
     model: Path
@@ -191,10 +191,10 @@ class Trl:
 
 @dataclass
 class Taken:
-    """What one side took."""
+    """The time that one side took."""
 
     seconds: list[float] = field(default_factory=list)
-    """Of each batch that counts."""
+    """Seconds of each batch that counts."""
     tokens: list[float] = field(default_factory=list)
     """Sampled, of the same batches."""
     cpu_s: list[float] = field(default_factory=list)
@@ -204,7 +204,7 @@ class Taken:
 
 
 def alternate(sides: Mapping[str, Side], num_turns: int, num_batches: int) -> dict[str, Taken]:
-    """What each side took in `num_turns` turns of 1 + `num_batches` batches."""
+    """Returns what each side took in `num_turns` turns of 1 + `num_batches` batches."""
     taken = {name: Taken() for name in sides}
     for _ in range(num_turns):
         for name, side in sides.items():
@@ -223,7 +223,7 @@ def alternate(sides: Mapping[str, Side], num_turns: int, num_batches: int) -> di
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process and all its descendants that live."""
+    """Returns the CPU seconds of a process and all its descendants that live."""
     root = psutil.Process(pid)
     times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
     return float(sum(each.user + each.system for each in times))

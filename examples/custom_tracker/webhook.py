@@ -23,7 +23,7 @@ class Webhook:
             pass
 
     def keep_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Not sent."""
+        """Sends nothing: samples stay here."""
 
     def close(self) -> None:
         """Nothing is buffered."""

@@ -35,7 +35,8 @@ class StoreBudget:
     def of(cls, settings: RunSettings, prompt_bytes: int) -> "StoreBudget":
         """ConfigError when the store cannot hold the batches that must exist at the same time. `prompt_bytes`: of the
         largest prompt, without its ids. A group holds its prompt once, in its first row, and while it is being
-        committed once more in the stream.
+        committed once more in the stream. A prompt that is too long to be admitted counts, too: that is known only once
+        it is tokenized, when its turn comes.
         """
         algorithm = settings.algorithm
         tokens = settings.data.max_prompt_tokens + settings.sampling.max_tokens

@@ -42,11 +42,19 @@ class _Note:
 class BackgroundTracker:
     """A queue and a thread in front of a Tracker. Its methods return at once; any thread may call them."""
 
-    def __init__(self, name: str, open_tracker: Callable[[], Tracker], *, first_pause_s: float = FIRST_PAUSE_S) -> None:
+    def __init__(
+        self,
+        name: str,
+        open_tracker: Callable[[], Tracker],
+        *,
+        first_pause_s: float = FIRST_PAUSE_S,
+        flush_s: float = FLUSH_S,
+    ) -> None:
         """`name` names it in messages; `open_tracker` is called on the thread, again after it failed."""
         self._name = name
         self._open = open_tracker
         self._first_pause_s = first_pause_s
+        self._flush_s = flush_s
         self._tracker: Tracker | None = None
         # opens it at once: people look for the run before its first step
         self._notes: deque[_Note] = deque([_Note(lambda tracker: None, 0)])
@@ -82,11 +90,11 @@ class BackgroundTracker:
         """Tries what is queued once more, then closes; several may do so at the same time. Idempotent."""
         with self._changed:
             if not self._closing:
-                self._closing, self._deadline = True, time.monotonic() + FLUSH_S
+                self._closing, self._deadline = True, time.monotonic() + self._flush_s
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Returns when that is done or FLUSH_S has passed since it began; then says what was lost."""
+        """Returns when that is done or `flush_s` has passed since it began; then says what was lost."""
         self.begin_to_flush()
         self._thread.join(timeout=max(0.0, self._deadline - time.monotonic()))
         with self._changed:
@@ -96,7 +104,7 @@ class BackgroundTracker:
                 "tracker %s: %d notes were not written%s; metrics.jsonl and samples.jsonl have them all",
                 self._name,
                 num_lost,
-                f", and it did not close within {FLUSH_S:.0f} s" if self._thread.is_alive() else "",
+                f", and it did not close within {self._flush_s:g} s" if self._thread.is_alive() else "",
             )
 
     def _put(self, note: _Note) -> None:

@@ -92,8 +92,10 @@ def run_in(folder: Path) -> TrackedRun:
     return TrackedRun("0123456789abcdef", "test", folder, {})
 
 
-def in_background(url: str, folder: Path) -> BackgroundTracker:
-    return BackgroundTracker("webhook", lambda: Webhook(run_in(folder), url, WAIT_S), first_pause_s=PAUSE_S)
+def in_background(url: str, folder: Path, flush_s: float = background.FLUSH_S) -> BackgroundTracker:
+    return BackgroundTracker(
+        "webhook", lambda: Webhook(run_in(folder), url, WAIT_S), first_pause_s=PAUSE_S, flush_s=flush_s
+    )
 
 
 def test_what_a_server_missed_while_it_was_away_arrives_when_it_is_back(
@@ -182,7 +184,7 @@ def test_the_oldest_notes_are_lost_and_counted_when_the_queue_is_full(
 
 
 def test_the_end_of_a_run_waits_for_what_is_queued_but_not_for_ever(
-    receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    receiver: Receiver, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracker = in_background(receiver.url, tmp_path)
     for step in range(50):
@@ -190,8 +192,7 @@ def test_the_end_of_a_run_waits_for_what_is_queued_but_not_for_ever(
     tracker.flush()
     assert receiver.steps() == set(range(50))
     receiver.gate.clear()
-    monkeypatch.setattr(background, "FLUSH_S", 0.2)
-    hung = in_background(receiver.url, tmp_path)
+    hung = in_background(receiver.url, tmp_path, flush_s=0.2)
     hung.log(50, {"loss": 0.5})
     with caplog.at_level(logging.WARNING):
         hung.flush()

@@ -1,4 +1,4 @@
-"""What a GPU must show before a run is trusted to it: 18 checks of the product's own code.
+"""The checks that a GPU must pass before a run is trusted to it: 18 checks of the product's own code.
 
     python -m tools.gpu_acceptance --part 1 --out DIR          # kernels and the trainer
     python -m tools.gpu_acceptance --part 2 --out DIR          # memory, streams, NCCL

@@ -23,7 +23,7 @@ from tools.gpu_acceptance.findings import Line, read_line, table, write_report
 from tools.gpu_acceptance.one import FAILED, SKIPPED
 
 _END_S = 10.0
-"""For a killed process to be gone: the driver takes its memory back first."""
+"""Time for a killed process to be gone: the driver takes its memory back first."""
 
 
 def run_part(checks: Sequence[Check], folder: Path, *, dry: bool, part_s: float = PART_S) -> list[Line]:

@@ -27,7 +27,7 @@ from tools.gpu_acceptance.stage import Stage, relative
 FORWARD, BACKWARD = 1e-2, 2e-2
 """Largest relative norms in bfloat16: of the output, of a gradient."""
 EXACT = 1e-5
-"""In float32, of both."""
+"""The tolerance in float32, of both."""
 _BLOCK = 2048
 """Queries of one block of the oracle."""
 _WHOLE = 4096
@@ -209,7 +209,7 @@ def _groups(case: Case, length: int) -> list[int]:
 
 
 def _heads(case: Case, group: int, index: int) -> slice:
-    """Of the queries (index 0) or of keys and values, those of one key head."""
+    """Returns, of the queries (index 0) or of keys and values, those of one key head."""
     size = case.heads[0] // case.heads[1] if index == 0 else 1
     return slice(group * size, (group + 1) * size)
 
@@ -235,8 +235,9 @@ def _starts(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def _float32_bytes(stage: Stage) -> int:
-    """What attention in float32 over one row, with fewer key heads than query heads, takes forward and backward beside
-    its inputs."""
+    """Returns what attention in float32 over one row, with fewer key heads than query heads, takes forward and backward
+    beside its inputs.
+    """
     h, k, d, length = stage.pick((16, 8, 128, 4096), (4, 2, 8, 40))
     device = stage.device
     query, key, value = (torch.randn(1, heads, length, d, device=device, requires_grad=True) for heads in (h, k, k))

@@ -46,7 +46,7 @@ class Root:
         manifest: weights_pb2.WeightManifest,
         timeout_s: float = BUCKET_TIMEOUT_S,
     ) -> Transferred:
-        """To all ranks of the open epoch."""
+        """Publishes to all ranks of the open epoch."""
         self._version += 1
         return self._publisher.publish(
             weights, manifest, epoch=self.epoch, policy_version=self._version, bucket_timeout_s=timeout_s

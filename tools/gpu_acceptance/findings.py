@@ -1,4 +1,5 @@
-"""What a check found: figures, what was required, the verdict; and the table made of several. Imports nothing heavy.
+"""The findings of a check: figures, what was required, the verdict; and the table made of several. Imports nothing
+heavy.
 
 Written to the disk after every entry: whoever ends the check's process reads what it had found by then.
 """
@@ -22,7 +23,7 @@ class SkippedCheckError(Exception):
 
 @dataclass
 class Findings:
-    """One check's."""
+    """The findings of one check."""
 
     path: Path
     """JSON; beside it lies the process's log."""
@@ -83,7 +84,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Line:
-    """Of the table."""
+    """A line of the table."""
 
     number: int
     name: str
@@ -95,7 +96,7 @@ class Line:
 
 
 def read_line(number: int, name: str, seconds: float, path: Path, end: str | None) -> Line:
-    """What the check of this number left at `path`.
+    """Returns what the check of this number left at `path`.
 
     `end`: how its process ended, None when it did so by itself and had nothing to say against it.
     """

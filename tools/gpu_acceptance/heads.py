@@ -19,7 +19,7 @@ from tools.gpu_acceptance.stage import Stage, relative
 FORWARD, BACKWARD = 5e-3, 2e-2
 """Largest relative norms of outputs and of gradients."""
 EXACT = 1e-4
-"""Of outputs where logits are float32."""
+"""The tolerance of outputs where logits are float32."""
 _SLICE = 512
 """Tokens of one slice of the oracle."""
 _COMPARED = 4
@@ -30,7 +30,7 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """One call."""
+    """One call of the head that is checked."""
 
     num_tokens: int
     hidden: int
@@ -71,7 +71,7 @@ def check_logprobs(found: Findings, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a call gets, and what comes from above in its backward pass."""
+    """The tensors that a call gets, and what comes from above in its backward pass."""
 
     hidden_MH: torch.Tensor
     weight_VH: torch.Tensor

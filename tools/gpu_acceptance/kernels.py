@@ -68,7 +68,7 @@ def _profile(stage: Stage, size: Size) -> None:
 
 
 def _tell(stage: Stage, size: Size, events: Iterable[dict[str, Any]]) -> None:
-    """From the trace: kernels and copies on the device, and the host's waits."""
+    """Tells from the trace: kernels and copies on the device, and the host's waits."""
     events = [event for event in events if event.get("ph") == "X"]
     on_device = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     waits = [event for event in events if event.get("name") in _SYNCHRONIZING]
@@ -97,8 +97,9 @@ def _tell(stage: Stage, size: Size, events: Iterable[dict[str, Any]]) -> None:
 
 
 def shares_of(events: Iterable[Any], *, on_device: bool) -> dict[str, float]:
-    """What parts of the model take of all operators' time: on the device, where most operators do nothing there and are
-    the host's alone; else on CPUs. `events` are a profiler's averages."""
+    """Returns what parts of the model take of all operators' time: on the device, where most operators do nothing there
+    and are the host's alone; else on CPUs. `events` are a profiler's averages.
+    """
     events = list(events)
     own, whole = (
         ("self_device_time_total", "device_time_total") if on_device else ("self_cpu_time_total", "cpu_time_total")

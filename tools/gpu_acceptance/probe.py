@@ -94,7 +94,7 @@ def _by_engine(engine: FsdpEngine, ids: Array, stage: Stage, *, plain: bool) -> 
 
 
 def _by_transformers(stage: Stage, engine: FsdpEngine, texts: dict[str, Array]) -> dict[tuple[str, str], Array]:
-    """By (attention or dtype, text)."""
+    """Returns the logprobs of transformers by (attention or dtype, text)."""
     said: dict[tuple[str, str], Array] = {}
     for dtype in (torch.bfloat16, torch.float32):
         with torch.device(stage.device):

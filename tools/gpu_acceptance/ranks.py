@@ -102,7 +102,7 @@ def make_engine(path: Path, dtype: Dtype, device: torch.device, parallel: dict[s
 
 
 def weights_of(engine: FsdpEngine) -> dict[str, torch.Tensor]:
-    """What the engine trains, whole, float32, on the host; a collective."""
+    """Returns what the engine trains, whole, float32, on the host; a collective."""
     parameters = engine._model.hf.named_parameters()
     return {name: parameter.detach().full_tensor().cpu().contiguous() for name, parameter in parameters}
 
@@ -141,7 +141,7 @@ def check_ranks(found: Findings, folder: Path) -> None:
 
 
 def _save_alone(stage: Stage) -> None:
-    """What two ranks are to load: one rank's checkpoint, and its weights."""
+    """Saves what two ranks are to load: one rank's checkpoint, and its weights."""
     alone = make_engine(stage.folder / "float32", "float32", stage.device, {})
     train(alone, 1, stage.found.dry)
     save(alone, stage.folder / "one")
@@ -149,7 +149,7 @@ def _save_alone(stage: Stage) -> None:
 
 
 def _run_ranks(stack: ExitStack, found: Findings, folder: Path, receiver: Receiver) -> dict[str, Any]:
-    """What rank 0 saw; what the receiver got of its weights is added to it."""
+    """Returns what rank 0 saw; what the receiver got of its weights is added to it."""
     command = [sys.executable, "-m", "tools.gpu_acceptance.ranks", str(folder)]
     started = []
     for rank in range(2):
@@ -178,7 +178,7 @@ def _run_ranks(stack: ExitStack, found: Findings, folder: Path, receiver: Receiv
 def _receive(
     folder: Path, receiver: Receiver, started: Sequence["subprocess.Popen[bytes]"]
 ) -> tuple[dict[str, Any], list[int]]:
-    """What the receiver got of the weights that rank 0 sends, and how the ranks ended."""
+    """Returns what the receiver got of the weights that rank 0 sends, and how the ranks ended."""
     deadline = time.monotonic() + _RANKS_S
     address = folder / "address.json"
     while not address.exists() and all(process.poll() is None for process in started) and time.monotonic() < deadline:

@@ -39,7 +39,7 @@ _STOPPED_S = 600.0
 
 
 def main() -> None:
-    """Until stdin ends."""
+    """Answers until stdin ends."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     device = parser.parse_args().device
@@ -123,7 +123,7 @@ class Receiver:
         self.process.stdin.flush()
 
     def answer(self, timeout_s: float = MEET_S) -> Any:
-        """Its next line. RuntimeError when it has ended, or says nothing in time."""
+        """Returns the next line of the receiver. RuntimeError when it has ended, or says nothing in time."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -152,7 +152,7 @@ class Receiver:
 
 @contextmanager
 def receivers(device: torch.device, count: int) -> Iterator[list[Receiver]]:
-    """So many of them, started at once; none is left afterwards."""
+    """Yields so many receivers, started at once; none is left afterwards."""
     started = [Receiver(device, f"receiver-{index}") for index in range(count)]
     try:
         yield started

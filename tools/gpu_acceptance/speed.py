@@ -219,8 +219,9 @@ def _layers_that_fit(stage: Stage) -> int:
 
 
 def _recompute(engine: FsdpEngine, on: bool) -> None:
-    """As EngineOptions.gradient_checkpointing, of an engine that is there already: loading it again would take longer
-    than measuring."""
+    """Sets what EngineOptions.gradient_checkpointing sets, of an engine that is there already: loading it again would
+    take longer than measuring.
+    """
     if on:
         engine._model.hf.gradient_checkpointing_enable({"use_reentrant": False})
     else:

@@ -1,4 +1,4 @@
-"""What checks stand on: the device, models of real shapes with random weights, rows, clocks and norms.
+"""The ground that checks stand on: the device, models of real shapes with random weights, rows, clocks and norms.
 
 A model directory of a real shape is a sparse file of zeros, which costs no disk; `fill_random` then draws its weights
 on the device, the same in every engine.
@@ -67,7 +67,7 @@ _SIZES: dict[Size, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Of Qwen3; all with 8 key heads of 128."""
+"""The sizes of Qwen3; all with 8 key heads of 128."""
 _DRY: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -76,18 +76,18 @@ _DRY: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 STD = 0.02
-"""Of random weights: logits of a hidden size of 2560 then have a standard deviation of 1."""
+"""The deviation of random weights: logits of a hidden size of 2560 then have a standard deviation of 1."""
 STILL = OptimizerSection(learning_rate=1e-30, max_grad_norm=1e30)
 """An optimizer that takes its steps and changes no weight."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Where a check runs."""
+    """The device and folder where a check runs."""
 
     found: Findings
     folder: Path
-    """For what it needs on a disk; gone afterwards."""
+    """A folder for what it needs on a disk; gone afterwards."""
     device: torch.device
 
     @classmethod

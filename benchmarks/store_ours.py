@@ -3,7 +3,7 @@
 Both make the same round trips in the same order and carry the same bytes of prompts, columns and messages; every round
 trip that writes costs an fsync either way.
 
-A *desk* is the controller's side, one a run; a *lane* is one worker thread with groups in hand: it plays the rollout
+A *desk* is the controller's side, one a run; a *share* is the part of one worker thread with groups in hand: it plays the rollout
 that samples them, the controller that reads and writes their columns and the trainer that reads the batch.
 """
 
@@ -51,17 +51,17 @@ DESK_PHASES = ("admit", "ack")
 
 @dataclass(frozen=True)
 class Shape:
-    """What is sent through."""
+    """The shape of what is sent through the store."""
 
     num_tokens: int
-    """Of a trajectory, prompt included."""
+    """Tokens of a trajectory, prompt included."""
     num_shards: int
     num_groups: int
-    """Of a round; all of it is one batch."""
+    """Groups of a round; all of it is one batch."""
 
     @property
     def num_trajectories(self) -> int:
-        """Of a round."""
+        """Trajectories of a round."""
         return self.num_groups * NUM_RESPONSES
 
     def megabytes(self, phase: str) -> float:
@@ -79,7 +79,7 @@ class Shape:
 
 
 class Payload:
-    """What every trajectory holds: made once, of bits that do not compress."""
+    """The content of every trajectory: made once, of bits that do not compress."""
 
     def __init__(self, num_tokens: int) -> None:
         draw = np.random.default_rng(0)
@@ -111,10 +111,10 @@ class Payload:
 
 
 class Desk(Protocol):
-    """The controller's side."""
+    """The controller's side of one run."""
 
     def admit(self) -> None:
-        """A round's groups."""
+        """Admits a round's groups."""
 
     def landed(self) -> None:
         """Reads what was committed."""
@@ -123,11 +123,11 @@ class Desk(Protocol):
         """Seals the batch, counts it as trained, deletes its rows."""
 
 
-class Lane(Protocol):
+class Share(Protocol):
     """One worker thread's share of a round."""
 
     def claim(self, num_groups: int) -> None:
-        """Exactly so many."""
+        """Claims exactly so many."""
 
     def stage(self) -> None:
         """Writes the rows of what was claimed."""
@@ -136,17 +136,17 @@ class Lane(Protocol):
         """Makes the groups exist, and keeps their rows."""
 
     def read(self) -> None:
-        """Each group as it is scored, the batch as it is prepared."""
+        """Reads each group as it is scored, and the batch as it is prepared."""
 
     def write(self) -> None:
-        """Each group's reward, the batch's columns."""
+        """Writes each group's reward and the batch's columns."""
 
     def train(self) -> None:
         """Reads the batch as it is trained."""
 
 
 class OurDesk:
-    """Through Ledger."""
+    """The controller's side through our Ledger."""
 
     def __init__(self, url: str, run: str, shape: Shape, consumers: Sequence[str], history: Path) -> None:
         self._connection = connect(StoreSection(url=SecretStr(url)))
@@ -161,13 +161,13 @@ class OurDesk:
         self._ledger.attest(0, 0, DIGEST, consumers)
 
     def admit(self) -> None:
-        """As Desk."""
+        """Admits a round's groups."""
         gids = range(self._next_gid, self._next_gid + self._shape.num_groups)
         self._ledger.admit_all([Admission(self._payload.group(gid), b"[0, 0, 0]") for gid in gids])
         self._next_gid = gids.stop
 
     def landed(self) -> None:
-        """As Desk."""
+        """Reads what was committed."""
         self._landed = []
         while entries := self._ledger.read_committed(self._position, 256, 0.0):
             self._position = entries[-1][0]
@@ -175,7 +175,7 @@ class OurDesk:
         assert len(self._landed) == self._shape.num_groups
 
     def ack(self) -> None:
-        """As Desk."""
+        """Seals the batch, counts it as trained, deletes its rows."""
         refs = [ref for group in self._landed for ref in group.rows]
         self._ledger.seal(
             pb.TrainBatch(step=self._step, rows=refs, gids=[group.gid for group in self._landed], digest=DIGEST)
@@ -186,8 +186,8 @@ class OurDesk:
         self._ledger.drain("history", self._history)
 
 
-class OurLane:
-    """Through PromptQueue and Rows."""
+class OurShare:
+    """One worker thread's share through our PromptQueue and Rows."""
 
     def __init__(self, connection: Connection, run: str, shape: Shape, consumer: str, payload: Payload) -> None:
         self._queue = PromptQueue(connection, run, consumer)
@@ -197,13 +197,13 @@ class OurLane:
         self._groups: list[list[pb.RowRef]] = []
 
     def claim(self, num_groups: int) -> None:
-        """As Lane."""
+        """Claims exactly so many."""
         self._claims = []
         while len(self._claims) < num_groups:
             self._claims += self._queue.claim(min(CLAIM_COUNT, num_groups - len(self._claims)))
 
     def stage(self) -> None:
-        """As Lane."""
+        """Writes the rows of what was claimed."""
         self._groups = []
         for claim in self._claims:
             refs = [
@@ -216,26 +216,26 @@ class OurLane:
             self._groups.append(refs)
 
     def commit(self) -> None:
-        """As Lane."""
+        """Makes the groups exist, and keeps their rows."""
         for claim, refs in zip(self._claims, self._groups, strict=True):
             assert self._queue.commit(claim, pb.CommittedGroup(gid=claim.group.gid, rows=refs), {(0, DIGEST)})
             self._rows.persist(refs)
 
     def read(self) -> None:
-        """As Lane."""
+        """Reads each group as it is scored, and the batch as it is prepared."""
         for refs in self._groups:
             self._rows.persist(refs)
             self._rows.read_with_meta(refs, SCORED)
         self._rows.read(self._batch, PREPARED)
 
     def write(self) -> None:
-        """As Lane."""
+        """Writes each group's reward and the batch's columns."""
         for refs in self._groups:
             self._rows.put(refs, [self._payload.reward] * NUM_RESPONSES)
         self._rows.put(self._batch, [self._payload.trained] * len(self._batch))
 
     def train(self) -> None:
-        """As Lane."""
+        """Reads the batch as it is trained."""
         self._rows.read(self._batch, TRAINED)
 
     @property
