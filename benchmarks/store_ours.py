@@ -3,8 +3,8 @@
 Both make the same round trips in the same order and carry the same bytes of prompts, columns and messages; every round
 trip that writes costs an fsync either way.
 
-A *desk* is the controller's side, one a run; a *share* is the part of one worker thread with groups in hand: it plays the rollout
-that samples them, the controller that reads and writes their columns and the trainer that reads the batch.
+A *desk* is the controller's side, one a run; a *share* is the part of one worker thread with groups in hand: it plays
+the rollout that samples them, the controller that reads and writes their columns and the trainer that reads the batch.
 """
 
 from collections.abc import Sequence
