@@ -1,33 +1,25 @@
-"""The sampling engine of a chaos run: the scheduling is the scripted twin's, tokens are hashed from (prompt, seed,
-weights digest), and weights really arrive.
-
-Because the digest and not the version number is hashed, weights published again under a new version after a restore
-sample the same tokens.
-"""
+"""The sampling engine of a chaos run, whose weights arrive over sockets."""
 
 import time
 from collections.abc import Sequence
 
 from rolecall.weights.transferred import Transferred
 from services.rollout.sampling import MeetingPlace, Probed, Sample, SampleRequest
-from services.rollout.scripted import ScriptedEngine, probed
 from tests.chaos.channel import SocketReceiver
 from tests.chaos.wiring import Hook
-from tests.twins.weights import END_TOKEN_ID, VOCABULARY, digest_of, fingerprints_of, numbers_of, token_of
+from tests.twins.engine import DigestEngine
+from tests.twins.weights import digest_of, fingerprints_of
 
 TOKEN_S = 0.008
 
 
-class ChaosEngine(ScriptedEngine):
+class ChaosEngine(DigestEngine):
     """A rollout engine that samples by the weights it really received."""
 
     def __init__(self, hook: Hook, max_model_tokens: int) -> None:
-        super().__init__(
-            vocab_size=VOCABULARY, eos_token_id=END_TOKEN_ID, max_model_tokens=max_model_tokens, token_s=TOKEN_S
-        )
+        super().__init__(max_model_tokens, TOKEN_S)
         self._hook = hook
         self._channel = SocketReceiver()
-        self._digest = ""
 
     async def sample(self, request: SampleRequest) -> Sample:
         self._hook.at("sample:start")
@@ -38,11 +30,11 @@ class ChaosEngine(ScriptedEngine):
     def _next(self, request: SampleRequest, position: int) -> tuple[int, float]:
         if position == 3:
             self._hook.at("sample:middle")
-        return token_of(request.prompt_token_ids, request.seed, self._digest, position)
+        return super()._next(request, position)
 
     async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
         self._hook.at("receive:probe")
-        return probed(numbers_of(self._digest, token_ids), num_decoded)
+        return await super().probe(token_ids, num_decoded)
 
     async def resume(self) -> None:
         self._hook.at("resume")
@@ -58,6 +50,6 @@ class ChaosEngine(ScriptedEngine):
         self._hook.at("receive:start")
         started = time.monotonic()
         weights = await self._channel.receive(epoch, policy_version, bucket_timeout_s, self._hook.at)
-        self._version, self._digest = policy_version, digest_of(weights)
+        self._version, self.digest = policy_version, digest_of(weights)
         self._hook.at("receive:loaded")
-        return Transferred(fingerprints_of(weights), self._digest, weights.nbytes, time.monotonic() - started)
+        return Transferred(fingerprints_of(weights), self.digest, weights.nbytes, time.monotonic() - started)

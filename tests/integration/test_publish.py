@@ -14,7 +14,8 @@ from rolecall.v1 import controller_pb2
 from services.rollout.replica import Replica
 from services.rollout.state import State
 from tests.fixtures_store import StoreUnderTest
-from tests.publish_rig import BUCKET_S, HANG_S, LEASE_S, PHASES, Fault, Kind, Rig, RogueReplica, gone, publish_rig
+from tests.twins.collective import PHASES, Fault, Kind, RogueReplica
+from tests.twins.publishing import BUCKET_S, HANG_S, LEASE_S, Publishing, gone, publishing_run
 
 SOON_S = 4 * BUCKET_S + HANG_S
 """A deadline, the wait for answers, the attempt without the culprit, and a busy machine."""
@@ -33,19 +34,19 @@ KINDS = [
 
 
 @pytest.fixture
-async def rig(store: StoreUnderTest, tmp_path: Path) -> AsyncIterator[Rig]:
-    async with publish_rig(store, {}, tmp_path) as running:
+async def rig(store: StoreUnderTest, tmp_path: Path) -> AsyncIterator[Publishing]:
+    async with publishing_run(store, {}, tmp_path) as running:
         yield running
 
 
-async def three(rig: Rig) -> None:
+async def three(rig: Publishing) -> None:
     """Three rollouts that serve version 0."""
     for i in range(3):
         await rig.rollout(f"rollout-{i}")
     await rig.publisher.publish(0)
 
 
-def serving(rig: Rig) -> list[str]:
+def serving(rig: Publishing) -> list[str]:
     """Names of those that serve the current version, by their own account."""
     held = [
         twin
@@ -55,7 +56,7 @@ def serving(rig: Rig) -> list[str]:
     return sorted(twin.name for twin in held)
 
 
-async def test_a_publish_reaches_everyone_and_a_second_one_goes_over_the_same_epoch(rig: Rig) -> None:
+async def test_a_publish_reaches_everyone_and_a_second_one_goes_over_the_same_epoch(rig: Publishing) -> None:
     await three(rig)
     rig.actor.step = 1
     await rig.publisher.publish(1)
@@ -68,7 +69,7 @@ async def test_a_publish_reaches_everyone_and_a_second_one_goes_over_the_same_ep
     assert rig.violations() == []
 
 
-async def test_every_receiver_is_told_the_backend_that_the_actor_chose_for_all_of_them(rig: Rig) -> None:
+async def test_every_receiver_is_told_the_backend_that_the_actor_chose_for_all_of_them(rig: Publishing) -> None:
     first = await rig.rollout("rollout-0", on_gpus=True)
     await rig.publisher.publish(0)
     assert first.engine.backend == "nccl"
@@ -80,7 +81,7 @@ async def test_every_receiver_is_told_the_backend_that_the_actor_chose_for_all_o
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("phase", PHASES)
 async def test_whoever_fails_in_any_phase_is_left_out_and_the_others_serve_soon(
-    rig: Rig, phase: str, kind: Kind
+    rig: Publishing, phase: str, kind: Kind
 ) -> None:
     await three(rig)
     if phase == "join":
@@ -102,7 +103,9 @@ async def test_whoever_fails_in_any_phase_is_left_out_and_the_others_serve_soon(
     assert rig.violations() == []
 
 
-async def test_a_receiver_that_holds_something_else_is_left_out_and_nothing_is_sent_again_for_it(rig: Rig) -> None:
+async def test_a_receiver_that_holds_something_else_is_left_out_and_nothing_is_sent_again_for_it(
+    rig: Publishing,
+) -> None:
     await three(rig)
     rig.twins[0].engine.fault = Fault("bucket", Kind.LIE)
     await rig.publisher.publish(0)
@@ -114,7 +117,7 @@ async def test_a_receiver_that_holds_something_else_is_left_out_and_nothing_is_s
     assert rig.publisher.holds(0)
 
 
-async def test_a_receiver_that_did_nothing_wrong_is_sent_the_weights_again_at_once(rig: Rig) -> None:
+async def test_a_receiver_that_did_nothing_wrong_is_sent_the_weights_again_at_once(rig: Publishing) -> None:
     await three(rig)
     rig.twins[1].engine.fault = Fault("probe", Kind.BREAK)
     rig.actor.step = 1
@@ -125,7 +128,7 @@ async def test_a_receiver_that_did_nothing_wrong_is_sent_the_weights_again_at_on
 
 async def test_nobody_serves_weights_that_the_store_did_not_attest(store: StoreUnderTest, tmp_path: Path) -> None:
     patient = {"weights": {"bucket_timeout_s": 30.0}, "rollout": {"hang_s": 60.0}}
-    async with publish_rig(store, patient, tmp_path) as rig:
+    async with publishing_run(store, patient, tmp_path) as rig:
         await three(rig)
         late = rig.twins[0].engine
         late.fault = Fault("probe", Kind.HANG)
@@ -141,7 +144,7 @@ async def test_nobody_serves_weights_that_the_store_did_not_attest(store: StoreU
         assert [twin.replica.held.state for twin in rig.twins] == [State.LOADED] * 3
 
 
-async def test_a_rollout_that_hangs_is_given_up_and_its_process_told_to_end(rig: Rig) -> None:
+async def test_a_rollout_that_hangs_is_given_up_and_its_process_told_to_end(rig: Publishing) -> None:
     await three(rig)
     hung = rig.twins[2]
     hung.engine.fault = Fault("bucket", Kind.HANG)
@@ -156,7 +159,9 @@ async def test_a_rollout_that_hangs_is_given_up_and_its_process_told_to_end(rig:
     assert serving(rig) == ["rollout-0", "rollout-1", "rollout-2"]
 
 
-async def test_a_stopped_rollout_that_wakes_up_joins_again_and_claims_nothing_before_its_next_weights(rig: Rig) -> None:
+async def test_a_stopped_rollout_that_wakes_up_joins_again_and_claims_nothing_before_its_next_weights(
+    rig: Publishing,
+) -> None:
     await three(rig)
     stopped = rig.twins[0]
     stopped.engine.is_stopped = True
@@ -174,7 +179,7 @@ async def test_a_stopped_rollout_that_wakes_up_joins_again_and_claims_nothing_be
     assert rig.publisher.holds(0)
 
 
-async def test_a_publish_waits_for_a_rollout_when_all_have_died(rig: Rig) -> None:
+async def test_a_publish_waits_for_a_rollout_when_all_have_died(rig: Publishing) -> None:
     await three(rig)
     for twin in rig.twins:
         twin.engine.fault = Fault("bucket", Kind.DIE)
@@ -187,7 +192,7 @@ async def test_a_publish_waits_for_a_rollout_when_all_have_died(rig: Rig) -> Non
     assert serving(rig) == ["rollout-0"]
 
 
-async def test_a_publish_that_is_cancelled_frees_everyone_and_the_next_succeeds(rig: Rig) -> None:
+async def test_a_publish_that_is_cancelled_frees_everyone_and_the_next_succeeds(rig: Publishing) -> None:
     await three(rig)
     rig.twins[0].engine.fault = Fault("bucket", Kind.LATE)
     publishing = asyncio.create_task(rig.publisher.publish(0))
@@ -207,7 +212,7 @@ async def test_a_publish_that_is_cancelled_frees_everyone_and_the_next_succeeds(
 
 
 @pytest.mark.parametrize("phase", ["open", "publish"])
-async def test_the_actors_own_failure_is_raised_and_the_next_publish_succeeds(rig: Rig, phase: str) -> None:
+async def test_the_actors_own_failure_is_raised_and_the_next_publish_succeeds(rig: Publishing, phase: str) -> None:
     await three(rig)
     await rig.rollout("rollout-3")
     rig.actor.failures[phase] = gone("the actor")
@@ -218,7 +223,7 @@ async def test_the_actors_own_failure_is_raised_and_the_next_publish_succeeds(ri
     assert len(serving(rig)) == 4
 
 
-async def test_a_publish_that_nobody_ever_takes_ends_in_an_error_that_says_why(rig: Rig) -> None:
+async def test_a_publish_that_nobody_ever_takes_ends_in_an_error_that_says_why(rig: Publishing) -> None:
     await rig.rollout("rollout-0")
     engine = rig.twins[0].engine
 
@@ -238,12 +243,12 @@ async def test_a_publish_that_nobody_ever_takes_ends_in_an_error_that_says_why(r
 async def test_a_publish_without_rollouts_says_so_after_the_stall_timeout(
     store: StoreUnderTest, tmp_path: Path
 ) -> None:
-    async with publish_rig(store, {"controller": {"lease_s": LEASE_S, "stall_timeout_s": 0.3}}, tmp_path) as rig:
+    async with publishing_run(store, {"controller": {"lease_s": LEASE_S, "stall_timeout_s": 0.3}}, tmp_path) as rig:
         with pytest.raises(DeadlineError, match="0 of 1 rollouts joined"):
             await rig.publisher.publish(0)
 
 
-async def test_a_trainer_that_dies_ends_the_publish(rig: Rig) -> None:
+async def test_a_trainer_that_dies_ends_the_publish(rig: Publishing) -> None:
     await three(rig)
     rig.twins[0].engine.fault = Fault("bucket", Kind.LATE)
     losing = asyncio.create_task(rig.fleet.trainer_lost())
@@ -257,7 +262,7 @@ async def test_a_trainer_that_dies_ends_the_publish(rig: Rig) -> None:
         await losing
 
 
-def join_actor(rig: Rig, incarnation: str) -> None:
+def join_actor(rig: Publishing, incarnation: str) -> None:
     """Another start of the actor."""
     join = rig.twins[0].join
     other = type(join)()
@@ -275,7 +280,7 @@ def join_actor(rig: Rig, incarnation: str) -> None:
 async def test_the_checker_sees_an_engine_that_serves_torn_weights_by_itself(
     store: StoreUnderTest, tmp_path: Path, replica: type[Replica]
 ) -> None:
-    async with publish_rig(store, {}, tmp_path) as rig:
+    async with publishing_run(store, {}, tmp_path) as rig:
         rig.replica = replica
         await three(rig)
         torn = rig.twins[0].engine

@@ -30,7 +30,8 @@ from rolecall.store.embedded import EmbeddedStore
 from services.rollout.replica import Replica
 from tests.attestation import read_attested
 from tests.fixtures_store import StoreUnderTest
-from tests.publish_rig import PHASES, Fault, Kind, RogueReplica, Twin, digest_of, gone, publish_rig
+from tests.twins.collective import PHASES, Fault, Kind, RogueReplica, digest_of
+from tests.twins.publishing import RolloutProcess, gone, publishing_run
 
 T = TypeVar("T")
 NAMES = ("rollout-0", "rollout-1", "rollout-2")
@@ -55,7 +56,7 @@ class PublishMachine(RuleBasedStateMachine):
         self.stack = AsyncExitStack()
         # No group is given up for poison here, however many of its workers die.
         self.rig = self.do(
-            self.stack.enter_async_context(publish_rig(store, {"controller": {"max_deliveries": 1000}}, folder))
+            self.stack.enter_async_context(publishing_run(store, {"controller": {"max_deliveries": 1000}}, folder))
         )
         self.rig.replica = replica
 
@@ -63,7 +64,7 @@ class PublishMachine(RuleBasedStateMachine):
         """Runs `move` to its end."""
         return self.loop.run_until_complete(asyncio.wait_for(move, PUBLISH_S))
 
-    def twin(self, name: str) -> Twin | None:
+    def twin(self, name: str) -> RolloutProcess | None:
         """The living process of this name."""
         return next((twin for twin in self.rig.alive if twin.name == name), None)
 
