@@ -20,7 +20,6 @@ from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.reward import SERVICE_NAME as REWARD_SERVICE
 from rolecall.reward import Scorer, description, one_by_one
 from rolecall.rpc.membership import Membership
-from rolecall.rpc.server import Server
 from rolecall.scoring.scores import Item
 from rolecall.settings import RunSettings, load_settings
 from rolecall.store.connection import connect
@@ -31,7 +30,7 @@ from services.rollout.sampling import Sample, SampleRequest, VersionSpan
 from services.rollout.scripted import ScriptedEngine
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.rollout import RolloutTwin
-from tests.twins.run import ServedActor
+from tests.twins.run import ServedActor, served
 
 NUM_THREADS = 32
 """Store calls under way in a process of rollouts, as in a rollout's own."""
@@ -74,22 +73,21 @@ async def serve_trainer(settings: RunSettings) -> None:
     store = StoreUnderTest(settings.store, settings.run.name, connection, Ledger(connection, settings.run.name), rows)
     spec = description("parity", (0, 1), ("response_text",), {}, False, max_items=0)
     async with AsyncExitStack() as stack:
-        actor = Server(settings.rpc, str(settings.actor.address))
-        actor.add(
+        actor, scorer = ServedActor(store, stack), Scorer(spec, one_by_one(parity, spec), None)
+        await served(
+            stack,
             actor_pb2_grpc.add_ActorServiceServicer_to_server,
-            ServedActor(store, stack),
+            actor,
             "rolecall.v1.ActorService",
+            str(settings.actor.address),
         )
-        reward = Server(settings.rpc, str(settings.reward.address))
-        reward.add(
+        await served(
+            stack,
             reward_pb2_grpc.add_RewardServiceServicer_to_server,
-            Scorer(spec, one_by_one(parity, spec), None),
+            scorer,
             REWARD_SERVICE,
+            str(settings.reward.address),
         )
-        for server in (actor, reward):
-            await server.start()
-            await server.set_serving(True)
-            stack.push_async_callback(server.drain, 0.1)
         await asyncio.Event().wait()
 
 

@@ -20,9 +20,9 @@ from rolecall.launcher.plan import write_config
 from rolecall.settings import RunSettings, recipe_file, recipe_names
 from rolecall.store.embedded import EmbeddedStore
 from tests.fixtures_store import StoreUnderTest
-from tests.policy_engine import PolicyEngine
 from tests.ports import free_port
-from tests.replay_rig import Nursery
+from tests.twins.channel_engine import PolicyEngine
+from tests.twins.gateway import Nursery
 from tests.twins.run import twin_run
 
 TASK = HERE / "task.yaml"

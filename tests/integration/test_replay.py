@@ -21,8 +21,9 @@ from rolecall.settings import RunSettings
 from rolecall.store.embedded import EmbeddedStore
 from tests.fixtures_store import StoreUnderTest
 from tests.ports import free_port
-from tests.replay_rig import DigestEngine, Gateway, Instant, Nursery
 from tests.tiny_models import write_qwen3
+from tests.twins.channel_engine import ChannelEngine
+from tests.twins.gateway import Gateway, Instant, Nursery
 from tests.twins.run import twin_run
 
 NUM_STEPS = 5
@@ -108,7 +109,7 @@ async def trained(
         write_config(run.settings)
         for gateway in gateways.values():
             gateway.start_trainer()
-        engine = DigestEngine(folder / "model")
+        engine = ChannelEngine(folder / "model")
         try:
             async with run.rollout("rollout-0", engine=engine), run.controller() as (_, running):
                 await asyncio.wait_for(running, RUN_S)

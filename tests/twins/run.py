@@ -168,11 +168,11 @@ async def twin_run(
         spec = description("parity", (0, 1), ("response_text", "ground_truth"), {}, False, max_items=0)
         actor, critic = ServedActor(store, stack), ServedCritic(store, stack)
         addresses = [
-            await _served(stack, actor_pb2_grpc.add_ActorServiceServicer_to_server, actor, "rolecall.v1.ActorService"),
-            await _served(
+            await served(stack, actor_pb2_grpc.add_ActorServiceServicer_to_server, actor, "rolecall.v1.ActorService"),
+            await served(
                 stack, critic_pb2_grpc.add_CriticServiceServicer_to_server, critic, "rolecall.v1.CriticService"
             ),
-            await _served(
+            await served(
                 stack,
                 reward_pb2_grpc.add_RewardServiceServicer_to_server,
                 Scorer(spec, one_by_one(score, spec), None),
@@ -208,8 +208,11 @@ async def twin_run(
         yield TwinRun(settings, store, actor, critic, stack)
 
 
-async def _served(stack: AsyncExitStack, add: Callable[[Any, Any], None], servicer: object, name: str) -> str:
-    server = Server(RpcSection(), "127.0.0.1:0")
+async def served(
+    stack: AsyncExitStack, add: Callable[[Any, Any], None], servicer: object, name: str, bind: str = "127.0.0.1:0"
+) -> str:
+    """Serves `servicer` until `stack` ends; returns the address."""
+    server = Server(RpcSection(), bind)
     server.add(add, servicer, name)
     address = await server.start()
     await server.set_serving(True)

@@ -28,8 +28,8 @@ from rolecall.store.rows import Rows
 from rolecall.store.sealed import read_sealed
 from tests.fixtures_store import StoreUnderTest
 from tests.nccl_hosts import as_host
-from tests.policy_engine import PolicyEngine
 from tests.ports import free_port
+from tests.twins.channel_engine import PolicyEngine
 from tests.twins.run import TwinRun, twin_run
 from tools.gpu_acceptance.findings import Findings
 

@@ -1,10 +1,7 @@
-"""A run with real trainers in processes of their own that can be killed at exact instants, and a rollout whose tokens
-follow from the weights' bits.
+"""Real trainers in processes of their own that can be killed at exact instants.
 
 The controller reaches a trainer through a `Gateway`, which sees every call and answer, keeps the inputs of every step
-and kills the trainer when told to. The rollout really takes part in the weight channel; what it samples depends on
-(prompt, seed, digest of the weights), so that weights that are the same to the bit sample the same under whatever
-version number.
+and kills the trainer when told to. A `Nursery` forks the trainers, so that a killed one is soon back.
 """
 
 import asyncio
@@ -12,25 +9,16 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
-import torch
-from transformers import Qwen3ForCausalLM
 
 from rolecall.settings import child_environment
 from rolecall.store.sealed import read_sealed
 from rolecall.v1 import training_pb2
-from rolecall.weights.channel import Channel, join
-from rolecall.weights.rendezvous import Rendezvous
-from rolecall.weights.transfer import Reception, agreed_manifest
-from rolecall.weights.transferred import Transferred
-from services.rollout.sampling import MeetingPlace, Probed, SampleRequest
-from services.rollout.scripted import ScriptedEngine, probed
 from tests.fixtures_store import StoreUnderTest
 
 NURSERY_TIMEOUT_S = 200.0
@@ -51,7 +39,7 @@ class Nursery:
         environment = child_environment(
             {"ROLECALL_STORE_URL": store_url, "ROLECALL_DIE_WITH_PARENT": "1", "OMP_NUM_THREADS": "1"}
         )
-        command = [sys.executable, "-m", "tests.replay_nursery"]
+        command = [sys.executable, "-m", "tests.twins.nursery"]
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -234,67 +222,3 @@ class _Handlers(grpc.GenericRpcHandler):
         if path.rpartition("/")[2] in STREAMED:
             return grpc.unary_stream_rpc_method_handler(streamed)
         return grpc.unary_unary_rpc_method_handler(unary)
-
-
-class DigestEngine(ScriptedEngine):
-    """A rollout's engine that receives weights over the real channel and samples by their digest."""
-
-    def __init__(
-        self, model: Path, device: torch.device = torch.device("cpu"), dtype: torch.dtype = torch.float32
-    ) -> None:
-        self._device = device
-        self._model = Qwen3ForCausalLM.from_pretrained(model, dtype=dtype).eval().to(device)
-        super().__init__(vocab_size=200, eos_token_id=self._model.config.eos_token_id)
-        self._digest = ""
-        self._channel: Channel | None = None
-
-    async def join(self, place: MeetingPlace) -> None:
-        """Meets the actor."""
-        await super().join(place)
-        self._let_go()
-        self._channel = await asyncio.to_thread(self._meet, place)
-
-    def _meet(self, place: MeetingPlace) -> Channel:
-        rendezvous = Rendezvous(place.address, place.epoch, place.rank, place.timeout_s)
-        try:
-            return join(rendezvous, place.world_size, place.backend, self._device, place.timeout_s)
-        except BaseException:
-            rendezvous.close()
-            raise
-
-    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Transferred:
-        """Loads what arrives."""
-        received = await asyncio.to_thread(self._load, bucket_timeout_s)
-        self._version, self._digest = policy_version, received.digest
-        return received
-
-    def _load(self, timeout_s: float) -> Transferred:
-        assert self._channel is not None
-        manifest = agreed_manifest(self._channel.rendezvous, timeout_s)
-        reception = Reception(self._channel, manifest, timeout_s)
-        for named in reception:
-            self._model.load_state_dict(dict(named), strict=False)
-        return reception.result()
-
-    async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
-        """By plain transformers."""
-        with torch.no_grad():
-            logits = self._model(torch.tensor([list(token_ids)], device=self._device)).logits[0].float().cpu()
-        logprobs = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(list(token_ids[1:]))[:, None])[:, 0]
-        return probed(np.concatenate([np.zeros(1, np.float32), logprobs.numpy()]), num_decoded)
-
-    def _next(self, request: SampleRequest, position: int) -> tuple[int, float]:
-        text = f"{list(request.prompt_token_ids)}/{request.seed}/{self._digest}/{position}".encode()
-        draw = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
-        token = self._info.eos_token_ids[0] if draw % 8 == 0 else 3 + draw % (self._vocab_size - 3)
-        return token, -1.0 - (draw % 1000) / 1000
-
-    async def close(self) -> None:
-        """Leaves the channel."""
-        self._let_go()
-
-    def _let_go(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel.rendezvous.close()
-            self._channel = None

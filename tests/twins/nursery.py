@@ -1,5 +1,5 @@
 """Forks trainers that have imported torch already: a killed one is back within a second instead of six. `python -m
-tests.replay_nursery`
+tests.twins.nursery`
 
 Reads lines of JSON on stdin, `["fork", role, argument...]` or `["kill", pid]`, and answers each with the child's pid.
 It ends with its stdin, and its children with it. It starts no thread before it forks, so a child is as a fresh process
