@@ -49,7 +49,7 @@ from rolecall.wire import decode_tensor, encode_tensor
 from tests.checkpoint_rig import exported
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_qwen3
-from tests.trainer_rig import (
+from tests.twins.served import (
     Batches,
     saved,
     served_actor,

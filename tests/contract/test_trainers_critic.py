@@ -12,7 +12,7 @@ from rolecall.settings import RunSettings
 from rolecall.v1.training_pb2 import ComputeColumnRequest, TrainRequest
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_qwen3
-from tests.trainer_rig import Batches, served_critic, settings_tree, train, values_of
+from tests.twins.served import Batches, served_critic, settings_tree, train, values_of
 
 MakeRun = Callable[..., RunSettings]
 

@@ -33,7 +33,7 @@ from rolecall.v1.training_pb2 import (
 )
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_qwen3
-from tests.trainer_rig import Batches, Rig, saved, served_actor, settings_tree, train
+from tests.twins.served import Batches, Rig, saved, served_actor, settings_tree, train
 
 TIMEOUT_S = 30.0
 

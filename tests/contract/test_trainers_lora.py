@@ -24,7 +24,7 @@ from rolecall.wire import decode_tensor
 from tests.contract.test_trainers_actor import PROBE, publish_request
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_qwen3
-from tests.trainer_rig import Batches, served_actor, settings_tree, train, true_logprobs, values_of
+from tests.twins.served import Batches, served_actor, settings_tree, train, true_logprobs, values_of
 
 MakeRun = Callable[..., RunSettings]
 ACTOR = {"token_budget": 64, "num_threads": 1, "optimizer": {"learning_rate": 1e-2}, "lora": {"rank": 4, "alpha": 8}}

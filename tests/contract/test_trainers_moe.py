@@ -10,7 +10,7 @@ from rolecall.settings import RunSettings
 from rolecall.v1.training_pb2 import TrainRequest
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_qwen3, write_qwen3_moe
-from tests.trainer_rig import Batches, served_actor, settings_tree, train, values_of
+from tests.twins.served import Batches, served_actor, settings_tree, train, values_of
 
 
 @pytest.fixture(scope="module")

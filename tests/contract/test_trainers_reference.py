@@ -14,7 +14,7 @@ from rolecall.v1.training_pb2 import ComputeColumnRequest
 from services.reference.ranks import columns_by_prefix
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_qwen3
-from tests.trainer_rig import Batches, served_reference, settings_tree, true_distribution, true_logprobs
+from tests.twins.served import Batches, served_reference, settings_tree, true_distribution, true_logprobs
 
 
 async def test_its_column_agrees_with_transformers_and_is_written_once(store: StoreUnderTest, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from rolecall.trackers import Trackers
 from rolecall.v1 import controller_pb2
 from rolecall.v1.controller_pb2_grpc import ControllerServiceStub
 from tests.fixtures_store import StoreUnderTest
-from tests.light_run import write_model
+from tests.twins.launched import write_model
 from tests.twins.run import twin_run
 
 MakeSettings = Callable[..., RunSettings]

@@ -14,7 +14,7 @@ import psutil
 
 from rolecall.settings import child_environment
 from tests.fixtures_store import StoreUnderTest
-from tests.light_run import wait_until_gone, write_light_config
+from tests.twins.launched import wait_until_gone, write_light_config
 
 ENGINE = '''"""An engine whose core is spawned at once and takes for ever to start."""
 import multiprocessing, sys, time

@@ -13,7 +13,7 @@ import yaml
 
 from rolecall.launcher.processes import Processes, Worker
 from rolecall.settings import load_settings
-from tests.light_run import FAILS_IN_A_ROLE, start_train, wait_until_gone, wait_until_up, write_light_config
+from tests.twins.launched import FAILS_IN_A_ROLE, start_train, wait_until_gone, wait_until_up, write_light_config
 
 STOP_LIMIT_S = 100.0
 """Roles that do not end by themselves are killed after 6 s; the rest is a busy machine's."""

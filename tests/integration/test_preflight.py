@@ -22,8 +22,8 @@ from rolecall.commands.cli import main
 from rolecall.settings import load_settings
 from rolecall.v1 import controller_pb2, reward_pb2
 from tests.contract.peer import Authority
-from tests.light_run import start_train, write_light_config
 from tests.ports import free_port
+from tests.twins.launched import start_train, write_light_config
 
 
 def get_run(request: bytes, context: Any) -> bytes:

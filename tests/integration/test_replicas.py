@@ -27,7 +27,7 @@ from rolecall.v1.trajectory_pb2 import RowRef
 from tests.contract.peer import Peer, serving
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_qwen3
-from tests.trainer_rig import Batches, settings_tree, true_logprobs
+from tests.twins.served import Batches, settings_tree, true_logprobs
 
 START_TIMEOUT_S = 90.0
 CONCURRENCY = 8

@@ -12,7 +12,7 @@ from rolecall.commands.cli import main
 from rolecall.errors import RunExistsError
 from rolecall.launcher.plan import holds_a_run, prepare_run_dir
 from rolecall.settings import load_settings
-from tests.light_run import FAILS_IN_A_ROLE, start_train, wait_until_up, write_light_config
+from tests.twins.launched import FAILS_IN_A_ROLE, start_train, wait_until_up, write_light_config
 
 END_LIMIT_S = 100.0
 """A busy machine's."""

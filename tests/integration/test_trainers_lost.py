@@ -32,7 +32,7 @@ from tests.contract.peer import Peer, serving
 from tests.fixtures_store import StoreUnderTest
 from tests.ports import free_port
 from tests.tiny_models import write_qwen3
-from tests.trainer_rig import Batches, saved, settings_tree, train
+from tests.twins.served import Batches, saved, settings_tree, train
 
 START_TIMEOUT_S = 120.0
 SLACK_S = 100.0

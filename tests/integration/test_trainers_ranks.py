@@ -27,7 +27,7 @@ from tests.checkpoint_rig import exported
 from tests.contract.peer import Peer, serving
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_qwen3
-from tests.trainer_rig import Batches, saved, settings_tree, train, values_of
+from tests.twins.served import Batches, saved, settings_tree, train, values_of
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0

@@ -7,7 +7,6 @@ exactly those.
 """
 
 import asyncio
-import functools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -26,9 +25,8 @@ from rolecall.rpc.server import Server
 from rolecall.scoring.scores import Item, ScoreFunction
 from rolecall.settings import RpcSection, RunSettings
 from rolecall.store.ledger import Ledger
-from rolecall.store.sealed import read_ctl, read_sealed
+from rolecall.store.sealed import read_ctl
 from rolecall.training.serving.calls import TrainerCalls
-from rolecall.training.serving.device_thread import DeviceThread
 from rolecall.v1 import (
     actor_pb2_grpc,
     controller_pb2,
@@ -44,6 +42,7 @@ from services.critic.service import CriticServicer
 from services.rollout.scripted import ScriptedEngine
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_tokenizer import write_tokenizer
+from tests.twins.calls import trainer_calls
 from tests.twins.rollout import RolloutTwin
 from tests.twins.trainer import ActorTwin, TrainerTwin
 
@@ -75,10 +74,7 @@ class ServedCritic(CriticServicer):
 
 
 def _calls_of(trainer: TrainerTwin, store: StoreUnderTest, stack: AsyncExitStack) -> TrainerCalls:
-    connection, run = store.connection, store.run
-    fence = Fence(read_ctl(connection, run))
-    sealed = functools.partial(read_sealed, connection, run)
-    calls = TrainerCalls(trainer, sealed, DeviceThread(), fence, 2**20, "trainer.1")
+    calls = trainer_calls(trainer, store.connection, store.run, Fence(read_ctl(store.connection, store.run)))
     calls.start()
     stack.push_async_callback(calls.close)
     return calls

@@ -8,7 +8,7 @@ import pytest
 
 from rolecall.errors import ConfigError
 from rolecall.settings import load_settings
-from tests.light_run import write_light_config
+from tests.twins.launched import write_light_config
 
 RECIPES = Path(__file__).resolve().parents[2] / "rolecall" / "recipes"
 

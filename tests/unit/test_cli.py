@@ -10,7 +10,7 @@ from rolecall.commands.cli import main
 from rolecall.commands.steer import find
 from rolecall.errors import ConfigError
 from rolecall.settings import load_settings, overrides_from
-from tests.light_run import write_light_config
+from tests.twins.launched import write_light_config
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -11,7 +11,7 @@ from rolecall.commands.check import check
 from rolecall.commands.cli import main
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings, load_settings
-from tests.light_run import write_light_config
+from tests.twins.launched import write_light_config
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from rolecall.commands.check import check
 from rolecall.settings import RunSettings, load_settings
 from tests.conftest import MakeSettings
-from tests.light_run import write_light_config
+from tests.twins.launched import write_light_config
 
 LARGE: dict[str, Any] = {
     "sampling": {"max_tokens": 32768},

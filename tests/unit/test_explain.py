@@ -7,7 +7,7 @@ import pytest
 
 from rolecall.commands.explain import explain
 from rolecall.settings import AdvantageSection, PolicyLossSection, RunSettings, load_settings
-from tests.light_run import write_light_config
+from tests.twins.launched import write_light_config
 
 RECIPES = Path(__file__).resolve().parents[2] / "rolecall" / "recipes"
 

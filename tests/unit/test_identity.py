@@ -13,7 +13,7 @@ from rolecall.errors import ConfigError
 from rolecall.identity import FILE, FIXED, settle
 from rolecall.launcher.plan import write_config
 from rolecall.settings import RunSettings, load_settings
-from tests.light_run import write_light_config, write_model
+from tests.twins.launched import write_light_config, write_model
 
 MakeSettings = Callable[..., RunSettings]
 DATA = [{"prompt": f"{i} + {i}", "ground_truth": str(2 * i)} for i in range(4)]

@@ -9,7 +9,7 @@ from rolecall.launcher.last_words import last_words
 from rolecall.launcher.plan import plan_workers, resolve, role_environment, write_config
 from rolecall.settings import ActorSection, load_settings
 from tests.conftest import MakeSettings
-from tests.light_run import write_light_config
+from tests.twins.launched import write_light_config
 
 PPO = {"algorithm": {"groups_per_batch": 2, "advantage": {"kind": "gae"}}}
 

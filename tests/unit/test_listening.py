@@ -15,7 +15,7 @@ from rolecall.errors import ConfigError
 from rolecall.rpc.listening import why_not
 from rolecall.rpc.server import Server
 from rolecall.settings import RpcSection, load_settings
-from tests.light_run import write_light_config
+from tests.twins.launched import write_light_config
 
 
 @pytest.fixture

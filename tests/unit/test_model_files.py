@@ -18,7 +18,7 @@ from rolecall.commands.check import find_problems, require
 from rolecall.data.model_files import CPU_HEAD_DIMS, num_adapter_parameters, read_model
 from rolecall.errors import ConfigError
 from rolecall.settings import load_settings
-from tests.light_run import VOCAB_SIZE, write_light_config, write_model
+from tests.twins.launched import VOCAB_SIZE, write_light_config, write_model
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import yaml
 from rolecall.errors import ConfigError
 from rolecall.launcher.plan import resolve, write_config
 from rolecall.settings import GrpoAdvantage, PlainAdvantage, load_settings
-from tests.light_run import write_light_config
+from tests.twins.launched import write_light_config
 
 RECIPES = Path(__file__).resolve().parents[2] / "rolecall" / "recipes"
 TASK_SETS = {"groups_per_batch", "num_minibatches", "num_epochs", "max_staleness"}

@@ -1,52 +1,30 @@
-"""The light actor as a process: services/actor/__main__.py with another engine, behind the driver's links."""
+"""The actor of a chaos run as a process."""
 
 import asyncio
 import sys
 
-from rolecall import telemetry
 from rolecall.rpc.fence import Fence
-from rolecall.rpc.role_process import ServiceArgs, parse_args, run
-from rolecall.store.connection import connect
-from rolecall.store.sealed import read_ctl, read_sealed
-from rolecall.training.serving.calls import TrainerCalls
-from rolecall.training.serving.device_thread import DeviceThread
+from rolecall.rpc.role_process import ServiceArgs
+from rolecall.store.connection import Connection
 from rolecall.training.serving.serve import make_server, serve_role
 from rolecall.v1 import actor_pb2_grpc, controller_pb2
 from services.actor.service import ActorServicer
+from tests.chaos.roles.process import run_role
 from tests.chaos.trainer import ChaosActor
-from tests.chaos.wiring import hook_of, through_the_wire
+from tests.chaos.wiring import Hook
+from tests.twins.calls import trainer_calls
 
 
-def main() -> int:
-    """Exit code of the process."""
-    args = through_the_wire(parse_args("actor"), "actor")
-    telemetry.configure(args.settings.telemetry, "actor", args.worker)
-    return run(lambda: _serve(args), "actor")
-
-
-async def _serve(args: ServiceArgs) -> None:
-    settings, hook = args.settings, hook_of(args.settings, args.worker)
-    hook.at("starting")
-    connection = await asyncio.to_thread(connect, settings.store)
-    engine, device_thread = ChaosActor(settings, connection, hook, args.incarnation), DeviceThread()
-    fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
-    consumer = f"{args.worker}.{args.incarnation}"
-    calls = TrainerCalls(
-        engine,
-        lambda step: read_sealed(connection, settings.run.name, step),
-        device_thread,
-        fence,
-        settings.actor.token_budget,
-        consumer,
-    )
-    server = make_server(settings, settings.actor, "actor")
-    server.add(
-        actor_pb2_grpc.add_ActorServiceServicer_to_server, ActorServicer(engine, calls), "rolecall.v1.ActorService"
-    )
-    await serve_role(
-        args, settings.actor, controller_pb2.ROLE_ACTOR, server, calls, on_drain=lambda: asyncio.to_thread(engine.close)
-    )
+async def serve(args: ServiceArgs, hook: Hook, connection: Connection, fence: Fence) -> None:
+    """Serves until it is stopped."""
+    settings, section, consumer = args.settings, args.settings.actor, f"{args.worker}.{args.incarnation}"
+    actor = ChaosActor(settings, connection, hook, args.incarnation)
+    calls = trainer_calls(actor, connection, settings.run.name, fence, section.token_budget, consumer)
+    server = make_server(settings, section, "actor")
+    servicer = ActorServicer(actor, calls)
+    server.add(actor_pb2_grpc.add_ActorServiceServicer_to_server, servicer, "rolecall.v1.ActorService")
+    await serve_role(args, section, controller_pb2.ROLE_ACTOR, server, calls, lambda: asyncio.to_thread(actor.close))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_role("actor", "actor", serve))

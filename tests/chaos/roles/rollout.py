@@ -1,34 +1,23 @@
-"""The light rollout as a process: services/rollout/__main__.py with another engine, behind the driver's links."""
+"""A rollout of a chaos run as a process."""
 
 import asyncio
 import sys
 
-from rolecall import telemetry
 from rolecall.rpc.fence import Fence
 from rolecall.rpc.membership import Membership
-from rolecall.rpc.role_process import ServiceArgs, parse_args, run, serve
-from rolecall.store.connection import connect
-from rolecall.store.sealed import read_ctl
+from rolecall.rpc.role_process import ServiceArgs, serve
+from rolecall.store.connection import Connection
 from rolecall.v1 import controller_pb2
 from services.rollout.heartbeat import feed_heartbeat
 from tests.chaos.engine import ChaosEngine
-from tests.chaos.wiring import hook_of, through_the_wire, wire_of
+from tests.chaos.roles.process import run_role
+from tests.chaos.wiring import Hook, wire_of
 from tests.twins.rollout import NumberTokenizer, RolloutTwin
 
 
-def main() -> int:
-    """Exit code of the process."""
-    args = through_the_wire(parse_args("rollout"))
-    telemetry.configure(args.settings.telemetry, "rollout", args.worker)
-    return run(lambda: _serve(args), "rollout")
-
-
-async def _serve(args: ServiceArgs) -> None:
-    settings, hook, consumer = args.settings, hook_of(args.settings, args.worker), f"{args.worker}.{args.incarnation}"
-    hook.at("starting")
-    wire = wire_of(settings)
-    connection = await asyncio.to_thread(connect, settings.store)
-    fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
+async def serve_rollout(args: ServiceArgs, hook: Hook, connection: Connection, fence: Fence) -> None:
+    """Serves until it is stopped."""
+    settings, wire, consumer = args.settings, wire_of(args.settings), f"{args.worker}.{args.incarnation}"
     engine = ChaosEngine(hook, settings.data.max_prompt_tokens + settings.sampling.max_tokens)
     bind = f"unix:{wire / args.worker}.real" if wire.is_dir() else settings.rollout.bind
     twin = RolloutTwin.of_run(settings, consumer, engine, NumberTokenizer(), connection, bind, fence)
@@ -63,4 +52,4 @@ async def _first_failure(*parts: "asyncio.Future[None]") -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_role("rollout", "", serve_rollout))

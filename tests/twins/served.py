@@ -1,5 +1,5 @@
-"""A trainer under test: its real servicer on a real server, over a tiny real model and batches sealed in a real
-store.
+"""Trainers under test that are served in this process: the real servicer on a real server, over a tiny real model and
+batches sealed in a real store.
 """
 
 import asyncio
@@ -21,7 +21,8 @@ from rolecall.rpc.channel import open_channel
 from rolecall.rpc.fence import Fence
 from rolecall.rpc.server import Server
 from rolecall.settings import RunSettings
-from rolecall.store.sealed import read_ctl, read_sealed
+from rolecall.store.connection import Connection
+from rolecall.store.sealed import read_ctl
 from rolecall.training.ranks.device import stop_rank
 from rolecall.training.serving.calls import ColumnCalls, TrainerCalls
 from rolecall.training.serving.device_thread import DeviceThread
@@ -44,12 +45,13 @@ from services.critic.service import CriticServicer
 from services.reference import ranks as reference_ranks
 from services.reference.service import ReferenceServicer
 from tests.fixtures_store import DIGEST, StoreUnderTest
+from tests.twins.calls import trainer_calls
 
 NUM_PROMPT_TOKENS = 4
 
 
 def settings_tree(store: StoreUnderTest, model: Path, run_dir: Path, **sections: Any) -> dict[str, Any]:
-    """A run over `store` and `model`: four groups of two, one mini-batch."""
+    """Returns the settings of a run over `store` and `model`: four groups of two, one mini-batch."""
     tree: dict[str, Any] = {
         "run": {"name": store.run, "dir": str(run_dir), "num_steps": 10, "seed": 3},
         "model": {"path": str(model), "dtype": "float32"},
@@ -64,7 +66,7 @@ def settings_tree(store: StoreUnderTest, model: Path, run_dir: Path, **sections:
 
 
 def true_distribution(model: Path, token_ids: Array, temperature: float) -> Array:
-    """float32 [T, V] by plain transformers: the oracle's log-probabilities of every id in the place of token t; row 0
+    """Returns float32 [T, V] by plain transformers: the log-probabilities of every id in the place of token t; row 0
     is zeros.
     """
     with torch.no_grad():
@@ -74,7 +76,7 @@ def true_distribution(model: Path, token_ids: Array, temperature: float) -> Arra
 
 
 def true_logprobs(model: Path, token_ids: Array, temperature: float) -> Array:
-    """float32 [T] by plain transformers: the oracle."""
+    """Returns float32 [T] by plain transformers: the oracle."""
     return np.take_along_axis(true_distribution(model, token_ids, temperature), token_ids.astype(np.int64)[:, None], 1)[
         :, 0
     ]
@@ -87,7 +89,7 @@ def _network(model: Path) -> PreTrainedModel:
 
 @dataclass
 class Batches:
-    """Makes sealed batches out of random trajectories with the true logprobs of `model`."""
+    """A maker of sealed batches out of random trajectories with the true logprobs of `model`."""
 
     store: StoreUnderTest
     model: Path
@@ -98,7 +100,7 @@ class Batches:
     coefficients: Coefficients = field(default_factory=Coefficients)
 
     def sampled(self, num_groups: int | None = None) -> list[CommittedGroup]:
-        """Committed groups that nobody scored."""
+        """Returns committed groups that nobody scored."""
         num_groups = num_groups or self.num_groups
         first = self.store.ledger.position().next_gid
         for gid in range(first, first + num_groups):
@@ -129,7 +131,7 @@ class Batches:
         return groups
 
     def sealed(self, step: int, digest: str = "") -> TrainBatch:
-        """The batch of `step`, sealed, with advantages of both signs."""
+        """Seals the batch of `step`, with advantages of both signs."""
         groups = self.sampled()
         refs = [ref for group in groups for ref in group.rows]
         self.score(refs)
@@ -179,7 +181,7 @@ class Batches:
 
 @dataclass
 class Rig:
-    """One served trainer."""
+    """A served trainer and the way to it."""
 
     channel: grpc.aio.Channel
     engine: Any
@@ -191,52 +193,64 @@ class Rig:
 async def served_actor(
     settings: RunSettings, store: StoreUnderTest
 ) -> AsyncIterator[tuple[Rig, actor_pb2_grpc.ActorServiceStub]]:
-    """An actor at step 0."""
-    connection = store.connect()
-    device_thread = DeviceThread()
-    hooks = ProcessHooks("actor", device_thread.progressed)
-    engine = await _built(device_thread, lambda: actor_ranks.build(settings, connection, hooks))
-    calls = _calls(settings, engine, device_thread, store, settings.actor.token_budget)
-    server = Server(settings.rpc, "127.0.0.1:0")
-    server.add(
-        actor_pb2_grpc.add_ActorServiceServicer_to_server, ActorServicer(engine, calls), "rolecall.v1.ActorService"
-    )
-    async with _served(settings, server, engine, calls) as rig:
+    """Serves an actor at step 0."""
+
+    def add(server: Server, actor: Any, calls: TrainerCalls) -> None:
+        servicer = ActorServicer(actor, calls)
+        server.add(actor_pb2_grpc.add_ActorServiceServicer_to_server, servicer, "rolecall.v1.ActorService")
+
+    async with _served_trainer(settings, store, "actor", actor_ranks.build, settings.actor.token_budget, add) as rig:
         yield rig, actor_pb2_grpc.ActorServiceStub(rig.channel)
-        await asyncio.to_thread(engine.close)
+        await asyncio.to_thread(rig.engine.close)
 
 
 @asynccontextmanager
 async def served_critic(
     settings: RunSettings, store: StoreUnderTest
 ) -> AsyncIterator[tuple[Rig, critic_pb2_grpc.CriticServiceStub]]:
-    """A critic at step 0."""
+    """Serves a critic at step 0."""
     assert settings.critic is not None
+
+    def add(server: Server, critic: Any, calls: TrainerCalls) -> None:
+        servicer = CriticServicer(calls)
+        server.add(critic_pb2_grpc.add_CriticServiceServicer_to_server, servicer, "rolecall.v1.CriticService")
+
+    async with _served_trainer(settings, store, "critic", critic_ranks.build, settings.critic.token_budget, add) as rig:
+        yield rig, critic_pb2_grpc.CriticServiceStub(rig.channel)
+
+
+@asynccontextmanager
+async def _served_trainer(
+    settings: RunSettings,
+    store: StoreUnderTest,
+    worker: str,
+    build: Callable[[RunSettings, Connection, ProcessHooks], Any],
+    token_budget: int,
+    add: Callable[[Server, Any, TrainerCalls], None],
+) -> AsyncIterator[Rig]:
     connection = store.connect()
     device_thread = DeviceThread()
-    hooks = ProcessHooks("critic", device_thread.progressed)
-    engine = await _built(device_thread, lambda: critic_ranks.build(settings, connection, hooks))
-    calls = _calls(settings, engine, device_thread, store, settings.critic.token_budget)
+    hooks = ProcessHooks(worker, device_thread.progressed)
+    trainer = await _built(device_thread, lambda: build(settings, connection, hooks))
+    fence = Fence(read_ctl(connection, settings.run.name))
+    sealed = store.connect()
+    calls = trainer_calls(trainer, sealed, settings.run.name, fence, token_budget, device_thread=device_thread)
     server = Server(settings.rpc, "127.0.0.1:0")
-    server.add(critic_pb2_grpc.add_CriticServiceServicer_to_server, CriticServicer(calls), "rolecall.v1.CriticService")
-    async with _served(settings, server, engine, calls) as rig:
-        yield rig, critic_pb2_grpc.CriticServiceStub(rig.channel)
+    add(server, trainer, calls)
+    async with _served(settings, server, trainer, calls) as rig:
+        yield rig
 
 
 @asynccontextmanager
 async def served_reference(
     settings: RunSettings, instance: str, store: StoreUnderTest
 ) -> AsyncIterator[reference_pb2_grpc.ReferenceServiceStub]:
-    """The reference `instance`."""
+    """Serves the reference `instance`."""
     connection = store.connect()
     device_thread = DeviceThread()
     engine = await _built(device_thread, lambda: reference_ranks.build(settings, instance, connection))
-    calls = ColumnCalls(
-        engine,
-        device_thread,
-        Fence(read_ctl(connection, settings.run.name)),
-        settings.references[instance].token_budget,
-    )
+    fence = Fence(read_ctl(connection, settings.run.name))
+    calls = ColumnCalls(engine, device_thread, fence, settings.references[instance].token_budget)
     server = Server(settings.rpc, "127.0.0.1:0")
     servicer = ReferenceServicer(engine, calls, instance, "ref.1")
     server.add(reference_pb2_grpc.add_ReferenceServiceServicer_to_server, servicer, "rolecall.v1.ReferenceService")
@@ -245,27 +259,13 @@ async def served_reference(
 
 
 async def _built(device_thread: DeviceThread, build: Callable[[], Any]) -> Any:
-    """The engine; a rank that could not load leaves nothing to the next test."""
+    """Builds the engine; a rank that could not load leaves nothing to the next test."""
     try:
         return await device_thread.run(build, "loading")
     except RoleCallError:
         if torch.distributed.is_initialized():
             stop_rank()
         raise
-
-
-def _calls(
-    settings: RunSettings, engine: Any, device_thread: DeviceThread, store: StoreUnderTest, token_budget: int
-) -> TrainerCalls:
-    connection, run = store.connect(), settings.run.name
-    return TrainerCalls(
-        engine,
-        lambda step: read_sealed(connection, run, step),
-        device_thread,
-        Fence(read_ctl(connection, run)),
-        token_budget,
-        "trainer.1",
-    )
 
 
 @asynccontextmanager
@@ -282,7 +282,7 @@ async def _served(settings: RunSettings, server: Server, engine: Any, calls: Col
 
 
 async def train(stub: Any, request: TrainRequest) -> TrainResult:
-    """The result of a Train call; checks that it is the last and only one."""
+    """Returns the result of a Train call; checks that it is the last and only one."""
     responses: list[TrainResponse] = [response async for response in stub.Train(request, timeout=60)]
     assert [response.WhichOneof("event") for response in responses] == [
         *itertools.repeat("progress", len(responses) - 1),
@@ -292,12 +292,12 @@ async def train(stub: Any, request: TrainRequest) -> TrainResult:
 
 
 def values_of(result: TrainResult) -> dict[str, float]:
-    """Metrics by name."""
+    """Returns metrics by name."""
     return {metric.name: metric.value for metric in result.metrics}
 
 
 async def saved(stub: Any, request: SaveTrainerCheckpointRequest) -> list[CheckpointFile]:
-    """What a SaveCheckpoint call wrote; checks that it said first that the state was taken."""
+    """Returns what a SaveCheckpoint call wrote; checks that it said first that the state was taken."""
     responses: list[SaveTrainerCheckpointResponse] = [
         response async for response in stub.SaveCheckpoint(request, timeout=60)
     ]

@@ -1,5 +1,5 @@
-"""A run that starts fast: a real controller, reward service and store; the actor is said to be elsewhere and there are
-no rollouts.
+"""Runs under the real launcher, in processes of their own, that start fast: a real controller, reward service and
+store; the actor is said to be elsewhere and there are no rollouts.
 """
 
 import json
@@ -22,14 +22,14 @@ if "ROLECALL_INCARNATION" in os.environ:
 def score(item):
     return 0.0
 """
-"""A module that is imported well everywhere but in a role of a run."""
+"""The source of a module that is imported well everywhere but in a role of a run."""
 VOCAB_SIZE = 259
-"""Of `write_tokenizer`'s tokenizer."""
+"""The size of `write_tokenizer`'s vocabulary."""
 
 
 def write_light_config(folder: Path, target: str | None = None) -> Path:
-    """A configuration in `folder` with the files that it names. `target`: a `module:function` scorer instead of exact
-    match.
+    """Writes a configuration to `folder`, with the files that it names. `target` is a `module:function` scorer instead
+    of exact match.
     """
     write_model(folder / "model")
     (folder / "train.jsonl").write_text('{"prompt": "2 + 2", "ground_truth": "4"}\n')
@@ -50,7 +50,7 @@ def write_light_config(folder: Path, target: str | None = None) -> Path:
 
 
 def write_model(path: Path) -> Path:
-    """A model directory that passes every check and that nobody loads: a tokenizer, a configuration and an
+    """Writes a model directory that passes every check and that nobody loads: a tokenizer, a configuration and an
     embedding.
     """
     write_tokenizer(path)
@@ -67,7 +67,7 @@ def write_model(path: Path) -> Path:
 
 
 def start_train(config: Path, *arguments: str) -> "subprocess.Popen[str]":
-    """`rolecall train` on `config`, its output in pipes."""
+    """Starts `rolecall train` on `config`, its output in pipes."""
     command = [sys.executable, "-m", "rolecall", "train", str(config), *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -87,6 +87,6 @@ def wait_until_up(train: "subprocess.Popen[str]") -> list[psutil.Process]:
 
 
 def wait_until_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those that are still alive after `timeout_s`."""
+    """Returns those that are still alive after `timeout_s`."""
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]

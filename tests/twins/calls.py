@@ -1,0 +1,26 @@
+"""The calls of a trainer over any engine: of a real one on a tiny model, of a twin in this process, of a twin in a
+chaos run.
+"""
+
+from rolecall.rpc.fence import Fence
+from rolecall.store.connection import Connection
+from rolecall.store.sealed import read_sealed
+from rolecall.training.serving.calls import TrainerCalls
+from rolecall.training.serving.device_thread import DeviceThread
+from rolecall.training.serving.trainer import Trainer
+
+
+def trainer_calls(
+    trainer: Trainer,
+    connection: Connection,
+    run: str,
+    fence: Fence,
+    token_budget: int = 2**20,
+    worker: str = "trainer.1",
+    device_thread: DeviceThread | None = None,
+) -> TrainerCalls:
+    """Makes the calls of `trainer` in `run`."""
+    device_thread = device_thread or DeviceThread()
+    return TrainerCalls(
+        trainer, lambda step: read_sealed(connection, run, step), device_thread, fence, token_budget, worker
+    )
