@@ -1,8 +1,8 @@
 """Trackers of a run's numbers and samples: JSONL always, TensorBoard, W&B, MLflow, and a tracker of the user's own.
 
-Trackers are told, never asked: what is written to this machine is written at once (files.py), what goes to a server
-behind a thread and a bounded queue (background.py), so that a run never waits for one and never ends by one. The
-controller of a run and rank 0 of `rolecall sft` write here.
+Trackers are told, never asked: what is written to this machine is written at once (file_trackers.py), what goes to a
+server behind a thread and a bounded queue (background_tracker.py), so that a run never waits for one and never ends by
+one. The controller of a run and rank 0 of `rolecall sft` write here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +13,8 @@ from typing import Any
 from rolecall.errors import ConfigError
 from rolecall.plugins import load_plugin
 from rolecall.settings import PluginSection, RunSettings, SftSettings, TrackersSection
-from rolecall.trackers.background import BackgroundTracker
-from rolecall.trackers.files import JsonlFile, JsonlTracker, TensorBoardTracker
+from rolecall.trackers.background_tracker import BackgroundTracker
+from rolecall.trackers.file_trackers import JsonlFile, JsonlTracker, TensorBoardTracker
 from rolecall.trackers.mlflow import MlflowTracker
 from rolecall.trackers.tracker import TrackedRun, Tracker
 from rolecall.trackers.wandb import WandbTracker
@@ -75,7 +75,7 @@ class Trackers:
             tracker.keep_samples(step, samples)
 
     def flush(self) -> None:
-        """Closes all, the remote ones at the same time: within background.FLUSH_S."""
+        """Closes all, the remote ones at the same time: within background_tracker.FLUSH_S."""
         for file in self._files:
             file.close()
         for tracker in self._remote:

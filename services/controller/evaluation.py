@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rolecall.algorithms.evaluation import majority_at_k, pass_at_k, subset_sizes
+from rolecall.algorithms.pass_and_majority import majority_at_k, pass_at_k, subset_sizes
 from rolecall.data.dataset import load_prompts
 from rolecall.errors import RoleCallError, UnavailableError
 from rolecall.scoring.client import RewardClient

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rolecall.algorithms.evaluation import pass_at_k
+from rolecall.algorithms.pass_and_majority import pass_at_k
 from rolecall.scoring.scores import Item, Score, ScoreFunction
 from rolecall.settings import RunSettings
 from tests.fixtures_store import StoreUnderTest

@@ -21,7 +21,7 @@ ALLOWED = {
     "rolecall/launcher/run_record.py": {"time"},  # when a run was last heard of, for people
     "rolecall/commands/steer.py": {"strftime", "localtime"},  # the same, as it is shown
     "rolecall/telemetry.py": {"fromtimestamp"},  # log lines
-    "rolecall/trackers/files.py": {"time"},  # event files carry wall time, and are ordered by it in their names
+    "rolecall/trackers/file_trackers.py": {"time"},  # event files carry wall time, and are ordered by it in their names
     "rolecall/trackers/mlflow.py": {"time"},  # and so do MLflow's metrics
 }
 """What only stamps a text for people."""

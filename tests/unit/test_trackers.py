@@ -19,8 +19,8 @@ import pytest
 from examples.custom_tracker.webhook import Webhook
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings, SftSettings
-from rolecall.trackers import TrackedRun, Trackers, background, require
-from rolecall.trackers.background import BackgroundTracker
+from rolecall.trackers import TrackedRun, Trackers, background_tracker, require
+from rolecall.trackers.background_tracker import BackgroundTracker
 from rolecall.trackers.mlflow import metric_name
 from rolecall.trackers.tracker import shown_configuration, tables_of
 
@@ -92,7 +92,7 @@ def run_in(folder: Path) -> TrackedRun:
     return TrackedRun("0123456789abcdef", "test", folder, {})
 
 
-def in_background(url: str, folder: Path, flush_s: float = background.FLUSH_S) -> BackgroundTracker:
+def in_background(url: str, folder: Path, flush_s: float = background_tracker.FLUSH_S) -> BackgroundTracker:
     return BackgroundTracker(
         "webhook", lambda: Webhook(run_in(folder), url, WAIT_S), first_pause_s=PAUSE_S, flush_s=flush_s
     )
@@ -130,7 +130,7 @@ def test_a_note_that_is_refused_is_given_up_and_the_others_arrive(receiver: Rece
     tracker = in_background(receiver.url, tmp_path)
     for step in range(6):
         tracker.log(step, {"loss": 0.5})
-    receiver.wait_for(lambda: receiver.num_refused >= background.MAX_ATTEMPTS)
+    receiver.wait_for(lambda: receiver.num_refused >= background_tracker.MAX_ATTEMPTS)
     tracker.log(6, {"loss": 0.5})
     receiver.wait_for(lambda: receiver.steps() == {0, 1, 2, 4, 5, 6})
     deadline = time.monotonic() + WAIT_S
@@ -138,7 +138,7 @@ def test_a_note_that_is_refused_is_given_up_and_the_others_arrive(receiver: Rece
         time.sleep(PAUSE_S)
     assert tracker.num_lost == 1  # while the run goes on, not by its end
     tracker.flush()
-    assert receiver.num_refused >= background.MAX_ATTEMPTS
+    assert receiver.num_refused >= background_tracker.MAX_ATTEMPTS
 
 
 def test_a_server_that_never_answers_holds_nobody_up(receiver: Receiver, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_the_oldest_notes_are_lost_and_counted_when_the_queue_is_full(
 ) -> None:
     held = Held(run_in(tmp_path))
     tracker = BackgroundTracker("held", lambda: held)
-    text = "x" * (background.MAX_QUEUED_CHARS // 4)
+    text = "x" * (background_tracker.MAX_QUEUED_CHARS // 4)
     tracker.keep_samples(0, [{"response": text}])
     assert held.entered.wait(timeout=WAIT_S)
     for step in range(1, 8):

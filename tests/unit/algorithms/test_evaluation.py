@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolecall.algorithms.evaluation import MAX_EXACT, majority_at_k, pass_at_k, subset_sizes
+from rolecall.algorithms.pass_and_majority import MAX_EXACT, majority_at_k, pass_at_k, subset_sizes
 
 
 def slow_pass_at_k(solved: list[bool], k: int) -> float:
