@@ -78,12 +78,12 @@ class PolicySteps:
     def encode(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> list[dict[str, Array]]:
         """RoleColumns.encode."""
         assert isinstance(outputs, TokenOutputs)
-        said = (
+        outputs_N = (
             [outputs.logprobs_N]
             if outputs.sum_squared_probs_N is None
             else [outputs.logprobs_N, outputs.sum_squared_probs_N]
         )
-        rows = zip(*(unpack(each_N, microbatch.lengths) for each_N in said), strict=True)
+        rows = zip(*(unpack(each_N, microbatch.lengths) for each_N in outputs_N), strict=True)
         return [dict(zip(self.names, row, strict=True)) for row in rows]
 
     def apply(

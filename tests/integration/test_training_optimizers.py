@@ -13,7 +13,7 @@ from rolecall.errors import CheckpointMismatchError
 from rolecall.settings import OptimizerSection
 from rolecall.training.engine import STATE_PARTS, StatePart, TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.fsdp.schedule import learning_rate
+from rolecall.training.fsdp.learning_rate import learning_rate
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, local_counts, pack

@@ -37,9 +37,9 @@ from rolecall.training.fsdp import checkpoint
 from rolecall.training.fsdp.gradients import clip_gradients, gradient_norm
 from rolecall.training.fsdp.host_copies import HostCopies
 from rolecall.training.fsdp.layout import Layout
+from rolecall.training.fsdp.learning_rate import learning_rate
 from rolecall.training.fsdp.load import load_model
 from rolecall.training.fsdp.optimizer import Optimizer
-from rolecall.training.fsdp.schedule import learning_rate
 from rolecall.training.model.activation_offload import ActivationOffload, Copies
 from rolecall.training.model.attention import plan_attention
 from rolecall.training.model.conversion import Conversion
@@ -258,7 +258,7 @@ class FsdpEngine:
             pass_flops.total(microbatch.lengths, microbatch.num_scored, num_saved) / self._options.parallel.slot_size
         )
         if wanted is not None:
-            return _said(first_N, second_N, more[0], wanted)
+            return _ranked(first_N, second_N, more[0], wanted)
         if isinstance(self._model, PolicyModel):
             routing = self._routers.sums(router_logits, mb, packed) if self._routers else None
             return TokenOutputs(first_N, second_N, routing, target_logprobs_Nk=more[0] if more else None)
@@ -377,7 +377,7 @@ def _zero_of(outputs: TokenOutputs | ValueOutputs) -> torch.Tensor:
     return (outputs.values_N.sum() + outputs.bootstrap_values_S.sum()) * 0.0
 
 
-def _said(logprobs_N: torch.Tensor, entropy_N: torch.Tensor, more_NC: torch.Tensor, wanted: Wanted) -> TokenOutputs:
+def _ranked(logprobs_N: torch.Tensor, entropy_N: torch.Tensor, more_NC: torch.Tensor, wanted: Wanted) -> TokenOutputs:
     k = wanted.top_k
     ids_Nk, logprobs_Nk = more_NC[:, :k].to(torch.int32), more_NC[:, k : 2 * k]
     return TokenOutputs(

@@ -5,7 +5,7 @@
     muon   Muon on the layers' matrices; AdamW on embeddings, heads, norms, biases and stacked experts, which are no
     matrices
 
-Weight decay on matrices only. Not the schedule (training/fsdp/schedule.py) and not clipping, which needs all ranks.
+Weight decay on matrices only. Not the learning rate (learning_rate.py) and not clipping, which needs all ranks.
 """
 
 from collections.abc import Iterable

@@ -89,13 +89,13 @@ class PolicyModel(PackedModel):
         before_MH = hidden_nH.index_select(0, scored_M - 1 - run.start)
         token_ids_M, temperature_M, wide = token_ids_N[scored_M], temperature_N[scored_M], self.float32_logits
         if wanted is not None:
-            said = distribution(
+            found = distribution(
                 before_MH, weight_VH, token_ids_M, temperature_M, wanted, vocab=vocab, float32_logits=wide
             )
             more_MC = torch.cat(
-                [said.top_ids_Mk.to(torch.float32), said.top_logprobs_Mk, said.sum_squared_probs_M[:, None]], 1
+                [found.top_ids_Mk.to(torch.float32), found.top_logprobs_Mk, found.sum_squared_probs_M[:, None]], 1
             )
-            outputs = [said.logprobs_M, torch.zeros_like(said.logprobs_M), more_MC]
+            outputs = [found.logprobs_M, torch.zeros_like(found.logprobs_M), more_MC]
         elif targets_Nk is not None:
             targets_MK = torch.cat([token_ids_M[:, None], targets_Nk[scored_M].long()], 1)
             logprobs_MK, entropy_M = logprobs_and_entropy(

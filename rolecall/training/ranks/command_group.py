@@ -150,8 +150,8 @@ class CommandGroup:
         culprit = int(self._reduce(np.array([self.rank + 1 if own else 0], np.int64), dist.ReduceOp.MAX)[0]) - 1
         if culprit < 0:
             return result[0]
-        told = self._broadcast_bytes(_encode(own) if self.rank == culprit and own is not None else b"", culprit)
-        raise own if own is not None else _decode(told, culprit)
+        encoded = self._broadcast_bytes(_encode(own) if self.rank == culprit and own is not None else b"", culprit)
+        raise own if own is not None else _decode(encoded, culprit)
 
     def sum(self, numbers: Array) -> Array:
         """The elementwise sum over ranks of `numbers`, float64 of the same shape on every rank."""

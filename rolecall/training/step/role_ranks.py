@@ -20,6 +20,7 @@ from rolecall.training.model.logprobs import Wanted
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.serving.applied import FILE, Applied
 from rolecall.training.serving.background import in_background
+from rolecall.training.serving.hooks import nothing
 from rolecall.training.serving.save_chain import Written
 from rolecall.training.serving.trainer import Progress
 from rolecall.training.step.rank_context import StoreRankContext
@@ -187,7 +188,7 @@ class TrainerRanks(ColumnRanks):
         """ColumnRanks.obey, and a trainer's own commands."""
         match command.WhichOneof("work"):
             case "train":
-                self._train(command.train.batch, Progress(_nobody))
+                self._train(command.train.batch, Progress(nothing))
             case "save":
                 self._save(open_storage(command.save.path))
             case "load":
@@ -230,7 +231,3 @@ class TrainerRanks(ColumnRanks):
             self.context.state.offload(*named)
         else:
             self.context.state.onload(*named)
-
-
-def _nobody() -> None:
-    """Followers' progress is watched by nobody."""
