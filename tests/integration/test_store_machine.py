@@ -89,6 +89,7 @@ class ReplayedConnection(Connection):
         self.calls: list[Call] = []
 
     def script(self, name: str, keys: Sequence[str], args: Sequence[str | bytes | int]) -> list[Any]:
+        self._order(name, keys)
         if name in REPEATABLE:
             self.calls = [*self.calls[-300:], Call(name, keys, args)]
         if name not in self.variants:
@@ -99,9 +100,17 @@ class ReplayedConnection(Connection):
 
     def send_again(self, call: Call) -> None:
         """Now, as the network might."""
+        self._order(call.script, call.keys)
         self.command(
             "EVAL", self.variants.get(call.script, scripts.source(call.script)), len(call.keys), *call.keys, *call.args
         )
+
+    def _order(self, script: str, keys: Sequence[str]) -> None:
+        """Forgets what cannot arrive after this call: a row's one writer stages it before it lifts its expiry, so that
+        no earlier lifting comes after a later staging.
+        """
+        if script == "stage":
+            self.calls = [call for call in self.calls if call.script != "persist" or not {*call.keys} & {*keys}]
 
     def forget_calls(self, script: str, consumer: str = "") -> None:
         """The calls of `script` (by `consumer`) do not arrive again."""
