@@ -18,7 +18,7 @@ import torch
 
 from rolecall.algorithms.correction import correct
 from rolecall.algorithms.losses import PolicyBatch
-from rolecall.settings import CorrectionSection, IcePopWeight, ImportanceWeight, Rejection
+from rolecall.settings import CorrectionSection, ImportanceWeight, Rejection
 from rolecall.wire import Array
 
 NUM_WORDS, NUM_RESPONSES, NUM_BATCHES = 16, 512, 48
@@ -33,7 +33,7 @@ CORRECTIONS = {
     "token, cap 2": CorrectionSection(),
     "token, no cap": CorrectionSection(weight=ImportanceWeight(cap=None)),
     "sequence, cap 2": CorrectionSection(weight=ImportanceWeight(kind="sequence")),
-    "icepop": CorrectionSection(weight=IcePopWeight()),
+    "icepop": CorrectionSection(weight=ImportanceWeight(kind="icepop")),
     "token, cap 2; any out of 0.2 .. 5": CorrectionSection(
         reject=(Rejection(kind="ratio", over="sequence_max", low=0.2, high=5.0),)
     ),

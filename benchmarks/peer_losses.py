@@ -19,14 +19,12 @@ from rolecall.algorithms.selection import Tokens, num_selected, order
 from rolecall.settings import (
     Aggregation,
     AlgorithmSection,
-    ClipCovLoss,
     ClippedLoss,
     CorrectionSection,
     CovarianceLoss,
     DppoLoss,
     DroLoss,
     EntropySection,
-    KlCovLoss,
     KlSection,
     PolicyLossSection,
     ReinforceLoss,
@@ -151,13 +149,17 @@ def _plain_rows(batch: Batch) -> Iterator[Row]:
 def _selecting_rows(batch: Batch) -> Iterator[Row]:
     """Clip-Cov and KL-Cov."""
     band = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.2, "clip_cov_ub": 1.5}
-    clip_cov = ClipCovLoss(**OURS_CLIP, fraction=1.0, cov_low=0.2, cov_high=1.5)
+    clip_cov = CovarianceLoss(kind="clip_cov", **OURS_CLIP, fraction=1.0, cov_low=0.2, cov_high=1.5)
     yield _row(
         batch, "Clip-Cov, all of the band", clip_cov, "token_mean", {"name": "clip_cov", **CLIP, "policy_loss": band}
     )
     covering = {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.7}
     yield _row(
-        batch, "KL-Cov", KlCovLoss(kl_coef=0.7, fraction=0.2), "token_mean", {"name": "kl_cov", "policy_loss": covering}
+        batch,
+        "KL-Cov",
+        CovarianceLoss(kind="kl_cov", kl_coef=0.7, fraction=0.2),
+        "token_mean",
+        {"name": "kl_cov", "policy_loss": covering},
     )
 
 

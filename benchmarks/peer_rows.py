@@ -22,7 +22,6 @@ from rolecall.settings import (
     GaeAdvantage,
     GdpoAdvantage,
     GrpoAdvantage,
-    IcePopWeight,
     ImportanceWeight,
     PlainAdvantage,
     ReinforcePlusPlusAdvantage,
@@ -225,7 +224,7 @@ def correction_rows(batch: Batch) -> Iterator[Row]:
     for what, weight, options in (
         ("weights of tokens", ImportanceWeight(cap=1.2), {"level": "token", "threshold": 1.2}),
         ("weights of responses", ImportanceWeight(kind="sequence", cap=1.2), {"level": "sequence", "threshold": 1.2}),
-        ("IcePop", IcePopWeight(low=0.8, high=1.3), {"level": "token", "threshold": "0.8_1.3"}),
+        ("IcePop", ImportanceWeight(kind="icepop", low=0.8, cap=1.3), {"level": "token", "threshold": "0.8_1.3"}),
     ):
         yield Row(what, "verl", Case("weights", options, given), {"weights": kept(CorrectionSection(weight=weight))})
     names = {"token": "token", "sequence_mean": "seq_mean", "sequence_sum": "seq_sum", "sequence_max": "seq_max"}

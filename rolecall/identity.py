@@ -43,7 +43,6 @@ FIXED = (
     ),
     Fixed("data.prompt_field", "it says what the prompts are", lambda settings: settings.data.prompt_field),
     Fixed("data.ground_truth_field", "it says what the prompts are", lambda settings: settings.data.ground_truth_field),
-    Fixed("data.uid_field", "it says what the prompts are", lambda settings: settings.data.uid_field),
     Fixed("data.system_prompt", "it says what the prompts are", lambda settings: settings.data.system_prompt),
     Fixed("data.shuffle", "the run's place in the data is a number of prompts", lambda settings: settings.data.shuffle),
     Fixed(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rolecall.settings import ClipCovLoss, CovarianceLoss, KlCovLoss
+from rolecall.settings import CovarianceLoss
 from rolecall.wire import Array
 
 
@@ -73,15 +73,13 @@ def order(loss: CovarianceLoss, tokens: Tokens, sums: Array) -> Order:
     covariance_M = (tokens.logprobs_M - sum_logprobs / max(num, 1)) * (
         tokens.advantages_M - sum_advantages / max(num, 1)
     )
-    match loss:
-        case KlCovLoss():
-            ranks_M = -covariance_M
-        case ClipCovLoss():
-            ratio_M = np.exp(np.clip(tokens.logprobs_M - tokens.old_logprobs_M, -20.0, 20.0))
-            high_M = (tokens.advantages_M > 0) & (ratio_M > 1 + loss.clip_eps_high)
-            low_M = (tokens.advantages_M < 0) & (ratio_M < 1 - loss.clip_eps_low)
-            drawn_M = (covariance_M > loss.cov_low) & (covariance_M < loss.cov_high) & ~high_M & ~low_M
-            ranks_M = np.where(drawn_M, 0.0, np.inf)
+    if loss.kind == "kl_cov":
+        return Order(-covariance_M, tokens.keys_M)
+    ratio_M = np.exp(np.clip(tokens.logprobs_M - tokens.old_logprobs_M, -20.0, 20.0))
+    high_M = (tokens.advantages_M > 0) & (ratio_M > 1 + loss.clip_eps_high)
+    low_M = (tokens.advantages_M < 0) & (ratio_M < 1 - loss.clip_eps_low)
+    drawn_M = (covariance_M > loss.cov_low) & (covariance_M < loss.cov_high) & ~high_M & ~low_M
+    ranks_M = np.where(drawn_M, 0.0, np.inf)
     return Order(ranks_M, tokens.keys_M)
 
 

@@ -196,7 +196,7 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         f"; also stops at {', '.join(map(str, also))}" if also else ""
     )
     longest = settings.data.max_prompt_tokens + settings.sampling.max_tokens
-    bound = settings.model.max_model_tokens or max_model_tokens(path)
+    bound = max_model_tokens(path)
     yield (
         f"max model length: {bound} tokens; prompt up to {settings.data.max_prompt_tokens} + response up to "
         f"{settings.sampling.max_tokens} = {longest}"

@@ -9,9 +9,9 @@ from typing import assert_never
 
 from rolecall.settings import (
     AlgorithmSection,
-    ClipCovLoss,
     ClippedLoss,
     CorrectionSection,
+    CovarianceLoss,
     CurriculumSection,
     CustomLoss,
     DistillationSection,
@@ -19,9 +19,6 @@ from rolecall.settings import (
     DroLoss,
     EntropySection,
     FiltersSection,
-    IcePopWeight,
-    ImportanceWeight,
-    KlCovLoss,
     KlSection,
     PolicyLossSection,
     ReinforceLoss,
@@ -142,13 +139,13 @@ def _loss(section: PolicyLossSection) -> str:
                 f"a sigmoid gate on the ratio, temperatures {section.tau_pos:g} and {section.tau_neg:g} by the "
                 "advantage's sign (SAPO)"
             )
-        case ClipCovLoss():
+        case CovarianceLoss(kind="clip_cov"):
             return (
                 f"PPO's, and {100 * section.fraction:g}% of the mini-batch's tokens, drawn among those whose "
                 "covariance of logprob and advantage is within "
                 f"{section.cov_low:g} .. {section.cov_high:g}, without gradient (Clip-Cov)"
             )
-        case KlCovLoss():
+        case CovarianceLoss():
             penalised = (
                 f"{section.kl_coef:g} x |log ratio| on the {100 * section.fraction:g}% of tokens that covary most"
             )
@@ -267,13 +264,12 @@ def _correction(section: CorrectionSection | None) -> str:
 
 
 def _weight(section: CorrectionSection) -> str:
-    match section.weight:
-        case None:
-            return "tokens are not weighed"
-        case ImportanceWeight(kind=kind, cap=cap):
-            return f"{'tokens' if kind == 'token' else 'responses'} weighed by trainer / sampler{_capped(cap)}"
-        case IcePopWeight(low=low, high=high):
-            return f"tokens weighed by trainer / sampler within {low:g} .. {high:g}, and by 0 outside (IcePop)"
+    weight = section.weight
+    if weight is None:
+        return "tokens are not weighed"
+    if weight.kind == "icepop":
+        return f"tokens weighed by trainer / sampler within {weight.low:g} .. {weight.cap:g}, and by 0 outside (IcePop)"
+    return f"{'tokens' if weight.kind == 'token' else 'responses'} weighed by trainer / sampler{_capped(weight.cap)}"
 
 
 def _capped(cap: float | None) -> str:

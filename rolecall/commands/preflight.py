@@ -26,6 +26,7 @@ from rolecall.rpc.listening import require_tls, why_not
 from rolecall.rpc.presence import LOOK_S, Ask, health_of, look
 from rolecall.scoring.client import open_client, open_external
 from rolecall.settings import (
+    AddressSection,
     CustomLoss,
     ExternalScorer,
     FunctionScorer,
@@ -241,7 +242,7 @@ async def _describe(channel: grpc.aio.Channel) -> None:
 
 def _ports(settings: RunSettings) -> Iterator[Iterator[str]]:
     """The addresses that local roles are told to listen on; those that `rolecall train` chooses are free."""
-    local: dict[str, ServiceSection | None] = {
+    local: dict[str, AddressSection | None] = {
         "controller": settings.controller,
         "actor": settings.actor,
         "critic": settings.critic,

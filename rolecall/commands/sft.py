@@ -43,7 +43,7 @@ def require(settings: SftSettings) -> None:
     tokenizer = ChatTokenizer(path)
     check_tokenizer(path, tokenizer.num_ids)
     end_of_response(path, tokenizer)
-    longest = settings.model.max_model_tokens or max_model_tokens(path)
+    longest = max_model_tokens(path)
     if settings.data.max_tokens > longest:
         raise ConfigError(f"data.max_tokens {settings.data.max_tokens} exceeds the model's {longest} tokens; lower it")
     load_examples(settings.data.train, settings.data, "data.train")

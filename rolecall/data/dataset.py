@@ -18,6 +18,8 @@ from rolecall.settings import (
     RewardSection,
 )
 
+UID_FIELD = "uid"
+"""The field of a prompt's id, where it has one."""
 _COMPARING = ("exact_match", "regex", "boxed", "math")
 """Kinds of scorers that fail on an item without a ground truth."""
 
@@ -76,7 +78,7 @@ def load_prompts(
     for number, prompt in enumerate(prompts, 1):
         if prompt.uid in seen:
             raise ConfigError(
-                f"{path}: rows {seen[prompt.uid]} and {number} share the {data.uid_field} {prompt.uid!r}; make it "
+                f"{path}: rows {seen[prompt.uid]} and {number} share the {UID_FIELD} {prompt.uid!r}; make it "
                 "unique or remove the field"
             )
         seen[prompt.uid] = number
@@ -152,22 +154,19 @@ def _parse(row: dict[str, Any], where: str, default_uid: str, data: DataSection,
     messages = parse_messages(row[data.prompt_field], f"{where}, field {data.prompt_field!r}")
     if data.system_prompt is not None and messages[0][0] != "system":
         messages = (("system", data.system_prompt), *messages)
-    known = {data.prompt_field, data.ground_truth_field, data.uid_field}
+    known = {data.prompt_field, data.ground_truth_field, UID_FIELD}
     metadata = {key: value for key, value in row.items() if key not in known and value is not None}
     return RawPrompt(
-        _uid(row, where, default_uid, data), messages, _ground_truth(row, where, data, comparing), metadata, where
+        _uid(row, where, default_uid), messages, _ground_truth(row, where, data, comparing), metadata, where
     )
 
 
-def _uid(row: dict[str, Any], where: str, default: str, data: DataSection) -> str:
-    uid = row.get(data.uid_field)
+def _uid(row: dict[str, Any], where: str, default: str) -> str:
+    uid = row.get(UID_FIELD)
     if uid is None:
         return default
     if not isinstance(uid, str | int):
-        raise ConfigError(
-            f"{where}, field {data.uid_field!r}: a {type(uid).__name__}, not text or a whole number; mend it or set "
-            "data.uid_field"
-        )
+        raise ConfigError(f"{where}, field {UID_FIELD!r}: a {type(uid).__name__}, not text or a whole number; mend it")
     return str(uid)
 
 

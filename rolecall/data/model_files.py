@@ -58,7 +58,7 @@ def max_model_tokens(path: Path) -> int:
     """Longest prompt + response by the policy's own account. ConfigError when it gives none."""
     own = _text(_json(path / "config.json")).get("max_position_embeddings")
     if not isinstance(own, int):
-        raise ConfigError(f"{path}/config.json has no max_position_embeddings; set model.max_model_tokens")
+        raise ConfigError(f"{path}/config.json has no max_position_embeddings; add it, the longest prompt + response")
     return own
 
 

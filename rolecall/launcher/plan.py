@@ -22,7 +22,7 @@ import yaml
 from rolecall.disk import writing
 from rolecall.errors import NotFoundError, RunExistsError, RunLockedError
 from rolecall.launcher.processes import Worker
-from rolecall.settings import RunSettings, ServiceSection, SftSettings, TrainerSection
+from rolecall.settings import AddressSection, RunSettings, ServiceSection, SftSettings, TrainerSection
 from rolecall.store.embedded import discard_store
 
 _PORTS = range(20_000, 32_768)
@@ -46,7 +46,7 @@ _OF_AN_ATTEMPT = (
 )
 """Files of one attempt, beside the store and the logs, which go on."""
 
-_Service = TypeVar("_Service", bound=ServiceSection)
+_Service = TypeVar("_Service", bound=AddressSection)
 
 
 def prepare_run_dir(settings: RunSettings | SftSettings, *, resume: bool) -> int:
@@ -178,7 +178,7 @@ def plan_workers(
     """The processes of the roles that `configured` gives no address, controller first: each is `python -m
     <package>.<role>`.
     """
-    roles: list[tuple[str, str, ServiceSection]] = [
+    roles: list[tuple[str, str, AddressSection]] = [
         ("controller", "controller", configured.controller),
         ("actor", "actor", configured.actor),
     ]
@@ -194,7 +194,7 @@ def plan_workers(
     return workers + [_worker(f"{package}.rollout", f"rollout-{i}", resolved, store_url, None) for i in range(replicas)]
 
 
-def _worker(module: str, name: str, resolved: RunSettings, store_url: str, section: ServiceSection | None) -> Worker:
+def _worker(module: str, name: str, resolved: RunSettings, store_url: str, section: AddressSection | None) -> Worker:
     arguments = [module, str(resolved.run.dir / "config.yaml"), "--name", name]
     num_ranks = section.num_ranks if isinstance(section, TrainerSection) else 1
     # "1", not our pid: the role's own children (ranks under torchrun, engine processes) read it too and are tied to
@@ -229,7 +229,7 @@ def ranks_command(num_ranks: int, arguments: Sequence[str]) -> tuple[str, ...]:
     return (*command, *arguments)
 
 
-def role_environment(section: ServiceSection | None, num_threads: int | None = None) -> dict[str, str]:
+def role_environment(section: AddressSection | None, num_threads: int | None = None) -> dict[str, str]:
     """The environment that a role must find before it imports torch: its GPUs, its threads, no network by itself.
 
     `num_threads`: of each rank of a trainer; None: derived. Without a section: a rollout, which derives its own
@@ -243,7 +243,7 @@ def role_environment(section: ServiceSection | None, num_threads: int | None = N
     # Idle threads sleep: roles take turns on the same cores.
     return {
         **common,
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, section.devices)),
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, section.devices if isinstance(section, ServiceSection) else ())),
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
     }

@@ -13,6 +13,9 @@ from rolecall.rpc.client_calls import AbandonedCalls, StreamCalls, UnaryCalls
 from rolecall.rpc.options import channel_options
 from rolecall.settings import RpcSection
 
+DEFAULT_TIMEOUT_S = 30.0
+"""Deadline of calls that name no other: every long call names its own, and what is left answers at once."""
+
 
 def open_channel(
     target: str,
@@ -23,6 +26,7 @@ def open_channel(
     bearer_token: str | None = None,
     ca_file: Path | None = None,
     ours: bool = True,
+    default_timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> grpc.aio.Channel:
     """A channel to `target` (`host:port`, `unix:/path` or a gRPC target); connects at the first call. Close it when
     done.
@@ -30,7 +34,7 @@ def open_channel(
     A target that stands for several replicas (`dns:///name:port`, `ipv4:10.0.0.1:9000,10.0.0.2:9000`) is called in
     turn, those that cannot be reached left out until they can.
 
-    Every call has a deadline: its own `timeout` or rpc.default_timeout_s, and never more than the RPC on whose behalf
+    Every call has a deadline: its own `timeout` or `default_timeout_s`, and never more than the RPC on whose behalf
     it is made has left. Calls raise the RoleCallError the server raised; statuses that are not ours become
     UnavailableError, DeadlineError and so on.
 
@@ -46,8 +50,8 @@ def open_channel(
     credentials = channel_credentials(target, rpc, tls=tls, ca_file=ca_file)
     tracing = aio_client_interceptors()  # type: ignore[no-untyped-call]
     interceptors = [
-        UnaryCalls(target, rpc.default_timeout_s),
-        StreamCalls(target, rpc.default_timeout_s),
+        UnaryCalls(target, default_timeout_s),
+        StreamCalls(target, default_timeout_s),
         *tracing,
         AbandonedCalls(),
     ]

@@ -251,7 +251,7 @@ def open_client(section: RewardSection, address: str, rpc: RpcSection) -> tuple[
         idempotent=_IDEMPOTENT,
         tls=True if section.tls else None,
         bearer_token=token,
-        ca_file=section.ca_file,
+        ca_file=None if section.ca_file == "system" else section.ca_file,
         ours=False,
     )
     client = RewardClient(
@@ -276,7 +276,7 @@ def open_external(
         idempotent=_IDEMPOTENT,
         tls=scorer.tls,
         bearer_token=token,
-        ca_file=scorer.ca_file,
+        ca_file=None if scorer.ca_file == "system" else scorer.ca_file,
         ours=False,
     )
     client = RewardClient(

@@ -21,8 +21,6 @@ from rolecall.settings.algorithm.advantages import (
 from rolecall.settings.algorithm.algorithm import AlgorithmSection
 from rolecall.settings.algorithm.correction import (
     CorrectionSection,
-    CorrectionWeight,
-    IcePopWeight,
     ImportanceWeight,
     Rejection,
 )
@@ -30,14 +28,12 @@ from rolecall.settings.algorithm.distillation import DistillationSection
 from rolecall.settings.algorithm.kl import ACTOR_BASE, KL_ERROR_BOUND, AdaptiveKl, KlEstimator, KlSection
 from rolecall.settings.algorithm.losses import (
     Aggregation,
-    ClipCovLoss,
     ClippedLoss,
     CovarianceLoss,
     CustomLoss,
     DppoLoss,
     DroLoss,
     EntropySection,
-    KlCovLoss,
     PolicyLossSection,
     ReinforceLoss,
     SapoLoss,
@@ -74,7 +70,6 @@ from rolecall.settings.load import (
 from rolecall.settings.plugin import FunctionName, PluginSection
 from rolecall.settings.reward import (
     AnswerScorer,
-    ExactMatchScorer,
     ExternalScorer,
     FunctionScorer,
     JsonScorer,
@@ -86,6 +81,7 @@ from rolecall.settings.reward import (
 )
 from rolecall.settings.run import RunSettings
 from rolecall.settings.section import (
+    AddressSection,
     CheckpointUrl,
     ConfigPath,
     NonNegativeFloat,
@@ -126,17 +122,16 @@ __all__ = [
     "KL_ERROR_BOUND",
     "ActorSection",
     "AdaptiveKl",
+    "AddressSection",
     "AdvantageSection",
     "Aggregation",
     "AlgorithmSection",
     "AnswerScorer",
     "CheckpointUrl",
-    "ClipCovLoss",
     "ClippedLoss",
     "ConfigPath",
     "ControllerSection",
     "CorrectionSection",
-    "CorrectionWeight",
     "CovarianceLoss",
     "CriticSection",
     "CurriculumSection",
@@ -149,7 +144,6 @@ __all__ = [
     "EntropySection",
     "EvaluationSection",
     "EvaluationSet",
-    "ExactMatchScorer",
     "ExternalScorer",
     "FiltersSection",
     "FunctionName",
@@ -157,11 +151,9 @@ __all__ = [
     "GaeAdvantage",
     "GdpoAdvantage",
     "GrpoAdvantage",
-    "IcePopWeight",
     "ImportanceWeight",
     "JobSection",
     "JsonScorer",
-    "KlCovLoss",
     "KlEstimator",
     "KlSection",
     "LauncherSection",

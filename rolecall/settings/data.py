@@ -52,12 +52,12 @@ class ModelSection(Section):
     products of bfloat16 weights and hidden states are not rounded, by up to 0.06 on logits from 16 on, at the price of
     computing them again in the backward pass.
     """
-    max_model_tokens: PositiveInt | None = None
-    """Longest prompt + response; absent: the model's own maximum."""
 
 
 class DataSection(Section):
-    """Prompts: JSONL or parquet, one prompt a line. See `rolecall/data/dataset.py` for what a row must be."""
+    """Prompts: JSONL or parquet, one prompt a line; its id is the field `uid`, or else the number of the line. See
+    `rolecall/data/dataset.py` for what a row must be.
+    """
 
     train: ConfigPath
     """File of training prompts."""
@@ -65,8 +65,6 @@ class DataSection(Section):
     """Field with the prompt: a string (one user message) or a list of {role, content}."""
     ground_truth_field: str = "ground_truth"
     """Field with what the scorer compares with; a string."""
-    uid_field: str = "uid"
-    """Field with a unique id; where absent, the line number is the id."""
     system_prompt: str | None = None
     """A system message put before every prompt that has none."""
     max_prompt_tokens: PositiveInt = 1024
@@ -105,8 +103,6 @@ class EvaluationSet(Section):
     """Nucleus mass."""
     max_tokens: PositiveInt | None = None
     """Longest response; absent: sampling.max_tokens."""
-    max_prompts: PositiveInt | None = None
-    """Use only the first so many prompts; absent: all."""
 
 
 class EvaluationSection(Section):
@@ -116,9 +112,9 @@ class EvaluationSection(Section):
     """Steps between evaluations; 0 evaluates only at step 0 and at the end."""
     sets: dict[str, EvaluationSet] = {}
     """Held-out sets by name."""
-    num_samples_kept: NonNegativeInt = 20
-    """Samples per set written to samples.jsonl at each evaluation."""
-    timeout_s: PositiveFloat = 600.0
-    """Deadline of one evaluation, which the next publish waits for no longer; unless set, longer with the sets'
-    max_tokens.
-    """
+
+    def timeout_s(self, max_tokens: int) -> float:
+        """Deadline of one evaluation, which the next publish waits for no longer: 600 s, and the longest responses of
+        all sets one after another at 2 tokens/s; `max_tokens` is sampling.max_tokens.
+        """
+        return 600 + sum(part.max_tokens or max_tokens for part in self.sets.values()) / 2

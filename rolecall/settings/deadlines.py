@@ -47,8 +47,6 @@ GPU_ROLLOUT_HANG_S = 60.0
 """Kernels that are compiled at the first request of their shape."""
 NCCL_OPEN_S = 60.0
 """Bootstrap, search of the topology and set-up of connections of tens of ranks."""
-NCCL_BUCKET_S = 30.0
-"""The first broadcast's connections."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +111,6 @@ class _Derivation:
             600 + generating_s,
             f"600 s and {longest} tokens at {TOKENS_PER_S:g}/s",
         )
-        tokens = sum(part.max_tokens or settings.sampling.max_tokens for part in settings.evaluation.sets.values())
-        about = f"600 s and the sets' longest responses, {tokens} tokens, at {TOKENS_PER_S:g}/s"
-        self._say(settings.evaluation, "evaluation", "timeout_s", 600 + tokens / TOKENS_PER_S, about)
         publish_s = self._weights(generating_s)
         self._controller(publish_s)
         self._calls()
@@ -134,16 +129,13 @@ class _Derivation:
         # Rollouts join later: the slower back end to open is assumed of them.
         backend = weights.backend_between(actor_on_gpus=bool(self._settings.actor.devices), receivers_on_gpus=True)
         is_nccl = backend == "nccl"
-        self._say(
-            weights, "weights", "open_timeout_s", NCCL_OPEN_S if is_nccl else 0.0, f"ranks that meet over {backend}"
-        )
         num_bytes, on = self._bytes[self._settings.model.path], "GPUs" if self._uses_gpus else "CPUs"
         probe_s = 2 * num_bytes / FILE_BYTES_PER_PARAMETER * PROBED_TOKENS / FLOPS_PER_S[on]
         first = (
-            f"a bucket over {backend}, the first one's connections included, and {PROBED_TOKENS} tokens of the "
+            f"ranks that meet over {backend}, a bucket with its first connections, and {PROBED_TOKENS} tokens of the "
             f"probe on {on}"
         )
-        self._say(weights, "weights", "bucket_timeout_s", (NCCL_BUCKET_S if is_nccl else 0.0) + probe_s, first)
+        self._say(weights, "weights", "bucket_timeout_s", (NCCL_OPEN_S if is_nccl else 0.0) + probe_s, first)
         waited_s, waiting = (
             (generating_s, ", and responses in flight, which pause_mode wait lets end")
             if rollout.pause_mode == "wait"

@@ -5,16 +5,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from rolecall.settings.section import Address, ConfigPath, NonNegativeInt, Pattern, Section, ServiceSection
-
-
-class ExactMatchScorer(Section):
-    """1 when the stripped response equals the ground truth, else 0."""
-
-    kind: Literal["exact_match"] = "exact_match"
-    """The scorer that this section chooses."""
-    ignore_case: bool = False
-    """Compare case-folded."""
+from rolecall.settings.section import Address, ConfigPath, NonNegativeInt, Pattern, Roots, Section, ServiceSection
 
 
 class PatternScorer(Section):
@@ -31,14 +22,23 @@ class PatternScorer(Section):
 
 
 class AnswerScorer(Section):
-    r"""A scorer of the final answer, with nothing to set.
+    r"""A scorer that compares the answer with the ground truth: 1 when they are equal, else 0.
 
-    - `boxed`: 1 when the last \boxed{...} equals the ground truth, else 0.
-    - `math`: 1 when math-verify finds response and ground truth equal, else 0.
+    - `exact_match`: the answer is the stripped response.
+    - `boxed`: the answer is what the last \boxed{...} holds.
+    - `math`: math-verify finds the answer, and whether it is equal.
     """
 
-    kind: Literal["boxed", "math"]
+    kind: Literal["exact_match", "boxed", "math"] = "exact_match"
     """The scorer that this section chooses."""
+    ignore_case: bool = False
+    """Compare case-folded; of exact_match alone."""
+
+    @model_validator(mode="after")
+    def _case_is_compared(self) -> Self:
+        if self.ignore_case and self.kind != "exact_match":
+            raise ValueError(f"ignore_case: {self.kind} has none; remove it, or use kind: exact_match")
+        return self
 
 
 class JsonScorer(Section):
@@ -83,22 +83,19 @@ class ExternalScorer(Section):
     """The scorer that this section chooses."""
     address: Address
     """gRPC target."""
-    tls: bool = False
-    """Use TLS with the system's roots, or `ca_file`."""
-    ca_file: ConfigPath | None = None
-    """Roots to trust instead."""
+    ca_file: Roots | None = None
+    """PEM roots to trust, or `system`; absent: TLS, with the system's, only where there is a bearer token."""
     bearer_token_file: ConfigPath | None = None
-    """File with a bearer token; needs TLS."""
+    """File with a bearer token, which is never sent without TLS."""
 
-    @model_validator(mode="after")
-    def _token_needs_tls(self) -> Self:
-        if (self.bearer_token_file or self.ca_file) and not self.tls:
-            raise ValueError("bearer_token_file and ca_file need tls: true; a token is never sent in the clear")
-        return self
+    @property
+    def tls(self) -> bool:
+        """Whether it is called with TLS."""
+        return self.ca_file is not None or self.bearer_token_file is not None
 
 
 ScorerSection: TypeAlias = Annotated[
-    ExactMatchScorer | PatternScorer | AnswerScorer | JsonScorer | LengthScorer | FunctionScorer | ExternalScorer,
+    AnswerScorer | PatternScorer | JsonScorer | LengthScorer | FunctionScorer | ExternalScorer,
     Field(discriminator="kind"),
 ]
 
@@ -135,12 +132,17 @@ class RewardSection(ServiceSection):
     """Budget of groups dropped because they could not be scored, of any controller.failure_window groups; one more
     stops the run.
     """
-    tls: bool = False
-    """Call the `address` with TLS, checked against the system's roots, or `ca_file`."""
-    ca_file: ConfigPath | None = None
-    """PEM roots to trust instead; needs tls."""
+    ca_file: Roots | None = None
+    """PEM roots to trust at the `address` of somebody else's service, or `system`; absent: as the roles among
+    themselves, or with a bearer token the system's.
+    """
     bearer_token_file: ConfigPath | None = None
-    """File with a bearer token for the `address`; needs tls."""
+    """File with a bearer token for the `address`, which is never sent without TLS."""
+
+    @property
+    def tls(self) -> bool:
+        """Whether the address is called as somebody else's service, with TLS."""
+        return self.ca_file is not None or self.bearer_token_file is not None
 
     @model_validator(mode="after")
     def _some_scorer(self) -> Self:
@@ -151,8 +153,7 @@ class RewardSection(ServiceSection):
             )
         if self.tls and self.address is None:
             raise ValueError(
-                "tls needs address: it is how somebody else's reward service is called; our own takes rpc.tls"
+                "ca_file and bearer_token_file need address: they are how somebody else's reward service is called; "
+                "our own takes rpc.tls"
             )
-        if (self.bearer_token_file or self.ca_file) and not self.tls:
-            raise ValueError("bearer_token_file and ca_file need tls: true; a token is never sent in the clear")
         return self

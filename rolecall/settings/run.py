@@ -85,6 +85,12 @@ class RunSettings(Section):
         return tuple(found)
 
     @property
+    def longest_trajectory(self) -> int:
+        """Tokens of the longest prompt with the longest response, of training or of evaluation."""
+        evaluated = (part.max_tokens or 0 for part in self.evaluation.sets.values())
+        return self.data.max_prompt_tokens + max(self.sampling.max_tokens, *evaluated, 0)
+
+    @property
     def _may_have_token_rewards(self) -> bool:
         """Whether some scorer may give them; what one elsewhere gives is not known before it is asked."""
         scorers = [component.scorer for component in self.reward.components.values()]

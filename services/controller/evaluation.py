@@ -46,10 +46,7 @@ def load_sets(settings: RunSettings, renderer: PromptRenderer) -> list[HeldOutSe
     """All configured sets. ConfigError as load_prompts; prompts that are too long are left out with a warning."""
     sets = []
     for name, section in settings.evaluation.sets.items():
-        rendered = [
-            renderer.render(raw, 0)
-            for raw in load_prompts(section.path, settings.data, settings.reward)[: section.max_prompts]
-        ]
+        rendered = [renderer.render(raw, 0) for raw in load_prompts(section.path, settings.data, settings.reward)]
         fitting = tuple(prompt for prompt in rendered if prompt is not None)
         if len(fitting) < len(rendered):
             logger.warning(
@@ -78,10 +75,10 @@ class Evaluation:
 
     async def run(self, step: int, policy_version: int) -> tuple[Metrics, list[dict[str, Any]]]:
         """Metrics "eval/<set>/..." and samples for people, of weights `policy_version` after `step` steps. TimeoutError
-        after evaluation.timeout_s.
+        after its deadline.
         """
         metrics, samples = Metrics(), []
-        async with asyncio.timeout(self._settings.evaluation.timeout_s):
+        async with asyncio.timeout(self._settings.evaluation.timeout_s(self._settings.sampling.max_tokens)):
             for held_out in self._sets:
                 started = time.monotonic()
                 responses = await self._generate(held_out, step, policy_version)
@@ -90,7 +87,7 @@ class Evaluation:
                 metrics.max(f"eval/{held_out.name}/time_s", time.monotonic() - started)
                 samples += [
                     _sample(step, held_out.name, response, scored)
-                    for response in responses[: self._settings.evaluation.num_samples_kept]
+                    for response in responses[: self._settings.trackers.num_samples_kept]
                 ]
         return metrics, samples
 

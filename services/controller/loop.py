@@ -298,7 +298,7 @@ class Loop:
         for reason, count in dropped.items():
             metrics.max(f"groups/dropped_{reason}", count)
         samples = await parts.threads.call(
-            measures.samples, parts.rows, self._step, groups, self._settings.controller.num_samples_kept
+            measures.samples, parts.rows, self._step, groups, self._settings.trackers.num_samples_kept
         )
         await parts.threads.call(parts.trackers.log, self._step, metrics.values())
         await parts.threads.call(parts.trackers.keep_samples, self._step, samples)
@@ -311,9 +311,7 @@ class Loop:
         try:
             metrics, samples = await parts.evaluation.run(self._step, self._publisher.policy_version)
         except TimeoutError:
-            logger.warning(
-                "the evaluation of step %d took longer than evaluation.timeout_s and is left out", self._step
-            )
+            logger.warning("the evaluation of step %d took longer than its deadline and is left out", self._step)
             return
         await parts.threads.call(parts.trackers.log, self._step, metrics.values())
         await parts.threads.call(parts.trackers.keep_samples, self._step, samples)

@@ -13,7 +13,6 @@ from rolecall.plugins import load_function
 from rolecall.scoring.scores import ALL_FIELDS, Item, Score, ScoreFunction, component_spec
 from rolecall.settings import (
     AnswerScorer,
-    ExactMatchScorer,
     FunctionScorer,
     JsonScorer,
     LengthScorer,
@@ -27,7 +26,7 @@ from services.reward.scorers.json_ import is_json
 from services.reward.scorers.length import length_cost
 from services.reward.scorers.regex import regex_answer, regex_match
 
-LocalScorer: TypeAlias = ExactMatchScorer | PatternScorer | AnswerScorer | JsonScorer | LengthScorer | FunctionScorer
+LocalScorer: TypeAlias = AnswerScorer | PatternScorer | JsonScorer | LengthScorer | FunctionScorer
 """Every scorer that runs in a worker process: all but the external one."""
 
 COMPARES = (reward_pb2.SCORE_FIELD_RESPONSE_TEXT, reward_pb2.SCORE_FIELD_GROUND_TRUTH)
@@ -50,7 +49,7 @@ def describe(name: str, scorer: LocalScorer) -> reward_pb2.DescribeResponse:
 def bind(scorer: LocalScorer) -> ScoreFunction:
     """The function of `scorer`, its imports done. ConfigError when a user's function is not there."""
     match scorer:
-        case ExactMatchScorer():
+        case AnswerScorer(kind="exact_match"):
             ignore_case = scorer.ignore_case
             return lambda item: Score(
                 exact_match(item.response_text, _truth(item), ignore_case=ignore_case),

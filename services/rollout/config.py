@@ -69,7 +69,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
         model_path=path,
         dtype=settings.model.dtype,
         float32_head=settings.model.head_dtype == "float32",
-        max_model_tokens=settings.model.max_model_tokens or max_model_tokens(path),
+        max_model_tokens=min(max_model_tokens(path), settings.longest_trajectory),
         eos_token_ids=eos_token_ids(path),
         max_num_seqs=section.max_num_seqs,
         max_groups=section.max_groups or max(1, section.max_num_seqs // settings.responses_per_group),
@@ -148,7 +148,7 @@ def _cores(settings: RunSettings, index: int, machine: Sequence[int]) -> tuple[t
     """
     section = settings.rollout
     num_replicas = max(section.num_replicas, 1)
-    per_replica = section.num_threads or max(1, len(machine) // num_replicas)
+    per_replica = max(1, len(machine) // num_replicas)
     per_rank = max(1, per_replica // section.tensor_parallel_size)
     first = index * per_rank * section.tensor_parallel_size
     taken = [machine[(first + i) % len(machine)] for i in range(per_rank * section.tensor_parallel_size)]

@@ -45,13 +45,11 @@ def write_config(
         },
         "controller": {
             "lease_s": lease_s,
-            "heartbeat_s": lease_s / 5,
             "max_deliveries": 1000,
             "max_dead_letters": 1000,
             "start_timeout_s": 120.0,
             "stall_timeout_s": 120.0,
             "max_recoveries": 100_000,
-            "num_samples_kept": 0,
         },
         "actor": {"train_timeout_s": 120.0, "compute_timeout_s": 60.0, "hang_s": hang_s},
         "critic": {},
@@ -74,10 +72,10 @@ def write_config(
             "max_failed_groups": 1000,
         },
         "rollout": {"num_replicas": num_rollouts, "max_groups": 2, "generation_timeout_s": 60.0, "hang_s": hang_s},
-        "weights": {"bucket_timeout_s": 5.0, "open_timeout_s": 10.0, "publish_timeout_s": 60.0},
-        "launcher": {"max_restarts": 100_000, "backoff_s": 0.05, "max_backoff_s": 0.5},
+        "weights": {"bucket_timeout_s": 5.0, "publish_timeout_s": 60.0},
+        "launcher": {"max_restarts": 100_000, "backoff_s": 0.01},
         "store": {"num_shards": 2, "max_bytes": 2**28},
-        "trackers": {"tensorboard": False},
+        "trackers": {"tensorboard": False, "num_samples_kept": 0},
     }
     path = folder / "chaos.yaml"
     path.write_text(yaml.safe_dump(tree))

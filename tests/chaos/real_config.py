@@ -37,7 +37,6 @@ def write_config(folder: Path, *, seed: int) -> Path:
             "max_dead_letters": 1000,
             "start_timeout_s": 300.0,
             "max_recoveries": 100_000,
-            "num_samples_kept": 0,
         },
         "actor": {"num_ranks": 2, "num_threads": 1, "optimizer": {"learning_rate": 1e-4}},
         "critic": {},
@@ -50,10 +49,10 @@ def write_config(folder: Path, *, seed: int) -> Path:
             "num_workers": 1,
             "max_failed_groups": 1000,
         },
-        "rollout": {"num_replicas": 2, "kv_cache_bytes": 2**26, "num_threads": 1, "generation_timeout_s": 120.0},
-        "launcher": {"max_restarts": 100_000, "max_backoff_s": 2.0},
+        "rollout": {"num_replicas": 2, "kv_cache_bytes": 2**26, "generation_timeout_s": 120.0},
+        "launcher": {"max_restarts": 100_000, "backoff_s": 0.05},
         "store": {"max_bytes": 2**28},
-        "trackers": {"tensorboard": False},
+        "trackers": {"tensorboard": False, "num_samples_kept": 0},
     }
     path = folder / "chaos.yaml"
     path.write_text(yaml.safe_dump(tree))

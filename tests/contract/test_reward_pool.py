@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rolecall.errors import ConfigError
-from rolecall.settings import ExactMatchScorer, FunctionScorer, PatternScorer
+from rolecall.settings import AnswerScorer, FunctionScorer, PatternScorer
 from rolecall.v1 import reward_pb2
 from services.reward.catalog import LocalScorer
 from services.reward.frames import MAX_PAYLOAD_BYTES, FrameBuffer, frame
@@ -49,7 +49,7 @@ def workers() -> list[psutil.Process]:
 
 
 async def test_results_come_in_the_order_of_the_items_whoever_scores_them(start_pool: StartPool) -> None:
-    pool = await start_pool(num_workers=2, correct=ExactMatchScorer())
+    pool = await start_pool(num_workers=2, correct=AnswerScorer())
     items = [reward_pb2.ScoreItem(id=str(i), response_text=str(i % 3), ground_truth="0") for i in range(500)]
     results = await pool.score("correct", items)
     assert [result.id for result in results] == [str(i) for i in range(500)]

@@ -230,7 +230,6 @@ async def test_an_external_scorer_is_a_component_over_tls_with_a_token(
     scorer = {
         "kind": "external",
         "address": await server.start(),
-        "tls": True,
         "ca_file": str(tls.ca_file),
         "bearer_token_file": "token",
     }
@@ -308,7 +307,6 @@ async def test_a_whole_reward_service_of_somebody_elses_is_called_over_tls_with_
     address = await server.start()
     section = RewardSection(
         address=address,
-        tls=True,
         ca_file=authority.ca_file,
         bearer_token_file=folder / "token",
         timeout_s=5.0,
@@ -333,15 +331,15 @@ def test_roots_that_are_no_certificates_are_said_at_once(tmp_path: Path) -> None
     for text in ("", "garbage", "-----BEGIN CERTIFICATE-----\nxx\n-----END CERTIFICATE-----\n"):
         (tmp_path / "ca.pem").write_text(text)
         with pytest.raises(ConfigError, match=r"ca_file: .*ca\.pem holds no certificate"):
-            open_client(RewardSection(address="h:1", tls=True, ca_file=tmp_path / "ca.pem"), "h:1", RpcSection())
+            open_client(RewardSection(address="h:1", ca_file=tmp_path / "ca.pem"), "h:1", RpcSection())
 
 
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        ({"address": "h:1", "ca_file": "ca.pem"}, "need tls: true"),
-        ({"address": "h:1", "bearer_token_file": "token"}, "need tls: true"),
-        ({"tls": True, "components": {"c": {"scorer": {"kind": "json"}}}}, "tls needs address"),
+        ({"ca_file": "system", "components": {"c": {"scorer": {"kind": "json"}}}}, "need address"),
+        ({"bearer_token_file": "token", "components": {"c": {"scorer": {"kind": "json"}}}}, "need address"),
+        ({"address": "h:1", "tls": True}, "Extra inputs are not permitted"),
     ],
 )
 def test_tls_of_the_reward_service_is_whole_or_refused(section: dict[str, Any], said: str) -> None:
@@ -353,7 +351,7 @@ def test_a_token_file_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "absent", tmp_path / "empty"):
         (tmp_path / "empty").write_text(" \n")
         with pytest.raises(ConfigError, match="bearer_token_file"):
-            open_client(RewardSection(address="h:1", tls=True, bearer_token_file=path), "h:1", RpcSection())
+            open_client(RewardSection(address="h:1", bearer_token_file=path), "h:1", RpcSection())
 
 
 def test_half_a_certificate_and_unknown_fields_are_refused(tmp_path: Path) -> None:

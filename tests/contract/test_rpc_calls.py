@@ -33,7 +33,7 @@ async def address(peer: Peer) -> AsyncIterator[str]:
 
 async def test_a_call_that_names_no_deadline_has_the_default_one(peer: Peer, address: str) -> None:
     peer.delay_s = 60.0
-    async with open_channel(address, RpcSection(default_timeout_s=0.2)) as channel:
+    async with open_channel(address, RpcSection(), default_timeout_s=0.2) as channel:
         with pytest.raises(DeadlineError, match="GetRun"):
             await asyncio.wait_for(controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET), 50.0)
     await asyncio.wait_for(peer.cancelled.wait(), 50.0)
@@ -41,14 +41,14 @@ async def test_a_call_that_names_no_deadline_has_the_default_one(peer: Peer, add
 
 async def test_a_stream_has_the_default_deadline_too(peer: Peer, address: str) -> None:
     peer.delay_s = 60.0
-    async with open_channel(address, RpcSection(default_timeout_s=0.3)) as channel:
+    async with open_channel(address, RpcSection(), default_timeout_s=0.3) as channel:
         with pytest.raises(DeadlineError, match="WatchRun"):
             async for _response in controller_pb2_grpc.ControllerServiceStub(channel).WatchRun(WATCH):
                 pass
 
 
 async def test_a_call_keeps_its_own_deadline(peer: Peer, address: str) -> None:
-    async with open_channel(address, RpcSection(default_timeout_s=1.0)) as channel:
+    async with open_channel(address, RpcSection(), default_timeout_s=1.0) as channel:
         await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET, timeout=50.0)
     assert peer.time_remaining_s is not None
     assert 40.0 < peer.time_remaining_s < 51.0

@@ -35,7 +35,7 @@ def write_config(folder: Path) -> Path:
         "actor": {"optimizer": {"learning_rate": 1e-4}},
         "critic": {"learning_rate": 1e-3},
         "reward": {"components": {"short": {"scorer": {"kind": "length", "max_tokens": 24}}}},
-        "rollout": {"kv_cache_bytes": 2**26, "num_threads": 1},
+        "rollout": {"kv_cache_bytes": 2**26},
     }
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(tree))

@@ -275,7 +275,7 @@ def rollout_process(
 def _tree(directory: Path, model_path: Path, url: str, port: int) -> dict[str, Any]:
     return {
         "run": {"name": RUN, "dir": str(directory / "run"), "num_steps": 1},
-        "model": {"path": str(model_path), "dtype": "float32", "max_model_tokens": 512},
+        "model": {"path": str(model_path), "dtype": "float32"},
         "data": {"train": str(directory / "train.jsonl")},
         "sampling": {"num_responses": 4, "max_tokens": 24},
         "algorithm": {"groups_per_batch": 2},

@@ -37,9 +37,11 @@ async def evaluated(
     )
     sections = {
         "sets": {name: {"path": str(folder / "held.jsonl"), **section} for name, section in sets.items()},
-        "num_samples_kept": 1000,
     }
-    async with twin_run(store, folder, make_settings, score=score, run={"num_steps": 1}, evaluation=sections) as run:
+    kept = {"tensorboard": False, "num_samples_kept": 1000}
+    async with twin_run(
+        store, folder, make_settings, score=score, run={"num_steps": 1}, evaluation=sections, trackers=kept
+    ) as run:
         async with run.controller() as (_, running), run.rollout("rollout-0"):
             await asyncio.wait_for(running, RUN_S)
         lines = [json.loads(line) for line in (run.settings.run.dir / "metrics.jsonl").read_text().splitlines()]

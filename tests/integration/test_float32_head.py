@@ -53,7 +53,7 @@ def test_trainer_and_sampler_agree_on_float32_logits(tmp_path: Path) -> None:
         "data": {"train": "train.jsonl"},
         "algorithm": {"groups_per_batch": 2},
         "reward": {"components": {"correct": {"scorer": {"kind": "exact_match"}}}},
-        "rollout": {"kv_cache_bytes": 2**26, "num_threads": 1},
+        "rollout": {"kv_cache_bytes": 2**26},
     }
     config.write_text(yaml.safe_dump(tree))
     command = [sys.executable, "-m", "tests.integration.float32_head_process", str(config)]

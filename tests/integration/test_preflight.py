@@ -83,7 +83,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
         }
 
 
-SCORER = "reward.components={{c: {{scorer: {{kind: external, address: '{scorer}', tls: true, %s}}}}}}"
+SCORER = "reward.components={{c: {{scorer: {{kind: external, address: '{scorer}', %s}}}}}}"
 FUNCTION = "reward.components={{c: {{scorer: {{kind: function, target: '%s'}}}}}}"
 C = "reward.components.c.scorer"
 LOCAL = {"actor": {}, "rollout": {"num_replicas": 1}}

@@ -39,7 +39,7 @@ from tests.twins.rollout import NumberTokenizer, RolloutTwin
 
 PROMPT = (5, 6, 7)
 PROBE = weights_pb2.Probe(token_ids=encode_tensor(np.arange(3, 19, dtype=np.int32)), num_decoded=4)
-LEASE_S, HEARTBEAT_S, HANG_S, BUCKET_S, OPEN_S = 1.2, 0.1, 2.0, 0.8, 0.9
+LEASE_S, HEARTBEAT_S, HANG_S, BUCKET_S = 1.2, 0.24, 2.0, 0.8
 ROW_EXPIRY_S = 3600
 """As in production: no example outlives the rows of a rollout that died between its commit and lifting their expiry."""
 
@@ -224,9 +224,9 @@ async def publishing_run(store: StoreUnderTest, tree: dict[str, Any], folder: Pa
         "data": {"train": str(folder / "train.jsonl")},
         "algorithm": {"groups_per_batch": 2},
         "reward": {"components": {"correct": {"scorer": {"kind": "exact_match"}}}},
-        "controller": {"lease_s": LEASE_S, "heartbeat_s": HEARTBEAT_S, "stall_timeout_s": 20.0},
+        "controller": {"lease_s": LEASE_S, "stall_timeout_s": 20.0},
         "rollout": {"hang_s": HANG_S},
-        "weights": {"open_timeout_s": OPEN_S, "bucket_timeout_s": BUCKET_S, "publish_timeout_s": 15.0},
+        "weights": {"bucket_timeout_s": BUCKET_S, "publish_timeout_s": 15.0},
     }
     settings = RunSettings.model_validate(
         {name: {**defaults.get(name, {}), **tree.get(name, {})} for name in defaults.keys() | tree.keys()}

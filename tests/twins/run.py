@@ -184,7 +184,6 @@ async def twin_run(
             "controller": {
                 "address": addresses[3],
                 "lease_s": 1.5,
-                "heartbeat_s": 0.1,
                 "start_timeout_s": 20.0,
                 "stall_timeout_s": 20.0,
             },

@@ -36,9 +36,9 @@ def test_a_sound_configuration_gives_a_line_per_derived_value(config: Path) -> N
 
 
 def test_the_budgets_of_failures_are_told_with_their_window(config: Path) -> None:
-    _, told = findings(load_settings(config, ["reward.max_failed_groups=5", "controller.failure_window=200"]))
+    _, told = findings(load_settings(config, ["reward.max_failed_groups=5"]))
     assert (
-        "failures: of any 200 groups 5 may be without a score and 32 without a rollout that survives them; one "
+        "failures: of any 1000 groups 5 may be without a score and 32 without a rollout that survives them; one "
         "more ends the run" in told
     )
 
@@ -64,7 +64,7 @@ def test_moments_that_wait_on_the_host_are_told(config: Path) -> None:
         ("data.prompt_field=question", "no field 'question'"),
         ("data.train=none.jsonl", "none.jsonl does not exist"),
         ("data.max_prompt_tokens=4", "all 1 prompts"),
-        ("model.max_model_tokens=100", "exceed the model's 100"),
+        ("sampling.max_tokens=2000", "exceed the model's 2048"),
         ("model.path=elsewhere", "must be a Hugging Face model directory"),
         ("store.max_bytes=1000", "store.max_bytes 1000"),
         ("actor={devices: [7], address: null}", "GPU 7"),

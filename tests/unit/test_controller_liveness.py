@@ -90,9 +90,7 @@ def test_what_the_controller_could_not_hear_is_not_held_against_anyone() -> None
 
 @pytest.fixture
 async def fleet(store: StoreUnderTest, make_settings: Callable[..., RunSettings]) -> AsyncIterator[Fleet]:
-    settings = make_settings(
-        controller={"heartbeat_s": 0.1, "lease_s": 0.5}, rollout={"hang_s": 0.6}, actor={"hang_s": 0.6}
-    )
+    settings = make_settings(controller={"lease_s": 0.5}, rollout={"hang_s": 0.6}, actor={"hang_s": 0.6})
     threads = StoreThreads()
     fleet = Fleet(settings, store.ledger, threads)
     watching = asyncio.create_task(fleet.watch())

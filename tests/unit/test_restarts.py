@@ -5,9 +5,9 @@ from rolecall.settings import LauncherSection
 
 
 def test_the_pause_doubles_up_to_its_bound_and_the_budget_ends() -> None:
-    budget = RestartBudget(LauncherSection(max_restarts=4, backoff_s=0.5, max_backoff_s=1.5))
-    assert [budget.take("actor") for _ in range(5)] == [0.5, 1.0, 1.5, 1.5, None]
-    assert budget.count("actor") == 4
+    budget = RestartBudget(LauncherSection(max_restarts=9, backoff_s=0.5))
+    assert [budget.take("actor") for _ in range(10)] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, None]
+    assert budget.count("actor") == 9
 
 
 def test_roles_have_budgets_of_their_own() -> None:

@@ -46,7 +46,7 @@ def test_one_setting_says_what_logits_are_computed_in_on_both_sides(tmp_path: Pa
 
 
 def test_ranks_of_a_replica_split_its_cores(tmp_path: Path) -> None:
-    run = settings(tmp_path, num_replicas=2, tensor_parallel_size=2, num_threads=4)
+    run = settings(tmp_path, num_replicas=2, tensor_parallel_size=2)
     config = configure(run, "rollout-1", range(8))
     assert config.cores == ((4, 5), (6, 7))
     environment = start_environment(config)

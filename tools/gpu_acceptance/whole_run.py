@@ -181,7 +181,7 @@ def _sections(found: Findings, work: Path) -> dict[str, Any]:
             **({"num_threads": 1} if found.dry else {}),
         },
         "references": {"ref": {"address": f"127.0.0.1:{free_port()}", **place}},
-        "weights": {"backend": "gloo" if found.dry else "nccl", "open_timeout_s": 60.0, "bucket_timeout_s": 30.0},
+        "weights": {"backend": "gloo" if found.dry else "nccl", "bucket_timeout_s": 60.0},
         "controller": {"lease_s": 5.0, "start_timeout_s": 90.0, "stall_timeout_s": 90.0},
     }
 

@@ -11,6 +11,7 @@ ranks, before its first loss.
 Shapes: N tokens of one microbatch; S its sequences.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from rolecall.algorithms.correction.rejection import rejected_N
 from rolecall.algorithms.correction.weights import icepop_weights_N, sequence_weights_N, token_weights_N
 from rolecall.algorithms.losses.batch import PolicyBatch
-from rolecall.settings import CorrectionSection, CorrectionWeight, IcePopWeight, ImportanceWeight
+from rolecall.settings import CorrectionSection, ImportanceWeight
 
 __all__ = ["Correction", "correct"]
 
@@ -51,13 +52,13 @@ def correct(section: CorrectionSection, batch: PolicyBatch, sampled_N: torch.Ten
     return Correction(weights_N, batch.mask_N & (weights_N == 0))
 
 
-def _weights_N(weight: CorrectionWeight | None, batch: PolicyBatch, log_ratio_N: torch.Tensor) -> torch.Tensor:
-    match weight:
-        case None:
-            return torch.ones_like(log_ratio_N)
-        case ImportanceWeight(kind="sequence"):
-            return sequence_weights_N(batch, log_ratio_N, weight.cap)
-        case ImportanceWeight():
+def _weights_N(weight: ImportanceWeight | None, batch: PolicyBatch, log_ratio_N: torch.Tensor) -> torch.Tensor:
+    if weight is None:
+        return torch.ones_like(log_ratio_N)
+    match weight.kind:
+        case "token":
             return token_weights_N(log_ratio_N, weight.cap)
-        case IcePopWeight():
-            return icepop_weights_N(log_ratio_N, weight.low, weight.high)
+        case "sequence":
+            return sequence_weights_N(batch, log_ratio_N, weight.cap)
+        case "icepop":
+            return icepop_weights_N(log_ratio_N, weight.low, math.inf if weight.cap is None else weight.cap)

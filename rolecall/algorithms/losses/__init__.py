@@ -19,12 +19,11 @@ from rolecall.algorithms.losses.ppo import ppo
 from rolecall.algorithms.losses.reinforce import reinforce
 from rolecall.algorithms.losses.sapo import sapo
 from rolecall.settings import (
-    ClipCovLoss,
     ClippedLoss,
+    CovarianceLoss,
     CustomLoss,
     DppoLoss,
     DroLoss,
-    KlCovLoss,
     PolicyLossSection,
     ReinforceLoss,
     SapoLoss,
@@ -40,9 +39,9 @@ def token_losses(section: PolicyLossSection, batch: PolicyBatch) -> TokenLosses:
             return _clipped(section, batch)
         case SapoLoss():
             return sapo(batch, tau_pos=section.tau_pos, tau_neg=section.tau_neg)
-        case ClipCovLoss():
+        case CovarianceLoss(kind="clip_cov"):
             return clip_cov(batch, clip_eps_low=section.clip_eps_low, clip_eps_high=section.clip_eps_high)
-        case KlCovLoss():
+        case CovarianceLoss():
             return kl_cov(batch, kl_coef=section.kl_coef)
         case DppoLoss():
             loss = dppo_tv if section.kind == "dppo_tv" else dppo_kl

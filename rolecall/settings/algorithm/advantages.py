@@ -202,7 +202,7 @@ class PassAtKAdvantage(EstimatorSection):
     """The estimator that this section chooses."""
     k: PositiveInt
     """Responses that are tried; at most sampling.num_responses, and useful below it. 1 is GRPO of right and wrong."""
-    solved_at: float = 1.0
+    solved_at: ClassVar[float] = 1.0
     """A response is right when its reward, after shaping, is at least this."""
 
     @property

@@ -2,9 +2,9 @@
 that is trained.
 """
 
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Literal, Self, TypeAlias
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import PositiveFloat, model_validator
 
 from rolecall.settings.section import NonNegativeFloat, Section
 
@@ -15,40 +15,42 @@ trained tokens, to reject responses.
 
 
 class ImportanceWeight(Section):
-    """Truncated importance sampling: min(trainer / sampler, cap).
+    """The importance weight of a token by its ratio trainer / sampler.
 
-    - `token`: the ratio of each token (https://fengyao.notion.site/off-policy-rl; the clip of AIPO, arXiv:2505.24034).
-      Low variance, biased: it corrects each token as if those before it had been drawn from the trainer. 2 to 5 are
-      usual caps.
-    - `sequence`: the product of a response's ratios, the same for all its tokens. Unbiased but for the cap, and of a
+    - `token`: truncated importance sampling, min(ratio, cap) of each token (https://fengyao.notion.site/off-policy-rl;
+      the clip of AIPO, arXiv:2505.24034). Low variance, biased: it corrects each token as if those before it had been
+      drawn from the trainer. 2 to 5 are usual caps.
+    - `sequence`: the same of the product of a response's ratios, for all its tokens. Unbiased but for the cap, and of a
       variance that grows with the length: for short responses. 2 to 10 are usual caps.
+    - `icepop`: IcePop (Ring-1T, arXiv:2510.18855): the token's ratio within low .. cap, 0 elsewhere. Made for experts,
+      whose routing flips between engines.
     """
 
-    kind: Literal["token", "sequence"] = "token"
-    """What has a weight of its own: each token, or each response."""
-    cap: PositiveFloat | None = 2.0
-    """Upper bound of the weight; null: none, plain importance sampling."""
-
-
-class IcePopWeight(Section):
-    """IcePop (Ring-1T, arXiv:2510.18855): the token's ratio where it is within the band, 0 elsewhere. Made for experts,
-    whose routing flips between engines.
-    """
-
-    kind: Literal["icepop"] = "icepop"
+    kind: Literal["token", "sequence", "icepop"] = "token"
     """The weight that this section chooses."""
     low: NonNegativeFloat = 0.5
-    """Ratios trainer / sampler below this weigh 0."""
-    high: PositiveFloat = 5.0
-    """Ratios above this weigh 0."""
+    """Ratios below this weigh 0; of icepop alone."""
+    cap: PositiveFloat | None = 2.0
+    """Upper bound of the weight, beyond which icepop's is 0; null: none, plain importance sampling. Absent: 2, and 5
+    for icepop.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _cap_of_the_method(cls, given: object) -> object:
+        is_icepop = isinstance(given, dict) and given.get("kind") == "icepop"
+        return {"cap": 5.0, **given} if is_icepop and isinstance(given, dict) else given
 
     @model_validator(mode="after")
-    def _is_not_empty(self) -> Self:
-        _check_band(self.low, self.high)
+    def _band_is_whole(self) -> Self:
+        if self.kind != "icepop":
+            if "low" in self.model_fields_set:
+                raise ValueError(f"low: {self.kind} is bounded from above alone; remove it, or use kind: icepop")
+        elif self.cap is None:
+            raise ValueError("cap: icepop needs both ends of its band; give a number")
+        else:
+            _check_band(self.low, self.cap)
         return self
-
-
-CorrectionWeight: TypeAlias = Annotated[ImportanceWeight | IcePopWeight, Field(discriminator="kind")]
 
 
 class Rejection(Section):
@@ -92,7 +94,7 @@ class CorrectionSection(Section):
     the weights are 1. Nothing is rejected; a rejected token would weigh 0 and still count in the loss's normaliser.
     """
 
-    weight: CorrectionWeight | None = ImportanceWeight()
+    weight: ImportanceWeight | None = ImportanceWeight()
     """Importance weight of the sampler's tokens; null: 1."""
     reject: tuple[Rejection, ...] = ()
     """What is left out; a token must pass all of them."""

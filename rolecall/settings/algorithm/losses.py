@@ -66,50 +66,53 @@ class SapoLoss(Section):
     """Temperature where the advantage is negative."""
 
 
-class ClipCovLoss(Section):
-    """Clip-Cov (arXiv:2505.22617): PPO's objective, without the gradient of a few tokens drawn among those whose
-    logprob and advantage vary most together.
+class CovarianceLoss(Section):
+    """A loss that singles out tokens whose logprob and advantage vary most together (arXiv:2505.22617).
 
-    Drawn over the whole mini-batch with the weights of the moment, which costs a forward pass per optimizer step.
+    They are chosen over the whole mini-batch with the weights of the moment, before each optimizer step, which costs a
+    forward pass (rolecall/training/step/token_selection.py).
+
+    - `clip_cov`: PPO's objective, without the gradient of a few tokens drawn among those within the bounds.
+    - `kl_cov`: importance-weighted policy gradient, with a KL penalty on the tokens that covary most. On the first step
+      of a batch the penalty has no gradient: it needs num_minibatches or num_epochs above 1.
     """
 
-    kind: Literal["clip_cov"] = "clip_cov"
+    kind: Literal["clip_cov", "kl_cov"]
     """The loss that this section chooses."""
     fraction: UnitFloat = 2e-4
-    """Share of the mini-batch's trained tokens; at least one is drawn."""
+    """Share of the mini-batch's trained tokens; at least one is chosen. Absent: clip_cov 2e-4, kl_cov 2e-3, the paper's
+    for 7B (for 32B 2e-4).
+    """
     cov_low: float = 1.0
-    """Tokens are drawn whose covariance is above this."""
+    """Tokens are drawn whose covariance is above this; of clip_cov alone."""
     cov_high: float = 5.0
-    """Tokens are drawn whose covariance is below this."""
+    """Tokens are drawn whose covariance is below this; of clip_cov alone."""
     clip_eps_low: NonNegativeFloat = 1.0
-    """Ratios below 1 - this are clipped; as wide as in the authors' runs, for the draw is the method's own bound."""
+    """Ratios below 1 - this are clipped, of clip_cov alone; as wide as in the authors' runs, for the draw is the
+    method's own bound.
+    """
     clip_eps_high: NonNegativeFloat = 1.0
-    """Ratios above 1 + this are clipped."""
+    """Ratios above 1 + this are clipped, of clip_cov alone."""
+    kl_coef: NonNegativeFloat = 1.0
+    """Weight of |log ratio|, which stands for the KL to the old policy; of kl_cov alone."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fraction_of_the_method(cls, given: object) -> object:
+        is_kl = isinstance(given, dict) and given.get("kind") == "kl_cov"
+        return {"fraction": 2e-3, **given} if is_kl and isinstance(given, dict) else given
 
     @model_validator(mode="after")
-    def _band_is_not_empty(self) -> Self:
+    def _fields_have_an_effect(self) -> Self:
+        others = {"kl_coef"} if self.kind == "clip_cov" else {"cov_low", "cov_high", "clip_eps_low", "clip_eps_high"}
+        if idle := sorted(others & self.model_fields_set):
+            raise ValueError(f"{idle} mean nothing to {self.kind}; remove them, or use the other kind")
         if not self.cov_low < self.cov_high:
             raise ValueError(
                 f"cov_low {self.cov_low:g} is not below cov_high {self.cov_high:g}: no token would be drawn; move "
                 "one of them"
             )
         return self
-
-
-class KlCovLoss(Section):
-    """KL-Cov (arXiv:2505.22617): importance-weighted policy gradient, with a KL penalty on the tokens whose logprob and
-    advantage vary most together.
-
-    Chosen over the whole mini-batch with the weights of the moment, which costs a forward pass per optimizer step. On
-    the first of a batch the penalty has no gradient: it needs num_minibatches or num_epochs above 1.
-    """
-
-    kind: Literal["kl_cov"] = "kl_cov"
-    """The loss that this section chooses."""
-    fraction: UnitFloat = 2e-3
-    """Share of the mini-batch's trained tokens; at least one is chosen. The paper: 2e-3 for 7B, 2e-4 for 32B."""
-    kl_coef: NonNegativeFloat = 1.0
-    """Weight of |log ratio|, which stands for the KL to the old policy."""
 
 
 class DppoLoss(Section):
@@ -173,14 +176,9 @@ class CustomLoss(PluginSection):
 
 
 PolicyLossSection: TypeAlias = Annotated[
-    ClippedLoss | SapoLoss | ClipCovLoss | KlCovLoss | DppoLoss | DroLoss | ReinforceLoss | CustomLoss,
+    ClippedLoss | SapoLoss | CovarianceLoss | DppoLoss | DroLoss | ReinforceLoss | CustomLoss,
     Field(discriminator="kind"),
 ]
-
-CovarianceLoss: TypeAlias = ClipCovLoss | KlCovLoss
-"""Losses that single out tokens of the whole mini-batch before each optimizer step
-(rolecall/training/step/token_selection.py).
-"""
 
 Aggregation: TypeAlias = Literal[
     "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"

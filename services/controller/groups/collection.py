@@ -143,7 +143,7 @@ class Collection:
                 BudgetSpentError(
                     f"more than reward.max_failed_groups = {self._settings.reward.max_failed_groups} of "
                     f"{self._settings.controller.failure_window} groups "
-                    f"(controller.failure_window) could not be scored; the last by the scorer's {error}"
+                    f"could not be scored; the last by the scorer's {error}"
                 )
             )
 

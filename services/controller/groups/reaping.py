@@ -70,7 +70,7 @@ class Reaper:
                 BudgetSpentError(
                     f"more than controller.max_dead_letters = {self._settings.max_dead_letters} of "
                     f"{self._settings.failure_window} groups "
-                    "(controller.failure_window) killed or failed every rollout they were given to; the last is "
+                    "killed or failed every rollout they were given to; the last is "
                     f"group {group.gid}: {group.error}"
                 )
             )

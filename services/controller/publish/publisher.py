@@ -254,7 +254,7 @@ class PolicyPublisher:
         return self._policy_version
 
     async def _open_epoch(self, members: Sequence[Rollout]) -> Epoch:
-        timeout_s = self._settings.weights.open_timeout_s
+        timeout_s = self._settings.weights.bucket_timeout_s
         number, root = await self._threads.call(self._ledger.next_epoch), self._fleet.actors()
         ranks = [rollout.consumer for rollout in members for _ in range(rollout.join.num_weight_ranks)]
         world_size = 1 + len(ranks)

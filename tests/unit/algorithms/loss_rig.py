@@ -15,11 +15,10 @@ from rolecall.algorithms.aggregation import Counts, sequence_index, token_weight
 from rolecall.algorithms.losses import PolicyBatch, token_losses
 from rolecall.settings import (
     Aggregation,
-    ClipCovLoss,
     ClippedLoss,
+    CovarianceLoss,
     DppoLoss,
     DroLoss,
-    KlCovLoss,
     PolicyLossSection,
     ReinforceLoss,
     SapoLoss,
@@ -33,8 +32,8 @@ LOSSES: list[PolicyLossSection] = [
     ClippedLoss(kind="cispo", clip_eps_low=0.3, clip_eps_high=0.5),
     ClippedLoss(kind="gmpo"),
     SapoLoss(tau_neg=2.0),
-    ClipCovLoss(clip_eps_low=0.3, clip_eps_high=0.3),
-    KlCovLoss(kl_coef=0.7),
+    CovarianceLoss(kind="clip_cov", clip_eps_low=0.3, clip_eps_high=0.3),
+    CovarianceLoss(kind="kl_cov", kl_coef=0.7),
     DppoLoss(kind="dppo_tv", max_divergence=0.05),
     DppoLoss(kind="dppo_kl", max_divergence=0.02),
     DroLoss(beta=0.4),
@@ -150,7 +149,7 @@ def oracle_token(
             value, slope = oracle_clip(ratio, advantage, section.clip_eps_low, section.clip_eps_high)
             if section.dual_clip is not None and advantage < 0 and value > -section.dual_clip * advantage:
                 value, slope = -section.dual_clip * advantage, 0.0
-        case ClipCovLoss():
+        case CovarianceLoss(kind="clip_cov"):
             value, slope = (
                 (0.0, 0.0) if selected else oracle_clip(ratio, advantage, section.clip_eps_low, section.clip_eps_high)
             )
@@ -167,7 +166,7 @@ def oracle_token(
             tau = section.tau_pos if advantage > 0 else section.tau_neg
             gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
             value, slope = -4 / tau * gate * advantage, -4 * gate * (1 - gate) * ratio * advantage
-        case KlCovLoss():
+        case CovarianceLoss(kind="kl_cov"):
             value, slope = -ratio * advantage, -ratio * advantage
             if selected:
                 value, slope = (

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolecall.algorithms.advantages import ScoredBatch, estimate
+from rolecall.algorithms.advantages import Estimate, ScoredBatch, estimate
+from rolecall.algorithms.advantages.pass_at_k import pass_at_k
 from rolecall.errors import InvalidInputError
 from rolecall.settings import (
     AdvantageSection,
@@ -163,4 +164,8 @@ def test_pass_at_k_is_the_mean_normalised_reward_of_the_subsets_that_a_response_
         mine = [[s for s, subset in zip(solved, subsets, strict=True) if i in subset] for i in range(len(rewards))]
         return [(sum(s) / len(s) - mean) / std for s in mine]
 
-    agrees(batch, estimate(PassAtKAdvantage(k=k, solved_at=0.75), batch), of_groups(batch, by_subsets))
+    agrees(
+        batch,
+        Estimate(batch.spread(pass_at_k(batch.totals_B, batch.gids_B, k=k, solved_at=0.75))),
+        of_groups(batch, by_subsets),
+    )

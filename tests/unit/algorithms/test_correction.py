@@ -19,8 +19,6 @@ from rolecall.algorithms.losses.ppo import ppo
 from rolecall.settings import (
     AlgorithmSection,
     CorrectionSection,
-    CorrectionWeight,
-    IcePopWeight,
     ImportanceWeight,
     ReinforceLoss,
     Rejection,
@@ -29,13 +27,13 @@ from rolecall.settings import (
 STRAY = [[1e-15, 1.0, 1.0]]
 """A ratio of e^-34.5 beside two of 1: k2 596.5, k3 33.5, geometric mean 1e-5."""
 
-WEIGHTS: tuple[CorrectionWeight | None, ...] = (
+WEIGHTS: tuple[ImportanceWeight | None, ...] = (
     None,
     ImportanceWeight(),
     ImportanceWeight(cap=None),
     ImportanceWeight(kind="sequence"),
     ImportanceWeight(kind="sequence", cap=None),
-    IcePopWeight(),
+    ImportanceWeight(kind="icepop"),
 )
 REJECTIONS: tuple[Rejection, ...] = (
     Rejection(kind="ratio", over="token", low=0.6, high=1.6),
@@ -77,7 +75,7 @@ RATIOS = [[0.4, 1.5, 1.2], [3.0], [1.0, 1.0]]
         (CorrectionSection(), [0.4, 1.5, 1.2, 2.0, 1, 1]),
         (CorrectionSection(weight=ImportanceWeight(cap=None)), [0.4, 1.5, 1.2, 3.0, 1, 1]),
         (CorrectionSection(weight=ImportanceWeight(kind="sequence")), [0.72, 0.72, 0.72, 2.0, 1, 1]),
-        (CorrectionSection(weight=IcePopWeight(high=2.0)), [0, 1.5, 1.2, 0, 1, 1]),
+        (CorrectionSection(weight=ImportanceWeight(kind="icepop", cap=2.0)), [0, 1.5, 1.2, 0, 1, 1]),
         (CorrectionSection(weight=None), [1, 1, 1, 1, 1, 1]),
         (
             CorrectionSection(weight=None, reject=(Rejection(kind="ratio", over="token", low=0.5, high=1.3),)),
@@ -142,16 +140,17 @@ def test_a_stray_token_counts_whole_in_what_is_asked_of_its_response(rejection: 
     assert weights_of(CorrectionSection(weight=None, reject=(rejection,)), STRAY) == [kept] * 3
 
 
-def slow_weight(weight: CorrectionWeight | None, ratio: float, ratios: list[float]) -> float:
-    match weight:
-        case None:
-            return 1.0
-        case ImportanceWeight(kind="sequence"):
-            return min(math.prod(ratios), weight.cap or math.inf)
-        case ImportanceWeight():
-            return min(ratio, weight.cap or math.inf)
-        case IcePopWeight():
-            return ratio if weight.low <= ratio <= weight.high else 0.0
+def slow_weight(weight: ImportanceWeight | None, ratio: float, ratios: list[float]) -> float:
+    if weight is None:
+        return 1.0
+    cap = weight.cap or math.inf
+    match weight.kind:
+        case "token":
+            return min(ratio, cap)
+        case "sequence":
+            return min(math.prod(ratios), cap)
+        case "icepop":
+            return ratio if weight.low <= ratio <= cap else 0.0
 
 
 def slow_rejects(rejection: Rejection, ratio: float, ratios: list[float]) -> bool:
@@ -182,7 +181,7 @@ LENGTHS = st.lists(st.integers(1, 7), min_size=1, max_size=6)
 
 @given(LENGTHS, st.integers(0, 2**32 - 1), st.sampled_from(WEIGHTS), st.lists(st.sampled_from(REJECTIONS), max_size=2))
 def test_weights_and_rejections_are_those_of_a_loop(
-    lengths: list[int], seed: int, weight: CorrectionWeight | None, reject: list[Rejection]
+    lengths: list[int], seed: int, weight: ImportanceWeight | None, reject: list[Rejection]
 ) -> None:
     rng = np.random.default_rng(seed)
     ratios = [np.exp(rng.normal(0, 0.3, n)).tolist() for n in lengths]
@@ -200,7 +199,7 @@ def test_weights_and_rejections_are_those_of_a_loop(
 
 @given(LENGTHS, st.integers(0, 2**32 - 1), st.sampled_from(WEIGHTS), st.sampled_from(REJECTIONS), st.data())
 def test_the_corrected_loss_does_not_depend_on_how_the_minibatch_is_cut(
-    lengths: list[int], seed: int, weight: CorrectionWeight | None, rejection: Rejection, data: st.DataObject
+    lengths: list[int], seed: int, weight: ImportanceWeight | None, rejection: Rejection, data: st.DataObject
 ) -> None:
     rng = np.random.default_rng(seed)
     starts = np.concatenate([[0], np.cumsum(lengths)])

@@ -11,11 +11,10 @@ from rolecall.algorithms.losses import PolicyBatch, token_losses
 from rolecall.algorithms.losses.entropy import entropy_bonus
 from rolecall.algorithms.losses.sft import sft_loss
 from rolecall.settings import (
-    ClipCovLoss,
     ClippedLoss,
+    CovarianceLoss,
     DppoLoss,
     DroLoss,
-    KlCovLoss,
     PolicyLossSection,
     ReinforceLoss,
     SapoLoss,
@@ -136,7 +135,7 @@ def test_gmpo_gives_every_token_its_sequences_loss() -> None:
 
 
 def test_selected_tokens_are_held_back() -> None:
-    clip, kl = ClipCovLoss(), KlCovLoss(kl_coef=0.5)
+    clip, kl = CovarianceLoss(kind="clip_cov"), CovarianceLoss(kind="kl_cov", kl_coef=0.5)
     chosen, other = batch_of([1.5, 0.5], [1.0, 1.0], selected=True), batch_of([1.5, 0.5], [1.0, 1.0])
     assert token_losses(clip, chosen).losses_N.tolist() == [0.0, 0.0]
     assert token_losses(clip, other).losses_N.tolist() == pytest.approx([-1.5, -0.5])
@@ -215,7 +214,7 @@ def on_policy(minibatch: Drawn) -> Drawn:
         ClippedLoss(kind="gspo"),
         ClippedLoss(kind="cispo"),
         SapoLoss(),
-        KlCovLoss(kl_coef=0.0),
+        CovarianceLoss(kind="kl_cov", kl_coef=0.0),
         DppoLoss(kind="dppo_tv"),
         DppoLoss(kind="dppo_kl"),
         DroLoss(beta=0.4),
@@ -288,7 +287,7 @@ def test_gspo_of_tokens_is_gspo_of_sequences(minibatch: Drawn) -> None:
     "section",
     [
         ClippedLoss(kind="cispo", clip_eps_high=1e9),
-        KlCovLoss(kl_coef=0.0),
+        CovarianceLoss(kind="kl_cov", kl_coef=0.0),
         DppoLoss(kind="dppo_tv", max_divergence=1.0),
         ClippedLoss(clip_eps_low=1.0, clip_eps_high=1e9),
     ],
@@ -309,7 +308,7 @@ def test_clip_cov_without_selected_tokens_is_ppo(minibatch: Drawn) -> None:
     minibatch.selected[:] = False
     bounds = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
     for ours, theirs in zip(
-        sums(ClipCovLoss(**bounds), minibatch), sums(ClippedLoss(**bounds), minibatch), strict=True
+        sums(CovarianceLoss(kind="clip_cov", **bounds), minibatch), sums(ClippedLoss(**bounds), minibatch), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
 

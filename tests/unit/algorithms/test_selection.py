@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.algorithms.selection import Order, Tokens, num_selected, order, token_keys
-from rolecall.settings import ClipCovLoss, CovarianceLoss, KlCovLoss
+from rolecall.settings import CovarianceLoss
 from rolecall.wire import Array
 
 LOSSES: list[CovarianceLoss] = [
-    KlCovLoss(fraction=0.2),
-    ClipCovLoss(fraction=0.2, cov_low=0.1, cov_high=1.0, clip_eps_low=0.5, clip_eps_high=0.5),
+    CovarianceLoss(kind="kl_cov", fraction=0.2),
+    CovarianceLoss(kind="clip_cov", fraction=0.2, cov_low=0.1, cov_high=1.0, clip_eps_low=0.5, clip_eps_high=0.5),
 ]
 
 
@@ -45,14 +45,20 @@ def test_the_largest_covariances_are_taken_by_kl_cov() -> None:
     tokens = Tokens(
         np.array([-1.0, -1.0, -2.0, -4.0, -2.0]), np.zeros(5), np.array([1.0, -0.5, 2.0, -1.0, -1.5]), np.arange(5)
     )
-    assert order(KlCovLoss(), tokens, tokens.sums()).ranks_M.tolist() == [-1.0, 0.5, 0.0, -2.0, 0.0]
-    assert select(KlCovLoss(fraction=0.4), [tokens])[0].tolist() == [True, False, False, True, False]
-    assert select(KlCovLoss(), [tokens])[0].tolist() == [False, False, False, True, False]
+    assert order(CovarianceLoss(kind="kl_cov"), tokens, tokens.sums()).ranks_M.tolist() == [-1.0, 0.5, 0.0, -2.0, 0.0]
+    assert select(CovarianceLoss(kind="kl_cov", fraction=0.4), [tokens])[0].tolist() == [
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert select(CovarianceLoss(kind="kl_cov"), [tokens])[0].tolist() == [False, False, False, True, False]
 
 
 def test_clip_cov_draws_by_keys_among_the_tokens_within_its_bounds() -> None:
     logprobs, advantages = np.array([-1.0, -1.0, -2.0, -4.0, -2.0]), np.array([1.0, -0.5, 2.0, -1.0, -1.5])
-    loss = ClipCovLoss(fraction=0.2, cov_low=0.5, cov_high=3.0)
+    loss = CovarianceLoss(kind="clip_cov", fraction=0.2, cov_low=0.5, cov_high=3.0)
     # of tokens 0 and 3, the one with the smaller key
     for keys, expected in (([5, 1, 2, 9, 0], 0), ([9, 1, 2, 5, 0], 3)):
         tokens = Tokens(logprobs, logprobs, advantages, np.array(keys))
@@ -64,7 +70,7 @@ def test_clip_cov_draws_by_keys_among_the_tokens_within_its_bounds() -> None:
 
 def test_clip_cov_leaves_out_what_ppos_clip_already_took() -> None:
     logprobs, advantages = np.array([-1.0, -3.0]), np.array([1.0, -1.0])  # covariance 1 both
-    loss = ClipCovLoss(fraction=1.0, cov_low=0.5, clip_eps_low=0.2, clip_eps_high=0.2)
+    loss = CovarianceLoss(kind="clip_cov", fraction=1.0, cov_low=0.5, clip_eps_low=0.2, clip_eps_high=0.2)
     for old, expected in (
         ([-1.0, -3.0], [True, True]),
         ([-1.3, -3.0], [False, True]),
@@ -99,7 +105,7 @@ def test_the_choice_is_that_of_a_sort_token_by_token(loss: CovarianceLoss, num: 
     covariance = [
         (p - sum(logprobs) / num) * (a - sum(advantages) / num) for p, a in zip(logprobs, advantages, strict=True)
     ]
-    if isinstance(loss, KlCovLoss):
+    if loss.kind == "kl_cov":
         candidates = sorted(range(num), key=lambda t: -covariance[t])
     else:
         free = [

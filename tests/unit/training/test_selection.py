@@ -13,7 +13,7 @@ import torch
 
 from rolecall.algorithms.aggregation import Counts
 from rolecall.algorithms.selection import token_keys
-from rolecall.settings import ClipCovLoss, CovarianceLoss, KlCovLoss
+from rolecall.settings import CovarianceLoss
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.packing.pack import Row, pack
 from rolecall.training.ranks.command_group import CommandGroup
@@ -21,7 +21,10 @@ from rolecall.training.step.share import Minibatch
 from rolecall.training.step.token_selection import KEYS, select
 from rolecall.wire import Array
 
-LOSSES: list[CovarianceLoss] = [KlCovLoss(fraction=0.1), ClipCovLoss(fraction=0.1, cov_low=0.05, cov_high=9.0)]
+LOSSES: list[CovarianceLoss] = [
+    CovarianceLoss(kind="kl_cov", fraction=0.1),
+    CovarianceLoss(kind="clip_cov", fraction=0.1, cov_low=0.05, cov_high=9.0),
+]
 WAIT_S = 10.0
 
 
