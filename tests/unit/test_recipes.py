@@ -7,7 +7,7 @@ import yaml
 
 from rolecall.errors import ConfigError
 from rolecall.launcher.plan import resolve, write_config
-from rolecall.settings import GrpoAdvantage, PlainAdvantage, load_settings
+from rolecall.settings import GrpoAdvantage, PlainAdvantage, load_settings, recipe_names
 from tests.twins.launched import write_light_config
 
 RECIPES = Path(__file__).resolve().parents[2] / "rolecall" / "recipes"
@@ -84,3 +84,9 @@ def test_a_name_that_is_no_recipe_is_told_with_the_nearest_one(config: Path) -> 
         match=r"no recipe 'dr_gpro' \(did you mean 'dr_grpo'\?\); give the path of a file, or one of the names cispo, ",
     ):
         load_settings(config, recipe="dr_gpro")
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_resolved_file_of_every_recipe_reads_back_the_same(name: str, tmp_path: Path) -> None:
+    settings = load_settings(write_light_config(tmp_path), ["sampling.num_responses=8"], name)
+    assert type(settings).model_validate(settings.model_dump(mode="json")) == settings

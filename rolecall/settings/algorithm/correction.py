@@ -44,7 +44,7 @@ class ImportanceWeight(Section):
     @model_validator(mode="after")
     def _band_is_whole(self) -> Self:
         if self.kind != "icepop":
-            if "low" in self.model_fields_set:
+            if self.low != type(self).model_fields["low"].default:
                 raise ValueError(f"low: {self.kind} is bounded from above alone; remove it, or use kind: icepop")
         elif self.cap is None:
             raise ValueError("cap: icepop needs both ends of its band; give a number")

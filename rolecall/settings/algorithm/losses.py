@@ -105,7 +105,8 @@ class CovarianceLoss(Section):
     @model_validator(mode="after")
     def _fields_have_an_effect(self) -> Self:
         others = {"kl_coef"} if self.kind == "clip_cov" else {"cov_low", "cov_high", "clip_eps_low", "clip_eps_high"}
-        if idle := sorted(others & self.model_fields_set):
+        fields = type(self).model_fields  # a resolved file names them all
+        if idle := sorted(name for name in others if getattr(self, name) != fields[name].default):
             raise ValueError(f"{idle} mean nothing to {self.kind}; remove them, or use the other kind")
         if not self.cov_low < self.cov_high:
             raise ValueError(
