@@ -75,8 +75,8 @@ def channel_credentials(
         return tls_files.mutual_credentials(rpc.tls)
     if not is_loopback(target) and not rpc.behind_mesh:
         raise ConfigError(
-            f"{target} is beyond this machine and the connection has no TLS; set rpc.tls, or tls in a section that "
-            "has it, or rpc.behind_mesh when a service "
-            "mesh encrypts it"
+            f"{target} is beyond this machine and the connection has no TLS; set rpc.tls, or for somebody "
+            "else's service the ca_file of its section (`system` for this machine's roots), or rpc.behind_mesh when a "
+            "service mesh encrypts it"
         )
     return None

@@ -112,9 +112,3 @@ class EvaluationSection(Section):
     """Steps between evaluations; 0 evaluates only at step 0 and at the end."""
     sets: dict[str, EvaluationSet] = {}
     """Held-out sets by name."""
-
-    def timeout_s(self, max_tokens: int) -> float:
-        """Deadline of one evaluation, which the next publish waits for no longer: 600 s, and the longest responses of
-        all sets one after another at 2 tokens/s; `max_tokens` is sampling.max_tokens.
-        """
-        return 600 + sum(part.max_tokens or max_tokens for part in self.sets.values()) / 2

@@ -123,8 +123,10 @@ class ControllerSection(AddressSection):
 
     @property
     def heartbeat_s(self) -> float:
-        """Seconds between a worker's heartbeats: five to a lease, so that four may be lost."""
-        return self.lease_s / 5
+        """Seconds between a worker's heartbeats: five to a lease, so that four may be lost, and one a second, however
+        long the lease: a heartbeat carries the progress that hang_s is counted from.
+        """
+        return min(1.0, self.lease_s / 5)
 
 
 class LauncherSection(Section):

@@ -6,6 +6,7 @@ missing and is in no mean: a prompt with fewer than k scored responses is in no 
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from rolecall.errors import RoleCallError, UnavailableError
 from rolecall.scoring.client import RewardClient
 from rolecall.scoring.scores import Score, score_item
 from rolecall.settings import EvaluationSet, RunSettings
+from rolecall.settings.deadlines import TOKENS_PER_S
 from rolecall.telemetry import Metrics
 from rolecall.trajectory import is_truncated
 from rolecall.v1 import rollout_pb2, trajectory_pb2
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 SCORE_CHUNK = 256
 """Items per Score call."""
+LEAST_S = 600.0
+"""Seconds that any evaluation gets."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,23 @@ class Evaluation:
         self._reward = reward
         self._sets = sets
 
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of one evaluation, which the next publish waits for no longer: LEAST_S, and the longest response of
+        every set, as often as a single rollout would go through its prompts, at 2 tokens/s.
+        """
+        tokens = (
+            math.ceil(len(held_out.prompts) / self._width(held_out)) * self._max_tokens(held_out)
+            for held_out in self._sets
+        )
+        return LEAST_S + sum(tokens) / TOKENS_PER_S
+
     async def run(self, step: int, policy_version: int) -> tuple[Metrics, list[dict[str, Any]]]:
         """Metrics "eval/<set>/..." and samples for people, of weights `policy_version` after `step` steps. TimeoutError
         after its deadline.
         """
         metrics, samples = Metrics(), []
-        async with asyncio.timeout(self._settings.evaluation.timeout_s(self._settings.sampling.max_tokens)):
+        async with asyncio.timeout(self.timeout_s):
             for held_out in self._sets:
                 started = time.monotonic()
                 responses = await self._generate(held_out, step, policy_version)
@@ -95,7 +110,7 @@ class Evaluation:
         queue = list(enumerate(held_out.prompts))[::-1]
         results: dict[int, list[_Response]] = {}
         timeout_s = self._settings.rollout.generation_timeout_s
-        width = max(1, self._settings.rollout.max_num_seqs // held_out.section.num_responses)
+        width = self._width(held_out)
 
         async def work(rollout: Rollout) -> None:
             while queue:
@@ -116,6 +131,13 @@ class Evaluation:
         await asyncio.gather(*(work(rollout) for rollout in holders for _ in range(width)))
         return [response for index in sorted(results) for response in results[index]]
 
+    def _width(self, held_out: HeldOutSet) -> int:
+        """Prompts that a rollout is asked at a time."""
+        return max(1, self._settings.rollout.max_num_seqs // held_out.section.num_responses)
+
+    def _max_tokens(self, held_out: HeldOutSet) -> int:
+        return held_out.section.max_tokens or self._settings.sampling.max_tokens
+
     def _request(
         self, held_out: HeldOutSet, request_id: str, prompt: trajectory_pb2.Prompt, policy_version: int
     ) -> rollout_pb2.GenerateRequest:
@@ -123,7 +145,7 @@ class Evaluation:
         sampling = trajectory_pb2.SamplingParams(
             temperature=section.temperature,
             top_p=section.top_p,
-            max_tokens=section.max_tokens or self._settings.sampling.max_tokens,
+            max_tokens=self._max_tokens(held_out),
             stop_token_ids=self._settings.sampling.stop_token_ids,
         )
         return rollout_pb2.GenerateRequest(

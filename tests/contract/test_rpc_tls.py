@@ -93,7 +93,7 @@ async def test_a_bearer_token_is_refused_on_plaintext() -> None:
 
 
 async def test_calling_beyond_loopback_in_plaintext_is_refused_unless_behind_a_mesh() -> None:
-    with pytest.raises(ConfigError, match="has no TLS"):
+    with pytest.raises(ConfigError, match=r"has no TLS; set rpc.tls, or .*ca_file"):
         open_channel("reward.example:50051", RpcSection())
     await open_channel("reward.example:50051", RpcSection(behind_mesh=True)).close()
 

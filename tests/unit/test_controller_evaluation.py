@@ -90,3 +90,18 @@ async def test_what_a_rollout_that_goes_away_was_asked_others_answer(make_settin
     values = await evaluated(make_settings, gone, Replica("r.1"))
     assert gone.asked
     assert values["eval/held/missing"] == 0
+
+
+def test_an_evaluation_gets_the_time_of_all_prompts_of_all_its_sets(make_settings: Callable[..., RunSettings]) -> None:
+    prompt = trajectory_pb2.Prompt(token_ids=np.ones(2, "<i4").tobytes())
+    small = EvaluationSet.model_validate({"path": "small.jsonl", "max_tokens": 4000})
+    large = EvaluationSet.model_validate({"path": "large.jsonl", "num_responses": 16})
+    nobody: Any = Replicas([])
+    evaluation = Evaluation(
+        make_settings(sampling={"max_tokens": 1000}, rollout={"max_num_seqs": 256}),
+        nobody,
+        nobody,
+        [HeldOutSet("small", small, (prompt,) * 30), HeldOutSet("large", large, (prompt,) * 100)],
+    )
+    one_round_s, seven_rounds_s = 4000 / 2, 7 * 1000 / 2
+    assert evaluation.timeout_s == 600 + one_round_s + seven_rounds_s

@@ -14,7 +14,7 @@ from rolecall.errors import UnknownWorkerError, WorkerLostError
 from rolecall.settings import ControllerSection, RunSettings
 from rolecall.v1 import controller_pb2
 from services.controller.fleet.liveness import Worker
-from services.controller.fleet.members import Fleet
+from services.controller.fleet.members import LOOKS_PER_HEARTBEAT, Fleet
 from services.controller.threads import StoreThreads
 from tests.fixtures_store import StoreUnderTest
 
@@ -79,6 +79,16 @@ def test_a_worker_that_is_idle_or_moves_is_never_hung(said: Callable[[int], cont
         now = count * CONTROLLER.heartbeat_s
         worker.heard(said(count), now)
         assert worker.loss(now, CONTROLLER, LOOK_S) is None
+
+
+@pytest.mark.parametrize("lease_s", [1.0, 15.0, 60.0, 600.0])
+def test_a_worker_that_moves_is_never_hung_however_long_the_lease(lease_s: float) -> None:
+    controller = ControllerSection(lease_s=lease_s)
+    look_s, worker = controller.heartbeat_s / LOOKS_PER_HEARTBEAT, joined()
+    for look in range(80):
+        if look % LOOKS_PER_HEARTBEAT == 0:
+            worker.heard(beat(look, busy=True), look * look_s)
+        assert worker.loss(look * look_s, controller, look_s) is None
 
 
 def test_what_the_controller_could_not_hear_is_not_held_against_anyone() -> None:

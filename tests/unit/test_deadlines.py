@@ -113,7 +113,9 @@ def deadline_settings() -> set[str]:
         item.target.id
         for node in classes
         for item in node.body
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        if isinstance(item, ast.AnnAssign)
+        and isinstance(item.target, ast.Name)
+        and not ast.unparse(item.annotation).startswith("ClassVar")  # a constant, which no file sets
     ]
     return {name for name in fields if name.endswith("_s") and "_per_" not in name}
 

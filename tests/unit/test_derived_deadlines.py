@@ -42,11 +42,7 @@ def test_a_small_model_on_cpus_keeps_the_defaults(make_settings: MakeSettings) -
         600,
     )
     assert (settings.controller.start_timeout_s, settings.controller.stall_timeout_s) == (300, 600)
-    assert (settings.actor.train_timeout_s, settings.actor.compute_timeout_s, settings.evaluation.timeout_s(16)) == (
-        3600,
-        600,
-        600,
-    )
+    assert (settings.actor.train_timeout_s, settings.actor.compute_timeout_s) == (3600, 600)
 
 
 def test_a_large_model_with_long_responses_on_gpus_gets_the_time_it_takes(
@@ -118,10 +114,9 @@ def test_responses_that_a_publish_waits_for_are_part_of_its_time(make_settings: 
     assert waits.controller.stall_timeout_s >= waits.weights.publish_timeout_s, "or the stall ends the publish"
 
 
-def test_an_evaluation_gets_the_time_of_all_its_sets(make_settings: MakeSettings) -> None:
+def test_a_group_gets_the_time_of_the_longest_response_of_an_evaluation(make_settings: MakeSettings) -> None:
     sets = {"a": {"path": "a.jsonl"}, "b": {"path": "b.jsonl", "max_tokens": 4000}}
     settings = make_settings(evaluation={"sets": sets}, sampling={"max_tokens": 1000})
-    assert settings.evaluation.timeout_s(1000) == 600 + 2500
     assert settings.rollout.generation_timeout_s == 600 + 2000, "the longest response of all"
 
 
