@@ -16,7 +16,7 @@ def _in_its_folder(value: object, info: Any) -> object:
     return f"{absolute(f'{folder}/' if value.startswith('/') else folder, info)}/{name}"
 
 
-FunctionName: TypeAlias = Annotated[str, Field(pattern=r"^([^:]*/)?[\w.]+:\w+$"), BeforeValidator(_in_its_folder)]
+FunctionName: TypeAlias = Annotated[str, Field(pattern=r"^(.*/)?[\w.]+:\w+$"), BeforeValidator(_in_its_folder)]
 """`module:function` or `folder/module:function`."""
 
 

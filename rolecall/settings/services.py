@@ -111,8 +111,8 @@ class ControllerSection(AddressSection):
     """Deadline for every role to become healthy at the start; unless set, longer on GPUs and for larger models."""
     stall_timeout_s: PositiveFloat = 600.0
     """Longest wait without progress: for roles that are away, or for a batch while no group ends and no rollout makes a
-    token (where reward.timeout_s or a reference's compute_timeout_s is longer, as long as that). A pause does not
-    count. Then the run fails and says what it waited for.
+    token (where reward.timeout_s or, with references, actor.compute_timeout_s is longer, as long as that). A pause
+    does not count. Then the run fails and says what it waited for.
     """
     max_recoveries: PositiveInt = 8
     """Times the loop is started over from the store, after a role or the store failed, without a step applied in

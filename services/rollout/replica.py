@@ -125,8 +125,9 @@ class Replica:
             raise InvalidInputError(f"{what} has no prompt tokens")
         if len(prompt_token_ids) >= self.info.max_model_tokens:
             raise PromptTooLongError(
-                f"{what} has {len(prompt_token_ids)} prompt tokens; the model takes {self.info.max_model_tokens} in "
-                "all, response included"
+                f"{what} has {len(prompt_token_ids)} prompt tokens; the run's engines take "
+                f"{self.info.max_model_tokens} in all, response included (data.max_prompt_tokens and the longest "
+                "max_tokens, or as many as the model can)"
             )
 
     def require_serving(self, policy_version: int | None = None) -> None:

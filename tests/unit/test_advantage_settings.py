@@ -111,8 +111,10 @@ def test_a_discount_and_a_group_baseline_exclude_each_other() -> None:
 
 def test_a_users_module_is_looked_for_beside_the_configuration(tmp_path: Path) -> None:
     settings = with_advantage({"kind": "custom", "function": "mine:f"}).model_dump(mode="json", exclude_unset=True)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
-    for given, folder in (("mine:f", tmp_path), ("its/own/mine:f", tmp_path / "its/own"), ("/mine:f", Path("/"))):
-        advantage = load_settings(tmp_path / "run.yaml", [f"algorithm.advantage.function={given}"]).algorithm.advantage
+    beside = tmp_path / "of 2026-11-23T10:00"
+    beside.mkdir()
+    (beside / "run.yaml").write_text(yaml.safe_dump(settings))
+    for given, folder in (("mine:f", beside), ("its/own/mine:f", beside / "its/own"), ("/mine:f", Path("/"))):
+        advantage = load_settings(beside / "run.yaml", [f"algorithm.advantage.function={given}"]).algorithm.advantage
         assert isinstance(advantage, CustomAdvantage)
         assert (advantage.folder, advantage.name) == (folder, "mine:f")
