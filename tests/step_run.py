@@ -395,8 +395,7 @@ class StepRun:
     # --- the model --------------------------------------------------------------------------------
 
     def checkpoint_begins(self, step: int) -> None:
-        if not self.rolled_back:
-            self.follow_the_store()
+        self.follow_the_store()  # a run whose store was rolled back to this very step goes on
         self.before_checkpoint()
         self.covered[step] = tuple(self.timeline)  # also when nobody hears that it is committed
 

@@ -3,7 +3,8 @@
 from rolecall.settings import RunSettings
 from tools.settings_keys import leaves
 
-MAX_KEYS = 250
+MAX_KEYS = 300
+"""249 when they were last cut (ADR 44); the rest is room for new capabilities, not for new knobs of old ones."""
 
 
 def test_the_keys_are_few() -> None:
