@@ -47,12 +47,12 @@ def decode_column(name: str, data: bytes, num_tokens: int) -> Array:
     )
 
 
-def row_bytes(num_tokens: int, columns: Sequence[Column], top_k: int = 0) -> int:
-    """Bytes of one stored trajectory of `num_tokens` tokens with `columns`, of which a teacher's hold `top_k` numbers a
-    token; without the prompt's messages and metadata, which a group holds once.
+def row_bytes(num_tokens: int, columns: Sequence[Column], top_k: int = 0, *, num_rows: int = 1) -> int:
+    """Bytes of `num_rows` stored trajectories of `num_tokens` tokens in all with `columns`, of which a teacher's hold
+    `top_k` numbers a token; without the prompt's messages and metadata, which a group holds once.
     """
     per_token = TEXT_BYTES + sum(each.bytes_per_token(top_k) for each in columns)
-    return num_tokens * per_token + ROW_BYTES
+    return num_tokens * per_token + num_rows * ROW_BYTES
 
 
 def seed_of(run_seed: int, gid: int, index: int) -> int:

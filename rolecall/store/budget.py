@@ -40,7 +40,7 @@ class StoreBudget:
         """
         algorithm = settings.algorithm
         tokens = settings.data.max_prompt_tokens + settings.sampling.max_tokens
-        group_bytes = settings.responses_per_group * _row_bytes(settings, tokens) + 2 * prompt_bytes
+        group_bytes = settings.responses_per_group * _row_bytes(settings, tokens, 1) + 2 * prompt_bytes
         budget = cls(
             int(settings.store.max_bytes * STORE_SHARE),
             group_bytes,
@@ -65,10 +65,12 @@ def batch_bytes(settings: RunSettings, batch: TrainBatch, prompt_bytes: int) -> 
     """Bytes that the rows of a trained batch hold until a checkpoint covers it, where the largest prompt takes
     `prompt_bytes`.
     """
-    return sum(_row_bytes(settings, ref.num_tokens) for ref in rows_of(batch)) + prompt_bytes * len(batch.gids)
+    rows = rows_of(batch)
+    return _row_bytes(settings, sum(ref.num_tokens for ref in rows), len(rows)) + prompt_bytes * len(batch.gids)
 
 
-def _row_bytes(settings: RunSettings, num_tokens: int) -> int:
-    """Bytes of a row of `num_tokens` tokens; each has one teacher, however many there are."""
+def _row_bytes(settings: RunSettings, num_tokens: int, num_rows: int) -> int:
+    """Bytes of rows of `num_tokens` tokens in all; each has one teacher, however many there are."""
     distillation = settings.algorithm.distillation
-    return row_bytes(num_tokens, settings.columns, (distillation.top_k or 0) if distillation is not None else 0)
+    top_k = (distillation.top_k or 0) if distillation is not None else 0
+    return row_bytes(num_tokens, settings.columns, top_k, num_rows=num_rows)

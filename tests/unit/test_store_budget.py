@@ -1,5 +1,6 @@
 """What of a store a run's rows may take."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,16 @@ def test_a_group_at_its_longest_holds_the_largest_prompt(make_settings: Callable
     assert (with_it.group_bytes - without.group_bytes, with_it.batch_bytes - without.batch_bytes) == (20_000, 80_000)
     batch = TrainBatch(rows=[RowRef(num_tokens=128)] * 8, gids=[1, 2])
     assert batch_bytes(settings, batch, 10_000) - batch_bytes(settings, batch, 0) == 20_000
+
+
+def test_a_trained_batch_is_counted_row_by_row_and_at_once(make_settings: Callable[..., RunSettings]) -> None:
+    """At once, for the controller counts it on its event loop."""
+    settings, lengths = make_settings(), range(1, 20_001)
+    batch = TrainBatch(rows=[RowRef(num_tokens=length) for length in lengths])
+    began = time.process_time()
+    counted = batch_bytes(settings, batch, 0)
+    assert time.process_time() - began < 0.2
+    assert counted == sum(row_bytes(length, settings.columns) for length in (1, 10_000, 10_001, 20_000)) * 5000
 
 
 def test_prompts_too_large_for_the_store_are_refused_and_named(make_settings: Callable[..., RunSettings]) -> None:
