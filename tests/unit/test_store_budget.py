@@ -64,7 +64,7 @@ def test_a_trained_batch_is_counted_row_by_row_and_at_once(make_settings: Callab
     batch = TrainBatch(rows=[RowRef(num_tokens=length) for length in lengths])
     began = time.process_time()
     counted = batch_bytes(settings, batch, 0)
-    assert time.process_time() - began < 0.2
+    assert time.process_time() - began < 0.06, "row by row the columns of the run are listed 20,000 times: 0.2 s"
     assert counted == sum(row_bytes(length, settings.columns) for length in (1, 10_000, 10_001, 20_000)) * 5000
 
 
