@@ -61,11 +61,6 @@ class GroupScorer:
         self._scored_at = float("-inf")
         """When a group was scored last, on `clock`."""
 
-    @property
-    def trouble(self) -> str:
-        """The reason why there are no scores at present: scorer, address, last error; empty when there are."""
-        return self._reward.trouble
-
     async def score(self, group: trajectory_pb2.CommittedGroup) -> ScoredGroup:
         """Reward columns and reference columns are in the group's rows when this returns; the greedy response has a
         reward alone.
