@@ -78,18 +78,24 @@ class Arrows:
 
     def __init__(self) -> None:
         self.armed: str | None = None
+        self.num_spared = 0
         self.strike: Callable[[], None] = _nothing
         self.passed: list[str] = []
 
-    def arm(self, arrow: str, strike: Callable[[], None]) -> None:
-        self.armed, self.strike = arrow, strike
+    def arm(self, arrow: str, strike: Callable[[], None], num_spared: int = 0) -> None:
+        """`num_spared`: so many times the arrow is passed before the fault strikes."""
+        self.armed, self.strike, self.num_spared = arrow, strike, num_spared
 
     def at(self, arrow: str) -> None:
         """The instant `arrow`: the armed fault strikes here, which may raise."""
         self.passed.append(arrow)
-        if arrow == self.armed:
-            self.armed = None
-            self.strike()
+        if arrow != self.armed:
+            return
+        if self.num_spared:
+            self.num_spared -= 1
+            return
+        self.armed = None
+        self.strike()
 
 
 def _nothing() -> None:

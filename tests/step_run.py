@@ -303,24 +303,29 @@ class StepRun:
     async def one_step(self) -> None:
         await self.live()
 
+    async def two_steps(self) -> None:
+        """Makes two steps in one life."""
+        await self.live(2)
+
     async def checkpoint(self) -> None:
         """A step beside a checkpoint; the life ends with another one, of that step."""
         await self.live(save=True)
 
-    async def live(self, *, save: bool = False) -> None:
-        """The loop that ships, from recovery to the end of its first step."""
+    async def live(self, num_steps: int = 1, *, save: bool = False) -> None:
+        """The loop that ships, from recovery to the end of its last step of `num_steps`."""
         if not self.controllers or self.stale:
             self.take_over()
         recovered = await self.recovered()
         self.follow_the_store()
         board = RunBoard()
+        sealed, committed = itertools.count(recovered.position.step), itertools.count(1)
         if save:
             board.request_checkpoint()
 
         def at(instant: str) -> None:
             if instant == "columns are written":
-                self.note_sealed(recovered.position.step)
-            if instant == "step is committed":
+                self.note_sealed(next(sealed))
+            if instant == "step is committed" and next(committed) == num_steps:
                 board.stop(checkpoint=save)
             self.arrows.at(instant)
 
@@ -395,9 +400,12 @@ class StepRun:
     # --- the model --------------------------------------------------------------------------------
 
     def checkpoint_begins(self, step: int) -> None:
-        self.follow_the_store()  # a run whose store was rolled back to this very step goes on
+        is_current = self.ledger.position().step == step
+        if is_current:
+            self.follow_the_store()  # a run whose store was rolled back to this very step goes on
         self.before_checkpoint()
-        self.covered[step] = tuple(self.timeline)  # also when nobody hears that it is committed
+        if is_current:  # else the store was rolled back since, and the checkpoint is refused
+            self.covered[step] = tuple(self.timeline)  # also when nobody hears that it is committed
 
     def note_sealed(self, step: int) -> None:
         """What the batch of `step` holds. Whoever prepares the same batch again must find the same bits."""

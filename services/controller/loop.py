@@ -330,9 +330,10 @@ class Loop:
 
     async def _checkpoint(self) -> None:
         """Begins the checkpoint of this step; returns when the steps may go on."""
-        parts, step, covered_bytes = self._parts, self._step, self._intake.retained_bytes
+        parts, step = self._parts, self._step
         parts.board.wait_for(f"the checkpoint of step {step}")
-        requests = parts.board.take_checkpoint_requests()
+        await self._saver.finish()  # frees what it covers, or leaves the requests to the next
+        covered_bytes, requests = self._intake.retained_bytes, parts.board.take_checkpoint_requests()
 
         async def point() -> RunPoint:
             await self._drain()  # so that the history knows all that the checkpoint counts, also if the store is lost

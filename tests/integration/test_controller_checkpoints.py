@@ -64,6 +64,29 @@ async def test_steps_go_on_while_a_checkpoint_is_written_and_its_rows_stay_until
     assert latest[1].step == 11
 
 
+async def test_who_asks_for_a_checkpoint_while_another_fails_gets_the_next_one(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    async with twin_run(store, tmp_path, make_settings, run={"num_steps": 300, "checkpoint_every_steps": 200}) as run:
+        async with run.controller() as (stub, running), run.rollout("rollout-0"):
+            await reaches(stub, running, 1)
+            run.actor.trainer.may_write.clear()
+            run.actor.trainer.cannot_write = True
+            asked = [asyncio.create_task(saved(stub))]
+            step = (await stub.GetRun(pb.GetRunRequest())).status.step
+            await reaches(stub, running, step + 3)
+            asked.append(asyncio.create_task(saved(stub)))
+            while "the checkpoint of step" not in (await stub.GetRun(pb.GetRunRequest())).status.waiting_for:
+                assert not running.done(), running.exception()
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            run.actor.trainer.may_write.set()
+            await asyncio.sleep(0.2)
+            run.actor.trainer.cannot_write = False
+            await asyncio.wait_for(asyncio.gather(*asked), 10)
+            await stub.StopRun(pb.StopRunRequest())
+
+
 async def test_a_run_whose_checkpoint_is_never_written_goes_on_in_another_controller(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:

@@ -33,6 +33,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from rolecall.errors import FencedError, OutOfOrderError, RoleCallError
 from rolecall.rpc.fence import Fence
 from rolecall.settings import RunSettings
+from rolecall.store.budget import batch_bytes
 from rolecall.training.serving.calls import TrainerCalls
 from rolecall.training.serving.device_thread import DeviceThread
 from rolecall.training.serving.train_chain import TrainChain
@@ -41,6 +42,7 @@ from rolecall.v1 import training_pb2 as pb
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 from rolecall.wire import Array
 from services.controller.awaiting import NextBatch
+from services.controller.board import RunBoard
 from services.controller.durable.recovery import Recovery
 from services.controller.loop import Loop
 from services.controller.recovered import Recovered
@@ -132,7 +134,7 @@ class StepMachine(StepRun, RuleBasedStateMachine):
 
     # --- faults -----------------------------------------------------------------------------------
 
-    def arm(self, arrow: str, fault: str) -> None:
+    def arm(self, arrow: str, fault: str, num_spared: int = 0) -> None:
         strikes: dict[str, Callable[[], None]] = {
             "controller dies": self.crash,
             "actor dies": lambda: self.kill(self.processes["actor"]),
@@ -141,7 +143,7 @@ class StepMachine(StepRun, RuleBasedStateMachine):
             "store is killed": self.kill_store,
             "store is rolled back": self.roll_back,
         }
-        self.arrows.arm(arrow, strikes[fault])
+        self.arrows.arm(arrow, strikes[fault], num_spared)
 
     def on_the_loop(self) -> bool:
         return threading.current_thread() is self.main
@@ -234,10 +236,11 @@ class StepMachine(StepRun, RuleBasedStateMachine):
         for _ in range(count):
             self.drive(self.one_step)
 
-    @rule(arrow=st.sampled_from(STEP_ARROWS), fault=st.sampled_from(FAULTS))
-    def step_that_fails(self, arrow: str, fault: str) -> None:
-        self.arm(arrow, fault)
-        self.drive(self.one_step)
+    @rule(arrow=st.sampled_from(STEP_ARROWS), fault=st.sampled_from(FAULTS), second=st.booleans())
+    def step_that_fails(self, arrow: str, fault: str, second: bool = False) -> None:
+        """`second`: not the first step of a life fails, but the one after it."""
+        self.arm(arrow, fault, int(second))
+        self.drive(self.two_steps if second else self.one_step)
 
     @rule()
     def save(self) -> None:
@@ -514,6 +517,62 @@ def test_prompts_that_wait_for_their_lineage_outlive_its_first_checkpoint(
     machine.checkpoint_that_fails(arrow="rows are about to be deleted", fault="store is rolled back")
     machine.recovery_that_fails(arrow="Train sent to actor", fault="controller dies", lost={"critic", "actor"})
     machine.teardown()
+
+
+def test_a_checkpoint_after_a_roll_back_covers_the_steps_made_since(
+    make_machine: Callable[[type[StepMachine]], Callable[[], StepMachine]],
+) -> None:
+    machine = make_machine(StepMachine)()
+    machine.first_controller()
+    machine.copy_the_store()
+    machine.save()
+    machine.checkpoint_that_fails(arrow="SaveCheckpoint sent to actor", fault="store is rolled back")
+    machine.teardown()
+
+
+def test_a_life_frees_what_overlapping_checkpoints_cover_once(
+    make_machine: Callable[[type[StepMachine]], Callable[[], StepMachine]],
+) -> None:
+    """A checkpoint is asked for while the one before is written, whose rows it covers, too."""
+    machine = make_machine(StepMachine)()
+    written, retained = threading.Event(), list[tuple[int, int]]()
+
+    class Board(RunBoard):
+        def wait_for(self, what: str) -> None:
+            super().wait_for(what)
+            if what == "the checkpoint of step 2":
+                written.set()
+
+    board = Board()
+
+    def stay() -> None:
+        assert written.wait(HANG_S)
+
+    machine.arrows.arm("actor is about to keep its checkpoint", stay)
+    machine.take_over()
+
+    async def live() -> None:
+        recovered = await machine.recovered()
+
+        def at(instant: str) -> None:
+            step = machine.ledger.position().step
+            if instant == "step is committed" and step <= 2:
+                board.request_checkpoint()
+            if instant == "step is committed" and step == 3:
+                board.stop(checkpoint=True)
+            if instant == "the checkpoint is begun" and step == 3:
+                batch = machine.ledger.sealed(2)
+                assert batch is not None
+                retained.append((loop._intake.retained_bytes, batch_bytes(machine.settings, batch, 0)))
+
+        loop = Loop(machine.parts(board), recovered, at)
+        sampling = asyncio.create_task(machine.sample())
+        await loop.run()
+        sampling.cancel()
+
+    machine.runner.run(live())
+    machine.teardown()
+    assert [counted for counted, _ in retained] == [rows for _, rows in retained] != []
 
 
 class ForgottenState(StepMachine):

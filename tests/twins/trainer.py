@@ -89,7 +89,7 @@ class TrainerTwin(ColumnTwin):
         """Row ids in the order trained."""
         self.failures: deque[RoleCallError] = deque()
         """Errors that the next steps end with, one each, before they are applied."""
-        self.disk_is_full = False
+        self.disk_is_full = self.cannot_write = False
         self.may_write = threading.Event()
         """While it is clear, every checkpoint waits between its snapshot and its files."""
         self.may_write.set()
@@ -151,6 +151,8 @@ class TrainerTwin(ColumnTwin):
             storage = open_storage(path)
             self.at("save:taken")
             self.may_write.wait(60.0)
+            if self.cannot_write:
+                raise DiskFullError("no space for the files of a checkpoint")
             first = [_store(storage, name, data) for name, data in files.items()]
             self.at("save:middle")
             last = _store(storage, "weights", weights)
