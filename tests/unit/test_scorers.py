@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rolecall.errors import BadGroundTruthError, ConfigError
 from rolecall.scoring.scores import Item, Score
-from rolecall.settings import FunctionScorer, ScorerSection
+from rolecall.settings import ExternalScorer, FunctionScorer, ScorerSection
 from services.reward import catalog
 from services.reward.scorers.boxed import boxed_match, last_boxed
 from services.reward.scorers.exact_match import exact_match
@@ -235,9 +236,13 @@ def test_a_function_that_is_not_there_is_a_configuration_error() -> None:
     [
         ({"kind": "regex", "pattern": "("}, "not a Python regular expression"),
         ({"kind": "function", "target": "no_colon"}, "String should match pattern"),
-        ({"kind": "external", "address": "h:1", "bearer_token_file": "t"}, "need tls"),
     ],
 )
 def test_a_scorer_that_cannot_work_is_refused_with_the_configuration(section: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         SECTION.validate_python(section)
+
+
+def test_a_token_for_somebody_else_s_scorer_means_tls() -> None:
+    assert ExternalScorer(address="h:1", bearer_token_file=Path("t")).tls
+    assert not ExternalScorer(address="h:1").tls
