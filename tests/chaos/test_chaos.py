@@ -56,6 +56,7 @@ def test_kills_stops_and_cuts_lose_nothing_train_nothing_twice_and_change_no_wei
     assert verdict.figures["spans"] > 0
 
 
+@pytest.mark.thorough("test_kills_stops_and_cuts_lose_nothing_train_nothing_twice_and_change_no_weight")
 @pytest.mark.timeout(300)
 def test_an_actor_that_forgets_its_weights_is_caught(short_path: Path) -> None:
     config = write_config(short_path, seed=0, num_steps=1_000_000, max_staleness=0, lease_s=2.0, hang_s=6.0)

@@ -50,6 +50,7 @@ def test_sigkill_leaves_no_process_no_socket_and_no_lock(tmp_path: Path) -> None
     assert wait_until_gone(processes, STOP_LIMIT_S) == []
 
 
+@pytest.mark.thorough("test_sigkill_leaves_no_process_no_socket_and_no_lock")
 def test_a_second_launcher_in_the_same_directory_is_refused_with_and_without_resume(tmp_path: Path) -> None:
     config = write_light_config(tmp_path)
     first = start_train(config)

@@ -120,6 +120,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         launch.process.wait(10)
 
 
+@pytest.mark.thorough("test_a_controller_that_does_not_answer_is_killed_and_started_again")
 def test_a_worker_that_hangs_before_it_joins_is_replaced_as_soon_as_its_starts_are_known(launch: Launch) -> None:
     launch.start()
     launch.report(step=1, workers=[{"worker": "reward", "incarnation": launch.entries()["reward"]["incarnation"]}])

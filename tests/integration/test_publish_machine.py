@@ -218,6 +218,7 @@ def run(make: Callable[[], PublishMachine], max_examples: int) -> None:
     )
 
 
+@pytest.mark.thorough("test_whoever_fails_in_any_phase_is_left_out_and_the_others_serve_soon")
 @pytest.mark.timeout(400)
 def test_no_token_leaves_unattested_weights_and_publishing_goes_on(machine: Callable[..., PublishMachine]) -> None:
     run(machine, max_examples=8)

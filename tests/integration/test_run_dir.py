@@ -36,6 +36,7 @@ def test_a_directory_that_is_not_a_runs_is_refused_and_left_as_it_is(tmp_path: P
     assert [(path.name, path.read_text()) for path in settings.run.dir.iterdir()] == [(name, "mine")]
 
 
+@pytest.mark.thorough("test_status_of_a_run_that_is_over_says_how_it_ended")
 @pytest.mark.timeout(300)
 def test_an_attempt_in_which_nothing_was_trained_does_not_block_the_mended_command(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FAILS_IN_A_ROLE)

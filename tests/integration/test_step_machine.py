@@ -479,6 +479,7 @@ def explore(make: Callable[[], StepMachine], max_examples: int) -> None:
     )
 
 
+@pytest.mark.thorough("test_killed_trainers_end_with_the_weights_of_trainers_that_were_never_killed")
 def test_steps_form_one_chain_of_what_was_sealed_whatever_crashes(
     make_machine: Callable[[type[StepMachine]], Callable[[], StepMachine]],
 ) -> None:

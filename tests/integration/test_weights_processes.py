@@ -148,6 +148,9 @@ def test_a_receiver_that_hangs_costs_one_bucket_deadline_and_is_named(
     assert said["waited_s"] < DEADLINE_S
 
 
+@pytest.mark.thorough(
+    "test_a_receiver_killed_in_mid_transfer_frees_the_others_before_the_deadline_and_a_new_epoch_works"
+)
 def test_receivers_are_freed_when_the_actor_is_killed(receivers: Receivers) -> None:
     script = (
         "import sys, time, torch\n"

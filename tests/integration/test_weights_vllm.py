@@ -68,12 +68,14 @@ def test_a_dense_engine_started_on_dummy_weights_is_exact_after_the_first_and_th
     assert is_exact(dense["second"]), dense["second"]
 
 
+@pytest.mark.thorough("test_a_dense_engine_started_on_dummy_weights_is_exact_after_the_first_and_the_second_publish")
 def test_a_tied_engine_is_exact_after_every_publish(tied: Outcomes) -> None:
     assert is_exact(tied["first"]), tied["first"]
     assert is_exact(tied["second"]), tied["second"]
     assert is_exact(tied["third"]), tied["third"]
 
 
+@pytest.mark.thorough("test_a_dense_engine_started_on_dummy_weights_is_exact_after_the_first_and_the_second_publish")
 def test_a_mixture_of_experts_in_buckets_smaller_than_a_layer_is_exact_after_every_publish(moe: Outcomes) -> None:
     assert is_exact(moe["first"]), moe["first"]
     assert is_exact(moe["second"]), moe["second"]
@@ -87,6 +89,7 @@ def test_swapped_queries_and_keys_show_in_exactly_their_fingerprints_and_in_the_
     assert outcome["agreed"]
 
 
+@pytest.mark.thorough("test_swapped_queries_and_keys_show_in_exactly_their_fingerprints_and_in_the_probe")
 def test_a_stale_tied_head_is_caught_by_the_probe_alone(tied: Outcomes) -> None:
     outcome = tied["stale head"]
     assert outcome["agreed"]
@@ -94,6 +97,7 @@ def test_a_stale_tied_head_is_caught_by_the_probe_alone(tied: Outcomes) -> None:
     assert outcome["gap"] > PROBE_BOUND
 
 
+@pytest.mark.thorough("test_parameters_that_the_actor_does_not_export_are_caught_by_coverage_and_named")
 def test_a_missing_expert_is_caught_by_coverage_and_counted(moe: Outcomes) -> None:
     outcome = moe["missing expert"]
     assert outcome["error"][0] == "TornWeightsError"
@@ -117,6 +121,7 @@ def test_a_tensor_that_the_engine_cannot_take_tears_the_weights_and_leaves_the_e
     assert outcome["state"] == "torn"
 
 
+@pytest.mark.thorough("test_a_torn_receiver_gets_the_weights_again_under_a_new_version")
 def test_torn_weights_are_healed_by_the_next_full_load(dense: Outcomes, moe: Outcomes) -> None:
     assert is_exact(dense["healed"]), dense["healed"]
     assert is_exact(dense["healed again"]), dense["healed again"]
