@@ -22,7 +22,7 @@ quickstart: setup ## Train the sort-digits example through the whole system (SEE
 # files in their order: those of long tests first, so that both workers end together
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test: setup ## Keep every promise once: the whole system, every contract, a kill of each role (10 minutes on two quiet cores)
+test: setup ## Keep every promise once: the whole system, every contract, a kill of each role (11 minutes on two quiet cores)
 	@$(PYTEST) -m "not learning and not thorough"
 
 test-all: setup ## Pass every test that this machine can run but test-learning's (20 minutes on two quiet cores, 45 on busy ones)

@@ -208,7 +208,16 @@ def run_ranks(world_size: int, model: Path, out: Path, **more: Any) -> list[dict
     return outcomes
 
 
-@pytest.mark.parametrize("kind", ["tied", "moe"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "tied",
+        pytest.param(
+            "moe",
+            marks=pytest.mark.thorough("test_two_ranks_train_like_hugging_face_and_their_checkpoint_goes_on_at_one"),
+        ),
+    ],
+)
 def test_two_ranks_train_like_hugging_face_and_their_checkpoint_goes_on_at_one(
     models: dict[str, Path], kind: str, tmp_path: Path
 ) -> None:

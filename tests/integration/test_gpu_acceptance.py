@@ -85,6 +85,7 @@ def test_every_check_has_its_place_and_a_part_fits_into_its_time() -> None:
     assert all(sum(check.budget_s for check in part(number)) <= PART_S for number in (1, 2, 3))
 
 
+@pytest.mark.thorough("test_a_check_passes_on_cpus")
 def test_the_runner_tells_every_end_and_goes_on_after_it(tmp_path: Path) -> None:
     ends = ("passes", "fails", "raises", "crashes", "skips", "says_nothing", "hangs")
     checks = [Check(number, 1, name, f"tests.acceptance_checks:{name}", 1.0) for number, name in enumerate(ends)]

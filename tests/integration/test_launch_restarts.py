@@ -233,6 +233,7 @@ def test_a_killed_store_is_started_again_with_what_it_held_at_the_same_url(launc
     assert "the store ended; starting it again" in launch.output()
 
 
+@pytest.mark.thorough("test_a_controller_that_does_not_answer_is_killed_and_started_again")
 def test_a_store_that_does_not_answer_is_killed_and_started_again(launch: Launch) -> None:
     launch.start()
     launch.signal("store", signal.SIGSTOP)

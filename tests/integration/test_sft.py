@@ -142,6 +142,7 @@ def test_two_ranks_have_the_losses_of_one(
         assert metrics_of(config, name) == pytest.approx(metrics_of(whole[0], name), rel=1e-5), name
 
 
+@pytest.mark.thorough("test_killed_trainers_end_with_the_weights_of_trainers_that_were_never_killed")
 def test_killed_at_any_step_it_goes_on_bit_by_bit(
     whole: tuple[Path, str], model: Path, data: Path, tmp_path: Path
 ) -> None:

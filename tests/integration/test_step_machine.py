@@ -593,6 +593,7 @@ SCENARIOS: dict[type[StepMachine], Callable[[StepMachine], None]] = {
 }
 
 
+@pytest.mark.thorough("test_trainers_of_a_time_that_the_store_has_forgotten_are_refused")
 @pytest.mark.parametrize("kind", SCENARIOS)
 def test_the_checks_see_a_planted_violation(
     make_machine: Callable[[type[StepMachine]], Callable[[], StepMachine]], kind: type[StepMachine]

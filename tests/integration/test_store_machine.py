@@ -668,6 +668,7 @@ VARIANTS = {
 """What is wrong -> (script, line, what it is changed to)."""
 
 
+@pytest.mark.thorough("test_the_ledger_keeps_its_promises_whatever_happens")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_random_games_find_a_script_with_one_line_changed(
     machine_server: EmbeddedStore, tmp_path: Path, variant: str
