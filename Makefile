@@ -25,7 +25,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: setup ## Keep every promise once: the whole system, every contract, a kill of each role (11 minutes on two quiet cores)
 	@$(PYTEST) -m "not learning and not thorough"
 
-test-all: setup ## Pass every test that this machine can run but test-learning's (20 minutes on two quiet cores, 45 on busy ones)
+test-all: setup ## Pass every test that this machine can run but test-learning's (half an hour on two busy cores)
 	@$(PYTEST)
 
 test-learning: setup ## Train the sort-digits example by nine published methods, each above 0.9; the curves go to runs/learning.md. Then two steps of every recipe (40 minutes in all)
