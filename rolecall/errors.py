@@ -9,7 +9,8 @@ help.
     ├── InvalidInputError         a bad request field, prompt or dataset   INVALID_ARGUMENT     never retry
     │   ├── PromptTooLongError    prompt + response exceed the model       INVALID_ARGUMENT     never retry
     │   └── BadGroundTruthError   nothing a scorer could compare with      INVALID_ARGUMENT     never retry
-    ├── UnauthenticatedError      the bearer token is missing or wrong     UNAUTHENTICATED      never retry
+    ├── UnauthenticatedError      who calls is not known                   UNAUTHENTICATED      never retry
+    │   └── PermissionDeniedError a known caller may not                   PERMISSION_DENIED    never retry
     ├── NotFoundError             a named thing does not exist             NOT_FOUND            never retry
     │   ├── RowMissingError       a committed row is gone                  NOT_FOUND            never retry
     │   ├── UnknownWorkerError    a worker must Join again                 NOT_FOUND            never retry
@@ -89,6 +90,10 @@ class BadGroundTruthError(InvalidInputError):
 
 class UnauthenticatedError(RoleCallError):
     status, reason = "UNAUTHENTICATED", "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(UnauthenticatedError):
+    status, reason = "PERMISSION_DENIED", "PERMISSION_DENIED"
 
 
 class NotFoundError(RoleCallError):

@@ -13,12 +13,16 @@ from grpc.aio import AioRpcError, ClientCallDetails
 
 from rolecall.errors import DeadlineError, RoleCallError
 from rolecall.rpc import deadlines, status
+from rolecall.rpc.callers import callers_of
+from rolecall.rpc.tokens import HEADER
 
 
 class _Calls:
-    def __init__(self, target: str, default_timeout_s: float) -> None:
+    def __init__(self, target: str, default_timeout_s: float, token: str | None = None) -> None:
+        """token: shown where a method has a rule of who may call it, and to no other service."""
         self._target = target
         self._default_timeout_s = default_timeout_s
+        self._token = token
 
     def _with_deadline(self, details: ClientCallDetails) -> ClientCallDetails:
         timeout_s = deadlines.child_timeout_s(self._default_timeout_s if details.timeout is None else details.timeout)
@@ -30,8 +34,13 @@ class _Calls:
                 method=method,
             )
         return ClientCallDetails(
-            details.method, timeout_s, details.metadata, details.credentials, details.wait_for_ready
+            details.method, timeout_s, self._with_token(details), details.credentials, details.wait_for_ready
         )
+
+    def _with_token(self, details: ClientCallDetails) -> grpc.aio.Metadata | None:
+        if self._token is None or callers_of(_name(details)) is None:
+            return details.metadata
+        return grpc.aio.Metadata(*(details.metadata or ()), (HEADER, self._token))
 
     def _to_error(self, error: AioRpcError, details: ClientCallDetails) -> RoleCallError:
         return status.to_error(

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rolecall.address import host_of, is_loopback, is_unix, unix_path
+from rolecall.address import endpoints_of, host_of, is_loopback, is_unix, unix_path
 from rolecall.errors import ConfigError
-from rolecall.settings import RpcSection
+from rolecall.settings import RpcSection, WeightsSection
 
 MAX_SOCKET_PATH = 107
 """Bytes in sockaddr_un.sun_path, less its final zero."""
 _PROBE_TIMEOUT_S = 1.0
+_KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""The range of this process's network namespace: what bind takes for port 0, and connect for its near end.
+"""
 
 
 def require_tls(bind: str, rpc: RpcSection, setting: str = "") -> None:
@@ -26,6 +29,24 @@ def require_tls(bind: str, rpc: RpcSection, setting: str = "") -> None:
         raise ConfigError(
             f"refusing to listen on {bind}{named} without TLS; set rpc.tls, bind to 127.0.0.1, or set "
             "rpc.behind_mesh when a service mesh encrypts it"
+        )
+
+
+def require_ports(weights: WeightsSection) -> None:
+    """ConfigError when the kernel would let the weight channel listen outside of weights.ports.
+
+    Gloo and NCCL take any free port and can be told no range; the kernel's holds for them, the rendezvous and the
+    ranks alike.
+    """
+    if weights.ports is None:
+        return
+    first, last = map(int, weights.ports.split("-"))
+    lowest, highest = map(int, _KERNEL_PORTS.read_text().split())
+    if not first <= lowest < highest <= last:
+        raise ConfigError(
+            f"weights.ports is {weights.ports}, and the kernel hands out {lowest}-{highest} here; set "
+            f'net.ipv4.ip_local_port_range to "{first} {last}" (in Kubernetes securityContext.sysctls, in Compose '
+            "sysctls), or remove weights.ports"
         )
 
 
@@ -87,3 +108,30 @@ def _unix_problem(path: Path) -> str:
         except OSError:
             return ""
     return "is in use: another process listens there; stop it or choose another path"
+
+
+def advertised(address: str, host: str | None, peer: str | None) -> str:
+    """Returns the address at which others reach what listens on `address`: at `host` where it is given; else, where it
+    listens everywhere, at the address of this machine that `peer` sees.
+    """
+    if is_unix(address):
+        return address
+    port = address.rpartition(":")[2]
+    if host is None and host_of(address) in ("0.0.0.0", "::") and peer is not None and not is_loopback(peer):
+        host = _seen_by(peer)
+    return address if host is None else f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _seen_by(peer: str) -> str:
+    """The address of this machine on its way to `peer`. ConfigError when no such name is known."""
+    end = urlsplit(f"//{endpoints_of(peer)[0]}")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(end.hostname, end.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as way:
+            way.connect(address)  # bounded: UDP sends nothing
+            return str(way.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"rollout.advertise_host is not set, and the way to {peer} is not known ({error.strerror}); set it to a "
+            "host that the controller reaches"
+        ) from error

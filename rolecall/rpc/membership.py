@@ -28,11 +28,13 @@ from rolecall.errors import (
     VersionMismatchError,
     WorkerLostError,
 )
-from rolecall.rpc import status
+from rolecall.rpc import status, tls
 from rolecall.rpc.channel import channel_credentials
+from rolecall.rpc.identity import Party
 from rolecall.rpc.options import channel_options
 from rolecall.rpc.role_process import way_out
-from rolecall.settings import RunSettings
+from rolecall.rpc.tokens import HEADER
+from rolecall.settings import RunSettings, parent_to_die_with
 from rolecall.v1 import controller_pb2
 
 logger = logging.getLogger(__name__)
@@ -66,8 +68,9 @@ class Membership:
 
     Joining is retried while the controller is away, up to controller.start_timeout_s; a refusal (another run, another
     release) fails at once. Once joined, an absent controller is waited for without end, and a restarted one is joined
-    again: it may be replaced at any instant. When the controller has given this incarnation up, `failed` is set and, in
-    a role's own process, the process ends within a second whatever its other threads do.
+    again: it may be replaced at any instant. When the run is over, a worker that no launcher ends does so by itself.
+    When the controller has given this incarnation up, `failed` is set and, in a role's own process, the process ends
+    within a second whatever its other threads do.
     """
 
     def __init__(
@@ -79,8 +82,11 @@ class Membership:
         address: str,
         num_weight_ranks: int = 0,
         on_gpus: bool = False,
+        launched: bool | None = None,
     ) -> None:
-        """address: where this worker's own service answers. ConfigError when controller.address is not set."""
+        """address: where this worker's own service answers. launched: whether a launcher ends this process; None: as
+        its environment says. ConfigError when controller.address is not set.
+        """
         if settings.controller.address is None:
             raise ConfigError(
                 "controller.address is not set; a worker that runs alone needs --controller.address HOST:PORT"
@@ -97,6 +103,11 @@ class Membership:
             version=contract_version(),
             on_gpus=on_gpus,
         )
+        self._launched = parent_to_die_with() is not None if launched is None else launched
+        rpc = settings.rpc
+        token = rpc.token_for(loopback=is_loopback(self._target)) if isinstance(rpc, Party) else None
+        self._metadata = ((HEADER, token),) if token is not None else ()
+        self._renewal = None if rpc.tls is None else tls.Renewal(rpc.tls)
         self.phase = "starting"
         """What the worker is doing, for people; set it freely, from any thread."""
         self.busy = False
@@ -111,8 +122,8 @@ class Membership:
         self._thread = threading.Thread(target=self._live, name="membership", daemon=True)
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
-        """Gets the exception when the controller refuses this worker, gave it up or cannot be found in time; never a
-        result.
+        """Gets the exception when the controller refuses this worker, gave it up or cannot be found in time; a result
+        when the run is over, where no launcher ends this process.
         """
         self._joined = asyncio.Event()
         self._leave = way_out(worker)
@@ -150,23 +161,35 @@ class Membership:
 
     def _live(self) -> None:
         try:
-            with self._connect() as channel:
-                self._channel = channel
-                period_s = self._join(channel, self._settings.controller.start_timeout_s)
+            self._channel = self._connect(channel_credentials(self._target, self._settings.rpc))
+            try:
+                period_s = self._join(self._settings.controller.start_timeout_s)
                 self._tell(self._joined.set)
                 while not self._stopping.wait(period_s):
-                    period_s = self._beat(channel, period_s)
+                    period_s = self._beat(period_s)
+            finally:
+                self._channel.close()
         except Exception as error:  # entry point of the thread: whatever ends it must end the role
             if not self._stopping.is_set():
                 self._tell(self._fail, error)
                 if isinstance(error, WorkerLostError):
                     self._leave(error)
 
-    def _connect(self) -> grpc.Channel:
+    def _newest(self) -> grpc.Channel:
+        """The channel, made anew when the certificates were replaced."""
+        assert self._channel is not None
+        credentials = None if self._renewal is None else self._renewal.credentials()
+        if credentials is not None:
+            self._channel.close()
+            self._channel = self._connect(credentials)
+            if self._stopping.is_set():  # since we looked: nobody else closes this one
+                self._channel.close()
+        return self._channel
+
+    def _connect(self, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
         # A subchannel pool of its own: otherwise gRPC would share one connection with the role's other channels to the
         # controller.
         options = [*channel_options((), loopback=is_loopback(self._target)), ("grpc.use_local_subchannel_pool", 1)]
-        credentials = channel_credentials(self._target, self._settings.rpc)
         if credentials is None:
             return grpc.insecure_channel(
                 self._target, options
@@ -175,14 +198,14 @@ class Membership:
             self._target, credentials, options
         )  # bounded: every call of the heartbeat names its timeout
 
-    def _join(self, channel: grpc.Channel, within_s: float | None) -> float:
+    def _join(self, within_s: float | None) -> float:
         """Joins and returns the seconds between heartbeats; retries what may pass, for `within_s` or without end."""
-        join = channel.unary_unary(
-            _SERVICE + "Join", controller_pb2.JoinRequest.SerializeToString, controller_pb2.JoinResponse.FromString
-        )
         deadline = None if within_s is None else time.monotonic() + within_s
         pause_s = _RETRY_S
         while True:
+            join = self._newest().unary_unary(
+                _SERVICE + "Join", controller_pb2.JoinRequest.SerializeToString, controller_pb2.JoinResponse.FromString
+            )
             try:
                 response = self._call(join, self._request, "Join")
             except _REFUSALS:
@@ -201,8 +224,8 @@ class Membership:
             logger.debug("joined %s as %s.%s", self._target, self._request.worker, self._request.incarnation)
             return response.heartbeat_s or self._settings.controller.heartbeat_s
 
-    def _beat(self, channel: grpc.Channel, period_s: float) -> float:
-        beat = channel.unary_unary(
+    def _beat(self, period_s: float) -> float:
+        beat = self._newest().unary_unary(
             _SERVICE + "Heartbeat",
             controller_pb2.HeartbeatRequest.SerializeToString,
             controller_pb2.HeartbeatResponse.FromString,
@@ -217,10 +240,11 @@ class Membership:
         self._loop_turned = False
         self._tell(self._turned)
         try:
-            self._ctl = self._call(beat, request, "Heartbeat").ctl
+            answer = self._call(beat, request, "Heartbeat")
+            self._ctl = answer.ctl
         except UnknownWorkerError:
             logger.info("joining again: the controller at %s does not know this worker", self._target)
-            return self._join(channel, None)
+            return self._join(None)
         except WorkerLostError:
             raise
         except RoleCallError as error:
@@ -231,12 +255,16 @@ class Membership:
         if not self._heard:
             logger.info("heartbeats are heard again")
         self._heard = True
+        if answer.over and not self._launched:
+            logger.info("the run is over")
+            self._stopping.set()
+            self._tell(self._end)
         return period_s
 
     def _call(self, method: Callable[..., _T], request: Any, name: str) -> _T:
         timeout_s = min(_MAX_CALL_S, self._settings.controller.lease_s)
         try:
-            return method(request, timeout=timeout_s)
+            return method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise status.to_error(
                 error.code(), error.details(), error.trailing_metadata(), target=self._target, method=_SERVICE + name
@@ -250,6 +278,10 @@ class Membership:
 
     def _turned(self) -> None:
         self._loop_turned = True
+
+    def _end(self) -> None:
+        if not self.failed.done():
+            self.failed.set_result(None)
 
     def _fail(self, error: Exception) -> None:
         if not self.failed.done():

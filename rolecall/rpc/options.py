@@ -4,6 +4,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+LIVENESS = "liveness"
+"""Health name that is SERVING as long as the process answers; the others say whether the role can do its job."""
+
 MAX_MESSAGE_BYTES = 16 * 2**20
 """Largest message either way, stated on both sides; bulk data goes through the store or the weight channel."""
 

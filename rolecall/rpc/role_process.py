@@ -26,13 +26,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rolecall.config_file import overrides_from
 from rolecall.errors import ConfigError, RoleCallError, WorkerLostError
 from rolecall.lifeline import die_with_parent
+from rolecall.rpc.callers import Caller
+from rolecall.rpc.identity import acting_as
+from rolecall.rpc.listening import require_ports
 from rolecall.settings import (
     RunSettings,
     incarnation_given,
     load_settings,
-    overrides_from,
     parent_to_die_with,
     with_running_store,
 )
@@ -48,6 +51,8 @@ RESTART = 75
 """EX_TEMPFAIL of sysexits.h: a retryable error, an unforeseen one, or a process that was given up as hung."""
 LEAVE_S = 0.5
 """Seconds between the verdict that this process hangs and its end, for its last lines to be written."""
+_WITHOUT_WEIGHTS = ("controller", "reward")
+"""Roles that hold no model."""
 _NUM_THREADS = 32
 """Bound on `asyncio.to_thread` calls at work in a process; further ones queue."""
 _END_GRACE_S = 5.0
@@ -112,7 +117,10 @@ def _parse(role: str, words: list[str]) -> ServiceArgs:
     if not files:
         raise ConfigError(f"CONFIG, the run's YAML file, is missing; see rolecall serve {role} --help")
     path = Path(files[0])
-    settings = with_running_store(load_settings(path, overrides))
+    settings = with_running_store(load_settings(path, overrides), role)
+    if role not in _WITHOUT_WEIGHTS:
+        require_ports(settings.weights)
+    settings = acting_as(settings, Caller(role))
     incarnation = incarnation_given() or uuid.uuid4().hex[:8]
     return ServiceArgs(settings, name or _default_name(role, settings, incarnation), incarnation)
 

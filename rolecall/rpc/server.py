@@ -16,16 +16,17 @@ from opentelemetry.instrumentation.grpc import aio_server_interceptor, filters
 from rolecall.address import host_of, is_loopback, is_unix
 from rolecall.errors import ConfigError
 from rolecall.rpc import tls as tls_files
+from rolecall.rpc.callers import PUBLIC
+from rolecall.rpc.decoding import Decoding
+from rolecall.rpc.identity import Party, identify_for, party_of
 from rolecall.rpc.listening import require_tls, why_not
-from rolecall.rpc.options import server_options
+from rolecall.rpc.options import LIVENESS, server_options
 from rolecall.rpc.server_calls import ServerCalls
 from rolecall.settings import RpcSection
 
 logger = logging.getLogger(__name__)
 _ServicerT = TypeVar("_ServicerT")
 
-LIVENESS = "liveness"
-"""Health name that is SERVING as long as the process answers; the others say whether the role can do its job."""
 MAX_CALLS = 1024
 """Bound on calls under way; more are answered RESOURCE_EXHAUSTED by gRPC."""
 _PORT_PATIENCE_S = 2.0
@@ -34,7 +35,10 @@ while nobody listened.
 """
 _PORT_PAUSE_S = 0.1
 _LAME_DUCK_S = 2.0
-"""Time between NOT_SERVING and closing, for load balancers to look away. Not spent on loopback, where there are none.
+"""Time between NOT_SERVING and closing, for load balancers to look away."""
+_PICK_UP_S = 0.2
+"""The same on loopback, where there are none: calls that have arrived, and that gRPC has not handed over yet, would be
+cancelled.
 """
 
 
@@ -62,7 +66,7 @@ class Server:
         grpc.aio.init_grpc_aio()
         tracing = aio_server_interceptor(filter_=filters.negate(filters.health_check()))  # type: ignore[no-untyped-call]
         self._server = grpc.aio.server(
-            interceptors=[tracing, ServerCalls()],
+            interceptors=[tracing, ServerCalls(identify_for(rpc) if isinstance(rpc, Party) else None), Decoding()],
             options=server_options(),
             maximum_concurrent_rpcs=MAX_CALLS,
             compression=grpc.Compression.NoCompression,
@@ -74,8 +78,11 @@ class Server:
         self, add_to_server: Callable[[_ServicerT, grpc.aio.Server], None], servicer: _ServicerT, service_name: str
     ) -> None:
         """Serves `servicer`, e.g. add(actor_pb2_grpc.add_ActorServiceServicer_to_server, servicer,
-        "rolecall.v1.ActorService"); before `start`.
+        "rolecall.v1.ActorService"); before `start`. ConfigError when its methods have rules of who may call them, and
+        the server was not made for a process of a run (`rolecall/rpc/identity.py`).
         """
+        if service_name not in PUBLIC:
+            party_of(self._rpc, service_name)
         add_to_server(servicer, self._server)
         self._names.append(service_name)
 
@@ -83,7 +90,9 @@ class Server:
         """Listens and answers; returns the address with the port that was taken. ConfigError when the address is in use
         or cannot be bound.
         """
-        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        if is_loopback(self._bind) if self._rpc.reflection is None else self._rpc.reflection:
+            names = [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+            reflection.enable_server_reflection(names, self._server)
         await self.set_serving(False)
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)  # bounded: a table in this process
         address = await self._listen()
@@ -98,12 +107,11 @@ class Server:
             await self._health.set(name, status)  # bounded: a table in this process
 
     async def drain(self, grace_s: float) -> None:
-        """NOT_SERVING, a moment for load balancers, then no new calls; those under way get `grace_s` to finish and are
-        cancelled after it.
+        """NOT_SERVING, a moment for load balancers and for calls that have just arrived, then no new calls; those under
+        way get `grace_s` to finish and are cancelled after it.
         """
         await self._health.enter_graceful_shutdown()  # bounded: a table in this process
-        if not is_loopback(self._bind):
-            await asyncio.sleep(min(_LAME_DUCK_S, grace_s / 2))
+        await asyncio.sleep(min(_PICK_UP_S if is_loopback(self._bind) else _LAME_DUCK_S, grace_s / 2))
         await self._server.stop(grace_s)
 
     async def _listen(self) -> str:

@@ -1,5 +1,5 @@
-"""The interceptor around every method of a server: errors become statuses, the caller's deadline is noted for child
-calls.
+"""The interceptor around every method of a server: a caller that may not is refused, errors become statuses, the
+caller's deadline is noted for child calls.
 
 It is one of the three places where any exception is caught.
 """
@@ -14,7 +14,7 @@ import grpc
 from opentelemetry import trace
 
 from rolecall.errors import DeadlineError, ExhaustedError, RoleCallError
-from rolecall.rpc import deadlines, status
+from rolecall.rpc import deadlines, identity, status
 
 logger = logging.getLogger(__name__)
 # Generic in the published types only, not at run time.
@@ -33,7 +33,9 @@ class ServerCalls(grpc.aio.ServerInterceptor):
     Bounds streams apart from other calls: they last, and however many watch, there is room for a heartbeat.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, identify: identity.Identify | None = None) -> None:
+        """identify: None where every service is public."""
+        self._identify = identify
         self._streams = _Streams()
 
     async def intercept_service(
@@ -46,19 +48,20 @@ class ServerCalls(grpc.aio.ServerInterceptor):
         if handler is None:  # no such method; gRPC answers UNIMPLEMENTED by itself
             return None
         method = str(handler_call_details.method)
+        known = self._identify
         wires = (handler.request_deserializer, handler.response_serializer)
         match handler.request_streaming, handler.response_streaming:
             case False, False:
-                return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method), *wires)
+                return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method, known), *wires)
             case False, True:
                 return grpc.unary_stream_rpc_method_handler(
-                    _streaming(handler.unary_stream, method, self._streams), *wires
+                    _streaming(handler.unary_stream, method, known, self._streams), *wires
                 )
             case True, False:
-                return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, method), *wires)
+                return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, method, known), *wires)
             case _:
                 return grpc.stream_stream_rpc_method_handler(
-                    _streaming(handler.stream_stream, method, self._streams), *wires
+                    _streaming(handler.stream_stream, method, known, self._streams), *wires
                 )
 
 
@@ -80,28 +83,30 @@ class _Streams:
             self._count -= 1
 
 
-def _streaming(behaviour: Any, method: str, streams: _Streams) -> Any:
+def _streaming(behaviour: Any, method: str, known: identity.Identify | None, streams: _Streams) -> Any:
     """grpc.aio knows two kinds of streaming methods: generators, and coroutines that call context.write (health's
     Watch).
     """
     return (
-        _unary(behaviour, method, streams.one_more)
+        _unary(behaviour, method, known, streams.one_more)
         if inspect.iscoroutinefunction(behaviour)
-        else _streamed(behaviour, method, streams.one_more)
+        else _streamed(behaviour, method, known, streams.one_more)
     )
 
 
 def _unary(
     behaviour: Callable[[Any, _Context], Awaitable[Any]],
     method: str,
+    known: identity.Identify | None,
     admitted: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Any:
     async def call(request: Any, context: _Context) -> Any:
         deadlines.inherit(context.time_remaining())
         try:
+            identity.admit(method, known, context)
             with admitted():
                 return await behaviour(request, context)  # bounded: by the caller's deadline, at which gRPC cancels it
-        except grpc.aio.AbortError:
+        except grpc.aio.BaseError:  # gRPC's own: the call was aborted, or its caller left
             raise
         except Exception as error:
             await _abort(context, method, error)
@@ -112,17 +117,19 @@ def _unary(
 def _streamed(
     behaviour: Callable[[Any, _Context], AsyncIterator[Any]],
     method: str,
+    known: identity.Identify | None,
     admitted: Callable[[], AbstractContextManager[None]],
 ) -> Any:
     async def call(request: Any, context: _Context) -> AsyncIterator[Any]:
         deadlines.inherit(context.time_remaining())
         try:
+            identity.admit(method, known, context)
             with admitted():
                 async for response in behaviour(
                     request, context
                 ):  # bounded: by the caller's deadline, at which gRPC cancels it
                     yield response
-        except grpc.aio.AbortError:
+        except grpc.aio.BaseError:  # gRPC's own: the call was aborted, or its caller left
             raise
         except Exception as error:
             await _abort(context, method, error)

@@ -28,6 +28,13 @@ _TOO_LARGE = re.compile(r"larger than max|exceeds (the )?max", re.IGNORECASE)
 """How gRPC's implementations say, with RESOURCE_EXHAUSTED, that a message is beyond a size limit: no pause would help.
 """
 
+_CUT_OFF = re.compile(r"\bRST_STREAM\b")
+"""How gRPC says, with INTERNAL, that the stream ended without a status: a proxy between had to break it off, its own
+connection being gone, after the first answer had passed. Servers that fail send a status.
+"""
+_PROXY_TIMEOUT = re.compile(r"^(upstream request timeout|stream timeout)$")
+"""How Envoy says, with UNAVAILABLE, that a route's timeout is shorter than the call."""
+
 
 def _by_reason() -> dict[str, type[RoleCallError]]:
     found: dict[str, type[RoleCallError]] = {}
@@ -61,8 +68,8 @@ _PLAIN: dict[grpc.StatusCode, tuple[type[RoleCallError], str]] = {
         "refused the credentials; check the certificate or the bearer token",
     ),
     grpc.StatusCode.PERMISSION_DENIED: (
-        errors.UnauthenticatedError,
-        "refused the credentials; check the certificate or the bearer token",
+        errors.PermissionDeniedError,
+        "refused this caller; check its certificate or token, and a mesh's policies",
     ),
 }
 
@@ -109,12 +116,19 @@ def to_error(
     kind, what = _PLAIN.get(code, (RoleCallError, f"failed with {code.name}"))
     if kind is errors.RateLimitedError and _TOO_LARGE.search(details or ""):
         kind, what = errors.ExhaustedError, "is at a limit"
+    if code is grpc.StatusCode.INTERNAL and _CUT_OFF.search(details or ""):
+        kind, what = errors.UnavailableError, "was cut off"
+    remedy = (
+        "; a proxy's timeout is shorter than the call: set the route's timeout and its idle timeout to 0 in the mesh"
+        if _PROXY_TIMEOUT.search(details or "")
+        else ""
+    )
     own = (
         {"retry_after_s": f"{pause.retry_delay.ToTimedelta().total_seconds():g}"}
         if pause.HasField("retry_delay")
         else {}
     )
-    text = f"{target} {what} ({method}): {details or code.name}"
+    text = f"{target} {what} ({method}): {details or code.name}{remedy}"
     return kind(text, target=target, method=method, code=code.name, **own)
 
 

@@ -1,5 +1,5 @@
-"""Credentials from files. Servers read them again at each handshake when they changed, so certificates rotate without a
-restart.
+"""Credentials from files, which rotate without a restart: servers read them again at each handshake when they changed,
+clients look before each call (`Renewal`).
 """
 
 import logging
@@ -24,8 +24,8 @@ def server_credentials(tls: TlsSection, client_certificates: bool) -> grpc.Serve
 
 
 def mutual_credentials(tls: TlsSection) -> grpc.ChannelCredentials:
-    """The roles' credentials among themselves: our certificate, their roots. Read once, when the channel opens.
-    ConfigError when a file cannot be used.
+    """The roles' credentials among themselves: our certificate, their roots, as they stand in the files now.
+    ConfigError when one cannot be used.
     """
     key, certificate = _pair(tls)
     return grpc.ssl_channel_credentials(read_roots(tls.ca_file, "rpc.tls.ca_file"), key, certificate)
@@ -82,6 +82,36 @@ def _pair(tls: TlsSection) -> tuple[bytes, bytes]:
 
 def _configuration(tls: TlsSection) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([_pair(tls)], read_roots(tls.ca_file, "rpc.tls.ca_file"))
+
+
+class Renewal:
+    """A watch over the files of a section. Used from one thread."""
+
+    def __init__(self, tls: TlsSection) -> None:
+        self._tls = tls
+        self._seen = self._stamp()
+
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """New credentials when the files changed since the last look; None while they stay, and while they do not fit
+        together: half-way through a rotation.
+        """
+        now = self._stamp()
+        if now == self._seen:
+            return None
+        self._seen = now
+        try:
+            credentials = mutual_credentials(self._tls)
+        except ConfigError as error:
+            logger.warning("keeping the old TLS certificate for calls: %s", error)
+            return None
+        logger.info("calls use the new TLS certificate from %s", self._tls.certificate_file)
+        return credentials
+
+    def _stamp(self) -> tuple[int, ...]:
+        return tuple(
+            path.stat().st_mtime_ns if path.exists() else 0
+            for path in (self._tls.key_file, self._tls.certificate_file, self._tls.ca_file)
+        )
 
 
 def _changed_configuration(tls: TlsSection) -> Callable[[], grpc.ServerCertificateConfiguration | None]:

@@ -22,21 +22,40 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from rolecall.v1 import callers_pb2 as rolecall_dot_v1_dot_callers__pb2
 from rolecall.v1 import training_pb2 as rolecall_dot_v1_dot_training__pb2
 from rolecall.v1 import weights_pb2 as rolecall_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17rolecall/v1/actor.proto\x12\x0brolecall.v1\x1a\x1arolecall/v1/training.proto\x1a\x19rolecall/v1/weights.proto\"\x96\x01\n\x15PublishWeightsRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x18\n\x10\x62ucket_timeout_s\x18\x05 \x01(\x01\x12!\n\x05probe\x18\x06 \x01(\x0b\x32\x12.rolecall.v1.Probe\"\xa2\x01\n\x16PublishWeightsResponse\x12.\n\x0c\x66ingerprints\x18\x01 \x03(\x0b\x32\x18.rolecall.v1.Fingerprint\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12!\n\x05probe\x18\x03 \x01(\x0b\x32\x12.rolecall.v1.Probe\x12\x11\n\tnum_bytes\x18\x04 \x01(\x03\x12\x12\n\ntransfer_s\x18\x05 \x01(\x01\x32\x9a\x06\n\x0c\x41\x63torService\x12@\n\x05Train\x12\x19.rolecall.v1.TrainRequest\x1a\x1a.rolecall.v1.TrainResponse0\x01\x12X\n\x0f\x43omputeLogprobs\x12!.rolecall.v1.ComputeColumnRequest\x1a\".rolecall.v1.ComputeColumnResponse\x12\x62\n\x11OpenWeightChannel\x12%.rolecall.v1.OpenWeightChannelRequest\x1a&.rolecall.v1.OpenWeightChannelResponse\x12Y\n\x0ePublishWeights\x12\".rolecall.v1.PublishWeightsRequest\x1a#.rolecall.v1.PublishWeightsResponse\x12i\n\x0eSaveCheckpoint\x12).rolecall.v1.SaveTrainerCheckpointRequest\x1a*.rolecall.v1.SaveTrainerCheckpointResponse0\x01\x12g\n\x0eLoadCheckpoint\x12).rolecall.v1.LoadTrainerCheckpointRequest\x1a*.rolecall.v1.LoadTrainerCheckpointResponse\x12\x44\n\x07Offload\x12\x1b.rolecall.v1.OffloadRequest\x1a\x1c.rolecall.v1.OffloadResponse\x12\x41\n\x06Onload\x12\x1a.rolecall.v1.OnloadRequest\x1a\x1b.rolecall.v1.OnloadResponse\x12R\n\x07GetInfo\x12\".rolecall.v1.GetTrainerInfoRequest\x1a#.rolecall.v1.GetTrainerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17rolecall/v1/actor.proto\x12\x0brolecall.v1\x1a\x19rolecall/v1/callers.proto\x1a\x1arolecall/v1/training.proto\x1a\x19rolecall/v1/weights.proto\"\x96\x01\n\x15PublishWeightsRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x18\n\x10\x62ucket_timeout_s\x18\x05 \x01(\x01\x12!\n\x05probe\x18\x06 \x01(\x0b\x32\x12.rolecall.v1.Probe\"\xa2\x01\n\x16PublishWeightsResponse\x12.\n\x0c\x66ingerprints\x18\x01 \x03(\x0b\x32\x18.rolecall.v1.Fingerprint\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12!\n\x05probe\x18\x03 \x01(\x0b\x32\x12.rolecall.v1.Probe\x12\x11\n\tnum_bytes\x18\x04 \x01(\x03\x12\x12\n\ntransfer_s\x18\x05 \x01(\x01\x32\xed\x06\n\x0c\x41\x63torService\x12I\n\x05Train\x12\x19.rolecall.v1.TrainRequest\x1a\x1a.rolecall.v1.TrainResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x30\x01\x12\x61\n\x0f\x43omputeLogprobs\x12!.rolecall.v1.ComputeColumnRequest\x1a\".rolecall.v1.ComputeColumnResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12k\n\x11OpenWeightChannel\x12%.rolecall.v1.OpenWeightChannelRequest\x1a&.rolecall.v1.OpenWeightChannelResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12\x62\n\x0ePublishWeights\x12\".rolecall.v1.PublishWeightsRequest\x1a#.rolecall.v1.PublishWeightsResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12r\n\x0eSaveCheckpoint\x12).rolecall.v1.SaveTrainerCheckpointRequest\x1a*.rolecall.v1.SaveTrainerCheckpointResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x30\x01\x12p\n\x0eLoadCheckpoint\x12).rolecall.v1.LoadTrainerCheckpointRequest\x1a*.rolecall.v1.LoadTrainerCheckpointResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12M\n\x07Offload\x12\x1b.rolecall.v1.OffloadRequest\x1a\x1c.rolecall.v1.OffloadResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12J\n\x06Onload\x12\x1a.rolecall.v1.OnloadRequest\x1a\x1b.rolecall.v1.OnloadResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12]\n\x07GetInfo\x12\".rolecall.v1.GetTrainerInfoRequest\x1a#.rolecall.v1.GetTrainerInfoResponse\"\t\xfa\xb7\x18\x05\n\x03\x01\x07\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rolecall.v1.actor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=96
-  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=246
-  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=249
-  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=411
-  _globals['_ACTORSERVICE']._serialized_start=414
-  _globals['_ACTORSERVICE']._serialized_end=1208
+  _globals['_ACTORSERVICE'].methods_by_name['Train']._loaded_options = None
+  _globals['_ACTORSERVICE'].methods_by_name['Train']._serialized_options = b'\372\267\030\003\n\001\001'
+  _globals['_ACTORSERVICE'].methods_by_name['ComputeLogprobs']._loaded_options = None
+  _globals['_ACTORSERVICE'].methods_by_name['ComputeLogprobs']._serialized_options = b'\372\267\030\003\n\001\001'
+  _globals['_ACTORSERVICE'].methods_by_name['OpenWeightChannel']._loaded_options = None
+  _globals['_ACTORSERVICE'].methods_by_name['OpenWeightChannel']._serialized_options = b'\372\267\030\003\n\001\001'
+  _globals['_ACTORSERVICE'].methods_by_name['PublishWeights']._loaded_options = None
+  _globals['_ACTORSERVICE'].methods_by_name['PublishWeights']._serialized_options = b'\372\267\030\003\n\001\001'
+  _globals['_ACTORSERVICE'].methods_by_name['SaveCheckpoint']._loaded_options = None
+  _globals['_ACTORSERVICE'].methods_by_name['SaveCheckpoint']._serialized_options = b'\372\267\030\003\n\001\001'
+  _globals['_ACTORSERVICE'].methods_by_name['LoadCheckpoint']._loaded_options = None
+  _globals['_ACTORSERVICE'].methods_by_name['LoadCheckpoint']._serialized_options = b'\372\267\030\003\n\001\001'
+  _globals['_ACTORSERVICE'].methods_by_name['Offload']._loaded_options = None
+  _globals['_ACTORSERVICE'].methods_by_name['Offload']._serialized_options = b'\372\267\030\003\n\001\001'
+  _globals['_ACTORSERVICE'].methods_by_name['Onload']._loaded_options = None
+  _globals['_ACTORSERVICE'].methods_by_name['Onload']._serialized_options = b'\372\267\030\003\n\001\001'
+  _globals['_ACTORSERVICE'].methods_by_name['GetInfo']._loaded_options = None
+  _globals['_ACTORSERVICE'].methods_by_name['GetInfo']._serialized_options = b'\372\267\030\005\n\003\001\007\010'
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=123
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=273
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=276
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=438
+  _globals['_ACTORSERVICE']._serialized_start=441
+  _globals['_ACTORSERVICE']._serialized_end=1318
 # @@protoc_insertion_point(module_scope)

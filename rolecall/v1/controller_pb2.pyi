@@ -221,16 +221,20 @@ class HeartbeatResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CTL_FIELD_NUMBER: _builtins.int
+    OVER_FIELD_NUMBER: _builtins.int
     ctl: _builtins.int
     """Controller's fencing number."""
+    over: _builtins.bool
+    """The run is over, done or failed for good: a worker that nobody else ends, as `rolecall train` does, may end with it."""
     def __init__(
         self,
         *,
         ctl: _builtins.int = ...,
+        over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ctl", b"ctl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ctl", b"ctl", "over", b"over"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -93,14 +93,14 @@ class CriticServiceServicer:
     def SaveCheckpoint(self, request, context):
         """Saves the critic's share of a checkpoint: answers when its state is taken, and again when everything is written; in between the trainer does other work.
         Idempotent per path and step; the work goes on when the caller leaves. Waits for the save before it.
-        FAILED_PRECONDITION: OUT_OF_ORDER, FENCED. RESOURCE_EXHAUSTED: DISK_FULL. UNAVAILABLE: STORAGE_UNAVAILABLE.
+        FAILED_PRECONDITION: OUT_OF_ORDER, FENCED. INVALID_ARGUMENT: INVALID_INPUT (a path elsewhere). RESOURCE_EXHAUSTED: DISK_FULL. UNAVAILABLE: STORAGE_UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadCheckpoint(self, request, context):
-        """Restores one. Idempotent. NOT_FOUND: CHECKPOINT_MISSING. INVALID_ARGUMENT: CHECKPOINT_MISMATCH.
+        """Restores one. Idempotent. NOT_FOUND: CHECKPOINT_MISSING. INVALID_ARGUMENT: CHECKPOINT_MISMATCH, INVALID_INPUT (a path elsewhere).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

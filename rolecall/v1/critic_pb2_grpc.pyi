@@ -23,10 +23,10 @@ class CriticServiceStub:
     SaveCheckpoint: _aio.UnaryStreamMultiCallable[_training_pb2.SaveTrainerCheckpointRequest, _training_pb2.SaveTrainerCheckpointResponse]
     """Saves the critic's share of a checkpoint: answers when its state is taken, and again when everything is written; in between the trainer does other work.
     Idempotent per path and step; the work goes on when the caller leaves. Waits for the save before it.
-    FAILED_PRECONDITION: OUT_OF_ORDER, FENCED. RESOURCE_EXHAUSTED: DISK_FULL. UNAVAILABLE: STORAGE_UNAVAILABLE.
+    FAILED_PRECONDITION: OUT_OF_ORDER, FENCED. INVALID_ARGUMENT: INVALID_INPUT (a path elsewhere). RESOURCE_EXHAUSTED: DISK_FULL. UNAVAILABLE: STORAGE_UNAVAILABLE.
     """
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_training_pb2.LoadTrainerCheckpointRequest, _training_pb2.LoadTrainerCheckpointResponse]
-    """Restores one. Idempotent. NOT_FOUND: CHECKPOINT_MISSING. INVALID_ARGUMENT: CHECKPOINT_MISMATCH."""
+    """Restores one. Idempotent. NOT_FOUND: CHECKPOINT_MISSING. INVALID_ARGUMENT: CHECKPOINT_MISMATCH, INVALID_INPUT (a path elsewhere)."""
     Offload: _aio.UnaryUnaryMultiCallable[_training_pb2.OffloadRequest, _training_pb2.OffloadResponse]
     """Moves parts of the state to host memory. Idempotent."""
     Onload: _aio.UnaryUnaryMultiCallable[_training_pb2.OnloadRequest, _training_pb2.OnloadResponse]
@@ -61,7 +61,7 @@ class CriticServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.AsyncIterator[_training_pb2.SaveTrainerCheckpointResponse]:
         """Saves the critic's share of a checkpoint: answers when its state is taken, and again when everything is written; in between the trainer does other work.
         Idempotent per path and step; the work goes on when the caller leaves. Waits for the save before it.
-        FAILED_PRECONDITION: OUT_OF_ORDER, FENCED. RESOURCE_EXHAUSTED: DISK_FULL. UNAVAILABLE: STORAGE_UNAVAILABLE.
+        FAILED_PRECONDITION: OUT_OF_ORDER, FENCED. INVALID_ARGUMENT: INVALID_INPUT (a path elsewhere). RESOURCE_EXHAUSTED: DISK_FULL. UNAVAILABLE: STORAGE_UNAVAILABLE.
         """
 
     @_abc_1.abstractmethod
@@ -70,7 +70,7 @@ class CriticServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.LoadTrainerCheckpointRequest,
         context: _aio.ServicerContext[_training_pb2.LoadTrainerCheckpointRequest, _abc.Awaitable[_training_pb2.LoadTrainerCheckpointResponse]],
     ) -> _abc.Awaitable[_training_pb2.LoadTrainerCheckpointResponse]:
-        """Restores one. Idempotent. NOT_FOUND: CHECKPOINT_MISSING. INVALID_ARGUMENT: CHECKPOINT_MISMATCH."""
+        """Restores one. Idempotent. NOT_FOUND: CHECKPOINT_MISSING. INVALID_ARGUMENT: CHECKPOINT_MISMATCH, INVALID_INPUT (a path elsewhere)."""
 
     @_abc_1.abstractmethod
     def Offload(

@@ -37,7 +37,7 @@ class _ScoreFieldEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ScoreField
     SCORE_FIELD_TOKEN_IDS: _ScoreField.ValueType  # 3
     """ScoreItem.prompt_token_ids and ScoreItem.response_token_ids."""
     SCORE_FIELD_GROUND_TRUTH: _ScoreField.ValueType  # 4
-    """The scorer reads ScoreItem.ground_truth."""
+    """The scorer reads ScoreItem.ground_truth and ScoreItem.other_ground_truths."""
     SCORE_FIELD_METADATA: _ScoreField.ValueType  # 5
     """The scorer reads ScoreItem.metadata."""
 
@@ -53,7 +53,7 @@ SCORE_FIELD_RESPONSE_TEXT: ScoreField.ValueType  # 2
 SCORE_FIELD_TOKEN_IDS: ScoreField.ValueType  # 3
 """ScoreItem.prompt_token_ids and ScoreItem.response_token_ids."""
 SCORE_FIELD_GROUND_TRUTH: ScoreField.ValueType  # 4
-"""The scorer reads ScoreItem.ground_truth."""
+"""The scorer reads ScoreItem.ground_truth and ScoreItem.other_ground_truths."""
 SCORE_FIELD_METADATA: ScoreField.ValueType  # 5
 """The scorer reads ScoreItem.metadata."""
 Global___ScoreField: _TypeAlias = ScoreField  # noqa: Y015
@@ -73,27 +73,39 @@ class ScoreItem(_message.Message):
     METADATA_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     NUM_RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
+    OTHER_GROUND_TRUTHS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Id to answer with; unique in the request."""
+    """Id to answer with; unique in the request. It changes no score. [item.id]"""
     response_text: _builtins.str
-    """The response as text, special tokens left out."""
+    """The response as text, special tokens left out. An empty one gets a result. [item.empty] So does one of any Unicode
+    [item.unicode] and one of 32,768 tokens. [item.long]
+    """
     prompt_token_ids: _builtins.bytes
     """int32 little-endian ids of the prompt."""
     response_token_ids: _builtins.bytes
-    """int32 little-endian ids of the response, stop token included."""
+    """int32 little-endian ids of the response, stop token included. Bytes that are not whole ids get a ScoreError. [item.token_ids]"""
     ground_truth: _builtins.str
-    """What to compare with; empty when the data set has none."""
+    """What to compare with; empty when the data set has none. A scorer whose scores depend on it then answers a
+    ScoreError. [item.ground_truth]
+    """
     finish_reason: _trajectory_pb2.FinishReason.ValueType
     """Why the response ended; always sent."""
     num_response_tokens: _builtins.int
     """Sampled tokens of the response; always sent."""
+    group: _builtins.str
+    """Items with the same group are responses to one prompt that were sampled together; always sent. Empty: it has none."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Message]:
         """The conversation before the response."""
 
     @_builtins.property
     def metadata(self) -> _struct_pb2.Struct:
-        """The data set's other fields."""
+        """The data set's other fields. Those that a scorer does not know change no score. [item.metadata]"""
+
+    @_builtins.property
+    def other_ground_truths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Further answers that are as right as ground_truth; empty when the data set has one or none."""
 
     def __init__(
         self,
@@ -107,10 +119,12 @@ class ScoreItem(_message.Message):
         metadata: _struct_pb2.Struct | None = ...,
         finish_reason: _trajectory_pb2.FinishReason.ValueType = ...,
         num_response_tokens: _builtins.int = ...,
+        other_ground_truths: _abc.Iterable[_builtins.str] | None = ...,
+        group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "ground_truth", b"ground_truth", "id", b"id", "messages", b"messages", "metadata", b"metadata", "num_response_tokens", b"num_response_tokens", "prompt_token_ids", b"prompt_token_ids", "response_text", b"response_text", "response_token_ids", b"response_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "ground_truth", b"ground_truth", "group", b"group", "id", b"id", "messages", b"messages", "metadata", b"metadata", "num_response_tokens", b"num_response_tokens", "other_ground_truths", b"other_ground_truths", "prompt_token_ids", b"prompt_token_ids", "response_text", b"response_text", "response_token_ids", b"response_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -125,7 +139,7 @@ class ScoreRequest(_message.Message):
     ITEMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreItem]:
-        """At least one."""
+        """At least one. A request without any is refused with INVALID_ARGUMENT, or gets no results. [request.empty]"""
 
     def __init__(
         self,
@@ -171,16 +185,18 @@ class Reward(_message.Message):
     TOKEN_REWARDS_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
     value: _builtins.float
-    """The scalar reward; finite, within DescribeResponse's range."""
+    """The scalar reward; finite as a float32, within DescribeResponse's range. [reward.value]"""
     answer: _builtins.str
     """The answer that was read from the response: equal strings vote together in a majority vote (evaluation). Absent: the response takes no part in a vote."""
     @_builtins.property
     def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Named parts of it, finite, each within its range; names as in DescribeResponse.components."""
+        """Named parts of it, finite, each within its range; names as in DescribeResponse.components, without those that may be
+        absent and do not apply to the item. [reward.components]
+        """
 
     @_builtins.property
     def token_rewards(self) -> _tensor_pb2.Tensor:
-        """float32 [response tokens]: rewards per response token, when DescribeResponse.token_rewards; absent otherwise."""
+        """float32 [response tokens], finite: rewards per response token, when DescribeResponse.token_rewards; absent otherwise. [reward.token_rewards]"""
 
     def __init__(
         self,
@@ -210,7 +226,7 @@ class ScoreError(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRYABLE_FIELD_NUMBER: _builtins.int
     code: _builtins.str
-    """Short, stable, upper-case: "TIMEOUT", "BAD_GROUND_TRUTH"...; cut after 64 characters. RATE_LIMITED pauses all calls."""
+    """Short, stable, upper-case: "TIMEOUT", "BAD_GROUND_TRUTH"...; cut after 64 characters. [error.code] RATE_LIMITED pauses all calls."""
     message: _builtins.str
     """For people; cut after 1,000 characters."""
     retryable: _builtins.bool
@@ -275,7 +291,7 @@ class ScoreResponse(_message.Message):
     RESULTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreResult]:
-        """Exactly one per item."""
+        """Exactly one per item, with its id. [results.complete]"""
 
     def __init__(
         self,
@@ -316,22 +332,26 @@ class ComponentSpec(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     MIN_FIELD_NUMBER: _builtins.int
     MAX_FIELD_NUMBER: _builtins.int
+    MAY_BE_ABSENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name, unique within the scorer."""
     min: _builtins.float
     """Least value; absent when unbounded."""
     max: _builtins.float
     """Greatest value; absent when unbounded."""
+    may_be_absent: _builtins.bool
+    """Whether a Reward may lack the component: it applies to some items alone. Of DescribeResponse.reward it is ignored."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         min: _builtins.float | None = ...,
         max: _builtins.float | None = ...,
+        may_be_absent: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max", b"_max", "_min", b"_min", "max", b"max", "min", b"min"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max", b"_max", "_min", b"_min", "max", b"max", "min", b"min", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max", b"_max", "_min", b"_min", "max", b"max", "may_be_absent", b"may_be_absent", "min", b"min", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max: _TypeAlias = _typing.Literal["max"]  # noqa: Y015
     _WhichOneofArgType__max: _TypeAlias = _typing.Literal["_max", b"_max"]  # noqa: Y015
@@ -346,7 +366,9 @@ Global___ComponentSpec: _TypeAlias = ComponentSpec  # noqa: Y015
 
 @_typing.final
 class DescribeResponse(_message.Message):
-    """What the scorer is."""
+    """What the scorer is. It has a name, known fields alone, components with names of their own, least values that do not
+    exceed the greatest ones, and no negative max_items. [describe.usable]
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -356,15 +378,22 @@ class DescribeResponse(_message.Message):
     COMPONENTS_FIELD_NUMBER: _builtins.int
     TOKEN_REWARDS_FIELD_NUMBER: _builtins.int
     MAX_ITEMS_FIELD_NUMBER: _builtins.int
+    WHOLE_GROUPS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name for logs and metrics."""
     token_rewards: _builtins.bool
     """Whether it returns token_rewards."""
     max_items: _builtins.int
-    """Most items it takes in one request; 0 means no limit of its own."""
+    """Most items it takes in one request; 0 means no limit of its own. That many are scored. [max_items.taken] A request of
+    more is refused with INVALID_ARGUMENT or scored whole, never in part. [max_items.above]
+    """
+    whole_groups: _builtins.bool
+    """Whether a score may depend on the other items of its group (a comparison): a request then holds whole groups, past
+    max_items where one group alone is larger, and an item without a group is one of its own.
+    """
     @_builtins.property
     def reads(self) -> _containers.RepeatedScalarFieldContainer[Global___ScoreField.ValueType]:
-        """Fields it reads; none is told as a warning."""
+        """Fields it reads; none is told as a warning. A field that it does not name changes no score. [describe.reads]"""
 
     @_builtins.property
     def reward(self) -> Global___ComponentSpec:
@@ -383,10 +412,11 @@ class DescribeResponse(_message.Message):
         components: _abc.Iterable[Global___ComponentSpec] | None = ...,
         token_rewards: _builtins.bool = ...,
         max_items: _builtins.int = ...,
+        whole_groups: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "max_items", b"max_items", "name", b"name", "reads", b"reads", "reward", b"reward", "token_rewards", b"token_rewards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "max_items", b"max_items", "name", b"name", "reads", b"reads", "reward", b"reward", "token_rewards", b"token_rewards", "whole_groups", b"whole_groups"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

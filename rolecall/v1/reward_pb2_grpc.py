@@ -28,30 +28,41 @@ if _version_not_supported:
 class RewardServiceStub:
     """Implement this in any language to bring your own reward. Replicas may stand behind one address.
 
+    `rolecall conformance ADDRESS` holds an implementation to this file: behind each rule that it checks stands the rule's
+    name in brackets. Rules of the server as a whole:
+
+    - A call that was cancelled, or whose deadline has passed, is abandoned and delays no later one. [calls.abandoned]
+    - Requests of up to 4 MiB, gRPC's own limit, are read. [calls.bytes]
+    - Of 64 calls at once each is answered, or refused with RESOURCE_EXHAUSTED or UNAVAILABLE. [calls.load]
+    - A server that wants a bearer token refuses calls without it with UNAUTHENTICATED. [calls.token]
+    - Where it serves grpc.health.v1.Health, it is SERVING while it can score. [calls.health]
+    - A server that is asked to end (SIGTERM) first finishes the calls that it has. [calls.drain]
+
     What the caller makes of a gRPC status of Score or Describe, which fails all items of the call. "Tried again": up to
     reward.max_attempts (of an external component: its max_attempts) calls, with pauses of 0.2 s that double to 5 s.
-    "Waited for": the groups stay, nothing is counted against them, and they are scored when the scorer answers; the run
-    ends, with a message that names the scorer, when no group was scored for controller.stall_timeout_s. "Dropped": the
-    group is not trained and counts against reward.max_failed_groups, which ends the run.
+    "Waited for": the groups stay, nothing is counted against them, and they are scored when the scorer answers. The run
+    names the scorer and waits, or ends when no group was scored for reward.away_timeout_s, where that is set. "Dropped":
+    the group is not trained and counts against reward.max_failed_groups, which ends the run. After 5 calls in a row that
+    were not answered a scorer is left alone for 0.5 s, doubled up to 15 s by every single call that then fails, too.
 
-    status              | error code       | tried again | then
-    --------------------+------------------+-------------+-----------
-    UNAVAILABLE         | UNAVAILABLE      | yes         | waited for
-    DEADLINE_EXCEEDED   | DEADLINE         | yes         | waited for
-    CANCELLED           | UNAVAILABLE      | yes         | waited for
-    ABORTED             | UNAVAILABLE      | yes         | waited for
-    RESOURCE_EXHAUSTED  | RATE_LIMITED     | yes         | waited for
-    UNAUTHENTICATED     | UNAUTHENTICATED  | yes         | waited for
-    PERMISSION_DENIED   | UNAUTHENTICATED  | yes         | waited for
-    UNIMPLEMENTED       | VERSION_MISMATCH | yes         | waited for
-    INTERNAL            | INTERNAL         | yes         | dropped
-    UNKNOWN             | UNKNOWN          | yes         | dropped
-    DATA_LOSS           | DATA_LOSS        | yes         | dropped
-    INVALID_ARGUMENT    | INVALID_INPUT    | no          | dropped
-    OUT_OF_RANGE        | INVALID_INPUT    | no          | dropped
-    NOT_FOUND           | NOT_FOUND        | no          | dropped
-    ALREADY_EXISTS      | CONFLICT         | no          | dropped
-    FAILED_PRECONDITION | CONFLICT         | no          | dropped
+    status              | error code        | tried again | then
+    --------------------+-------------------+-------------+-----------
+    UNAVAILABLE         | UNAVAILABLE       | yes         | waited for
+    DEADLINE_EXCEEDED   | DEADLINE          | yes         | waited for
+    CANCELLED           | UNAVAILABLE       | yes         | waited for
+    ABORTED             | UNAVAILABLE       | yes         | waited for
+    RESOURCE_EXHAUSTED  | RATE_LIMITED      | yes         | waited for
+    UNAUTHENTICATED     | UNAUTHENTICATED   | yes         | waited for
+    PERMISSION_DENIED   | PERMISSION_DENIED | yes         | waited for
+    UNIMPLEMENTED       | VERSION_MISMATCH  | yes         | waited for
+    INTERNAL            | INTERNAL          | yes         | dropped
+    UNKNOWN             | UNKNOWN           | yes         | dropped
+    DATA_LOSS           | DATA_LOSS         | yes         | dropped
+    INVALID_ARGUMENT    | INVALID_INPUT     | no          | dropped
+    OUT_OF_RANGE        | INVALID_INPUT     | no          | dropped
+    NOT_FOUND           | NOT_FOUND         | no          | dropped
+    ALREADY_EXISTS      | CONFLICT          | no          | dropped
+    FAILED_PRECONDITION | CONFLICT          | no          | dropped
 
     RESOURCE_EXHAUSTED is a rate limit: all calls to the scorer pause, 0.2 s that double to 60 s, shortened at random by up
     to half, or as long as google.rpc.RetryInfo says, up to 300 s. An item's ScoreError with the code RATE_LIMITED does the
@@ -81,30 +92,41 @@ class RewardServiceStub:
 class RewardServiceServicer:
     """Implement this in any language to bring your own reward. Replicas may stand behind one address.
 
+    `rolecall conformance ADDRESS` holds an implementation to this file: behind each rule that it checks stands the rule's
+    name in brackets. Rules of the server as a whole:
+
+    - A call that was cancelled, or whose deadline has passed, is abandoned and delays no later one. [calls.abandoned]
+    - Requests of up to 4 MiB, gRPC's own limit, are read. [calls.bytes]
+    - Of 64 calls at once each is answered, or refused with RESOURCE_EXHAUSTED or UNAVAILABLE. [calls.load]
+    - A server that wants a bearer token refuses calls without it with UNAUTHENTICATED. [calls.token]
+    - Where it serves grpc.health.v1.Health, it is SERVING while it can score. [calls.health]
+    - A server that is asked to end (SIGTERM) first finishes the calls that it has. [calls.drain]
+
     What the caller makes of a gRPC status of Score or Describe, which fails all items of the call. "Tried again": up to
     reward.max_attempts (of an external component: its max_attempts) calls, with pauses of 0.2 s that double to 5 s.
-    "Waited for": the groups stay, nothing is counted against them, and they are scored when the scorer answers; the run
-    ends, with a message that names the scorer, when no group was scored for controller.stall_timeout_s. "Dropped": the
-    group is not trained and counts against reward.max_failed_groups, which ends the run.
+    "Waited for": the groups stay, nothing is counted against them, and they are scored when the scorer answers. The run
+    names the scorer and waits, or ends when no group was scored for reward.away_timeout_s, where that is set. "Dropped":
+    the group is not trained and counts against reward.max_failed_groups, which ends the run. After 5 calls in a row that
+    were not answered a scorer is left alone for 0.5 s, doubled up to 15 s by every single call that then fails, too.
 
-    status              | error code       | tried again | then
-    --------------------+------------------+-------------+-----------
-    UNAVAILABLE         | UNAVAILABLE      | yes         | waited for
-    DEADLINE_EXCEEDED   | DEADLINE         | yes         | waited for
-    CANCELLED           | UNAVAILABLE      | yes         | waited for
-    ABORTED             | UNAVAILABLE      | yes         | waited for
-    RESOURCE_EXHAUSTED  | RATE_LIMITED     | yes         | waited for
-    UNAUTHENTICATED     | UNAUTHENTICATED  | yes         | waited for
-    PERMISSION_DENIED   | UNAUTHENTICATED  | yes         | waited for
-    UNIMPLEMENTED       | VERSION_MISMATCH | yes         | waited for
-    INTERNAL            | INTERNAL         | yes         | dropped
-    UNKNOWN             | UNKNOWN          | yes         | dropped
-    DATA_LOSS           | DATA_LOSS        | yes         | dropped
-    INVALID_ARGUMENT    | INVALID_INPUT    | no          | dropped
-    OUT_OF_RANGE        | INVALID_INPUT    | no          | dropped
-    NOT_FOUND           | NOT_FOUND        | no          | dropped
-    ALREADY_EXISTS      | CONFLICT         | no          | dropped
-    FAILED_PRECONDITION | CONFLICT         | no          | dropped
+    status              | error code        | tried again | then
+    --------------------+-------------------+-------------+-----------
+    UNAVAILABLE         | UNAVAILABLE       | yes         | waited for
+    DEADLINE_EXCEEDED   | DEADLINE          | yes         | waited for
+    CANCELLED           | UNAVAILABLE       | yes         | waited for
+    ABORTED             | UNAVAILABLE       | yes         | waited for
+    RESOURCE_EXHAUSTED  | RATE_LIMITED      | yes         | waited for
+    UNAUTHENTICATED     | UNAUTHENTICATED   | yes         | waited for
+    PERMISSION_DENIED   | PERMISSION_DENIED | yes         | waited for
+    UNIMPLEMENTED       | VERSION_MISMATCH  | yes         | waited for
+    INTERNAL            | INTERNAL          | yes         | dropped
+    UNKNOWN             | UNKNOWN           | yes         | dropped
+    DATA_LOSS           | DATA_LOSS         | yes         | dropped
+    INVALID_ARGUMENT    | INVALID_INPUT     | no          | dropped
+    OUT_OF_RANGE        | INVALID_INPUT     | no          | dropped
+    NOT_FOUND           | NOT_FOUND         | no          | dropped
+    ALREADY_EXISTS      | CONFLICT          | no          | dropped
+    FAILED_PRECONDITION | CONFLICT          | no          | dropped
 
     RESOURCE_EXHAUSTED is a rate limit: all calls to the scorer pause, 0.2 s that double to 60 s, shortened at random by up
     to half, or as long as google.rpc.RetryInfo says, up to 300 s. An item's ScoreError with the code RATE_LIMITED does the
@@ -114,8 +136,14 @@ class RewardServiceServicer:
     """
 
     def Score(self, request, context):
-        """Scores responses. Must be idempotent: the caller retries. Answers one result per item, in any order, each with the item's id.
-        A failure of one item is a ScoreError in its result, never a number; a gRPC error fails the whole call, see above.
+        """Scores responses. Answers one result per item, in any order, each with the item's id. A failure of one item is a
+        ScoreError in its result, never a number; a gRPC error fails the whole call, see above. Idempotent, for callers repeat;
+        numbers may differ by the rounding of the scorer's arithmetic:
+
+        - Items that are sent again get the same scores. [score.repeated]
+        - The order of the items changes no score. [score.order]
+        - What else is in the request changes no score. [score.batches]
+        - Other calls under way change no score. [score.concurrent]
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,6 +151,7 @@ class RewardServiceServicer:
 
     def Describe(self, request, context):
         """Says what the scorer reads and returns. Asked once per connection and again after a call that failed; only the fields it names are sent. Idempotent.
+        The answer stays the same. [describe.stable]
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -152,30 +181,41 @@ def add_RewardServiceServicer_to_server(servicer, server):
 class RewardService:
     """Implement this in any language to bring your own reward. Replicas may stand behind one address.
 
+    `rolecall conformance ADDRESS` holds an implementation to this file: behind each rule that it checks stands the rule's
+    name in brackets. Rules of the server as a whole:
+
+    - A call that was cancelled, or whose deadline has passed, is abandoned and delays no later one. [calls.abandoned]
+    - Requests of up to 4 MiB, gRPC's own limit, are read. [calls.bytes]
+    - Of 64 calls at once each is answered, or refused with RESOURCE_EXHAUSTED or UNAVAILABLE. [calls.load]
+    - A server that wants a bearer token refuses calls without it with UNAUTHENTICATED. [calls.token]
+    - Where it serves grpc.health.v1.Health, it is SERVING while it can score. [calls.health]
+    - A server that is asked to end (SIGTERM) first finishes the calls that it has. [calls.drain]
+
     What the caller makes of a gRPC status of Score or Describe, which fails all items of the call. "Tried again": up to
     reward.max_attempts (of an external component: its max_attempts) calls, with pauses of 0.2 s that double to 5 s.
-    "Waited for": the groups stay, nothing is counted against them, and they are scored when the scorer answers; the run
-    ends, with a message that names the scorer, when no group was scored for controller.stall_timeout_s. "Dropped": the
-    group is not trained and counts against reward.max_failed_groups, which ends the run.
+    "Waited for": the groups stay, nothing is counted against them, and they are scored when the scorer answers. The run
+    names the scorer and waits, or ends when no group was scored for reward.away_timeout_s, where that is set. "Dropped":
+    the group is not trained and counts against reward.max_failed_groups, which ends the run. After 5 calls in a row that
+    were not answered a scorer is left alone for 0.5 s, doubled up to 15 s by every single call that then fails, too.
 
-    status              | error code       | tried again | then
-    --------------------+------------------+-------------+-----------
-    UNAVAILABLE         | UNAVAILABLE      | yes         | waited for
-    DEADLINE_EXCEEDED   | DEADLINE         | yes         | waited for
-    CANCELLED           | UNAVAILABLE      | yes         | waited for
-    ABORTED             | UNAVAILABLE      | yes         | waited for
-    RESOURCE_EXHAUSTED  | RATE_LIMITED     | yes         | waited for
-    UNAUTHENTICATED     | UNAUTHENTICATED  | yes         | waited for
-    PERMISSION_DENIED   | UNAUTHENTICATED  | yes         | waited for
-    UNIMPLEMENTED       | VERSION_MISMATCH | yes         | waited for
-    INTERNAL            | INTERNAL         | yes         | dropped
-    UNKNOWN             | UNKNOWN          | yes         | dropped
-    DATA_LOSS           | DATA_LOSS        | yes         | dropped
-    INVALID_ARGUMENT    | INVALID_INPUT    | no          | dropped
-    OUT_OF_RANGE        | INVALID_INPUT    | no          | dropped
-    NOT_FOUND           | NOT_FOUND        | no          | dropped
-    ALREADY_EXISTS      | CONFLICT         | no          | dropped
-    FAILED_PRECONDITION | CONFLICT         | no          | dropped
+    status              | error code        | tried again | then
+    --------------------+-------------------+-------------+-----------
+    UNAVAILABLE         | UNAVAILABLE       | yes         | waited for
+    DEADLINE_EXCEEDED   | DEADLINE          | yes         | waited for
+    CANCELLED           | UNAVAILABLE       | yes         | waited for
+    ABORTED             | UNAVAILABLE       | yes         | waited for
+    RESOURCE_EXHAUSTED  | RATE_LIMITED      | yes         | waited for
+    UNAUTHENTICATED     | UNAUTHENTICATED   | yes         | waited for
+    PERMISSION_DENIED   | PERMISSION_DENIED | yes         | waited for
+    UNIMPLEMENTED       | VERSION_MISMATCH  | yes         | waited for
+    INTERNAL            | INTERNAL          | yes         | dropped
+    UNKNOWN             | UNKNOWN           | yes         | dropped
+    DATA_LOSS           | DATA_LOSS         | yes         | dropped
+    INVALID_ARGUMENT    | INVALID_INPUT     | no          | dropped
+    OUT_OF_RANGE        | INVALID_INPUT     | no          | dropped
+    NOT_FOUND           | NOT_FOUND         | no          | dropped
+    ALREADY_EXISTS      | CONFLICT          | no          | dropped
+    FAILED_PRECONDITION | CONFLICT          | no          | dropped
 
     RESOURCE_EXHAUSTED is a rate limit: all calls to the scorer pause, 0.2 s that double to 60 s, shortened at random by up
     to half, or as long as google.rpc.RetryInfo says, up to 300 s. An item's ScoreError with the code RATE_LIMITED does the

@@ -250,7 +250,7 @@ class SaveTrainerCheckpointRequest(_message.Message):
     ctl: _builtins.int
     """Controller's fencing number."""
     path: _builtins.str
-    """Folder to write to, a path or an fsspec URL that every rank reaches; another one for every attempt."""
+    """Folder to write to, a path or an fsspec URL that every rank reaches, below the run's checkpoints; another one for every attempt."""
     step: _builtins.int
     """Step the checkpoint must cover: exactly the trainer's applied steps (OUT_OF_ORDER otherwise)."""
     def __init__(

@@ -156,6 +156,7 @@ class Prompt(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     GROUND_TRUTH_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    OTHER_GROUND_TRUTHS_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
     """The data set's own id of the prompt: unique within the data set, the same in every epoch."""
     epoch: _builtins.int
@@ -172,6 +173,10 @@ class Prompt(_message.Message):
     def metadata(self) -> _struct_pb2.Struct:
         """The data set's other fields, passed through to scorers that ask for them."""
 
+    @_builtins.property
+    def other_ground_truths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Further answers that are as right as ground_truth; empty when the data set has one or none."""
+
     def __init__(
         self,
         *,
@@ -181,10 +186,11 @@ class Prompt(_message.Message):
         messages: _abc.Iterable[Global___Message] | None = ...,
         ground_truth: _builtins.str = ...,
         metadata: _struct_pb2.Struct | None = ...,
+        other_ground_truths: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "ground_truth", b"ground_truth", "messages", b"messages", "metadata", b"metadata", "token_ids", b"token_ids", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "ground_truth", b"ground_truth", "messages", b"messages", "metadata", b"metadata", "other_ground_truths", b"other_ground_truths", "token_ids", b"token_ids", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
