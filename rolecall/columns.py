@@ -44,6 +44,10 @@ class Given(Enum):
     """Distillation."""
     TEACHER_TOPK = auto()
     """Distillation over the teacher's likeliest tokens."""
+    SAMPLED_ROUTING = auto()
+    """Replay of the sampler's routing (actor.router_replay r3)."""
+    OLD_ROUTING = auto()
+    """Replay of the old policy's routing (actor.router_replay r2)."""
     REFERENCE = auto()
     """The reference in the column's name."""
 
@@ -71,12 +75,17 @@ class Column:
     """-1 stands for T, or for a length of its own."""
     per_token: bool = True
 
-    def bytes_per_token(self, top_k: int) -> int:
-        """Bytes in the store for each token, with `top_k` numbers a token where a column has several; 0 for a column
-        that does not grow with tokens.
+    @property
+    def is_wide(self) -> bool:
+        """Whether a token has several numbers."""
+        return len(self.shape) > 1
+
+    def bytes_per_token(self, num: int = 1) -> int:
+        """Bytes in the store for each token, of `num` numbers where the column is wide; 0 for a column that does not
+        grow with tokens.
         """
         itemsize = int(self.dtype[-1])
-        return itemsize * (top_k if len(self.shape) > 1 else 1) if self.per_token else 0
+        return itemsize * (num if self.is_wide else 1) if self.per_token else 0
 
 
 _ANY, _LOSS = Plugin.ANY, Plugin.LOSS
@@ -110,6 +119,12 @@ TOPK_IDS = f"{TEACHER}/topk_ids"
 """int32 [T, k]: the ids that the teacher gives the highest probability, the highest first."""
 TOPK_LOGPROBS = f"{TEACHER}/topk_logprobs"
 """float32 [T, k]: the teacher's logprobs of TOPK_IDS."""
+ROUTED_EXPERTS = "routed_experts"
+"""uint8 [T, W]: the experts that the sampler sent each token to, in every layer (rolecall/data/mixture.py). Nothing is
+computed from a last token, which no sampler routes: it has a copy of what stands before it.
+"""
+OLD_ROUTED_EXPERTS = "old_routed_experts"
+"""uint8 [T, W]: those of the pass that gave `old_logprobs`."""
 
 _TABLE = [
     Column("token_ids", "<i4", _ROLLOUT, "prompt, then what was sampled", plugins=_ANY),
@@ -118,9 +133,23 @@ _TABLE = [
         "rollout_logprobs", "<f4", _ROLLOUT, "sampler's logprob at its temperature; 0 where mask is 0", plugins=_ANY
     ),
     Column("policy_versions", "<i4", _ROLLOUT, "version that sampled the token; -1 where mask is 0", plugins=_ANY),
+    Column(
+        ROUTED_EXPERTS,
+        "u1",
+        _ROLLOUT,
+        "the sampler's experts, as bytes",
+        Given.SAMPLED_ROUTING,
+        shape=(-1, -1),
+    ),
     Column("reward", "<f4", _CONTROLLER, "raw scalar reward", shape=(1,), per_token=False),
     Column("token_rewards", "<f4", _CONTROLLER, "raw per-token rewards; 0 where mask is 0", Given.TOKEN_REWARDS, _ANY),
-    Column("reward_components", "<f4", _CONTROLLER, "one value per name in the run's component list", per_token=False),
+    Column(
+        "reward_components",
+        "<f4",
+        _CONTROLLER,
+        "a value per component, by name; NaN: does not apply",
+        per_token=False,
+    ),
     Column("values", "<f4", _CRITIC, "value before token t; 0 where mask is 0", Given.CRITIC, _ANY),
     Column(
         "bootstrap_value",
@@ -140,6 +169,14 @@ _TABLE = [
         "sum over the vocabulary of squared probabilities; 0 where mask is 0",
         Given.ESTIMATOR,
         Plugin.ESTIMATOR,
+    ),
+    Column(
+        OLD_ROUTED_EXPERTS,
+        "u1",
+        _ACTOR,
+        "experts chosen in the pass of old_logprobs, as bytes",
+        Given.OLD_ROUTING,
+        shape=(-1, -1),
     ),
     Column("loss_mask", "u1", _CONTROLLER, "subset of response_mask that is trained on", plugins=_LOSS),
     Column("advantages", "<f4", _CONTROLLER, "advantage of token t; 0 where loss_mask is 0", plugins=_LOSS),

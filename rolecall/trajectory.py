@@ -7,11 +7,11 @@ where there is one, is `<gid>/<G>`.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rolecall.columns import Column, Writer, column, columns_of
+from rolecall.columns import COLUMNS, Column, Given, Writer, column, columns_of
 from rolecall.errors import InvalidInputError
 from rolecall.v1 import trajectory_pb2
 from rolecall.wire import Array, decode_array
@@ -19,8 +19,8 @@ from rolecall.wire import Array, decode_array
 META = "meta"
 """The column that holds a serialized TrajectoryMeta."""
 
-SAMPLED_COLUMNS = columns_of(Writer.ROLLOUT)
-"""Columns that a rollout writes, beside META."""
+SAMPLED_COLUMNS = tuple(name for name in columns_of(Writer.ROLLOUT) if COLUMNS[name].given is Given.ALWAYS)
+"""Columns that a rollout always writes, beside META."""
 
 TEXT_BYTES = 4
 """Bytes of a response's text for each token, in META."""
@@ -47,11 +47,12 @@ def decode_column(name: str, data: bytes, num_tokens: int) -> Array:
     )
 
 
-def row_bytes(num_tokens: int, columns: Sequence[Column], top_k: int = 0, *, num_rows: int = 1) -> int:
-    """Bytes of `num_rows` stored trajectories of `num_tokens` tokens in all with `columns`, of which a teacher's hold
-    `top_k` numbers a token; without the prompt's messages and metadata, which a group holds once.
+def row_bytes(num_tokens: int, columns: Sequence[Column], widths: Mapping[str, int], *, num_rows: int = 1) -> int:
+    """Bytes of `num_rows` stored trajectories of `num_tokens` tokens in all with `columns`. Of a wide column `widths`
+    says by name how many numbers a token has. Left out are the prompt's messages and metadata, which a group holds
+    once.
     """
-    per_token = TEXT_BYTES + sum(each.bytes_per_token(top_k) for each in columns)
+    per_token = TEXT_BYTES + sum(each.bytes_per_token(widths[each.name] if each.is_wide else 1) for each in columns)
     return num_tokens * per_token + num_rows * ROW_BYTES
 
 

@@ -103,7 +103,7 @@ def audit(connection: Connection, run: str, run_dir: Path) -> Report:
 
 
 def _look(connection: Connection, run: str) -> _Store:
-    answer = scripts.check(connection.script("audit", [f"{{rl:{run}}}:"], []), run)
+    answer = scripts.check(connection.script("audit", scripts.ledger_keys(run), []), run)
     fields, last_event, prompts, trajectories, delivered, pending, strangers, groups, batches = answer.values
     return _Store(
         decode_position(dict(zip(fields[::2], fields[1::2], strict=True))),

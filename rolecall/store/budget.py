@@ -5,6 +5,8 @@ One arithmetic for admission and for `rolecall check`.
 
 from dataclasses import dataclass
 
+from rolecall.columns import OLD_ROUTED_EXPERTS, ROUTED_EXPERTS, TOPK_IDS, TOPK_LOGPROBS
+from rolecall.data.mixture import read_mixture
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 from rolecall.trajectory import row_bytes, rows_of
@@ -73,4 +75,6 @@ def _row_bytes(settings: RunSettings, num_tokens: int, num_rows: int) -> int:
     """Bytes of rows of `num_tokens` tokens in all; each has one teacher, however many there are."""
     distillation = settings.algorithm.distillation
     top_k = (distillation.top_k or 0) if distillation is not None else 0
-    return row_bytes(num_tokens, settings.columns, top_k, num_rows=num_rows)
+    routed = 0 if settings.actor.router_replay == "off" else read_mixture(settings.model.path).width
+    widths = {TOPK_IDS: top_k, TOPK_LOGPROBS: top_k, ROUTED_EXPERTS: routed, OLD_ROUTED_EXPERTS: routed}
+    return row_bytes(num_tokens, settings.columns, widths, num_rows=num_rows)

@@ -1,34 +1,30 @@
-"""The connection of a role to the store: one factory for every kind of URL, one way to call, one mapping of failures.
+"""The connection of a role to the store: one factory, what a server must be, one way to call, one mapping of failures.
 
 Calls are synchronous (redis-py with hiredis); async services make them in threads. Every call is safe to repeat,
 scripts by their own design and commands by their nature, so a lost connection is retried, for at most RETRY_S. Then
-StoreUnavailableError; StoreFullError when the server is out of memory. Not here: what is called (rows, ledger,
-prompts).
+StoreUnavailableError; StoreFullError when the server is out of memory. Not here: kinds of URLs (`clients`), what is
+called (rows, ledger, prompts).
 
-Bounds: MAX_CONNECTIONS sockets a process; an attempt waits at most SOCKET_TIMEOUT_S each for a free socket, its
+Bounds: clients.MAX_CONNECTIONS sockets a process; an attempt waits at most SOCKET_TIMEOUT_S each for a free socket, its
 connection and its answer, so a call ends within CALL_DEADLINE_S; a blocking read waits at most MAX_BLOCK_S for
 something to read.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
-from urllib.parse import parse_qsl, urlsplit
+from typing import Any, TypeVar
 
-import redis
 from redis import exceptions
-from redis.backoff import NoBackoff
 from redis.cluster import RedisCluster
-from redis.retry import Retry
-from redis.sentinel import Sentinel
 
 from rolecall.errors import ConfigError, StoreFullError, StoreUnavailableError
 from rolecall.settings import StoreSection
 from rolecall.store import scripts
+from rolecall.store.clients import Client, open_client
 
-Client: TypeAlias = "redis.Redis | RedisCluster"
 T = TypeVar("T")
 
 RETRY_S = 10.0
@@ -36,18 +32,22 @@ SOCKET_TIMEOUT_S = 5.0
 CALL_DEADLINE_S = RETRY_S + 3 * SOCKET_TIMEOUT_S
 """The last attempt begins within RETRY_S."""
 MAX_BLOCK_S = 1.0
-MAX_CONNECTIONS = 64
 
 _LOST = (
     exceptions.ConnectionError,
     exceptions.TimeoutError,
     exceptions.BusyLoadingError,
     exceptions.TryAgainError,
-    exceptions.ClusterDownError,
-    exceptions.SlotNotCoveredError,
+    exceptions.ClusterError,
+    exceptions.RedisClusterException,
     exceptions.MasterDownError,
     exceptions.ReadOnlyError,
 )
+_PASSING = ("UNBLOCKED", "NOREPLICAS", "MISCONF", "BUSY")
+"""First words of refusals that redis-py has no class for and that end by themselves, or once people saw to the server:
+it was demoted under a blocking read, has too few replicas (min-replicas-to-write), cannot write its snapshot, or runs
+somebody's long script.
+"""
 _REFUSED = (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.NoPermissionError)
 
 
@@ -58,6 +58,8 @@ class Connection:
         self._client = client
         self._retry_s = retry_s
         self._send: Callable[..., Any] = client.execute_command
+        self.taken_on_trust: tuple[str, ...] = ()
+        """What the servers did not let `connect` see, and store.durability vouches for."""
 
     @property
     def ledger(self) -> Client:
@@ -85,7 +87,9 @@ class Connection:
                 raise StoreFullError(
                     f"the store is full ({error}); raise store.max_bytes or lower what is in flight"
                 ) from error
-            except _LOST as error:
+            except (*_LOST, exceptions.ResponseError) as error:
+                if not isinstance(error, _LOST) and not str(error).startswith(_PASSING):
+                    raise
                 if time.monotonic() + pause > deadline:
                     raise StoreUnavailableError(
                         f"the store did not answer for {self._retry_s:.0f} s: {error}; see its log"
@@ -115,8 +119,10 @@ class Connection:
         self, name: str, keys: Sequence[str], calls: Sequence[Sequence[str | bytes | int]]
     ) -> list[list[Any]]:
         """Raw answers of script `name` to each of `calls`, run in their order, in two round trips (and two fsyncs)
-        instead of one for each.
+        instead of one for each. A cluster's client takes no scripts into its pipelines: there one after another.
         """
+        if isinstance(self._client, RedisCluster):
+            return [self.script(name, keys, args) for args in calls]
         if not calls:
             return []
         first = self.script(name, keys, calls[0])  # from here on the server knows the script
@@ -142,113 +148,137 @@ class Connection:
         self._client.close()
 
 
-def connect(section: StoreSection, *, timeout_s: float = SOCKET_TIMEOUT_S, retry_s: float = RETRY_S) -> Connection:
-    """Connects to `store.url` and checks that the server can keep the ledger's promises. ConfigError names what to
-    change; StoreUnavailableError when it cannot be reached for `retry_s`, each attempt waiting `timeout_s` at most for
-    a socket, its connection and its answer.
+def connect(
+    section: StoreSection,
+    *,
+    verify: bool = True,
+    timeout_s: float = SOCKET_TIMEOUT_S,
+    retry_s: float = RETRY_S,
+) -> Connection:
+    """Connects to `store.url` and, to `verify`, checks that the server can keep the ledger's promises: the controller
+    does, whose user may look at its settings. ConfigError names what to change; StoreUnavailableError when it cannot be
+    reached for `retry_s`, each attempt waiting `timeout_s` at most for a socket, its connection and its answer.
     """
     if section.url is None:
         raise ConfigError("store.url is not set; the embedded store's URL is known once it runs (EmbeddedStore.start)")
-    connection = Connection(_client(section.url.get_secret_value(), timeout_s), retry_s)
+    connection = Connection(open_client(section.url.get_secret_value(), timeout_s), retry_s)
     try:
-        _verify(connection, section.durability)
+        if verify:
+            servers = _servers(connection)
+            connection.taken_on_trust = tuple(text for server in servers for text in _unmet(server, section))
+            _check_memory(servers, section.max_bytes)
+        else:
+            connection.command("PING")
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _client(url: str, timeout_s: float) -> Client:
-    options: dict[str, Any] = {
-        "socket_timeout": timeout_s,
-        "socket_connect_timeout": timeout_s,
-        "protocol": 2,
-        "retry": Retry(NoBackoff(), 0),
-    }
-    scheme, _, rest = url.partition("://")
-    secure = scheme.startswith("rediss")
-    try:
-        if scheme in ("redis+cluster", "rediss+cluster"):
-            return RedisCluster.from_url(
-                f"{'rediss' if secure else 'redis'}://{rest}", max_connections=MAX_CONNECTIONS, **options
-            )
-        if scheme in ("redis+sentinel", "rediss+sentinel"):
-            return _through_sentinel(rest, {**options, "ssl": True} if secure else options)
-        if scheme in ("redis", "rediss", "unix"):
-            options.pop("socket_connect_timeout") if scheme == "unix" else None
-            pool = redis.BlockingConnectionPool.from_url(
-                url, max_connections=MAX_CONNECTIONS, timeout=timeout_s, **options
-            )
-            return redis.Redis.from_pool(pool)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"store.url is not a usable {scheme} URL: {error}") from error
-    except exceptions.RedisClusterException as error:
-        raise StoreUnavailableError(f"no node of the cluster in store.url answers: {error}") from error
-    raise ConfigError(f"store.url has scheme {scheme!r}; use redis, rediss, unix, redis+sentinel or redis+cluster")
+@dataclass(frozen=True)
+class _Server:
+    """The properties of one server, as it says them."""
+
+    info: Mapping[str, Any]
+    """INFO of the sections server, memory and persistence."""
+    fsync: str | None
+    """The value of appendfsync; None where it does not let this user ask."""
+    replays: bool | None
+    """Whether it would replay all of its append-only file after a restart; None where it does not let this user see."""
 
 
-def _through_sentinel(rest: str, options: dict[str, Any]) -> redis.Redis:
-    parts = urlsplit(f"//{rest}")
-    hosts = parts.netloc.rpartition("@")[2].split(",")
-    service = parts.path.strip("/")
-    addresses = [(host, int(port or 26379)) for host, _, port in (item.partition(":") for item in hosts)]
-    if not service or not addresses[0][0]:
-        raise ValueError("write redis+sentinel://host:port[,host:port]/service")
-    login = {name: value for name, value in (("username", parts.username), ("password", parts.password)) if value}
-    sentinel = Sentinel(addresses, sentinel_kwargs={**options, **dict(parse_qsl(parts.query))}, **options)  # type: ignore[no-untyped-call]
-    client: redis.Redis = sentinel.master_for(service, **options, **login)  # type: ignore[no-untyped-call]
-    return client
-
-
-def _verify(connection: Connection, durability: str) -> None:
-    for info, config, replays in _servers(connection, durability == "strict"):
-        name = "Valkey" if "valkey_version" in info else "Redis"
-        version = str(info.get("valkey_version") or info["redis_version"])
-        if tuple(int(part) for part in version.split(".")[:2]) < ((7, 2) if name == "Valkey" else (7, 0)):
-            raise ConfigError(f"the store is {name} {version}; RoleCall needs Valkey >= 7.2 or Redis >= 7.0")
-        if config.get("maxmemory-policy") != "noeviction":
-            raise ConfigError(
-                f"the store may evict the ledger (maxmemory-policy {config.get('maxmemory-policy')}); set "
-                "maxmemory-policy noeviction"
-            )
-        if durability == "strict" and (config.get("appendonly"), config.get("appendfsync")) != ("yes", "always"):
-            found = f"appendonly {config.get('appendonly')}, appendfsync {config.get('appendfsync')}"
-            raise ConfigError(
-                f"the store can lose acknowledged writes ({found}); set appendonly yes and appendfsync always, or "
-                "store.durability: relaxed"
-            )
-        if not replays:
-            raise ConfigError(
-                "the store would lose the run at its next restart: a server may replay the transactions of its "
-                "append-only file with the rights of the user "
-                "`default`, and discard what that user may not do (redis#14541, valkey#3983); its rights are cut "
-                "here, or not to be seen. Give it all "
-                "of them, which lets nobody in while it is off: `ACL SETUSER default ~* &* +@all`, there and in "
-                "the server's configuration; let store.url's "
-                "user look (+acl|getuser); or set store.durability: relaxed"
-            )
-
-
-def _servers(connection: Connection, strict: bool) -> list[tuple[dict[str, Any], dict[str, str], bool]]:
-    """Asks each server what it is, how it keeps data, and whether it would replay all of it, which is asked where
-    `strict`.
-    """
+def _servers(connection: Connection) -> list[_Server]:
+    """Asks every server that holds data."""
     client = connection.ledger
-    names = ("maxmemory-policy", "appendonly", "appendfsync")
-    targets = client.get_primaries() if isinstance(client, RedisCluster) else [None]  # type: ignore[no-untyped-call]
-
-    def ask(target: Any) -> tuple[dict[str, Any], dict[str, str], bool]:
-        where = {} if target is None else {"target_nodes": target}
-        config = client.config_get(*names, **where)
-        replays = not strict or _default_user_may_all(client, where)
-        return client.info("server", **where), {_text(key): _text(value) for key, value in config.items()}, replays
-
-    return [connection.attempt(partial(ask, target)) for target in targets]
+    places: list[Mapping[str, Any]] = [{}]
+    if isinstance(client, RedisCluster):
+        places = [{"target_nodes": node} for node in client.get_primaries()]  # type: ignore[no-untyped-call]
+    return [connection.attempt(partial(_server, client, where)) for where in places]
 
 
-def _default_user_may_all(client: Client, where: Mapping[str, Any]) -> bool:
-    """False also when this user may not look; true where the server has no such command, and so hardly a user whose
-    rights were cut by it.
+def _unmet(server: _Server, section: StoreSection) -> Iterator[str]:
+    """Compares `server` with what must be: ConfigError for what is not so. Yields what could not be seen, and is taken
+    on the word of `section`.
+    """
+    _check_version(server.info)
+    _check_eviction(server.info)
+    if section.durability != "relaxed":
+        yield from _check_durability(server, vouched=section.durability == "vouched")
+
+
+def _check_memory(servers: Sequence[_Server], max_bytes: int) -> None:
+    limits = [int(server.info.get("maxmemory", 0)) for server in servers]
+    if all(limits) and sum(limits) < max_bytes:
+        raise ConfigError(
+            f"the store may take {sum(limits)} bytes (maxmemory{' of all nodes' if len(limits) > 1 else ''}) and "
+            f"store.max_bytes is {max_bytes}: admission would count on memory that is not there; raise maxmemory or "
+            "lower store.max_bytes"
+        )
+
+
+def _check_version(info: Mapping[str, Any]) -> None:
+    name = "Valkey" if "valkey_version" in info else "Redis"
+    version = str(info.get("valkey_version") or info["redis_version"])
+    if tuple(int(part) for part in version.split(".")[:2]) < ((7, 2) if name == "Valkey" else (7, 0)):
+        raise ConfigError(f"the store is {name} {version}; RoleCall needs Valkey >= 7.2 or Redis >= 7.0")
+
+
+def _check_eviction(info: Mapping[str, Any]) -> None:
+    policy = info.get("maxmemory_policy")
+    if policy != "noeviction":
+        raise ConfigError(
+            f"the store may evict the ledger (maxmemory-policy {policy}); set maxmemory-policy noeviction"
+        )
+
+
+def _check_durability(server: _Server, *, vouched: bool) -> Iterator[str]:
+    writes = "yes" if server.info.get("aof_enabled") else "no"
+    if server.fsync is None and not vouched:
+        raise ConfigError(
+            "the store does not let this user ask for appendfsync (CONFIG GET), as managed servers do; let it (+config|"
+            "get), or, where you know that nothing acknowledged is lost, say so: store.durability: vouched"
+        )
+    if server.fsync is None:
+        yield "whether what it acknowledges is on disk (appendonly, appendfsync)"
+    elif (writes, server.fsync) != ("yes", "always"):
+        raise ConfigError(
+            f"the store can lose acknowledged writes (appendonly {writes}, appendfsync {server.fsync}); set appendonly "
+            "yes and appendfsync always, or store.durability: relaxed"
+        )
+    if server.replays is None and vouched:
+        yield "the rights of its user `default`, with which it may replay its append-only file"
+    elif not server.replays:
+        raise ConfigError(
+            "the store would lose the run at its next restart: a server may replay the transactions of its append-only "
+            "file with the rights of the user `default`, and discard what that user may not do (redis#14541, "
+            "valkey#3983); its rights are cut here, or not to be seen. Give it all of them, which lets nobody in while "
+            "it is off: `ACL SETUSER default ~* &* +@all`, there and in the server's configuration; let store.url's "
+            "user look (+acl|getuser); or set store.durability: relaxed"
+        )
+
+
+def _server(client: Client, where: Mapping[str, Any]) -> _Server:
+    info: dict[str, Any] = {}
+    for part in ("server", "memory", "persistence"):
+        info |= client.info(part, **where)
+    return _Server(info, _fsync(client, where), _default_user_may_all(client, where))
+
+
+def _fsync(client: Client, where: Mapping[str, Any]) -> str | None:
+    try:
+        config = client.config_get("appendfsync", **where)
+    except exceptions.NoPermissionError:
+        return None
+    except exceptions.ResponseError as error:
+        if not _is_unknown(error):
+            raise
+        return None
+    return next((_text(value) for value in config.values()), None)
+
+
+def _default_user_may_all(client: Client, where: Mapping[str, Any]) -> bool | None:
+    """None when this user may not look; true where the server has no such command, and so hardly a user whose rights
+    were cut by it.
     """
     send: Callable[..., Any] = client.execute_command
     try:
@@ -257,12 +287,17 @@ def _default_user_may_all(client: Client, where: Mapping[str, Any]) -> bool:
             rights = dict(zip(reply[::2], reply[1::2], strict=True))
             return "~*" in _text(rights[b"keys"]).split() and _text(rights[b"commands"]).startswith("+@all")
         with suppress(exceptions.NoPermissionError):
-            return bool(send("ACL", "WHOAMI", **where) == b"default")
+            return True if send("ACL", "WHOAMI", **where) == b"default" else None
     except exceptions.ResponseError as error:
-        if "unknown command" not in str(error):
+        if not _is_unknown(error):
             raise
         return True
-    return False
+    return None
+
+
+def _is_unknown(error: exceptions.ResponseError) -> bool:
+    """Whether the server has no such command, or had it renamed."""
+    return "unknown command" in str(error).lower() or "unknown subcommand" in str(error).lower()
 
 
 def _text(value: str | bytes | None) -> str:

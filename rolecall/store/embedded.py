@@ -1,10 +1,10 @@
 """The embedded store: one Valkey server under our own small supervisor.
 
-Owns the process, its directory and its password. The server listens on a unix socket in a directory of mode 700 and on
-no port, knows one user, who may touch RoleCall's keys of one run only, writes every acknowledged change to disk
+Owns the process, its directory and its passwords. The server listens on a unix socket in a directory of mode 700 and on
+no port, knows a user for each role of one run (`users`), writes every acknowledged change to disk
 (appendfsync always), refuses writes when full (noeviction) and dies with its parent. Its state survives in `dir`:
-starting again on the same directory goes on where it stopped. While it runs, `dir`/url (mode 600) holds its URL, for
-commands and roles that a person starts beside it.
+starting again on the same directory goes on where it stopped. While it runs, `dir`/url.<role> (mode 600) holds the URL
+of each role, for commands and roles that a person starts beside it.
 
 Not here: connecting to it (`connection`), and any other server (`store.url`).
 """
@@ -27,6 +27,7 @@ from redis import exceptions
 
 from rolecall.errors import ConfigError, RunLockedError, StoreUnavailableError
 from rolecall.lifeline import tied
+from rolecall.store.users import REPLAYING, ROLES, rights
 
 START_TIMEOUT_S = 120.0
 """Reading a large append-only file takes its time."""
@@ -55,18 +56,21 @@ class EmbeddedStore:
         self._max_bytes = max_bytes
         self.binary = _find_binary(binary)
         """Path of the server that is run."""
-        self._password = secrets.token_hex(24)
+        self._passwords = {role: secrets.token_hex(24) for role in ROLES}
         self._process: subprocess.Popen[bytes] | None = None
         self._socket = self._dir / "store.sock"
         self._socket_dir: str | None = None
-        self._url_file = self._dir / "url"
         self.num_starts = 0
         """Times the server was started."""
 
     @property
     def url(self) -> str:
-        """`unix://` URL with user and password; the same after a restart of this object's server."""
-        return f"unix://rolecall:{self._password}@{self._socket}"
+        """The controller's `unix://` URL, with user and password; the same after a restart of this object's server."""
+        return self.url_of("controller")
+
+    def url_of(self, role: str) -> str:
+        """Returns the URL of `role`, which may do there what that role needs."""
+        return f"unix://{role}:{self._passwords[role]}@{self._socket}"
 
     @property
     def alive(self) -> bool:
@@ -114,7 +118,7 @@ class EmbeddedStore:
             self._socket = Path(self._socket_dir) / "store.sock"
         lock = _lock(self._dir, lock_timeout_s)
         try:
-            self._write_url()
+            self._write_urls()
             command = tied([self.binary, "-"], signal.SIGTERM)  # so that it writes down what it has
             self._process = subprocess.Popen(
                 command,
@@ -168,13 +172,13 @@ class EmbeddedStore:
                 self._process.wait()  # bounded: SIGKILL has been sent to it
             self._process = None
             self._socket.unlink(missing_ok=True)
-            self._url_file.unlink(missing_ok=True)
+            for role in ROLES:
+                self._url_file(role).unlink(missing_ok=True)
         if self._socket_dir is not None:
             shutil.rmtree(self._socket_dir, ignore_errors=True)
             self._socket_dir, self._socket = None, self._dir / "store.sock"
 
     def _config(self) -> str:
-        keys = f"~{{rl:{self._run}}}:* ~{{rl:{self._run}:*"
         lines = {
             "port": "0",
             "unixsocket": _quoted(self._socket),
@@ -186,22 +190,28 @@ class EmbeddedStore:
             "save": '""',
             "maxmemory": str(self._max_bytes),
             "maxmemory-policy": "noeviction",
-            # Nobody can log in as it, but many servers replay the transactions in their file with its rights, and
-            # discard what those do not allow.
-            "user default": "off ~* &* +@all",
-            "user rolecall": f"on >{self._password} resetchannels {keys} +@all -@admin -@dangerous +info "
-            "+config|get +acl|getuser",
         }
-        return "".join(f"{name} {value}\n" for name, value in lines.items())
+        users = [
+            f"user {role} on >{password} resetchannels {rights(role, self._run)}"
+            for role, password in self._passwords.items()
+        ]
+        return "".join(
+            f"{line}\n" for line in (*(f"{name} {value}" for name, value in lines.items()), REPLAYING, *users)
+        )
 
-    def _write_url(self) -> None:
-        if self._url_file.is_file() and self._url_file.read_text() == self.url:
-            return  # a restart, perhaps on a disk that is full
-        beside = self._url_file.with_suffix(".new")
-        beside.unlink(missing_ok=True)
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(self.url)
-        beside.replace(self._url_file)
+    def _url_file(self, role: str) -> Path:
+        return self._dir / f"url.{role}"
+
+    def _write_urls(self) -> None:
+        for role in ROLES:
+            file, url = self._url_file(role), self.url_of(role)
+            if file.is_file() and file.read_text() == url:
+                continue  # a restart, perhaps on a disk that is full
+            beside = self._dir / "url.new"
+            beside.unlink(missing_ok=True)
+            with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as written:
+                written.write(url)
+            beside.replace(file)
 
     def wait_until_ready(self) -> None:
         """Returns once the server answers and has loaded its file; any thread may call it. StoreUnavailableError when

@@ -21,6 +21,7 @@ from rolecall.disk import append_lines
 from rolecall.errors import RunLockedError
 from rolecall.store import history, scripts
 from rolecall.store.connection import MAX_BLOCK_S, Connection
+from rolecall.store.fenced import FencedScripts
 from rolecall.store.position import (
     NOBODY,
     Garbage,
@@ -70,12 +71,17 @@ class Ledger:
         self._connection = connection
         self._run = run
         self._prefix = f"{{rl:{run}}}:"
-        self._ctl = 0
+        self._scripts = FencedScripts(connection, run)
+
+    @property
+    def fenced(self) -> FencedScripts:
+        """The scripts, which know whether the store lost what it had acknowledged."""
+        return self._scripts
 
     @property
     def ctl(self) -> int:
         """Our fencing number; 0 before `lock`: then everything but reading is refused."""
-        return self._ctl
+        return self._scripts.ctl
 
     def lock(self, lease_s: float, known_ctl: int = 0) -> int:
         """Takes the run and returns our fencing number, above `known_ctl`, one that there was. RunLockedError while
@@ -94,9 +100,7 @@ class Ledger:
             last, looked_at = looked_at, time.monotonic()
             if looked_at - last > lease_s / 2:
                 deadline = looked_at + lease_s
-        reply = self._connection.script("lock", [self._prefix], [seen[0], seen[1], secrets.token_hex(16), known_ctl])
-        self._ctl = int(scripts.check(reply, self._run).values[0])
-        return self._ctl
+        return self._scripts.take(seen[0], seen[1], secrets.token_hex(16), known_ctl)
 
     def unlock(self) -> None:
         """Gives the run back at a clean end. The fencing number stays ours until someone locks."""
@@ -122,9 +126,7 @@ class Ledger:
         """Admits each in order, as `admit`, in two round trips. When one is refused, those before it stay admitted; the
         same call may be made again.
         """
-        calls = [(self._ctl, *item.arguments) for item in admissions]
-        for reply in self._connection.script_many("admit", [self._prefix], calls):
-            scripts.check(reply, self._run)
+        self._scripts.call_many("admit", [item.arguments for item in admissions])
 
     def read_committed(self, position: str, count: int, block_s: float) -> list[tuple[str, CommittedGroup]]:
         """Committed groups after `position` ("0": all that are committed or sealed), at most `count`, as (position,
@@ -354,8 +356,8 @@ class Ledger:
         return self._snapshot("").position
 
     def counts(self) -> LedgerCounts:
-        """The balance: admitted = trained + dropped + live."""
-        return self._snapshot("").counts
+        """The balance: admitted = trained + dropped + live. For people: not fenced."""
+        return decode_snapshot(self._scripts.look("ledger", "").values).counts
 
     def live(self) -> dict[int, GroupState]:
         """The live groups and where each is, in order of admission."""
@@ -373,7 +375,7 @@ class Ledger:
         return (ctl or b"0").decode(), (beat or b"0").decode(), holder or b""
 
     def _call(self, script: str, *args: str | bytes | int) -> scripts.Answer:
-        return scripts.check(self._connection.script(script, [self._prefix], [self._ctl, *args]), self._run)
+        return self._scripts.call(script, *args)
 
 
 def _overdelivered(found: Sequence[tuple[bytes, bytes]]) -> list[Overdelivered]:

@@ -112,6 +112,8 @@ class RunPosition:
     """Batches below it are freed."""
     paused: int = 0
     """1 while people want nothing admitted."""
+    set_back: int = 0
+    """1 once the store lost what it had acknowledged, until a new lineage begins."""
 
     @property
     def num_dropped(self) -> int:

@@ -1,5 +1,5 @@
-"""Whether the store of a configuration answers, asked once before anything starts: within seconds, and with what to do
-when it does not.
+"""Whether the store of a configuration answers and holds no other run of the name, asked once before anything starts:
+within seconds, and with what to do when it does not.
 """
 
 import socket
@@ -7,27 +7,48 @@ import ssl
 from urllib.parse import urlsplit
 
 from rolecall.errors import ConfigError, StoreUnavailableError
-from rolecall.settings import StoreSection
+from rolecall.settings import RunSettings, StoreSection
 from rolecall.store.connection import connect
+from rolecall.store.ledger import Ledger
 
 PROBE_S = 3.0
 """Deadline of the connection, and again of each answer."""
 
 
-def find_store(section: StoreSection) -> str:
-    """Connects to the external store of `section` as every role will; returns where it is, without the password.
-    ConfigError says what is wrong with it.
+def find_store(section: StoreSection) -> tuple[str, tuple[str, ...]]:
+    """Connects to the external store of `section` as every role will; returns where it is, without the password, and
+    what it did not let be seen. ConfigError says what is wrong with it.
     """
     assert section.url is not None
     url = section.url.get_secret_value()
     where = _where(url)
     try:
-        connect(section, timeout_s=PROBE_S, retry_s=0.0).close()
+        connection = connect(section, timeout_s=PROBE_S, retry_s=0.0)
+        connection.close()
     except StoreUnavailableError as error:
         raise ConfigError(f"store.url: {where} {_problem(error, url)}") from error
     except ConfigError as error:
         raise ConfigError(f"store.url: {where}: {error.message}") from error
-    return where
+    return where, connection.taken_on_trust
+
+
+def require_free_name(settings: RunSettings) -> None:
+    """Raises ConfigError when the store of a run that is to begin holds another one of its name.
+
+    The new run would take its keys and weights for its own.
+    """
+    name, connection = settings.run.name, connect(settings.store)
+    try:
+        position = Ledger(connection, name).position()
+    finally:
+        connection.close()
+    if position.next_gid:
+        raise ConfigError(
+            f"run.name {name!r} is taken: the store holds a run of that name, at step {position.step} with "
+            f"{position.admitted} groups admitted. Give this "
+            "run another run.name; or go on with that one from its own run.dir with --resume; or, if nobody needs "
+            f"it, delete its keys ({{rl:{name}...)"
+        )
 
 
 def _where(url: str) -> str:
@@ -52,6 +73,7 @@ def _problem(error: StoreUnavailableError, url: str) -> str:
             case ssl.SSLError():
                 return (
                     f"and this side cannot agree on TLS ({cause.reason or cause}); correct the files that the URL names"
+                    ", or, where the server wants a certificate of this side, add ssl_certfile=FILE&ssl_keyfile=FILE"
                 )
             case socket.gaierror():
                 return f"names a host that is not known ({cause.strerror}); correct it"

@@ -145,7 +145,7 @@ class PromptQueue:
         )
 
     def _call(self, script: str, *args: str | bytes | int) -> scripts.Answer:
-        return scripts.check(self._connection.script(script, [self._prefix], args), self._run)
+        return scripts.check(self._connection.script(script, scripts.ledger_keys(self._run), args), self._run)
 
     def _claim(
         self, entry: bytes, count: int, excused: int, max_in_hand: int, group: bytes, traceparent: bytes

@@ -27,18 +27,38 @@ REFUSALS: dict[str, type[errors.RoleCallError]] = {
 }
 """First element of a script's answer to the error it is raised as; OK and DONE are the others."""
 
+ELSEWHERE = b"ELSEWHERE"
+"""The verdict of a server on which the ledger was not confirmed."""
+
 _ROW_SCRIPTS = ("stage", "put_columns", "persist")
+
+_MARKED = """local function script()
+%s
+end
+local answer = script()
+answer[#answer + 1] = marked
+answer[#answer + 1] = serving
+return answer
+"""
+
+
+def ledger_keys(run: str) -> list[str]:
+    """The keys that a script of run `run`'s ledger is called with: those that `common.lua` explains."""
+    prefix = f"{{rl:{run}}}:"
+    return [prefix, f"{prefix}prompts"]
 
 
 @cache
 def source(name: str) -> str:
     """Text of script `name` as the server runs it: its shebang line, the shared functions (ledger scripts only), its
-    body.
+    body; and where that begins with `fenced`, mark and server after its answer.
     """
     folder = files("rolecall.store") / "scripts"
     shebang, body = (folder / f"{name}.lua").read_text().split("\n", 1)
-    shared = "" if name in _ROW_SCRIPTS else (folder / "common.lua").read_text()
-    return f"{shebang}\n{shared}{body}"
+    if name in _ROW_SCRIPTS:
+        return f"{shebang}\n{body}"
+    shared = (folder / "common.lua").read_text()
+    return f"{shebang}\n{shared}{_MARKED % body if 'fenced(' in body else body}"
 
 
 @cache

@@ -1,10 +1,12 @@
 -- The ledger's keys and the few functions its scripts share; put before the body of every ledger script.
 --
--- KEYS[1] is the prefix '{rl:<run>}:'. Everything below carries it, hence lies in one hash slot and one script may touch it all.
+-- KEYS[1] is the prefix '{rl:<run>}:'. Everything below carries it, hence lies in one hash slot and one script may touch it all. KEYS[2] is `prompts`,
+-- which is there, while a key named as the prefix alone never is: of two keys, of which it holds one, a node whose slot is being moved says TRYAGAIN. So no
+-- script runs while some of the keys it does not name are on another node.
 --
 --   run            hash    ctl, holder, beat, lineage, lineage_gid, step, published_step, policy_version, begun_version, begun_step,
 --                          epoch, next_gid, cursor, admitted, trained, dropped:<reason>, failed:<reason> (gids of the newest dead letters), freed_step, paused,
---                          algorithm_state
+--                          algorithm_state, server (its replication id), mark (writes of controllers), set_back
 --   prompts        stream  admitted groups, one entry each (gid, group, traceparent); consumer group `rollout`
 --   trajectories   stream  committed groups, one entry each (gid, group); read by position, no consumer group
 --   live           zset    gids not yet terminal, scored by gid
@@ -46,8 +48,11 @@ local function worker_key(consumer) return prefix .. 'w:' .. consumer end
 
 local function number(key, field, default) return tonumber(redis.call('HGET', key, field) or default) end
 
+-- The name that replication gives the server's data: another one at each start, when a replica takes over, and on another node of a cluster.
+local function server() return string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)') or '' end
+
 -- Answers a refusal when `ctl` is not the one in charge, else nil. A ctl above the store's is of a controller that the store has forgotten.
-local function fenced(ctl)
+local function replaced(ctl)
   local held = number(run, 'ctl', 0)
   if tonumber(ctl) < held then return {'FENCED', 'controller ' .. ctl .. ' was replaced by ' .. held} end
   if tonumber(ctl) == held then return nil end
@@ -57,6 +62,18 @@ local function fenced(ctl)
   end
   return {'ROLLED_BACK', 'the store was set back: it knows controller ' .. held .. ', this one is ' .. ctl .. '. It was restored from an older copy, or a '
     .. 'replica took over that lagged behind; go on with --resume, from the store where that is possible, else from the last checkpoint'}
+end
+
+-- Every script of a controller begins with it. Answers a refusal as `replaced`; or ELSEWHERE when the server is another than the one that the ledger was
+-- last confirmed on: nothing is read or written here before `confirm` has compared marks. Else counts one more mark (not where `reads`, in scripts that write
+-- nothing), which is the last but one element of the answer; the last is the server. Both are 0 and '' with a refusal. Whoever was told a mark
+-- knows that the store had every write up to it.
+local marked, serving = 0, ''
+local function fenced(ctl, reads)
+  local refusal, here = replaced(ctl), server()
+  if refusal then return refusal end
+  if redis.call('HGET', run, 'server') ~= here then return {'ELSEWHERE', 'the ledger was not confirmed on this server'} end
+  marked, serving = reads and number(run, 'mark', 0) or redis.call('HINCRBY', run, 'mark', 1), here
 end
 
 -- The server's time in milliseconds, the same throughout a script (on Redis 7.0: nearly).

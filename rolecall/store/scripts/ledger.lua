@@ -1,7 +1,7 @@
 #!lua flags=no-writes,allow-oom
 -- One consistent snapshot. ARGV: ctl (0: a reader without the run), 'groups' to list the live groups too.
 -- OK, run, XLEN(prompts), XLEN(trajectories), ZCARD(live), {consumer, pending} pairs, then per live group {gid, state, entry, admit_step, admit_published_step}.
-local refusal = ARGV[1] ~= '0' and fenced(ARGV[1]) or nil
+local refusal = ARGV[1] ~= '0' and fenced(ARGV[1], true) or nil
 if refusal then return refusal end
 local pending = {}
 if redis.call('EXISTS', prompts) == 1 then pending = redis.call('XPENDING', prompts, 'rollout')[4] or {} end

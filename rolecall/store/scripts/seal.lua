@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Fixes a train batch before Train. ARGV: ctl, step, batch (TrainBatch), digest, then its gids in order. All committed and step the next; repeated
--- with the same digest: DONE.
+-- Fixes a train batch before Train. ARGV: ctl, step, batch (TrainBatch), digest, then its gids in order. All committed, else ORDER: a commit that the
+-- controller saw was lost since, and it is to look again. Step the next; repeated with the same digest: DONE.
 local refusal = fenced(ARGV[1])
 if refusal then return refusal end
 local step, key = ARGV[2], batch_key(ARGV[2])
@@ -12,9 +12,8 @@ local gids, seen = {}, {}
 for i = 5, #ARGV do
   local gid = ARGV[i]
   local state = redis.call('HGET', group_key(gid), 'state')
-  if state ~= 'committed' or seen[gid] then
-    return {'STATE', 'group ' .. gid .. (seen[gid] and ' is in the batch twice' or ' is ' .. (state or 'not live') .. ', not committed')}
-  end
+  if seen[gid] then return {'STATE', 'group ' .. gid .. ' is in the batch twice'} end
+  if state ~= 'committed' then return {'ORDER', 'group ' .. gid .. ' is ' .. (state or 'not live') .. ', not committed'} end
   seen[gid] = true
   gids[#gids + 1] = gid
 end
