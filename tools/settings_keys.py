@@ -5,8 +5,13 @@ own, and a section that stands in several places counted in each.
 """
 
 import argparse
+import ast
+import inspect
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -19,11 +24,25 @@ def leaves(section: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tu
     for name, field in section.model_fields.items():
         members = sections_in(field.annotation)
         if not members:
-            yield ".".join((*above, name)), field.description
+            yield ".".join((*above, name)), docstrings(section).get(name)
         for member in members:
             kind = member.model_fields.get("kind")
             chosen = (f"<{member.__name__}>",) if kind is not None and len(members) > 1 else ()
             yield from leaves(member, (*above, name, *chosen))
+
+
+@cache
+def docstrings(section: type[BaseModel]) -> dict[str, str]:
+    """The docstrings of a section's fields, those that it inherits included."""
+    found: dict[str, str] = {}
+    for kind in section.__mro__[-3::-1]:  # without object and pydantic's own
+        (source,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        assert isinstance(source, ast.ClassDef)
+        for field, after in pairwise(source.body):
+            match field, after:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = text
+    return found
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:

@@ -8,6 +8,7 @@ A role without an `address` is local: `rolecall train` starts it on a free port.
 is only called.
 """
 
+from rolecall.config_file import load_tree, recipe_file, recipe_names
 from rolecall.settings.algorithm.advantages import (
     AdvantageSection,
     CustomAdvantage,
@@ -54,6 +55,7 @@ from rolecall.settings.environment import (
     incarnation_given,
     parent_to_die_with,
     rank_of_process,
+    scorer_environment,
     tied_to_this_process,
     visible_gpus,
 )
@@ -61,14 +63,21 @@ from rolecall.settings.load import (
     checkpoints_of,
     load_settings,
     load_sft_settings,
-    overrides_from,
-    recipe_file,
-    recipe_names,
     store_url_file,
+    validated,
     with_running_store,
 )
 from rolecall.settings.plugin import FunctionName, PluginSection
+from rolecall.settings.presets import (
+    ChoiceScorer,
+    Gsm8kScorer,
+    InstructionScorer,
+    NumericScorer,
+    PresetScorer,
+    QaScorer,
+)
 from rolecall.settings.reward import (
+    COMPARING,
     AnswerScorer,
     ExternalScorer,
     FunctionScorer,
@@ -78,6 +87,7 @@ from rolecall.settings.reward import (
     RewardComponent,
     RewardSection,
     ScorerSection,
+    shadows_of,
 )
 from rolecall.settings.run import RunSettings
 from rolecall.settings.section import (
@@ -109,6 +119,7 @@ from rolecall.settings.trainers import (
     CriticSection,
     LayoutSection,
     LoraSection,
+    MegatronSection,
     MoeSection,
     OptimizerSection,
     ParallelSection,
@@ -119,6 +130,7 @@ from rolecall.settings.trainers import (
 
 __all__ = [
     "ACTOR_BASE",
+    "COMPARING",
     "KL_ERROR_BOUND",
     "ActorSection",
     "AdaptiveKl",
@@ -128,6 +140,7 @@ __all__ = [
     "AlgorithmSection",
     "AnswerScorer",
     "CheckpointUrl",
+    "ChoiceScorer",
     "ClippedLoss",
     "ConfigPath",
     "ControllerSection",
@@ -151,7 +164,9 @@ __all__ = [
     "GaeAdvantage",
     "GdpoAdvantage",
     "GrpoAdvantage",
+    "Gsm8kScorer",
     "ImportanceWeight",
+    "InstructionScorer",
     "JobSection",
     "JsonScorer",
     "KlEstimator",
@@ -160,10 +175,12 @@ __all__ = [
     "LayoutSection",
     "LengthScorer",
     "LoraSection",
+    "MegatronSection",
     "ModelSection",
     "MoeSection",
     "NonNegativeFloat",
     "NonNegativeInt",
+    "NumericScorer",
     "OptimizerSection",
     "OverlongSection",
     "ParallelSection",
@@ -173,6 +190,8 @@ __all__ = [
     "PlainAdvantage",
     "PluginSection",
     "PolicyLossSection",
+    "PresetScorer",
+    "QaScorer",
     "ReferenceSection",
     "ReinforceLoss",
     "ReinforcePlusPlusAdvantage",
@@ -208,13 +227,16 @@ __all__ = [
     "incarnation_given",
     "load_settings",
     "load_sft_settings",
-    "overrides_from",
+    "load_tree",
     "parent_to_die_with",
     "rank_of_process",
     "recipe_file",
     "recipe_names",
+    "scorer_environment",
+    "shadows_of",
     "store_url_file",
     "tied_to_this_process",
+    "validated",
     "visible_gpus",
     "with_running_store",
 ]

@@ -3,15 +3,25 @@ os.environ.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from rolecall.errors import ConfigError
 
 
 def from_environment(tree: dict[str, Any]) -> None:
-    """ROLECALL_STORE_URL overrides store.url, so that a password need not stand in a file."""
-    url = os.environ.get("ROLECALL_STORE_URL")
+    """ROLECALL_STORE_URL overrides store.url, so that a password need not stand in the configuration; so does what the
+    file holds that ROLECALL_STORE_URL_FILE names.
+    """
+    url, file = os.environ.get("ROLECALL_STORE_URL"), os.environ.get("ROLECALL_STORE_URL_FILE")
+    if not url and file:
+        try:
+            url = Path(file).read_text().strip()
+        except OSError as error:
+            raise ConfigError(
+                f"ROLECALL_STORE_URL_FILE: cannot read {file}: {error.strerror}; name a file that holds the store's URL"
+            ) from error
     if url:
         tree["store"] = {**(tree.get("store") or {}), "url": url}
 
@@ -19,6 +29,61 @@ def from_environment(tree: dict[str, Any]) -> None:
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """This process's environment with `changes`, for a process that it starts."""
     return {**os.environ, **changes}
+
+
+_SCORERS = frozenset(
+    [
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "LANG",
+        "LANGUAGE",
+        "TZ",
+        "TMPDIR",
+        "VIRTUAL_ENV",
+        "LD_LIBRARY_PATH",
+        "SSL_CERT_FILE",
+        "SSL_CERT_DIR",
+        "REQUESTS_CA_BUNDLE",
+        "HF_HOME",
+        "HF_HUB_CACHE",
+        "HF_HUB_OFFLINE",
+        "HF_DATASETS_CACHE",
+        "NLTK_DATA",
+        "TOKENIZERS_PARALLELISM",
+        "DO_NOT_TRACK",
+        "http_proxy",
+        "https_proxy",
+        "no_proxy",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "NO_PROXY",
+    ]
+)
+_SCORERS_BEGIN = ("LC_", "PYTHON", "XDG_", "CUDA_", "NVIDIA_", "OMP_", "MKL_", "OPENBLAS_")
+"""Variables that code of others may read: where programs, modules, certificates, caches and devices are. What is not
+named is not given, for it may be a secret: store URLs, keys of clouds and trackers, tokens.
+"""
+
+
+def scorer_environment(names: Collection[str], changes: Mapping[str, str] = {}) -> dict[str, str]:
+    """The environment of a process that runs scorers, with the variables of these names besides and `changes`.
+    ConfigError when one of `names` is not set.
+    """
+    absent = sorted(set(names) - os.environ.keys())
+    if absent:
+        raise ConfigError(
+            f"reward.environment names {', '.join(absent)}, which the reward service does not have; set it where the "
+            "service is started, or take it out"
+        )
+    given = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _SCORERS or name in names or name.startswith(_SCORERS_BEGIN)
+    }
+    return {**given, **changes}
 
 
 def incarnation_given() -> str | None:

@@ -1,10 +1,12 @@
 """Sections of the reward: scorers, the components that use them, the service."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
+from rolecall.settings.presets import PresetScorer
 from rolecall.settings.section import Address, ConfigPath, NonNegativeInt, Pattern, Roots, Section, ServiceSection
 
 
@@ -26,10 +28,11 @@ class AnswerScorer(Section):
 
     - `exact_match`: the answer is the stripped response.
     - `boxed`: the answer is what the last \boxed{...} holds.
+    - `hendrycks_math`: the same, after the normalisation of MATH.
     - `math`: math-verify finds the answer, and whether it is equal.
     """
 
-    kind: Literal["exact_match", "boxed", "math"] = "exact_match"
+    kind: Literal["exact_match", "boxed", "hendrycks_math", "math"] = "exact_match"
     """The scorer that this section chooses."""
     ignore_case: bool = False
     """Compare case-folded; of exact_match alone."""
@@ -60,7 +63,9 @@ class LengthScorer(Section):
 
 
 class FunctionScorer(Section):
-    """Your own function: `def score(item: rolecall.reward.Item) -> float | rolecall.reward.Score`."""
+    """Your own function: `def score(item: rolecall.reward.Item) -> float | rolecall.reward.Score`, or of many items:
+    `def score(items: Sequence[Item]) -> Sequence[float | Score]`.
+    """
 
     kind: Literal["function"] = "function"
     """The scorer that this section chooses."""
@@ -74,6 +79,28 @@ class FunctionScorer(Section):
     """Names of the components in every Score it returns."""
     token_rewards: bool = False
     """Whether every Score it returns has token_rewards."""
+    batch: bool = False
+    """Whether it takes a list of up to max_items items and returns one score for each, in order. The component's
+    timeout_s is then that of a call. A batch that is late or ends its process is cut in two until the item that does
+    so is alone.
+    """
+    max_items: PositiveInt = 64
+    """Most items of a batch."""
+    scope: Literal["item", "group"] = "item"
+    """group: it takes the list of a whole group, the responses to one prompt that were sampled together, so that it may
+    compare them. They are scored together or not at all.
+    """
+
+    @property
+    def takes_many(self) -> bool:
+        """Whether it is called with a list of items."""
+        return self.batch or self.scope == "group"
+
+    @model_validator(mode="after")
+    def _groups_are_not_cut(self) -> Self:
+        if self.scope == "group" and self.batch:
+            raise ValueError("batch: with scope group the function takes a list already, a whole group; remove batch")
+        return self
 
 
 class ExternalScorer(Section):
@@ -87,6 +114,10 @@ class ExternalScorer(Section):
     """PEM roots to trust, or `system`; absent: TLS, with the system's, only where there is a bearer token."""
     bearer_token_file: ConfigPath | None = None
     """File with a bearer token, which is never sent without TLS."""
+    hedge_after_s: PositiveFloat | None = None
+    """Seconds after which a call that has no answer is made a second time, beside the first: for a scorer whose slowest
+    answers are much slower than most, and that can take twice the calls. Absent: never.
+    """
 
     @property
     def tls(self) -> bool:
@@ -95,9 +126,20 @@ class ExternalScorer(Section):
 
 
 ScorerSection: TypeAlias = Annotated[
-    AnswerScorer | PatternScorer | JsonScorer | LengthScorer | FunctionScorer | ExternalScorer,
+    AnswerScorer | PatternScorer | JsonScorer | LengthScorer | PresetScorer | FunctionScorer | ExternalScorer,
     Field(discriminator="kind"),
 ]
+
+
+FieldValue: TypeAlias = StrictBool | StrictInt | StrictFloat | StrictStr
+"""A value of a prompt's field: text, a number, true or false."""
+
+
+COMPARING = frozenset(
+    {"exact_match", "regex", "boxed", "hendrycks_math", "math", "gsm8k", "numeric"}
+    | {"qa_exact_match", "qa_f1", "multiple_choice"}
+)
+"""Kinds of scorers that fail on an item without a ground truth."""
 
 
 class RewardComponent(Section):
@@ -105,23 +147,55 @@ class RewardComponent(Section):
 
     scorer: ScorerSection
     """What computes it."""
+    when: dict[str, FieldValue | Annotated[tuple[FieldValue, ...], Field(min_length=1)]] = {}
+    """The prompts that it scores, by fields of the data set: each field holds the value, or one of the values; absent:
+    all. To other prompts it does not apply: it is left out of their reward and of every mean, which is not to be 0.
+    """
     weight: float = 1.0
-    """Factor in the sum; 0 only reports it."""
+    """Factor in the sum. 0 makes it a shadow: it is scored and reported and never part of the reward. An item that it
+    does not score, tried once, lacks the component alone.
+    """
     timeout_s: PositiveFloat = 10.0
     """Deadline of one item (or one call of an external scorer)."""
     max_attempts: PositiveInt = 3
     """Tries per item when a failure is retryable."""
+
+    def applies_to(self, metadata: Mapping[str, object]) -> bool:
+        """Whether it scores a prompt with these fields."""
+        return all(
+            any(_equal(metadata.get(field), value) for value in (wanted if isinstance(wanted, tuple) else (wanted,)))
+            for field, wanted in self.when.items()
+        )
+
+
+def shadows_of(components: Mapping[str, RewardComponent]) -> frozenset[str]:
+    """The components that are reported and never part of the reward; none where all weigh 0, for then nobody reads the
+    reward.
+    """
+    shadows = frozenset(name for name, component in components.items() if component.weight == 0)
+    return shadows if len(shadows) < len(components) else frozenset()
+
+
+def _equal(found: object, wanted: FieldValue) -> bool:
+    """Whether a field's value is the wanted one. 1 and 1.0 are equal, which a message does not tell apart; true is no
+    number.
+    """
+    return isinstance(found, bool) == isinstance(wanted, bool) and found == wanted
 
 
 class RewardSection(ServiceSection):
     """The reward service. With an `address`, any RewardService: ours or yours."""
 
     components: dict[str, RewardComponent] = {}
-    """Named parts; the reward is their weighted sum."""
+    """Named parts; the reward is the weighted sum of those that apply to the prompt."""
     num_workers: PositiveInt = 2
     """Killable worker processes of the local service."""
     search_path: ConfigPath = Path(".")
     """Folder where the modules of `function` scorers are found; absent: the configuration file's folder."""
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that scorers get besides paths, caches and devices, such as that of an API key
+    that one needs (rolecall/settings/environment.py).
+    """
     solved_at: float = 1.0
     """A response counts as accurate when its reward is at least this."""
     timeout_s: PositiveFloat = 60.0
@@ -131,6 +205,10 @@ class RewardSection(ServiceSection):
     max_failed_groups: NonNegativeInt = 32
     """Budget of groups dropped because they could not be scored, of any controller.failure_window groups; one more
     stops the run.
+    """
+    away_timeout_s: PositiveFloat | None = None
+    """Longest time in which no group is scored because the scorer is away, before the run ends; absent: the run waits
+    for it, says so, and admits nothing beyond the groups that wait with it.
     """
     ca_file: Roots | None = None
     """PEM roots to trust at the `address` of somebody else's service, or `system`; absent: as the roles among

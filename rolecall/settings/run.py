@@ -16,7 +16,7 @@ from rolecall.settings.algorithm.kl import ACTOR_BASE, KL_ERROR_BOUND
 from rolecall.settings.algorithm.losses import CustomLoss
 from rolecall.settings.data import DataSection, EvaluationSection, ModelSection, RunSection, SamplingSection
 from rolecall.settings.deadlines import Deadline, derive, filled_in
-from rolecall.settings.reward import ExternalScorer, FunctionScorer, RewardSection
+from rolecall.settings.reward import ExternalScorer, FunctionScorer, RewardSection, shadows_of
 from rolecall.settings.section import Section, ServiceSection
 from rolecall.settings.services import (
     ControllerSection,
@@ -28,7 +28,7 @@ from rolecall.settings.services import (
     TrackersSection,
     WeightsSection,
 )
-from rolecall.settings.trainers import ActorSection, CriticSection, ReferenceSection, TrainerSection
+from rolecall.settings.trainers import ActorSection, CriticSection, ReferenceSection, TrainerSection, check_backend
 
 
 class RunSettings(Section):
@@ -77,6 +77,8 @@ class RunSettings(Section):
             Given.CRITIC: self.critic is not None,
             Given.TEACHER: distillation is not None,
             Given.TEACHER_TOPK: distillation is not None and distillation.top_k is not None,
+            Given.SAMPLED_ROUTING: self.actor.router_replay == "r3",
+            Given.OLD_ROUTING: self.actor.router_replay == "r2",
         }
         needed = algorithm.advantage.needs
         found = [each for each in COLUMNS.values() if holds.get(each.given, each.name in needed)]
@@ -150,6 +152,14 @@ class RunSettings(Section):
                 "has it) or name them in "
                 "algorithm.kl.reference or algorithm.distillation"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _backend_has_every_layout(self) -> Self:
+        if self.critic is not None:
+            check_backend(self.actor, self.critic.parallel, "critic.parallel")
+        for name, section in self.references.items():
+            check_backend(self.actor, section.parallel, f"references.{name}.parallel")
         return self
 
     @model_validator(mode="after")
@@ -240,12 +250,21 @@ class RunSettings(Section):
                 f"{meant}, or another estimator"
             )
         if isinstance(advantage, GdpoAdvantage):
-            unknown = sorted(name for name in advantage.weights if scorers and name.partition("/")[0] not in scorers)
+            unknown = sorted(name for name in advantage.weights if scorers and _component_of(name) not in scorers)
             if unknown or not (scorers or advantage.weights):
                 raise ValueError(
                     f"algorithm.advantage.weights: gdpo weighs reward components, {unknown or 'none'} named, "
                     f"{sorted(scorers)} under reward.components; "
                     "name those that the scorers give"
+                )
+            shadows = shadows_of(self.reward.components)
+            weighed = sorted(
+                name for name, weight in advantage.weights.items() if weight and _component_of(name) in shadows
+            )
+            if weighed:
+                raise ValueError(
+                    f"algorithm.advantage.weights: gdpo weighs {weighed}, which weigh 0 under reward.components: a "
+                    "shadow may be absent; give them a weight there, too"
                 )
             shaping = self.algorithm.shaping.model_dump(
                 include={"clip_min", "clip_max", "normalize", "overlong"}, exclude_none=True
@@ -268,6 +287,15 @@ class RunSettings(Section):
                 raise ValueError(
                     f"algorithm.policy_loss.columns {absent} are not in the rows of this run; there are {sorted(there)}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _routing_can_be_replayed(self) -> Self:
+        if self.actor.router_replay == "r2" and self.algorithm.sampler_is_old:
+            raise ValueError(
+                "actor.router_replay r2 replays the pass that gives the old logprobs, and with "
+                "algorithm.correction.proximal bypass there is none; use r3, which replays the sampler's"
+            )
         return self
 
     @model_validator(mode="after")
@@ -363,3 +391,8 @@ class RunSettings(Section):
         # not by attribute: to everybody else the file is frozen
         vars(self).update(filled_in(self, self._derived_deadlines))
         return self
+
+
+def _component_of(name: str) -> str:
+    """The component that is `name`, or has a part of that name."""
+    return name.partition("/")[0]

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from rolecall.address import check_address
+from rolecall.address import check_address, endpoints_of, is_unix
 from rolecall.errors import ConfigError
 
 NonNegativeInt: TypeAlias = Annotated[int, Field(ge=0)]
@@ -81,12 +81,32 @@ Address: TypeAlias = Annotated[str, AfterValidator(_address)]
 """`host:port`, `unix:/path` or a gRPC target, which may name several endpoints."""
 
 
+def _host_port(value: str) -> str:
+    if is_unix(value) or value != endpoints_of(value)[0]:
+        raise ValueError(f"{value!r} is not host:port; Prometheus reads nothing else")
+    return value
+
+
+HostPort: TypeAlias = Annotated[Address, AfterValidator(_host_port)]
+"""`host:port` and nothing else."""
+
+
+def _port_range(value: str) -> str:
+    first, _, last = value.partition("-")
+    if not (first.isdigit() and last.isdigit() and 1024 <= int(first) < int(last) <= 65_535):
+        raise ValueError(f"{value!r} is no range of ports; write first-last between 1024 and 65535, e.g. 29500-29599")
+    return value
+
+
+PortRange: TypeAlias = Annotated[str, AfterValidator(_port_range)]
+"""`first-last`, both included."""
+
+
 class Section(BaseModel):
     """Common to all sections: frozen, unknown keys and numbers that are not finite forbidden."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, validate_default=True
-    )
+    # deferred: a section is built as part of those that hold it, and every process of a run pays for each time
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, defer_build=True)
 
 
 Roots: TypeAlias = Annotated[Literal["system"] | ConfigPath, Field(union_mode="left_to_right")]

@@ -2,12 +2,23 @@
 telemetry, trackers.
 """
 
-from typing import Annotated, ClassVar, Literal
+import re
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, SecretStr
+from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, model_validator
 
 from rolecall.settings.plugin import PluginSection
-from rolecall.settings.section import Address, AddressSection, ConfigPath, MlflowUri, NonNegativeInt, Section, UnitFloat
+from rolecall.settings.section import (
+    Address,
+    AddressSection,
+    ConfigPath,
+    HostPort,
+    MlflowUri,
+    NonNegativeInt,
+    PortRange,
+    Section,
+    UnitFloat,
+)
 
 
 class RolloutSection(Section):
@@ -18,7 +29,9 @@ class RolloutSection(Section):
     bind: Address = "127.0.0.1:0"
     """`host:port` to listen on; port 0 takes a free one."""
     advertise_host: str | None = None
-    """Host that others reach it by; absent: the bind's host."""
+    """Host that others reach it by; absent: the bind's host, or, of one that listens everywhere, the address of its
+    machine on the way to the controller.
+    """
     devices: tuple[tuple[int, ...], ...] = ()
     """GPU indices per local replica, or of each `rollout-<i>` that is started elsewhere where num_replicas is 0; empty:
     CPUs.
@@ -67,6 +80,11 @@ class WeightsSection(Section):
     """
     host: str = "127.0.0.1"
     """Interface on which the actor opens the rendezvous; reachable from every rollout."""
+    ports: PortRange | None = None
+    """`first-last`, ports that the weight channel and the ranks of trainers listen on, for network policies and meshes
+    to name; absent: any. The kernel hands them out, so a role whose net.ipv4.ip_local_port_range is not inside refuses
+    to start.
+    """
     bucket_bytes: Annotated[int, Field(ge=1024)] = 16 * 2**20
     """Bytes per broadcast."""
     bucket_timeout_s: PositiveFloat = 10.0
@@ -152,8 +170,10 @@ class StoreSection(Section):
     """`redis://`, `rediss://`, `unix://`, `redis+sentinel://host:port/service` or `redis+cluster://`; absent: an
     embedded Valkey in the run directory.
     """
-    durability: Literal["strict", "relaxed"] = "strict"
-    """`strict` refuses an external store whose appendfsync is not `always`."""
+    durability: Literal["strict", "vouched", "relaxed"] = "strict"
+    """`strict` refuses an external store whose appendfsync is not `always`, or that does not say; `vouched` takes your
+    word for what it does not say, as for a managed server without CONFIG; `relaxed` takes one that may lose writes.
+    """
     num_shards: PositiveInt = 1
     """Hash slots that rows are spread over."""
     max_bytes: PositiveInt = 2 * 2**30
@@ -168,7 +188,7 @@ class TlsSection(Section):
     """Files for TLS on every gRPC connection; with `ca_file` also for mutual TLS."""
 
     certificate_file: ConfigPath
-    """PEM chain of this role."""
+    """PEM chain of this role; `{role}` in it, as in the other two, stands for the role of whoever reads it."""
     key_file: ConfigPath
     """PEM key of this role."""
     ca_file: ConfigPath
@@ -182,6 +202,33 @@ class RpcSection(Section):
     """Mutual TLS; absent: plaintext, on loopback only."""
     behind_mesh: bool = False
     """Allow plaintext beyond loopback because a service mesh encrypts it."""
+    reflection: bool | None = None
+    """Whether servers tell callers their services and messages (gRPC reflection, for tools); absent: on loopback only.
+    """
+    forwarded_identity: bool = False
+    """Behind a mesh: know a caller by x-forwarded-client-cert, as the sidecar on this machine sets it; else by the
+    tokens in run.dir, which all roles must share then.
+    """
+    spiffe_id: str = "spiffe://rolecall/rolecall/{run}/{role}/{instance}"
+    """The URI by which certificates name a caller; one that lacks the last `/{instance}` stands for any of its role."""
+
+    @model_validator(mode="after")
+    def _identities_are_told_in_one_way(self) -> Self:
+        if self.forwarded_identity and (self.tls is not None or not self.behind_mesh):
+            raise ValueError(
+                "forwarded_identity believes the sidecar of a mesh; set behind_mesh with it and no tls, or leave it out"
+            )
+        named = re.findall(r"\{(.*?)\}", self.spiffe_id)
+        if (
+            not self.spiffe_id.startswith("spiffe://")
+            or "role" not in named
+            or len({"run", "role", "instance"} & {*named}) < len(named)
+        ):
+            raise ValueError(
+                f"spiffe_id {self.spiffe_id!r} must begin with spiffe:// and hold {{role}}, and may hold {{run}} and "
+                "{instance}, each once"
+            )
+        return self
 
 
 class TelemetrySection(Section):
@@ -193,6 +240,11 @@ class TelemetrySection(Section):
     """Least severe level written."""
     otlp_endpoint: str | None = None
     """OTLP gRPC endpoint of a collector; absent: nothing is exported."""
+    metrics_bind: HostPort | None = None
+    """`host:port` where each role shows its numbers to Prometheus, at /metrics; beyond loopback by rpc.tls or
+    rpc.behind_mesh alone. `rolecall train` gives the port to the controller and the next ones to the other local roles,
+    in the order of `rolecall check`; absent: nothing listens.
+    """
 
 
 class TrackersSection(Section):

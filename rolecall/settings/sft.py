@@ -77,6 +77,8 @@ class SftSettings(Section):
                 f"actor.token_budget {self.actor.token_budget} is less than data.max_tokens {self.data.max_tokens}; "
                 "raise it, or lower that"
             )
+        if self.actor.router_replay != "off":
+            raise ValueError("actor.router_replay: examples have no routing to replay; leave it off")
         if self.actor.address is not None:
             raise ValueError("actor.address: rolecall sft calls no service and runs its ranks here; remove it")
         return self

@@ -8,7 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from rolecall.settings.section import ConfigPath, NonNegativeFloat, NonNegativeInt, Section, ServiceSection
 
-TrainingBackend: TypeAlias = Literal["fsdp"]
+TrainingBackend: TypeAlias = Literal["fsdp", "megatron"]
 """Libraries that spread a model over ranks and train it; rolecall/training/backends.py makes the engine of each."""
 
 
@@ -77,10 +77,19 @@ class LayoutSection(Section):
     heads, MLP, experts and vocabulary.
     """
 
+    pipeline: PositiveInt = 1
+    """Stages that a model's layers are cut into, each on ranks of its own, which microbatches pass through one after
+    another; `megatron` only. Must divide the layers.
+    """
+    expert: PositiveInt = 1
+    """Ranks that a layer's experts are spread over, which exchange tokens; `megatron` only. Must divide the experts,
+    and the ranks of a stage; with `pipeline` it is `sequence` x `tensor`.
+    """
+
     @property
     def slot_size(self) -> int:
         """Ranks that compute the same rows together."""
-        return self.sequence * self.tensor
+        return self.sequence * self.tensor * self.pipeline
 
 
 class ParallelSection(LayoutSection):
@@ -117,7 +126,7 @@ class TrainerSection(ServiceSection):
         fixed = self.parallel.replicate * self.parallel.slot_size
         if self.num_ranks % fixed:
             raise ValueError(
-                f"num_ranks is {self.num_ranks}, not a multiple of parallel.replicate x sequence x tensor = "
+                f"num_ranks is {self.num_ranks}, not a multiple of parallel.replicate x sequence x tensor x pipeline = "
                 f"{fixed}; change one of them"
             )
         return self
@@ -159,14 +168,34 @@ class MoeSection(Section):
     """Weight of the router z-loss (ST-MoE, arXiv:2202.08906, eq. 5), which keeps router logits small."""
 
 
+class MegatronSection(Section):
+    """Choices of Megatron-Core's beside the layout, for every trainer."""
+
+    sequence_parallel: bool = True
+    """Whether ranks that share matrices (`tensor`) also share the tokens between them, so that norms and residuals are
+    kept and computed once. A mixture of experts needs it.
+    """
+    virtual_stages: PositiveInt = 1
+    """Stages of every rank of a pipeline, which shortens its idle ends. The layers must be a multiple of `pipeline`
+    times it, and a trainer's microbatches are computed in rounds of `pipeline`.
+    """
+    recompute: Literal["layers", "attention"] = "layers"
+    """What gradient_checkpointing computes again in backward: whole layers, or their attention alone."""
+    overlap_grad_reduce: bool = False
+    """Sum gradients over ranks beside the last microbatch's backward pass, part by part."""
+
+
 class ActorSection(TrainerSection):
     """The policy's trainer. What is said here of memory, threads and deadlines holds for every trainer."""
 
     parallel: ParallelSection = ParallelSection()
     """How the ranks share the work, and how gradients are summed."""
     backend: TrainingBackend = "fsdp"
-    """The library that spreads a model over ranks, for every trainer: `fsdp` is PyTorch's fully sharded data parallel.
+    """The library that spreads a model over ranks, for every trainer: `fsdp` is PyTorch's fully sharded data parallel,
+    `megatron` Megatron-Core (extra `megatron`), for Llama, Qwen2, Qwen3 and Qwen3-MoE.
     """
+    megatron: MegatronSection = MegatronSection()
+    """What backend `megatron` does beside the layout."""
     num_threads: PositiveInt | None = None
     """Threads per rank of a trainer on CPUs; absent: the machine's cores over the role's ranks."""
     gradient_checkpointing: bool = False
@@ -195,8 +224,31 @@ class ActorSection(TrainerSection):
     """Adapters to train instead of the model itself, which rollouts then read from model.path; absent: every parameter
     is trained.
     """
+    router_replay: Literal["off", "r2", "r3"] = "off"
+    """The experts that a mixture's tokens are sent to while they are trained: those its routers choose (off), those of
+    the pass that gave the old logprobs (r2, arXiv:2507.18071), or those that the rollout sampled with, which that pass
+    then takes, too (r3, arXiv:2510.11370).
+    """
     moe: MoeSection | None = None
     """Auxiliary losses of a mixture of experts; absent: none, and nothing of its routers is measured."""
+
+    @model_validator(mode="after")
+    def _backend_does_what_is_asked(self) -> Self:
+        check_backend(self, self.parallel, "actor.parallel")
+        if self.backend != "megatron":
+            return self
+        only_fsdp = [
+            ("lora", self.lora is not None, "leave it out"),
+            ("moe", self.moe is not None, "leave it out"),
+            ("router_replay", self.router_replay != "off", "set off"),
+            ("activation_offload", self.activation_offload, "set gradient_checkpointing"),
+            ("optimizer.kind muon", self.optimizer.kind != "adamw", "set adamw"),
+            ("parallel.reduce_dtype bfloat16", self.parallel.reduce_dtype != "float32", "set float32"),
+        ]
+        for name, found, remedy in only_fsdp:
+            if found:
+                raise ValueError(f"{name} is not there with backend megatron; {remedy}, or use backend fsdp")
+        return self
 
     @model_validator(mode="after")
     def _adapters_are_whole(self) -> Self:
@@ -211,6 +263,24 @@ class ActorSection(TrainerSection):
                 "num_ranks, which shards them"
             )
         return self
+
+
+def check_backend(actor: ActorSection, parallel: LayoutSection, setting: str) -> None:
+    """Raises ValueError when the back end has no such layout. `setting` names `parallel`."""
+    if actor.backend == "fsdp" and (parallel.pipeline > 1 or parallel.expert > 1):
+        raise ValueError(
+            f"{setting}: pipeline and expert are there with actor.backend megatron only; leave them at 1, or use it"
+        )
+    if actor.backend == "megatron" and parallel.replicate > 1:
+        raise ValueError(
+            f"{setting}.replicate is not there with actor.backend megatron; leave it at 1: num_ranks may be any "
+            "multiple of a slot"
+        )
+    if actor.backend == "megatron" and actor.megatron.virtual_stages > 1 and parallel.pipeline == 1:
+        raise ValueError(
+            f"actor.megatron.virtual_stages is {actor.megatron.virtual_stages}, and {setting}.pipeline 1; virtual "
+            "stages are of a pipeline: leave them at 1, or set pipeline"
+        )
 
 
 class CriticSection(TrainerSection):

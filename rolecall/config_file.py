@@ -1,0 +1,124 @@
+"""The configuration file as a tree of keys, and the overrides of it on a command line.
+
+Imports nothing heavy: what must answer at once, as `rolecall health`, reads the few keys it needs from the tree. What
+the keys mean, and whether they are right, says `rolecall/settings`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rolecall.errors import ConfigError
+from rolecall.nearest import did_you_mean
+
+_RECIPES = Path(__file__).resolve().parent / "recipes"
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """Returns the sections of the file at `path`. ConfigError when it cannot be read or holds none."""
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the configuration {path}: {error.strerror}; give the path of a YAML file"
+        ) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must be a mapping of sections (run, model, data, ...), not {type(tree).__name__}")
+    return tree
+
+
+def load_tree(
+    path: Path, overrides: Sequence[str] = (), recipe: str | Path | None = None
+) -> tuple[dict[str, Any], str]:
+    """Returns the sections of the file at `path` with `overrides`, and with what its recipe says besides (`recipe`, or
+    the one that the file names); and which recipe that is, for complaints. ConfigError as of `read_tree`.
+    """
+    tree = read_tree(path)
+    named = tree.pop("recipe", None)
+    for override in overrides:
+        override_tree(tree, override)
+    if recipe is None and named is None:
+        return tree, ""
+    file = recipe_file(str(recipe)) if recipe is not None else recipe_file(str(named), path.parent)
+    return _over(tree, read_tree(file)), f" with the recipe {file}"
+
+
+def recipe_names() -> list[str]:
+    """The methods of which there is a recipe."""
+    return sorted(file.stem for file in _RECIPES.glob("*.yaml"))
+
+
+def recipe_file(named: str, folder: Path = Path()) -> Path:
+    """The file of a recipe: `named` is one of `recipe_names`, or a file, relative to `folder`. ConfigError when it is
+    neither.
+    """
+    if named in recipe_names():
+        return _RECIPES / f"{named}.yaml"
+    file = folder / Path(named).expanduser()
+    if not file.is_file():
+        near, known = did_you_mean(named, recipe_names()), ", ".join(recipe_names())
+        raise ConfigError(f"there is no recipe {named!r}{near}; give the path of a file, or one of the names {known}")
+    return file
+
+
+def _over(tree: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
+    """`tree` with what only `recipe` says, section by section. Of two different kinds of a section `tree`'s alone is
+    taken.
+    """
+    merged = dict(recipe)
+    for key, value in tree.items():
+        below = recipe.get(key)
+        if (
+            isinstance(value, dict)
+            and isinstance(below, dict)
+            and value.get("kind", below.get("kind")) == below.get("kind")
+        ):
+            merged[key] = _over(value, below)
+        else:
+            merged[key] = value
+    return merged
+
+
+def override_tree(tree: dict[str, Any], override: str) -> None:
+    """Sets the key of `override`, `section.key=value`, in `tree`; the value is read as YAML. ConfigError when it is no
+    override.
+    """
+    key, separator, value = override.partition("=")
+    *parents, leaf = key.split(".")
+    if not separator or not all([*parents, leaf]):
+        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    for name in parents:
+        below = tree.get(name) or {}
+        if not isinstance(below, dict):
+            raise ConfigError(f"override {override!r}: {name} is {below!r} and has no keys")
+        tree[name] = dict(below)
+        tree = tree[name]
+    try:
+        tree[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: its value is not YAML: {error}") from error
+
+
+def overrides_from(arguments: Sequence[str], options: Sequence[str] = ()) -> list[str]:
+    """`--section.key value` and `--section.key=value` as overrides for `load_settings`. ConfigError names a word that
+    is neither, with the nearest of `options`, those that the command has besides.
+    """
+    overrides, words = [], iter(arguments)
+    for word in words:
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or "." not in key:
+            raise ConfigError(
+                f"unexpected argument {word!r}{did_you_mean(word, options)}; overrides have the form --section.key "
+                "value"
+            )
+        if not equals:
+            following = next(words, None)
+            if following is None:
+                raise ConfigError(f"--{key} needs a value")
+            value = following
+        overrides.append(f"{key}={value}")
+    return overrides
