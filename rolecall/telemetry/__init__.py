@@ -7,6 +7,9 @@ nothing of what the numbers mean.
 Trace context passes through gRPC by itself (rolecall.rpc); through stream entries it travels as a W3C traceparent
 string, with `current_traceparent` on the writing side and `attached` on the reading side. Without
 `telemetry.otlp_endpoint` spans exist only to give logs their trace ids.
+
+Every number names its run, role and worker in labels of its own: they are the same whether it is pushed to a collector
+or scraped.
 """
 
 import json
@@ -21,6 +24,7 @@ from typing import TextIO
 from opentelemetry import context as otel_context
 from opentelemetry import metrics as otel_metrics
 from opentelemetry import trace
+from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
@@ -28,9 +32,12 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from rolecall.errors import InvalidInputError
-from rolecall.settings import TelemetrySection
+from rolecall.errors import InvalidInputError, UnavailableError
+from rolecall.settings import RpcSection, TelemetrySection, rank_of_process
+from rolecall.telemetry.states import StateClock
 from rolecall.v1 import trajectory_pb2
+
+logger = logging.getLogger(__name__)
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _EXPORT_TIMEOUT_S = 2
@@ -47,7 +54,9 @@ _CHATTY_LOGGERS = (
     "huggingface_hub",
     "numexpr",
 )
-_INSTRUMENTATION = "rolecall"
+INSTRUMENTATION = "rolecall"
+_LABELS: dict[str, str] = {}
+"""The labels of this process's numbers: run, role and worker. Prometheus keeps `instance` and `job` for itself."""
 _REDUCTIONS = (
     trajectory_pb2.REDUCTION_MEAN,
     trajectory_pb2.REDUCTION_SUM,
@@ -56,20 +65,39 @@ _REDUCTIONS = (
 )
 
 
-def configure(section: TelemetrySection, role: str, worker: str) -> None:
+def configure(
+    section: TelemetrySection, role: str, worker: str, *, run: str = "", rpc: RpcSection = RpcSection()
+) -> None:
     """Sets up logging to stderr and the OpenTelemetry providers of this process; call it once, first thing after
     reading the settings.
 
-    A later call replaces the log format and level; OpenTelemetry's providers are set once per process and stay.
+    A later call replaces the log format and level; OpenTelemetry's providers are set once per process and stay. `rpc`
+    says how the page of metrics is guarded. ConfigError when telemetry.metrics_bind would show it in the clear; one
+    that is in use is an error in the log alone, for `rolecall train` has looked before it started anything.
     """
     _configure_logs(section, role, worker)
     if not isinstance(trace.get_tracer_provider(), TracerProvider):
-        _configure_providers(section.otlp_endpoint, role, worker)
+        _LABELS.update(run=run, role=role, worker=worker)
+        # of several ranks the first speaks for all, as it does to everybody else
+        metrics_bind = section.metrics_bind if rank_of_process()[0] == 0 else None
+        _configure_providers(section.otlp_endpoint, metrics_bind is not None, role, worker)
+        if metrics_bind is not None:
+            from rolecall.telemetry.scrape import serve_metrics  # a run without Prometheus does not pay for it
+
+            try:
+                logger.info("metrics at %s", serve_metrics(metrics_bind, rpc))
+            except UnavailableError as error:  # a role that is started again must not end the run for its numbers
+                logger.error("%s", error.message)
+
+
+def labels() -> dict[str, str]:
+    """The labels of every number of this process: run, role and worker."""
+    return dict(_LABELS)
 
 
 def tracer() -> trace.Tracer:
     """The tracer for spans of our own; gRPC calls are traced without it."""
-    return trace.get_tracer(_INSTRUMENTATION)
+    return trace.get_tracer(INSTRUMENTATION)
 
 
 def current_traceparent() -> str:
@@ -93,12 +121,27 @@ def export(metrics: "Metrics") -> None:
     """Shows the numbers to the OpenTelemetry collector as gauge `rolecall.metric` with attributes `name` and
     `reduction`.
     """
-    gauge = otel_metrics.get_meter(_INSTRUMENTATION).create_gauge(
+    gauge = otel_metrics.get_meter(INSTRUMENTATION).create_gauge(
         "rolecall.metric", description="A step's number, reduced as the attribute says."
     )
     for metric in metrics.to_proto():
         reduction = trajectory_pb2.Reduction.Name(metric.reduction).removeprefix("REDUCTION_").lower()
-        gauge.set(metric.value, {"name": metric.name, "reduction": reduction})
+        gauge.set(metric.value, {**_LABELS, "name": metric.name, "reduction": reduction})
+
+
+def show_states(clock: StateClock) -> None:
+    """Shows the seconds of every state of `clock` as counter `rolecall.state`, in seconds, with the attribute `state`:
+    `rolecall_state_seconds_total` for Prometheus. The rates of all states of a worker sum to 1.
+
+    Once per process: it has one role.
+    """
+
+    def observe(options: CallbackOptions) -> list[Observation]:
+        return [Observation(seconds, {**_LABELS, "state": state}) for state, seconds in clock.seconds().items()]
+
+    otel_metrics.get_meter(INSTRUMENTATION).create_observable_counter(
+        "rolecall.state", [observe], unit="s", description="Seconds for which the worker was in the state."
+    )
 
 
 @dataclass
@@ -249,7 +292,7 @@ def _configure_logs(section: TelemetrySection, role: str, worker: str) -> None:
     logging.captureWarnings(True)
 
 
-def _configure_providers(otlp_endpoint: str | None, role: str, worker: str) -> None:
+def _configure_providers(otlp_endpoint: str | None, scraped: bool, role: str, worker: str) -> None:
     resource = Resource.create({"service.namespace": "rolecall", "service.name": role, "service.instance.id": worker})
     tracing = TracerProvider(resource=resource)
     readers: list[MetricReader] = []
@@ -267,5 +310,9 @@ def _configure_providers(otlp_endpoint: str | None, role: str, worker: str) -> N
                 OTLPMetricExporter(endpoint=otlp_endpoint, insecure=insecure, timeout=_EXPORT_TIMEOUT_S)
             )
         )
+    if scraped:
+        from opentelemetry.exporter.prometheus import PrometheusMetricReader
+
+        readers.append(PrometheusMetricReader(scope_info_enabled=False))
     trace.set_tracer_provider(tracing)
     otel_metrics.set_meter_provider(MeterProvider(metric_readers=readers, resource=resource))
