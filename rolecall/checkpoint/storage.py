@@ -16,6 +16,7 @@ StorageUnavailableError of anything else, after TRIES.
 
 import logging
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from rolecall.disk import writing
-from rolecall.errors import ConfigError, RoleCallError, StorageUnavailableError
+from rolecall.errors import ConfigError, InvalidInputError, RoleCallError, StorageUnavailableError
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ TRIES = 5
 """Attempts at one operation on a remote file system, besides those that its own client makes."""
 PAUSE_S = 0.2
 """Pause before the second attempt; each pause doubles."""
+_PLAIN_NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]+")
+"""A name in a URL that no library could read as a parent, an option or another URL."""
 
 
 class Storage(Protocol):
@@ -62,9 +65,31 @@ class Storage(Protocol):
 
 def open_storage(url: str) -> Storage:
     """The folder at `url`, which need not exist. ConfigError when no library here knows that kind of URL."""
-    if url.startswith("file://") or "://" not in url:
+    if _is_disk(url):
         return DiskStorage(Path(url.removeprefix("file://")))
     return RemoteStorage(url)
+
+
+def require_inside(url: str, folder: str, field: str) -> None:
+    """InvalidInputError, naming `field`, unless `url` is below `folder`: by its plain names alone, and on a disk also
+    where symbolic links lead.
+    """
+    if _is_disk(folder):
+        plain = _is_disk(url) and ".." not in Path(url).parts and "\0" not in url
+        path, root = (os.path.realpath(each.removeprefix("file://")) for each in (url if plain else "", folder))
+        below = plain and path.startswith(f"{root}{os.sep}")
+    else:
+        root = f"{folder.rstrip('/')}/"
+        below = url.startswith(root) and all(map(_PLAIN_NAME.fullmatch, url.removeprefix(root).split("/")))
+    if not below:
+        raise InvalidInputError(
+            f"{field} {url!r} is not below {folder}, where this role may read and write; correct it, or give all roles "
+            "the same run.dir or run.checkpoint_url"
+        )
+
+
+def _is_disk(url: str) -> bool:
+    return url.startswith("file://") or "://" not in url
 
 
 class DiskStorage:

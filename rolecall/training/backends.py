@@ -7,11 +7,13 @@ installed for another's.
 """
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 import torch
 
 from rolecall.checkpoint.manifest import StoredFile
 from rolecall.checkpoint.storage import Storage
+from rolecall.errors import ConfigError
 from rolecall.settings import TrainingBackend
 from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.engine import EngineState, SavedModel, TrainingEngine
@@ -37,13 +39,28 @@ def make_engine(
 
             engine = FsdpEngine(options, device=device, memory=memory, progressed=progressed)
             return engine, engine
+        case "megatron":
+            return _megatron(options, device, memory, progressed)
 
 
 def read_model(storage: Storage, files: Sequence[StoredFile]) -> SavedModel:
     """Opens the model in a trainer's share of a checkpoint, whose `files` are those of its manifest.
 
-    CheckpointMissingError, CheckpointMismatchError. All checkpoints are fsdp's as long as it is the only back end.
+    CheckpointMissingError, CheckpointMismatchError. Every back end writes the one format of rolecall/training/state/.
     """
-    from rolecall.training.fsdp.saved_model import FsdpSavedModel
+    from rolecall.training.state.saved_model import ShardedModel
 
-    return FsdpSavedModel(storage, files)
+    return ShardedModel(storage, files)
+
+
+def _megatron(
+    options: EngineOptions, device: torch.device, memory: PhaseMemory, progressed: Callable[[], None]
+) -> tuple[TrainingEngine, EngineState]:
+    if find_spec("megatron") is None:
+        raise ConfigError(
+            "actor.backend is megatron, but megatron-core is not installed; install the extra `megatron`, or use fsdp"
+        )
+    from rolecall.training.megatron.engine import MegatronEngine
+
+    engine = MegatronEngine(options, device=device, memory=memory, progressed=progressed)
+    return engine, engine

@@ -66,6 +66,14 @@ class TokenOutputs:
     """float32 [N], of the distribution that token t was drawn from; zeros unless asked for."""
     routing: Routing | None = None
     """What routers of experts said of the microbatch's tokens; None unless the engine was made to record it."""
+    routed_experts_NW: torch.Tensor | None = None
+    """uint8 [N, W], what a column ROUTED_EXPERTS has to hold for the same experts to be chosen again (EngineOptions.
+    router_replay); None where the pass replayed one, or no replay was asked for.
+    """
+    rerouted_N: torch.Tensor | None = None
+    """float32 [N], the share of layers whose routers would have sent the token before to others than the column
+    ROUTED_EXPERTS did; None without one.
+    """
     target_logprobs_Nk: torch.Tensor | None = None
     """float32 [N, k], of the ids in the column TOPK_IDS, where forward_backward finds one; they have the graph, too."""
     top_ids_Nk: torch.Tensor | None = None
@@ -88,7 +96,7 @@ class ValueOutputs:
 
 Loss = Callable[[Microbatch, TokenOutputs | ValueOutputs], tuple[torch.Tensor, Metrics]]
 """(loss, metrics). The loss is already divided by the global mini-batch's own counts, so that microbatches' and ranks'
-losses add up.
+losses add up. It is called once for each microbatch that is not empty, in their order, on every rank that has it.
 """
 
 

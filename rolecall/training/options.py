@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from rolecall.settings import LoraSection, OptimizerSection, ParallelSection
+from rolecall.settings import LoraSection, MegatronSection, OptimizerSection, ParallelSection
 from rolecall.training.model.packed_model import Head
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -35,11 +35,18 @@ class EngineOptions:
     """The schedule's length in optimizer steps."""
     parallel: ParallelSection = ParallelSection()
     """How the ranks share the work."""
+    megatron: MegatronSection = MegatronSection()
+    """What the back end over Megatron-Core does beside the layout."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward instead of keeping them."""
     activation_offload: bool = False
     """Keep activations in host memory between a layer's forward and its backward."""
     routers: bool = False
     """Record what routers of experts say (TokenOutputs.routing). ConfigError when the model has none."""
+    router_replay: bool = False
+    """Send tokens to the experts that a microbatch's column ROUTED_EXPERTS names. A pass without the column says what
+    it would have to hold (TokenOutputs.routed_experts_NW); one of the base without its adapters does neither.
+    ConfigError when the model has no routers, or they cannot be told what to choose.
+    """
     seed: int = 0
     """Seed of new heads and of torch's generators."""

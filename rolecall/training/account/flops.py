@@ -97,14 +97,14 @@ class ModelFlops:
     """Width of the widest head of keys or values: which attention kernels take the model depends on it."""
 
 
-def count_flops(model: PackedModel) -> ModelFlops:
+def count_flops(model: PackedModel, trace: TracedAttention | None = None) -> ModelFlops:
     """Traces `model`, which is on the meta device and requires gradients where it trains (nowhere: `update` is
-    `forward`).
+    `forward`), by `trace`, which is new where it is given.
 
     ConfigError when it cannot be trained packed: what mixes tokens beside packed attention would mix them across
     sequences.
     """
-    trace = TracedAttention()
+    trace = trace or TracedAttention()
     with _static_experts(model.hf):
         forward, backward = _traced(model, trace)
     name, num_layers = type(model.hf).__name__, max(len(layers(model)), 1)

@@ -27,32 +27,35 @@ from transformers import PretrainedConfig
 
 from rolecall.checkpoint.storage import Storage
 from rolecall.columns import TOPK_IDS
+from rolecall.data.mixture import read_mixture
 from rolecall.data.model_files import check_parallel
 from rolecall.errors import ConfigError
 from rolecall.telemetry import Metrics
 from rolecall.training.account.flops import count_flops
 from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.engine import STATE_PARTS, Loss, Microbatch, StatePart, StepOutcome, TokenOutputs, ValueOutputs
-from rolecall.training.fsdp import checkpoint
 from rolecall.training.fsdp.gradients import clip_gradients, gradient_norm
-from rolecall.training.fsdp.host_copies import HostCopies
 from rolecall.training.fsdp.layout import Layout
-from rolecall.training.fsdp.learning_rate import learning_rate
 from rolecall.training.fsdp.load import load_model
 from rolecall.training.fsdp.optimizer import Optimizer
 from rolecall.training.model.activation_offload import ActivationOffload, Copies
-from rolecall.training.model.attention import plan_attention
+from rolecall.training.model.attention import TracedAttention, plan_attention
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.huggingface import ModelFiles
 from rolecall.training.model.logprobs import Wanted
 from rolecall.training.model.lora import adapters_off, add_adapters, base_digest, is_adapter, peft_name
 from rolecall.training.model.packed_model import PackedModel, PolicyModel, build_model, layers
+from rolecall.training.model.router_replay import check_followed, follow_routes
 from rolecall.training.model.tensor_parallel import split_tensors
 from rolecall.training.objective.routing import Routers
 from rolecall.training.options import DTYPES, EngineOptions
+from rolecall.training.packing.outputs import begin_routes, narrow, ranked, stand_in, with_routes, zero_of
 from rolecall.training.ranks.device import free_cached_memory, seed_rank
 from rolecall.training.ranks.device_progress import DeviceProgress
 from rolecall.training.serving.hooks import nothing
+from rolecall.training.state import checkpoint
+from rolecall.training.state.host_copies import HostCopies
+from rolecall.training.state.learning_rate import learning_rate
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +106,14 @@ class FsdpEngine:
         if not trained:
             self._model.requires_grad_(False)
         self._routers = Routers(self._model.hf) if options.routers else None
-        self.flops = count_flops(self._model)
+        self._mixture = read_mixture(options.path) if options.router_replay else None
+        if self._mixture is not None:
+            follow_routes(layers(self._model), self._mixture)
+        trace = TracedAttention()
+        self.flops = count_flops(self._model, trace)
         """The FLOPs of passes over the whole model, all ranks together."""
+        if self._mixture is not None:
+            check_followed(layers(self._model), trace.routes)
         if options.gradient_checkpointing:
             self._model.hf.gradient_checkpointing_enable({"use_reentrant": False})
         if self.layout.tensor_mesh is not None:
@@ -138,7 +147,7 @@ class FsdpEngine:
         self.onload("parameters")
         with self._memory.phase("forward"), torch.no_grad(), adapters_off(self._model.hf) if base else nullcontext():
             outputs = [
-                _narrow(self._run(microbatch, entropy, wanted, plain), microbatch) for microbatch in microbatches
+                narrow(self._run(microbatch, entropy, wanted, plain, base), microbatch) for microbatch in microbatches
             ]
         # After a pass without backward the parameters stay gathered, and an optimizer step would then change copies.
         for module in self._modules:
@@ -158,7 +167,7 @@ class FsdpEngine:
                     value, part = loss(microbatch, outputs)
                     metrics.merge(part)
                 else:
-                    value = _zero_of(outputs)
+                    value = zero_of(outputs)
             with self._memory.phase("backward"):
                 value.backward()  # type: ignore[no-untyped-call]
             self._progress.mark()
@@ -205,7 +214,9 @@ class FsdpEngine:
         """EngineState.snapshot."""
         self.onload("parameters", "optimizer")
         self._settle()
-        self._snapshot = snapshot = checkpoint.Snapshot(self._state(), self.device, self.layout, self._progressed)
+        self._snapshot = snapshot = checkpoint.Snapshot(
+            self._state(), self.device, self.layout.rank, self.layout.world_size, self._progressed
+        )
         self._store_moments()
         return snapshot
 
@@ -213,7 +224,9 @@ class FsdpEngine:
         """EngineState.load."""
         self._settle()
         self.onload()
-        counters = checkpoint.load(storage, self._state(), self.device, self.layout, self._progressed)
+        counters = checkpoint.load(
+            storage, self._state(), self.device, self.layout.rank, self.layout.world_size, self._progressed
+        )
         self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
         self._store_moments()
 
@@ -230,15 +243,24 @@ class FsdpEngine:
             self._on_host.give_back(part)
 
     def _run(
-        self, microbatch: Microbatch, entropy: bool, wanted: Wanted | None = None, plain: bool = False
+        self,
+        microbatch: Microbatch,
+        entropy: bool,
+        wanted: Wanted | None = None,
+        plain: bool = False,
+        base: bool = False,
     ) -> TokenOutputs | ValueOutputs:
         # An empty microbatch still gathers and reduces: one token stands in, and its gradients are zeros.
-        mb = microbatch if microbatch.lengths else _stand_in(self.device)
+        mb = microbatch if microbatch.lengths else stand_in(self.device)
         # its runs are cut from the tokens of whole sequences
         prefixes = mb.prefixes if self.layout.sequence is None else None
         packed = plan_attention(
             mb.lengths, mb.cu_seqlens, self.dtype, self.layout.sequence, prefixes, self.flops.head_size, plain=plain
         )
+        routes = None
+        if self._mixture is not None and not base:
+            routes = begin_routes(mb, packed, self._mixture)
+            packed = replace(packed, routes=routes)
         asked = (
             {"targets_Nk": mb.columns.get(TOPK_IDS) if torch.is_grad_enabled() else None, "wanted": wanted}
             if isinstance(self._model, PolicyModel)
@@ -257,12 +279,16 @@ class FsdpEngine:
         self.flops_done += (
             pass_flops.total(microbatch.lengths, microbatch.num_scored, num_saved) / self._options.parallel.slot_size
         )
+        if not isinstance(self._model, PolicyModel):
+            return ValueOutputs(first_N, second_N[mb.cu_seqlens[1:].long() - 1])
         if wanted is not None:
-            return _ranked(first_N, second_N, more[0], wanted)
-        if isinstance(self._model, PolicyModel):
+            outputs = ranked(first_N, second_N, more[0], wanted)
+        else:
             routing = self._routers.sums(router_logits, mb, packed) if self._routers else None
-            return TokenOutputs(first_N, second_N, routing, target_logprobs_Nk=more[0] if more else None)
-        return ValueOutputs(first_N, second_N[mb.cu_seqlens[1:].long() - 1])
+            outputs = TokenOutputs(first_N, second_N, routing, target_logprobs_Nk=more[0] if more else None)
+        if routes is None or self._mixture is None:
+            return outputs
+        return with_routes(outputs, routes, mb, packed, self._mixture)
 
     def _reduce_gradients(self, now: bool) -> None:
         """Whether the next backward reduces all the way: over replicas only in the last microbatch, over shards too
@@ -309,10 +335,8 @@ class FsdpEngine:
     def _state(self) -> checkpoint.State:
         options = self._options
         return checkpoint.State(
-            parameters={
-                name: parameter for name, parameter in self._model.hf.named_parameters() if parameter.requires_grad
-            },
-            optimizer=self._optimizer,
+            parts=self._parts,
+            prepare=self._optimizer.prepare if self._optimizer is not None else lambda num_updates: None,
             counters={"num_updates": self.num_updates, "num_skipped": self.num_skipped},
             notes={
                 "head": options.head,
@@ -322,6 +346,14 @@ class FsdpEngine:
             dtype=options.dtype,
             source=options.path,
         )
+
+    def _parts(self) -> dict[str, checkpoint.Part]:
+        tensors = {} if self._optimizer is None else self._optimizer.tensors()
+        for name, parameter in self._model.hf.named_parameters():
+            if parameter.requires_grad:
+                assert isinstance(parameter, DTensor)
+                tensors[checkpoint.PARAMETER + name] = parameter
+        return {key: self.layout.part(tensor) for key, tensor in tensors.items()}
 
     def _part(self, part: StatePart) -> dict[str, DTensor]:
         """The sharded tensors that the part is made of now."""
@@ -354,42 +386,3 @@ def _build(options: EngineOptions) -> PackedModel:
     if isinstance(model, PolicyModel):
         model.float32_logits = options.float32_logits
     return model
-
-
-def _stand_in(device: torch.device) -> Microbatch:
-    zeros = torch.zeros(2, dtype=torch.int64, device=device)
-    return Microbatch(
-        token_ids_N=zeros,
-        position_ids_N=torch.arange(2, device=device),
-        cu_seqlens=torch.tensor([0, 2], dtype=torch.int32, device=device),
-        lengths=(2,),
-        temperature_N=torch.ones(2, device=device),
-        score_mask_N=torch.tensor([False, True], device=device),
-        num_scored=1,
-        prefixes=None,
-        columns={},
-    )
-
-
-def _zero_of(outputs: TokenOutputs | ValueOutputs) -> torch.Tensor:
-    if isinstance(outputs, TokenOutputs):
-        return (outputs.logprobs_N.sum() + outputs.entropy_N.sum()) * 0.0
-    return (outputs.values_N.sum() + outputs.bootstrap_values_S.sum()) * 0.0
-
-
-def _ranked(logprobs_N: torch.Tensor, entropy_N: torch.Tensor, more_NC: torch.Tensor, wanted: Wanted) -> TokenOutputs:
-    k = wanted.top_k
-    ids_Nk, logprobs_Nk = more_NC[:, :k].to(torch.int32), more_NC[:, k : 2 * k]
-    return TokenOutputs(
-        logprobs_N, entropy_N, top_ids_Nk=ids_Nk, top_logprobs_Nk=logprobs_Nk, sum_squared_probs_N=more_NC[:, 2 * k]
-    )
-
-
-def _narrow(outputs: TokenOutputs | ValueOutputs, microbatch: Microbatch) -> TokenOutputs | ValueOutputs:
-    """Drops what the stand-in of an empty microbatch computed."""
-    if microbatch.lengths:
-        return outputs
-    if isinstance(outputs, TokenOutputs):
-        nothing = {name: part[:0] for name, part in vars(outputs).items() if isinstance(part, torch.Tensor)}
-        return replace(outputs, **nothing, routing=outputs.routing and outputs.routing.each(torch.zeros_like))
-    return ValueOutputs(outputs.values_N[:0], outputs.bootstrap_values_S[:0])

@@ -1,5 +1,4 @@
-"""The layout of ranks and tensors: `Layout` places the ranks of a group, `Box` says which part of a full tensor a rank
-keeps.
+"""The layout of ranks: `Layout` places the ranks of a group and says who keeps which part of a tensor.
 
 Ranks are numbered replica by replica, inside it slot by slot, inside it sequence part by sequence part, tensor part
 innermost (neighbours talk most):
@@ -12,10 +11,7 @@ sequence are ranks with other data.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -24,8 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from rolecall.errors import ConfigError
 from rolecall.settings import ParallelSection
+from rolecall.training.model.box import Box
 from rolecall.training.model.sequence_parallel import SequenceShare
 from rolecall.training.ranks.device import COLLECTIVE_TIMEOUT_S
+from rolecall.training.state.checkpoint import Part
 
 
 class Layout:
@@ -78,6 +76,10 @@ class Layout:
         """Whether this rank is the first of those that keep its part of `tensor`: the one that writes it."""
         return all(at == 0 for name, at in self._coordinate.items() if name not in _cut_along(tensor))
 
+    def part(self, tensor: DTensor) -> Part:
+        """The part of `tensor` that this rank keeps, as checkpoints know it."""
+        return Part(tensor.shape, Box.of(tensor), (tensor.to_local().detach(),), self.is_first_holder(tensor))
+
     def _group_of(self, ranks: torch.Tensor) -> dist.ProcessGroup:
         """This rank's group when the last dimension of `ranks` is cut into groups."""
         lines: list[list[int]] = ranks.reshape(-1, ranks.shape[-1]).tolist()
@@ -87,54 +89,6 @@ class Layout:
             lines, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         )[0]  # type: ignore[no-untyped-call]
         return own
-
-
-@dataclass(frozen=True)
-class Box:
-    """A part of a full tensor: `shape` elements from `start`, per dimension. May be empty."""
-
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: DTensor) -> Self:
-        """Returns the part of `tensor` that this rank keeps, in its to_local(): cut by tensor parallelism first, what
-        is left by FSDP, so from the innermost mesh dimension.
-        """
-        start, shape = [0] * tensor.ndim, list(tensor.shape)
-        coordinate = tensor.device_mesh.get_coordinate()
-        assert coordinate is not None
-        for mesh_dim in reversed(range(tensor.device_mesh.ndim)):
-            placement = tensor.placements[mesh_dim]
-            if placement.is_replicate():
-                continue
-            dim = placement.dim  # type: ignore[attr-defined]  # Shard and its strided kind; parameters are never partial
-            chunk = -(-shape[dim] // tensor.device_mesh.size(mesh_dim))
-            before = min(chunk * coordinate[mesh_dim], shape[dim])
-            start[dim] += before
-            shape[dim] = min(chunk, shape[dim] - before)
-        return cls(tuple(start), tuple(shape))
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing in it."""
-        return 0 in self.shape
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """The slices that cut the part from the full tensor."""
-        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
-
-    def within(self, other: "Box") -> "Box | None":
-        """Returns the part that both hold, in coordinates of the full tensor; None when there is none."""
-        start = [max(a, b) for a, b in zip(self.start, other.start, strict=True)]
-        ends = zip(self.start, self.shape, other.start, other.shape, strict=True)
-        shape = [min(a + size_a, b + size_b) - low for low, (a, size_a, b, size_b) in zip(start, ends, strict=True)]
-        return Box(tuple(start), tuple(shape)) if min(shape, default=1) > 0 else None
-
-    def relative_to(self, outer: Sequence[int]) -> "Box":
-        """The same part counted from `outer`, the start of a box that holds it."""
-        return Box(tuple(own - base for own, base in zip(self.start, outer, strict=True)), self.shape)
 
 
 def _cut_along(tensor: DTensor) -> set[str]:

@@ -29,6 +29,7 @@ from transformers import AttentionInterface
 
 from rolecall.errors import ConfigError
 from rolecall.training.model.prefixes import SharedPrefixes
+from rolecall.training.model.router_replay import Routes
 from rolecall.training.model.sequence_parallel import SequenceShare
 from rolecall.training.ranks.device import attends_packed, groups_heads
 
@@ -69,6 +70,8 @@ class PackedPlan:
     """Given, queries, keys, values and the output are of distinct tokens; every sequence attends as a whole."""
     plain: bool = False
     """Whether to use matrix products and a softmax instead of one fused kernel: the same but for rounding."""
+    routes: Routes | None = None
+    """The experts that the layers' routers are to choose, or have chosen; None: nobody asks."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class TracedAttention:
 
     def __init__(self) -> None:
         self.layers: list[TracedLayer] = []
+        self.routes = Routes()
         self.sequence: SequenceShare | None = None
 
     def attend(
@@ -174,30 +178,18 @@ def packed_attention(
         )
     if isinstance(packed, TracedAttention):
         return packed.attend(query, key, value, sliding_window), None
-    query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
-    if packed.sequence is None:
-        return _attend(query_NHD, key_NKD, value_NKD, packed, scaling, sliding_window)[None], None
-    query_NHD, key_NKD, value_NKD = packed.sequence.to_heads(query_NHD, key_NKD, value_NKD, packed.num_tokens)
-    return packed.sequence.to_tokens(_attend(query_NHD, key_NKD, value_NKD, packed, scaling, sliding_window))[
-        None
-    ], None
-
-
-def _attend(
-    query_NHD: torch.Tensor,
-    key_NKD: torch.Tensor,
-    value_NKE: torch.Tensor,
-    packed: PackedPlan,
-    scaling: float | None,
-    sliding_window: int | None,
-) -> torch.Tensor:
+    query_NHD, key_NKD, value_NKE = (x[0].transpose(0, 1) for x in (query, key, value))
+    if packed.sequence is not None:
+        query_NHD, key_NKD, value_NKE = packed.sequence.to_heads(query_NHD, key_NKD, value_NKE, packed.num_tokens)
+    if packed.prefixes is not None:
+        query_NHD, key_NKD, value_NKE = (packed.prefixes.spread(x) for x in (query_NHD, key_NKD, value_NKE))
     attend = _in_buckets if packed.buckets else _flash
-    if packed.prefixes is None:
-        return attend(query_NHD, key_NKD, value_NKE, packed, scaling, sliding_window)
-    query_NHD, key_NKD, value_NKE = (packed.prefixes.spread(x) for x in (query_NHD, key_NKD, value_NKE))
-    return attend(query_NHD, key_NKD, value_NKE, packed, scaling, sliding_window).index_select(
-        0, packed.prefixes.first_C
-    )
+    out_NHE = attend(query_NHD, key_NKD, value_NKE, packed, scaling, sliding_window)
+    if packed.prefixes is not None:
+        out_NHE = out_NHE.index_select(0, packed.prefixes.first_C)
+    if packed.sequence is not None:
+        out_NHE = packed.sequence.to_tokens(out_NHE)
+    return out_NHE[None], None
 
 
 def _in_buckets(

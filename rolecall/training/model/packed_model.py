@@ -12,13 +12,13 @@ from typing import Literal
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rolecall.data.model_files import check_trainable
 from rolecall.errors import ConfigError
 from rolecall.training.model.attention import NAME, PackedPlan, TracedAttention
-from rolecall.training.model.logprobs import Wanted, distribution, logprobs_and_entropy
+from rolecall.training.model.logprobs import VocabShard, Wanted, distribution, logprobs_and_entropy
 from rolecall.training.model.supported import check_head, without_dropout
 from rolecall.training.model.tensor_parallel import local_vocabulary
 
@@ -73,51 +73,21 @@ class PolicyModel(PackedModel):
         targets_Nk: torch.Tensor | None = None,
         wanted: Wanted | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """(logprobs_N, entropy_N), float32, 0 where not scored: token t is scored from the hidden state at t - 1.
-
-        With `targets_Nk` (ids) their logprobs follow, [N, k]. With `wanted`, which has no graph, [N, 2 k + 1]: ids,
-        which float32 holds exactly up to 2^24, their logprobs, and the sum of squared probabilities.
-        """
-        hidden_nH = self.hidden_NH(token_ids_N, position_ids_N, packed)
-        run = _run(packed, token_ids_N.shape[0])
-        scored_M = score_mask_N.nonzero().squeeze(1)
-        if packed.sequence is not None:
-            scored_M = scored_M[(scored_M > run.start) & (scored_M <= run.stop)]
+        """Returns token_outputs of the model's hidden states."""
         weight_VH, vocab = local_vocabulary(self.hf.get_output_embeddings().weight)
-        if packed.prefixes is not None:
-            hidden_nH = packed.prefixes.spread(hidden_nH)
-        before_MH = hidden_nH.index_select(0, scored_M - 1 - run.start)
-        token_ids_M, temperature_M, wide = token_ids_N[scored_M], temperature_N[scored_M], self.float32_logits
-        if wanted is not None:
-            found = distribution(
-                before_MH, weight_VH, token_ids_M, temperature_M, wanted, vocab=vocab, float32_logits=wide
-            )
-            more_MC = torch.cat(
-                [found.top_ids_Mk.to(torch.float32), found.top_logprobs_Mk, found.sum_squared_probs_M[:, None]], 1
-            )
-            outputs = [found.logprobs_M, torch.zeros_like(found.logprobs_M), more_MC]
-        elif targets_Nk is not None:
-            targets_MK = torch.cat([token_ids_M[:, None], targets_Nk[scored_M].long()], 1)
-            logprobs_MK, entropy_M = logprobs_and_entropy(
-                before_MH, weight_VH, targets_MK, temperature_M, entropy=entropy, vocab=vocab, float32_logits=wide
-            )
-            outputs = [logprobs_MK[:, 0], entropy_M, logprobs_MK[:, 1:]]
-        else:
-            asked = logprobs_and_entropy(
-                before_MH, weight_VH, token_ids_M, temperature_M, entropy=entropy, vocab=vocab, float32_logits=wide
-            )
-            outputs = list(asked)
-        num_tokens = token_ids_N.shape[0]
-        whole = [
-            output_M.new_zeros(num_tokens, *output_M.shape[1:]).index_copy(0, scored_M, output_M)
-            for output_M in outputs
-        ]
-        if packed.sequence is not None:
-            together_NC = packed.sequence.whole(torch.cat([output.view(num_tokens, -1) for output in whole], 1))
-            parts = torch.split(together_NC, [output.view(num_tokens, -1).shape[1] for output in whole], 1)
-            # not views: FSDP's hooks would be lost on them
-            whole = [part.reshape(output.shape).clone() for part, output in zip(parts, whole, strict=True)]
-        return tuple(whole)
+        return token_outputs(
+            self.hidden_NH(token_ids_N, position_ids_N, packed),
+            weight_VH,
+            vocab,
+            token_ids_N,
+            temperature_N,
+            score_mask_N,
+            packed,
+            entropy,
+            targets_Nk,
+            wanted,
+            float32_logits=self.float32_logits,
+        )
 
 
 class ValueModel(PackedModel):
@@ -132,24 +102,89 @@ class ValueModel(PackedModel):
         packed: PackedPlan,
         entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(values_N, outputs_N), float32: values[t] is the head's output at t - 1 where scored, else 0; outputs[t] the
-        head's output at t.
-
-        The head computes in float32: a value's last digits matter more than a hidden state's.
-        """
+        """Returns value_outputs of the model's hidden states."""
         head = self.hf.get_submodule(VALUE_HEAD)
         assert isinstance(head, nn.Linear)
         hidden_nH = self.hidden_NH(token_ids_N, position_ids_N, packed)
-        outputs_N = linear(hidden_nH.float(), head.weight.float(), head.bias.float()).squeeze(1)
-        if packed.prefixes is not None:
-            outputs_N = packed.prefixes.spread(outputs_N)
-        if packed.sequence is not None:
-            num_tokens = token_ids_N.shape[0]
-            run = packed.sequence.run(num_tokens)
-            real = outputs_N[: max(0, num_tokens - run.start)]
-            outputs_N = packed.sequence.whole(pad(real, (min(run.start, num_tokens), max(0, num_tokens - run.stop))))
-        before_N = torch.cat([outputs_N[:1], outputs_N[:-1]])
-        return before_N * score_mask_N, outputs_N.clone()  # not a view: FSDP's hook would be lost on one
+        return value_outputs(hidden_nH, head.weight, head.bias, score_mask_N, packed)
+
+
+def token_outputs(
+    hidden_nH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    vocab: VocabShard | None,
+    token_ids_N: torch.Tensor,
+    temperature_N: torch.Tensor,
+    score_mask_N: torch.Tensor,
+    packed: PackedPlan,
+    entropy: bool,
+    targets_Nk: torch.Tensor | None = None,
+    wanted: Wanted | None = None,
+    *,
+    float32_logits: bool,
+) -> tuple[torch.Tensor, ...]:
+    """(logprobs_N, entropy_N), float32, 0 where not scored: token t is scored from the hidden state at t - 1.
+
+    `hidden_nH` are a backbone's, of what `packed` has it compute; `weight_VH` is the output layer's, or with `vocab`
+    this rank's rows of it. With `targets_Nk` (ids) their logprobs follow, [N, k]. With `wanted`, which has no graph,
+    [N, 2 k + 1]: ids, which float32 holds exactly up to 2^24, their logprobs, and the sum of squared probabilities.
+    """
+    run = _run(packed, token_ids_N.shape[0])
+    scored_M = score_mask_N.nonzero().squeeze(1)
+    if packed.sequence is not None:
+        scored_M = scored_M[(scored_M > run.start) & (scored_M <= run.stop)]
+    if packed.prefixes is not None:
+        hidden_nH = packed.prefixes.spread(hidden_nH)
+    before_MH = hidden_nH.index_select(0, scored_M - 1 - run.start)
+    token_ids_M, temperature_M, wide = token_ids_N[scored_M], temperature_N[scored_M], float32_logits
+    if wanted is not None:
+        found = distribution(before_MH, weight_VH, token_ids_M, temperature_M, wanted, vocab=vocab, float32_logits=wide)
+        more_MC = torch.cat(
+            [found.top_ids_Mk.to(torch.float32), found.top_logprobs_Mk, found.sum_squared_probs_M[:, None]], 1
+        )
+        outputs = [found.logprobs_M, torch.zeros_like(found.logprobs_M), more_MC]
+    elif targets_Nk is not None:
+        targets_MK = torch.cat([token_ids_M[:, None], targets_Nk[scored_M].long()], 1)
+        logprobs_MK, entropy_M = logprobs_and_entropy(
+            before_MH, weight_VH, targets_MK, temperature_M, entropy=entropy, vocab=vocab, float32_logits=wide
+        )
+        outputs = [logprobs_MK[:, 0], entropy_M, logprobs_MK[:, 1:]]
+    else:
+        asked = logprobs_and_entropy(
+            before_MH, weight_VH, token_ids_M, temperature_M, entropy=entropy, vocab=vocab, float32_logits=wide
+        )
+        outputs = list(asked)
+    num_tokens = token_ids_N.shape[0]
+    whole = [
+        output_M.new_zeros(num_tokens, *output_M.shape[1:]).index_copy(0, scored_M, output_M) for output_M in outputs
+    ]
+    if packed.sequence is not None:
+        together_NC = packed.sequence.whole(torch.cat([output.view(num_tokens, -1) for output in whole], 1))
+        parts = torch.split(together_NC, [output.view(num_tokens, -1).shape[1] for output in whole], 1)
+        # not views: FSDP's hooks would be lost on them
+        whole = [part.reshape(output.shape).clone() for part, output in zip(parts, whole, strict=True)]
+    return tuple(whole)
+
+
+def value_outputs(
+    hidden_nH: torch.Tensor,
+    weight_1H: torch.Tensor,
+    bias_1: torch.Tensor,
+    score_mask_N: torch.Tensor,
+    packed: PackedPlan,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values_N, outputs_N), float32: values[t] is the head's output at t - 1 where scored, else 0; outputs[t] the
+    head's output at t. `hidden_nH` as in token_outputs.
+
+    The head computes in float32: a value's last digits matter more than a hidden state's.
+    """
+    outputs_N = linear(hidden_nH.float(), weight_1H.float(), bias_1.float()).squeeze(1)
+    if packed.prefixes is not None:
+        outputs_N = packed.prefixes.spread(outputs_N)
+    if packed.sequence is not None:
+        outputs_N = packed.sequence.joined(outputs_N, score_mask_N.shape[0])
+    before_N = torch.cat([outputs_N[:1], outputs_N[:-1]])
+    return before_N * score_mask_N, outputs_N.clone()  # not a view: FSDP's hook would be lost on one
 
 
 def _run(packed: PackedPlan, num_tokens: int) -> range:

@@ -50,7 +50,9 @@ class SharedPrefixes:
 
 
 def find_prefixes(token_ids: Sequence[Array], device: torch.device) -> SharedPrefixes | None:
-    """Finds what sequences of any lengths share from their start; None when it is too little."""
+    """Finds what sequences of any lengths share from their start, tokens [T] or [T, n] whole; None when it is too
+    little.
+    """
     starts = np.concatenate([[0], np.cumsum([len(ids) for ids in token_ids], dtype=np.int64)])
     home_N, num_distinct = np.zeros(starts[-1], np.int64), 0
     before = -1
@@ -99,5 +101,5 @@ class _Spread(torch.autograd.Function):
 def _num_equal(a: Array, b: Array) -> int:
     """Length of the common beginning."""
     length = min(len(a), len(b))
-    different = np.flatnonzero(a[:length] != b[:length])
+    different = np.flatnonzero((a[:length] != b[:length]).reshape(length, -1).any(1))
     return int(different[0]) if different.size else length

@@ -34,7 +34,7 @@ class SequenceShare:
         """The own run of a per-token tensor, zeros where it reaches beyond."""
         run = self.run(tensor_N.shape[0])
         part = tensor_N[run.start : run.stop]
-        return pad(part, (0, len(run) - part.shape[0]))
+        return _padded(part, 0, len(run) - part.shape[0])
 
     def to_heads(
         self, query_nHD: torch.Tensor, key_nKD: torch.Tensor, value_nKD: torch.Tensor, num_tokens: int
@@ -64,9 +64,20 @@ class SequenceShare:
         result: torch.Tensor = _Sum.apply(part_N, self.group)  # type: ignore[no-untyped-call]
         return result
 
+    def joined(self, own_n: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Per-token outputs of all runs, [N, ...], from those of the own one."""
+        run = self.run(num_tokens)
+        real = own_n[: max(0, num_tokens - run.start)]
+        return self.whole(_padded(real, min(run.start, num_tokens), max(0, num_tokens - run.stop)))
+
     def _exchange(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = _Exchange.apply(x, self.group)  # type: ignore[no-untyped-call]
         return result
+
+
+def _padded(x: torch.Tensor, before: int, after: int) -> torch.Tensor:
+    """`x` with zeros around it along its first dimension."""
+    return pad(x, (*(0, 0) * (x.ndim - 1), before, after))
 
 
 class _Exchange(torch.autograd.Function):

@@ -97,6 +97,11 @@ class PolicyObjective:
             "actor/sampler_kl": kl_N(rollout_N, old_N, "k3"),
             **{f"actor/{name}": value_N for name, value_N in losses.shown.items()},
         }
+        if outputs.rerouted_N is not None:
+            shown |= {
+                "actor/rerouted_tokens": outputs.rerouted_N > 0,
+                "actor/rerouted_layers": outputs.rerouted_N,
+            }
         losses_N = losses.losses_N
         metrics = Metrics()
         if algorithm.correction is not None:

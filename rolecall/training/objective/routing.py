@@ -71,7 +71,8 @@ class Routers:
         own run).
         """
         assert len(logits_LNE) == self._num_routers
-        routing = sum_routing(logits_LNE, _weights(microbatch, packed), self._num_chosen)
+        chosen_LNK = list(packed.routes.chosen.values()) if packed.routes is not None else None
+        routing = sum_routing(logits_LNE, _weights(microbatch, packed), self._num_chosen, chosen_LNK)
         return routing if packed.sequence is None else routing.each(packed.sequence.whole)
 
     def _keep(self, router: nn.Module, inputs: Any, output: Any) -> None:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from rolecall.algorithms.aggregation import Counts
+from rolecall.columns import OLD_ROUTED_EXPERTS, ROUTED_EXPERTS
 from rolecall.errors import InvalidInputError
 from rolecall.training.account.flops import CostModel
 from rolecall.training.engine import Microbatch
@@ -104,7 +105,7 @@ def pack(
 ) -> Microbatch:
     """Rows one after another as tensors on `device`. `score` names the mask of tokens whose outputs are wanted.
 
-    Masks arrive as bool, other columns as they are.
+    Masks arrive as bool, other columns as they are. Sequences share a beginning only as far as they were routed alike.
 
     `temperature` is one number or one per row. No rows make an empty microbatch. InvalidInputError when a column is not
     per-token or too short.
@@ -117,7 +118,7 @@ def pack(
     score_mask_N[starts[:-1]] = False
     temperatures = [temperature] * len(rows) if isinstance(temperature, int | float) else list(temperature)
     arrays = {name: _joined(rows, name, lengths, np.dtype(np.float32)) for name in columns}
-    masks = {name: array != 0 for name, array in arrays.items() if array.dtype == np.uint8}
+    masks = {name: array != 0 for name, array in arrays.items() if array.dtype == np.uint8 and array.ndim == 1}
     return Microbatch(
         token_ids_N=torch.from_numpy(_joined(rows, "token_ids", lengths, np.dtype(np.int32)).astype(np.int64)).to(
             device
@@ -128,7 +129,7 @@ def pack(
         temperature_N=torch.from_numpy(np.repeat(np.asarray(temperatures, np.float32), lengths)).to(device),
         score_mask_N=torch.from_numpy(score_mask_N).to(device),
         num_scored=int(np.count_nonzero(score_mask_N)),
-        prefixes=find_prefixes([row["token_ids"] for row in rows], device),
+        prefixes=find_prefixes([_identity(row, columns) for row in rows], device),
         columns={name: torch.from_numpy(array).to(device) for name, array in {**arrays, **masks}.items()},
     )
 
@@ -145,6 +146,15 @@ def local_counts(rows: Sequence[Row], mask: str = "loss_mask") -> Counts:
     """Trained tokens (a sequence's first token is never one) and sequences that have any."""
     per_row = [int(np.count_nonzero(row[mask][1:])) for row in rows]
     return Counts(sum(per_row), sum(count > 0 for count in per_row))
+
+
+def _identity(row: Row, columns: Sequence[str]) -> Array:
+    """All that a token's computation depends on beside the tokens before it, [T] or [T, n]: its id, and the experts
+    that it is sent to where they are given.
+    """
+    routed = [row[name] for name in (ROUTED_EXPERTS, OLD_ROUTED_EXPERTS) if name in columns]
+    ids = row["token_ids"]
+    return np.hstack([np.ascontiguousarray(ids).view(np.uint8).reshape(len(ids), -1), *routed]) if routed else ids
 
 
 def _joined(rows: Sequence[Row], name: str, lengths: Sequence[int], empty: np.dtype[np.generic]) -> Array:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from rolecall.checkpoint.manifest import StoredFile
+from rolecall.checkpoint.storage import require_inside
 from rolecall.errors import InvalidInputError, OutOfOrderError
 from rolecall.rpc.fence import Fence
 from rolecall.training.serving.column_batcher import ColumnBatcher, Compute
@@ -51,7 +52,7 @@ class ColumnCalls:
         """Waits until the column is in the rows. FencedError, RowMissingError, ExhaustedError; InvalidInputError for a
         prefix that is not the role's.
         """
-        self.fence.check(request.ctl)
+        await self.fence.check(request.ctl)
         if request.prefix not in self._batchers:
             raise InvalidInputError(
                 f"prefix {request.prefix!r} is not among those this role writes under ({sorted(self._batchers)}); "
@@ -80,11 +81,15 @@ class TrainerCalls(ColumnCalls):
         fence: Fence,
         token_budget: int,
         worker: str,
+        checkpoints: str,
     ) -> None:
-        """`read_sealed(step)` blocks; `worker` is "<worker>.<incarnation>"."""
+        """`read_sealed(step)` blocks; `worker` is "<worker>.<incarnation>"; `checkpoints` is the folder or URL below
+        which alone checkpoints are written and read.
+        """
         super().__init__(trainer, device_thread, fence, token_budget)
         self._trainer = trainer
         self._worker = worker
+        self._checkpoints = checkpoints
         self.chain = TrainChain(trainer, read_sealed, device_thread, fence)
         """Serves Train."""
         self._saves = SaveChain()
@@ -101,18 +106,20 @@ class TrainerCalls(ColumnCalls):
             )
         return await super().compute(request)
 
-    def save(
+    async def save(
         self, request: training_pb2.SaveTrainerCheckpointRequest
     ) -> AsyncIterator[training_pb2.SaveTrainerCheckpointResponse]:
         """Saves exactly the named step: yields when the snapshot is taken, and when it is written. FencedError,
-        OutOfOrderError, DiskFullError, StorageUnavailableError.
+        InvalidInputError for a path elsewhere, OutOfOrderError, DiskFullError, StorageUnavailableError.
         """
-        self.fence.check(request.ctl)
+        await self.fence.check(request.ctl)
+        await asyncio.to_thread(require_inside, request.path, self._checkpoints, "path")
 
         async def begin() -> Written:
             return await self._in_turn(request.ctl, lambda: self._save(request.step, request.path), "saving")
 
-        return self._saves.save(request.path, request.step, begin)
+        async for response in self._saves.save(request.path, request.step, begin):
+            yield response
 
     async def _in_turn(self, ctl: int, work: Callable[[], T], phase: str) -> T:
         """`work` for the controller `ctl`, which may have been replaced while this waited for the device: FencedError
@@ -120,7 +127,7 @@ class TrainerCalls(ColumnCalls):
         """
 
         def fenced() -> T:
-            self.fence.check(ctl)
+            self.fence.require(ctl)
             return work()
 
         return await self.device_thread.run(fenced, phase)
@@ -137,22 +144,30 @@ class TrainerCalls(ColumnCalls):
     async def load(
         self, request: training_pb2.LoadTrainerCheckpointRequest
     ) -> training_pb2.LoadTrainerCheckpointResponse:
-        """Restores. FencedError, CheckpointMissingError, CheckpointMismatchError, StorageUnavailableError."""
-        self.fence.check(request.ctl)
+        """Restores. FencedError, InvalidInputError for a path elsewhere, CheckpointMissingError,
+        CheckpointMismatchError, StorageUnavailableError.
+        """
+        await self.fence.check(request.ctl)
+        await asyncio.to_thread(self._require_inside, request)
         files = [StoredFile(file.name, file.num_bytes, file.checksum) for file in request.files]
         await self._in_turn(request.ctl, lambda: self._trainer.load(request.path, files), "loading")
         applied = self._trainer.applied
         return training_pb2.LoadTrainerCheckpointResponse(step=applied.step, policy_version=applied.policy_version)
 
+    def _require_inside(self, request: training_pb2.LoadTrainerCheckpointRequest) -> None:
+        require_inside(request.path, self._checkpoints, "path")
+        for file in request.files:
+            require_inside(f"{request.path.rstrip('/')}/{file.name}", request.path, "files.name")
+
     async def offload(self, request: training_pb2.OffloadRequest) -> training_pb2.OffloadResponse:
         """Moves state to host memory. FencedError, InvalidInputError."""
-        self.fence.check(request.ctl)
+        await self.fence.check(request.ctl)
         await self._in_turn(request.ctl, lambda: self._trainer.move(request.parts, to_host=True), "offloading")
         return training_pb2.OffloadResponse()
 
     async def onload(self, request: training_pb2.OnloadRequest) -> training_pb2.OnloadResponse:
         """Moves state back. FencedError, InvalidInputError."""
-        self.fence.check(request.ctl)
+        await self.fence.check(request.ctl)
         await self._in_turn(request.ctl, lambda: self._trainer.move(request.parts, to_host=False), "onloading")
         return training_pb2.OnloadResponse()
 

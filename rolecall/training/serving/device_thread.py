@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from rolecall.errors import ExhaustedError, OutOfMemoryError, RoleCallError, WorkerLostError
 from rolecall.rpc.membership import Pulse
+from rolecall.telemetry.states import StateClock
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -27,11 +28,28 @@ KEEP_ALIVE_S = 5.0
 """Seconds without work after which the other ranks are shown that this one lives."""
 
 
+STATES = ("starting", "waiting", "training", "computing", "publishing", "saving", "loading", "moving")
+"""What a trainer or reference does with its time: it waits for calls, or does the work of one."""
+_STATE_OF_PHASE = {
+    "loading the model": "starting",
+    "training": "training",
+    "computing": "computing",
+    "publishing": "publishing",
+    "saving": "saving",
+    "loading": "loading",
+    "offloading": "moving",
+    "onloading": "moving",
+}
+"""Other phases, of keeping alive and stopping, are part of waiting."""
+
+
 class DeviceThread:
     """The thread of rank 0 that does all device work, one piece at a time, in the order of the calls."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="device")
+        self.states = StateClock(STATES)
+        """What the device does."""
         self.num_waiting = 0
         """Pieces of work in hand, the one under way included."""
         self._pulse: Pulse | None = None
@@ -77,12 +95,14 @@ class DeviceThread:
 
     def _do(self, work: Callable[[], T], phase: str) -> T:
         self._check()
+        self.states.enter(_STATE_OF_PHASE.get(phase, "waiting"))
         if self._pulse is not None:
             self._pulse.phase, self._pulse.busy = phase, True
             self._pulse.progress()  # the time without work before this piece is not a time without progress
         try:
             return work()
         finally:
+            self.states.enter("waiting")
             if self._pulse is not None:
                 self._pulse.phase, self._pulse.busy = "idle", False
                 self._pulse.progress()

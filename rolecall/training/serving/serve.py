@@ -11,6 +11,7 @@ from rolecall.rpc.membership import Membership
 from rolecall.rpc.role_process import ServiceArgs, serve, stop_requested, way_out
 from rolecall.rpc.server import Server
 from rolecall.settings import RunSettings, TrainerSection
+from rolecall.telemetry import show_states
 from rolecall.training.serving.calls import DRAIN_S, ColumnCalls
 from rolecall.training.serving.device_thread import DeviceThread
 from rolecall.training.serving.hooks import ProcessHooks
@@ -73,6 +74,7 @@ async def serve_role(
     bound = await server.start()
     membership = Membership(args.settings, role, args.worker, args.incarnation, section.address or bound)
     calls.device_thread.show_to(membership)
+    show_states(calls.device_thread.states)
     membership.phase = "idle"
     membership.start()
     await server.set_serving(True)

@@ -10,10 +10,11 @@ back, it attaches.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from rolecall.errors import BatchMismatchError, OutOfOrderError
+from rolecall.errors import BatchMismatchError, NotFoundError, OutOfOrderError
 from rolecall.rpc.fence import Fence
 from rolecall.training.serving.device_thread import DeviceThread
 from rolecall.training.serving.trainer import Progress, StepApplier
@@ -22,6 +23,10 @@ from rolecall.v1.trajectory_pb2 import TrainBatch
 
 PROGRESS_S = 0.25
 """Seconds between two looks at the progress of a step."""
+REPLACED_S = 3.0
+"""Longest wait for a sealed batch that the store does not show: three of the looks by which a role finds out that its
+server was replaced (rolecall/store/clients.py).
+"""
 
 
 @dataclass
@@ -53,7 +58,7 @@ class TrainChain:
         """Yields progress, then the result. FencedError, OutOfOrderError, BatchMismatchError, RowMissingError, and
         NotFoundError when the step was never sealed.
         """
-        self._fence.check(request.ctl)
+        await self._fence.check(request.ctl)
         record = self._record(request)
         if record is not None:
             yield TrainResponse(result=record)
@@ -107,13 +112,27 @@ class TrainChain:
         return self._running
 
     async def _apply(self, request: TrainRequest, progress: Progress) -> TrainResult:
-        batch = await asyncio.to_thread(self._read_sealed, request.step)  # bounded: by the store's retry_s
-        if batch.digest != request.digest or batch.step != request.step:
-            raise BatchMismatchError(
-                f"step {request.step} is sealed as batch {batch.digest}, not {request.digest}; ask for what the "
-                "store holds"
-            )
+        batch = await self._sealed(request)
         return await self._device_thread.run(lambda: self._trainer.train(batch, progress), "training")
+
+    async def _sealed(self, request: TrainRequest) -> TrainBatch:
+        """The batch that the controller sealed. A server that was just replaced does not have it and may still answer
+        this role: asked again for REPLACED_S.
+        """
+        deadline = time.monotonic() + REPLACED_S
+        while True:
+            try:
+                batch = await asyncio.to_thread(self._read_sealed, request.step)  # bounded: by the store's retry_s
+                if batch.digest == request.digest and batch.step == request.step:
+                    return batch
+                raise BatchMismatchError(
+                    f"step {request.step} is sealed as batch {batch.digest}, not {request.digest}; ask for what the "
+                    "store holds"
+                )
+            except (BatchMismatchError, NotFoundError):
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(PROGRESS_S)
 
     async def finish(self, timeout_s: float) -> bool:
         """Waits for the step under way, at most `timeout_s`; whether none is left."""

@@ -31,8 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         die_with_parent(os.getppid())
     settings = load_sft_settings(arguments.config)
     rank = rank_of_process()[0]
-    telemetry.configure(settings.telemetry, "sft", "sft" if rank == 0 else f"sft rank {rank}")
+    worker = "sft" if rank == 0 else f"sft rank {rank}"
     try:
+        telemetry.configure(settings.telemetry, "sft", worker, run=settings.run.name)
         _train(settings, resume=arguments.resume)
     except RoleCallError as error:
         _say(error.message)

@@ -89,6 +89,7 @@ class SftRank:
             lora=actor.lora,
             total_steps=self._num_steps,
             parallel=actor.parallel,
+            megatron=actor.megatron,
             gradient_checkpointing=actor.gradient_checkpointing,
             activation_offload=actor.activation_offload,
             routers=actor.moe is not None,

@@ -51,6 +51,8 @@ class RoleColumns(Protocol):
     """The columns' names."""
     wanted: Wanted | None
     """What the columns need beside logprobs or values."""
+    reads: Sequence[str]
+    """Columns that the pass itself needs beside tokens and masks."""
 
     def encode(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> list[dict[str, Array]]:
         """The columns of each sequence, in order."""
@@ -106,7 +108,7 @@ class ColumnRanks:
 
     def _compute(self, rows: Sequence[RowRef], prefix: str) -> frozenset[str]:
         columns = self._columns[prefix]
-        return compute_column(self.context, rows, columns.names, columns.encode, columns.wanted)
+        return compute_column(self.context, rows, columns.names, columns.encode, columns.wanted, columns.reads)
 
     def follow(self) -> None:
         """Does what rank 0 commands, until it stops the group. A RoleCallError is rank 0's to tell; anything else, and

@@ -80,24 +80,24 @@ def read_share(
     num_minibatches: int,
     seed: int,
     *,
-    optional: str | None = None,
+    optional: Sequence[str] = (),
     derive: Derive | None = None,
 ) -> TrainShare:
     """This rank's share of `batch` with `columns` (beside token_ids and response_mask) packed, and what `derive` adds
     to them.
 
-    The column `optional` is packed, on all ranks, when every row of the batch holds it. RowMissingError on every rank
-    when a row or column is gone.
+    The columns `optional` are packed, on all ranks, when every row of the batch holds all of them. RowMissingError on
+    every rank when a row or column is gone.
     """
     plan = context.plan([row.num_tokens for row in batch.rows], num_minibatches, seed)
     refs = [batch.rows[index] for index in plan.rows]
     wanted = list(dict.fromkeys(["token_ids", "response_mask", *columns]))
-    read, temperatures = _read(context, refs, wanted, [optional] if optional else [])
-    num_lacking = context.group.sum(np.array([sum(optional not in row for row in read)]))[0]
+    read, temperatures = _read(context, refs, wanted, optional)
+    num_lacking = context.group.sum(np.array([sum(not row.keys() >= set(optional) for row in read)]))[0]
     derived = [derive(row, ref) for row, ref in zip(read, refs, strict=True)] if derive is not None else []
     for row, more in zip(read, derived, strict=False):
         row.update(more)
-    packed_columns = [*columns, *(derived[0] if derived else ()), *([optional] if optional and not num_lacking else [])]
+    packed_columns = [*columns, *(derived[0] if derived else ()), *(() if num_lacking else optional)]
     by_index = dict(zip(plan.rows, zip(read, temperatures, strict=True), strict=True))
     own = [
         local_counts([by_index[i][0] for indices in microbatches for i in indices]) for microbatches in plan.minibatches
@@ -116,21 +116,23 @@ def compute_column(
     names: Sequence[str],
     encode: Callable[[Microbatch, TokenOutputs | ValueOutputs], list[dict[str, Array]]],
     wanted: Wanted | None = None,
+    reads: Sequence[str] = (),
 ) -> frozenset[str]:
     """Computes and writes the columns `names` of `refs`; the keys of the rows that held them before, on every rank.
 
     `encode` turns a microbatch's outputs into the columns of its rows, in order; `wanted` is what of them it needs
-    beside logprobs. Rows that hold the columns are left out of the computation.
+    beside logprobs. The engine gets the columns `reads`, too. Rows that hold the columns are left out of the
+    computation.
     """
     plan = context.plan([ref.num_tokens for ref in refs], 1, 0)
     mine = [refs[index] for index in plan.rows]
-    read, temperatures = _read(context, mine, ["token_ids", "response_mask"], names)
+    read, temperatures = _read(context, mine, ["token_ids", "response_mask", *reads], names)
     by_index = dict(zip(plan.rows, zip(read, temperatures, strict=True), strict=True))
     seen = "\n".join(row_key(refs[index]) for index, (row, _) in by_index.items() if all(name in row for name in names))
     # agreed: a slot computes the same rows
     held = frozenset(key for part in context.group.gather(seen.encode()) for key in part.decode().split("\n") if key)
     todo = [tuple(index for index in indices if row_key(refs[index]) not in held) for indices in plan.microbatches]
-    packed = [_pack(context, [by_index[i] for i in indices], ()) for indices in todo]
+    packed = [_pack(context, [by_index[i] for i in indices], reads) for indices in todo]
     outputs = context.engine.forward(packed, wanted=wanted)
     encoded = [
         columns for microbatch, output in zip(packed, outputs, strict=True) for columns in encode(microbatch, output)

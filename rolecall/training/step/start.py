@@ -48,6 +48,7 @@ def start_store_context(
     total_steps: int,
     lora: LoraSection | None = None,
     moe: MoeSection | None = None,
+    router_replay: bool = False,
     hooks: ProcessHooks = UNWATCHED,
 ) -> StoreRankContext:
     """Starts a rank of a run's role, its model loaded. ConfigError when the ranks or devices are not as configured."""
@@ -61,9 +62,11 @@ def start_store_context(
         lora=lora,
         total_steps=total_steps,
         parallel=actor.parallel.model_copy(update=section.parallel.model_dump()),
+        megatron=actor.megatron,
         gradient_checkpointing=actor.gradient_checkpointing and optimizer is not None,
         activation_offload=actor.activation_offload and optimizer is not None,
         routers=moe is not None,
+        router_replay=router_replay,
         seed=settings.run.seed,
     )
     context = start_context(options, section, actor, settings.run.dir, settings.controller.start_timeout_s, hooks)

@@ -17,20 +17,18 @@ import json
 import math
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from rolecall.checkpoint.manifest import StoredFile, store
 from rolecall.checkpoint.storage import Storage
 from rolecall.disk import writing
 from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, WorkerLostError
-from rolecall.training.fsdp.layout import Box, Layout
-from rolecall.training.fsdp.optimizer import Optimizer
+from rolecall.training.model.box import Box
 from rolecall.training.model.files import TensorFile, stream_tensors
 from rolecall.training.model.huggingface import companions
 from rolecall.training.ranks.command_group import CommandGroup
@@ -46,12 +44,42 @@ FORMAT = 2
 
 
 @dataclass(frozen=True)
+class Part:
+    """The part of one tensor that this rank keeps."""
+
+    shape: Sequence[int]
+    """Shape of the whole tensor."""
+    box: Box
+    views: tuple[torch.Tensor, ...]
+    """Where it lies: tensors that are the box one after another along its first dimension; changed in place."""
+    is_first: bool
+    """Whether this rank is the first of those that keep it: the one that writes it."""
+
+    def copy_to(self, target: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
+        """Copies the part to `target`, of the box's shape, which is returned."""
+        for place, view in zip(_along(target, self.views), self.views, strict=True):
+            place.copy_(view, non_blocking=non_blocking)
+        return target
+
+    def put(self, inside: Box, values: torch.Tensor) -> None:
+        """Overwrites the elements at `inside`, counted from the box's own start, by `values`."""
+        if len(self.views) == 1:
+            self.views[0][inside.slices].copy_(values)
+            return
+        rows = torch.cat(self.views)
+        rows[inside.slices] = values.to(rows)
+        for place, view in zip(_along(rows, self.views), self.views, strict=True):
+            view.copy_(place)
+
+
+@dataclass(frozen=True)
 class State:
     """The state of an engine that a checkpoint keeps."""
 
-    parameters: Mapping[str, torch.nn.Parameter]
-    """DTensors of the parameters that train, by the names of their modules."""
-    optimizer: Optimizer | None
+    parts: Callable[[], Mapping[str, Part]]
+    """What there is now of the parameters that train and of what the optimizer keeps for them, by key."""
+    prepare: Callable[[int], None]
+    """Makes what the optimizer keeps after so many updates, for `parts` to name it and a checkpoint to fill it."""
     counters: Mapping[str, int]
     """Counts by name; num_updates, the optimizer steps applied, is always there."""
     notes: Mapping[str, Any]
@@ -61,44 +89,38 @@ class State:
     source: Path
     """Model directory."""
 
-    def tensors(self) -> dict[str, DTensor]:
-        """Parameters and the optimizer's own, by key."""
-        tensors = {} if self.optimizer is None else self.optimizer.tensors()
-        for name, parameter in self.parameters.items():
-            assert isinstance(parameter, DTensor)
-            tensors[f"{PARAMETER}{name}"] = parameter
-        return tensors
-
 
 class Snapshot:
     """The state at one instant, on its way to host memory and from there to a storage."""
 
     def __init__(
-        self, state: State, device: torch.device, layout: Layout, progressed: Callable[[], None] = nothing
+        self,
+        state: State,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+        progressed: Callable[[], None] = nothing,
     ) -> None:
         """Copies nothing yet: until `settle` has returned nobody may change the tensors. `progressed` is called, in any
         thread, after each that is copied.
         """
         self._progressed = progressed
-        tensors = state.tensors()
-        self._rank = layout.rank
+        parts = state.parts()
+        self._rank = rank
         self._source = state.source
-        self._tensors = {
-            key: tensor.to_local().detach()
-            for key, tensor in tensors.items()
-            if layout.is_first_holder(tensor) and not Box.of(tensor).empty
-        }
-        boxes = {key: (box.start, box.shape) for key, box in ((key, Box.of(tensors[key])) for key in self._tensors)}
+        self._parts = {key: part for key, part in parts.items() if part.is_first and not part.box.empty}
+        self._tensors: dict[str, torch.Tensor] = {}
+        boxes = {key: (part.box.start, part.box.shape) for key, part in self._parts.items()}
         self._metadata = {"boxes": json.dumps(boxes)}
         self._rng = {f"rng/{kind}": value for kind, value in rng_state(device).items()}
         self._index = {
             "format": FORMAT,
-            "world_size": layout.world_size,
+            "world_size": world_size,
             "counters": dict(state.counters),
             "notes": dict(state.notes),
             "dtype": state.dtype,
             "source": str(state.source),
-            "shapes": {key: list(tensor.shape) for key, tensor in tensors.items()},
+            "shapes": {key: list(part.shape) for key, part in parts.items()},
         }
         self._reached = None if device.type == "cpu" else torch.accelerator.current_stream().record_event()
         self._lock = threading.Lock()
@@ -108,7 +130,8 @@ class Snapshot:
         """Returns when everything is in host memory; any thread may call, and the first does the work."""
         with self._lock:  # bounded: by a copy of this rank's share
             if not self._settled:
-                self._tensors = _copied(self._tensors, self._reached, self._progressed)
+                self._tensors = _copied(self._parts, self._reached, self._progressed)
+                self._parts = {}
                 self._settled = True
 
     def write(self, storage: Storage, group: CommandGroup, more: Mapping[str, bytes]) -> tuple[StoredFile, ...]:
@@ -149,7 +172,7 @@ class Snapshot:
 
 
 def load(
-    storage: Storage, state: State, device: torch.device, layout: Layout, progressed: Callable[[], None]
+    storage: Storage, state: State, device: torch.device, rank: int, world_size: int, progressed: Callable[[], None]
 ) -> dict[str, int]:
     """Restores parameters, the optimizer and random state in place; returns the counters. CheckpointMissingError,
     CheckpointMismatchError.
@@ -161,10 +184,9 @@ def load(
             f"{storage.url} was saved with {index['notes']}, this trainer is made with {dict(state.notes)}; use the "
             "same configuration"
         )
-    if state.optimizer is not None:
-        state.optimizer.prepare(counters["num_updates"])
-    wanted = state.tensors()
-    shapes = {key: list(tensor.shape) for key, tensor in wanted.items()}
+    state.prepare(counters["num_updates"])
+    wanted = state.parts()
+    shapes = {key: list(part.shape) for key, part in wanted.items()}
     if shapes != index["shapes"]:
         differing = sorted(
             key for key in shapes.keys() | index["shapes"].keys() if shapes.get(key) != index["shapes"].get(key)
@@ -175,7 +197,7 @@ def load(
         )
     names = rank_files(index)
     # of the same layout the first has everything, and no other is opened
-    names = names[layout.rank :] + names[: layout.rank]
+    names = names[rank:] + names[:rank]
     missing = _Missing(wanted)
     for name in names:
         if missing:
@@ -184,8 +206,8 @@ def load(
         raise CheckpointMismatchError(
             f"{storage.url} does not hold all of {next(iter(missing))!r}; restore another checkpoint"
         )
-    if index["world_size"] == layout.world_size:
-        own = _opened(storage, f"rank-{layout.rank:05d}.safetensors")
+    if index["world_size"] == world_size:
+        own = _opened(storage, f"rank-{rank:05d}.safetensors")
         set_rng_state({key.removeprefix("rng/"): own.part(key) for key in own if key.startswith("rng/")}, device)
     return counters
 
@@ -222,11 +244,9 @@ def boxes_of(file: TensorFile) -> dict[str, Box]:
 class _Missing:
     """The elements that this rank has yet to read, counted by key."""
 
-    def __init__(self, wanted: Mapping[str, DTensor]) -> None:
+    def __init__(self, wanted: Mapping[str, Part]) -> None:
         self._wanted = wanted
-        self._left = {
-            key: math.prod(Box.of(tensor).shape) for key, tensor in wanted.items() if not Box.of(tensor).empty
-        }
+        self._left = {key: math.prod(part.box.shape) for key, part in wanted.items() if not part.box.empty}
         self._seen: set[tuple[str, Box]] = set()
 
     def __bool__(self) -> bool:
@@ -238,37 +258,43 @@ class _Missing:
     def read(self, file: TensorFile, progressed: Callable[[], None]) -> None:
         """Copies what `file` holds of the parts this rank keeps."""
         for key, held in boxes_of(file).items():
-            mine = Box.of(self._wanted[key])
+            mine = self._wanted[key].box
             common = None if mine.empty else held.within(mine)
             if common is not None and (key, common) not in self._seen:
                 self._seen.add((key, common))
                 with torch.no_grad():
-                    part = file.part(key, common.relative_to(held.start).slices)
-                    self._wanted[key].to_local()[common.relative_to(mine.start).slices].copy_(part)
-                self._left[key] -= part.numel()
+                    values = file.part(key, common.relative_to(held.start).slices)
+                    self._wanted[key].put(common.relative_to(mine.start), values)
+                self._left[key] -= values.numel()
                 if not self._left[key]:
                     del self._left[key]
             progressed()
 
 
+def _along(whole: torch.Tensor, views: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """`whole` in pieces like `views`, along its first dimension."""
+    return (whole,) if len(views) == 1 else torch.split(whole, [view.shape[0] for view in views])
+
+
 def _copied(
-    tensors: Mapping[str, torch.Tensor], reached: torch.Event | None, progressed: Callable[[], None]
+    parts: Mapping[str, Part], reached: torch.Event | None, progressed: Callable[[], None]
 ) -> dict[str, torch.Tensor]:
-    """Copies `tensors` to host memory; on an accelerator beside its work, from what is there at `reached`."""
+    """Copies `parts` to host memory; on an accelerator beside its work, from what is there at `reached`."""
     copies: dict[str, torch.Tensor] = {}
     if reached is None:
-        for key, tensor in tensors.items():
-            copies[key] = tensor.clone()
+        for key, part in parts.items():
+            copies[key] = part.copy_to(torch.empty(part.box.shape, dtype=part.views[0].dtype))
             progressed()
         return copies
-    device = next(iter(tensors.values())).device
+    device = next(iter(parts.values())).views[0].device
     use_in_thread(device)
     stream = torch.Stream(device=device)
     stream.wait_event(reached)
     with stream:
-        for key, tensor in tensors.items():
+        for key, part in parts.items():
             # Pinning is what takes long, the first time: 1 to 3 GB/s.
-            copies[key] = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            pinned = torch.empty(part.box.shape, dtype=part.views[0].dtype, pin_memory=True)
+            copies[key] = part.copy_to(pinned, non_blocking=True)
             progressed()
     stream.synchronize()
     return copies

@@ -9,13 +9,13 @@ from rolecall.checkpoint.manifest import StoredFile
 from rolecall.checkpoint.storage import Storage
 from rolecall.errors import CheckpointMismatchError
 from rolecall.settings import LoraSection
-from rolecall.training.fsdp.checkpoint import MODEL, PARAMETER, boxes_of, rank_files, read_index
-from rolecall.training.fsdp.layout import Box
+from rolecall.training.model.box import Box
 from rolecall.training.model.files import TensorFile
+from rolecall.training.state.checkpoint import MODEL, PARAMETER, boxes_of, rank_files, read_index
 
 
-class FsdpSavedModel:
-    """A `SavedModel` of FSDP's checkpoints. It keeps no tensor in memory."""
+class ShardedModel:
+    """A `SavedModel` of sharded checkpoints. It keeps no tensor in memory."""
 
     def __init__(self, storage: Storage, files: Sequence[StoredFile]) -> None:
         """Reads the index and the headers of the ranks' files. CheckpointMissingError, CheckpointMismatchError."""

@@ -1,0 +1,114 @@
+"""The parameters of a model in its directory, part by part: a rank reads what it keeps and nothing else.
+
+Of fused experts (conversion.py) that is the experts it keeps; what transformers fuses in other ways is read whole, one
+parameter at a time.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from rolecall.errors import ConfigError
+from rolecall.training.model.box import Box
+from rolecall.training.model.conversion import Conversion
+from rolecall.training.model.huggingface import ModelFiles
+from rolecall.training.model.lora import checkpoint_name, is_adapter, new_adapter
+from rolecall.training.model.packed_model import VALUE_HEAD, PackedModel
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DERIVED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$")
+"""Buffers that old checkpoints hold and models compute themselves."""
+
+
+class ParameterFiles:
+    """The parameters of one model, by transformers' names."""
+
+    def __init__(self, model: PackedModel, path: Path, seed: int) -> None:
+        """ConfigError when the directory holds a tensor that has no place in `model`. Adapters, and a value head
+        that it lacks, are made new from `seed`.
+        """
+        self._path, self._seed = path, seed
+        self._files, self._conversion = ModelFiles(path), Conversion(model.hf)
+        _check_all_known(model, self._files, self._conversion)
+
+    def part(self, name: str, shape: torch.Size, box: Box) -> torch.Tensor:
+        """Reads `box` of the parameter `name`, whose full shape is `shape`: on the CPU, in the file's dtype.
+
+        ConfigError when it is missing, has another shape or is not of a floating type.
+        """
+        files, path = self._files, self._path
+        if name in files:
+            _check_shape(path, name, files.shape(name), shape)
+            part = files.part(name, box.slices)
+        elif name.startswith(VALUE_HEAD):
+            part = _new_head(name, shape, self._seed)[box.slices]
+        elif is_adapter(name):
+            part = new_adapter(name, shape, self._seed)[box.slices]
+        else:
+            rows, *others = box.slices
+            part = self._conversion.from_checkpoint(name, shape, files.tensor, rows)
+            _check_shape(path, name, part.shape, (box.shape[0], *shape[1:]))
+            part = part[:, *others]
+        _check_dtype(path, name, part.dtype)
+        return part
+
+
+def _check_all_known(model: PackedModel, files: ModelFiles, conversion: Conversion) -> None:
+    """A tensor without a place says that config.json describes another model, one of fewer layers say, which would
+    train and be wrong.
+    """
+    known = {
+        piece
+        for name, parameter in (
+            (checkpoint_name(name), parameter) for name, parameter in model.hf.named_parameters(remove_duplicate=False)
+        )
+        if not is_adapter(name)
+        for piece in (name, *conversion.to_checkpoint(name, torch.empty(parameter.shape, device="meta")))
+    }
+    ignored = re.compile("|".join([*(model.hf._keys_to_ignore_on_load_unexpected or ()), *_DERIVED]))
+    replaced = f"{model.replaced_head}." if model.replaced_head else None
+    unknown = sorted(
+        name
+        for name in files
+        if name not in known and not ignored.search(name) and not (replaced and name.startswith(replaced))
+    )
+    state = sorted(set(unknown) & {name for name, _ in model.hf.named_buffers()})
+    if state:
+        raise ConfigError(
+            f"{type(model.hf).__name__} keeps state beside its parameters ({state[0]}), which is neither trained "
+            "nor published; use another model"
+        )
+    if unknown:
+        raise ConfigError(
+            f"{files.path}: {len(unknown)} tensors have no place in the {type(model.hf).__name__} that its "
+            f"config.json describes, {unknown[0]!r} the first; "
+            "use matching files"
+        )
+
+
+def _check_dtype(path: Path, name: str, dtype: torch.dtype) -> None:
+    if dtype not in _FLOATING:
+        raise ConfigError(
+            f"{path}: tensor {name!r} is stored as {dtype}, which is quantized or no weight; use the model in "
+            "bfloat16 or float32"
+        )
+
+
+def _check_shape(path: Path, name: str, found: Sequence[int], expected: Sequence[int]) -> None:
+    if tuple(found) != tuple(expected):
+        raise ConfigError(
+            f"{path}: tensor {name!r} has the shape {tuple(found)}, not {tuple(expected)} as its config.json says; "
+            "use matching files"
+        )
+
+
+def _new_head(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
+    """Small and seeded, the same on every rank: first values are near 0, so that first advantages are near the
+    returns.
+    """
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) / (shape[-1] + 1)
