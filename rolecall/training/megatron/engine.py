@@ -1,0 +1,430 @@
+"""The engine of one transformers model over Megatron-Core; both seams of training/engine.py.
+
+A rank has one stage of the model, or with virtual stages several. Megatron's schedules call each stage for each
+microbatch; the last one ends in the heads, the logprobs and the losses that FSDP2's engine has, so that a number that
+leaves here is that of the other engine. Outputs and metrics then go to all stages, for rank 0 of a slot, which speaks
+for it, has the first. Parameters are known by transformers' names alone: model directories, weights that are published
+and checkpoints are those of FSDP2.
+
+Parameters in `dtype`; where that is half precision float32 ones beneath them, cut over the ranks that hold the same, as
+are the moments. Gradients wait whole, in float32, and are reduced once per mini-batch.
+
+Shape legend as in training/engine.py.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import nn
+
+from rolecall.checkpoint.storage import Storage
+from rolecall.data.model_files import check_parallel
+from rolecall.errors import ConfigError
+from rolecall.telemetry import Metrics
+from rolecall.training.account.flops import count_flops
+from rolecall.training.account.memory import PhaseMemory
+from rolecall.training.engine import STATE_PARTS, Loss, Microbatch, StatePart, StepOutcome
+from rolecall.training.megatron.config import num_experts, transformer_config
+from rolecall.training.megatron.families import Family
+from rolecall.training.megatron.last_stage import LastStage, Outputs
+from rolecall.training.megatron.layout import MegatronLayout
+from rolecall.training.megatron.model import Stage, StagePass, stage_pass
+from rolecall.training.megatron.optimizer import MOMENTS, Optimizer
+from rolecall.training.megatron.weights import Weights
+from rolecall.training.model.attention import plan_attention
+from rolecall.training.model.conversion import Conversion
+from rolecall.training.model.logprobs import Wanted
+from rolecall.training.model.packed_model import build_model
+from rolecall.training.model.parameters import ParameterFiles
+from rolecall.training.options import DTYPES, EngineOptions
+from rolecall.training.packing.outputs import narrow, stand_in, zero_of
+from rolecall.training.packing.pack import pack
+from rolecall.training.ranks.command_group import CommandGroup
+from rolecall.training.ranks.device import free_cached_memory, seed_rank
+from rolecall.training.ranks.device_progress import DeviceProgress
+from rolecall.training.serving.hooks import nothing
+from rolecall.training.state import checkpoint
+from rolecall.training.state.host_copies import HostCopies
+from rolecall.training.state.learning_rate import learning_rate
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronEngine:
+    """TrainingEngine and EngineState over Megatron-Core."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        *,
+        device: torch.device,
+        memory: PhaseMemory | None = None,
+        progressed: Callable[[], None] = nothing,
+    ) -> None:
+        """Reads the model directory, each rank its own parts, and takes the process's groups of ranks: there is one
+        engine of this kind at a time. ConfigError for a model or a layout that it does not compute.
+        """
+        self.device = device
+        self._options = options
+        self._memory = memory or PhaseMemory(device)
+        self._memory.holdings = self._holdings
+        self.dtype = DTYPES[options.dtype]
+        """The type that the model computes in."""
+        self.flops_done = 0.0
+        self.num_updates = self.num_skipped = 0
+        self._progressed = progressed
+        self._progress = DeviceProgress(progressed, device)
+        self._on_host = HostCopies(progressed)
+        self._reduced = False
+        check_parallel(options.path, options.parallel)
+        self._model = build_model(options.path, options.head, self.dtype)
+        self._conversion = Conversion(self._model.hf)
+        self._shapes = {name: parameter.shape for name, parameter in self._model.hf.named_parameters()}
+        trained = options.optimizer is not None
+        self._model.requires_grad_(trained)
+        self.flops = count_flops(self._model)
+        """The FLOPs of passes over the whole model, all ranks together."""
+        with self._on_device(), self._memory.phase("load"):
+            self.layout = MegatronLayout(
+                options.parallel,
+                device,
+                virtual_stages=options.megatron.virtual_stages,
+                experts=num_experts(self._model.hf.config) > 0,
+            )
+            self._last_stage = LastStage(self.layout, options.head)
+            seed_rank(options.seed, self.layout.data_rank)
+            self._config = transformer_config(self._model, options)
+            self._stages = self._build()
+            family = Family(self._model.hf.config, self._shapes)
+            self._weights = Weights(self._stages, family, self._shapes, self.layout, CommandGroup.of_default())
+            self._wrapped: list[nn.Module] = list(self._stages)
+            self._optimizer: Optimizer | None = None
+            if options.optimizer is not None:
+                self._optimizer = self._train(options)
+            self._read()
+        for stage in self._wrapped:
+            stage.train(trained)
+        self._progress.follow(layer for stage in self._stages for layer in stage.decoder.layers)
+
+    @property
+    def num_parameters(self) -> int:
+        """TrainingEngine.num_parameters."""
+        return sum(shape.numel() for shape in self._shapes.values())
+
+    def forward(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        entropy: bool = False,
+        base: bool = False,
+        wanted: Wanted | None = None,
+        plain: bool = False,
+    ) -> list[Outputs]:
+        """TrainingEngine.forward."""
+        self.onload("parameters")
+
+        def outputs(hidden: torch.Tensor, stage: Stage, given: StagePass, microbatch: Microbatch) -> Outputs:
+            mb = microbatch if microbatch.lengths else stand_in(self.device)
+            return narrow(stage.outputs(hidden, given, mb, entropy, wanted), microbatch)
+
+        with self._memory.phase("forward"), torch.no_grad():
+            found = self._schedule(microbatches, outputs, plain=plain, forward_only=True)
+            return self._last_stage.outputs(found, microbatches, wanted)
+
+    def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss, *, entropy: bool = False) -> Metrics:
+        """TrainingEngine.forward_backward. Once before each step: gradients are reduced when it returns."""
+        if self._reduced:
+            raise ConfigError("gradients were reduced already; call step before the next forward_backward")
+        self.onload("parameters", "gradients")
+        self._reduced = True
+
+        def with_loss(hidden: torch.Tensor, stage: Stage, given: StagePass, microbatch: Microbatch) -> Any:
+            mb = microbatch if microbatch.lengths else stand_in(self.device)
+            outputs = stage.outputs(hidden, given, mb, entropy)
+            value, part = loss(microbatch, outputs) if microbatch.lengths else (zero_of(outputs), Metrics())
+            return value, torch.zeros((), dtype=torch.int, device=self.device), (narrow(outputs, microbatch), part)
+
+        with self._memory.phase("backward"):
+            found = self._schedule(microbatches, with_loss, plain=False, forward_only=False)
+        metrics = Metrics()
+        with torch.no_grad():
+            seen = self._last_stage.outputs([outputs for outputs, _ in found], microbatches, trained=True)
+            # whoever gave the loss looks at what it is called with, also on a slot's first rank
+            others = [] if found else zip(microbatches, seen, strict=True)
+            parts = [part for _, part in found] + [loss(mb, out)[1] for mb, out in others if mb.lengths]
+        for part in parts:
+            metrics.merge(part)
+        self._progress.mark()
+        return metrics
+
+    def step(self) -> StepOutcome:
+        """TrainingEngine.step. ConfigError on a frozen engine."""
+        section = self._options.optimizer
+        if self._optimizer is None or section is None:
+            raise ConfigError("this engine is frozen; give it an optimizer to train it")
+        self.onload()
+        rate = learning_rate(section, self.num_updates, self._options.total_steps)
+        with self._memory.phase("optimizer"), self._on_device():
+            norm = self._optimizer.step(rate, section.max_grad_norm)
+        self._reduced = False
+        applied = isfinite(norm)
+        self.num_updates += applied
+        self.num_skipped += not applied
+        if not applied:
+            logger.warning("gradient norm is %s: optimizer step skipped, %s so far", norm, self.num_skipped)
+        self._progress.mark()
+        self._store_moments()
+        return StepOutcome(norm, rate, applied)
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """TrainingEngine.named_weights."""
+        self.onload("parameters")
+        for name in self._shapes:
+            self._progressed()
+            with torch.no_grad():
+                whole = self._weights.gather(name, lambda parameter: parameter.detach(), self.dtype)
+            yield from self._conversion.to_checkpoint(name, whole).items()
+
+    def snapshot(self) -> checkpoint.Snapshot:
+        """EngineState.snapshot. What it costs is a copy to host memory, which is made here."""
+        self.onload("parameters", "optimizer")
+        with self._memory.phase("checkpoint"):
+            copies = {
+                kind: {parameter: self._whole(parameter, kind) for parameter in self._trained()}
+                for kind in self._kinds()
+            }
+            snapshot = checkpoint.Snapshot(
+                self._state(copies), self.device, self.layout.rank, self.layout.world_size, self._progressed
+            )
+            snapshot.settle()
+        self._store_moments()
+        return snapshot
+
+    def load(self, storage: Storage) -> None:
+        """EngineState.load."""
+        self.onload()
+        copies: dict[str, dict[nn.Parameter, torch.Tensor]] = {}
+
+        def prepare(num_updates: int) -> None:
+            assert self._optimizer is not None
+            with self._on_device():
+                self._optimizer.prepare(num_updates)
+            for kind in ("param", *(MOMENTS if num_updates else ())):
+                copies[kind] = {parameter: torch.empty(parameter.shape) for parameter in self._trained()}
+
+        state = replace(self._state(copies), prepare=prepare)
+        counters = checkpoint.load(
+            storage, state, self.device, self.layout.rank, self.layout.world_size, self._progressed
+        )
+        self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
+        assert self._optimizer is not None
+        for kind, values in copies.items():
+            for parameter, value in values.items():
+                if kind == "param":
+                    parameter.data.copy_(value)
+                self._optimizer.put(parameter, kind, value)
+        self._store_moments()
+
+    def offload(self, *parts: StatePart) -> None:
+        """EngineState.offload."""
+        for part in parts or STATE_PARTS:
+            self._on_host.take(part, self._part(part).values())
+        free_cached_memory(self.device)
+
+    def onload(self, *parts: StatePart) -> None:
+        """EngineState.onload."""
+        for part in parts or STATE_PARTS:
+            self._on_host.give_back(part)
+
+    def _build(self) -> list[Stage]:
+        pipeline, virtual = self._options.parallel.pipeline, self._options.megatron.virtual_stages
+        at = dist.get_rank(self.layout.stages)
+        return [
+            Stage(
+                self._config,
+                self._model,
+                self._options.head,
+                first=at == 0 and chunk == 0,
+                last=at == pipeline - 1 and chunk == virtual - 1,
+                chunk=chunk if virtual > 1 else None,
+                float32_logits=self._options.float32_logits,
+            )
+            .to(self.device)
+            .requires_grad_(self._options.optimizer is not None)
+            for chunk in range(virtual)
+        ]
+
+    def _train(self, options: EngineOptions) -> Optimizer:
+        """Gives the stages gradients and an optimizer."""
+        overlap = options.megatron.overlap_grad_reduce
+        section = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap
+        )
+        wrapped = [
+            DistributedDataParallel(self._config, section, stage, disable_bucketing=index > 0 or not overlap)
+            for index, stage in enumerate(self._stages)
+        ]
+        self._wrapped = list(wrapped)
+        self._config.finalize_model_grads_func = _reduce
+        if overlap:
+            no_syncs = [stage.no_sync for stage in wrapped]
+            self._config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
+        assert options.optimizer is not None
+        return Optimizer(wrapped, options.optimizer, self.dtype)
+
+    def _read(self) -> None:
+        """Fills the parameters, by way of the gradients' float32 memory where half-precision ones have others beneath
+        them.
+        """
+        files = ParameterFiles(self._model, self._options.path, self._options.seed)
+        if self._optimizer is None:
+            self._weights.read(files, lambda parameter: parameter.data, self._progressed)
+            return
+        self._weights.read(files, _gradient, self._progressed)
+        for parameter in self._trained():
+            parameter.data.copy_(_gradient(parameter))
+            self._optimizer.put(parameter, "param", _gradient(parameter))
+        with self._on_device():
+            self._optimizer.zero_grad()
+
+    def _schedule(
+        self,
+        microbatches: Sequence[Microbatch],
+        end: Callable[[torch.Tensor, Stage, StagePass, Microbatch], Any],
+        *,
+        plain: bool,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Runs all microbatches through the stages; what `end` makes of the last one's hidden states, in order, on the
+        ranks of the last stage; else nothing.
+        """
+
+        def step(given: Iterator[Microbatch], stage: nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+            microbatch = next(given)
+            mb = microbatch if microbatch.lengths else stand_in(self.device)
+            told = self._plan(mb, plain)
+            self._count(microbatch, forward_only)
+            own: Stage = stage.module if isinstance(stage, DistributedDataParallel) else stage  # type: ignore[assignment]
+            with self._memory.phase("forward"):
+                hidden = stage(told)
+            self._progress.mark()
+            return hidden, lambda hidden, **_: end(hidden, own, told, microbatch)
+
+        several = len(self._wrapped) > 1
+        # stages of several parts take rounds of as many microbatches as there are ranks in a pipeline
+        num_missing = -len(microbatches) % self._options.parallel.pipeline if several else 0
+        rounds = [*microbatches, *[pack([], (), temperature=1.0, device=self.device)] * num_missing]
+        with self._on_device():
+            found: list[Any] = get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=[iter(rounds) for _ in self._wrapped] if several else iter(rounds),
+                model=self._wrapped if several else self._wrapped[0],
+                num_microbatches=len(rounds),
+                seq_length=1,  # each microbatch tells its own
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+        return found[: len(microbatches)]
+
+    def _plan(self, mb: Microbatch, plain: bool) -> StagePass:
+        sequence = self.layout.sequence
+        prefixes = mb.prefixes if sequence is None else None
+        packed = plan_attention(
+            mb.lengths, mb.cu_seqlens, self.dtype, sequence, prefixes, self.flops.head_size, plain=plain
+        )
+        multiple = self._options.parallel.tensor if self._config.sequence_parallel else 1
+        return stage_pass(mb.token_ids_N, mb.position_ids_N, packed, multiple)
+
+    def _count(self, microbatch: Microbatch, forward_only: bool) -> None:
+        flops = self.flops.forward if forward_only else self.flops.update
+        saved = microbatch.prefixes is not None and self.layout.sequence is None
+        num_saved = microbatch.prefixes.num_saved if saved and microbatch.prefixes is not None else 0
+        total = flops.total(microbatch.lengths, microbatch.num_scored, num_saved)
+        self.flops_done += total / self.layout.slot_size / len(self._stages)
+
+    def _state(self, copies: Mapping[str, Mapping[nn.Parameter, torch.Tensor]]) -> checkpoint.State:
+        """The state whose tensors are `copies`, by kind."""
+
+        def parts() -> dict[str, checkpoint.Part]:
+            found: dict[str, checkpoint.Part] = {}
+            for kind, values in copies.items():
+                found |= self._weights.parts(
+                    checkpoint.PARAMETER if kind == "param" else f"{kind}/", values.__getitem__
+                )
+            return found
+
+        return checkpoint.State(
+            parts=parts,
+            prepare=lambda num_updates: None,
+            counters={"num_updates": self.num_updates, "num_skipped": self.num_skipped},
+            notes={"head": self._options.head, "lora": None, "base": None},
+            dtype=self._options.dtype,
+            source=self._options.path,
+        )
+
+    def _kinds(self) -> tuple[str, ...]:
+        return ("param", *(MOMENTS if self.num_updates else ()))
+
+    def _whole(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+        assert self._optimizer is not None
+        self._progressed()
+        return self._optimizer.whole(parameter, kind).to("cpu")
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for stage in self._stages for parameter in stage.parameters()]
+
+    def _store_moments(self) -> None:
+        """Sends the moments to the host where they live there between steps."""
+        if self._options.optimizer is not None and self._options.optimizer.offload:
+            self.offload("optimizer")
+
+    def _part(self, part: StatePart) -> Mapping[str, torch.Tensor]:
+        """The tensors that the part is made of on this rank."""
+        if part == "optimizer":
+            return self._optimizer.kept() if self._optimizer is not None else {}
+        named = {
+            f"{index}.{name}": parameter
+            for index, stage in enumerate(self._stages)
+            for name, parameter in stage.named_parameters()
+        }
+        if part == "parameters":
+            return {name: parameter.data for name, parameter in named.items()}
+        return {name: _gradient(parameter) for name, parameter in named.items()} if self._optimizer is not None else {}
+
+    def _holdings(self) -> dict[str, Mapping[str, torch.Tensor]]:
+        return {
+            "parameters": self._part("parameters"),
+            "gradients": self._part("gradients"),
+            "optimizer states": self._part("optimizer"),
+        }
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        """Lets Megatron's code run on CPUs."""
+        if self.device.type != "cpu":
+            return nullcontext()
+        from rolecall.training.megatron.on_cpu import on_cpu
+
+        return on_cpu()
+
+
+def _reduce(stages: list[nn.Module], num_tokens: torch.Tensor | None, **more: Any) -> None:
+    """Sums the gradients over ranks. Losses hold global counts, so the number of tokens is nobody's divisor."""
+    finalize_model_grads(stages, None, **more)
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    gradient: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
+    return gradient

@@ -1,0 +1,192 @@
+"""Families of models: how the parameters of Megatron's modules are made of transformers' own, as one table each.
+
+A rule names a parameter of Megatron's, those of transformers that it is made of, and how it is cut. Everything else
+follows: which part of which file a rank reads, what it sends when weights are published, and what of a checkpoint is
+its. A layer's names stand without their beginning, decoder.layers.<i>. and model.layers.<i>.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from transformers import PretrainedConfig
+
+from rolecall.errors import ConfigError
+from rolecall.training.megatron.layout import Place
+from rolecall.training.model.box import Box
+
+Shapes = Mapping[str, Sequence[int]]
+"""Full shapes of transformers' parameters by name."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of one of Megatron's parameters on a rank, and the part of transformers' that they are."""
+
+    name: str
+    box: Box
+    start: int
+    """The first of the rows."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of Megatron's parameter."""
+        return self.box.shape[0] if len(self.box.shape) < 3 else prod(self.box.shape[:-1])
+
+
+Cut = Callable[[Sequence[str], Shapes, PretrainedConfig, Place], Iterator[Piece]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The origin of one of Megatron's parameters: those of transformers that it is made of, and how."""
+
+    own: str
+    cut: Cut
+    theirs: tuple[str, ...]
+
+
+def whole(names: Sequence[str], shapes: Shapes, config: PretrainedConfig, place: Place) -> Iterator[Piece]:
+    """Every rank has all of it."""
+    (name,) = names
+    yield Piece(name, Box((0,) * len(shapes[name]), tuple(shapes[name])), 0)
+
+
+def rows(names: Sequence[str], shapes: Shapes, config: PretrainedConfig, place: Place) -> Iterator[Piece]:
+    """Each rank has as many rows of every one, one parameter after another."""
+    start = 0
+    for name in names:
+        size, *others = shapes[name]
+        size //= place.num_tensor
+        yield Piece(name, Box((place.tensor * size, *(0 for _ in others)), (size, *others)), start)
+        start += size
+
+
+def columns(names: Sequence[str], shapes: Shapes, config: PretrainedConfig, place: Place) -> Iterator[Piece]:
+    """Each rank has as many columns."""
+    (name,) = names
+    num_rows, size = shapes[name]
+    size //= place.num_tensor
+    yield Piece(name, Box((0, place.tensor * size), (num_rows, size)), 0)
+
+
+def heads(names: Sequence[str], shapes: Shapes, config: PretrainedConfig, place: Place) -> Iterator[Piece]:
+    """Queries, keys and values, by groups: the queries of one key head, the key, the value, and the next group."""
+    num_groups = config.num_key_value_heads // place.num_tensor
+    start = 0
+    for group in range(place.tensor * num_groups, (place.tensor + 1) * num_groups):
+        for name in names:
+            size, *others = shapes[name]
+            size //= config.num_key_value_heads
+            yield Piece(name, Box((group * size, *(0 for _ in others)), (size, *others)), start)
+            start += size
+
+
+def expert(names: Sequence[str], shapes: Shapes, config: PretrainedConfig, place: Place) -> Iterator[Piece]:
+    """One of the rank's experts whole; the name ends in its index on the rank."""
+    name, _, index = names[0].rpartition(":")
+    num, *others = shapes[name]
+    at = place.expert * (num // place.num_expert) + int(index)
+    yield Piece(name, Box((at, *(0 for _ in others)), (1, *others)), 0)
+
+
+_NORMS = (
+    Rule("input_layernorm.weight", whole, ("input_layernorm.weight",)),
+    Rule("pre_mlp_layernorm.weight", whole, ("post_attention_layernorm.weight",)),
+)
+_ATTENTION = (
+    Rule(
+        "self_attention.linear_qkv.weight",
+        heads,
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    ),
+    Rule("self_attention.linear_proj.weight", columns, ("self_attn.o_proj.weight",)),
+)
+_QKV_BIAS = (
+    Rule(
+        "self_attention.linear_qkv.bias",
+        heads,
+        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    ),
+)
+_QK_NORM = (
+    Rule("self_attention.q_layernorm.weight", whole, ("self_attn.q_norm.weight",)),
+    Rule("self_attention.k_layernorm.weight", whole, ("self_attn.k_norm.weight",)),
+)
+_MLP = (
+    Rule("mlp.linear_fc1.weight", rows, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+    Rule("mlp.linear_fc2.weight", columns, ("mlp.down_proj.weight",)),
+)
+_EXPERTS = (
+    Rule("mlp.router.weight", whole, ("mlp.gate.weight",)),
+    Rule("mlp.experts.local_experts.*.linear_fc1.weight", expert, ("mlp.experts.gate_up_proj",)),
+    Rule("mlp.experts.local_experts.*.linear_fc2.weight", expert, ("mlp.experts.down_proj",)),
+)
+FAMILIES: Mapping[str, tuple[Rule, ...]] = {
+    "llama": (*_NORMS, *_ATTENTION, *_MLP),
+    "qwen2": (*_NORMS, *_ATTENTION, *_QKV_BIAS, *_MLP),
+    "qwen3": (*_NORMS, *_ATTENTION, *_QK_NORM, *_MLP),
+    "qwen3_moe": (*_NORMS, *_ATTENTION, *_QK_NORM, *_EXPERTS),
+}
+"""The rules of a layer, by the model_type of config.json."""
+_OUTSIDE = (
+    Rule("embedding.word_embeddings.weight", rows, ("model.embed_tokens.weight",)),
+    Rule("decoder.final_layernorm.weight", whole, ("model.norm.weight",)),
+    Rule("output_layer.weight", rows, ("lm_head.weight",)),
+    Rule("value_head.weight", whole, ("value_head.weight",)),
+    Rule("value_head.bias", whole, ("value_head.bias",)),
+)
+
+
+class Family:
+    """The map of one model."""
+
+    def __init__(self, config: PretrainedConfig, shapes: Shapes) -> None:
+        """ConfigError when there is no map for the model, or it has parameters that the map does not know."""
+        if config.model_type not in FAMILIES:
+            raise ConfigError(
+                f"actor.backend megatron has no map for a {config.model_type} model, only for {', '.join(FAMILIES)}; "
+                "use one of these, or actor.backend fsdp"
+            )
+        self._config, self._shapes = config, shapes
+        self._layer = {rule.own: rule for rule in FAMILIES[config.model_type]}
+        self._outside = {rule.own: rule for rule in _OUTSIDE}
+        known = {
+            f"model.layers.{layer}.{name}"
+            for layer in range(config.num_hidden_layers)
+            for rule in self._layer.values()
+            for name in rule.theirs
+        } | {name for rule in _OUTSIDE for name in rule.theirs}
+        unknown = sorted(shapes.keys() - known)
+        if unknown:
+            raise ConfigError(
+                f"actor.backend megatron does not know {unknown[0]!r} of this {config.model_type} model; use another "
+                "model, or actor.backend fsdp"
+            )
+
+    def pieces(self, own: str, first_layer: int, place: Place) -> list[Piece]:
+        """Returns the pieces of the parameter `own` of a rank at `place`, whose decoder begins with the layer
+        `first_layer`.
+        """
+        rule, theirs = self._rule(own, first_layer)
+        return list(rule.cut(theirs, self._shapes, self._config, place))
+
+    def is_cut(self, own: str) -> bool:
+        """Whether ranks that share matrices have different parts of it."""
+        return self._rule(own, 0)[0].cut not in (whole, expert)
+
+    def is_expert(self, own: str) -> bool:
+        """Whether it is an expert's, which ranks of one stage may have several of."""
+        return self._rule(own, 0)[0].cut is expert
+
+    def _rule(self, own: str, first_layer: int) -> tuple[Rule, list[str]]:
+        if own in self._outside:
+            rule = self._outside[own]
+            # an output layer of its own holds the tied embedding on the last of several stages
+            return rule, [name if name in self._shapes else "model.embed_tokens.weight" for name in rule.theirs]
+        index, _, rest = own.removeprefix("decoder.layers.").partition(".")
+        parts = rest.split(".")
+        numbers = [part for part in parts if part.isdigit()]
+        rule = self._layer[".".join("*" if part.isdigit() else part for part in parts)]
+        suffix = "".join(f":{number}" for number in numbers)
+        return rule, [f"model.layers.{first_layer + int(index)}.{name}{suffix}" for name in rule.theirs]

@@ -1,0 +1,228 @@
+"""One stage of a model out of Megatron's modules, on packed tokens, with our norm and our attention in them.
+
+A microbatch is one sequence of its packed tokens to Megatron. What it does not know of packing is in `StagePass`: its
+angles are those of each token's own position, and CoreAttention attends by the plan that FSDP2's models attend by
+(model/attention.py), which is padding-free and knows shared prefixes and ranks that share sequences. Padding, where
+tensor ranks cut tokens into equal parts, ends before attention begins.
+
+Shapes: n tokens of this rank's run, padding included; H hidden size; D head size; V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from torch import nn
+from torch.nn.functional import pad
+from transformers import PretrainedConfig
+
+from rolecall.columns import TOPK_IDS
+from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
+from rolecall.training.model.attention import PackedPlan, packed_attention
+from rolecall.training.model.logprobs import VocabShard, Wanted
+from rolecall.training.model.packed_model import Head, PackedModel, token_outputs, value_outputs
+from rolecall.training.packing.outputs import ranked
+
+
+@dataclass(frozen=True)
+class StagePass:
+    """The run of one microbatch that a stage computes. Megatron hands it on to attention as its `packed_seq_params`."""
+
+    token_ids_n: torch.Tensor
+    position_ids_n: torch.Tensor
+    packed: PackedPlan
+    num_tokens: int
+    """Tokens of this rank's run without padding."""
+    qkv_format: str = "sbhd"
+    """Megatron's word for queries and keys of one sequence: it does not unpack anything."""
+
+
+def stage_pass(token_ids_N: torch.Tensor, position_ids_N: torch.Tensor, packed: PackedPlan, multiple: int) -> StagePass:
+    """The run of a microbatch that this rank computes, padded to a multiple of `multiple` tokens."""
+    columns = [token_ids_N, position_ids_N]
+    if packed.sequence is not None:
+        columns = [packed.sequence.own(column) for column in columns]
+    elif packed.prefixes is not None:
+        columns = [column.index_select(0, packed.prefixes.first_C) for column in columns]
+    num_tokens = columns[0].shape[0]
+    ids_n, positions_n = (pad(column, (0, -num_tokens % multiple)) for column in columns)
+    return StagePass(ids_n, positions_n, packed, num_tokens)
+
+
+class RmsNorm(nn.Module):
+    """transformers' norm, computed in float32, whose gradient Megatron sums where each rank has its own tokens."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalizes the last dimension of `x`, whose shape and type the result has."""
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)).to(x.dtype)
+
+
+class CoreAttention(nn.Module):
+    """Attention of a layer, without parameters."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self._scale = softmax_scale
+
+    def forward(
+        self,
+        query_n1HD: torch.Tensor,
+        key_n1KD: torch.Tensor,
+        value_n1KD: torch.Tensor,
+        attention_mask: None = None,
+        *,
+        packed_seq_params: StagePass,
+        **_: Any,
+    ) -> torch.Tensor:
+        """[n, 1, H * D]: each sequence attends to itself, causally; padding gives zeros."""
+        num_tokens = packed_seq_params.num_tokens
+        heads = (x[:num_tokens, 0].transpose(0, 1)[None] for x in (query_n1HD, key_n1KD, value_n1KD))
+        query, key, value = heads
+        out, _none = packed_attention(
+            self, query, key, value, None, packed=packed_seq_params.packed, scaling=self._scale
+        )
+        return pad(out[0].flatten(1), (0, 0, 0, query_n1HD.shape[0] - num_tokens))[:, None]
+
+
+class Stage(LanguageModule):  # type: ignore[misc]  # of no known type
+    """Some layers of a model, with its embedding where they are the first and its head where they are the last."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        model: PackedModel,
+        head: Head,
+        *,
+        first: bool,
+        last: bool,
+        chunk: int | None,
+        float32_logits: bool,
+    ) -> None:
+        """`model` is the whole model on the meta device; `chunk` which of this rank's stages it is, None where it has
+        one.
+        """
+        super().__init__(config)
+        hf: PretrainedConfig = model.hf.config
+        self.pre_process, self.post_process, self.vp_stage = first, last, chunk
+        self._head, self._float32_logits = head, float32_logits
+        self.share_embeddings_and_output_weights = head == "policy" and bool(hf.tie_word_embeddings)
+        self.model_type = ModelType.encoder_or_decoder
+        self._padding_id: int | None = model.hf.get_input_embeddings().padding_idx
+        if first:
+            self.embedding = LanguageModelEmbedding(
+                config, vocab_size=hf.vocab_size, max_sequence_length=0, position_embedding_type="rope"
+            )
+        self.decoder = TransformerBlock(
+            config, _layers(config, hf, chunk), pre_process=first, post_process=last, vp_stage=chunk
+        )
+        if last and head == "value":
+            self.value_head = nn.Linear(hf.hidden_size, 1, dtype=config.params_dtype)
+        elif last:
+            self.output_layer = ColumnParallelLinear(
+                hf.hidden_size,
+                hf.vocab_size,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                skip_weight_param_allocation=first and self.share_embeddings_and_output_weights,
+            )
+        if head == "policy":
+            self.setup_embeddings_and_output_layer()
+        rotary = type(model.hf.base_model.rotary_emb)(hf)
+        self.register_buffer("inverse_frequencies", rotary.inv_freq, persistent=False)
+
+    def set_input_tensor(self, input_tensor: list[torch.Tensor | None]) -> None:
+        """Takes what the stage before gave; Megatron's schedules call it."""
+        self.decoder.set_input_tensor(input_tensor[0])
+
+    def forward(self, stage: StagePass) -> torch.Tensor:
+        """[n, 1, H], or the run's part of it where tensor ranks cut tokens: the last hidden states of this stage."""
+        hidden = self._embedded(stage.token_ids_n) if self.pre_process else None
+        angles = torch.outer(stage.position_ids_n.float(), self.inverse_frequencies)
+        hidden_n1H: torch.Tensor = self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=torch.cat([angles, angles], 1)[:, None, None],
+            packed_seq_params=stage,
+        )
+        return hidden_n1H
+
+    def _embedded(self, token_ids_n: torch.Tensor) -> torch.Tensor:
+        hidden_n1H: torch.Tensor = self.embedding(token_ids_n[None], None)
+        if self._padding_id is None:
+            return hidden_n1H
+        if self.config.sequence_parallel:
+            token_ids_n = token_ids_n.chunk(self.tp_group.size())[self.tp_group.rank()]
+        # transformers' embeddings of padding get no gradient, where a prompt has any
+        return torch.where((token_ids_n == self._padding_id)[:, None, None], hidden_n1H.detach(), hidden_n1H)
+
+    def outputs(
+        self,
+        hidden_n1H: torch.Tensor,
+        given: StagePass,
+        mb: Microbatch,
+        entropy: bool,
+        wanted: Wanted | None = None,
+    ) -> TokenOutputs | ValueOutputs:
+        """The head's outputs for the last stage's hidden states: the same on every rank that shares the microbatch."""
+        if self.config.sequence_parallel:
+            # every one of these ranks goes on with the same loss, so with the whole gradient
+            hidden_n1H = gather_from_sequence_parallel_region(hidden_n1H, tensor_parallel_output_grad=False)
+        hidden_nH = hidden_n1H[: given.num_tokens, 0]
+        if self._head == "value":
+            head = self.value_head
+            values_N, outputs_N = value_outputs(hidden_nH, head.weight, head.bias, mb.score_mask_N, given.packed)
+            return ValueOutputs(values_N, outputs_N[mb.cu_seqlens[1:].long() - 1])
+        is_tied = self.share_embeddings_and_output_weights
+        weight_VH = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
+        is_cut = self.tp_group.size() > 1
+        first_N, second_N, *more = token_outputs(
+            hidden_nH,
+            weight_VH,
+            VocabShard(self.tp_group, self.tp_group.rank() * weight_VH.shape[0]) if is_cut else None,
+            mb.token_ids_N,
+            mb.temperature_N,
+            mb.score_mask_N,
+            given.packed,
+            entropy,
+            mb.columns.get(TOPK_IDS) if torch.is_grad_enabled() else None,
+            wanted,
+            float32_logits=self._float32_logits,
+        )
+        if wanted is not None:
+            return ranked(first_N, second_N, more[0], wanted)
+        return TokenOutputs(first_N, second_N, target_logprobs_Nk=more[0] if more else None)
+
+
+def _layers(config: TransformerConfig, hf: PretrainedConfig, chunk: int | None) -> TransformerBlockSubmodules:
+    """Megatron's own layers, without Transformer Engine, with our norm and attention."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = CoreAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RmsNorm
+    count = get_num_layers_to_build(config, vp_stage=chunk, pp_rank=parallel_state.get_pipeline_model_parallel_rank())
+    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=RmsNorm)
