@@ -24,11 +24,12 @@ from typing import Any, Literal, TypeAlias
 import grpc
 
 from rolecall import telemetry
-from rolecall.errors import ConfigError, InvalidInputError, ScorerError, UnauthenticatedError
+from rolecall.errors import ConfigError, InvalidInputError, UnauthenticatedError
 from rolecall.rpc import role_process
 from rolecall.rpc.server import Server
 from rolecall.scoring.client import read_token
 from rolecall.scoring.scores import (
+    BatchFunction,
     Failure,
     Item,
     Message,
@@ -36,8 +37,8 @@ from rolecall.scoring.scores import (
     ScoreFunction,
     component_spec,
     evaluate,
-    failure_of,
-    result_of,
+    evaluate_many,
+    groups_of,
     spec_problem,
 )
 from rolecall.settings import RpcSection, TelemetrySection, TlsSection
@@ -61,7 +62,6 @@ FIELDS: dict[Field, reward_pb2.ScoreField.ValueType] = {
 ALL_FIELDS: tuple[Field, ...] = tuple(FIELDS)
 Range: TypeAlias = tuple[float | None, float | None]
 """Least and greatest value; None where there is none."""
-BatchFunction: TypeAlias = Callable[[Sequence[Item]], Sequence[float | Score]]
 Results: TypeAlias = list[reward_pb2.ScoreResult]
 ScoreMany: TypeAlias = Callable[[Sequence[reward_pb2.ScoreItem]], Awaitable[Results]]
 
@@ -103,15 +103,19 @@ def serve_batches(
     reads: Sequence[Field] = ALL_FIELDS,
     components: Mapping[str, Range] | None = None,
     token_rewards: bool = False,
+    whole_groups: bool = False,
     bearer_token_file: Path | None = None,
     certificate_file: Path | None = None,
     key_file: Path | None = None,
     behind_mesh: bool = False,
 ) -> int:
     """Serves a function over up to `max_items` items that returns one answer per item, in order: a reward model. Else
-    as `serve`; one call runs at a time.
+    as `serve`; one call runs at a time. whole_groups: it compares, and is called with one whole group at a time, the
+    responses to one prompt, however many they are.
     """
-    spec = description(name or function.__name__, range, reads, components or {}, token_rewards, max_items)
+    spec = description(
+        name or function.__name__, range, reads, components or {}, token_rewards, max_items, whole_groups=whole_groups
+    )
     scorer = Scorer(spec, all_at_once(function, spec), read_token(bearer_token_file))
     return _run(scorer, address, rpc_section(certificate_file, key_file, behind_mesh))
 
@@ -123,6 +127,8 @@ def description(
     components: Mapping[str, Range],
     token_rewards: bool,
     max_items: int,
+    *,
+    whole_groups: bool = False,
 ) -> reward_pb2.DescribeResponse:
     """The answer to Describe. ConfigError when no caller would accept it."""
     unknown = sorted(set(reads) - FIELDS.keys())
@@ -135,6 +141,7 @@ def description(
         components=[component_spec(part, *bounds) for part, bounds in components.items()],
         token_rewards=token_rewards,
         max_items=max_items,
+        whole_groups=whole_groups,
     )
     problem = spec_problem(spec)
     if problem:
@@ -164,19 +171,16 @@ def all_at_once(function: BatchFunction, spec: reward_pb2.DescribeResponse) -> S
     turn = asyncio.Lock()
 
     def answers_of(items: Sequence[reward_pb2.ScoreItem]) -> Results:
-        try:
-            answers = function([Item.from_proto(item) for item in items])
-            if len(answers) != len(items):
-                raise ScorerError(
-                    f"the scorer {spec.name!r} returned {len(answers)} answers to {len(items)} items; return one "
-                    "per item, in order"
-                )
-        except Exception as error:  # the entry point of code that is not ours
-            return [failure_of(item, error) for item in items]
-        return [_checked(item, answer, spec) for item, answer in zip(items, answers, strict=True)]
+        if not spec.whole_groups:
+            return evaluate_many(function, items, spec)
+        return [
+            result
+            for places in groups_of(items)
+            for result in evaluate_many(function, [items[place] for place in places], spec)
+        ]
 
     async def score(items: Sequence[reward_pb2.ScoreItem]) -> Results:
-        if len(items) > spec.max_items:
+        if len(items) > spec.max_items and not spec.whole_groups:
             raise InvalidInputError(
                 f"items: {len(items)} are more than max_items {spec.max_items}; send fewer at a time"
             )
@@ -252,10 +256,3 @@ def _run(scorer: Scorer, address: str, rpc: RpcSection) -> int:
 
     telemetry.configure(TelemetrySection(), "reward", scorer.spec.name)
     return role_process.run(main, f"scorer {scorer.spec.name}")
-
-
-def _checked(item: reward_pb2.ScoreItem, answer: object, spec: reward_pb2.DescribeResponse) -> reward_pb2.ScoreResult:
-    try:
-        return result_of(item, answer, spec)
-    except ScorerError as error:
-        return failure_of(item, error)

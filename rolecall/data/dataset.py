@@ -13,15 +13,16 @@ from typing import Any
 
 from rolecall.errors import ConfigError
 from rolecall.settings import (
+    COMPARING,
     DataSection,
     DistillationSection,
     RewardSection,
+    shadows_of,
 )
+from rolecall.settings.presets import INSTRUCTIONS, INSTRUCTIONS_FIELD
 
 UID_FIELD = "uid"
 """The field of a prompt's id, where it has one."""
-_COMPARING = ("exact_match", "regex", "boxed", "math")
-"""Kinds of scorers that fail on an item without a ground truth."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class RawPrompt:
     """The row's other fields."""
     where: str = field(default="", compare=False)
     """File and line, for complaints."""
+    other_ground_truths: tuple[str, ...] = ()
+    """Further answers that are as right as ground_truth."""
 
     @property
     def chat(self) -> list[dict[str, str]]:
@@ -45,7 +48,7 @@ class RawPrompt:
     @property
     def num_bytes(self) -> int:
         """Bytes that the prompt takes as a message, without its token ids: an upper bound."""
-        return _num_bytes((self.uid, self.messages, self.ground_truth, self.metadata))
+        return _num_bytes((self.uid, self.messages, self.ground_truth, self.other_ground_truths, self.metadata))
 
 
 def _num_bytes(value: object) -> int:
@@ -62,14 +65,12 @@ def load_prompts(
 ) -> list[RawPrompt]:
     """All rows of `path` in the file's order. ConfigError names the line (from 1) and the field that is wrong.
 
-    A ground truth must be there when a component of `reward` compares with it; what scorers elsewhere need is theirs to
-    say. A teacher must be there for every prompt that is trained on with `distillation`.
+    A component of `reward` must apply to every prompt, and a ground truth must be there when one compares with it; what
+    scorers elsewhere need is theirs to say. A teacher must be there for every prompt that is trained on with
+    `distillation`.
     """
-    comparing = next(
-        (name for name, component in reward.components.items() if component.scorer.kind in _COMPARING), None
-    )
     prompts = [
-        _parse(row, f"{path}, line {number}", str(number), data, comparing)
+        _parse(row, f"{path}, line {number}", str(number), data, reward)
         for number, row in read_rows(path, "data.train and evaluation.sets.*.path")
     ]
     if not prompts:
@@ -146,7 +147,7 @@ def _json_row(line: bytes, where: str) -> dict[str, Any]:
     return row
 
 
-def _parse(row: dict[str, Any], where: str, default_uid: str, data: DataSection, comparing: str | None) -> RawPrompt:
+def _parse(row: dict[str, Any], where: str, default_uid: str, data: DataSection, reward: RewardSection) -> RawPrompt:
     if data.prompt_field not in row:
         raise ConfigError(
             f"{where}: no field {data.prompt_field!r} (fields: {sorted(row)}); set data.prompt_field or mend the line"
@@ -156,9 +157,40 @@ def _parse(row: dict[str, Any], where: str, default_uid: str, data: DataSection,
         messages = (("system", data.system_prompt), *messages)
     known = {data.prompt_field, data.ground_truth_field, UID_FIELD}
     metadata = {key: value for key, value in row.items() if key not in known and value is not None}
-    return RawPrompt(
-        _uid(row, where, default_uid), messages, _ground_truth(row, where, data, comparing), metadata, where
-    )
+    truths = _ground_truths(row, where, data, _comparing(reward, metadata, where))
+    return RawPrompt(_uid(row, where, default_uid), messages, truths[0] if truths else "", metadata, where, truths[1:])
+
+
+def _comparing(reward: RewardSection, metadata: Mapping[str, Any], where: str) -> str | None:
+    """The first component that compares the prompt's responses with a ground truth. ConfigError when none scores
+    them.
+    """
+    applying = {name: part for name, part in reward.components.items() if part.applies_to(metadata)}
+    if reward.components and not applying.keys() - shadows_of(reward.components):
+        fields = sorted({field for part in reward.components.values() for field in part.when})
+        found = ", ".join(f"{field}: {metadata.get(field)!r}" for field in fields)
+        raise ConfigError(
+            f"{where}: no component of the reward applies to the prompt ({found}); mend the line, or widen a when "
+            "of reward.components"
+        )
+    if any(part.scorer.kind == "ifeval" for part in applying.values()):
+        _check_instructions(metadata, where)
+    return next((name for name, part in applying.items() if part.scorer.kind in COMPARING), None)
+
+
+def _check_instructions(metadata: Mapping[str, Any], where: str) -> None:
+    """ConfigError when kind ifeval could not check every instruction of the prompt."""
+    names = metadata.get(INSTRUCTIONS_FIELD)
+    if not isinstance(names, list) or not names:
+        raise ConfigError(
+            f"{where}, field {INSTRUCTIONS_FIELD!r}: no list of instructions, which kind ifeval checks; write one, or "
+            "leave the prompt to another component by when"
+        )
+    unknown = sorted({str(name) for name in names} - INSTRUCTIONS)
+    given = metadata.get("kwargs")
+    if unknown or (given is not None and (not isinstance(given, list) or len(given) != len(names))):
+        wrong = f"kind ifeval has no check of {unknown}" if unknown else "kwargs has not one entry per instruction"
+        raise ConfigError(f"{where}, field {INSTRUCTIONS_FIELD!r}: {wrong}; mend the line or leave it out")
 
 
 def _uid(row: dict[str, Any], where: str, default: str) -> str:
@@ -170,19 +202,25 @@ def _uid(row: dict[str, Any], where: str, default: str) -> str:
     return str(uid)
 
 
-def _ground_truth(row: dict[str, Any], where: str, data: DataSection, comparing: str | None) -> str:
+def _ground_truths(row: dict[str, Any], where: str, data: DataSection, comparing: str | None) -> tuple[str, ...]:
+    """Every answer that is right, none of them empty."""
     truth = row.get(data.ground_truth_field)
-    if truth is not None and not isinstance(truth, str):
+    several = truth if isinstance(truth, list) else [] if truth is None else [truth]
+    field = f"{where}, field {data.ground_truth_field!r}"
+    for each in several:
+        if not isinstance(each, str):
+            raise ConfigError(
+                f"{field}: {_named(each)}, not a string; write it as text, or several right answers as a list of texts"
+            )
+        if not each and len(several) > 1:
+            raise ConfigError(f"{field}: an empty text among several answers; remove it")
+    if comparing is not None and not any(several):
         raise ConfigError(
-            f"{where}, field {data.ground_truth_field!r}: a {type(truth).__name__}, not a string; write it as text"
-        )
-    if comparing is not None and not truth:
-        raise ConfigError(
-            f"{where}, field {data.ground_truth_field!r}: {'empty' if truth == '' else 'missing'}, and "
+            f"{field}: {'missing' if truth is None else 'empty'}, and "
             f"reward.components.{comparing} compares with it; "
             "write it in every line, or set data.ground_truth_field"
         )
-    return truth or ""
+    return tuple(filter(None, several))
 
 
 def parse_messages(value: object, where: str) -> tuple[tuple[str, str], ...]:

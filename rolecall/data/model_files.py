@@ -186,6 +186,16 @@ def check_parallel(path: Path, parallel: LayoutSection, setting: str = "model.pa
                 f"{setting} {path}: parallel.tensor {tensor} does not divide the model's {name} {count}; choose a "
                 "divisor, or 1"
             )
+    experts = text.get("num_experts") or text.get("num_local_experts") or 0
+    for field, parts, what, count in (
+        ("pipeline", parallel.pipeline, "layers", text.get("num_hidden_layers", 0)),
+        ("expert", parallel.expert, "experts of a layer", experts),
+    ):
+        if parts > 1 and (not count or count % parts):
+            raise ConfigError(
+                f"{setting} {path}: parallel.{field} {parts} does not divide the model's {count} {what}; choose a "
+                "divisor, or 1"
+            )
     if "num_attention_heads" not in counts:
         return
     heads = counts["num_attention_heads"] // tensor
@@ -197,6 +207,11 @@ def check_parallel(path: Path, parallel: LayoutSection, setting: str = "model.pa
             f"key heads{after}; "
             "choose a divisor of the query heads that divides the key heads or is a multiple of them"
         )
+
+
+def text_config(path: Path) -> dict[str, Any]:
+    """The language model's part of config.json in the policy's directory, which is the whole of most."""
+    return _text(_json(path / "config.json"))
 
 
 def check_routers(path: Path) -> None:

@@ -23,15 +23,18 @@ from rolecall.errors import (
     RateLimitedError,
     RoleCallError,
     ScorerError,
+    ScorerUnavailableError,
     UnauthenticatedError,
     VersionMismatchError,
 )
 from rolecall.rpc import deadlines, tls
-from rolecall.rpc.backoff import RateLimit
 from rolecall.rpc.channel import open_channel
+from rolecall.scoring.backoff import RateLimit
+from rolecall.scoring.breaker import Breaker
 from rolecall.scoring.exchange import believed, cut, only
-from rolecall.scoring.scores import Failure, Outcome, change_of, spec_gaps, spec_problem
+from rolecall.scoring.scores import Failure, Outcome, change_of, groups_of, spec_gaps, spec_problem
 from rolecall.settings import ExternalScorer, RewardSection, RpcSection
+from rolecall.telemetry.scorers import ScorerMeter
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -65,9 +68,11 @@ class RewardClient:
         timeout_s: float,
         max_attempts: int,
         is_foreign: bool = False,
+        hedge_after_s: float | None = None,
     ) -> None:
         """`name` and `address` name the scorer in messages; `timeout_s` is the deadline of one call and `max_attempts`
         the tries per call and per item. is_foreign: somebody else wrote it, so that gaps in its description are told.
+        hedge_after_s: a Score call that takes longer is made a second time, and whichever answers first counts.
         """
         self._stub = reward_pb2_grpc.RewardServiceStub(channel)
         self._name = name
@@ -81,6 +86,9 @@ class RewardClient:
         self._asking: asyncio.Task[reward_pb2.DescribeResponse] | None = None
         self._calls = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
         self._limit = RateLimit()
+        self._breaker = Breaker(timeout_s)
+        self._hedge_after_s = hedge_after_s
+        self._meter = ScorerMeter(name)
         self.trouble = ""
         """Why it gives no scores at present: its name, its address, the last error. Empty once it answered again."""
         self._is_undescribed = False
@@ -104,7 +112,10 @@ class RewardClient:
         """One outcome per item, in the items' order; ids must be unique. Failures of the scorer or of the connection
         are outcomes, not exceptions.
         """
-        return await with_retries(self._attempt, items, self._max_attempts)
+        return await with_retries(self._attempt, items, self._max_attempts, self._meter, self._takes_whole_groups)
+
+    def _takes_whole_groups(self) -> bool:
+        return self._first is not None and self._first.whole_groups
 
     async def _ask(self) -> reward_pb2.DescribeResponse:
         try:
@@ -157,13 +168,23 @@ class RewardClient:
             self._spec = task.result()
 
     async def _attempt(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
+        pause_s = self._breaker.wait_s()
+        if pause_s > 0:
+            away = ScorerUnavailableError(f"it is asked again in {pause_s:.1f} s; {self.trouble or 'it is away'}")
+            return [self._failure(away)] * len(items)
         try:
             spec = await self.describe()
         except RoleCallError as error:
+            self._has_failed(error)
             return [self._failure(error)] * len(items)
         chunks = cut([only(item, spec) for item in items], spec)
         scored = await asyncio.gather(*(self._call(chunk, spec) for chunk in chunks))
-        return [outcome for chunk in scored for outcome in chunk]
+        by_id = {
+            item.id: outcome
+            for chunk, outcomes in zip(chunks, scored, strict=True)
+            for item, outcome in zip(chunk, outcomes, strict=True)
+        }
+        return [by_id[item.id] for item in items]
 
     async def _call(self, items: list[reward_pb2.ScoreItem], spec: reward_pb2.DescribeResponse) -> list[Outcome]:
         async with (
@@ -172,14 +193,16 @@ class RewardClient:
             try:
                 request = reward_pb2.ScoreRequest(items=items)
                 response, called_at = await self._within_limit(
-                    lambda: self._stub.Score(request, timeout=self._timeout_s)
+                    lambda: self._hedged(lambda: self._stub.Score(request, timeout=self._timeout_s))
                 )
                 outcomes = believed(response, items, spec, self._name)
             except RoleCallError as error:
                 if not isinstance(error, RateLimitedError):
                     self._spec = None  # perhaps another process answers there now
+                self._has_failed(error)
                 self._is_silent(self._failure(error))
                 return [self._failure(error)] * len(items)
+        self._breaker.answered()
         codes = {outcome.code for outcome in outcomes if isinstance(outcome, Failure)}
         if ScorerError.reason in codes:
             self._spec = None  # perhaps it describes itself otherwise now
@@ -205,6 +228,34 @@ class RewardClient:
         except RateLimitedError as error:
             self._limit.refused(called_at, float(error.details.get("retry_after_s", 0.0)))
             raise
+
+    async def _hedged(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Returns the first answer to `call`, which is made again after hedge_after_s; raises when neither has one."""
+        if self._hedge_after_s is None:
+            return await call()
+        calls = {asyncio.ensure_future(_awaited(call()))}
+        try:
+            done, _ = await asyncio.wait(calls, timeout=self._hedge_after_s)
+            if not done:
+                calls.add(asyncio.ensure_future(_awaited(call())))
+            while True:
+                # bounded: both calls have timeout_s
+                done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+                answered = [each for each in done if each.exception() is None]
+                if answered or not waiting:
+                    return (answered or list(done))[0].result()
+                calls = waiting
+        finally:
+            for each in calls:
+                each.cancel()
+
+    def _has_failed(self, error: RoleCallError) -> None:
+        """Tells the breaker of a call that nobody answered. A limit of the rate is an answer, and so is a flaw that
+        these items may hit.
+        """
+        failure = self._failure(error)
+        if failure.retryable and not failure.is_blamed and not isinstance(error, RateLimitedError):
+            self._breaker.failed()
 
     async def _until_allowed(self) -> None:
         """Waits while the scorer is to be left alone. RateLimitedError when that lasts longer than a call may, or than
@@ -280,7 +331,13 @@ def open_external(
         ours=False,
     )
     client = RewardClient(
-        channel, name=name, address=scorer.address, timeout_s=timeout_s, max_attempts=max_attempts, is_foreign=True
+        channel,
+        name=name,
+        address=scorer.address,
+        timeout_s=timeout_s,
+        max_attempts=max_attempts,
+        is_foreign=True,
+        hedge_after_s=scorer.hedge_after_s,
     )
     return client, channel
 
@@ -297,21 +354,46 @@ def read_token(path: Path | None) -> str | None:
     return token
 
 
+async def _awaited(call: Awaitable[T]) -> T:
+    return await call  # bounded: the call has a deadline
+
+
 async def with_retries(
     attempt: Callable[[Sequence[reward_pb2.ScoreItem]], Awaitable[Sequence[Outcome]]],
     items: Sequence[reward_pb2.ScoreItem],
     max_attempts: int,
+    meter: ScorerMeter,
+    takes_whole_groups: Callable[[], bool],
 ) -> list[Outcome]:
     """Outcomes of `attempt`, in order; items whose failure is retryable are attempted again, `max_attempts` times in
-    all.
+    all, with the others of their groups where the scorer takes whole groups. `meter` counts them.
 
     A failure that is the item's by then (`is_blamed`) comes back as one that is not retryable.
     """
+    with meter.call(len(items)):
+        outcomes = await _attempted(attempt, items, max_attempts, meter, takes_whole_groups)
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+    num_away = sum(failure.retryable for failure in failures)
+    meter.count("scored", len(items) - len(failures))
+    meter.count("failed", len(failures) - num_away)
+    meter.count("away", num_away)
+    return outcomes
+
+
+async def _attempted(
+    attempt: Callable[[Sequence[reward_pb2.ScoreItem]], Awaitable[Sequence[Outcome]]],
+    items: Sequence[reward_pb2.ScoreItem],
+    max_attempts: int,
+    meter: ScorerMeter,
+    takes_whole_groups: Callable[[], bool],
+) -> list[Outcome]:
     outcomes = list(await attempt(items))
     for number in range(1, max_attempts):
         again = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, Failure) and outcome.retryable]
         if not again:
             break
+        if takes_whole_groups():
+            again = [index for group in groups_of(items) if not set(group).isdisjoint(again) for index in group]
         logger.warning(
             "%d of %d items have no score yet (attempt %d of %d): %s",
             len(again),
@@ -320,6 +402,7 @@ async def with_retries(
             max_attempts,
             outcomes[again[0]],
         )
+        meter.retried(len(again))
         await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (number - 1)) * random.uniform(0.5, 1.0))
         for index, outcome in zip(again, await attempt([items[index] for index in again]), strict=True):
             outcomes[index] = outcome

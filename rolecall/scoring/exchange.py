@@ -7,7 +7,7 @@ Pure functions of messages; client.py makes the calls.
 from collections.abc import Sequence
 
 from rolecall.errors import ScorerError
-from rolecall.scoring.scores import Failure, Outcome, decode_reward, problem_of
+from rolecall.scoring.scores import Failure, Outcome, decode_reward, groups_of, problem_of
 from rolecall.v1 import reward_pb2
 
 MAX_REQUEST_BYTES = 3 * 2**20
@@ -18,7 +18,10 @@ def only(item: reward_pb2.ScoreItem, spec: reward_pb2.DescribeResponse) -> rewar
     """Returns `item` with the fields that the scorer reads and those that are always sent."""
     reads = set(spec.reads)
     sent = reward_pb2.ScoreItem(
-        id=item.id, finish_reason=item.finish_reason, num_response_tokens=item.num_response_tokens
+        id=item.id,
+        finish_reason=item.finish_reason,
+        num_response_tokens=item.num_response_tokens,
+        group=item.group,
     )
     if reward_pb2.SCORE_FIELD_MESSAGES in reads:
         sent.messages.extend(item.messages)
@@ -28,6 +31,7 @@ def only(item: reward_pb2.ScoreItem, spec: reward_pb2.DescribeResponse) -> rewar
         sent.prompt_token_ids, sent.response_token_ids = item.prompt_token_ids, item.response_token_ids
     if reward_pb2.SCORE_FIELD_GROUND_TRUTH in reads:
         sent.ground_truth = item.ground_truth
+        sent.other_ground_truths.extend(item.other_ground_truths)
     if reward_pb2.SCORE_FIELD_METADATA in reads and item.HasField("metadata"):
         sent.metadata.CopyFrom(item.metadata)
     return sent
@@ -37,16 +41,18 @@ def cut(
     items: Sequence[reward_pb2.ScoreItem], spec: reward_pb2.DescribeResponse, max_bytes: int = MAX_REQUEST_BYTES
 ) -> list[list[reward_pb2.ScoreItem]]:
     """Cuts `items`, in order, into requests of at most spec.max_items and `max_bytes`, the token rewards of the answer
-    counted in.
+    counted in; by groups, none of them cut, for a scorer that takes whole groups.
     """
     chunks: list[list[reward_pb2.ScoreItem]] = []
     room_bytes = 0
-    for item in items:
-        size = item.ByteSize() + (4 * item.num_response_tokens if spec.token_rewards else 0)
-        if not chunks or size > room_bytes or len(chunks[-1]) == spec.max_items > 0:
+    units = groups_of(items) if spec.whole_groups else [[place] for place in range(len(items))]
+    for places in units:
+        unit = [items[place] for place in places]
+        size = sum(item.ByteSize() + (4 * item.num_response_tokens if spec.token_rewards else 0) for item in unit)
+        if not chunks or size > room_bytes or 0 < spec.max_items < len(chunks[-1]) + len(unit):
             chunks.append([])
             room_bytes = max_bytes
-        chunks[-1].append(item)
+        chunks[-1].extend(unit)
         room_bytes -= size
     return chunks
 

@@ -7,7 +7,7 @@ receives it. Knows no gRPC and no torch, so that a scorer's worker process start
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeAlias
@@ -51,6 +51,8 @@ class Item:
     id: str
     response_text: str = ""
     ground_truth: str = ""
+    other_ground_truths: tuple[str, ...] = ()
+    """Further answers that are as right as ground_truth."""
     messages: tuple[Message, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     prompt_token_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -60,6 +62,8 @@ class Item:
     finish_reason: str = "stop"
     """"stop", "length" (truncated) or "abort"."""
     num_response_tokens: int = 0
+    group: str = ""
+    """Equal for responses to one prompt that were sampled together."""
 
     @classmethod
     def from_proto(cls, item: reward_pb2.ScoreItem) -> "Item":
@@ -68,13 +72,20 @@ class Item:
             id=item.id,
             response_text=item.response_text,
             ground_truth=item.ground_truth,
+            other_ground_truths=tuple(item.other_ground_truths),
             messages=tuple(Message(message.role, message.content) for message in item.messages),
             metadata=json_format.MessageToDict(item.metadata) if item.HasField("metadata") else {},
             prompt_token_ids=_token_ids(item.prompt_token_ids, "prompt_token_ids"),
             response_token_ids=_token_ids(item.response_token_ids, "response_token_ids"),
             finish_reason=FINISH_REASONS.get(item.finish_reason, "stop"),
             num_response_tokens=item.num_response_tokens,
+            group=item.group,
         )
+
+    @property
+    def ground_truths(self) -> tuple[str, ...]:
+        """Every answer that is right; none where the data set has none."""
+        return (self.ground_truth, *self.other_ground_truths) if self.ground_truth else ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,7 @@ class Score:
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
-    """Named parts, the names that the scorer declared."""
+    """Named parts, the names that the scorer declared; what does not apply to the item is left out."""
     token_rewards: NDArray[np.float32] | None = None
     """float32 [response tokens], when the scorer declared them."""
     answer: str | None = None
@@ -120,6 +131,10 @@ may help.
 """
 
 
+BatchFunction: TypeAlias = Callable[[Sequence[Item]], Sequence[float | Score]]
+"""A scorer of many items at a time: one answer for each, in order."""
+
+
 def score_item(meta: trajectory_pb2.TrajectoryMeta, token_ids: Array) -> reward_pb2.ScoreItem:
     """The item for the trajectory of `meta` and `token_ids` (int32 [T]), with every field; RewardClient sends those
     that the scorer reads.
@@ -132,8 +147,10 @@ def score_item(meta: trajectory_pb2.TrajectoryMeta, token_ids: Array) -> reward_
         prompt_token_ids=ids[: meta.num_prompt_tokens].tobytes(),
         response_token_ids=ids[meta.num_prompt_tokens :].tobytes(),
         ground_truth=meta.prompt.ground_truth,
+        other_ground_truths=meta.prompt.other_ground_truths,
         finish_reason=meta.finish_reason,
         num_response_tokens=len(ids) - meta.num_prompt_tokens,
+        group=meta.id.rpartition("/")[0],
     )
     if meta.prompt.HasField("metadata"):
         item.metadata.CopyFrom(meta.prompt.metadata)
@@ -154,6 +171,49 @@ def evaluate(
     try:
         return result_of(item, function(Item.from_proto(item)), spec)
     except Exception as error:  # the entry point of code that is not ours
+        return failure_of(item, error)
+
+
+def evaluate_many(
+    function: BatchFunction, items: Sequence[reward_pb2.ScoreItem], spec: reward_pb2.DescribeResponse
+) -> list[reward_pb2.ScoreResult]:
+    """Calls `function` on `items` at once and checks each answer against `spec`; what goes wrong becomes a ScoreError,
+    of one item or of all.
+    """
+    try:
+        answers = function([Item.from_proto(item) for item in items])
+        if len(answers) != len(items):
+            raise ScorerError(
+                f"the scorer {spec.name!r} returned {len(answers)} answers to {len(items)} items; return one per item, "
+                "in order"
+            )
+    except Exception as error:  # the entry point of code that is not ours
+        return [failure_of(item, error) for item in items]
+    return [_checked(item, answer, spec) for item, answer in zip(items, answers, strict=True)]
+
+
+def groups_of(items: Sequence[reward_pb2.ScoreItem]) -> list[list[int]]:
+    """Places of the items of each group, in the order of their first items; one without a group is one of its own."""
+    groups: dict[tuple[bool, str], list[int]] = {}
+    for place, item in enumerate(items):
+        groups.setdefault((bool(item.group), item.group or item.id), []).append(place)
+    return list(groups.values())
+
+
+def chunked(items: Sequence[reward_pb2.ScoreItem], num_items: int) -> list[list[reward_pb2.ScoreItem]]:
+    """Cuts `items` into lists of at most `num_items`, or of one group where that is larger; no group is cut."""
+    chunks: list[list[reward_pb2.ScoreItem]] = []
+    for places in groups_of(items):
+        if not chunks or len(chunks[-1]) + len(places) > num_items:
+            chunks.append([])
+        chunks[-1].extend(items[place] for place in places)
+    return chunks
+
+
+def _checked(item: reward_pb2.ScoreItem, answer: object, spec: reward_pb2.DescribeResponse) -> reward_pb2.ScoreResult:
+    try:
+        return result_of(item, answer, spec)
+    except ScorerError as error:
         return failure_of(item, error)
 
 
@@ -203,26 +263,40 @@ def printable(text: str, max_chars: int) -> str:
 
 def problem_of(reward: reward_pb2.Reward, spec: reward_pb2.DescribeResponse, num_response_tokens: int) -> str | None:
     """Returns what makes `reward` unbelievable under `spec`, as the end of a sentence; None when nothing does."""
-    problem = _outside("reward", reward.value, spec.reward)
-    if problem:
-        return problem
+    return (
+        value_problem(reward, spec)
+        or components_problem(reward, spec)
+        or token_rewards_problem(reward, spec, num_response_tokens)
+    )
+
+
+def value_problem(reward: reward_pb2.Reward, spec: reward_pb2.DescribeResponse) -> str | None:
+    """Returns what is wrong with the value of a reward, as the end of a sentence; None when nothing is."""
+    return _outside("reward", reward.value, spec.reward)
+
+
+def components_problem(reward: reward_pb2.Reward, spec: reward_pb2.DescribeResponse) -> str | None:
+    """Returns what is wrong with the components of a reward, as the end of a sentence; None when nothing is."""
     declared = {component.name: component for component in spec.components}
-    if set(reward.components) != set(declared):
+    required = {component.name for component in spec.components if not component.may_be_absent}
+    if not required <= set(reward.components) <= set(declared):
         return f"returned the components {sorted(reward.components)}, it declares {sorted(declared)}"
-    for name, value in reward.components.items():
-        problem = _outside(f"component {name!r}", value, declared[name])
-        if problem:
-            return problem
+    problems = (_outside(f"component {name!r}", value, declared[name]) for name, value in reward.components.items())
+    return next((problem for problem in problems if problem), None)
+
+
+def token_rewards_problem(
+    reward: reward_pb2.Reward, spec: reward_pb2.DescribeResponse, num_response_tokens: int
+) -> str | None:
+    """Returns what is wrong with the token rewards of a reward, as the end of a sentence; None when nothing is."""
     if reward.HasField("token_rewards") != spec.token_rewards:
         return (
             "returned token_rewards it does not declare"
             if reward.HasField("token_rewards")
             else "declares token_rewards and returned none"
         )
-    return _token_rewards_problem(reward, num_response_tokens) if spec.token_rewards else None
-
-
-def _token_rewards_problem(reward: reward_pb2.Reward, num_response_tokens: int) -> str | None:
+    if not spec.token_rewards:
+        return None
     try:
         rewards = decode_tensor(reward.token_rewards, "token_rewards")
     except InvalidInputError as error:
@@ -262,6 +336,8 @@ def spec_problem(spec: reward_pb2.DescribeResponse) -> str | None:
 
 def change_of(old: reward_pb2.DescribeResponse, new: reward_pb2.DescribeResponse) -> str | None:
     """Returns what two descriptions disagree on, of that which gives a number its meaning; None when they agree."""
+    if old.whole_groups != new.whole_groups:
+        return f"whole_groups from {old.whole_groups} to {new.whole_groups}"
     if old.token_rewards != new.token_rewards:
         return f"token_rewards from {old.token_rewards} to {new.token_rewards}"
     before, after = (

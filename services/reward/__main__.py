@@ -31,9 +31,10 @@ async def serve_reward(args: ServiceArgs) -> None:
     from services.reward.service import SERVICE_NAME, RewardServicer
 
     settings = args.settings
-    telemetry.configure(settings.telemetry, "reward", args.worker)
+    telemetry.configure(settings.telemetry, "reward", args.worker, run=settings.run.name, rpc=settings.rpc)
     reward = reward_settings(settings)
     dispatcher = Dispatcher(reward, settings.rpc)
+    telemetry.show_states(dispatcher.states)
     server = Server(settings.rpc, reward.bind, setting="reward.bind")
     membership: Membership | None = None
 

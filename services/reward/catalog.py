@@ -6,30 +6,46 @@ processes.
 """
 
 import re
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from rolecall.errors import BadGroundTruthError
 from rolecall.plugins import load_function
-from rolecall.scoring.scores import ALL_FIELDS, Item, Score, ScoreFunction, component_spec
+from rolecall.scoring.scores import ALL_FIELDS, Score, ScoreFunction, component_spec, evaluate, evaluate_many, groups_of
 from rolecall.settings import (
     AnswerScorer,
+    ChoiceScorer,
     FunctionScorer,
+    Gsm8kScorer,
+    InstructionScorer,
     JsonScorer,
     LengthScorer,
+    NumericScorer,
     PatternScorer,
+    PresetScorer,
+    QaScorer,
 )
 from rolecall.v1 import reward_pb2
+from services.reward.presets import best, bind_preset, truths
 from services.reward.scorers.boxed import boxed_answer, boxed_match
 from services.reward.scorers.exact_match import exact_match, whole_answer
 from services.reward.scorers.format import matches_format
+from services.reward.scorers.hendrycks_math import hendrycks_answer, hendrycks_match
 from services.reward.scorers.json_ import is_json
 from services.reward.scorers.length import length_cost
 from services.reward.scorers.regex import regex_answer, regex_match
 
-LocalScorer: TypeAlias = AnswerScorer | PatternScorer | JsonScorer | LengthScorer | FunctionScorer
+LocalScorer: TypeAlias = AnswerScorer | PatternScorer | JsonScorer | LengthScorer | FunctionScorer | PresetScorer
 """Every scorer that runs in a worker process: all but the external one."""
 
-COMPARES = (reward_pb2.SCORE_FIELD_RESPONSE_TEXT, reward_pb2.SCORE_FIELD_GROUND_TRUTH)
+ScoreMany: TypeAlias = Callable[[Sequence[reward_pb2.ScoreItem]], list[reward_pb2.ScoreResult]]
+
+_READS = {
+    "json": (reward_pb2.SCORE_FIELD_RESPONSE_TEXT,),
+    "format": (reward_pb2.SCORE_FIELD_RESPONSE_TEXT,),
+    "ifeval": (reward_pb2.SCORE_FIELD_RESPONSE_TEXT, reward_pb2.SCORE_FIELD_METADATA),
+}
+_COMPARES = (reward_pb2.SCORE_FIELD_RESPONSE_TEXT, reward_pb2.SCORE_FIELD_GROUND_TRUTH)
+"""Fields that every other kind reads."""
 
 
 def describe(name: str, scorer: LocalScorer) -> reward_pb2.DescribeResponse:
@@ -38,12 +54,40 @@ def describe(name: str, scorer: LocalScorer) -> reward_pb2.DescribeResponse:
         components = [component_spec(part, None, None) for part in scorer.components]
         reward = component_spec("", scorer.min, scorer.max)
         return reward_pb2.DescribeResponse(
-            name=name, reads=ALL_FIELDS, reward=reward, components=components, token_rewards=scorer.token_rewards
+            name=name,
+            reads=ALL_FIELDS,
+            reward=reward,
+            components=components,
+            token_rewards=scorer.token_rewards,
+            whole_groups=scorer.scope == "group",
         )
     if isinstance(scorer, LengthScorer):
         return reward_pb2.DescribeResponse(name=name, reward=component_spec("", -1.0, 0.0))
-    reads = (reward_pb2.SCORE_FIELD_RESPONSE_TEXT,) if scorer.kind in ("json", "format") else COMPARES
+    reads = _READS.get(scorer.kind, _COMPARES)
     return reward_pb2.DescribeResponse(name=name, reads=reads, reward=component_spec("", 0.0, 1.0))
+
+
+def bind_many(scorer: LocalScorer, spec: reward_pb2.DescribeResponse) -> ScoreMany:
+    """The function of `scorer` over the items of one task (`parted`), checked against its description `spec`.
+    ConfigError as `bind`.
+    """
+    if isinstance(scorer, FunctionScorer) and scorer.takes_many:
+        of_many = load_function(scorer.target, "the scorer's target")
+        return lambda items: evaluate_many(of_many, items, spec)
+    function = bind(scorer)
+    return lambda items: [evaluate(function, item, spec) for item in items]
+
+
+def parted(scorer: LocalScorer, items: Sequence[reward_pb2.ScoreItem]) -> list[list[int]]:
+    """Places of the items of each task: one item each, batches for a function of many, whole groups for one that
+    compares.
+    """
+    if not isinstance(scorer, FunctionScorer) or not scorer.takes_many:
+        return [[place] for place in range(len(items))]
+    if scorer.scope == "group":
+        return groups_of(items)
+    places = list(range(len(items)))
+    return [places[start : start + scorer.max_items] for start in range(0, len(places), scorer.max_items)]
 
 
 def bind(scorer: LocalScorer) -> ScoreFunction:
@@ -52,22 +96,29 @@ def bind(scorer: LocalScorer) -> ScoreFunction:
         case AnswerScorer(kind="exact_match"):
             ignore_case = scorer.ignore_case
             return lambda item: Score(
-                exact_match(item.response_text, _truth(item), ignore_case=ignore_case),
+                best(item, lambda truth: exact_match(item.response_text, truth, ignore_case=ignore_case)),
                 answer=whole_answer(item.response_text, ignore_case=ignore_case),
             )
         case PatternScorer(kind="regex"):
             pattern = re.compile(scorer.pattern)
             return lambda item: Score(
-                regex_match(item.response_text, _truth(item), pattern), answer=regex_answer(item.response_text, pattern)
+                best(item, lambda truth: regex_match(item.response_text, truth, pattern)),
+                answer=regex_answer(item.response_text, pattern),
             )
         case AnswerScorer(kind="boxed"):
             return lambda item: Score(
-                boxed_match(item.response_text, _truth(item)), answer=boxed_answer(item.response_text)
+                best(item, lambda truth: boxed_match(item.response_text, truth)),
+                answer=boxed_answer(item.response_text),
+            )
+        case AnswerScorer(kind="hendrycks_math"):
+            return lambda item: Score(
+                best(item, lambda truth: hendrycks_match(item.response_text, truth)),
+                answer=hendrycks_answer(item.response_text),
             )
         case AnswerScorer():
             from services.reward.scorers.math import math_equal  # sympy: half a second, and only in the extra `reward`
 
-            return lambda item: _math_score(*math_equal(item.response_text, _truth(item)))
+            return lambda item: _math_score([math_equal(item.response_text, truth) for truth in truths(item)])
         case JsonScorer():
             return lambda item: is_json(item.response_text, scorer.required_keys)
         case PatternScorer():
@@ -77,16 +128,10 @@ def bind(scorer: LocalScorer) -> ScoreFunction:
             return lambda item: length_cost(item.num_response_tokens, scorer.max_tokens)
         case FunctionScorer():
             return load_function(scorer.target, "the scorer's target")
+        case Gsm8kScorer() | NumericScorer() | QaScorer() | ChoiceScorer() | InstructionScorer():
+            return bind_preset(scorer)
 
 
-def _math_score(value: float, answer: str | None) -> Score:
+def _math_score(found: Sequence[tuple[float, str | None]]) -> Score:
+    value, answer = max(found, key=lambda each: each[0])
     return Score(value, answer=answer)
-
-
-def _truth(item: Item) -> str:
-    if not item.ground_truth:
-        raise BadGroundTruthError(
-            f"item {item.id} has no ground truth to compare with; give every prompt one, or use a scorer that needs "
-            "none"
-        )
-    return item.ground_truth

@@ -5,7 +5,7 @@ A component that is itself composed (an external scorer with components, a funct
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -13,34 +13,61 @@ from rolecall.scoring.scores import Failure, Outcome, Score, component_spec, err
 from rolecall.v1 import reward_pb2
 from rolecall.wire import encode_tensor
 
+NOT_APPLICABLE = "NOT_APPLICABLE"
+"""Code of an item that no component scores."""
+
 
 def compose_spec(
-    name: str, specs: Mapping[str, reward_pb2.DescribeResponse], weights: Mapping[str, float]
+    name: str,
+    specs: Mapping[str, reward_pb2.DescribeResponse],
+    weights: Mapping[str, float],
+    routed: Collection[str] = (),
+    shadows: Collection[str] = (),
 ) -> reward_pb2.DescribeResponse:
     """Returns what the weighted sum of the components `specs` reads and returns. A range is bounded when every
-    component with a weight is.
+    component with a weight is. Those in `routed` apply to some items alone, which their metadata says; items may lack
+    the `shadows`.
     """
-    low = sum(min(_scaled(weights[part], bound) for bound in _range(spec.reward)) for part, spec in specs.items())
-    high = sum(max(_scaled(weights[part], bound) for bound in _range(spec.reward)) for part, spec in specs.items())
+    low = high = 0.0
     components = []
     for part, spec in specs.items():
-        components.append(_named(part, spec.reward))
-        components.extend(_named(f"{part}/{inner.name}", inner) for inner in spec.components)
+        ends = [_scaled(weights[part], bound) for bound in _range(spec.reward)] + [0.0] * (part in routed)
+        low, high = low + min(ends), high + max(ends)
+        may_be_absent = part in routed or part in shadows
+        components.append(_named(part, spec.reward, may_be_absent=may_be_absent))
+        components.extend(
+            _named(f"{part}/{inner.name}", inner, may_be_absent=may_be_absent or inner.may_be_absent)
+            for inner in spec.components
+        )
+    reads = {field for spec in specs.values() for field in spec.reads}
     return reward_pb2.DescribeResponse(
         name=name,
-        reads=sorted({field for spec in specs.values() for field in spec.reads}),
+        reads=sorted(reads | ({reward_pb2.SCORE_FIELD_METADATA} if routed else set())),
         reward=component_spec("", low if math.isfinite(low) else None, high if math.isfinite(high) else None),
         components=components,
         token_rewards=any(spec.token_rewards for spec in specs.values()),
+        whole_groups=any(spec.whole_groups for spec in specs.values()),
     )
 
 
 def compose(
-    item: reward_pb2.ScoreItem, outcomes: Mapping[str, Outcome], weights: Mapping[str, float]
+    item: reward_pb2.ScoreItem,
+    outcomes: Mapping[str, Outcome],
+    weights: Mapping[str, float],
+    *,
+    token_rewards: bool = False,
 ) -> reward_pb2.ScoreResult:
-    """The item's result: the weighted sum in the order of `outcomes`, or the error of the components that failed, never
-    a partial sum. The answer is that of the first component that reads one.
+    """The item's result: the weighted sum in the order of `outcomes`, which are of the components that apply to it, or
+    the error of those that failed, never a partial sum. The answer is that of the first component that reads one.
+    token_rewards: the sum has them, zeros where no component that applies gives any.
     """
+    if not outcomes:
+        return error_result(
+            item.id,
+            NOT_APPLICABLE,
+            "no component applies to the item's fields; widen a when of reward.components, or add one without",
+            retryable=False,
+        )
     failures = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failure)}
     if failures:
         return _failed(item, failures)
@@ -60,6 +87,8 @@ def compose(
         for name, score in scores.items()
         if score.token_rewards is not None
     ]
+    if token_rewards and not per_token:
+        per_token = [np.zeros(item.num_response_tokens, np.float32)]
     if per_token:
         reward.token_rewards.CopyFrom(encode_tensor(np.stack(per_token).sum(axis=0, dtype=np.float32)))
     return reward_pb2.ScoreResult(id=item.id, reward=reward)
@@ -80,8 +109,8 @@ def _range(spec: reward_pb2.ComponentSpec) -> tuple[float, float]:
     return (spec.min if spec.HasField("min") else -math.inf), (spec.max if spec.HasField("max") else math.inf)
 
 
-def _named(name: str, spec: reward_pb2.ComponentSpec) -> reward_pb2.ComponentSpec:
+def _named(name: str, spec: reward_pb2.ComponentSpec, *, may_be_absent: bool) -> reward_pb2.ComponentSpec:
     named = reward_pb2.ComponentSpec()
     named.CopyFrom(spec)
-    named.name = name
+    named.name, named.may_be_absent = name, may_be_absent
     return named

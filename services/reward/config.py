@@ -22,6 +22,8 @@ class RewardSettings:
     """Folder where users' functions are found and run."""
     start_timeout_s: float
     """Longest wait for external scorers at the start."""
+    environment: tuple[str, ...] = ()
+    """Names of further environment variables for users' functions."""
 
     @property
     def local(self) -> dict[str, LocalScorer]:
@@ -56,4 +58,5 @@ def reward_settings(settings: RunSettings) -> RewardSettings:
         num_workers=section.num_workers,
         search_path=section.search_path,
         start_timeout_s=settings.controller.start_timeout_s,
+        environment=section.environment,
     )

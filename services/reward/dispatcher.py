@@ -14,8 +14,10 @@ import grpc
 
 from rolecall.errors import RoleCallError, ScorerError, ScorerUnavailableError
 from rolecall.scoring.client import RewardClient, open_external, with_retries
-from rolecall.scoring.scores import Failure, Outcome, decode_reward
-from rolecall.settings import RpcSection
+from rolecall.scoring.scores import Failure, Outcome, Score, decode_reward
+from rolecall.settings import RpcSection, scorer_environment, shadows_of
+from rolecall.telemetry.scorers import ScorerMeter
+from rolecall.telemetry.states import StateClock
 from rolecall.v1 import reward_pb2
 from services.reward import catalog
 from services.reward.compose import compose, compose_spec
@@ -47,6 +49,7 @@ class LocalComponent:
         self._spec = catalog.describe(name, scorer)
         self._pool = pool
         self._max_attempts = max_attempts
+        self._meter = ScorerMeter(name)
 
     async def describe(self) -> reward_pb2.DescribeResponse:
         """Returns the description that follows from the configuration."""
@@ -56,7 +59,9 @@ class LocalComponent:
         """One outcome per item, in order; retryable failures were tried max_attempts times. An item that kills or holds
         its worker each time is bad data.
         """
-        return await with_retries(self._attempt, items, self._max_attempts)
+        return await with_retries(
+            self._attempt, items, self._max_attempts, self._meter, lambda: self._spec.whole_groups
+        )
 
     async def _attempt(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
         return [_outcome(result) for result in await self._pool.score(self._name, items)]
@@ -68,23 +73,35 @@ class Dispatcher:
     def __init__(self, settings: RewardSettings, rpc: RpcSection) -> None:
         self._settings = settings
         local, components = settings.local, settings.components
+        self._shadows = shadows_of(components)
         timeouts_s = {name: components[name].timeout_s for name in local}
-        self._pool = WorkerPool(local, timeouts_s, settings.num_workers, settings.search_path) if local else None
+        environment = scorer_environment(settings.environment)
+        self._pool = (
+            WorkerPool(local, timeouts_s, settings.num_workers, settings.search_path, environment) if local else None
+        )
         self._channels: list[grpc.aio.Channel] = []
         self._external: dict[str, RewardClient] = {}
         for name, scorer in settings.external.items():
             component = components[name]
             self._external[name], channel = open_external(
-                name, scorer, rpc, timeout_s=component.timeout_s, max_attempts=component.max_attempts
+                name, scorer, rpc, timeout_s=component.timeout_s, max_attempts=self._attempts(name)
             )
             self._channels.append(channel)
         self._components: dict[str, Component] = {}
-        for name, component in components.items():
+        for name in components:
             if name in self._external:
                 self._components[name] = self._external[name]
             elif self._pool is not None:
-                self._components[name] = LocalComponent(name, local[name], self._pool, component.max_attempts)
+                self._components[name] = LocalComponent(name, local[name], self._pool, self._attempts(name))
+        self.states = StateClock(("starting", "waiting", "scoring"))
+        """What it does: it scores while any call is under way."""
+        self._num_calls = 0
         self._weights = {name: component.weight for name, component in components.items()}
+        self._routed = {name: component for name, component in components.items() if component.when}
+        self._fields = {field for component in self._routed.values() for field in component.when}
+        """Fields of the items' metadata that say which components apply."""
+        self._gives_token_rewards = False
+        """Known from the start on; a scorer that changes it within the run is refused."""
 
     async def start(self) -> None:
         """Returns when every component can score. ConfigError when a local one never will, ScorerUnavailableError when
@@ -93,20 +110,61 @@ class Dispatcher:
         if self._pool is not None:
             await self._pool.start()
         await asyncio.gather(*(self._reach(name, client) for name, client in self._external.items()))
+        self._gives_token_rewards = (await self.describe()).token_rewards
+        self.states.enter("waiting")
 
     async def describe(self) -> reward_pb2.DescribeResponse:
         """The description of the weighted sum."""
         specs = {name: await component.describe() for name, component in self._components.items()}
-        return compose_spec("reward", specs, self._weights)
+        return compose_spec("reward", specs, self._weights, self._routed, self._shadows)
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[reward_pb2.ScoreResult]:
         """One result per item, in order. Ids must be unique."""
-        scored = await asyncio.gather(*(component.score(items) for component in self._components.values()))
-        by_item = zip(*scored, strict=True)
+        self._num_calls += 1
+        self.states.enter("scoring")
+        try:
+            outcomes = await self._outcomes(items)
+        finally:
+            self._num_calls -= 1
+            if not self._num_calls:
+                self.states.enter("waiting")
         return [
-            compose(item, dict(zip(self._components, outcomes, strict=True)), self._weights)
-            for item, outcomes in zip(items, by_item, strict=True)
+            compose(
+                item,
+                of_item if of_item.keys() - self._shadows else {},
+                self._weights,
+                token_rewards=self._gives_token_rewards,
+            )
+            for item, of_item in zip(items, outcomes, strict=True)
         ]
+
+    def _attempts(self, name: str) -> int:
+        """Tries of an item by a component; a shadow must not hold the others up."""
+        return 1 if name in self._shadows else self._settings.components[name].max_attempts
+
+    async def _outcomes(self, items: Sequence[reward_pb2.ScoreItem]) -> list[dict[str, Outcome]]:
+        """An outcome by component that applies, in the components' order, per item."""
+        places = self._places(items)
+        scored = await asyncio.gather(
+            *(self._components[name].score([items[place] for place in found]) for name, found in places.items())
+        )
+        outcomes: list[dict[str, Outcome]] = [{} for _ in items]
+        for (name, found), of_component in zip(places.items(), scored, strict=True):
+            for place, outcome in zip(found, of_component, strict=True):
+                if name not in self._shadows or isinstance(outcome, Score):
+                    outcomes[place][name] = outcome
+        return outcomes
+
+    def _places(self, items: Sequence[reward_pb2.ScoreItem]) -> dict[str, Sequence[int]]:
+        """Places of the items that each component applies to; no component without any."""
+        fields = [{field: item.metadata[field] for field in self._fields if field in item.metadata} for item in items]
+        places: dict[str, Sequence[int]] = {}
+        for name in self._components:
+            routed = self._routed.get(name)
+            places[name] = [
+                place for place, metadata in enumerate(fields) if routed is None or routed.applies_to(metadata)
+            ]
+        return {name: found for name, found in places.items() if found}
 
     @property
     def trouble(self) -> str:

@@ -1,11 +1,11 @@
 """The bytes between the service and a worker process: length-prefixed frames over pipes, never a pickle.
 
     frame     = u32 length of payload, u16 component, payload             (little-endian)
-    to worker   first a setup frame (component 0, a WorkerSetup as JSON), then a frame per item: component, ScoreItem
-    to service  first a ready frame (component 0, empty, or why it cannot work), then a ScoreResult per item, in order
+    to worker   first a setup frame (component 0, a WorkerSetup as JSON), then a frame per task: component, ScoreRequest
+    to service  first a ready frame (component 0, empty, or why it cannot work), then a ScoreResponse per task, in order
 
-Results come one by one and in order, so the item being worked on is always the first unanswered one: that is what a
-deadline or a death is blamed on.
+A task is one item, a batch or a group. Answers come one by one and in order, so the task being worked on is always the
+first unanswered one: that is what a deadline or a death is blamed on.
 """
 
 import struct

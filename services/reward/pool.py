@@ -1,12 +1,13 @@
 """A supervised pool of scorer processes: killable, with a deadline per item.
 
-Owns the worker processes and the queue before them. A `WorkerThread` per worker starts it, sends it a few items at a
-time, times the one it is on, and kills it when that one is late: that item alone fails with TIMEOUT, the others go back
-to the head of the queue. A worker that dies by itself fails the item it was on with WORKER_DIED. Knows no gRPC and no
-reward arithmetic.
+Owns the worker processes and the queue of tasks before them. A task is one item, a batch for a function of many, or a
+group for one that compares. A `WorkerThread` per worker starts it, sends it a few tasks at a time, times the one it is
+on, and kills it when that one is late: that task alone fails with TIMEOUT, the others go back to the head of the queue.
+A worker that dies by itself fails the task it was on with WORKER_DIED. A batch is not failed but cut in two. Knows no
+gRPC and no reward arithmetic.
 
-Bounds: MAX_QUEUED_ITEMS wait (more are answered OVERLOADED at once); a worker holds at most MAX_BATCH_ITEMS. An item
-that waits is bounded by the deadline of the call it belongs to: a cancelled call's items are skipped.
+Bounds: MAX_QUEUED_TASKS wait (more are answered OVERLOADED at once); a worker holds at most MAX_TASKS. A task that
+waits is bounded by the deadline of the call it belongs to: a cancelled call's tasks are skipped.
 """
 
 import asyncio
@@ -14,13 +15,14 @@ import json
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rolecall.errors import DeadlineError, RoleCallError, UnavailableError, WorkerLostError
 from rolecall.scoring.scores import error_result
+from rolecall.settings import FunctionScorer
 from rolecall.v1 import reward_pb2
-from services.reward.catalog import LocalScorer
+from services.reward.catalog import LocalScorer, parted
 from services.reward.worker_process import WorkerProcess
 
 WORKER_DIED = "WORKER_DIED"
@@ -31,8 +33,8 @@ TIMEOUT = "TIMEOUT"
 """Code of an item that was late: its worker was stopped or starved (worth another try), or the item takes too long by
 itself.
 """
-MAX_QUEUED_ITEMS = 65536
-MAX_BATCH_ITEMS = 64
+MAX_QUEUED_TASKS = 65536
+MAX_TASKS = 64
 START_TIMEOUT_S = 120.0
 """Longest start of a worker, its imports included."""
 MAX_FAILED_STARTS = 3
@@ -53,21 +55,36 @@ class Call:
 
 @dataclass
 class Task:
-    """One item for one component. `index` is its place in the call's results."""
+    """Items for one component that are scored by one call of it. `places` are theirs in the call's results."""
 
     call: Call
-    index: int
+    places: Sequence[int]
     component: int
-    item_id: str
-    payload: bytes
+    items: Sequence[reward_pb2.ScoreItem]
     timeout_s: float
+    may_be_cut: bool
+    """Whether parts of it are scored as well: it is a batch."""
 
-    def finish(self, result: reward_pb2.ScoreResult) -> None:
-        """Hands in the result; the last one of a call wakes the caller. Called under the pool's lock."""
-        self.call.results[self.index] = result
-        self.call.missing -= 1
+    def finish(self, results: Sequence[reward_pb2.ScoreResult]) -> None:
+        """Hands in the results, one per item; the last ones of a call wake the caller. Called under the pool's lock."""
+        for place, item, result in zip(self.places, self.items, results, strict=True):
+            result.id = item.id
+            self.call.results[place] = result
+        self.call.missing -= len(self.places)
         if self.call.missing == 0 and not self.call.loop.is_closed():
             self.call.loop.call_soon_threadsafe(_resolve, self.call)
+
+    def fail(self, code: str, message: str, *, retryable: bool) -> None:
+        """Hands in an error for each item. Called under the pool's lock."""
+        self.finish([error_result(item.id, code, message, retryable) for item in self.items])
+
+    def halves(self) -> list["Task"]:
+        """Two tasks in place of a batch; none where it cannot be cut."""
+        if not self.may_be_cut or len(self.places) == 1:
+            return []
+        middle = len(self.places) // 2
+        parts = (slice(None, middle), slice(middle, None))
+        return [replace(self, places=self.places[part], items=self.items[part]) for part in parts]
 
 
 def _resolve(call: Call) -> None:
@@ -88,14 +105,21 @@ class WorkerPool:
     """Scores items with the components given, each item of a component within that component's seconds."""
 
     def __init__(
-        self, scorers: Mapping[str, LocalScorer], timeouts_s: Mapping[str, float], num_workers: int, search_path: Path
+        self,
+        scorers: Mapping[str, LocalScorer],
+        timeouts_s: Mapping[str, float],
+        num_workers: int,
+        search_path: Path,
+        environment: Mapping[str, str],
     ) -> None:
+        """environment: of the worker processes, whole."""
         self._timeouts_s = dict(timeouts_s)
+        self._scorers = dict(scorers)
         self._indices = {name: index for index, name in enumerate(scorers)}
         dumped = {name: scorer.model_dump(mode="json") for name, scorer in scorers.items()}
         setup = json.dumps({"components": dumped, "search_path": str(search_path)}).encode()
         self._queue = Queue()
-        self._threads = [WorkerThread(self._queue, setup, num_workers) for _ in range(num_workers)]
+        self._threads = [WorkerThread(self._queue, setup, num_workers, environment) for _ in range(num_workers)]
 
     async def start(self) -> None:
         """Starts the workers and waits until all have imported their scorers. ConfigError says which component cannot
@@ -112,13 +136,18 @@ class WorkerPool:
         loop = asyncio.get_running_loop()
         call = Call(loop, loop.create_future(), [None] * len(items), len(items))
         index, timeout_s = self._indices[component], self._timeouts_s[component]
-        tasks = [Task(call, i, index, item.id, item.SerializeToString(), timeout_s) for i, item in enumerate(items)]
+        scorer = self._scorers[component]
+        may_be_cut = isinstance(scorer, FunctionScorer) and scorer.batch
+        tasks = [
+            Task(call, places, index, [items[place] for place in places], timeout_s, may_be_cut)
+            for places in parted(scorer, items)
+        ]
         self._submit(tasks)
-        return await call.future  # bounded: every item has its timeout_s, past which its worker is killed
+        return await call.future  # bounded: every task has its timeout_s, past which its worker is killed
 
     def close(self) -> None:
         """Kills the workers and fails what waits. Returns when every process is reaped."""
-        with self._queue.condition:
+        with self._queue.condition:  # bounded: held to look at the queue, never while scoring
             self._queue.closed = True
             _fail(self._queue.tasks, "STOPPING", "the reward service is stopping", retryable=True)
             self._queue.tasks.clear()
@@ -135,12 +164,12 @@ class WorkerPool:
             if self._queue.closed:
                 _fail(tasks, "STOPPING", "the reward service is stopping", retryable=True)
                 return
-            room = max(0, MAX_QUEUED_ITEMS - len(self._queue.tasks))
+            room = max(0, MAX_QUEUED_TASKS - len(self._queue.tasks))
             self._queue.tasks.extend(tasks[:room])
             _fail(
                 tasks[room:],
                 "OVERLOADED",
-                f"{MAX_QUEUED_ITEMS} items wait already; score fewer at a time or add reward.num_workers",
+                f"{MAX_QUEUED_TASKS} tasks wait already; score fewer at a time or add reward.num_workers",
                 retryable=True,
             )
             self._queue.condition.notify_all()
@@ -149,10 +178,11 @@ class WorkerPool:
 class WorkerThread:
     """A thread that drives one worker process."""
 
-    def __init__(self, queue: Queue, setup: bytes, num_threads: int) -> None:
+    def __init__(self, queue: Queue, setup: bytes, num_threads: int, environment: Mapping[str, str]) -> None:
         self._queue = queue
         self._setup = setup
         self._num_threads = num_threads
+        self._environment = environment
         self._thread = threading.Thread(target=self._run, name="scorer", daemon=True)
         self._ready = threading.Event()
         self._start_error: RoleCallError | None = None
@@ -217,7 +247,7 @@ class WorkerThread:
             old.kill()
         if self._queue.closed:
             return None, UnavailableError("the reward service is stopping")
-        self._worker = WorkerProcess(self._setup)
+        self._worker = WorkerProcess(self._setup, self._environment)
         return self._worker, self._worker.wait_ready(START_TIMEOUT_S)
 
     def _take(self) -> deque[Task]:
@@ -225,7 +255,7 @@ class WorkerThread:
         with self._queue.condition:  # bounded: held to look at the queue, never while scoring
             while not self._queue.closed:
                 waiting = self._queue.tasks
-                share = min(MAX_BATCH_ITEMS, -(-len(waiting) // self._num_threads))
+                share = min(MAX_TASKS, -(-len(waiting) // self._num_threads))
                 taken = deque(waiting.popleft() for _ in range(share))
                 live = deque(task for task in taken if not task.call.future.done())
                 if live:
@@ -237,29 +267,32 @@ class WorkerThread:
 
     def _score(self, worker: WorkerProcess, tasks: deque[Task]) -> None:
         """Runs `tasks` until all are answered or the worker is lost; what it did not get to goes back to the queue."""
+        payloads = [reward_pb2.ScoreRequest(items=task.items).SerializeToString() for task in tasks]
+        sent = [(task.component, payload, task.timeout_s) for task, payload in zip(tasks, payloads, strict=True)]
         try:
-            for result in worker.score([(task.component, task.payload, task.timeout_s) for task in tasks]):
+            for results in worker.score(sent):
                 task = tasks.popleft()
-                result.id = task.item_id
                 with self._queue.condition:
-                    task.finish(result)
+                    task.finish(results)
         except DeadlineError:
-            task = tasks.popleft()
-            self._fail(
-                [task], TIMEOUT, f"the scorer took longer than {task.timeout_s:g} s and was stopped", retryable=True
-            )
+            self._is_to_blame(tasks, TIMEOUT, f"the scorer took longer than {tasks[0].timeout_s:g} s and was stopped")
         except WorkerLostError as error:
-            self._fail(
-                [tasks.popleft()],
-                WORKER_DIED,
-                f"the scorer's process ended while it scored the item ({error.message})",
-                retryable=True,
+            self._is_to_blame(
+                tasks, WORKER_DIED, f"the scorer's process ended while it scored the item ({error.message})"
             )
         if tasks:
             self._give_back(tasks)
 
+    def _is_to_blame(self, tasks: deque[Task], code: str, message: str) -> None:
+        """The worker was lost over the first of `tasks`: a batch is cut in two in its place, anything else fails."""
+        task = tasks.popleft()
+        halves = task.halves()
+        tasks.extendleft(reversed(halves))
+        if not halves:
+            self._fail([task], code, message, retryable=True)
+
     def _give_back(self, tasks: deque[Task]) -> None:
-        with self._queue.condition:
+        with self._queue.condition:  # bounded: held to look at the queue, never while scoring
             if self._queue.closed:
                 _fail(tasks, "STOPPING", "the reward service is stopping", retryable=True)
                 return
@@ -267,10 +300,10 @@ class WorkerThread:
             self._queue.condition.notify_all()
 
     def _fail(self, tasks: Iterable[Task], code: str, message: str, *, retryable: bool) -> None:
-        with self._queue.condition:
+        with self._queue.condition:  # bounded: held to look at the queue, never while scoring
             _fail(tasks, code, message, retryable=retryable)
 
 
 def _fail(tasks: Iterable[Task], code: str, message: str, *, retryable: bool) -> None:
     for task in tasks:
-        task.finish(error_result(task.item_id, code, message, retryable))
+        task.fail(code, message, retryable=retryable)

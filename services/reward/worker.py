@@ -16,10 +16,9 @@ from pydantic import Field
 
 from rolecall.errors import ConfigError
 from rolecall.lifeline import die_with_parent
-from rolecall.scoring.scores import ScoreFunction, evaluate
 from rolecall.settings import Section
 from rolecall.v1 import reward_pb2
-from services.reward.catalog import LocalScorer, bind, describe
+from services.reward.catalog import LocalScorer, ScoreMany, bind_many, describe
 from services.reward.frames import FrameBuffer, frame
 
 READ_BYTES = 1 << 16
@@ -40,17 +39,15 @@ def main() -> int:
     logging.basicConfig(format="reward worker %(process)d: %(message)s", level=logging.INFO)
     requests, answers = _take_pipes()
     buffer = FrameBuffer()
-    scorers: list[tuple[ScoreFunction, reward_pb2.DescribeResponse]] = []
+    scorers: list[ScoreMany] = []
     ready = False
     while data := os.read(requests, READ_BYTES):
         for component, payload in buffer.feed(data):
             if not ready:
                 scorers, ready = _set_up(payload, answers), True
                 continue
-            function, spec = scorers[component]
-            _write(
-                answers, frame(evaluate(function, reward_pb2.ScoreItem.FromString(payload), spec).SerializeToString())
-            )
+            results = scorers[component](reward_pb2.ScoreRequest.FromString(payload).items)
+            _write(answers, frame(reward_pb2.ScoreResponse(results=results).SerializeToString()))
     return 0
 
 
@@ -63,14 +60,14 @@ def _take_pipes() -> tuple[int, int]:
     return requests, answers
 
 
-def _set_up(payload: bytes, answers: int) -> list[tuple[ScoreFunction, reward_pb2.DescribeResponse]]:
+def _set_up(payload: bytes, answers: int) -> list[ScoreMany]:
     setup = WorkerSetup.model_validate_json(payload)
     sys.path.insert(0, str(setup.search_path))
     os.chdir(setup.search_path)
     scorers = []
     for name, scorer in setup.components.items():
         try:
-            scorers.append((bind(scorer), describe(name, scorer)))
+            scorers.append(bind_many(scorer, describe(name, scorer)))
         except ConfigError as error:
             _give_up(answers, name, error.message)
         except Exception as error:  # the entry point of modules that are not ours: any of them may fail to import

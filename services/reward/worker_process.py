@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -25,12 +25,18 @@ was started in.
 
 
 class WorkerProcess:
-    """A `python -m services.reward.worker` in a process group of its own."""
+    """A `python -m services.reward.worker` in a process group and an environment of its own."""
 
-    def __init__(self, setup: bytes) -> None:
+    def __init__(self, setup: bytes, environment: Mapping[str, str]) -> None:
         command = [sys.executable, "-m", "services.reward.worker", str(os.getpid())]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, process_group=0, cwd=ROOT
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            process_group=0,
+            cwd=ROOT,
+            env=environment,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -56,19 +62,19 @@ class WorkerProcess:
         """Whether the process still runs."""
         return self._process.poll() is None
 
-    def score(self, tasks: Sequence[tuple[int, bytes, float]]) -> Iterator[reward_pb2.ScoreResult]:
-        """Results of (component, serialized ScoreItem, timeout in seconds), in order, as they come. DeadlineError and
-        WorkerLostError speak of the next one.
+    def score(self, tasks: Sequence[tuple[int, bytes, float]]) -> Iterator[Sequence[reward_pb2.ScoreResult]]:
+        """Results of (component, serialized ScoreRequest, timeout in seconds), in order, as they come. DeadlineError
+        and WorkerLostError speak of the next one.
         """
         frames = b"".join(frame(payload, component) for component, payload, _ in tasks)
         for payload in self._exchange(frames, deque(timeout_s for _, _, timeout_s in tasks)):
             try:
-                result = reward_pb2.ScoreResult.FromString(payload)
+                results = reward_pb2.ScoreResponse.FromString(payload).results
             except DecodeError as error:
                 raise self._died("it answered nonsense") from error
-            if result.WhichOneof("outcome") is None:
+            if not results or any(result.WhichOneof("outcome") is None for result in results):
                 raise self._died("it answered nothing")
-            yield result
+            yield results
 
     def interrupt(self) -> None:
         """Sends SIGKILL to the process and what it started; the thread that uses this object then sees it end. The one

@@ -51,16 +51,19 @@ def gdpo(batch: ScoredBatch, weights: Mapping[str, float]) -> Array:
     the batch's trajectories (GDPO, arXiv:2601.05242).
 
     Reads components, not rewards_N. A component without difference in a group is 0 there; a batch without any
-    difference gets 0. InvalidInputError names a weighted component that the scorer did not give.
+    difference gets 0. Responses that a component does not apply to (NaN) take no part in its mean and std and get
+    nothing from it. InvalidInputError names a weighted component that the scorer did not give.
     """
-    groups = Groups(batch.gids_B)
     combined_B = np.zeros(batch.gids_B.size)
     for name, weight in weights.items():
         if name not in batch.components:
             raise InvalidInputError(
                 f"gdpo weighs the reward component {name!r}, and the scorer gave {sorted(batch.components)}"
             )
-        combined_B += weight * groups.normalized(batch.components[name].astype(np.float64))
+        applies_B = ~np.isnan(batch.components[name])
+        combined_B[applies_B] += weight * Groups(batch.gids_B[applies_B]).normalized(
+            batch.components[name][applies_B].astype(np.float64)
+        )
     if combined_B.min() == combined_B.max():
         return np.zeros_like(combined_B)
     return np.asarray((combined_B - combined_B.mean()) / (combined_B.std() + STD_EPS))

@@ -67,8 +67,8 @@ class ScoredBatch:
     columns: Mapping[str, Array] = field(default_factory=dict)
     """What the estimator needs, by column name: "values" [N], "bootstrap_value" [B] (0 where it stopped), ..."""
     components: Mapping[str, Array] = field(default_factory=dict)
-    """float32 [B] by name: the reward's components as the scorer gave them, before weights; only for estimators that
-    read them.
+    """float32 [B] by name: the reward's components as the scorer gave them, before weights, NaN where one does not
+    apply; only for estimators that read them.
     """
     component_weights: Mapping[str, float] = field(default_factory=dict)
     """Weight of each component, by name."""

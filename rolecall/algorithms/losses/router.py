@@ -51,20 +51,25 @@ class RouterLoad:
         return float((self.counts_LE.max(1).values / means_L).max())
 
 
-def sum_routing(logits_LNE: Sequence[torch.Tensor], weights_N: torch.Tensor, num_chosen: int) -> Routing:
+def sum_routing(
+    logits_LNE: Sequence[torch.Tensor],
+    weights_N: torch.Tensor,
+    num_chosen: int,
+    chosen_LNK: Sequence[torch.Tensor] | None = None,
+) -> Routing:
     """Sums over tokens, each counting `weights_N` times (float [N]: 0 for padding, 2 for a token that stands for two),
-    sent to the num_chosen likeliest.
+    sent to the experts `chosen_LNK` (int64), or to the num_chosen likeliest.
     """
     first_NE = logits_LNE[0]
     dtype = torch.promote_types(first_NE.dtype, torch.float32)
     probs_E, squares = first_NE.new_zeros(first_NE.shape[1], dtype=dtype), first_NE.new_zeros((), dtype=dtype)
     weights_N, counts_LE = weights_N.to(dtype), list[torch.Tensor]()
-    for logits_NE in logits_LNE:
+    for layer, logits_NE in enumerate(logits_LNE):
         wide_NE = logits_NE.to(dtype)
         probs_NE = wide_NE.softmax(1)
         probs_E = probs_E + weights_N @ probs_NE
         squares = squares + weights_N @ wide_NE.logsumexp(1).square()
-        chosen_NK = probs_NE.detach().topk(num_chosen, dim=1).indices
+        chosen_NK = probs_NE.detach().topk(num_chosen, dim=1).indices if chosen_LNK is None else chosen_LNK[layer]
         counts_LE.append(
             torch.zeros_like(probs_E)
             .index_add(0, chosen_NK.flatten(), weights_N.repeat_interleave(num_chosen))

@@ -1,0 +1,90 @@
+"""The scorers of published data sets, bound to a component's configuration; the rest of the catalog is catalog.py."""
+
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+from rolecall.errors import BadGroundTruthError
+from rolecall.scoring.scores import Item, Score, ScoreFunction
+from rolecall.settings import (
+    ChoiceScorer,
+    Gsm8kScorer,
+    InstructionScorer,
+    NumericScorer,
+    PresetScorer,
+    QaScorer,
+)
+from rolecall.settings.presets import INSTRUCTIONS_FIELD
+from services.reward.scorers.ifeval import followed, followed_loosely
+from services.reward.scorers.multiple_choice import choice_answer, choice_match
+from services.reward.scorers.numbers import gsm8k_answer, gsm8k_match, last_number, numeric_match
+from services.reward.scorers.qa import qa_answer, qa_exact_match, qa_f1
+
+
+def bind_preset(scorer: PresetScorer) -> ScoreFunction:
+    """The function of `scorer`. It raises BadGroundTruthError for an item without what it compares with."""
+    match scorer:
+        case Gsm8kScorer():
+            flexible = scorer.flexible
+            return lambda item: Score(
+                best(item, lambda truth: gsm8k_match(item.response_text, truth, flexible=flexible)),
+                answer=gsm8k_answer(item.response_text, flexible=flexible),
+            )
+        case NumericScorer():
+            tolerance = scorer.tolerance
+            return lambda item: Score(
+                best(item, lambda truth: numeric_match(item.response_text, truth, tolerance=tolerance)),
+                answer=_written(last_number(item.response_text)),
+            )
+        case QaScorer():
+            compare = qa_exact_match if scorer.kind == "qa_exact_match" else qa_f1
+            pattern = None if scorer.pattern is None else re.compile(scorer.pattern, re.DOTALL)
+            return lambda item: _qa(item, compare, pattern)
+        case ChoiceScorer():
+            choices = scorer.choices
+            return lambda item: Score(
+                best(item, lambda truth: choice_match(item.response_text, truth, choices)),
+                answer=choice_answer(item.response_text, choices),
+            )
+        case InstructionScorer():
+            check = followed_loosely if scorer.loose else followed
+            partial = scorer.partial
+            return lambda item: _instructions(item, check, partial=partial)
+
+
+def best(item: Item, compare: Callable[[str], float]) -> float:
+    """The score by the ground truth that the response is nearest to. BadGroundTruthError when there is none."""
+    return max(map(compare, truths(item)))
+
+
+def truths(item: Item) -> tuple[str, ...]:
+    """Every right answer, at least one. BadGroundTruthError when there is none."""
+    if not item.ground_truths:
+        raise BadGroundTruthError(
+            f"item {item.id} has no ground truth to compare with; give every prompt one, or use a scorer that needs "
+            "none"
+        )
+    return item.ground_truths
+
+
+def _qa(item: Item, compare: Callable[[str | None, str], float], pattern: re.Pattern[str] | None) -> Score:
+    answer = qa_answer(item.response_text, pattern)
+    return Score(best(item, lambda truth: compare(answer, truth)), answer=answer)
+
+
+def _instructions(item: Item, check: Callable[..., list[bool]], *, partial: bool) -> float:
+    names: Any = item.metadata.get(INSTRUCTIONS_FIELD)
+    if not isinstance(names, list) or not names:
+        raise BadGroundTruthError(
+            f"item {item.id} has no {INSTRUCTIONS_FIELD}; give every prompt one, or leave it to another scorer by when"
+        )
+    given: Any = item.metadata.get("kwargs") or [{}] * len(names)
+    if len(given) != len(names):
+        raise BadGroundTruthError(f"item {item.id} has {len(names)} instructions and {len(given)} kwargs; mend it")
+    results = check(item.response_text, names, given)
+    return sum(results) / len(results) if partial else float(all(results))
+
+
+def _written(number: Decimal | None) -> str | None:
+    return None if number is None else format(number.normalize(), "f")
