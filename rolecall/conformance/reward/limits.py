@@ -1,0 +1,90 @@
+"""Rules of how much one request may hold."""
+
+import grpc
+
+from rolecall.conformance.check import Verdict, failed, passed, said, skipped, unless
+from rolecall.conformance.reward.answers import blame
+from rolecall.conformance.reward.contract import ANSWERS, CONTRACT
+from rolecall.conformance.reward.pool import with_response
+from rolecall.conformance.reward.session import RewardSession
+from rolecall.scoring.exchange import only
+from rolecall.v1 import reward_pb2
+
+UNLIMITED_ITEMS = 256
+"""Items of one request that a service without a limit of its own must take."""
+MOST_ITEMS = 4096
+"""A larger limit is not tried out."""
+REQUEST_BYTES = 4 * 2**20 - 2**16
+"""Size of a large request: 4 MiB less what else travels."""
+NUM_LARGE_ITEMS = 16
+
+
+@CONTRACT.rule(
+    "request.empty",
+    "ScoreRequest.items",
+    "A request without any is refused with INVALID_ARGUMENT, or gets no results.",
+    ("describe.usable",),
+)
+async def empty_request(session: RewardSession) -> Verdict:
+    """Sends a request without items."""
+    try:
+        response = await session.score([])
+    except grpc.aio.AioRpcError as error:
+        is_refused = error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        return passed("INVALID_ARGUMENT") if is_refused else failed(said(error))
+    return unless(f"{len(response.results)} results to no item" if response.results else None, "no results")
+
+
+@CONTRACT.rule("max_items.taken", "DescribeResponse.max_items", "That many are scored.", ANSWERS)
+async def max_items_taken(session: RewardSession) -> Verdict:
+    """Sends as many items as it says it takes; UNLIMITED_ITEMS where it names no limit."""
+    num = session.spec.max_items or UNLIMITED_ITEMS
+    if num > MOST_ITEMS:
+        return skipped(f"{num} items in one request are not tried out")
+    items = [only(item, session.spec) for item in session.pool.copies(num)]
+    return unless(blame(session, items, await session.score(items)), f"{num} items")
+
+
+@CONTRACT.rule(
+    "max_items.above",
+    "DescribeResponse.max_items",
+    "A request of more is refused with INVALID_ARGUMENT or scored whole, never in part.",
+    (*ANSWERS, "max_items.taken"),
+)
+async def above_max_items(session: RewardSession) -> Verdict:
+    """Sends one item more than it says it takes."""
+    num = session.spec.max_items + 1
+    if not session.spec.max_items:
+        return skipped("it names no limit")
+    if num > MOST_ITEMS:
+        return skipped(f"{num} items in one request are not tried out")
+    items = [only(item, session.spec) for item in session.pool.copies(num)]
+    try:
+        response = await session.score(items)
+    except grpc.aio.AioRpcError as error:
+        is_refused = error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        return passed("INVALID_ARGUMENT") if is_refused else failed(said(error))
+    return unless(blame(session, items, response), f"{num} items scored")
+
+
+@CONTRACT.rule("calls.bytes", "RewardService", "Requests of up to 4 MiB, gRPC's own limit, are read.", ANSWERS)
+async def large_request(session: RewardSession) -> Verdict:
+    """Sends a few items with responses of 256 KiB, as large a request as they make. One that is not done in time was
+    read all the same.
+    """
+    if reward_pb2.SCORE_FIELD_RESPONSE_TEXT not in session.spec.reads:
+        return skipped("it does not read response_text, so its requests are small")
+    num = min(session.spec.max_items or NUM_LARGE_ITEMS, NUM_LARGE_ITEMS)
+    size = REQUEST_BYTES // NUM_LARGE_ITEMS - 1024
+    items = [
+        only(with_response(item, item.id, "word " * (size // 5), 1), session.spec)
+        for item in session.pool.copies(num, "large")
+    ]
+    num_bytes = reward_pb2.ScoreRequest(items=items).ByteSize()
+    try:
+        await session.score(items)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            return failed(f"{num_bytes:,} bytes: {said(error)}")
+        return passed(f"{num_bytes:,} bytes, not scored within {session.options.timeout_s:g} s")
+    return passed(f"{num_bytes:,} bytes")

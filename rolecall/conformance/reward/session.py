@@ -1,0 +1,128 @@
+"""A kit's connection to one RewardService: what it says of itself, the calls, and the first answer to every item, with
+which later ones are compared.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from rolecall.conformance.peer import CONNECT_S, Peer
+from rolecall.conformance.report import Load
+from rolecall.conformance.reward.pool import Pool
+from rolecall.errors import RateLimitedError, RoleCallError, ScorerError
+from rolecall.rpc import status
+from rolecall.scoring.backoff import RateLimit
+from rolecall.scoring.exchange import cut, only
+from rolecall.v1 import reward_pb2, reward_pb2_grpc
+
+Items = Sequence[reward_pb2.ScoreItem]
+MAX_ATTEMPTS = 6
+"""Times that a call is made when the service limits its rate."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Choices of whoever runs the kit."""
+
+    timeout_s: float = 10.0
+    """Deadline of one call."""
+    tolerance: float = 1e-6
+    """Largest difference of two scores that are the same, relative to the larger of 1 and the score."""
+    load_s: float = 1.0
+    """Seconds of load at each number of calls; 0 leaves it out."""
+    abandoned_work_s: float = 3.0
+    """Seconds of work that are begun and given up, as far as a bounded number of calls holds them."""
+    slack_s: float = 1.0
+    """Seconds that a call after abandoned ones may take beside four times as long as alone."""
+    drain_pid: int | None = None
+    """Process of the server, which is ended by SIGTERM to see how."""
+
+
+class RewardSession:
+    """A session with one RewardService. `open` before anything else, `close` at the end."""
+
+    def __init__(self, peer: Peer, pool: Pool, options: Options) -> None:
+        self.peer = peer
+        self.pool = pool
+        self.options = options
+        self.failed: set[str] = set()
+        self.load: list[Load] = []
+        self.spec = reward_pb2.DescribeResponse()
+        self._channel = peer.open()
+        self.stub = reward_pb2_grpc.RewardServiceStub(self._channel)
+        self._limit = RateLimit()
+        self._first: list[tuple[Items, reward_pb2.ScoreResponse]] = []
+
+    async def open(self) -> None:
+        """Asks what the service is; a RoleCallError when it does not say so within seconds."""
+        try:
+            answer = await self.stub.Describe(reward_pb2.DescribeRequest(), timeout=CONNECT_S)
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error, "Describe") from error
+        if answer is None:
+            raise ScorerError(f"{self.peer.address} answered Describe with bytes that are not a DescribeResponse")
+        self.spec = answer
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        await self._channel.close(grace=0.0)
+
+    async def is_there(self) -> bool:
+        """Whether Describe is answered, asked within CONNECT_S."""
+        try:
+            await self.stub.Describe(reward_pb2.DescribeRequest(), timeout=CONNECT_S)
+        except grpc.aio.AioRpcError as error:
+            return error.code() is not grpc.StatusCode.UNAVAILABLE
+        return True
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The connection."""
+        return self._channel
+
+    def chunks(self, items: Items) -> list[list[reward_pb2.ScoreItem]]:
+        """`items` with the fields that the service reads, cut into requests that it takes."""
+        return cut([only(item, self.spec) for item in items], self.spec)
+
+    async def score(self, items: Items) -> reward_pb2.ScoreResponse:
+        """One call with exactly these items. While the service limits its rate, the call waits and is repeated."""
+        request = reward_pb2.ScoreRequest(items=items)
+        loop = asyncio.get_running_loop()
+        for attempt in range(MAX_ATTEMPTS):
+            await asyncio.sleep(max(0.0, self._limit.pause_s()))
+            called_at = loop.time()
+            try:
+                response = await self.stub.Score(request, timeout=self.options.timeout_s)
+            except grpc.aio.AioRpcError as error:
+                known = self._error(error, "Score")
+                if not isinstance(known, RateLimitedError) or attempt == MAX_ATTEMPTS - 1:
+                    raise
+                self._limit.refused(called_at, float(known.details.get("retry_after_s", 0.0)))
+                continue
+            self._limit.answered()
+            if response is None:
+                raise ScorerError("it answered bytes that are not a ScoreResponse")
+            return response
+        raise AssertionError("unreachable")
+
+    async def results(self, chunks: Iterable[Items]) -> dict[str, reward_pb2.ScoreResult]:
+        """The results of several calls, one after the other, by id."""
+        responses = [await self.score(chunk) for chunk in chunks]
+        return {result.id: result for response in responses for result in response.results}
+
+    async def first(self) -> list[tuple[Items, reward_pb2.ScoreResponse]]:
+        """The pool's requests with their first answers."""
+        if not self._first:
+            self._first = [(chunk, await self.score(chunk)) for chunk in self.chunks(self.pool.items)]
+        return self._first
+
+    async def first_results(self) -> dict[str, reward_pb2.ScoreResult]:
+        """The first results of the pool, by id."""
+        return {result.id: result for _, response in await self.first() for result in response.results}
+
+    def _error(self, error: grpc.aio.AioRpcError, method: str) -> RoleCallError:
+        return status.to_error(
+            error.code(), error.details(), error.trailing_metadata(), target=self.peer.address, method=method
+        )
