@@ -4,9 +4,13 @@ import asyncio
 import logging
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rolecall.errors import ConfigError
 from rolecall.rpc.role_process import ServiceArgs, parse_args, run
+
+if TYPE_CHECKING:
+    from services.controller.run import ControllerRun
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +36,10 @@ async def serve_controller(args: ServiceArgs) -> None:
         raise ConfigError(
             "controller.address is not set; a controller that runs alone needs --controller.address HOST:PORT"
         )
-    telemetry.configure(settings.telemetry, "controller", args.worker)
+    telemetry.configure(settings.telemetry, "controller", args.worker, run=settings.run.name, rpc=settings.rpc)
     settings.run.dir.mkdir(parents=True, exist_ok=True)
     controller = ControllerRun(settings)
+    telemetry.show_states(controller.states)
     try:
         server = Server(settings.rpc, bind, setting="controller.bind")
         service_name = controller_pb2.DESCRIPTOR.services_by_name["ControllerService"].full_name
@@ -43,13 +48,21 @@ async def serve_controller(args: ServiceArgs) -> None:
         )
         await server.start()
         await server.set_serving(True)
-        running = asyncio.ensure_future(controller.run())
+        running = asyncio.ensure_future(_run(controller))
         try:
             await serve(server, failed=running)
         finally:
             running.cancel()
     finally:
         await controller.close()
+
+
+async def _run(controller: "ControllerRun") -> None:
+    """Runs the run to its end, and stays until the workers know."""
+    try:
+        await controller.run()
+    finally:
+        await controller.told_the_end()
 
 
 if __name__ == "__main__":

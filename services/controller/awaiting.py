@@ -4,6 +4,7 @@ Owns when waiting is in vain. Which groups make a batch is admission.py's.
 """
 
 import asyncio
+import math
 from asyncio import FIRST_COMPLETED
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -55,15 +56,21 @@ class NextBatches:
             groups = asyncio.create_task(self.assembly.next_batch(step, begun))
         ending = asyncio.create_task(self.end.wait())
         stall = StallClock(_patience_s(self.settings))
+        away = StallClock(self.settings.reward.away_timeout_s or math.inf)
         try:
             while True:
                 self._show_what_is_awaited(step)
                 await asyncio.wait(
                     [groups, ending] if sealed is None else [groups],
-                    timeout=stall.look_s,
+                    timeout=min(stall.look_s, away.look_s),
                     return_when=FIRST_COMPLETED,
                 )
-                if not groups.done() and stall.has_stalled(self._what_moves(), paused=self.board.paused):
+                moves, paused, trouble = self._what_moves(), self.board.paused, self.reward.trouble
+                has_stalled = stall.has_stalled(moves, paused=paused or bool(trouble))
+                if away.has_stalled(moves, paused=paused or not trouble) and not groups.done():
+                    self.end.call(self._scorer_away(trouble))
+                    return None
+                if has_stalled and not groups.done():
                     self.end.call(self._stalled(step))
                     return None
                 if sealed is None and self._ends_now():
@@ -81,25 +88,43 @@ class NextBatches:
         """
         return self.assembly.num_changes, [(rollout.consumer, rollout.progress) for rollout in self.fleet.rollouts()]
 
+    def _scorer_away(self, trouble: str) -> BudgetSpentError:
+        return BudgetSpentError(
+            f"no group was scored for reward.away_timeout_s = {self.settings.reward.away_timeout_s:g} s; {trouble}"
+        )
+
     def _stalled(self, step: int) -> BudgetSpentError:
         return BudgetSpentError(
             f"step {step}: no group was finished for controller.stall_timeout_s = "
             f"{_patience_s(self.settings):.0f} s; "
             f"{self.assembly.num_live} are live, {self.assembly.num_ready} ready, "
             f"rollouts: {[rollout.consumer + ' ' + rollout.phase for rollout in self.fleet.rollouts()]}"
-            + (f"; {self.reward.trouble}" if self.reward.trouble else "")
         )
 
     def _ends_now(self) -> bool:
         """Whether the batch that is awaited is not to be trained any more: a budget is spent, or a stop was asked for
-        and nobody samples or scores.
+        and nobody samples or scores, or too few groups are left for it: nothing is admitted any more, in place of
+        those that filters drop either.
         """
+        if self.end.error is not None or not self.board.stop_requested:
+            return self.end.error is not None
         scorer_gone = any(self.fleet.is_lost(name) for name in ("reward", *self.settings.references))
-        return self.end.error is not None or (self.board.stop_requested and (scorer_gone or not self.fleet.rollouts()))
+        too_few = self.assembly.num_live < self.settings.algorithm.groups_per_batch
+        return scorer_gone or too_few or not self.fleet.rollouts()
 
     def _show_what_is_awaited(self, step: int) -> None:
-        """Says it to people: a run without rollouts waits for them, not for groups."""
-        self.board.wait_for(f"groups of step {step}" if self.fleet.rollouts() else "rollouts: none is alive")
+        """Says it to people: a run without rollouts waits for them, not for groups; one whose scorer is away waits for
+        that, and admission stands still once the groups that wait with it fill their batches.
+        """
+        if not self.fleet.rollouts():
+            self.board.wait_for("rollouts: none is alive", "waiting_rollouts")
+        elif self.reward.trouble and not self.board.paused:
+            self.board.wait_for(
+                f"the scorer, for groups of step {step}; nothing is admitted beyond those that wait for it",
+                "waiting_groups",
+            )
+        else:
+            self.board.wait_for(f"groups of step {step}", "paused" if self.board.paused else "waiting_groups")
 
 
 def _patience_s(settings: RunSettings) -> float:

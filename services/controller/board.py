@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from rolecall.telemetry import Metrics
+from rolecall.telemetry.states import StateClock
 from rolecall.v1 import controller_pb2
 
 MIN_WATCH_INTERVAL_S = 0.25
@@ -17,6 +18,21 @@ MAX_WATCH_INTERVAL_S = 1.0
 
 MAX_DROP_CHARS = 500
 """Length of a dropped group's error that people are shown; dead.jsonl has more."""
+
+LOOP_STATES = (
+    "starting",
+    "recovering",
+    "waiting_groups",
+    "waiting_rollouts",
+    "paused",
+    "computing",
+    "training",
+    "publishing",
+    "evaluating",
+    "saving",
+    "working",
+)
+"""What the loop waits for, or that it works itself: prepares, seals, counts, reports."""
 
 FINAL_STATES = (controller_pb2.RUN_STATE_DONE, controller_pb2.RUN_STATE_FAILED)
 
@@ -33,6 +49,8 @@ class RunBoard:
         """Version of those weights."""
         self.error = ""
         self.waiting_for = "the roles"
+        self.states = StateClock(LOOP_STATES)
+        """What the loop did with its time."""
         self.step_metrics = Metrics()
         self.evaluation_metrics = Metrics()
         self.evaluated_step = -1
@@ -58,9 +76,11 @@ class RunBoard:
         self.state, self.waiting_for = state, waiting_for
         self._changed.set()
 
-    def wait_for(self, what: str) -> None:
-        """The loop waits for `what`."""
+    def wait_for(self, what: str, state: str | None = None) -> None:
+        """The loop waits for `what`, in `state` from now on where one is given."""
         self.waiting_for = what
+        if state is not None:
+            self.states.enter(state)
         self._changed.set()
 
     def begin(self, step: int) -> None:
@@ -96,6 +116,7 @@ class RunBoard:
         """The loop starts over from the store, because of `failure`."""
         self.num_recoveries += 1
         self.last_failure = failure
+        self.states.enter("recovering")
         self.move(controller_pb2.RUN_STATE_STARTING)
 
     def fail(self, error: str) -> None:

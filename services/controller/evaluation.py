@@ -18,7 +18,7 @@ from rolecall.algorithms.pass_and_majority import majority_at_k, pass_at_k, subs
 from rolecall.data.dataset import load_prompts
 from rolecall.errors import RoleCallError, UnavailableError
 from rolecall.scoring.client import RewardClient
-from rolecall.scoring.scores import Score, score_item
+from rolecall.scoring.scores import Score, chunked, score_item
 from rolecall.settings import EvaluationSet, RunSettings
 from rolecall.settings.deadlines import TOKENS_PER_S
 from rolecall.telemetry import Metrics
@@ -32,7 +32,7 @@ from services.controller.groups.prompts import PromptRenderer
 logger = logging.getLogger(__name__)
 
 SCORE_CHUNK = 256
-"""Items per Score call."""
+"""Items per Score call, or a prompt's responses where they are more."""
 LEAST_S = 600.0
 """Seconds that any evaluation gets."""
 
@@ -159,7 +159,7 @@ class Evaluation:
 
     async def _score(self, responses: Sequence[_Response]) -> dict[str, Score]:
         items = [score_item(response.answer.meta, _token_ids(response)) for response in responses]
-        chunks = [items[start : start + SCORE_CHUNK] for start in range(0, len(items), SCORE_CHUNK)]
+        chunks = chunked(items, SCORE_CHUNK)
         scored: dict[str, Score] = {}
         for chunk in chunks:
             for item, outcome in zip(chunk, await self._reward.score(chunk), strict=True):

@@ -175,6 +175,7 @@ class Loop:
             if batch is None:
                 return
             self._clock.lap("wait")
+            self._parts.board.states.enter("working")
             with tracer().start_as_current_span("step", attributes={"step": self._step}):
                 await self._one_step(batch)
             await self._drain()
@@ -243,12 +244,14 @@ class Loop:
         asked = parts.computing(preparation.columns_computed(self._settings.algorithm))
         if not asked:
             return
-        parts.board.wait_for(f"the columns that {' and '.join(trainer.name for trainer in asked)} compute of the batch")
+        names = " and ".join(trainer.name for trainer in asked)
+        parts.board.wait_for(f"the columns that {names} compute of the batch", "computing")
         # These columns are written once: a loop that starts over after this must choose these groups, not keep the
         # columns for a later step.
         await parts.threads.call(parts.ledger.begin_batch, self._step, [group.gid for group in groups])
         rows = [ref for group in groups for ref in group.rows]
         await _at_once([trainer.compute(self._recovered.ctl, rows, self._step) for trainer in asked])
+        parts.board.states.enter("working")
         self._at("values are computed")
         self._clock.lap("values")
 
@@ -264,15 +267,18 @@ class Loop:
     async def _apply(self, batch: trajectory_pb2.TrainBatch) -> list[training_pb2.TrainResult]:
         """Has actor and critic train `batch`, at the same time."""
         ctl, board = self._recovered.ctl, self._parts.board
-        board.wait_for(f"training of step {batch.step}")
-        return await _at_once(
+        board.wait_for(f"training of step {batch.step}", "training")
+        results = await _at_once(
             [trainer.train(ctl, batch.step, batch.digest, board.wait_for) for trainer in self._parts.trainers]
         )
+        board.states.enter("working")
+        return results
 
     async def _publish(self) -> None:
-        self._parts.board.wait_for(f"the fleet to take the weights of step {self._step}")
+        self._parts.board.wait_for(f"the fleet to take the weights of step {self._step}", "publishing")
         self._step_metrics.merge(await self._publisher.publish(self._step))
         self._parts.board.published(self._step, self._publisher.policy_version)
+        self._parts.board.states.enter("working")
         self._at("weights are published")
         self._intake.wake()
 
@@ -307,12 +313,14 @@ class Loop:
 
     async def _evaluate(self) -> None:
         parts = self._parts
-        parts.board.wait_for(f"the evaluation of step {self._step}")
+        parts.board.wait_for(f"the evaluation of step {self._step}", "evaluating")
         try:
             metrics, samples = await parts.evaluation.run(self._step, self._publisher.policy_version)
         except TimeoutError:
             logger.warning("the evaluation of step %d took longer than its deadline and is left out", self._step)
             return
+        finally:
+            parts.board.states.enter("working")
         await parts.threads.call(parts.trackers.log, self._step, metrics.values())
         await parts.threads.call(parts.trackers.keep_samples, self._step, samples)
         export(metrics)
@@ -331,7 +339,7 @@ class Loop:
     async def _checkpoint(self) -> None:
         """Begins the checkpoint of this step; returns when the steps may go on."""
         parts, step = self._parts, self._step
-        parts.board.wait_for(f"the checkpoint of step {step}")
+        parts.board.wait_for(f"the checkpoint of step {step}", "saving")
         await self._saver.finish()  # frees what it covers, or leaves the requests to the next
         covered_bytes, requests = self._intake.retained_bytes, parts.board.take_checkpoint_requests()
 
@@ -356,6 +364,7 @@ class Loop:
             self._intake.free(covered_bytes)
 
         await self._saver.begin(self._recovered.ctl, step, point, committed, lambda: parts.board.give_back(requests))
+        parts.board.states.enter("working")
         self._at("the checkpoint is begun")
 
 

@@ -9,9 +9,19 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
-from rolecall.errors import BudgetSpentError, FencedError, RoleCallError, StoreUnavailableError
+from rolecall.errors import (
+    BudgetSpentError,
+    FencedError,
+    RoleCallError,
+    RowMissingError,
+    RunLockedError,
+    StoreRolledBackError,
+    StoreUnavailableError,
+)
 from rolecall.identity import settle
 from rolecall.settings import RunSettings
+from rolecall.telemetry import Metrics, export
+from rolecall.telemetry.states import StateClock
 from rolecall.v1 import controller_pb2, reference_pb2
 from services.controller.durable.recovery import Recovery
 from services.controller.groups.failures import RecoveryBudget, starts_over
@@ -21,6 +31,8 @@ from services.controller.wiring import wire
 
 logger = logging.getLogger(__name__)
 
+TELL_LEASES = 3
+"""Leases of patience with a worker that has not heard of the run's end: on a busy machine heartbeats come late."""
 ROLE_POLL_S = 0.25
 """Pause between two looks at a role that is not up yet."""
 
@@ -48,6 +60,14 @@ class ControllerRun:
         )
         self._unanswered: dict[str, str] = {}
         """Last error by role that is waited for."""
+        self._over = False
+        self._told: set[str] = set()
+        """Consumer names of those that know it."""
+
+    @property
+    def states(self) -> StateClock:
+        """Returns what the loop did with its time."""
+        return self._board.states
 
     # --- the run ----------------------------------------------------------------------------------
 
@@ -67,7 +87,9 @@ class ControllerRun:
                 with contextlib.suppress(FencedError, StoreUnavailableError):
                     await self._threads.call(self._ledger.unlock)
             self._board.move(controller_pb2.RUN_STATE_DONE)
+            self._over = True
         except Exception as error:
+            self._over = _is_final(error)
             self._board.fail(error.message if isinstance(error, RoleCallError) else f"{type(error).__name__}: {error}")
             raise
 
@@ -91,12 +113,26 @@ class ControllerRun:
                     await Loop(self._parts, await self._recovery.run(ctl)).run()
                 return
             except RoleCallError as error:
-                if not starts_over(error):
+                if not (starts_over(error) or await self._store_went_back(error)):
                     raise
                 budget.spend(error, self._board.step, self._board.newest_landed, paused=self._board.paused)
                 logger.warning("starting over from the store after step %d: %s", self._board.step, error.message)
                 self._board.start_over(error.message)
             await self._threads.settle()
+
+    async def _store_went_back(self, error: RoleCallError) -> bool:
+        """Whether the loop failed because the store lost what it had acknowledged, or may have: it is away now. Then a
+        trainer finds no sealed batch, for instance. Rows that a batch needs are never gone else.
+        """
+        try:
+            await self._threads.call(
+                self._ledger.fenced.give_up_rows if isinstance(error, RowMissingError) else self._ledger.beat
+            )
+        except StoreUnavailableError:
+            return True
+        except StoreRolledBackError:
+            pass  # of this kind, or of another
+        return self._ledger.fenced.take_set_back()
 
     async def _wait_for_roles(self) -> bool:
         """True when the store and every role answer, false when a stop is asked for meanwhile. BudgetSpentError names
@@ -108,9 +144,10 @@ class ControllerRun:
             if recovering
             else ("start_timeout_s", controller.start_timeout_s)
         )
+        # A scorer that is away is waited for by its groups, and the run has started with it.
         missing = {
             "store",
-            "reward",
+            *(() if recovering else ("reward",)),
             "rollouts",
             *self._parts.references,
             *(trainer.name for trainer in self._parts.trainers),
@@ -167,10 +204,14 @@ class ControllerRun:
         when another controller took the run.
         """
         while True:
+            heard = Metrics()
             try:
                 await self._threads.call(self._ledger.beat)
-            except StoreUnavailableError as error:
+                heard.min("store/reachable", 1)
+            except (StoreUnavailableError, StoreRolledBackError) as error:  # what was lost is the loop's to act on
                 logger.warning("the store does not hear this controller: %s", error.message)
+                heard.min("store/reachable", 0)
+            export(heard)
             await asyncio.sleep(self._settings.controller.lease_s / 5)
 
     async def close(self) -> None:
@@ -187,10 +228,26 @@ class ControllerRun:
             ctl=self._ledger.ctl, heartbeat_s=controller.heartbeat_s, lease_s=controller.lease_s
         )
 
+    def role_of(self, worker: str) -> controller_pb2.Role.ValueType | None:
+        """The role as which a worker of this name joined; None while none is a member."""
+        return self._fleet.role_of(worker)
+
     def heartbeat(self, request: controller_pb2.HeartbeatRequest) -> controller_pb2.HeartbeatResponse:
-        """Notes a worker's sign of life."""
+        """Notes a worker's sign of life, and tells it when the run is over."""
         self._fleet.heartbeat(request)
-        return controller_pb2.HeartbeatResponse(ctl=self._ledger.ctl)
+        if self._over:
+            self._told.add(f"{request.worker}.{request.incarnation}")
+        return controller_pb2.HeartbeatResponse(ctl=self._ledger.ctl, over=self._over)
+
+    async def told_the_end(self) -> None:
+        """Returns when every worker that lives has been told that the run is over, after TELL_LEASES leases at the
+        latest; at once when it goes on under another controller.
+        """
+        if self._over:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TELL_LEASES * self._settings.controller.lease_s):
+                    while not self._fleet.consumers() <= self._told:
+                        await asyncio.sleep(self._settings.controller.heartbeat_s / 4)
 
     async def status(self) -> controller_pb2.RunStatus:
         """The run as it stands."""
@@ -247,3 +304,12 @@ class ControllerRun:
         """(path, step) of a checkpoint made at the next step boundary. The caller's deadline bounds the wait."""
         saved = self._board.request_checkpoint()
         return await asyncio.shield(saved)  # bounded: by the caller's deadline
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether the run is over with `error`: no other controller has it, and starting this one again cannot help."""
+    return (
+        isinstance(error, RoleCallError)
+        and not error.retryable
+        and not isinstance(error, (FencedError, RunLockedError))
+    )

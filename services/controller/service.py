@@ -5,11 +5,13 @@ from typing import Any, TypeAlias
 
 from grpc.aio import ServicerContext
 
+from rolecall.rpc.identity import require_worker
 from rolecall.v1 import controller_pb2 as pb
 from rolecall.v1.controller_pb2_grpc import ControllerServiceServicer
 from services.controller.run import ControllerRun
 
 Context: TypeAlias = ServicerContext[Any, Any]
+_ROLES = {role: name.removeprefix("ROLE_").lower() for name, role in pb.Role.items()}
 
 
 class ControllerServicer(ControllerServiceServicer):
@@ -19,9 +21,13 @@ class ControllerServicer(ControllerServiceServicer):
         self._run = run
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
+        require_worker(_ROLES.get(request.role, ""), request.worker)
         return self._run.join(request)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
+        role = self._run.role_of(request.worker)
+        if role is not None:
+            require_worker(_ROLES[role], request.worker)
         return self._run.heartbeat(request)
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:

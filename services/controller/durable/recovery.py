@@ -56,7 +56,9 @@ class Recovery:
         versions = [info.policy_version for info in infos]
         is_actor_restored = infos[0].step < snapshot.position.step
         sets_back = latest is not None and _was_cut_short(snapshot.position, latest[1], infos)
-        if latest is not None and not sets_back and not await self._continues(snapshot.position, latest[1], infos):
+        if latest is None and snapshot.position.set_back:
+            snapshot = await self._begin_anew(snapshot.position, infos)
+        elif latest is not None and not sets_back and not await self._continues(snapshot.position, latest[1], infos):
             snapshot, sets_back = await self._begin_lineage(snapshot.position, latest[1]), True
         if latest is not None and sets_back:
             is_actor_restored = True
@@ -87,10 +89,23 @@ class Recovery:
         self, position: RunPosition, point: RunPoint, infos: Sequence[training_pb2.GetTrainerInfoResponse]
     ) -> bool:
         """Whether every trainer can reach the ledger's step from where it stands or from the checkpoint."""
-        if position.step < point.step or position.lineage < point.lineage:
+        if position.set_back or position.step < point.step or position.lineage < point.lineage:
             return False
         first = min(max(info.step, point.step) for info in infos)
         return position.step <= first or await self.threads.call(self.ledger.sealed, first) is not None
+
+    async def _begin_anew(
+        self, position: RunPosition, infos: Sequence[training_pb2.GetTrainerInfoResponse]
+    ) -> Snapshot:
+        """Begins the run from its beginning, where trainers stand there and no checkpoint was made."""
+        if any(info.step for info in infos):
+            raise StoreRolledBackError(
+                "the store lost what it had acknowledged, trainers have applied steps and "
+                f"{self.settings.run.checkpoints} holds no checkpoint to go back to: start the trainers again "
+                "(--resume does), and the run begins from its beginning"
+            )
+        beginning = RunPoint(self.settings.run.name, 0, 0, -1, 0, 0, 0, {}, "", [])
+        return await self._begin_lineage(position, beginning)
 
     async def _begin_lineage(self, position: RunPosition, point: RunPoint) -> Snapshot:
         logger.warning(

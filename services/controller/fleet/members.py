@@ -7,6 +7,7 @@ to the rollouts.
 """
 
 import asyncio
+import ipaddress
 import logging
 import time
 from collections import deque
@@ -14,10 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from rolecall.address import host_of, is_loopback
 from rolecall.contract import contract_version
 from rolecall.errors import (
     DeadlineError,
     InvalidInputError,
+    StoreRolledBackError,
     StoreUnavailableError,
     UnknownWorkerError,
     VersionMismatchError,
@@ -102,6 +105,11 @@ class Fleet:
         self._changed.set()
         logger.info("%s.%s joined from %s", request.worker, request.incarnation, request.address)
 
+    def role_of(self, worker: str) -> controller_pb2.Role.ValueType | None:
+        """The role of a member; None when there is none of this name."""
+        known = self._workers.get(worker)
+        return None if known is None else known.join.role
+
     def heartbeat(self, request: controller_pb2.HeartbeatRequest) -> None:
         """Notes a sign of life. UnknownWorkerError when the worker must join again, WorkerLostError when it must
         end.
@@ -116,7 +124,7 @@ class Fleet:
         now, hang_s = self._clock(), self._hang_s(request)
         if request.role != controller_pb2.ROLE_ROLLOUT:
             return Worker(join=request, hang_s=hang_s, last_seen=now, moved_at=now)
-        channel = open_channel(request.address, self._settings.rpc)
+        channel = open_channel(request.address, self._settings.rpc, server_name=_name_expected(request.address))
         return Rollout(
             join=request, hang_s=hang_s, last_seen=now, moved_at=now, channel=channel, stub=RolloutServiceStub(channel)
         )
@@ -154,6 +162,10 @@ class Fleet:
             )
             for worker, reason in sorted(known, key=lambda each: each[0].join.worker)
         ]
+
+    def consumers(self) -> set[str]:
+        """Consumer names of every member."""
+        return {worker.consumer for worker in self._workers.values()}
 
     def rollouts(self) -> list[Rollout]:
         """Living rollouts, in order of name."""
@@ -281,7 +293,7 @@ class Fleet:
                 worker, reason = self._to_expel[0]
                 try:
                     await self._bury(worker, reason)
-                except StoreUnavailableError as error:
+                except (StoreUnavailableError, StoreRolledBackError) as error:  # the loop sees to it
                     logger.warning("%s is not expelled yet: %s", worker.consumer, error.message)
                     await asyncio.sleep(self._settings.controller.heartbeat_s)
                     continue
@@ -318,3 +330,16 @@ def _remember(memory: dict[str, T], key: str, value: T) -> None:
     memory[key] = value
     if len(memory) > MAX_REMEMBERED:
         del memory[next(iter(memory))]
+
+
+def _name_expected(address: str) -> str | None:
+    """Returns the name that the certificate of a rollout at `address` must have: its role, where that is the address of
+    a pod or a container, which no certificate can know; None: the host.
+    """
+    if is_loopback(address):
+        return None
+    try:
+        ipaddress.ip_address(host_of(address))
+    except ValueError:
+        return None
+    return "rollout"

@@ -36,7 +36,7 @@ class ScoredGroup:
     rewards_G: Array
     """float32 [G]."""
     components: Mapping[str, Array]
-    """float32 [G] by name."""
+    """float32 [G] by name, NaN where a component does not apply to the response."""
     num_response_tokens_G: Array
     """int32 [G]."""
     truncated_G: Array

@@ -124,6 +124,8 @@ class Collection:
                 await self._give_up(group, error)
                 return
             except RowMissingError as error:
+                if group.gid in self._sealed:  # nothing can take its place
+                    raise
                 logger.error(
                     "group %d was committed and its rows are gone; it is dropped and another prompt takes its "
                     "place: %s",

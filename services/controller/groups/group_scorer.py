@@ -2,21 +2,29 @@
 scoring.
 
 Owns what a failure means: a scorer's failure is never a number. Items are retried by the client. After that, bad data
-is raised, and collection.py drops the group; infrastructure that is away is waited for, up to
-controller.stall_timeout_s. The messages name the scorer. A group that was scored before (the loop started over since)
-keeps its scores: a scorer need not answer twice alike. A ScoredGroup has the rewards that its rows hold; filters,
-preparation and measures read them from it alone.
+is raised, and collection.py drops the group; what is away is waited for: a reference up to controller.stall_timeout_s,
+the scorer up to reward.away_timeout_s or for as long as it takes. The messages name the scorer. A group that was
+scored before (the loop started over since) keeps its scores: a scorer need not answer twice alike. A ScoredGroup has
+the rewards that its rows hold; filters, preparation and measures read them from it alone.
 """
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from rolecall.columns import TEACHER
-from rolecall.errors import DeadlineError, RateLimitedError, ScorerError, ScorerUnavailableError, UnavailableError
+from rolecall.errors import (
+    DeadlineError,
+    RateLimitedError,
+    RoleCallError,
+    ScorerError,
+    ScorerUnavailableError,
+    UnavailableError,
+)
 from rolecall.scoring.client import RewardClient
 from rolecall.scoring.scores import Failure, Score, score_item
 from rolecall.settings import RunSettings
@@ -65,22 +73,30 @@ class GroupScorer:
         """Reward columns and reference columns are in the group's rows when this returns; the greedy response has a
         reward alone.
 
-        ScorerError when an item cannot be scored, RowMissingError when a row is gone, UnavailableError or DeadlineError
-        when a role stayed away: no group was scored for controller.stall_timeout_s. A scorer that limits its rate may
-        let one group wait for longer, while others get through.
+        ScorerError when an item cannot be scored, RowMissingError when a row is gone, ScorerUnavailableError when the
+        scorer stayed away and no group was scored for reward.away_timeout_s, UnavailableError or DeadlineError when a
+        reference did, for controller.stall_timeout_s. A scorer that limits its rate may let one group wait for longer,
+        while others get through.
         """
         landed_at_s, landed_at = time.monotonic(), self._clock()
         while True:
             try:
                 scored = await self._attempt(group, landed_at_s)
             except (UnavailableError, DeadlineError, RateLimitedError) as error:
-                if self._clock() - max(landed_at, self._scored_at) > self._settings.controller.stall_timeout_s:
+                if self._clock() - max(landed_at, self._scored_at) > self._patience_s(error):
                     raise
                 logger.debug("group %d cannot be scored at present, trying again: %s", group.gid, error)
                 await asyncio.sleep(RETRY_PAUSE_S)
             else:
                 self._scored_at = self._clock()
                 return scored
+
+    def _patience_s(self, error: RoleCallError) -> float:
+        """How long whoever failed with `error` may be away."""
+        if not isinstance(error, ScorerUnavailableError):
+            return self._settings.controller.stall_timeout_s
+        away_timeout_s = self._settings.reward.away_timeout_s
+        return math.inf if away_timeout_s is None else away_timeout_s
 
     async def _attempt(self, group: trajectory_pb2.CommittedGroup, landed_at_s: float) -> ScoredGroup:
         async with self._room:  # bounded: every call inside has a deadline, and admission bounds how many wait
@@ -96,18 +112,22 @@ class GroupScorer:
                         tasks.create_task(self._ask(name, prefix, refs[:num_responses]))
             except BaseExceptionGroup as errors:
                 raise first_error(errors) from errors
-            scores = scoring.result()
+            scores, names = scoring.result(), await self._component_names()
             if not scored_before:
-                scores = await self._keep(refs, rows, scores)
-        return _scored_group(group, rows, metas, scores, landed_at_s)
+                scores = await self._keep(refs, rows, scores, names)
+        return _scored_group(group, rows, metas, scores, names, landed_at_s)
 
     async def _keep(
-        self, refs: Sequence[trajectory_pb2.RowRef], rows: Sequence[Mapping[str, Array]], scores: list[Score]
+        self,
+        refs: Sequence[trajectory_pb2.RowRef],
+        rows: Sequence[Mapping[str, Array]],
+        scores: list[Score],
+        names: Sequence[str],
     ) -> list[Score]:
         """Writes `scores` to the rows; the scores that the rows hold then. A column is written once, so those of an
         earlier attempt stand, also where it was cut short between two shards.
         """
-        columns = [_reward_columns(score, row) for score, row in zip(scores, rows, strict=True)]
+        columns = [_reward_columns(score, names, row) for score, row in zip(scores, rows, strict=True)]
         if await self._threads.call(self._rows.put, refs, columns) == 0:
             return scores
         return await self._kept_scores((await self._threads.call(self._keep_and_read, refs))[0])
@@ -121,14 +141,20 @@ class GroupScorer:
             meta.prompt.CopyFrom(metas[0].prompt)
         return rows, metas
 
+    async def _component_names(self) -> list[str]:
+        """The names of the values in the column reward_components, in its order."""
+        try:
+            spec = await self._reward.describe()
+        except (UnavailableError, DeadlineError, RateLimitedError) as error:
+            raise ScorerUnavailableError(f"{error.reason}: {error.message}") from error
+        return sorted(component.name for component in spec.components)
+
     async def _kept_scores(self, rows: Sequence[Mapping[str, Array]]) -> list[Score]:
-        names = sorted(component.name for component in (await self._reward.describe()).components)
+        names = await self._component_names()
+        kept = [zip(names, row.get("reward_components", np.zeros(0)).tolist(), strict=False) for row in rows]
         return [
-            Score(
-                float(row["reward"][0]),
-                dict(zip(names, row.get("reward_components", np.zeros(0)).tolist(), strict=False)),
-            )
-            for row in rows
+            Score(float(row["reward"][0]), {name: value for name, value in of_row if not np.isnan(value)})
+            for row, of_row in zip(rows, kept, strict=True)
         ]
 
     async def _reward_of(
@@ -174,12 +200,10 @@ class GroupScorer:
         await self._references[name].ComputeLogprobs(request, timeout=self._settings.actor.compute_timeout_s)
 
 
-def _reward_columns(score: Score, row: Mapping[str, Array]) -> dict[str, Array]:
+def _reward_columns(score: Score, names: Sequence[str], row: Mapping[str, Array]) -> dict[str, Array]:
     columns: dict[str, Array] = {"reward": np.array([score.value], np.float32)}
-    if score.components:
-        columns["reward_components"] = np.array(
-            [score.components[name] for name in sorted(score.components)], np.float32
-        )
+    if names:
+        columns["reward_components"] = np.array([score.components.get(name, np.nan) for name in names], np.float32)
     if score.token_rewards is not None:
         token_rewards = np.zeros(row["response_mask"].shape, np.float32)
         token_rewards[row["response_mask"] != 0] = score.token_rewards
@@ -192,9 +216,10 @@ def _scored_group(
     rows: Sequence[Mapping[str, Array]],
     metas: Sequence[trajectory_pb2.TrajectoryMeta],
     scores: Sequence[Score],
+    names: Sequence[str],
     landed_at_s: float,
 ) -> ScoredGroup:
-    """`group` with the scores of its rows, of which a greedy response's is the last."""
+    """`group` with the scores of its rows, of which a greedy response's is the last, and the components `names`."""
     num_responses = len(group.rows)
     rewards = np.array([score.value for score in scores], np.float32)
     return ScoredGroup(
@@ -203,8 +228,8 @@ def _scored_group(
         min_policy_version=group.min_policy_version,
         rewards_G=rewards[:num_responses],
         components={
-            name: np.array([score.components[name] for score in scores[:num_responses]], np.float32)
-            for name in scores[0].components
+            name: np.array([score.components.get(name, np.nan) for score in scores[:num_responses]], np.float32)
+            for name in names
         },
         num_response_tokens_G=np.array([int(row["response_mask"].sum()) for row in rows[:num_responses]], np.int32),
         truncated_G=np.array([is_truncated(meta) for meta in metas[:num_responses]]),

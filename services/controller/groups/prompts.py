@@ -50,6 +50,7 @@ class PromptRenderer:
             token_ids=np.asarray(token_ids, "<i4").tobytes(),
             messages=[trajectory_pb2.Message(**message) for message in raw.chat],
             ground_truth=raw.ground_truth,
+            other_ground_truths=raw.other_ground_truths,
             metadata=metadata,
         )
 

@@ -94,7 +94,9 @@ def of_batch(
         metrics.min("reward/min", float(group.rewards_G.min()))
         metrics.mean("reward/accuracy", float((group.rewards_G >= settings.reward.solved_at).mean()), size)
         for name, values in group.components.items():
-            metrics.mean(f"reward/{name}", float(values.mean()), size)
+            applies = ~np.isnan(values)
+            if applies.any():
+                metrics.mean(f"reward/{name}", float(values[applies].mean()), int(applies.sum()))
         if group.greedy is not None:
             metrics.mean("reward/greedy", group.greedy.reward)
         metrics.mean("response/tokens", float(group.num_response_tokens_G.mean()), size)

@@ -212,9 +212,13 @@ def _placed_rewards(
 
 
 def _components(groups: Sequence[ScoredGroup]) -> dict[str, Array]:
-    """float32 [B] by name: the components that every group has."""
-    names = set.intersection(*(set(group.components) for group in groups))
-    return {name: np.concatenate([group.components[name] for group in groups]) for name in sorted(names)}
+    """float32 [B] by name, NaN where a component does not apply."""
+    names = sorted(set().union(*(group.components for group in groups)))
+    absent = [np.full(len(group.rows), np.nan, np.float32) for group in groups]
+    return {
+        name: np.concatenate([group.components.get(name, gap) for group, gap in zip(groups, absent, strict=True)])
+        for name in names
+    }
 
 
 def _greedy_rewards(
