@@ -12,11 +12,12 @@ from rolecall.settings import rank_of_process
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code of the process."""
     args = parse_args("actor", argv)
-    telemetry.configure(args.settings.telemetry, "actor", args.worker)
     return run(lambda: _serve(args), "actor")
 
 
 async def _serve(args: ServiceArgs) -> None:
+    settings = args.settings
+    telemetry.configure(settings.telemetry, "actor", args.worker, run=settings.run.name, rpc=settings.rpc)
     from rolecall.rpc.fence import Fence
     from rolecall.store.connection import connect
     from rolecall.store.sealed import read_ctl, read_sealed
@@ -27,14 +28,14 @@ async def _serve(args: ServiceArgs) -> None:
     from services.actor.ranks import build
     from services.actor.service import ActorServicer
 
-    settings, section = args.settings, args.settings.actor
-    connection = await asyncio.to_thread(connect, settings.store)
+    section = settings.actor
+    connection = await asyncio.to_thread(connect, settings.store, verify=False)
     if rank_of_process()[0] > 0:
         await follow(args, lambda hooks: build(settings, connection, hooks))
         return
     device_thread = DeviceThread()
     trainer = await load(args, device_thread, lambda hooks: build(settings, connection, hooks))
-    fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
+    fence = Fence(lambda: read_ctl(connection, settings.run.name))
     consumer = f"{args.worker}.{args.incarnation}"
     calls = TrainerCalls(
         trainer,
@@ -43,6 +44,7 @@ async def _serve(args: ServiceArgs) -> None:
         fence,
         section.token_budget,
         consumer,
+        settings.run.checkpoints,
     )
     server = make_server(settings, section, "actor")
     server.add(

@@ -36,6 +36,7 @@ def build(settings: RunSettings, connection: Connection, hooks: ProcessHooks = U
         optimizer=settings.actor.optimizer,
         lora=settings.actor.lora,
         moe=settings.actor.moe,
+        router_replay=settings.actor.router_replay != "off",
         total_steps=config.num_optimizer_steps(settings),
         hooks=hooks,
     )

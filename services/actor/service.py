@@ -49,13 +49,13 @@ class ActorServicer(actor_pb2_grpc.ActorServiceServicer):
     async def OpenWeightChannel(
         self, request: weights_pb2.OpenWeightChannelRequest, context: Context
     ) -> weights_pb2.OpenWeightChannelResponse:
-        self._calls.fence.check(request.ctl)
+        await self._calls.fence.check(request.ctl)
         return await asyncio.to_thread(self._actor.open_channel, request)
 
     async def PublishWeights(
         self, request: actor_pb2.PublishWeightsRequest, context: Context
     ) -> actor_pb2.PublishWeightsResponse:
-        self._calls.fence.check(request.ctl)
+        await self._calls.fence.check(request.ctl)
         try:
             return await self._calls.device_thread.run(lambda: self._actor.publish(request), "publishing")
         except asyncio.CancelledError:

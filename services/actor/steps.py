@@ -8,6 +8,7 @@ sampler's logprobs are from the actor's is measured on the way.
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from rolecall.algorithms.aggregation import sequence_index
 from rolecall.algorithms.correction.mismatch import MismatchSums, mismatch, mismatch_sums, spread
 from rolecall.algorithms.losses.custom import load
 from rolecall.algorithms.selection import token_keys
-from rolecall.columns import reference_column
+from rolecall.columns import OLD_ROUTED_EXPERTS, ROUTED_EXPERTS, reference_column
 from rolecall.settings import ACTOR_BASE, CovarianceLoss, CustomLoss, RunSettings
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Loss, Microbatch, TokenOutputs, ValueOutputs
@@ -63,7 +64,10 @@ class PolicySteps:
     def __init__(self, settings: RunSettings) -> None:
         self._algorithm = settings.algorithm
         squares = "sum_squared_probs" in settings.algorithm.advantage.needs
-        self.names: tuple[str, ...] = (OLD, "sum_squared_probs") if squares else (OLD,)
+        replay = settings.actor.router_replay
+        self._kept: tuple[str, ...] = (OLD, OLD_ROUTED_EXPERTS) if replay == "r2" else (OLD,)
+        self.names: tuple[str, ...] = (*self._kept, "sum_squared_probs") if squares else self._kept
+        self.reads: Sequence[str] = (ROUTED_EXPERTS,) if replay == "r3" else ()
         self.wanted = Wanted(squares=True) if squares else None
         self._length = settings.sampling.max_tokens
         self._seed = settings.run.seed
@@ -78,12 +82,13 @@ class PolicySteps:
     def encode(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> list[dict[str, Array]]:
         """RoleColumns.encode."""
         assert isinstance(outputs, TokenOutputs)
-        outputs_N = (
-            [outputs.logprobs_N]
-            if outputs.sum_squared_probs_N is None
-            else [outputs.logprobs_N, outputs.sum_squared_probs_N]
-        )
-        rows = zip(*(unpack(each_N, microbatch.lengths) for each_N in outputs_N), strict=True)
+        given = {
+            OLD: outputs.logprobs_N,
+            OLD_ROUTED_EXPERTS: outputs.routed_experts_NW,
+            "sum_squared_probs": outputs.sum_squared_probs_N,
+        }
+        wanted = [tensor for name in self.names if (tensor := given[name]) is not None]
+        rows = zip(*(unpack(each_N, microbatch.lengths) for each_N in wanted), strict=True)
         return [dict(zip(self.names, row, strict=True)) for row in rows]
 
     def apply(
@@ -98,6 +103,10 @@ class PolicySteps:
                 minibatch.add_column(
                     OLD, [each.columns["rollout_logprobs"] for each in minibatch.microbatches if each.lengths]
                 )
+        for minibatch in share.minibatches:
+            if minibatch.has(OLD_ROUTED_EXPERTS):
+                routed = [each.columns[OLD_ROUTED_EXPERTS] for each in minibatch.microbatches if each.lengths]
+                minibatch.add_column(ROUTED_EXPERTS, routed)
         later = [minibatch for minibatch in share.minibatches[1:] if not minibatch.has(OLD)]
         bases = share.minibatches if BASE in policy_columns(section) else []
         passes = (2 if self._looks_first else 1) * section.num_epochs * len(share.microbatches)
@@ -127,9 +136,10 @@ class PolicySteps:
     def _read(self, context: StoreRankContext, batch: TrainBatch, applied: Applied) -> TrainShare:
         section = self._algorithm
         versions = frozenset(version for version, step in applied.published.items() if step == batch.step)
-        columns = [*(name for name in policy_columns(section) if name not in (OLD, BASE)), "policy_versions"]
+        own = [*(name for name in policy_columns(section) if name not in (OLD, BASE)), "policy_versions"]
         seed, derive = seed_of(self._seed, batch.step, 0), self._derive(batch.step, versions)
-        return read_share(context, batch, columns, section.num_minibatches, seed, optional=OLD, derive=derive)
+        columns = [*own, *self.reads]
+        return read_share(context, batch, columns, section.num_minibatches, seed, optional=self._kept, derive=derive)
 
     def _loss(
         self, context: StoreRankContext, minibatch: Minibatch, coefficients: Coefficients, counter: MicrobatchCounter
@@ -168,34 +178,53 @@ def _add_logprobs(
     *,
     base: bool = False,
 ) -> None:
-    """Adds the logprobs of a pass without a graph over all of `minibatches`; a collective, unless there are none."""
+    """Adds the logprobs of a pass without a graph over all of `minibatches`, and where it sent tokens if it says so; a
+    collective, unless there are none.
+    """
     microbatches = [microbatch for minibatch in minibatches for microbatch in minibatch.microbatches]
     if not microbatches:
         return
     outputs = iter(context.engine.forward(microbatches, base=base))
     for minibatch in minibatches:
-        minibatch.add_column(column, _logprobs([next(outputs) for _ in minibatch.microbatches]))
+        said = [(each, _said(next(outputs))) for each in minibatch.microbatches]
+        _add_said(minibatch, column, [part for each, part in said if each.lengths])
     counter.advance(len(microbatches))
 
 
-def _logprobs(outputs: Sequence[TokenOutputs | ValueOutputs]) -> list[torch.Tensor]:
-    """Returns the logprobs of the microbatches that are not empty."""
-    return [each.logprobs_N for each in outputs if isinstance(each, TokenOutputs) and each.logprobs_N.numel()]
+@dataclass(frozen=True)
+class _Said:
+    """The outputs of a pass over one microbatch, not an empty one, that later passes need."""
+
+    logprobs_N: torch.Tensor
+    routed_NW: torch.Tensor | None
+
+
+def _said(outputs: TokenOutputs | ValueOutputs) -> _Said:
+    assert isinstance(outputs, TokenOutputs)
+    return _Said(outputs.logprobs_N.detach(), outputs.routed_experts_NW)
+
+
+def _add_said(minibatch: Minibatch, column: str, said: Sequence[_Said]) -> None:
+    """Adds the logprobs of a pass as `column`, and its routing, which later passes then replay, if it chose one."""
+    minibatch.add_column(column, [each.logprobs_N for each in said])
+    routed = [each.routed_NW for each in said if each.routed_NW is not None]
+    if routed:
+        minibatch.add_column(ROUTED_EXPERTS, routed)
 
 
 class _FirstPasses:
-    """The logprobs that each mini-batch's first training pass gives, for mini-batches without a column of them: no pass
+    """The outputs of each mini-batch's first training pass, for mini-batches without a column of its logprobs: no pass
     is made for it alone.
     """
 
     def __init__(self, column: str) -> None:
         self.column = column
-        self._kept: dict[int, list[torch.Tensor]] = {}
+        self._kept: dict[int, list[_Said]] = {}
 
     def add_to(self, minibatch: Minibatch) -> None:
-        """The column, once its first pass is over."""
+        """The columns, once its first pass is over."""
         if id(minibatch) in self._kept:
-            minibatch.add_column(self.column, self._kept.pop(id(minibatch)))
+            _add_said(minibatch, self.column, self._kept.pop(id(minibatch)))
 
     def keeping(self, policy: Loss, minibatch: Minibatch) -> Loss:
         """`policy`, which in the first pass also leaves the logprobs it sees, in order."""
@@ -204,8 +233,7 @@ class _FirstPasses:
         kept = self._kept.setdefault(id(minibatch), [])
 
         def loss(microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> tuple[torch.Tensor, Metrics]:
-            assert isinstance(outputs, TokenOutputs)
-            kept.append(outputs.logprobs_N.detach())
+            kept.append(_said(outputs))
             return policy(microbatch, outputs)
 
         return loss

@@ -3,6 +3,7 @@ and no gRPC.
 """
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,6 +31,7 @@ class ValueSteps:
 
     names: tuple[str, ...] = ("values", "bootstrap_value")
     wanted: Wanted | None = None
+    reads: Sequence[str] = ()
 
     def __init__(self, settings: RunSettings) -> None:
         self._clip_eps = config.section(settings).value_clip_eps

@@ -14,11 +14,12 @@ from rolecall.settings import rank_of_process
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code of the process."""
     args = parse_args("reference", argv)
-    telemetry.configure(args.settings.telemetry, "reference", args.worker)
     return run(lambda: _serve(args), "reference")
 
 
 async def _serve(args: ServiceArgs) -> None:
+    settings = args.settings
+    telemetry.configure(settings.telemetry, "reference", args.worker, run=settings.run.name, rpc=settings.rpc)
     from rolecall.rpc.fence import Fence
     from rolecall.store.connection import connect
     from rolecall.store.sealed import read_ctl
@@ -30,15 +31,15 @@ async def _serve(args: ServiceArgs) -> None:
     from services.reference.ranks import build
     from services.reference.service import ReferenceServicer
 
-    settings, instance = args.settings, config.instance_of(args.worker)
+    instance = config.instance_of(args.worker)
     section = config.section(settings, instance)
-    connection = await asyncio.to_thread(connect, settings.store)
+    connection = await asyncio.to_thread(connect, settings.store, verify=False)
     if rank_of_process()[0] > 0:
         await follow(args, lambda hooks: build(settings, instance, connection, hooks))
         return
     device_thread = DeviceThread()
     role = await load(args, device_thread, lambda hooks: build(settings, instance, connection, hooks))
-    fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
+    fence = Fence(lambda: read_ctl(connection, settings.run.name))
     calls = ColumnCalls(role, device_thread, fence, section.token_budget)
     server = make_server(settings, section, f"references.{args.worker}")
     servicer = ReferenceServicer(role, calls, instance, f"{args.worker}.{args.incarnation}")

@@ -2,6 +2,8 @@
 tensors and no gRPC.
 """
 
+from collections.abc import Sequence
+
 from rolecall.columns import TEACHER, TOPK_IDS, TOPK_LOGPROBS, reference_column
 from rolecall.data.model_files import vocab_size
 from rolecall.errors import ConfigError
@@ -21,6 +23,7 @@ class ReferenceLogprobs:
     """The logprobs column of the reference `instance`."""
 
     wanted: Wanted | None = None
+    reads: Sequence[str] = ()
 
     def __init__(self, instance: str) -> None:
         self._column = reference_column(instance)
@@ -36,6 +39,7 @@ class TeacherRanking:
     """The columns of a teacher whose highest probabilities are wanted, too."""
 
     names: tuple[str, ...] = (reference_column(TEACHER), TOPK_IDS, TOPK_LOGPROBS)
+    reads: Sequence[str] = ()
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted: Wanted | None = wanted

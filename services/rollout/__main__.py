@@ -10,18 +10,19 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from rolecall import telemetry
 from rolecall.data.model_files import check_tokenizer
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.rpc.fence import Fence
+from rolecall.rpc.listening import advertised
 from rolecall.rpc.membership import Membership
 from rolecall.rpc.role_process import ServiceArgs, parse_args, run, serve, tie_to_parent
 from rolecall.rpc.server import Server
-from rolecall.settings import tied_to_this_process
+from rolecall.settings import parent_to_die_with, tied_to_this_process
 from rolecall.store.connection import connect
 from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
 from rolecall.store.sealed import read_ctl
-from rolecall.telemetry import configure as configure_telemetry
 from rolecall.v1 import controller_pb2, rollout_pb2_grpc
 from services.rollout.config import RolloutConfig, configure, machine_cores, start_environment
 from services.rollout.heartbeat import feed_heartbeat
@@ -46,11 +47,13 @@ if __name__ == "__mp_main__":
 
 async def _main(args: ServiceArgs) -> None:
     settings, consumer = args.settings, f"{args.worker}.{args.incarnation}"
+    telemetry.configure(settings.telemetry, "rollout", args.worker, run=settings.run.name, rpc=settings.rpc)
     config = configure(settings, args.worker, machine_cores())
     tokenizer = ChatTokenizer(config.model_path)
     check_tokenizer(config.model_path, tokenizer.num_ids)
-    connection = await asyncio.to_thread(connect, settings.store)
-    fence = Fence(await asyncio.to_thread(read_ctl, connection, settings.run.name))
+    connection = await asyncio.to_thread(connect, settings.store, verify=False)
+    fence = Fence(lambda: read_ctl(connection, settings.run.name))
+    launched = parent_to_die_with() is not None  # before this process says what its own children shall read
     engine = await _start_engine(config)
     server = Server(settings.rpc, settings.rollout.bind, setting="rollout.bind")
     replica = Replica(
@@ -60,6 +63,7 @@ async def _main(args: ServiceArgs) -> None:
         keep_timeout_s=settings.weights.bucket_timeout_s,
         on_serving=server.set_serving,
     )
+    telemetry.show_states(replica.states)
     pull = PullLoop(
         _pull_settings(args, config, consumer),
         replica,
@@ -78,7 +82,7 @@ async def _main(args: ServiceArgs) -> None:
         generation_timeout_s=settings.rollout.generation_timeout_s,
     )
     server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, SERVICE_NAME)
-    address = _advertised(await server.start(), settings.rollout.advertise_host)
+    address = advertised(await server.start(), settings.rollout.advertise_host, settings.controller.address)
     membership = Membership(
         settings,
         controller_pb2.ROLE_ROLLOUT,
@@ -87,6 +91,7 @@ async def _main(args: ServiceArgs) -> None:
         address,
         engine.info.num_weight_ranks,
         on_gpus=bool(config.devices),
+        launched=launched,
     )
     membership.start()
 
@@ -95,7 +100,7 @@ async def _main(args: ServiceArgs) -> None:
         await pull.drain(DRAIN_S)
 
     parts = (asyncio.create_task(part) for part in (pull.run(), engine.watch(), feed_heartbeat(replica, membership)))
-    failed = asyncio.ensure_future(_first_failure(*parts, membership.failed))
+    failed = asyncio.ensure_future(_first_failure(membership.failed, *parts))
     try:
         await serve(server, drain=drain, failed=failed, grace_s=GRACE_S)
     finally:
@@ -132,16 +137,12 @@ def _note(membership: Membership, phase: str) -> None:
     membership.phase = phase
 
 
-def _advertised(address: str, host: str | None) -> str:
-    return address if host is None else f"{host}:{address.rpartition(':')[2]}"
-
-
-async def _first_failure(*parts: "asyncio.Future[None]") -> None:
+async def _first_failure(over: "asyncio.Future[None]", *parts: "asyncio.Future[None]") -> None:
     """Raises what the first failing part raised; a part that ends well (the pull loop, drained) does not end the
-    role.
+    role, `over` does.
     """
-    pending: set[asyncio.Future[None]] = set(parts)
-    while pending:
+    pending: set[asyncio.Future[None]] = {over, *parts}
+    while not over.done():
         # bounded: by nothing, on purpose: the role's whole life, until a part fails
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         for part in done:
@@ -170,7 +171,6 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args("rollout", argv)
     outcome: list[int] = []
     atexit.register(_leave, outcome)  # first come, last served: the telemetry that follows is flushed before it
-    configure_telemetry(args.settings.telemetry, "rollout", args.worker)
     outcome.append(run(lambda: _main(args), "rollout"))
     return outcome[0]
 

@@ -1,12 +1,20 @@
 """The activity of an engine as its replica sees it: what the engine owes, what it has answered, and for how long it had
 work.
 
-By this a hung engine is told from an idle one; heartbeat.py reports it, the controller judges.
+By this a hung engine is told from an idle one; heartbeat.py reports it, the controller judges. And by this people and
+scalers see what the replica did with its time.
 """
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from rolecall.telemetry.states import StateClock
+
+STATES = ("waiting_weights", "loading_weights", "sampling", "answering", "waiting_prompts")
+"""What a replica does with its time. It samples groups of the run; else it answers Generate alone, as for an
+evaluation; else it waits for prompts. Around both, it is paused until weights are attested, or loads them.
+"""
 
 
 class Activity:
@@ -22,6 +30,8 @@ class Activity:
         self._is_paused = True
         self._since: float | None = None
         self._busy_s = 0.0
+        self._num_groups = 0
+        self.states = StateClock(STATES)
 
     @property
     def owes(self) -> bool:
@@ -46,6 +56,28 @@ class Activity:
         self._num_running += running
         self._is_paused = self._is_paused if paused is None else paused
         self._since = now if self._num_running and not self._is_paused else None
+        self._show_state()
+
+    @contextmanager
+    def sampling_group(self) -> Iterator[None]:
+        """Surrounds the sampling of a group of the run."""
+        self._num_groups += 1
+        self._show_state()
+        try:
+            yield
+        finally:
+            self._num_groups -= 1
+            self._show_state()
+
+    def _show_state(self) -> None:
+        if self._is_loading or self._is_paused:
+            state = "loading_weights" if self._is_loading else "waiting_weights"
+        elif self._num_groups:
+            state = "sampling"
+        else:
+            state = "answering" if self._num_running else "waiting_prompts"
+        if state != self.states.state:
+            self.states.enter(state)
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -62,10 +94,12 @@ class Activity:
     def loading(self) -> Iterator[None]:
         """Surrounds a load of weights, until it ended in whatever way."""
         self._is_loading = True
+        self._show_state()
         try:
             yield
         finally:
             self._is_loading = False
+            self._show_state()
             self.num_answers += 1
 
     @contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rolecall.data.mixture import Mixture, check_cpu_routing, read_mixture
 from rolecall.data.model_files import check_cpu_adapters, check_cpu_attention, eos_token_ids, max_model_tokens
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection, RunSettings
@@ -52,6 +53,8 @@ class RolloutConfig:
     """
     lora: LoraSection | None
     """The adapters that the actor publishes; None: it publishes whole models."""
+    mixture: Mixture | None
+    """The experts of the model, where each sample says which its tokens were sent to (actor.router_replay r3)."""
 
 
 def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) -> RolloutConfig:
@@ -63,6 +66,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
     path = settings.model.path
     if not devices:
         check_cpu_attention(path)
+        check_cpu_routing(settings.actor)
         if settings.actor.lora is not None:
             check_cpu_adapters(path)
     return RolloutConfig(
@@ -82,6 +86,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
         sleep_mode=section.sleep_mode and bool(devices),
         in_one_process=section.tensor_parallel_size == 1,
         lora=settings.actor.lora,
+        mixture=read_mixture(path) if settings.actor.router_replay == "r3" else None,
     )
 
 
@@ -109,6 +114,9 @@ def start_environment(config: RolloutConfig) -> dict[str, str]:
         # Idle threads sleep: the trainer shares these cores and takes turns with the engine.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
+    if config.enforce_eager:
+        # vLLM's sampler would compile a count of logits at its first token, which takes a C++ compiler on the machine.
+        on_cpus["TORCHDYNAMO_DISABLE"] = "1"
     if config.in_one_process:
         # vLLM binds only workers that are processes of their own; here OpenMP is told directly, with the same effect.
         on_cpus |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_PLACES": f"{{{lists[0]}}}", "OMP_PROC_BIND": "true"}

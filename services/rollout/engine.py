@@ -9,9 +9,11 @@ last token. vLLM itself names the weights version of every token.
 """
 
 import asyncio
-import dataclasses
+import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,11 +23,13 @@ from vllm.config import WeightTransferConfig
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models import ModelRegistry
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from rolecall.data.mixture import Mixture
 from rolecall.errors import ConfigError, GenerationError, UnavailableError, WorkerLostError
 from rolecall.settings import LoraSection
 from rolecall.v1 import trajectory_pb2
@@ -67,6 +71,8 @@ class VllmEngine:
 
     def __init__(self, config: RolloutConfig) -> None:
         """Starts the engine's processes; takes tens of seconds. Call it inside the event loop that will use it."""
+        if config.in_one_process and not config.devices:
+            _know_the_model(config.model_path)
         self._llm = AsyncLLM.from_engine_args(engine_args(config))
         if config.float32_head and self._llm.model_config.head_dtype != torch.float32:
             raise ConfigError(
@@ -74,6 +80,7 @@ class VllmEngine:
             )
         self._num_probes = 0
         self._num_moves = 0
+        self._mixture = config.mixture
         self._takes_adapters = config.lora is not None
         self._adapter: LoRARequest | None = None
         """What every request names, once it is installed."""
@@ -115,7 +122,8 @@ class VllmEngine:
         params = sampling_params(request, self._info.eos_token_ids)
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt)
         output = await self._final(prompt, params, request.request_id, _PRIORITY)
-        return _sample(output.outputs[0], request)
+        sample = _sample(output.outputs[0], request)
+        return sample if self._mixture is None else replace(sample, routing=_routing(output, self._mixture))
 
     async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
         """Implements SamplingEngine.probe."""
@@ -282,8 +290,19 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend="rolecall"),
         worker_extension_cls="rolecall.weights.receiver.WorkerExtension",
+        enable_return_routed_experts=config.mixture is not None,
     )
-    return arguments if config.lora is None else dataclasses.replace(arguments, **_for_adapters(config.lora))
+    return arguments if config.lora is None else replace(arguments, **_for_adapters(config.lora))
+
+
+def _know_the_model(path: Path) -> None:
+    """Gives vLLM the class of the model in directory `path`, which this process will hold itself. Else vLLM looks at it
+    in a process of its own, which imports torch and all of vLLM once more: ten seconds of a core, wherever its cache is
+    new, as in every container.
+    """
+    for name in json.loads((path / "config.json").read_text()).get("architectures") or ():
+        if name in ModelRegistry.models:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def _for_adapters(lora: LoraSection) -> dict[str, Any]:
@@ -335,6 +354,20 @@ def _sample(output: CompletionOutput, request: SampleRequest) -> Sample:
                 f"vLLM gave a logprob that is not finite for request {request.request_id}; look at the weights"
             )
     return Sample(token_ids, logprobs, spans, _FINISH_REASONS[output.finish_reason])
+
+
+def _routing(output: RequestOutput, mixture: Mixture) -> Array:
+    """uint8 [T, W] of prompt and response. What vLLM sampled last it has sent nowhere."""
+    (completion,) = output.outputs
+    num_tokens = len(output.prompt_token_ids or ()) + len(completion.token_ids)
+    routed = completion.routed_experts
+    if routed is None or len(routed) != num_tokens - 1:
+        raise GenerationError(
+            f"vLLM says of {0 if routed is None else len(routed)} tokens of request {output.request_id} which experts "
+            f"they were sent to, of {num_tokens - 1} that it computed"
+        )
+    encoded = mixture.encode(routed)
+    return np.concatenate([encoded, encoded[-1:]])
 
 
 def _logprobs(output: CompletionOutput) -> Array:

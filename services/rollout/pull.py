@@ -231,7 +231,8 @@ class PullLoop:
         return bool(waiting)
 
     def _finished(self, work: _Work, task: "asyncio.Task[bool]") -> None:
-        self._work.pop(work.key, None)
+        if self._work.get(work.key) is work:  # a store that lost the claim may have given it again under the same token
+            del self._work[work.key]
         self._ended(task)
 
     def _ended(self, task: "asyncio.Task[bool] | asyncio.Task[None]") -> None:
@@ -327,12 +328,13 @@ class PullLoop:
         self._replica.require_room(requests[0].prompt_token_ids, f"group {group.gid}")
         responses: list[Response | None] = [None] * len(requests)
         try:
-            async with (
-                asyncio.timeout(self._settings.generation_timeout_s),
-                aclosing(self._replica.sample_all(requests)) as sampled,
-            ):
-                async for index, response in sampled:
-                    responses[index] = response
+            with self._replica.sampling_group():
+                async with (
+                    asyncio.timeout(self._settings.generation_timeout_s),
+                    aclosing(self._replica.sample_all(requests)) as sampled,
+                ):
+                    async for index, response in sampled:
+                        responses[index] = response
         except TimeoutError as error:
             if not self._replica.gate.is_open:
                 raise DeadlineError("no weights were attested in time") from error

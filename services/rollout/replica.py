@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from rolecall.errors import (
     TornWeightsError,
     UnavailableError,
 )
+from rolecall.telemetry.states import StateClock
 from rolecall.weights.transferred import Transferred
 from services.rollout.activity import Activity
 from services.rollout.gate import Gate
@@ -106,6 +108,15 @@ class Replica:
     def busy_s(self) -> float:
         """Seconds the engine had work since start."""
         return self._activity.busy_s
+
+    @property
+    def states(self) -> StateClock:
+        """Returns what it did with its time."""
+        return self._activity.states
+
+    def sampling_group(self) -> AbstractContextManager[None]:
+        """Surrounds the sampling of a group of the run: what is sampled outside it is for whoever called Generate."""
+        return self._activity.sampling_group()
 
     @property
     def is_busy(self) -> bool:

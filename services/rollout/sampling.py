@@ -76,6 +76,10 @@ class Sample:
     """Cover the response in order, without overlap."""
     finish_reason: trajectory_pb2.FinishReason.ValueType
     """STOP or LENGTH; an aborted response is an error instead."""
+    routing: Array | None = None
+    """uint8 [prompt + n, W]: the experts that every token was sent to, the last one's a copy of those before it
+    (rolecall/data/mixture.py); None unless the engine was started to say it.
+    """
 
 
 @dataclass(frozen=True)

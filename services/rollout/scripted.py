@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rolecall.data.mixture import Mixture
 from rolecall.errors import RoleCallError, UnavailableError
 from rolecall.v1 import trajectory_pb2
 from rolecall.weights.transferred import Transferred
@@ -51,8 +52,12 @@ class ScriptedEngine:
         max_model_tokens: int = 64,
         token_s: float = 0.0,
         sleep_levels: tuple[int, ...] = (),
+        mixture: Mixture | None = None,
     ) -> None:
-        """Each token takes `token_s` seconds. About one token in eight is the end token."""
+        """Each token takes `token_s` seconds. About one token in eight is the end token. With `mixture` samples say
+        experts, which follow from the token and the version.
+        """
+        self._mixture = mixture
         self._vocab_size = vocab_size
         self._token_s = token_s
         self._version = -1
@@ -128,7 +133,9 @@ class ScriptedEngine:
                 reason = trajectory_pb2.FINISH_REASON_STOP
         greedy = request.sampling.temperature == 0
         logprobs = np.array(running.logprobs, dtype=np.float32) * (0.0 if greedy else 1.0)
-        return Sample(tuple(running.tokens), logprobs.astype(np.float32), tuple(_spans(running.versions)), reason)
+        routing = None if self._mixture is None else self._routing(request, running, self._mixture)
+        spans = tuple(_spans(running.versions))
+        return Sample(tuple(running.tokens), logprobs.astype(np.float32), spans, reason, routing)
 
     async def _turn(self, running: _Running) -> None:
         """Returns when the next token may be sampled."""
@@ -150,6 +157,16 @@ class ScriptedEngine:
         draw = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
         token = self._info.eos_token_ids[0] if draw % 8 == 0 else 3 + draw % (self._vocab_size - 3)
         return token, -1.0 - (draw % 1000) / 1000
+
+    def _routing(self, request: SampleRequest, running: _Running, mixture: Mixture) -> Array:
+        """Routes a token to as many neighbouring experts as a token takes, from one that its id and version name."""
+        ids_T = np.array([*request.prompt_token_ids, *running.tokens])[:-1]
+        versions_T = np.full(len(ids_T), running.versions[0])
+        versions_T[len(request.prompt_token_ids) :] = running.versions[:-1]
+        layers_L, places_k = np.arange(mixture.num_layers), np.arange(mixture.num_chosen)
+        first_TL = (ids_T + versions_T)[:, None] + layers_L
+        encoded = mixture.encode((first_TL[:, :, None] + places_k) % mixture.num_experts)
+        return np.concatenate([encoded, encoded[-1:]])
 
     async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
         """Implements SamplingEngine.probe: -(version + 1) / 8 at every token but the first."""

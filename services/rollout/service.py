@@ -110,7 +110,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def JoinWeightChannel(
         self, request: weights_pb2.JoinWeightChannelRequest, context: Context
     ) -> weights_pb2.JoinWeightChannelResponse:
-        self._fence.check(request.ctl)
+        await self._fence.check(request.ctl)
         backend = decode_backend(request.backend)
         await self._replica.join(
             MeetingPlace(request.epoch, request.address, request.rank, request.world_size, request.timeout_s, backend)
@@ -120,7 +120,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def ReceiveWeights(
         self, request: rollout_pb2.ReceiveWeightsRequest, context: Context
     ) -> rollout_pb2.ReceiveWeightsResponse:
-        self._fence.check(request.ctl)
+        await self._fence.check(request.ctl)
         probe = _probe_token_ids(request.probe) if request.HasField("probe") else None
         mode, num_decoded = _pause_mode(request.pause_mode), request.probe.num_decoded
         received, probed = await self._replica.receive(
@@ -140,28 +140,28 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return response
 
     async def Pause(self, request: rollout_pb2.PauseRequest, context: Context) -> rollout_pb2.PauseResponse:
-        self._fence.check(request.ctl)
+        await self._fence.check(request.ctl)
         await self._replica.pause(_pause_mode(request.mode))
         return rollout_pb2.PauseResponse()
 
     async def Resume(self, request: rollout_pb2.ResumeRequest, context: Context) -> rollout_pb2.ResumeResponse:
-        self._fence.check(request.ctl)
+        await self._fence.check(request.ctl)
         await self._replica.resume(request.policy_version, request.digest)
         return rollout_pb2.ResumeResponse()
 
     async def Drain(self, request: rollout_pb2.DrainRequest, context: Context) -> rollout_pb2.DrainResponse:
-        self._fence.check(request.ctl)
+        await self._fence.check(request.ctl)
         await self._replica.stop_taking()
         finished, released = await self._pull.drain(request.finish_s)
         return rollout_pb2.DrainResponse(num_finished=finished, num_released=released)
 
     async def Sleep(self, request: rollout_pb2.SleepRequest, context: Context) -> rollout_pb2.SleepResponse:
-        self._fence.check(request.ctl)
+        await self._fence.check(request.ctl)
         await self._replica.sleep(request.level)
         return rollout_pb2.SleepResponse()
 
     async def WakeUp(self, request: rollout_pb2.WakeUpRequest, context: Context) -> rollout_pb2.WakeUpResponse:
-        self._fence.check(request.ctl)
+        await self._fence.check(request.ctl)
         await self._replica.wake_up()
         return rollout_pb2.WakeUpResponse()
 

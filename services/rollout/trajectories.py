@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rolecall.columns import ROUTED_EXPERTS
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import InvalidInputError
 from rolecall.trajectory import seed_of
@@ -62,7 +63,7 @@ def group_requests(group: trajectory_pb2.PromptGroup, attempt: str, cache_salt: 
 
 def columns(ids: Sequence[int], response: Response) -> dict[str, Array]:
     """The sampled columns of one trajectory: token_ids int32, response_mask uint8, rollout_logprobs float32,
-    policy_versions int32, all [T].
+    policy_versions int32, all [T]; routed_experts uint8 [T, W] where the engine says them.
     """
     sample, start = response.sample, len(ids)
     num_tokens = start + len(sample.token_ids)
@@ -74,7 +75,14 @@ def columns(ids: Sequence[int], response: Response) -> dict[str, Array]:
     versions = np.full(num_tokens, -1, dtype=np.int32)
     for span in sample.spans:
         versions[start + span.start : start + span.end] = span.policy_version
-    return {"token_ids": token_ids, "response_mask": mask, "rollout_logprobs": logprobs, "policy_versions": versions}
+    routed = {} if sample.routing is None else {ROUTED_EXPERTS: sample.routing}
+    return {
+        "token_ids": token_ids,
+        "response_mask": mask,
+        "rollout_logprobs": logprobs,
+        "policy_versions": versions,
+        **routed,
+    }
 
 
 def trajectory_meta(
