@@ -109,8 +109,8 @@ def _pip(arguments: list[str], total: int) -> str | None:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
-            if line.startswith("Installing collected packages"):
-                print(("\r" if terminal and total else "") + "setup: unpacking", " " * 60, sep="", flush=True)
+            if total and line.startswith("Installing collected packages"):
+                print("\rsetup: unpacking".ljust(70) if terminal else "setup: unpacking", flush=True)
             elif total and line.startswith(("Collecting ", "Processing ", "Requirement already satisfied")):
                 settled += 1
                 if terminal:

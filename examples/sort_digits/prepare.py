@@ -183,8 +183,12 @@ def main() -> None:
     parser.add_argument(
         "--teacher", action="store_true", help="also make the model that examples/distillation learns from"
     )
+    parser.add_argument("--once", action="store_true", help="do nothing where it was all made before")
     arguments = parser.parse_args()
-    prepare(arguments.folder, arguments.seed, teacher=arguments.teacher)
+    made = arguments.folder / "made"
+    if not (arguments.once and made.exists()):
+        prepare(arguments.folder, arguments.seed, teacher=arguments.teacher)
+        made.touch()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from rolecall.commands.explain import explain
 from rolecall.commands.footprint import memory_and_disk, store
 from rolecall.commands.preflight import NOTE, preflight
 from rolecall.data.dataset import RawPrompt, load_prompts
+from rolecall.data.mixture import check_cpu_routing, read_mixture
 from rolecall.data.model_files import (
     ModelFacts,
     check_cpu_adapters,
@@ -192,6 +193,8 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
             f"routers: balance_coef {moe.balance_coef:g}, z_coef {moe.z_coef:g}, over all tokens of a mini-batch, "
             "prompts included"
         )
+    if settings.actor.router_replay != "off":
+        yield _router_replay(settings)
     yield f"EOS ids: {', '.join(map(str, eos_token_ids(path)))}" + (
         f"; also stops at {', '.join(map(str, also))}" if also else ""
     )
@@ -207,8 +210,22 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         )
     if settings.rollout.num_replicas and not settings.rollout.devices:
         check_cpu_attention(path)
+        check_cpu_routing(settings.actor)
         if settings.actor.lora is not None:
             check_cpu_adapters(path)
+
+
+def _router_replay(settings: RunSettings) -> str:
+    """The line on where the actor's tokens are sent, and what it costs."""
+    actor, algorithm, mixture = settings.actor, settings.algorithm, read_mixture(settings.model.path)
+    whose = "that sampled them, in every pass of the actor" if actor.router_replay == "r3" else "of the old policy"
+    alone = algorithm.num_minibatches * algorithm.num_epochs == 1 and actor.router_replay == "r2"
+    return (
+        f"router replay {actor.router_replay}: tokens go to the experts {whose}; {mixture.num_layers} layers x "
+        f"{mixture.num_chosen} of {mixture.num_experts} experts, {mixture.width} bytes a token in the store"
+        + ("; one update per batch is its own old policy, so that nothing is replayed" if alone else "")
+        + ("; the critic chooses for itself" if settings.critic is not None else "")
+    )
 
 
 def _fit(settings: RunSettings, tokenizer: ChatTokenizer) -> Iterator[str]:

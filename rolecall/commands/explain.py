@@ -22,6 +22,7 @@ from rolecall.settings import (
     KlSection,
     PolicyLossSection,
     ReinforceLoss,
+    RewardComponent,
     RunSettings,
     SapoLoss,
     ShapingSection,
@@ -85,7 +86,7 @@ def _filters(section: FiltersSection, solved_at: float) -> list[str]:
 def _reward(settings: RunSettings) -> Iterator[str]:
     components = settings.reward.components
     yield (
-        " + ".join(f"{component.weight:g} x {name}" for name, component in components.items())
+        " + ".join(f"{part.weight:g} x {name}{_where(part)}" for name, part in components.items())
         if components
         else "what the scorer says"
     )
@@ -95,6 +96,15 @@ def _reward(settings: RunSettings) -> Iterator[str]:
         yield (
             f"minus {_coefficient(kl)} x KL to {kl.reference} ({kl.estimator}) on each token{_pass(settings.algorithm)}"
         )
+
+
+def _where(component: RewardComponent) -> str:
+    """The prompts that a component scores, where that is not all."""
+    fields = [
+        f"{field} is {' or '.join(map(str, wanted if isinstance(wanted, tuple) else (wanted,)))}"
+        for field, wanted in component.when.items()
+    ]
+    return f" (where {' and '.join(fields)})" if fields else ""
 
 
 def _shaping(section: ShapingSection, longest: int) -> Iterator[str]:

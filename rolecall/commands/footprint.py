@@ -28,23 +28,25 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     """Yields a line per role on its memory, then what checkpoints take. ConfigError where a disk has no room."""
     size = 4 if settings.model.dtype == "float32" else 2
     weights = facts.num_parameters * size
-    trained = facts.num_parameters * (OPTIMIZER_BYTES_PER_PARAMETER + size)
     adapters = _num_adapter_parameters(settings)
-    acting = trained if adapters is None else weights + adapters * (OPTIMIZER_BYTES_PER_PARAMETER + size)
-    yield (
-        f"memory (estimates without activations): actor {in_bytes(acting / settings.actor.num_shards)} per rank x "
-        f"{settings.actor.num_ranks}"
+    acting = (
+        _trained_per_rank(settings, settings.actor, facts)
+        if adapters is None
+        else (weights + adapters * (OPTIMIZER_BYTES_PER_PARAMETER + size)) / settings.actor.num_shards
     )
+    yield (f"memory (estimates without activations): actor {in_bytes(acting)} per rank x {settings.actor.num_ranks}")
     yield from _moments(
         settings.actor, settings.actor.optimizer, facts.num_parameters if adapters is None else adapters
     )
     if adapters is not None:
         yield f"  adapters: {adapters / 1e6:,.2f}M parameters are trained, published and kept; the base stays as it is"
     if settings.critic is not None:
-        yield f"  critic {in_bytes(trained / settings.critic.num_shards)} per rank x {settings.critic.num_ranks}"
+        critic = _trained_per_rank(settings, settings.critic, facts)
+        yield f"  critic {in_bytes(critic)} per rank x {settings.critic.num_ranks}"
         yield from _moments(settings.critic, settings.actor.optimizer, facts.num_parameters)
     for name, section in settings.references.items():
-        yield f"  reference {name} {in_bytes(weights / section.num_shards)} per rank x {section.num_ranks}"
+        parts = section.num_shards if settings.actor.backend == "fsdp" else _num_parts(section)
+        yield f"  reference {name} {in_bytes(weights / parts)} per rank x {section.num_ranks}"
     rollout = settings.rollout
     cache = rollout.kv_cache_bytes or (None if rollout.devices else CPU_KV_CACHE_BYTES)
     kept = (
@@ -65,6 +67,20 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
             f"beside three buckets{left}"
         )
     yield from _disk(settings, facts)
+
+
+def _trained_per_rank(settings: RunSettings, section: TrainerSection, facts: ModelFacts) -> float:
+    size = 4 if settings.model.dtype == "float32" else 2
+    if settings.actor.backend == "fsdp":
+        return facts.num_parameters * (OPTIMIZER_BYTES_PER_PARAMETER + size) / section.num_shards
+    # Megatron: weights and float32 gradients whole on every data rank, moments and master weights cut over all
+    cut = MOMENT_BYTES_PER_PARAMETER + (4 if size < 4 else 0)
+    return facts.num_parameters * ((size + 4) / _num_parts(section) + cut / section.num_ranks)
+
+
+def _num_parts(section: TrainerSection) -> int:
+    """Parts that Megatron's layout cuts weights into; experts may be cut into more."""
+    return section.parallel.tensor * section.parallel.pipeline
 
 
 def _moments(section: TrainerSection, optimizer: OptimizerSection, num_parameters: int) -> Iterator[str]:

@@ -17,7 +17,7 @@ from pydantic import SecretStr
 
 from rolecall.commands.ledger_story import own_events, story
 from rolecall.errors import ConfigError, NotFoundError, RunLockedError, StoreUnavailableError
-from rolecall.settings import RunSettings, load_settings
+from rolecall.settings import RunSettings, load_settings, store_url_file
 from rolecall.store.audit import Report, audit
 from rolecall.store.connection import Connection, connect
 from rolecall.store.embedded import EmbeddedStore
@@ -84,7 +84,7 @@ def _embedded_url(settings: RunSettings, opened: contextlib.ExitStack) -> str:
         opened.callback(store.stop)
         return store.start(LOCK_TIMEOUT_S)
     except (BlockingIOError, RunLockedError) as error:
-        url = folder / "url"
+        url = store_url_file(settings.run.dir, "controller")
         if not url.exists():
             raise StoreUnavailableError(
                 f"the run in {settings.run.dir} is alive and its store is not up; try again in a moment"

@@ -11,7 +11,7 @@ import asyncio
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +19,12 @@ import grpc
 
 from rolecall.address import is_unix
 from rolecall.errors import ConfigError
-from rolecall.launcher.plan import role_environment
+from rolecall.launcher.plan import metrics_binds, role_environment
 from rolecall.rpc import tls as tls_files
+from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
-from rolecall.rpc.listening import require_tls, why_not
+from rolecall.rpc.identity import acting_as
+from rolecall.rpc.listening import require_ports, require_tls, why_not
 from rolecall.rpc.presence import LOOK_S, Ask, health_of, look
 from rolecall.scoring.client import open_client, open_external
 from rolecall.settings import (
@@ -33,6 +35,7 @@ from rolecall.settings import (
     RunSettings,
     ServiceSection,
     child_environment,
+    scorer_environment,
 )
 from rolecall.store.probe import find_store
 from rolecall.v1 import controller_pb2, controller_pb2_grpc, reward_pb2, reward_pb2_grpc
@@ -46,21 +49,39 @@ IMPORT_TIMEOUT_S = 20.0
 def preflight(settings: RunSettings) -> Iterator[Iterator[str]]:
     """All checks of this file."""
     yield _credentials(settings)
+    settings = acting_as(settings, Caller.OPERATOR, make=False)
     yield _store(settings)
     yield from _functions(settings)
     yield from _places(settings)
     yield from _ports(settings)
+    if settings.actor.address is None or settings.rollout.num_replicas:
+        yield _weight_ports(settings)
 
 
 def _credentials(settings: RunSettings) -> Iterator[str]:
-    if settings.rpc.tls is not None:
-        tls_files.mutual_credentials(settings.rpc.tls)
-        yield "rpc.tls: the certificate, its key and the roots can be read"
+    if settings.rpc.tls is None:
+        return
+    roles = {
+        Caller.OPERATOR: True,
+        Caller.CONTROLLER: settings.controller.address is None,
+        Caller.ACTOR: settings.actor.address is None,
+        Caller.CRITIC: settings.critic is not None and settings.critic.address is None,
+        Caller.REFERENCE: any(section.address is None for section in settings.references.values()),
+        Caller.REWARD: settings.reward.address is None,
+        Caller.ROLLOUT: settings.rollout.num_replicas > 0,
+    }
+    for tls in {acting_as(settings, role).rpc.tls: role for role, is_local in roles.items() if is_local}:
+        assert tls is not None
+        tls_files.mutual_credentials(tls)
+        yield f"rpc.tls: {tls.certificate_file}, its key and the roots can be read"
 
 
 def _store(settings: RunSettings) -> Iterator[str]:
     if settings.store.url is not None:
-        yield f"store: {find_store(settings.store)} answers and keeps what it acknowledges"
+        where, unseen = find_store(settings.store)
+        yield f"store: {where} answers and keeps what it acknowledges{', as far as it says' if unseen else ''}"
+        for what in unseen:
+            yield f"{NOTE} store.durability vouched: {where} does not let be seen {what}; your word is taken for it"
 
 
 # --- users' functions -----------------------------------------------------------------------------
@@ -75,19 +96,22 @@ def _functions(settings: RunSettings) -> Iterator[Iterator[str]]:
         for name, component in settings.reward.components.items():
             scorer, setting = component.scorer, f"reward.components.{name}.scorer"
             if isinstance(scorer, FunctionScorer):
-                yield _function(f"{setting}.target", scorer.target, settings.reward.search_path, settings.reward)
+                section = settings.reward
+                environment = scorer_environment(section.environment, role_environment(section))
+                yield _function(f"{setting}.target", scorer.target, section.search_path, environment)
             if scorer.kind == "math":
                 yield _math(setting)
     loss = settings.algorithm.policy_loss
     if isinstance(loss, CustomLoss) and settings.actor.address is None:
-        yield _function("algorithm.policy_loss.function", loss.name, loss.folder, settings.actor)
+        # its GPUs, too: a module of kernels may ask for one
+        environment = child_environment(role_environment(settings.actor))
+        yield _function("algorithm.policy_loss.function", loss.name, loss.folder, environment)
 
 
-def _function(setting: str, target: str, folder: Path, role: ServiceSection) -> Iterator[str]:
+def _function(setting: str, target: str, folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
     if not folder.is_dir():
         raise ConfigError(f"{setting} {target!r}: its folder {folder} is none; correct it")
     command = [sys.executable, "-P", "-m", "rolecall.plugins", setting, target]
-    environment = child_environment(role_environment(role))  # its GPUs, too: a module of kernels may ask for one
     try:
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
@@ -258,6 +282,12 @@ def _ports(settings: RunSettings) -> Iterator[Iterator[str]]:
     taken: dict[str, str] = {}
     for setting, bind in binds.items():
         yield _port(setting, bind, taken, settings, settings.rollout.num_replicas if setting == "rollout.bind" else 1)
+    yield _metrics_ports(taken, settings)
+
+
+def _metrics_ports(taken: dict[str, str], settings: RunSettings) -> Iterator[str]:
+    for name, bind in metrics_binds(settings).items():
+        yield from _port(f"telemetry.metrics_bind of {name}", bind, taken, settings, 1)
 
 
 def _port(setting: str, bind: str, taken: dict[str, str], settings: RunSettings, num_replicas: int) -> Iterator[str]:
@@ -274,3 +304,9 @@ def _port(setting: str, bind: str, taken: dict[str, str], settings: RunSettings,
     if problem:
         raise ConfigError(f"{setting} {bind} {problem}")
     yield f"{setting}: {bind} is free"
+
+
+def _weight_ports(settings: RunSettings) -> Iterator[str]:
+    require_ports(settings.weights)
+    if settings.weights.ports is not None:
+        yield f"weights.ports: the kernel hands out no others than {settings.weights.ports}"

@@ -15,12 +15,16 @@ from rolecall.errors import ConfigError, DeadlineError, NotFoundError, Unavailab
 from rolecall.launcher.plan import is_under_way
 from rolecall.launcher.progress import STATES, open_view, render
 from rolecall.launcher.run_record import RunRecord, as_json_line, read_record
+from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
-from rolecall.settings import RpcSection, load_settings
+from rolecall.rpc.identity import acting_as
+from rolecall.settings import RpcSection, TlsSection, load_settings
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 
 WATCH_TIMEOUT_S = 24 * 3600.0
 """Deadline of one `rolecall watch`."""
+_READING = ("status", "watch")
+"""Commands that a viewer may give; the others are an operator's."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +38,13 @@ class Run:
     """run.dir, when it is known and here."""
 
 
-def steer(command: str, run: str, *, checkpoint: bool = False, as_json: bool = False) -> int:
+def steer(command: str, run: str, *, tls: Path | None = None, checkpoint: bool = False, as_json: bool = False) -> int:
     """Carries out `command` on the run named by a run directory, a configuration file or a controller's address;
     returns the exit code.
 
     Of a run that is over, status and watch show what its directory says; there is nothing left to steer.
     """
-    found = find(run)
+    found = find(run, Caller.VIEWER if command in _READING else Caller.OPERATOR, tls)
     try:
         return asyncio.run(_steer(command, found, checkpoint, as_json))
     except (UnavailableError, DeadlineError) as error:
@@ -52,7 +56,7 @@ def steer(command: str, run: str, *, checkpoint: bool = False, as_json: bool = F
                 "the controller does not answer, and is starting or being started again; ask in a moment "
                 f"({error.message})"
             ) from error
-        if command not in ("status", "watch"):
+        if command not in _READING:
             raise NotFoundError(
                 f"run {record.status.run} is over ({record.how}); there is nothing to {command}"
             ) from error
@@ -61,8 +65,10 @@ def steer(command: str, run: str, *, checkpoint: bool = False, as_json: bool = F
         return 0
 
 
-def find(run: str) -> Run:
-    """The controller's address and how to talk to it. ConfigError when `run` names neither a run nor an address."""
+def find(run: str, caller: Caller = Caller.VIEWER, tls: Path | None = None) -> Run:
+    """The controller's address and how to talk to it, as the kind of person that the command needs: with the
+    certificates in the folder `tls` where it is given. ConfigError when `run` names neither a run nor an address.
+    """
     path = Path(run)
     file = path / "config.yaml" if path.is_dir() else path
     if file.is_file():
@@ -75,10 +81,16 @@ def find(run: str) -> Run:
                 f"{file} does not say where its controller is (controller.address), and no run was started from it; "
                 "name the run's directory"
             )
-        return Run(settings.controller.address, settings.rpc, settings.run.dir)
+        rpc = acting_as(settings, caller, make=False).rpc
+        return Run(settings.controller.address, rpc, settings.run.dir)
     if ":" in run and not path.exists():
-        return Run(run, RpcSection())
+        return Run(run, RpcSection() if tls is None else RpcSection(tls=_certificates(tls)))
     raise ConfigError(f"{run} is neither a run directory with a config.yaml, nor a configuration file, nor host:port")
+
+
+def _certificates(folder: Path) -> TlsSection:
+    """The files of a folder as `rolecall certificates` writes it, for one role or person."""
+    return TlsSection(certificate_file=folder / "tls.crt", key_file=folder / "tls.key", ca_file=folder / "ca.crt")
 
 
 def _without_the_moment(status: controller_pb2.RunStatus) -> controller_pb2.RunStatus:

@@ -20,16 +20,20 @@ from typing import Any, TypeVar
 import yaml
 
 from rolecall.disk import writing
-from rolecall.errors import NotFoundError, RunExistsError, RunLockedError
+from rolecall.errors import ConfigError, NotFoundError, RunExistsError, RunLockedError
 from rolecall.launcher.processes import Worker
+from rolecall.rpc.tokens import FOLDER
 from rolecall.settings import AddressSection, RunSettings, ServiceSection, SftSettings, TrainerSection
 from rolecall.store.embedded import discard_store
+from rolecall.store.users import ROLES as STORE_ROLES
 
 _PORTS = range(20_000, 32_768)
 """Where free ports are looked for: below those that the kernel lends to outgoing connections, so that none takes the
 port of a role that is being restarted (and a client that calls it meanwhile does not, as TCP allows, connect to
 itself).
 """
+
+_MAX_PORT = 65_535
 
 _OF_AN_ATTEMPT = (
     "config.yaml",
@@ -81,7 +85,7 @@ def holds_a_run(directory: Path) -> bool:
     """Whether the directory holds anything that a new run must not take the place of: something trained, or what is not
     ours.
     """
-    if {path.name for path in directory.iterdir()} <= {"logs"}:
+    if not any(path.name != "logs" and not _is_of_tokens(path) for path in directory.iterdir()):
         return False
     if not (directory / "identity.json").is_file() and not (directory / "logs" / "sft.log").is_file():
         return True
@@ -91,6 +95,11 @@ def holds_a_run(directory: Path) -> bool:
     return _has_line(metrics, lambda line: line.get("step", 0) > 0) or _has_line(
         history, lambda line: line.get("event") == "trained"
     )
+
+
+def _is_of_tokens(path: Path) -> bool:
+    """Whether a role that was started by hand may have made it, before there was a run."""
+    return path.name.startswith((FOLDER, f".{FOLDER}-"))
 
 
 def is_under_way(directory: Path) -> bool:
@@ -173,11 +182,37 @@ def _left_out(settings: RunSettings | SftSettings) -> dict[str, Any]:
 
 
 def plan_workers(
-    configured: RunSettings, resolved: RunSettings, store_url: str, package: str = "services"
+    configured: RunSettings, resolved: RunSettings, store_url_of: Callable[[str], str], package: str = "services"
 ) -> list[Worker]:
     """The processes of the roles that `configured` gives no address, controller first: each is `python -m
-    <package>.<role>`.
+    <package>.<role>`, with the URL of the store for its role.
     """
+    metrics = metrics_binds(configured)
+    return [
+        _worker(f"{package}.{role}", name, resolved, store_url_of, section, metrics.get(name))
+        for role, name, section in _local_roles(configured)
+    ]
+
+
+def metrics_binds(configured: RunSettings) -> dict[str, str]:
+    """Returns where each process of `plan_workers` shows its metrics, by name: telemetry.metrics_bind, and the next
+    ports for those after the first; port 0 stays a free one. Empty where it is not set. ConfigError past the last port.
+    """
+    bind = configured.telemetry.metrics_bind
+    if bind is None:
+        return {}
+    host, _, first = bind.rpartition(":")
+    names = [name for _, name, _ in _local_roles(configured)]
+    if int(first) + len(names) - 1 > _MAX_PORT:
+        raise ConfigError(
+            f"telemetry.metrics_bind {bind}: the {len(names)} local roles take a port each from {first} on, past "
+            f"{_MAX_PORT}; choose a lower one"
+        )
+    return {name: f"{host}:{int(first) + i if int(first) else 0}" for i, name in enumerate(names)}
+
+
+def _local_roles(configured: RunSettings) -> list[tuple[str, str, AddressSection | None]]:
+    """(role, name, section) of the roles that `configured` gives no address; a rollout has no section."""
     roles: list[tuple[str, str, AddressSection]] = [
         ("controller", "controller", configured.controller),
         ("actor", "actor", configured.actor),
@@ -185,32 +220,36 @@ def plan_workers(
     roles += [("critic", "critic", configured.critic)] if configured.critic else []
     roles += [("reference", name, section) for name, section in configured.references.items()]
     roles += [("reward", "reward", configured.reward)]
-    workers = [
-        _worker(f"{package}.{role}", name, resolved, store_url, section)
-        for role, name, section in roles
-        if section.address is None
-    ]
-    replicas = configured.rollout.num_replicas
-    return workers + [_worker(f"{package}.rollout", f"rollout-{i}", resolved, store_url, None) for i in range(replicas)]
+    local = [(role, name, section) for role, name, section in roles if section.address is None]
+    return [*local, *(("rollout", f"rollout-{i}", None) for i in range(configured.rollout.num_replicas))]
 
 
-def _worker(module: str, name: str, resolved: RunSettings, store_url: str, section: AddressSection | None) -> Worker:
+def _worker(
+    module: str,
+    name: str,
+    resolved: RunSettings,
+    store_url_of: Callable[[str], str],
+    section: AddressSection | None,
+    metrics_bind: str | None,
+) -> Worker:
+    role = module.rpartition(".")[2]
     arguments = [module, str(resolved.run.dir / "config.yaml"), "--name", name]
+    arguments += ["--telemetry.metrics_bind", metrics_bind] if metrics_bind is not None else []
     num_ranks = section.num_ranks if isinstance(section, TrainerSection) else 1
     # "1", not our pid: the role's own children (ranks under torchrun, engine processes) read it too and are tied to
     # their own parent.
     environment = {
         **role_environment(section, resolved.actor.num_threads),
-        "ROLECALL_STORE_URL": store_url,
+        # empty for a reward service, which runs code of others: it may not inherit ours
+        "ROLECALL_STORE_URL": store_url_of(role) if role in STORE_ROLES else "",
         "ROLECALL_DIE_WITH_PARENT": "1",
     }
     return Worker(
-        module.rpartition(".")[2],
+        role,
         name,
         ranks_command(num_ranks, arguments),
         environment,
         resolved.run.dir / "logs" / f"{name}.log",
-        through_torchrun=num_ranks > 1,
     )
 
 
@@ -219,7 +258,7 @@ def ranks_command(num_ranks: int, arguments: Sequence[str]) -> tuple[str, ...]:
     command = [sys.executable, "-P", "-m"]
     if num_ranks > 1:
         command += [
-            "torch.distributed.run",
+            "rolecall.training.ranks.torchrun",
             "--nnodes=1",
             f"--nproc-per-node={num_ranks}",
             "--rdzv-backend=c10d",

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rolecall.errors import NotFoundError, NotOnThisDeviceError, RoleCallError, StoreUnavailableError
 from rolecall.launcher.processes import Start
 from rolecall.rpc.channel import open_channel
-from rolecall.rpc.server import LIVENESS
+from rolecall.rpc.options import LIVENESS
 from rolecall.settings import RunSettings
 from rolecall.store.embedded import EmbeddedStore
 

@@ -25,6 +25,8 @@ from rolecall.store.embedded import EmbeddedStore
 STOP_TIMEOUT_S = 6.0
 """Time from SIGTERM to SIGKILL; with the store's end it keeps a Ctrl-C under 10 s."""
 
+FINAL_CODES = frozenset({FINAL, USAGE})
+"""Exit codes after which starting a role again cannot help."""
 STARTED = "=== started"
 """Begins a log's line where a process started; a restarted role and a resumed run go on in the same file."""
 
@@ -40,13 +42,6 @@ class Worker:
     command: tuple[str, ...]
     environment: Mapping[str, str]
     log: Path
-    through_torchrun: bool = False
-    """Whether torchrun starts it, whose exit code 1 says only that some rank ended."""
-
-    @property
-    def final_codes(self) -> frozenset[int]:
-        """Exit codes after which starting it again cannot help."""
-        return frozenset({USAGE} if self.through_torchrun else {FINAL, USAGE})
 
 
 @dataclass(frozen=True)

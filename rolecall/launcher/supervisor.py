@@ -29,14 +29,16 @@ from rolecall.launcher.joining import Joining
 from rolecall.launcher.last_words import describe_failure, final_line, how_it_ended
 from rolecall.launcher.plan import plan_workers, prepare_run_dir, resolve, write_config
 from rolecall.launcher.probes import Probes
-from rolecall.launcher.processes import Processes, Worker
+from rolecall.launcher.processes import FINAL_CODES, Processes, Worker
 from rolecall.launcher.progress import LONG_WAIT_S, View, open_view
 from rolecall.launcher.restarts import GivenUp, RestartBudget
 from rolecall.launcher.run_record import INTERRUPTED, keep_record
+from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
+from rolecall.rpc.identity import acting_as
 from rolecall.settings import RunSettings
 from rolecall.store.embedded import EmbeddedStore
-from rolecall.store.free_name import require_free_name
+from rolecall.store.probe import require_free_name
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 
 POLL_S = 0.1
@@ -73,7 +75,8 @@ def train(settings: RunSettings, *, resume: bool, package: str = "services") -> 
     try:
         settle(settings)
         write_config(resolved)
-        return asyncio.run(Supervisor(settings, resolved, processes, view, package).run())
+        operated = acting_as(resolved, Caller.OPERATOR)
+        return asyncio.run(Supervisor(settings, operated, processes, view, package).run())
     finally:
         view.close()
         processes.stop_all()
@@ -150,8 +153,10 @@ class Supervisor:
     # --- the processes ----------------------------------------------------------------------------
 
     async def _start_and_tend(self) -> int:
-        url = self._settings.store.url.get_secret_value() if self._settings.store.url else await self._start_store()
-        for worker in plan_workers(self._settings, self._resolved, url, self._package):
+        given = self._settings.store.url
+        # Somebody else's server: whoever made a user for each role there gives each its URL in its environment.
+        url_of = (lambda role: given.get_secret_value()) if given else (await self._start_store()).url_of
+        for worker in plan_workers(self._settings, self._resolved, url_of, self._package):
             self._start(worker)
         run, number = self._resolved.run, len(self._processes.running)
         self._view.note(
@@ -188,7 +193,7 @@ class Supervisor:
         return self._over()
 
     def _worker_ended(self, worker: Worker, code: int) -> None:
-        if code in worker.final_codes:
+        if code in FINAL_CODES:
             raise GivenUp(worker.role, describe_failure(worker, code))
         said = final_line(worker)
         how = self._verdicts.pop(worker.name, None) or f"{worker.name} {how_it_ended(code)}" + (
@@ -228,7 +233,7 @@ class Supervisor:
         if worker.role == "controller":
             self._probes.ask_controller(start)
 
-    async def _start_store(self) -> str:
+    async def _start_store(self) -> EmbeddedStore:
         resolved = self._resolved
         store = EmbeddedStore(
             resolved.run.dir / "store", resolved.run.name, resolved.store.max_bytes, resolved.store.binary
@@ -237,7 +242,7 @@ class Supervisor:
         store.spawn()
         await asyncio.to_thread(store.wait_until_ready)
         self._probes.ask_store(_STORE, store)
-        return store.url
+        return store
 
     def _restart_store(self) -> None:
         store = self._processes.store

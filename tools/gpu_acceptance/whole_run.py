@@ -82,7 +82,7 @@ def check_whole_run(found: Findings, folder: Path) -> None:
     if found.dry:
         torch.set_num_threads(1)  # idle ones would spin on the cores of the other roles
     sort_digits.prepare(folder / "work", 0, num_steps=90 if not found.dry else 4)
-    server = EmbeddedStore(folder / "store", "*", 256 * 2**20)
+    server = EmbeddedStore(folder / "store", "*", 2**31)
     server.start()
     section = StoreSection(url=SecretStr(server.url))
     connection = connect(section)
@@ -112,7 +112,7 @@ async def _run(found: Findings, folder: Path, store: StoreUnderTest, url: str) -
         device, dtype = (torch.device("cpu"), torch.float32) if found.dry else (torch.device("cuda", 0), torch.bfloat16)
         engine = PolicyEngine(folder / "work" / "model", device, dtype)
         try:
-            async with run.rollout("rollout-0", engine=engine), run.controller() as (_, running):
+            async with run.rollout("rollout-0", engine=engine), run.controller() as (_, running, _):
                 await _kill_in_step(trainers, store, running, found)
                 await asyncio.wait_for(running, max(1.0, _RUN_S - (time.monotonic() - started)))
         finally:

@@ -1,0 +1,113 @@
+"""The settings of a run whose roles each have a host of their own: the file as it was written, and what that place
+decides, which is addresses, binds, devices by each machine's own numbers, ports and certificates.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rolecall.errors import ConfigError
+from rolecall.manifests.render import dump_all
+from rolecall.settings import RunSettings, TrainerSection
+
+PORT = 50051
+"""The gRPC port of every role on a cluster: each has a network of its own."""
+RANKS_PORT = 29400
+"""Where the ranks of a trainer meet."""
+METRICS_PORT = 9464
+"""Where each role shows its numbers."""
+PORTS = "29500-29599"
+"""weights.ports of a cluster, where the file has none."""
+TLS_FOLDER = "/run/rolecall/tls"
+"""Where each role finds its own tls.crt, tls.key and ca.crt."""
+
+
+def nodes_of(section: TrainerSection) -> int:
+    """Machines that its ranks are on: `devices` are those of each."""
+    return section.num_ranks // len(section.devices) if section.devices else 1
+
+
+def require_paths_under(tree: dict[str, Any], settings: RunSettings, folders: Sequence[str]) -> None:
+    """ConfigError for a path of the settings that lies in none of the folders that containers see. Where the file's
+    `tree` names no reward.search_path, it is the file's folder, there as here.
+    """
+    beside = {} if "search_path" in (tree.get("reward") or {}) else {"reward": {"search_path"}}
+    for name, path in _paths(settings.model_dump(exclude=beside), ""):
+        if not any(path.is_relative_to(folder) for folder in folders):
+            raise ConfigError(
+                f"{name} is {path}, which a container does not see; put it under {' or '.join(folders)}, where the "
+                "volumes are"
+            )
+
+
+def local_roles(tree: dict[str, Any]) -> list[str]:
+    """The roles of the file's `tree` that have no address, so that somebody must start them: controller, reward, actor,
+    critic and the references, by their names.
+    """
+    references = {name: section for name, section in _section(tree, "references").items() if section is not None}
+    optional = {} if tree.get("critic") is None else {"critic": tree["critic"]}
+    named = {name: tree.get(name) for name in ("controller", "reward", "actor")} | optional | references
+    return [name for name, section in named.items() if not (section or {}).get("address")]
+
+
+def complete(tree: dict[str, Any], addresses: Mapping[str, str], rollout_port: int) -> dict[str, Any]:
+    """Returns the file's `tree` with what any place decides. addresses: where clients reach each of its
+    `local_roles`, each of which listens on that port.
+    """
+    done = {name: dict(section) if isinstance(section, dict) else section for name, section in tree.items()}
+    for name, address in addresses.items():
+        parent = done["references"] if name in _section(tree, "references") else done
+        parent[name] = {**(parent.get(name) or {}), "address": address, "bind": f"0.0.0.0:{address.split(':')[-1]}"}
+        if parent[name].get("devices"):
+            parent[name]["devices"] = list(range(len(parent[name]["devices"])))
+    # nobody starts rollouts but the place: the run begins when one has joined
+    rollout = {**_section(tree, "rollout"), "num_replicas": 0, "bind": f"0.0.0.0:{rollout_port}"}
+    if rollout.get("devices"):
+        rollout["devices"] = [list(range(len(rollout["devices"][0])))]
+    # a password stays out of the file: each role finds a URL of its own in ROLECALL_STORE_URL_FILE
+    store = {key: value for key, value in _section(tree, "store").items() if key != "url"}
+    return done | {"rollout": rollout, "store": store}
+
+
+def complete_for_cluster(tree: dict[str, Any], hosts: Mapping[str, str]) -> dict[str, Any]:
+    """Returns `tree` with what a cluster decides, and a mesh in it. hosts: of the addresses of `local_roles`."""
+    done = complete(tree, {name: f"{host}:{PORT}" for name, host in hosts.items()}, PORT)
+    done["weights"] = {"ports": PORTS, **_section(tree, "weights")}
+    done["telemetry"] = {"metrics_bind": f"0.0.0.0:{METRICS_PORT}", **_section(tree, "telemetry")}
+    rpc = _section(tree, "rpc")
+    if rpc.get("behind_mesh"):
+        identity = f"spiffe://cluster.local/ns/{_section(tree, 'run').get('name')}/sa/{{role}}"
+        done["rpc"] = {"forwarded_identity": True, "spiffe_id": identity, **rpc}
+    else:
+        done["rpc"] = with_certificates(tree)
+    return done
+
+
+def with_certificates(tree: dict[str, Any]) -> dict[str, Any]:
+    """The section rpc of a run whose roles find their certificates in TLS_FOLDER."""
+    files = {"certificate_file": "tls.crt", "key_file": "tls.key", "ca_file": "ca.crt"}
+    return {**_section(tree, "rpc"), "tls": {key: f"{TLS_FOLDER}/{file}" for key, file in files.items()}}
+
+
+def replicas_of(tree: dict[str, Any]) -> int:
+    """Rollouts to begin with."""
+    return max(1, int(_section(tree, "rollout").get("num_replicas", 1)))
+
+
+def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    return tree.get(name) or {}
+
+
+def as_text(tree: dict[str, Any], head: str) -> str:
+    """`tree` as a file, under a comment."""
+    return f"# {head}\n" + dump_all([tree])
+
+
+def _paths(value: Any, name: str) -> list[tuple[str, Path]]:
+    if isinstance(value, Path):
+        return [(name, value)]
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
+        return []
+    return [found for key, part in value.items() for found in _paths(part, f"{name}.{key}".lstrip("."))]
