@@ -19,6 +19,8 @@ import numpy as np
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.reward import SERVICE_NAME as REWARD_SERVICE
 from rolecall.reward import Scorer, description, one_by_one
+from rolecall.rpc.callers import Caller
+from rolecall.rpc.identity import acting_as
 from rolecall.rpc.membership import Membership
 from rolecall.scoring.scores import Item
 from rolecall.settings import RunSettings, load_settings
@@ -73,13 +75,15 @@ async def serve_trainer(settings: RunSettings) -> None:
     store = StoreUnderTest(settings.store, settings.run.name, connection, Ledger(connection, settings.run.name), rows)
     spec = description("parity", (0, 1), ("response_text",), {}, False, max_items=0)
     async with AsyncExitStack() as stack:
-        actor, scorer = ServedActor(store, stack), Scorer(spec, one_by_one(parity, spec), None)
+        actor = ServedActor(store, stack, settings.run.checkpoints)
+        scorer = Scorer(spec, one_by_one(parity, spec), None)
         await served(
             stack,
             actor_pb2_grpc.add_ActorServiceServicer_to_server,
             actor,
             "rolecall.v1.ActorService",
             str(settings.actor.address),
+            settings.rpc,
         )
         await served(
             stack,
@@ -131,8 +135,9 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=1, help="replicas of this process")
     parser.add_argument("--latency", type=float, default=0.1, metavar="SECONDS", help="of a response, in the mean")
     arguments = parser.parse_args()
-    settings = load_settings(arguments.config, [])
-    if arguments.role == "trainer":
+    is_trainer = arguments.role == "trainer"
+    settings = acting_as(load_settings(arguments.config, []), Caller.ACTOR if is_trainer else Caller.ROLLOUT)
+    if is_trainer:
         asyncio.run(serve_trainer(settings))
     else:
         asyncio.run(serve_rollouts(settings, arguments.first, arguments.number, arguments.latency))

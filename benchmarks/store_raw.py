@@ -22,7 +22,8 @@ from benchmarks.store_ours import (
     Payload,
     Shape,
 )
-from rolecall.store.connection import MAX_CONNECTIONS, SOCKET_TIMEOUT_S
+from rolecall.store.clients import MAX_CONNECTIONS
+from rolecall.store.connection import SOCKET_TIMEOUT_S
 from rolecall.store.rows import CHUNK_BYTES, CHUNK_ROWS
 from rolecall.trajectory import encode_column
 from rolecall.v1 import trajectory_pb2 as pb

@@ -27,6 +27,7 @@ from benchmarks.laps import read_steps, split_table
 from benchmarks.machine import describe
 from benchmarks.step import HERE, MEASURED, SORT_DIGITS, call, sort_digits
 from rolecall.commands.steer import find
+from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 
@@ -121,7 +122,7 @@ class Ours:
         return [row for row in rows if "time/step_s" in row]
 
     async def _steer(self, command: str) -> controller_pb2.RunStatus:
-        found = find(str(self.run))
+        found = find(str(self.run), Caller.OPERATOR)
         async with open_channel(found.address, found.rpc) as channel:
             stub = controller_pb2_grpc.ControllerServiceStub(channel)
             if command == "PauseRun":
