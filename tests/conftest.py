@@ -10,23 +10,30 @@ from typing import Any
 import hypothesis
 import pytest
 
+from rolecall.rpc.callers import Caller
 from rolecall.settings import RunSettings
+from tests.twins.callers import playing
 
-pytest_plugins = ["tests.fixtures_rank", "tests.fixtures_store"]
+pytest_plugins = ["tests.fixtures_rank", "tests.fixtures_store", "tests.fixtures_servers"]
 
 # Read when torch is loaded, here and in children that do not say otherwise: each of two workers has one core, on which
 # idle threads would spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# A deadline per example would fail on a busy machine; every test has a timeout of its own.
-hypothesis.settings.register_profile("rolecall", deadline=None)
-hypothesis.settings.load_profile("rolecall")
-
 MakeSettings = Callable[..., RunSettings]
 
 TABLE_FROM_S = 60.0
 """A run whose tests took less together needs no table of where the time went."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Properties are tried on more examples where `thorough` tests run, too. No example has a deadline: it would fail
+    on a busy machine, and every test has a timeout of its own.
+    """
+    is_brief = "not thorough" in config.option.markexpr
+    hypothesis.settings.register_profile("rolecall", deadline=None, max_examples=40 if is_brief else 100)
+    hypothesis.settings.load_profile("rolecall")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -61,18 +68,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def make_settings(tmp_path: Path) -> MakeSettings:
-    """Settings of the smallest GRPO run in a temporary folder; keywords replace whole sections, e.g.
-    make_settings(controller={"lease_s": 1.0}).
+    """Settings of the smallest GRPO run in a temporary folder, as its controller has them; keywords replace whole
+    sections, e.g. make_settings(controller={"lease_s": 1.0}).
     """
+    return smallest_settings(tmp_path)
+
+
+def smallest_settings(folder: Path) -> MakeSettings:
+    """What the fixture `make_settings` gives, in `folder`."""
 
     def make(**sections: Any) -> RunSettings:
         tree: dict[str, Any] = {
-            "run": {"name": "test", "dir": str(tmp_path / "run"), "num_steps": 1},
-            "model": {"path": str(tmp_path / "model")},
-            "data": {"train": str(tmp_path / "train.jsonl")},
+            "run": {"name": "test", "dir": str(folder / "run"), "num_steps": 1},
+            "model": {"path": str(folder / "model")},
+            "data": {"train": str(folder / "train.jsonl")},
             "algorithm": {"groups_per_batch": 2},
             "reward": {"components": {"correct": {"scorer": {"kind": "exact_match"}}}},
         }
-        return RunSettings.model_validate(tree | sections, context={"base": tmp_path})
+        settings = RunSettings.model_validate(tree | sections, context={"base": folder})
+        return playing(settings, Caller.CONTROLLER)
 
     return make

@@ -12,7 +12,7 @@ import redis
 from pydantic import SecretStr
 
 from rolecall.settings import StoreSection
-from rolecall.store.connection import Connection, connect
+from rolecall.store.connection import RETRY_S, Connection, connect
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import Ledger
 from rolecall.store.prompts import Claim, PromptQueue
@@ -56,10 +56,20 @@ class StoreUnderTest:
     rows: Rows
     opened: list[Connection] = field(default_factory=list)
 
-    def connect(self) -> Connection:
+    @property
+    def url(self) -> str:
+        """Where its server is."""
+        return self.section.url.get_secret_value() if self.section.url else ""
+
+    def connect(self, retry_s: float = RETRY_S) -> Connection:
         """Another connection, closed at the end of the test."""
-        self.opened.append(connect(self.section))
+        self.opened.append(connect(self.section, retry_s=retry_s))
         return self.opened[-1]
+
+    def replaced(self) -> int:
+        """Another controller takes the run over; its ctl."""
+        self.ledger.unlock()
+        return Ledger(self.connection, self.run).lock(0.0)
 
     def admit(self, count: int, *, greedy_response: bool = False) -> None:
         """Admits the next `count` groups; the cursor after group g is b"after g"."""
@@ -138,7 +148,7 @@ class StoreUnderTest:
 @pytest.fixture(scope="session")
 def store_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedStore]:
     """One server for all tests of the session; its user may touch every run."""
-    server = EmbeddedStore(tmp_path_factory.mktemp("store"), "*", 256 * 2**20)
+    server = EmbeddedStore(tmp_path_factory.mktemp("store"), "*", 2**31)
     server.start()
     yield server
     server.stop()
@@ -152,7 +162,7 @@ def make_embedded_store(tmp_path: Path) -> Iterator[Callable[..., EmbeddedStore]
     made: list[EmbeddedStore] = []
 
     def make(
-        dir: Path | None = None, run: str = "test", max_bytes: int = 64 * 2**20, binary: str | None = None
+        dir: Path | None = None, run: str = "test", max_bytes: int = 2**31, binary: str | None = None
     ) -> EmbeddedStore:
         made.append(EmbeddedStore(dir or tmp_path / f"store-{len(made)}", run, max_bytes, binary))
         return made[-1]
@@ -168,7 +178,7 @@ def make_store() -> Iterator[Callable[[str, str], StoreUnderTest]]:
     opened: list[Connection] = []
 
     def make(url: str, run: str) -> StoreUnderTest:
-        section = StoreSection(url=SecretStr(url))
+        section = StoreSection(url=SecretStr(url), max_bytes=2**20)
         connection = connect(section)
         opened.append(connection)
         ledger = Ledger(connection, run)

@@ -11,32 +11,27 @@ import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from rolecall.checkpoint.manifest import StoredFile, store, verify
-from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import OutOfOrderError, UnavailableError, WorkerLostError
 from rolecall.rpc.fence import Fence
 from rolecall.store.connection import Connection
 from rolecall.store.rows import Rows
-from rolecall.store.sealed import read_ctl, read_sealed
+from rolecall.store.sealed import read_ctl
 from rolecall.telemetry import Metrics
-from rolecall.training.serving.applied import FILE, Applied
-from rolecall.training.serving.background import in_background
 from rolecall.training.serving.calls import TrainerCalls
-from rolecall.training.serving.device_thread import DeviceThread
-from rolecall.training.serving.hooks import nothing
-from rolecall.training.serving.save_chain import Written
 from rolecall.training.serving.trainer import Progress
 from rolecall.v1 import actor_pb2, rollout_pb2, weights_pb2
 from rolecall.v1 import training_pb2 as pb
-from rolecall.v1.trajectory_pb2 import Metric, RowRef, TrainBatch
-from rolecall.wire import Array, encode_tensor
+from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch, TrajectoryMeta
+from rolecall.wire import encode_tensor
 from tests.fixtures_store import DIGEST
+from tests.twins.calls import trainer_calls
+from tests.twins.trainer import Row, TrainerTwin
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Any)
 
 TRAINED_COLUMNS = (
     "token_ids",
@@ -58,7 +53,7 @@ BASE = "base"
 """Weights before the first step."""
 
 
-def digest_of_inputs(refs: Sequence[RowRef], rows: Sequence[dict[str, Array]]) -> str:
+def digest_of_inputs(refs: Sequence[RowRef], rows: Sequence[Row]) -> str:
     """Over the identity, order and bits of what a step reads."""
     state = hashlib.blake2b(digest_size=16)
     for ref, row in zip(refs, rows, strict=True):
@@ -115,91 +110,51 @@ class Entry:
     inputs: str
 
 
-class HashEngine:
+class HashTrainer(TrainerTwin):
     """Trainer whose weights are a hash."""
 
-    num_parameters = 1
-    world_size = 1
-    prefixes = ("",)
+    trains_on = TRAINED_COLUMNS
 
     def __init__(self, name: str, rows: Rows, arrows: Arrows) -> None:
-        self.name = name
-        self.rows = rows
-        self.arrows = arrows
-        self.applied = Applied()
+        super().__init__(rows, self._pass)
+        self._name, self._arrows = name, arrows
         self.weights = BASE
         self.log: tuple[Entry, ...] = ()
         """Every step these weights are made of, in the order applied."""
         self.threads: set[threading.Thread] = set()
         """Where it works; gone with its process."""
 
-    def train(self, batch: TrainBatch, progress: Progress) -> pb.TrainResult:
+    def _pass(self, phase: str) -> None:
         self.threads.add(threading.current_thread())
-        self.arrows.at(f"{self.name} is about to apply")
-        refs = list(batch.rows)
-        inputs = digest_of_inputs(refs, self.rows.read(refs, TRAINED_COLUMNS))
-        progress.report(1, 1)
+        self._arrows.at(f"{self._name} {phase}")
+
+    def learn(
+        self, batch: TrainBatch, rows: Sequence[Row], metas: Sequence[TrajectoryMeta], progress: Progress
+    ) -> None:
+        super().learn(batch, rows, metas, progress)
+        inputs = digest_of_inputs(list(batch.rows), rows)
         self.weights = next_weights(self.weights, inputs)
         self.log = (*self.log, Entry(batch.step, batch.digest, inputs))
-        result = pb.TrainResult(step=batch.step, digest=batch.digest, metrics=self.measure())
-        self.applied = self.applied.after_step(result, 0)
-        self.arrows.at(f"{self.name} applied")
-        return result
 
-    def measure(self) -> list[Metric]:
+    def metrics_of(self, batch: TrainBatch) -> Metrics:
         """What coefficients follow; another number for other weights."""
         metrics = Metrics()
         metrics.mean("actor/reference_kl", int(self.weights[:4], 16) / 2**16, 7)
         metrics.mean("actor/entropy", int(self.weights[4:8], 16) / 2**16, 7)
-        return metrics.to_proto()
+        return metrics
 
-    def compute(self, rows: Sequence[RowRef], prefix: str) -> frozenset[str]:
+    def columns_of(self, row: Row) -> Row:
         """The critic's values, which depend on its weights."""
-        scale = int(self.weights.encode().hex()[:4], 16) / 2**16
-        columns: list[dict[str, Array]] = [
-            {
-                "values": row["response_mask"].astype(np.float32) * np.float32(scale),
-                "bootstrap_value": np.full(1, scale, np.float32),
-            }
-            for row in self.rows.read(rows, ["response_mask"])
-        ]
-        self.rows.put(rows, columns)
-        return frozenset()
+        scale = np.float32(int(self.weights.encode().hex()[:4], 16) / 2**16)
+        values = row["response_mask"].astype(np.float32) * scale
+        return {"values": values, "bootstrap_value": np.full(1, scale, np.float32)}
 
-    def save(self, path: str) -> Written:
-        self.threads.add(threading.current_thread())
-        weights = json.dumps([self.weights, [[entry.step, entry.digest, entry.inputs] for entry in self.log]]).encode()
-        record = self.applied.to_json()
-        self.arrows.at(f"{self.name} took its state")
+    def weights_bytes(self) -> bytes:
+        return json.dumps([self.weights, [[entry.step, entry.digest, entry.inputs] for entry in self.log]]).encode()
 
-        def write() -> tuple[StoredFile, ...]:
-            self.threads.add(threading.current_thread())
-            storage = open_storage(path)
-            first = store(storage, FILE, lambda file: file.write(record))
-            self.arrows.at(f"{self.name} is about to keep its checkpoint")
-            second = store(storage, "weights.json", lambda file: file.write(weights))
-            self.arrows.at(f"{self.name} kept its checkpoint")
-            return first, second
-
-        return in_background(write, f"{self.name}'s checkpoint")
-
-    def load(self, path: str, files: Sequence[StoredFile]) -> None:
-        self.threads.add(threading.current_thread())
-        storage = open_storage(path)
-        verify(storage, files, nothing)
-        self.weights, log = json.loads(storage.read("weights.json"))
+    def restore_weights(self, data: bytes) -> None:
+        self.weights, log = json.loads(data)
         self.log = tuple(Entry(*entry) for entry in log)
-        self.applied = Applied.read(storage)
-        self.arrows.at(f"{self.name} loaded")
-
-    def move(self, parts: Sequence[pb.StatePart.ValueType], *, to_host: bool) -> None:
-        """It has no device."""
-
-    def keep_alive(self) -> None:
-        """It has no other ranks."""
-
-    def stop(self) -> None:
-        """It has no other ranks."""
 
 
 @dataclass
@@ -211,23 +166,26 @@ class TrainerProcess:
     run: str
     rows: Rows
     arrows: Arrows
+    checkpoints: str
     make_calls: Callable[..., TrainerCalls] = TrainerCalls
     incarnation: int = 0
     all_calls: list[TrainerCalls] = field(default_factory=list)
 
     def start(self) -> None:
         """A new incarnation; call it on the event loop."""
-        self.engine = HashEngine(self.name, self.rows, self.arrows)
-        fence = Fence(read_ctl(self.connection, self.run))
-        self.calls = self.make_calls(
-            self.engine, self._read_sealed, DeviceThread(), fence, 2**20, f"{self.name}.{self.incarnation}"
+        self.engine = HashTrainer(self.name, self.rows, self.arrows)
+        self.calls = trainer_calls(
+            self.engine,
+            self.connection,
+            self.run,
+            Fence(lambda: read_ctl(self.connection, self.run)),
+            self.checkpoints,
+            worker=f"{self.name}.{self.incarnation}",
+            make=self.make_calls,
         )
         self.calls.start()
         self.all_calls.append(self.calls)
         self.incarnation += 1
-
-    def _read_sealed(self, step: int) -> TrainBatch:
-        return read_sealed(self.connection, self.run, step)
 
     def raise_own_fault(self) -> None:
         """An error of this file in a device thread, which no role would survive."""
@@ -266,34 +224,28 @@ class ProcessStub:
     async def GetInfo(self, request: pb.GetTrainerInfoRequest, timeout: float) -> pb.GetTrainerInfoResponse:
         return self._process.calls.info()
 
-    async def Train(self, request: pb.TrainRequest, timeout: float) -> AsyncIterator[pb.TrainResponse]:
+    async def _stream(self, call: Callable[[TrainerCalls], AsyncIterator[T]], what: str, last: str) -> AsyncIterator[T]:
         process, incarnation = self._process, self._process.incarnation
-        process.arrows.at(f"Train sent to {process.name}")
+        process.arrows.at(f"{what} sent to {process.name}")
         try:
-            async for event in process.calls.chain.train(request):
+            async for event in call(process.calls):
                 self._raise_lost(incarnation, None)
-                if event.HasField("result"):
-                    process.arrows.at(f"Train answered by {process.name}")
+                if event.HasField(last):
+                    process.arrows.at(f"{what} answered by {process.name}")
                 yield event
         except (Killed, WorkerLostError) as error:
             raise WorkerLostError(f"{process.name} was killed") from error
+
+    def Train(self, request: pb.TrainRequest, timeout: float) -> AsyncIterator[pb.TrainResponse]:
+        return self._stream(lambda calls: calls.chain.train(request), "Train", "result")
 
     async def ComputeValues(self, request: pb.ComputeColumnRequest, timeout: float) -> pb.ComputeColumnResponse:
         return await self._unary(lambda calls: calls.compute(request), "ComputeValues")
 
-    async def SaveCheckpoint(
+    def SaveCheckpoint(
         self, request: pb.SaveTrainerCheckpointRequest, timeout: float
     ) -> AsyncIterator[pb.SaveTrainerCheckpointResponse]:
-        process, incarnation = self._process, self._process.incarnation
-        process.arrows.at(f"SaveCheckpoint sent to {process.name}")
-        try:
-            async for event in process.calls.save(request):
-                self._raise_lost(incarnation, None)
-                if event.HasField("saved"):
-                    process.arrows.at(f"SaveCheckpoint answered by {process.name}")
-                yield event
-        except (Killed, WorkerLostError) as error:
-            raise WorkerLostError(f"{process.name} was killed") from error
+        return self._stream(lambda calls: calls.save(request), "SaveCheckpoint", "saved")
 
     async def LoadCheckpoint(
         self, request: pb.LoadTrainerCheckpointRequest, timeout: float

@@ -216,12 +216,20 @@ class StepRun:
         self.states: dict[tuple[str, ...], bytes] = {(): b""}
         """Timeline -> what the algorithm carries on from there."""
         self.lineage = 0
-        self.covered: dict[int, tuple[str, ...]] = {}
+        self.covered: dict[int, tuple[str, ...]] = {0: ()}
         """Step of each checkpoint that was begun -> the timeline then."""
         self.threads = StoreThreads()
         self.runner = asyncio.Runner()
         self.processes = {
-            name: TrainerProcess(name, self.connection, run_settings.run.name, self.rows, self.arrows, self.make_calls)
+            name: TrainerProcess(
+                name,
+                self.connection,
+                run_settings.run.name,
+                self.rows,
+                self.arrows,
+                str(folder / "checkpoints"),
+                self.make_calls,
+            )
             for name in TRAINERS
         }
         self.runner.run(self.start_trainers())

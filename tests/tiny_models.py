@@ -5,10 +5,18 @@ downloaded.
 from pathlib import Path
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from tests.tiny_tokenizer import EOS_TOKEN_ID
-from tests.tiny_tokenizer import write_tokenizer as write_tokenizer
+from tests.tiny_tokenizer import EOS_TOKEN_ID, write_tokenizer
 
 
 def write_qwen3(
@@ -51,7 +59,9 @@ def write_qwen3(
     return path
 
 
-def write_qwen3_moe(path: Path, *, vocab: int = 150, seed: int = 0) -> Path:
+def write_qwen3_moe(
+    path: Path, *, vocab: int = 150, seed: int = 0, head_dim: int = 16, expert_hidden: int = 32
+) -> Path:
     """A random mixture of four experts, two active: parameters that transformers fuses and checkpoints do not. No
     tokenizer. Returns `path`.
     """
@@ -59,11 +69,11 @@ def write_qwen3_moe(path: Path, *, vocab: int = 150, seed: int = 0) -> Path:
         vocab_size=vocab,
         hidden_size=64,
         intermediate_size=96,
-        moe_intermediate_size=32,
+        moe_intermediate_size=expert_hidden,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         num_experts=4,
         num_experts_per_tok=2,
         eos_token_id=EOS_TOKEN_ID,
@@ -73,4 +83,56 @@ def write_qwen3_moe(path: Path, *, vocab: int = 150, seed: int = 0) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         Qwen3MoeForCausalLM(config).float().save_pretrained(path)
+    return path
+
+
+def write_llama(path: Path, *, vocab: int = 152, seed: int = 0) -> Path:
+    """A random Llama whose rotary positions are scaled as Llama 3's. No tokenizer. Returns `path`."""
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=EOS_TOKEN_ID,
+        initializer_range=0.1,
+        max_position_embeddings=512,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).float().save_pretrained(path)
+    return path
+
+
+def write_qwen2(path: Path, *, vocab: int = 152, seed: int = 0) -> Path:
+    """A random Qwen2, whose queries, keys and values have biases. No tokenizer. Returns `path`."""
+    config = Qwen2Config(
+        vocab_size=vocab,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=EOS_TOKEN_ID,
+        initializer_range=0.1,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.copy_(0.3 * torch.arange(parameter.numel()).sin())
+    model.save_pretrained(path)
     return path

@@ -19,7 +19,7 @@ from pydantic import SecretStr
 from rolecall.checkpoint.manifest import RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import RowMissingError, StoreUnavailableError
-from rolecall.settings import RunSettings, load_settings
+from rolecall.settings import RunSettings, load_settings, store_url_file
 from rolecall.store.audit import audit
 from rolecall.store.connection import Connection, connect
 from rolecall.store.embedded import EmbeddedStore
@@ -126,9 +126,8 @@ def check_live(run_dir: Path) -> Verdict:
     settings = load_settings(run_dir / "config.yaml")
     # away, or a group was dropped or freed between two reads
     with suppress(OSError, StoreUnavailableError, RowMissingError):
-        connection = connect(
-            settings.store.model_copy(update={"url": SecretStr((run_dir / "store" / "url").read_text().strip())})
-        )
+        url = SecretStr(store_url_file(run_dir, "controller").read_text().strip())
+        connection = connect(settings.store.model_copy(update={"url": url}))
         try:
             run = settings.run.name
             trajectories = attestation.read_trajectories(

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.errors import RoleCallError
+from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
+from rolecall.rpc.identity import acting_as
 from rolecall.settings import RunSettings, load_settings
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 from tests.chaos.checker import check_journals, check_live
@@ -335,7 +337,8 @@ class Driver:
     async def _end(self, settings: RunSettings) -> None:
         deadline = time.monotonic() + END_S
         assert settings.controller.address is not None
-        async with open_channel(settings.controller.address, settings.rpc) as channel:
+        rpc = acting_as(settings, Caller.OPERATOR).rpc
+        async with open_channel(settings.controller.address, rpc) as channel:
             with suppress(RoleCallError):
                 await controller_pb2_grpc.ControllerServiceStub(channel).StopRun(
                     controller_pb2.StopRunRequest(checkpoint=True), timeout=10

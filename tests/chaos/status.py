@@ -10,7 +10,9 @@ import time
 from contextlib import suppress
 
 from rolecall.errors import RoleCallError
+from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
+from rolecall.rpc.identity import acting_as
 from rolecall.settings import RunSettings
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 from tests.chaos.links import Traps
@@ -24,7 +26,7 @@ async def watch(settings: RunSettings, observer: Observer, traps: Traps) -> None
     """Tells until cancelled."""
     assert settings.controller.address is not None
     eyes = _Eyes(observer, traps)
-    async with open_channel(settings.controller.address, settings.rpc) as channel:
+    async with open_channel(settings.controller.address, acting_as(settings, Caller.VIEWER).rpc) as channel:
         stub = controller_pb2_grpc.ControllerServiceStub(channel)
         while True:
             asked_at = time.monotonic()

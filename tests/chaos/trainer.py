@@ -27,7 +27,7 @@ from rolecall.weights.transferred import encode_fingerprints
 from rolecall.wire import decode_tensor, encode_tensor
 from tests import attestation
 from tests.chaos.channel import SocketSender
-from tests.chaos.wiring import Hook, wire_of
+from tests.chaos.wiring import Hook, checker_connection, wire_of
 from tests.twins.trainer import ActorTwin, ColumnTwin, Row, TrainerTwin
 from tests.twins.weights import bits_of, digest_of, fingerprints_of, initial, numbers_of, token_of, trained
 
@@ -158,7 +158,7 @@ class ChaosActor(WeightedTrainer, ActorTwin):
             "advantages",
             *references,
         )
-        self._connection = connection
+        self._checks = checker_connection(settings)
         self._run, self._seed = settings.run.name, settings.run.seed
         self._sender = SocketSender(wire_of(settings))
 
@@ -169,7 +169,7 @@ class ChaosActor(WeightedTrainer, ActorTwin):
             attestation.Trajectory(meta, *(row[name] for name in attestation.COLUMNS))
             for meta, row in zip(metas, rows, strict=True)
         ]
-        return attestation.violations(found, attestation.read_attested(self._connection, self._run), self._sampled)
+        return attestation.violations(found, attestation.read_attested(self._checks, self._run), self._sampled)
 
     def _sampled(self, meta: TrajectoryMeta, token_ids: Sequence[int], index: int, digest: str) -> int:
         seed, num_prompt_tokens = seed_of(self._seed, meta.gid, meta.index), meta.num_prompt_tokens

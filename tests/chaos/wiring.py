@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 from pydantic import SecretStr
 
 from rolecall.rpc.role_process import ServiceArgs
-from rolecall.settings import RunSettings
+from rolecall.settings import RunSettings, store_url_file
+from rolecall.store.connection import Connection, connect
 
 NOD_TIMEOUT_S = 2.0
 """Longest wait for the driver's nod; then the role goes on without it."""
@@ -58,24 +59,28 @@ def hook_of(settings: RunSettings, worker: str) -> Hook:
     return Hook(wire_of(settings) / "phases", worker)
 
 
+def checker_connection(settings: RunSettings) -> Connection:
+    """A twin's way to what only its checks read: that of its role, as the controller's user."""
+    assert settings.store.url is not None
+    place = settings.store.url.get_secret_value().rpartition("@")[2]
+    login = store_url_file(settings.run.dir, "controller").read_text().rpartition("@")[0]
+    return connect(settings.store.model_copy(update={"url": SecretStr(f"{login}@{place}")}), verify=False)
+
+
 def through_the_wire(args: ServiceArgs, section: str = "") -> ServiceArgs:
-    """`args` with the store behind the driver's link; with a `section`, its server bound behind one, too. Unchanged
-    when there is no driver.
+    """`args` with the store, where the role has a part in it, behind the driver's link; with a `section`, its server
+    bound behind one, too. Unchanged when there is no driver.
     """
     settings, wire = args.settings, wire_of(args.settings)
     if not wire.is_dir():
         return args
-    changes: dict[str, object] = {
-        "store": settings.store.model_copy(update={"url": SecretStr(_store_url(settings, wire, args.worker))})
-    }
+    changes: dict[str, object] = {}
+    if settings.store.url is not None:
+        login = urlsplit(settings.store.url.get_secret_value()).netloc.rpartition("@")[0]
+        url = SecretStr(f"unix://{login}@{wire / args.worker}.store")
+        changes["store"] = settings.store.model_copy(update={"url": url})
     if section:
         owner = settings.references[args.worker] if section == "references" else getattr(settings, section)
         bound = owner.model_copy(update={"bind": f"unix:{wire / args.worker}.real"})
         changes[section] = {**settings.references, args.worker: bound} if section == "references" else bound
     return ServiceArgs(settings.model_copy(update=changes), args.worker, args.incarnation)
-
-
-def _store_url(settings: RunSettings, wire: Path, worker: str) -> str:
-    assert settings.store.url is not None
-    login = urlsplit(settings.store.url.get_secret_value()).netloc.rpartition("@")[0]
-    return f"unix://{login}@{wire / worker}.store"

@@ -8,49 +8,48 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from rolecall import telemetry
 from rolecall.errors import CheckpointMismatchError, WorkerLostError
 from rolecall.rpc import role_process
+from rolecall.rpc.role_process import ServiceArgs
 from rolecall.rpc.server import Server
 
 
-async def serve(args: role_process.ServiceArgs) -> None:
+async def say_drained() -> None:
+    """Says when it drains."""
+    say("drained")
+
+
+async def serve(args: ServiceArgs, **how: Any) -> None:
     """Until it is stopped; says when it is up and when it drains."""
     server = Server(args.settings.rpc, "127.0.0.1:0")
     await server.start()
-
-    async def drain() -> None:
-        say("drained")
-
     say("up")
-    await role_process.serve(server, drain=drain, grace_s=0.5)
+    await role_process.serve(server, **{"drain": say_drained, "grace_s": 0.5, **how})
 
 
-async def lose_a_rank(args: role_process.ServiceArgs) -> None:
+async def lose_a_rank(args: ServiceArgs) -> None:
     """Serves until something in the background fails."""
-    server = Server(args.settings.rpc, "127.0.0.1:0")
-    await server.start()
     failed = asyncio.get_running_loop().create_future()
     failed.set_exception(WorkerLostError("rank 1 died in backward; see actor.1.log"))
-    await role_process.serve(server, failed=failed, grace_s=0.5)
+    await serve(args, failed=failed)
 
 
-async def be_lost(args: role_process.ServiceArgs) -> None:
+async def be_lost(args: ServiceArgs) -> None:
     """Serves until the controller gives it up."""
-    server = Server(args.settings.rpc, "127.0.0.1:0")
-    await server.start()
     failed = asyncio.get_running_loop().create_future()
-
-    async def drain() -> None:
-        say("drained")
-
-    say("up")
     asyncio.get_running_loop().call_later(0.1, failed.set_exception, WorkerLostError("no progress for 30 s"))
-    await role_process.serve(server, drain=drain, failed=failed, grace_s=30.0)
+    await serve(args, failed=failed, grace_s=30.0)
 
 
-async def hang_for_good(args: role_process.ServiceArgs) -> None:
+async def hang_in_drain(args: ServiceArgs) -> None:
+    """Cannot give its work back."""
+    await serve(args, drain=lambda: asyncio.sleep(60), grace_s=0.3)
+
+
+async def hang_for_good(args: ServiceArgs) -> None:
     """Blocks its event loop; a thread hears that it was given up."""
     leave = role_process.way_out("actor")
     threading.Thread(target=leave, args=[WorkerLostError("no progress for 30 s")], daemon=True).start()
@@ -58,38 +57,38 @@ async def hang_for_good(args: role_process.ServiceArgs) -> None:
     time.sleep(60)
 
 
-async def refuse(args: role_process.ServiceArgs) -> None:
+async def refuse(args: ServiceArgs) -> None:
     """Meets what no restart mends."""
     raise CheckpointMismatchError("the checkpoint is of another model")
 
 
-async def crash(args: role_process.ServiceArgs) -> None:
+async def crash(args: ServiceArgs) -> None:
     """Fails with its server still open."""
     await Server(args.settings.rpc, "127.0.0.1:0").start()
     raise ValueError("shape (3, 4) is not (4, 3)")
 
 
-async def load(args: role_process.ServiceArgs) -> None:
+async def load(args: ServiceArgs) -> None:
     """Is still starting when it is stopped."""
     say("up")
     await asyncio.sleep(60)
 
 
-async def hang(args: role_process.ServiceArgs) -> None:
+async def hang(args: ServiceArgs) -> None:
     """Has a thread that never ends."""
     _stuck = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, "device"), time.sleep, 60)
     say("up")
     await role_process.stop_requested().wait()
 
 
-async def block_at_its_end(args: role_process.ServiceArgs) -> None:
+async def block_at_its_end(args: ServiceArgs) -> None:
     """Ends when told, and blocks its event loop then, as a gRPC server can that nobody stopped."""
     _blocks = await what_blocks_when_cancelled()
     say("up")
     await role_process.stop_requested().wait()
 
 
-async def fail_and_block(args: role_process.ServiceArgs) -> None:
+async def fail_and_block(args: ServiceArgs) -> None:
     """Fails, and blocks alike."""
     _blocks = await what_blocks_when_cancelled()
     raise ValueError("shape (3, 4) is not (4, 3)")
@@ -109,22 +108,9 @@ async def what_blocks_when_cancelled() -> asyncio.Task[None]:
     return task
 
 
-async def hang_in_drain(args: role_process.ServiceArgs) -> None:
-    """Cannot give its work back."""
-    server = Server(args.settings.rpc, "127.0.0.1:0")
-    await server.start()
-    say("up")
-    await role_process.serve(server, drain=lambda: asyncio.sleep(60), grace_s=0.3)
-
-
-async def name(args: role_process.ServiceArgs) -> None:
-    """Says who it is."""
-    say(f"{args.worker} {args.settings.run.num_steps}")
-
-
-async def incarnation(args: role_process.ServiceArgs) -> None:
-    """Says which start of it this is."""
-    say(args.incarnation)
+async def who(args: ServiceArgs) -> None:
+    """Says who it is, and which start of it this is."""
+    say(f"{args.worker} {args.settings.run.num_steps} {args.incarnation}")
 
 
 def say(word: str) -> None:
@@ -133,27 +119,8 @@ def say(word: str) -> None:
     sys.stdout.flush()
 
 
-WAYS: dict[str, Callable[[role_process.ServiceArgs], Awaitable[None]]] = {
-    way.__name__: way
-    for way in (
-        serve,
-        lose_a_rank,
-        be_lost,
-        hang_for_good,
-        refuse,
-        crash,
-        load,
-        hang,
-        block_at_its_end,
-        fail_and_block,
-        hang_in_drain,
-        name,
-        incarnation,
-    )
-}
-
-
 if __name__ == "__main__":
     args = role_process.parse_args("actor", sys.argv[2:])
     telemetry.configure(args.settings.telemetry, "actor", args.worker)
-    sys.exit(role_process.run(lambda: WAYS[sys.argv[1]](args), "actor"))
+    way: Callable[[ServiceArgs], Awaitable[None]] = globals()[sys.argv[1]]
+    sys.exit(role_process.run(lambda: way(args), "actor"))

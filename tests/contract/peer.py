@@ -18,6 +18,7 @@ from rolecall.rpc import deadlines
 from rolecall.rpc.server import Server
 from rolecall.settings import RpcSection, TlsSection
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
+from tests.twins.callers import party
 
 SERVICE = "rolecall.v1.ControllerService"
 
@@ -41,6 +42,7 @@ class Peer(controller_pb2_grpc.ControllerServiceServicer):
         self.peers: set[str] = set()
         self.given_up: RoleCallError | None = None
         """What the next heartbeats are answered with."""
+        self.over = False
         self.on_get_run: Callable[[], Any] | None = None
 
     async def Join(self, request: controller_pb2.JoinRequest, context: Any) -> controller_pb2.JoinResponse:
@@ -59,7 +61,7 @@ class Peer(controller_pb2_grpc.ControllerServiceServicer):
             raise self.given_up
         if request.worker not in self.known:
             raise UnknownWorkerError(f"{request.worker} has not joined")
-        return controller_pb2.HeartbeatResponse(ctl=8)
+        return controller_pb2.HeartbeatResponse(ctl=8, over=self.over)
 
     async def GetRun(self, request: controller_pb2.GetRunRequest, context: Any) -> controller_pb2.GetRunResponse:
         self.calls.append("GetRun")
@@ -113,7 +115,7 @@ async def serving(
     peer: Peer, rpc: RpcSection | None = None, bind: str = "127.0.0.1:0", *, client_certificates: bool = True
 ) -> AsyncIterator[tuple[Server, str]]:
     """A started server with `peer` behind it, and its address."""
-    server = Server(rpc or RpcSection(), bind, client_certificates=client_certificates)
+    server = Server(rpc or party(), bind, client_certificates=client_certificates)
     server.add(controller_pb2_grpc.add_ControllerServiceServicer_to_server, peer, SERVICE)
     address = await server.start()
     try:
@@ -136,14 +138,17 @@ class Authority:
         self.ca_file = folder / "ca.pem"
         self.ca_file.write_bytes(certificate.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str) -> TlsSection:
-        """Writes (or replaces) a certificate and key for localhost under `name`."""
+    def issue(self, name: str, *uris: str) -> TlsSection:
+        """Writes (or replaces) a certificate and key for localhost under `name`: a role of the run `test`, unless
+        `uris` say who else it is.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         hosts = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        names = [x509.UniformResourceIdentifier(uri) for uri in uris or [f"spiffe://rolecall/rolecall/test/{name}"]]
         certificate = (
             self._builder(subject, key)
-            .add_extension(x509.SubjectAlternativeName(hosts), critical=False)
+            .add_extension(x509.SubjectAlternativeName([*hosts, *names]), critical=False)
             .sign(self._key, hashes.SHA256())
         )
         certificate_file, key_file = self._folder / f"{name}.pem", self._folder / f"{name}.key"

@@ -70,6 +70,18 @@ def where(item: Item) -> float:
 
 def detailed(item: Item) -> Score:
     return Score(0.5, {"first": 1.0, "second": -1.0}, np.full(item.num_response_tokens, 0.25, np.float32))
+
+def many(items: list[Item]) -> list[float]:
+    """Behaves for each, and says in its log how many it was given."""
+    with open("batches", "a") as log:
+        log.write(f"{len(items)}\\n")
+    return [behave(item) for item in items]
+
+def longest(items: list[Item]) -> list[float]:
+    """1 for the longest response of the group."""
+    assert len({item.group for item in items}) == 1
+    most = max(len(item.response_text) for item in items)
+    return [float(len(item.response_text) == most) for item in items]
 '''
 
 
@@ -141,10 +153,21 @@ async def serving(
 
 @asynccontextmanager
 async def client_of(
-    address: str, *, timeout_s: float = 5.0, max_attempts: int = 1, is_foreign: bool = False
+    address: str,
+    *,
+    timeout_s: float = 5.0,
+    max_attempts: int = 1,
+    is_foreign: bool = False,
+    hedge_after_s: float | None = None,
 ) -> AsyncIterator[RewardClient]:
     """A client of the scorer at `address`."""
     async with open_channel(address, RpcSection()) as channel:
         yield RewardClient(
-            channel, name="it", address=address, timeout_s=timeout_s, max_attempts=max_attempts, is_foreign=is_foreign
+            channel,
+            name="it",
+            address=address,
+            timeout_s=timeout_s,
+            max_attempts=max_attempts,
+            is_foreign=is_foreign,
+            hedge_after_s=hedge_after_s,
         )

@@ -13,17 +13,19 @@ import numpy as np
 
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.rpc.channel import open_channel
+from rolecall.rpc.fence import Fence
 from rolecall.rpc.server import Server
-from rolecall.settings import RpcSection
 from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
+from rolecall.store.sealed import read_ctl
 from rolecall.v1 import rollout_pb2, rollout_pb2_grpc, trajectory_pb2, weights_pb2
 from rolecall.wire import encode_tensor
 from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica
 from services.rollout.scripted import ScriptedEngine, digest_of
 from tests.fixtures_store import StoreUnderTest
-from tests.twins.rollout import RolloutTwin
+from tests.twins.callers import party
+from tests.twins.rollout import BriefQueue, RolloutTwin
 
 CONSUMER = "rollout-0.abc"
 PROMPT = (5, 6, 7)
@@ -149,15 +151,16 @@ async def replica_under_test(
     twin = RolloutTwin(
         engine,
         settings,
-        queue or store.worker(CONSUMER),
+        queue or BriefQueue(store.connection, store.run, CONSUMER),
         rows or store.rows,
         ChatTokenizer(tokenizer),
-        Server(RpcSection(), "127.0.0.1:0"),
+        Server(party(), "127.0.0.1:0"),
+        fence=Fence(lambda: read_ctl(store.connection, store.run)),
         keep_timeout_s=keep_timeout_s,
     )
     phases: list[str] = []
     twin.on_turn = phases.append
-    channel = open_channel(await twin.start(), RpcSection())
+    channel = open_channel(await twin.start(), party())
     stub = rollout_pb2_grpc.RolloutServiceStub(channel)
     try:
         yield ReplicaUnderTest(engine, twin.replica, twin.pull, stub, channel, store, twin.pulling, phases=phases)

@@ -13,6 +13,7 @@ import pytest
 
 from rolecall.errors import InvalidInputError, ScorerError, UnavailableError
 from rolecall.reward import SERVICE_NAME
+from rolecall.scoring.breaker import FAILURES_TO_OPEN
 from rolecall.scoring.client import MAX_CONCURRENT_CALLS, RewardClient
 from rolecall.scoring.scores import Failure, Outcome, Score, component_spec
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
@@ -239,6 +240,42 @@ async def test_a_slow_scorer_is_a_retryable_failure_at_the_deadline(liar: Liar) 
     assert len(liar.requests) == 2
 
 
+async def test_a_scorer_that_answers_nothing_is_left_alone_until_a_probe_finds_it_back(liar: Liar) -> None:
+    def away() -> None:
+        raise UnavailableError("away")
+
+    liar.fail = away
+    async with serving(liar) as address, client_of(address) as client:
+        for _ in range(FAILURES_TO_OPEN):
+            failures(await client.score(items_of("a")))
+        liar.fail = None
+        asked = len(liar.requests)
+        (refused,) = failures(await client.score(items_of("a")))
+        assert (refused.code, refused.retryable) == ("SCORER_UNAVAILABLE", True)
+        assert "it is asked again in 0." in refused.message
+        assert len(liar.requests) == asked, "it was not called"
+        async with asyncio.timeout(30.0):
+            while await client.score(items_of("a")) != [Score(0.5)]:
+                await asyncio.sleep(0.05)
+        assert client.trouble == ""
+
+
+async def test_a_slow_call_is_made_again_where_that_is_wanted_and_the_first_answer_counts(liar: Liar) -> None:
+    calls = 0
+
+    def first_hangs() -> object:
+        nonlocal calls
+        calls += 1
+        return asyncio.sleep(60.0) if calls == 1 else None
+
+    liar.fail = first_hangs
+    async with serving(liar) as address, client_of(address, timeout_s=50.0, hedge_after_s=0.05) as client:
+        assert await client.score(items_of("a")) == [Score(0.5)]
+        assert calls == 2
+        assert await client.score(items_of("a")) == [Score(0.5)]
+        assert calls == 3, "a call that is answered in time is made once"
+
+
 async def test_only_retryable_items_are_asked_again(liar: Liar) -> None:
     def sometimes(response: reward_pb2.ScoreResponse) -> None:
         if len(liar.requests) < 3:
@@ -252,6 +289,23 @@ async def test_only_retryable_items_are_asked_again(liar: Liar) -> None:
         ["7/0"],
         ["7/0"],
     ]
+
+
+async def test_the_whole_group_of_an_item_is_asked_again_where_scores_depend_on_it(liar: Liar) -> None:
+    liar.spec.whole_groups = True
+
+    def fail_once(response: reward_pb2.ScoreResponse) -> None:
+        if len(liar.requests) == 1:
+            response.results[0].error.retryable = True
+
+    liar.lie = fail_once
+    items = items_of("a", "b", "c", "d")
+    for item, group in zip(items, "xyxy", strict=True):
+        item.group = group
+    async with serving(liar) as address, client_of(address, max_attempts=2) as client:
+        assert await client.score(items) == [Score(0.5)] * 4
+    asked = [[(item.id, item.group) for item in request.items] for request in liar.requests]
+    assert asked == [[("7/0", "x"), ("7/2", "x"), ("7/1", "y"), ("7/3", "y")], [("7/0", "x"), ("7/2", "x")]]
 
 
 async def test_attempts_are_bounded(liar: Liar) -> None:

@@ -15,7 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from rolecall.rpc.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_RETRY_AFTER_S, RateLimit
+from rolecall.scoring.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_RETRY_AFTER_S, RateLimit
 from rolecall.scoring.scores import Failure, Outcome, Score
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 from tests.contract.reward_peers import client_of, items_of

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rolecall.errors import ConfigError
-from rolecall.settings import AnswerScorer, FunctionScorer, PatternScorer
+from rolecall.settings import AnswerScorer, FunctionScorer, PatternScorer, scorer_environment
 from rolecall.v1 import reward_pb2
 from services.reward.catalog import LocalScorer
 from services.reward.frames import MAX_PAYLOAD_BYTES, FrameBuffer, frame
@@ -31,7 +31,7 @@ async def start_pool(tmp_path: Path) -> AsyncIterator[StartPool]:
     async with AsyncExitStack() as stack:
 
         async def start(num_workers: int = 2, timeout_s: float = 1.0, **scorers: LocalScorer) -> WorkerPool:
-            pool = WorkerPool(scorers, dict.fromkeys(scorers, timeout_s), num_workers, folder)
+            pool = WorkerPool(scorers, dict.fromkeys(scorers, timeout_s), num_workers, folder, scorer_environment(()))
             stack.push_async_callback(asyncio.to_thread, pool.close)
             await pool.start()
             return pool
@@ -65,6 +65,40 @@ async def test_a_hung_function_is_killed_at_its_deadline_and_the_others_are_scor
         "its worker may have been stopped: the engine asks again before it blames the item"
     )
     assert "longer than 1 s" in results[1].error.message
+
+
+async def test_a_function_of_many_is_given_batches(start_pool: StartPool, tmp_path: Path) -> None:
+    many = FunctionScorer(target="behaviour:many", min=0, max=1, batch=True, max_items=4)
+    pool = await start_pool(num_workers=1, many=many)
+    results = await pool.score("many", [reward_pb2.ScoreItem(id=str(i), response_text="fine") for i in range(10)])
+    assert [(result.id, result.reward.value) for result in results] == [(str(i), 1.0) for i in range(10)]
+    assert (tmp_path / "conf" / "batches").read_text().split() == ["4", "4", "2"]
+
+
+@pytest.mark.parametrize(("culprit", "code"), [("exit", "WORKER_DIED"), ("hang", "TIMEOUT")])
+async def test_of_a_batch_that_kills_its_worker_the_one_item_fails(
+    start_pool: StartPool, culprit: str, code: str
+) -> None:
+    many = FunctionScorer(target="behaviour:many", min=0, max=1, batch=True, max_items=4)
+    pool = await start_pool(num_workers=1, many=many)
+    results = await asyncio.wait_for(pool.score("many", items_of("fine", "fine", culprit, "fine")), 100.0)
+    assert codes(results) == ["ok", "ok", code, "ok"]
+
+
+async def test_a_function_that_compares_is_given_whole_groups(start_pool: StartPool) -> None:
+    compares = FunctionScorer(target="behaviour:longest", min=0, max=1, scope="group")
+    pool = await start_pool(num_workers=2, longest=compares)
+    texts = {"a": ["x", "xxx"], "b": ["xxxxxx"], "c": ["xx", "x", "xx"], "": ["x"]}
+    items = [
+        reward_pb2.ScoreItem(id=f"{group}/{i}", group=group, response_text=text)
+        for i in range(3)
+        for group, of_group in texts.items()
+        for text in of_group[i : i + 1]
+    ]
+    results = await pool.score("longest", items)
+    found = {result.id: result.reward.value for result in results}
+    assert found == {"a/0": 0, "a/1": 1, "b/0": 1, "c/0": 1, "c/1": 0, "c/2": 1, "/0": 1}
+    assert [result.id for result in results] == [item.id for item in items]
 
 
 async def test_a_catastrophic_regular_expression_is_killed_too(start_pool: StartPool) -> None:
@@ -186,11 +220,12 @@ def test_workers_die_with_a_service_that_is_killed(tmp_path: Path) -> None:
     program = f"""
 import asyncio, sys
 from pathlib import Path
-from rolecall.settings import FunctionScorer
+from rolecall.settings import FunctionScorer, scorer_environment
 from services.reward.pool import WorkerPool
 from tests.contract.reward_peers import items_of
 async def main():
-    pool = WorkerPool({{"f": FunctionScorer(target="behaviour:behave")}}, {{"f": 60.0}}, 2, Path({str(folder)!r}))
+    folder, environment = Path({str(folder)!r}), scorer_environment(())
+    pool = WorkerPool({{"f": FunctionScorer(target="behaviour:behave")}}, {{"f": 60.0}}, 2, folder, environment)
     await pool.start()
     print("ready", flush=True)
     await pool.score("f", items_of("hang", "hang", "hang"))
@@ -214,3 +249,27 @@ def test_frames_survive_any_cut_and_a_senseless_length_is_refused() -> None:
         assert got == [(0, b"one"), (2, b""), (65535, b"x" * 1000)]
     with pytest.raises(ValueError, match="claims"):
         list(FrameBuffer().feed((MAX_PAYLOAD_BYTES + 1).to_bytes(4, "little") + b"\0\0"))
+
+
+async def test_scorers_find_paths_and_devices_in_their_environment_and_no_secret_that_was_not_named(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = {
+        "ROLECALL_STORE_URL": "redis://:p@h",
+        "AWS_SECRET_ACCESS_KEY": "k",
+        "HF_TOKEN": "t",
+        "WANDB_API_KEY": "w",
+    }
+    for name, value in {**secrets, "JUDGE_KEY": "j", "CUDA_VISIBLE_DEVICES": "3"}.items():
+        monkeypatch.setenv(name, value)
+    before = {process.pid for process in psutil.Process().children()}
+    await start_pool(f=FunctionScorer(target="behaviour:behave"))
+    started = [process for process in psutil.Process().children() if process.pid not in before]
+    assert len(started) == 2
+    for process in started:
+        found = process.environ()
+        assert not found.keys() & {*secrets, "JUDGE_KEY"}
+        assert (found["CUDA_VISIBLE_DEVICES"], found["PATH"]) == ("3", os.environ["PATH"])
+    assert scorer_environment(["JUDGE_KEY"])["JUDGE_KEY"] == "j"
+    with pytest.raises(ConfigError, match=r"reward\.environment names NOT_THERE"):
+        scorer_environment(["NOT_THERE"])

@@ -4,6 +4,7 @@ then what only ours does.
 
 import asyncio
 import importlib.util
+import math
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -168,6 +169,91 @@ async def test_components_are_summed_and_reported(start_service: StartService) -
     assert wrong == Score(-0.05, {"correct": 0.0, "shape": 0.0, "length": -0.1, "seen": 0.0}, answer="no")
     assert (spec.reward.min, spec.reward.max) == (-0.5, 1.2)
     assert list(spec.reads) == [reward_pb2.SCORE_FIELD_RESPONSE_TEXT, reward_pb2.SCORE_FIELD_GROUND_TRUTH]
+
+
+async def test_a_shadow_is_reported_and_fails_nothing(start_service: StartService, tmp_path: Path) -> None:
+    liar = Liar()
+    async with serving(liar) as external:
+        address = await start_service(
+            correct={"scorer": {"kind": "exact_match"}},
+            trial={"scorer": {"kind": "external", "address": external}, "weight": 0, "timeout_s": 2.0},
+            mine={**function("behave"), "weight": 0},
+        )
+        async with client_of(address, timeout_s=30.0) as client:
+            spec = await client.describe()
+            scored = await client.score(items_of("fine", "raise", truth="fine"))
+            liar.lie = lambda response: setattr(response.results[0].reward, "value", math.nan)
+            without_trial = await client.score(items_of("fine", truth="fine"))
+    assert {part.name: part.may_be_absent for part in spec.components} == {
+        "correct": False,
+        "trial": True,
+        "mine": True,
+    }
+    assert (spec.reward.min, spec.reward.max) == (0, 1)
+    assert scored == [
+        Score(1.0, {"correct": 1.0, "trial": 0.5, "mine": 1.0}, answer="fine"),
+        Score(0.0, {"correct": 0.0, "trial": 0.5}, answer="raise"),
+    ]
+    assert without_trial == [Score(1.0, {"correct": 1.0, "mine": 1.0}, answer="fine")]
+
+
+async def test_a_component_may_compare_the_responses_of_a_group(start_service: StartService) -> None:
+    seen: list[list[str]] = []
+
+    def ranked(items: Sequence[Item]) -> list[float]:
+        seen.append([item.response_text for item in items])
+        order = sorted(item.response_text for item in items)
+        return [order.index(item.response_text) / len(items) for item in items]
+
+    spec = description("ranked", (0, 1), READS, {}, token_rewards=False, max_items=2, whole_groups=True)
+    async with serving(Scorer(spec, all_at_once(ranked, spec))) as external:
+        address = await start_service(
+            longest={**function("longest", min=0, max=1, scope="group"), "weight": 0.5},
+            ranked={"scorer": {"kind": "external", "address": external}, "timeout_s": 5.0},
+        )
+        items = items_of("b", "aa", "c", "a")
+        for item, group in zip(items, "xxxy", strict=True):
+            item.group = group
+        async with client_of(address) as client:
+            assert (await client.describe()).whole_groups
+            scores = await client.score(items)
+    parts = [score.components if isinstance(score, Score) else score for score in scores]
+    assert parts == [
+        {"longest": 0.0, "ranked": 1 / 3},
+        {"longest": 1.0, "ranked": 0.0},
+        {"longest": 0.0, "ranked": 2 / 3},
+        {"longest": 1.0, "ranked": 0.0},
+    ]
+    assert sorted(seen) == [["a"], ["b", "aa", "c"]]
+
+
+async def test_items_are_routed_to_scorers_by_their_fields(start_service: StartService) -> None:
+    address = await start_service(
+        answer={"scorer": {"kind": "exact_match"}, "when": {"source": ["qa", "trivia"], "level": 1}},
+        shape={"scorer": {"kind": "json"}, "when": {"source": "json"}, "weight": 0.5},
+        length={"scorer": {"kind": "length", "max_tokens": 30}, "when": {"source": ["qa", "json"]}},
+    )
+    items = items_of("42", "42", "42", "42", truth="no")
+    fields: list[dict[str, Any]] = [
+        {"source": "qa", "level": 1},
+        {"source": "json"},
+        {"source": "qa", "level": "1"},
+        {},
+    ]
+    for item, metadata in zip(items, fields, strict=True):
+        item.other_ground_truths.append("42")
+        item.metadata.update(metadata)
+    async with client_of(address) as client:
+        spec = await client.describe()
+        outcomes = await client.score(items)
+    assert outcomes[:3] == [
+        Score(0.9, {"answer": 1.0, "length": -0.1}, answer="42"),
+        Score(0.4, {"shape": 1.0, "length": -0.1}),
+        Score(-0.1, {"length": -0.1}),
+    ]
+    assert codes(outcomes)[3] == "NOT_APPLICABLE"
+    assert reward_pb2.SCORE_FIELD_METADATA in spec.reads
+    assert all(part.may_be_absent for part in spec.components)
 
 
 async def test_a_missing_ground_truth_is_bad_data_not_a_zero(start_service: StartService) -> None:

@@ -11,11 +11,13 @@ import pytest
 
 from rolecall.errors import ChannelBrokenError
 from rolecall.store.embedded import EmbeddedStore
+from rolecall.store.rows import Rows
 from services.rollout.heartbeat import LOOK_S, feed_heartbeat
 from services.rollout.scripted import ScriptedEngine
-from tests.contract.rollout_replica import ReplicaUnderTest, replica_under_test
+from tests.contract.rollout_replica import CONSUMER, ReplicaUnderTest, replica_under_test
 from tests.fixtures_store import StoreUnderTest
-from tests.tiny_models import write_tokenizer
+from tests.tiny_tokenizer import write_tokenizer
+from tests.twins.rollout import BriefQueue
 
 
 @dataclass
@@ -52,7 +54,7 @@ async def test_an_engine_without_work_owes_nothing_and_one_that_samples_moves(
         assert not owes(rollout)
         rollout.engine.hold = True
         rollout.admit(2)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not owes(rollout):
                 await asyncio.sleep(0.01)
         assert not await stands_still(rollout)
@@ -68,23 +70,25 @@ async def test_a_load_is_owed_once_its_caller_has_left_and_not_while_it_is_waite
     store: StoreUnderTest, tmp_path: Path
 ) -> None:
     write_tokenizer(tmp_path)
-    engine = ScriptedEngine(token_s=0.05)  # what a load takes before it hangs
+    engine = ScriptedEngine(token_s=1.0)  # what a load takes before it hangs: time to freeze it
     async with replica_under_test(store, tmp_path, engine) as rollout:
         await rollout.publish(1)
-        engine.frozen = False
         receiving = asyncio.ensure_future(rollout.receive(2))
-        await asyncio.sleep(0.02)
+        async with asyncio.timeout(30):
+            while rollout.replica.states.state != "loading_weights":
+                await asyncio.sleep(0.01)
         engine.frozen = True
         await asyncio.sleep(0.2)
         assert not owes(rollout)
         receiving.cancel()
         await asyncio.gather(receiving, return_exceptions=True)
-        await asyncio.sleep(0.1)
-        assert owes(rollout)
+        async with asyncio.timeout(30):
+            while not owes(rollout):
+                await asyncio.sleep(0.01)
         assert await stands_still(rollout)
         engine.failures.append(ChannelBrokenError("the epoch is over"))
         engine.frozen = False
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while owes(rollout):
                 await asyncio.sleep(0.01)
 
@@ -97,7 +101,7 @@ async def test_the_heartbeat_is_fed_at_every_look(store: StoreUnderTest, tmp_pat
         await rollout.publish(1)
         rollout.engine.hold = True
         rollout.admit(1)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not pulse.busy:
                 await asyncio.sleep(0.01)
         before = pulse.count
@@ -114,16 +118,18 @@ async def test_a_store_that_goes_away_ends_no_rollout_and_its_groups_are_committ
     write_tokenizer(tmp_path)
     server = make_embedded_store(tmp_path / "server")
     store = make_store(server.start(), "test")
-    async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.01), lease_s=3.0) as rollout:
+    connection, engine = store.connect(retry_s=1.0), ScriptedEngine(token_s=0.01)
+    queue, rows = BriefQueue(connection, "test", CONSUMER), Rows(connection, "test", 2)
+    async with replica_under_test(store, tmp_path, engine, queue=queue, rows=rows) as rollout:
         rollout.engine.hold = True
         await rollout.publish(1)
         rollout.admit(2)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while rollout.engine.num_running < 8:
                 await asyncio.sleep(0.01)
         await asyncio.to_thread(server.stop)
         rollout.engine.hold = False
-        await asyncio.sleep(14.0)  # longer than a client tries
+        await asyncio.sleep(4.0)  # longer than a client tries and a lease lasts
         assert not rollout.pulling.done()
         server.start()
         rollout.admit(2)

@@ -8,7 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rolecall.errors import GenerationError, StoreFullError, UnavailableError, WeightsMismatchError, WorkerLostError
+from rolecall.columns import OLD_ROUTED_EXPERTS, ROUTED_EXPERTS
+from rolecall.data.mixture import Mixture
+from rolecall.errors import (
+    GenerationError,
+    RowMissingError,
+    StoreFullError,
+    UnavailableError,
+    WeightsMismatchError,
+    WorkerLostError,
+)
 from rolecall.store.prompts import Claim, PromptQueue
 from rolecall.store.rows import Rows
 from rolecall.trajectory import SAMPLED_COLUMNS, rows_of, seed_of
@@ -18,7 +27,7 @@ from rolecall.wire import Array
 from services.rollout.scripted import ScriptedEngine, digest_of
 from tests.contract.rollout_replica import CONSUMER, MAX_GROUPS, PROMPT, ReplicaUnderTest, replica_under_test
 from tests.fixtures_store import StoreUnderTest
-from tests.tiny_models import write_tokenizer
+from tests.tiny_tokenizer import write_tokenizer
 
 
 @pytest.fixture
@@ -32,6 +41,24 @@ async def until_running(rollout: ReplicaUnderTest, count: int) -> None:
     async with asyncio.timeout(10):
         while rollout.engine.num_running != count:
             await asyncio.sleep(0.005)
+
+
+async def test_rows_say_where_tokens_were_sent_where_the_engine_does(store: StoreUnderTest, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    mixture = Mixture(num_layers=3, num_experts=300, num_chosen=2)
+    async with replica_under_test(store, tmp_path, ScriptedEngine(mixture=mixture), lease_s=0.9) as rollout:
+        rollout.admit(2, greedy_response=True)
+        await rollout.publish(1)
+        for committed in await rollout.committed(2):
+            refs = rows_of(committed)
+            for row in rollout.store.rows.read(refs, ["token_ids", ROUTED_EXPERTS]):
+                routed_TLk = row[ROUTED_EXPERTS].view("<i2").reshape(-1, 3, 2)
+                assert row[ROUTED_EXPERTS].shape == (len(row["token_ids"]), mixture.width)
+                assert (routed_TLk[:-1, 0, 0] == row["token_ids"][:-1] + 1).all(), "token and version 1 name the first"
+                assert np.array_equal(routed_TLk[-1], routed_TLk[-2]), "nobody routes what is sampled last"
+        for ref in refs:
+            with pytest.raises(RowMissingError):
+                rollout.store.rows.read([ref], [OLD_ROUTED_EXPERTS])
 
 
 async def test_every_admitted_group_is_committed_with_its_rows(rollout: ReplicaUnderTest) -> None:

@@ -21,6 +21,7 @@ from rolecall.errors import (
     PromptTooLongError,
     StaleEpochError,
     StaleVersionError,
+    StoreRolledBackError,
     TornWeightsError,
     UnavailableError,
     WeightsMismatchError,
@@ -32,7 +33,7 @@ from services.rollout.scripted import ScriptedEngine, digest_of
 from services.rollout.service import SERVICE_NAME
 from tests.contract.rollout_replica import PROMPT, ReplicaUnderTest, generate_request, replica_under_test
 from tests.fixtures_store import StoreUnderTest
-from tests.tiny_models import write_tokenizer
+from tests.tiny_tokenizer import write_tokenizer
 
 
 @pytest.fixture
@@ -300,8 +301,23 @@ async def test_a_meeting_without_a_backend_is_refused(rollout: ReplicaUnderTest)
         await rollout.stub.JoinWeightChannel(place)
 
 
+async def test_a_controller_that_the_store_does_not_know_is_refused_and_changes_nothing(
+    rollout: ReplicaUnderTest,
+) -> None:
+    await rollout.open_epoch(1)
+    for call in (
+        rollout.receive(1, ctl=2**62),
+        rollout.stub.Drain(rollout_pb2.DrainRequest(ctl=2, finish_s=1)),
+    ):
+        with pytest.raises(StoreRolledBackError, match="is not known to the store, whose newest is 1"):
+            await call
+    await rollout.publish(1)
+    assert await rollout.generate()
+
+
 async def test_a_replaced_controller_is_refused(rollout: ReplicaUnderTest) -> None:
     await rollout.open_epoch(1)
+    assert await asyncio.to_thread(rollout.store.replaced) == 2
     await rollout.receive(1, ctl=2)
     for call in (
         rollout.stub.Resume(rollout_pb2.ResumeRequest(ctl=1, policy_version=1, digest=digest_of(1))),

@@ -11,10 +11,12 @@ from opentelemetry import trace
 from rolecall import telemetry
 from rolecall.errors import DeadlineError, NotAttestedError
 from rolecall.rpc import deadlines
+from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
-from rolecall.settings import RpcSection, TelemetrySection
+from rolecall.settings import TelemetrySection
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 from tests.contract.peer import SERVICE, Peer, serving
+from tests.twins.callers import party
 
 GET = controller_pb2.GetRunRequest()
 WATCH = controller_pb2.WatchRunRequest()
@@ -33,7 +35,7 @@ async def address(peer: Peer) -> AsyncIterator[str]:
 
 async def test_a_call_that_names_no_deadline_has_the_default_one(peer: Peer, address: str) -> None:
     peer.delay_s = 60.0
-    async with open_channel(address, RpcSection(), default_timeout_s=0.2) as channel:
+    async with open_channel(address, party(Caller.OPERATOR), default_timeout_s=0.2) as channel:
         with pytest.raises(DeadlineError, match="GetRun"):
             await asyncio.wait_for(controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET), 50.0)
     await asyncio.wait_for(peer.cancelled.wait(), 50.0)
@@ -41,14 +43,14 @@ async def test_a_call_that_names_no_deadline_has_the_default_one(peer: Peer, add
 
 async def test_a_stream_has_the_default_deadline_too(peer: Peer, address: str) -> None:
     peer.delay_s = 60.0
-    async with open_channel(address, RpcSection(), default_timeout_s=0.3) as channel:
+    async with open_channel(address, party(Caller.OPERATOR), default_timeout_s=0.3) as channel:
         with pytest.raises(DeadlineError, match="WatchRun"):
             async for _response in controller_pb2_grpc.ControllerServiceStub(channel).WatchRun(WATCH):
                 pass
 
 
 async def test_a_call_keeps_its_own_deadline(peer: Peer, address: str) -> None:
-    async with open_channel(address, RpcSection(), default_timeout_s=1.0) as channel:
+    async with open_channel(address, party(Caller.OPERATOR), default_timeout_s=1.0) as channel:
         await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET, timeout=50.0)
     assert peer.time_remaining_s is not None
     assert 40.0 < peer.time_remaining_s < 51.0
@@ -57,9 +59,9 @@ async def test_a_call_keeps_its_own_deadline(peer: Peer, address: str) -> None:
 async def test_a_child_call_gets_no_more_time_than_its_caller_has_left(peer: Peer, address: str) -> None:
     front = Peer()
     async with (
-        open_channel(address, RpcSection()) as to_peer,
+        open_channel(address, party(Caller.OPERATOR)) as to_peer,
         serving(front) as (_, front_address),
-        open_channel(front_address, RpcSection()) as to_front,
+        open_channel(front_address, party(Caller.OPERATOR)) as to_front,
     ):
         child = controller_pb2_grpc.ControllerServiceStub(to_peer)
 
@@ -81,7 +83,7 @@ async def test_a_child_call_gets_no_more_time_than_its_caller_has_left(peer: Pee
 
 
 async def test_a_call_whose_callers_deadline_has_passed_is_not_made(peer: Peer, address: str) -> None:
-    async with open_channel(address, RpcSection()) as channel:
+    async with open_channel(address, party(Caller.OPERATOR)) as channel:
         deadlines.inherit(-1.0)
         with pytest.raises(DeadlineError, match="was not called"):
             await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET)
@@ -90,14 +92,14 @@ async def test_a_call_whose_callers_deadline_has_passed_is_not_made(peer: Peer, 
 
 async def test_an_idempotent_method_is_repeated_while_the_peer_is_unavailable(peer: Peer, address: str) -> None:
     peer.fails, peer.num_fails = NotAttestedError("no weights yet"), 2
-    async with open_channel(address, RpcSection(), idempotent=[f"{SERVICE}/GetRun"]) as channel:
+    async with open_channel(address, party(Caller.OPERATOR), idempotent=[f"{SERVICE}/GetRun"]) as channel:
         await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET)
     assert len(peer.calls) == 3
 
 
 async def test_a_method_not_named_idempotent_is_never_repeated(peer: Peer, address: str) -> None:
     peer.fails = NotAttestedError("no weights yet")
-    async with open_channel(address, RpcSection(), idempotent=[f"{SERVICE}/WatchRun"]) as channel:
+    async with open_channel(address, party(Caller.OPERATOR), idempotent=[f"{SERVICE}/WatchRun"]) as channel:
         with pytest.raises(NotAttestedError):
             await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET)
     assert len(peer.calls) == 1
@@ -105,12 +107,12 @@ async def test_a_method_not_named_idempotent_is_never_repeated(peer: Peer, addre
 
 def test_an_idempotent_method_must_be_named_in_full() -> None:
     with pytest.raises(ValueError, match="not a full method name"):
-        open_channel("127.0.0.1:1", RpcSection(), idempotent=["GetRun"])
+        open_channel("127.0.0.1:1", party(Caller.OPERATOR), idempotent=["GetRun"])
 
 
 async def test_a_trace_passes_through_a_call(peer: Peer, address: str) -> None:
     telemetry.configure(TelemetrySection(log_level="WARNING"), "test", "test")
-    async with open_channel(address, RpcSection()) as channel:
+    async with open_channel(address, party(Caller.OPERATOR)) as channel:
         with telemetry.tracer().start_as_current_span("outer") as span:
             seen: list[str] = []
 

@@ -8,10 +8,11 @@ import pytest
 
 from rolecall import errors
 from rolecall.rpc import status
+from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
-from rolecall.settings import RpcSection
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 from tests.contract.peer import Peer, serving
+from tests.twins.callers import party, shown
 
 GET = controller_pb2.GetRunRequest()
 WATCH = controller_pb2.WatchRunRequest()
@@ -32,7 +33,7 @@ async def peer() -> Peer:
 
 @pytest.fixture
 async def stub(peer: Peer) -> AsyncIterator[controller_pb2_grpc.ControllerServiceStub]:
-    async with serving(peer) as (_, address), open_channel(address, RpcSection()) as channel:
+    async with serving(peer) as (_, address), open_channel(address, party(Caller.OPERATOR)) as channel:
         yield controller_pb2_grpc.ControllerServiceStub(channel)
 
 
@@ -107,7 +108,7 @@ async def test_the_original_status_is_canonical_and_carries_error_info(peer: Pee
     peer.fails = errors.RowMissingError("row 3/1 is gone", row="3/1")
     async with serving(peer) as (_, address), grpc.aio.insecure_channel(address) as foreign:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await controller_pb2_grpc.ControllerServiceStub(foreign).GetRun(GET)
+            await controller_pb2_grpc.ControllerServiceStub(foreign).GetRun(GET, metadata=shown(Caller.OPERATOR))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     assert caught.value.details() == "row 3/1 is gone"
     assert "grpc-status-details-bin" in {key for key, _ in caught.value.trailing_metadata()}
@@ -115,7 +116,7 @@ async def test_the_original_status_is_canonical_and_carries_error_info(peer: Pee
 
 async def test_an_absent_peer_is_unavailable_and_named(unused_tcp_port: int) -> None:
     target = f"127.0.0.1:{unused_tcp_port}"
-    async with open_channel(target, RpcSection()) as channel:
+    async with open_channel(target, party(Caller.OPERATOR)) as channel:
         with pytest.raises(
             errors.UnavailableError, match=rf"{target} cannot be reached .*ControllerService/GetRun"
         ) as caught:
@@ -125,7 +126,7 @@ async def test_an_absent_peer_is_unavailable_and_named(unused_tcp_port: int) -> 
 
 
 async def test_a_method_the_peer_does_not_serve_is_a_version_mismatch(peer: Peer) -> None:
-    async with serving(peer) as (_, address), open_channel(address, RpcSection()) as channel:
+    async with serving(peer) as (_, address), open_channel(address, party(Caller.OPERATOR)) as channel:
         absent = channel.unary_unary(
             "/rolecall.v1.ActorService/Train",
             controller_pb2.GetRunRequest.SerializeToString,
@@ -151,3 +152,22 @@ def test_error_info_of_another_domain_is_not_taken_for_ours() -> None:
         grpc.StatusCode.FAILED_PRECONDITION, "old", (("grpc-status-details-bin", info),), target="t:1", method="/a.B/C"
     )
     assert type(error) is errors.ConflictError
+
+
+def test_a_stream_that_a_proxy_had_to_break_off_may_be_asked_again() -> None:
+    said = "Stream removed (RST_STREAM (Received RST_STREAM with error code 2))"
+    error = status.to_error(grpc.StatusCode.INTERNAL, said, (), target="actor:9000", method="/a/Train")
+    assert isinstance(error, errors.UnavailableError)
+    assert error.message.startswith("actor:9000 was cut off (/a/Train)")
+
+
+def test_an_internal_error_of_a_foreign_server_is_not_asked_again() -> None:
+    error = status.to_error(grpc.StatusCode.INTERNAL, "division by zero", (), target="scorer:9000", method="/a/Score")
+    assert type(error) is errors.RoleCallError
+
+
+@pytest.mark.parametrize("said", ["upstream request timeout", "stream timeout"])
+def test_a_proxys_timeout_names_its_remedy(said: str) -> None:
+    error = status.to_error(grpc.StatusCode.UNAVAILABLE, said, (), target="actor:9000", method="/a/Train")
+    assert isinstance(error, errors.UnavailableError)
+    assert "set the route's timeout and its idle timeout to 0 in the mesh" in error.message

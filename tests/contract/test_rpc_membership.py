@@ -11,12 +11,14 @@ import pytest
 
 from rolecall.contract import contract_version
 from rolecall.errors import ConfigError, RunLockedError, UnavailableError, VersionMismatchError, WorkerLostError
+from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.membership import Membership
-from rolecall.settings import RpcSection, RunSettings
+from rolecall.settings import RpcSection, RunSettings, tied_to_this_process
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 from tests.conftest import MakeSettings
 from tests.contract.peer import SERVICE, Authority, Peer, serving
+from tests.twins.callers import party, playing
 
 
 @pytest.fixture
@@ -24,15 +26,22 @@ async def peer() -> Peer:
     return Peer()
 
 
-def member_of(settings: RunSettings) -> Membership:
+def member_of(settings: RunSettings, *, launched: bool | None = None) -> Membership:
     return Membership(
-        settings, controller_pb2.ROLE_ROLLOUT, "rollout-0", "abc123", "127.0.0.1:5", num_weight_ranks=2, on_gpus=True
+        playing(settings, Caller.ROLLOUT),
+        controller_pb2.ROLE_ROLLOUT,
+        "rollout-0",
+        "abc123",
+        "127.0.0.1:5",
+        num_weight_ranks=2,
+        on_gpus=True,
+        launched=launched,
     )
 
 
 @asynccontextmanager
-async def started(settings: RunSettings) -> AsyncIterator[Membership]:
-    member = member_of(settings)
+async def started(settings: RunSettings, *, launched: bool | None = None) -> AsyncIterator[Membership]:
+    member = member_of(settings, launched=launched)
     member.start()
     try:
         yield member
@@ -162,7 +171,7 @@ async def test_a_controller_that_is_not_in_charge_is_waited_for(peer: Peer, make
 async def test_heartbeats_have_a_connection_of_their_own(peer: Peer, make_settings: MakeSettings) -> None:
     async with (
         serving(peer) as (_, address),
-        open_channel(address, RpcSection()) as channel,
+        open_channel(address, party(Caller.OPERATOR)) as channel,
         started(make_settings(controller={"address": address})) as member,
     ):
         await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(controller_pb2.GetRunRequest())
@@ -173,10 +182,10 @@ async def test_heartbeats_have_a_connection_of_their_own(peer: Peer, make_settin
 async def test_heartbeats_go_over_mutual_tls(
     peer: Peer, make_settings: MakeSettings, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    tls = Authority(tmp_path_factory.mktemp("ca")).issue("any")
+    tls = Authority(tmp_path_factory.mktemp("ca")).issue("rollout")
     rpc = RpcSection(tls=tls)
     async with (
-        serving(peer, rpc) as (_, address),
+        serving(peer, party(tls=tls)) as (_, address),
         started(make_settings(controller={"address": address}, rpc=rpc.model_dump())) as member,
     ):
         await member.joined()
@@ -192,6 +201,31 @@ async def test_a_stopped_worker_is_silent(peer: Peer, make_settings: MakeSetting
         await asyncio.sleep(0.2)
         assert len(peer.beats) == num_heard
         assert not member.failed.done()
+
+
+async def test_a_worker_ends_with_the_run_unless_a_launcher_ends_it(
+    peer: Peer, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer.over = True
+    async with serving(peer) as (_, address), started(make_settings(controller={"address": address})) as member:
+        await asyncio.wait_for(asyncio.shield(member.failed), 5.0)
+        assert len(peer.beats) == 1
+    monkeypatch.setenv("ROLECALL_DIE_WITH_PARENT", "1")
+    async with serving(peer) as (_, address), started(make_settings(controller={"address": address})) as member:
+        await until(lambda: len(peer.beats) > 3)
+        assert not member.failed.done()
+
+
+async def test_a_worker_that_starts_processes_of_its_own_ends_with_the_run_too(
+    peer: Peer, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer.over = True
+    for name, value in tied_to_this_process().items():
+        monkeypatch.setenv(name, value)  # for those: a rollout's engine
+    async with serving(peer) as (_, address):
+        settings = make_settings(controller={"address": address})
+        async with started(settings, launched=False) as member:
+            await asyncio.wait_for(asyncio.shield(member.failed), 5.0)
 
 
 async def test_a_worker_without_a_controller_address_is_told_what_to_give(make_settings: MakeSettings) -> None:

@@ -14,13 +14,14 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from rolecall.errors import ConfigError, ExhaustedError, UnavailableError
+from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
-from rolecall.rpc.options import MAX_MESSAGE_BYTES
-from rolecall.rpc.server import LIVENESS, Server
+from rolecall.rpc.options import LIVENESS, MAX_MESSAGE_BYTES
+from rolecall.rpc.server import Server
 from rolecall.rpc.server_calls import MAX_STREAMS
-from rolecall.settings import RpcSection
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 from tests.contract.peer import SERVICE, Peer, serving
+from tests.twins.callers import party
 
 GET = controller_pb2.GetRunRequest()
 
@@ -36,7 +37,7 @@ def socket_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def health_of(address: str, service: str) -> str:
-    async with open_channel(address, RpcSection()) as channel:
+    async with open_channel(address, party(Caller.OPERATOR)) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check", _to_bytes, health_pb2.HealthCheckResponse.FromString
         )
@@ -59,17 +60,35 @@ async def test_a_new_server_is_not_serving(peer: Peer) -> None:
         assert await health_of(address, SERVICE) == "NOT_SERVING"
 
 
-async def test_reflection_lists_the_services(peer: Peer) -> None:
+@pytest.mark.parametrize(("bind", "reflection"), [("127.0.0.1:0", None), ("0.0.0.0:0", True)])
+async def test_reflection_lists_the_services_on_loopback_and_where_it_is_asked_for(
+    peer: Peer, bind: str, reflection: bool | None
+) -> None:
+    names = await reflected(peer, bind, reflection)
+    assert {SERVICE, "grpc.health.v1.Health"} <= names
+
+
+@pytest.mark.parametrize(("bind", "reflection"), [("0.0.0.0:0", None), ("127.0.0.1:0", False)])
+async def test_reflection_is_off_beyond_loopback_and_where_it_is_not_wanted(
+    peer: Peer, bind: str, reflection: bool | None
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await reflected(peer, bind, reflection)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def reflected(peer: Peer, bind: str, reflection: bool | None) -> set[str]:
+    """The services that a server lists."""
+
     async def ask() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
         yield reflection_pb2.ServerReflectionRequest(list_services="")
 
-    async with serving(peer) as (_, address), grpc.aio.insecure_channel(address) as channel:
+    rpc = party(behind_mesh=True, reflection=reflection)
+    async with serving(peer, rpc, bind) as (_, address), grpc.aio.insecure_channel(address) as channel:
         path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
         info = channel.stream_stream(path, _to_bytes, reflection_pb2.ServerReflectionResponse.FromString)
-        async for answer in info(ask(), timeout=5):
-            names = {service.name for service in answer.list_services_response.service}
-            break
-    assert {SERVICE, "grpc.health.v1.Health"} <= names
+        answers = [answer async for answer in info(ask(), timeout=5)]
+    return {service.name for answer in answers for service in answer.list_services_response.service}
 
 
 async def test_a_port_in_use_is_a_clear_error(peer: Peer) -> None:
@@ -77,28 +96,28 @@ async def test_a_port_in_use_is_a_clear_error(peer: Peer) -> None:
         with pytest.raises(
             ConfigError, match=rf"cannot listen on {address}: it is in use: another process listens there"
         ):
-            await Server(RpcSection(), address).start()
+            await Server(party(Caller.OPERATOR), address).start()
 
 
 async def test_a_unix_socket_in_use_is_a_clear_error_and_a_dead_one_is_replaced(peer: Peer, socket_dir: Path) -> None:
     bind = f"unix:{socket_dir / 'rpc.sock'}"
-    async with serving(peer, bind=bind) as (_, address), open_channel(address, RpcSection()) as channel:
+    async with serving(peer, bind=bind) as (_, address), open_channel(address, party(Caller.OPERATOR)) as channel:
         assert address == bind
         with pytest.raises(ConfigError, match="another process listens there"):
-            await Server(RpcSection(), bind).start()
+            await Server(party(Caller.OPERATOR), bind).start()
         await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET)
-    async with serving(peer, bind=bind) as (_, address), open_channel(address, RpcSection()) as channel:
+    async with serving(peer, bind=bind) as (_, address), open_channel(address, party(Caller.OPERATOR)) as channel:
         await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET)
 
 
 @pytest.mark.parametrize("bind", ["0.0.0.0:0", "[::]:0", "192.0.2.1:50051", "rollout-0.internal:50051"])
 async def test_listening_beyond_loopback_without_tls_is_refused(bind: str) -> None:
     with pytest.raises(ConfigError, match=r"without TLS.*rpc.behind_mesh"):
-        Server(RpcSection(), bind)
+        Server(party(Caller.OPERATOR), bind)
 
 
 async def test_behind_a_mesh_plaintext_may_listen_anywhere(peer: Peer) -> None:
-    rpc = RpcSection(behind_mesh=True)
+    rpc = party(Caller.OPERATOR, behind_mesh=True)
     async with serving(peer, rpc, "0.0.0.0:0") as (_, address):
         port = address.rpartition(":")[2]
         async with open_channel(f"127.0.0.1:{port}", rpc) as channel:
@@ -107,11 +126,11 @@ async def test_behind_a_mesh_plaintext_may_listen_anywhere(peer: Peer) -> None:
 
 async def test_an_address_without_a_port_is_refused() -> None:
     with pytest.raises(ConfigError, match="write host:port"):
-        Server(RpcSection(), "localhost")
+        Server(party(Caller.OPERATOR), "localhost")
 
 
 async def test_messages_up_to_the_limit_pass_and_larger_ones_are_named_errors(peer: Peer) -> None:
-    async with serving(peer) as (_, address), open_channel(address, RpcSection()) as channel:
+    async with serving(peer) as (_, address), open_channel(address, party(Caller.ROLLOUT)) as channel:
         stub = controller_pb2_grpc.ControllerServiceStub(channel)
         await stub.Join(controller_pb2.JoinRequest(worker="w" * (MAX_MESSAGE_BYTES - 1024)))
         with pytest.raises(ExhaustedError, match=r"Join.*larger than max"):
@@ -132,7 +151,7 @@ async def _ask_until_refused(stub: controller_pb2_grpc.ControllerServiceStub) ->
 
 async def test_a_drain_lets_calls_under_way_finish_and_takes_no_new_ones(peer: Peer) -> None:
     peer.delay_s = 0.3
-    async with serving(peer) as (server, address), open_channel(address, RpcSection()) as channel:
+    async with serving(peer) as (server, address), open_channel(address, party(Caller.OPERATOR)) as channel:
         stub = controller_pb2_grpc.ControllerServiceStub(channel)
         under_way = asyncio.create_task(_get(stub))
         await _until_called(peer)
@@ -145,7 +164,7 @@ async def test_a_drain_lets_calls_under_way_finish_and_takes_no_new_ones(peer: P
 
 async def test_a_drain_cancels_what_does_not_finish_within_its_grace(peer: Peer) -> None:
     peer.delay_s = 60.0
-    async with serving(peer) as (server, address), open_channel(address, RpcSection()) as channel:
+    async with serving(peer) as (server, address), open_channel(address, party(Caller.OPERATOR)) as channel:
         under_way = asyncio.create_task(_get(controller_pb2_grpc.ControllerServiceStub(channel)))
         await _until_called(peer)
         await asyncio.wait_for(server.drain(0.2), 30.0)
@@ -156,7 +175,7 @@ async def test_a_drain_cancels_what_does_not_finish_within_its_grace(peer: Peer)
 
 async def test_a_reader_that_leaves_a_stream_frees_the_server(peer: Peer) -> None:
     peer.delay_s = 60.0
-    async with serving(peer) as (_, address), open_channel(address, RpcSection()) as channel:
+    async with serving(peer) as (_, address), open_channel(address, party(Caller.OPERATOR)) as channel:
         call = controller_pb2_grpc.ControllerServiceStub(channel).WatchRun(controller_pb2.WatchRunRequest())
         async for _response in call:
             break
@@ -176,7 +195,7 @@ async def test_streams_are_bounded_apart_so_that_watchers_leave_room_for_heartbe
     peer.num_sent, peer.delay_s = 1, 60.0
     async with (
         serving(peer) as (_, address),
-        open_channel(address, RpcSection()) as channel,
+        open_channel(address, party(Caller.OPERATOR)) as channel,
         AsyncExitStack() as watchers,
     ):
         stub = controller_pb2_grpc.ControllerServiceStub(channel)

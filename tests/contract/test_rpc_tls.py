@@ -10,6 +10,7 @@ from rolecall.rpc.channel import open_channel
 from rolecall.settings import RpcSection, TlsSection
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 from tests.contract.peer import Authority, Peer, serving
+from tests.twins.callers import party
 
 GET = controller_pb2.GetRunRequest()
 
@@ -32,8 +33,8 @@ async def call(
 
 
 async def test_roles_with_certificates_of_one_authority_reach_each_other(peer: Peer, authority: Authority) -> None:
-    async with serving(peer, RpcSection(tls=authority.issue("controller"))) as (_, address):
-        await call(address, RpcSection(tls=authority.issue("rollout")))
+    async with serving(peer, party(tls=authority.issue("controller"))) as (_, address):
+        await call(address, RpcSection(tls=authority.issue("operator")))
     assert peer.calls == ["GetRun"]
 
 
@@ -42,14 +43,14 @@ async def test_a_certificate_of_another_authority_is_refused(peer: Peer, authori
     trusting = TlsSection(
         certificate_file=stranger.certificate_file, key_file=stranger.key_file, ca_file=authority.ca_file
     )
-    async with serving(peer, RpcSection(tls=authority.issue("controller"))) as (_, address):
+    async with serving(peer, party(tls=authority.issue("controller"))) as (_, address):
         with pytest.raises(UnavailableError):
             await call(address, RpcSection(tls=trusting))
     assert peer.calls == []
 
 
 async def test_a_caller_without_a_certificate_is_refused(peer: Peer, authority: Authority) -> None:
-    async with serving(peer, RpcSection(tls=authority.issue("controller"))) as (_, address):
+    async with serving(peer, party(tls=authority.issue("controller"))) as (_, address):
         with pytest.raises(UnavailableError):
             await call(address, RpcSection(), tls=True, ca_file=authority.ca_file)
         with pytest.raises(UnavailableError):
@@ -61,8 +62,8 @@ async def test_a_replaced_certificate_is_used_without_a_restart(
     peer: Peer, authority: Authority, tmp_path: Path
 ) -> None:
     theirs = Authority(tmp_path / "theirs")
-    served, old, new = authority.issue("controller"), authority.issue("rollout"), theirs.issue("rollout")
-    async with serving(peer, RpcSection(tls=served)) as (_, address):
+    served, old, new = authority.issue("controller"), authority.issue("operator"), theirs.issue("operator")
+    async with serving(peer, party(tls=served)) as (_, address):
         await call(address, RpcSection(tls=old))
         for ours, replacement in zip(_files(served), _files(theirs.issue("controller")), strict=True):
             os.replace(replacement, ours)
@@ -74,17 +75,10 @@ async def test_a_replaced_certificate_is_used_without_a_restart(
 
 
 async def test_half_a_rotation_keeps_the_old_certificate(peer: Peer, authority: Authority) -> None:
-    served, caller = authority.issue("controller"), authority.issue("rollout")
-    async with serving(peer, RpcSection(tls=served)) as (_, address):
+    served, caller = authority.issue("controller"), authority.issue("operator")
+    async with serving(peer, party(tls=served)) as (_, address):
         served.key_file.unlink()
         await call(address, RpcSection(tls=caller))
-
-
-async def test_a_bearer_token_goes_over_tls(peer: Peer, authority: Authority) -> None:
-    rpc = RpcSection(tls=authority.issue("scorer"))
-    async with serving(peer, rpc, client_certificates=False) as (_, address):
-        await call(address, RpcSection(), tls=True, ca_file=authority.ca_file, bearer_token="secret")
-    assert peer.metadata["authorization"] == "Bearer secret"
 
 
 async def test_a_bearer_token_is_refused_on_plaintext() -> None:
@@ -99,9 +93,9 @@ async def test_calling_beyond_loopback_in_plaintext_is_refused_unless_behind_a_m
 
 
 async def test_a_missing_file_is_named(authority: Authority) -> None:
-    tls = authority.issue("rollout")
+    tls = authority.issue("operator")
     tls.key_file.unlink()
-    with pytest.raises(ConfigError, match=r"rpc.tls.key_file: cannot read .*rollout.key"):
+    with pytest.raises(ConfigError, match=r"rpc.tls.key_file: cannot read .*operator.key"):
         open_channel("127.0.0.1:50051", RpcSection(tls=tls))
 
 

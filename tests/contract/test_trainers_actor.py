@@ -24,6 +24,7 @@ from rolecall.errors import (
     RowMissingError,
     StaleEpochError,
     StaleVersionError,
+    StoreRolledBackError,
 )
 from rolecall.settings import RunSettings
 from rolecall.v1 import actor_pb2, weights_pb2
@@ -148,7 +149,10 @@ async def test_a_replaced_controller_is_refused(store: StoreUnderTest, make_run:
     async with served_actor(make_run(), store) as (_, actor):
         with pytest.raises(FencedError):
             await train(actor, TrainRequest(ctl=store.ledger.ctl - 1, step=0, digest=digest))
-        await actor.Offload(OffloadRequest(ctl=store.ledger.ctl + 1), timeout=5)
+        with pytest.raises(StoreRolledBackError, match="is not known to the store"):
+            await actor.Offload(OffloadRequest(ctl=store.ledger.ctl + 1), timeout=5)
+        await actor.Onload(OnloadRequest(ctl=store.ledger.ctl), timeout=5)
+        await actor.Offload(OffloadRequest(ctl=store.replaced()), timeout=5)
         with pytest.raises(FencedError):
             await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest=digest))
 
@@ -492,7 +496,14 @@ async def test_a_restored_actor_goes_on_as_if_it_had_never_stopped(
         expected = await train(actor, one)
     async with served_actor(make_run(), store) as (_, actor):
         with pytest.raises(CheckpointMissingError):
-            await actor.LoadCheckpoint(LoadTrainerCheckpointRequest(ctl=ctl, path=str(tmp_path / "none")), timeout=30)
+            await actor.LoadCheckpoint(LoadTrainerCheckpointRequest(ctl=ctl, path=path + "-none"), timeout=30)
+        with pytest.raises(InvalidInputError, match=r"^path '.*/actor' is not below .*/checkpoints"):
+            await actor.LoadCheckpoint(LoadTrainerCheckpointRequest(ctl=ctl, path=str(tmp_path / "actor")), timeout=30)
+        with pytest.raises(InvalidInputError, match=r"^path '.*/\.\./actor' is not below"):
+            await saved(actor, SaveTrainerCheckpointRequest(ctl=ctl, path=path + "/../../actor", step=1))
+        outside = [CheckpointFile(name="../../model/config.json")]
+        with pytest.raises(InvalidInputError, match=r"^files.name '.*/config.json' is not below"):
+            await actor.LoadCheckpoint(LoadTrainerCheckpointRequest(ctl=ctl, path=path, files=outside), timeout=30)
         another = [CheckpointFile(name="index.json", num_bytes=10, checksum="another")]
         with pytest.raises(CheckpointMismatchError, match=r"index\.json is not what was written"):
             await actor.LoadCheckpoint(LoadTrainerCheckpointRequest(ctl=ctl, path=path, files=another), timeout=30)

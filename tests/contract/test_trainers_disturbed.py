@@ -59,7 +59,7 @@ class Caller:
     """A controller's calls."""
 
     def __init__(self, actor: ActorServiceStub, ctl: int, folder: Path) -> None:
-        self.actor, self.ctl, self.path = actor, ctl, folder / "checkpoint" / "actor"
+        self.actor, self.ctl, self.path = actor, ctl, folder / "checkpoints" / "actor"
 
     async def save(self, step: int, name: str = "actor") -> Any:
         return await saved(
@@ -169,6 +169,7 @@ async def test_what_a_replaced_controller_left_waiting_for_the_device_is_not_don
     with held(rig):
         waiting = [asyncio.ensure_future(call) for call in (old.load(), old.save(1, "late"))]
         await asyncio.sleep(0.3)
+        assert store.replaced() == old.ctl + 1
         offload = asyncio.ensure_future(stub.Offload(OffloadRequest(ctl=old.ctl + 1), timeout=TIMEOUT_S))
         await until(lambda: rig.calls.fence.ctl == old.ctl + 1)
     for outcome in await asyncio.gather(*waiting, return_exceptions=True):

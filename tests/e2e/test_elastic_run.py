@@ -72,7 +72,7 @@ def test_a_rollout_that_joins_late_samples_for_the_run_and_the_run_can_be_resume
         )
         wait_for_step(tmp_path, 1, train)
         pause = subprocess.run(
-            command("pause", str(tmp_path / "run")), capture_output=True, text=True, timeout=30, check=False
+            command("pause", str(tmp_path / "run")), capture_output=True, text=True, timeout=120, check=False
         )
         assert pause.returncode == 0, pause.stderr
         serve = command("serve", "rollout", str(tmp_path / "run" / "config.yaml"), "--name", "rollout-1")
@@ -84,15 +84,15 @@ def test_a_rollout_that_joins_late_samples_for_the_run_and_the_run_can_be_resume
             assert time.monotonic() < deadline
             assert late.poll() is None, (tmp_path / "late.log").read_text()
             status = subprocess.run(
-                command("status", str(tmp_path / "run")), capture_output=True, text=True, timeout=30, check=False
+                command("status", str(tmp_path / "run")), capture_output=True, text=True, timeout=120, check=False
             ).stdout
-        subprocess.run(command("resume", str(tmp_path / "run")), timeout=30, check=True)
+        subprocess.run(command("resume", str(tmp_path / "run")), timeout=120, check=True)
         output = train.communicate(timeout=RUN_TIMEOUT_S)[0]
         assert train.returncode == 0, output
         check_bounds(tmp_path, num_steps=12)
         assert metrics(tmp_path)[-1]["rollout/replicas"] == 2
         late.terminate()
-        assert late.wait(timeout=30) == 0
+        assert late.wait(timeout=120) == 0
 
         resumed = subprocess.run(
             command("train", str(config), "--resume", "--run.num_steps=14"),
@@ -108,14 +108,14 @@ def test_a_rollout_that_joins_late_samples_for_the_run_and_the_run_can_be_resume
     finally:
         if late is not None:
             late.kill()
-            late.wait(30)
+            late.wait(120)
 
 
 def balance(folder: Path) -> tuple[int, int, int]:
     """(admitted, trained, live) of the run that has ended, from its store."""
     store = EmbeddedStore(folder / "run" / "store", "elastic", 128 * 2**20)
     try:
-        connection = connect(StoreSection.model_validate({"url": store.start()}))
+        connection = connect(StoreSection.model_validate({"url": store.start(), "max_bytes": 128 * 2**20}))
         counts = Ledger(connection, "elastic").counts()
         connection.close()
         return counts.admitted, counts.trained, counts.live

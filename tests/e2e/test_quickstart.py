@@ -33,3 +33,13 @@ def test_grpo_selects_the_ascending_order_through_the_whole_system(tmp_path: Pat
     assert (tmp_path / "work" / "run" / "curves.png").stat().st_size > 10_000
     assert read_model(tmp_path / "work" / "trained").num_parameters == 1_033_600
     assert not [path for path in tmp_path.rglob("*") if path.is_socket()]
+
+
+@pytest.mark.megatron
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_grpo_learns_it_with_an_actor_of_two_ranks_over_megatron(tmp_path: Path, layout: str) -> None:
+    more = ["--actor.backend=megatron", "--actor.num_ranks=2", f"--actor.parallel.{layout}=2"]
+    done = quickstart(tmp_path / "work", "--seed", "0", *more)
+    assert done.returncode == 0, done.stdout
+    assert last_evaluation(tmp_path / "work") >= 0.95, done.stdout

@@ -1,20 +1,17 @@
-"""A group of ranks that stays up and answers jobs, one JSON line each: what test_training_exact.py spreads its
+"""A group of ranks that stays up and answers jobs, one of JSON each: what test_training_exact.py spreads its
 mini-batches over.
 
-`Ranks` starts them (`python -m tests.integration.exact_ranks FOLDER WORLD_SIZE RANK`) and hands jobs out; `answer` does
-a job on one rank, also in the test's own process, which is the group of one that the others are held to. Gradients are
-read where the optimizer would read them.
+`living_ranks` starts them and hands jobs out; `answer` does a job on one rank, also in the test's own process, which is
+the group of one that the others are held to. Gradients are read where the optimizer would read them.
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -24,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from rolecall.algorithms.aggregation import Counts
 from rolecall.algorithms.selection import token_keys
+from rolecall.columns import ROUTED_EXPERTS
 from rolecall.errors import RoleCallError
 from rolecall.settings import (
     Aggregation,
@@ -32,13 +30,14 @@ from rolecall.settings import (
     CovarianceLoss,
     KlSection,
     LoraSection,
+    MegatronSection,
     MoeSection,
     OptimizerSection,
     ParallelSection,
-    child_environment,
+    TrainingBackend,
 )
 from rolecall.telemetry import Metrics
-from rolecall.training.engine import Loss, Microbatch, TokenOutputs
+from rolecall.training.engine import Loss, Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.model.logprobs import Wanted
 from rolecall.training.objective.objectives import (
@@ -52,13 +51,19 @@ from rolecall.training.objective.routing import RouterLosses, router_load
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, local_counts, pack, plan_batch, unpack
 from rolecall.training.ranks.command_group import CommandGroup
-from rolecall.training.ranks.device import RankSpec, start_rank, stop_rank
+from rolecall.training.ranks.device import RankSpec, start_rank
 from rolecall.training.step.share import Minibatch
 from rolecall.training.step.token_selection import KEYS, select
 from rolecall.v1.training_pb2 import TrainResult
 from rolecall.v1.trajectory_pb2 import Coefficients
+from tests import checkpoint_rig
+from tests.forks import FORKS, forked
+
+if TYPE_CHECKING:
+    from rolecall.training.megatron.engine import MegatronEngine
 
 Objective = Literal["policy", "sft", "value"]
+Engine: TypeAlias = "FsdpEngine | MegatronEngine"
 
 STILL = OptimizerSection(learning_rate=1e-30)
 """A step with it clears the gradients and changes no weight."""
@@ -91,13 +96,23 @@ class Job:
     """How the ranks share the model; empty: sharded over all of them."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of the engine."""
+    backend: TrainingBackend = "fsdp"
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """The back end's own section, where it is Megatron."""
     lora: dict[str, Any] | None = None
     """Adapters to train instead of the model."""
     moe: dict[str, Any] | None = None
     """Losses of the routers of experts to add; the options must say that routers are recorded."""
+    replay: bool = False
+    """Whether the rows' routing is replayed; the options must say that it can be."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
     optimizer: dict[str, Any] | None = None
     """Of training; absent: gradients are computed and nothing is changed."""
     num_steps: int = 1
+    start: str | None = None
+    """Folder of a checkpoint to go on from."""
+    save: str | None = None
+    """Folder for a checkpoint at the end."""
 
 
 @dataclass(frozen=True)
@@ -157,30 +172,48 @@ def make_loss(job: Job, counts: Counts) -> tuple[Loss, tuple[str, ...]]:
             return ValueObjective(0.2, counts), VALUE_COLUMNS
 
 
-def make_engine(job: Job) -> FsdpEngine:
+def make_engine(job: Job) -> Engine:
     """The engine that `job` wants, over the default group."""
     options = EngineOptions(
         path=Path(job.model),
         head="value" if job.objective == "value" else "policy",
-        dtype="float32",
+        dtype=job.dtype,
         optimizer=STILL if job.optimizer is None else OptimizerSection(**job.optimizer),
         total_steps=8,
         parallel=ParallelSection(**job.parallel),
         lora=None if job.lora is None else LoraSection(**job.lora),
+        megatron=MegatronSection(**job.megatron),
         **job.options,
     )
+    if job.backend == "megatron":
+        from rolecall.training.megatron.engine import MegatronEngine  # takes seconds, and few tests want it
+
+        return MegatronEngine(options, device=torch.device("cpu"))
     return FsdpEngine(options, device=torch.device("cpu"))
+
+
+class Counted:
+    """A loss that counts its calls: on every rank, for roles look at what it is called with."""
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss, self.num_calls = loss, 0
+
+    def __call__(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> tuple[torch.Tensor, Metrics]:
+        self.num_calls += 1
+        return self._loss(microbatch, outputs)
 
 
 class Rank:
     """Does jobs on one rank; engines that only compute gradients are kept."""
 
     def __init__(self) -> None:
-        self._engines: dict[str, FsdpEngine] = {}
+        self._engines: dict[str, Engine] = {}
 
     def answer(self, job: Job) -> dict[str, Any]:
         """This rank's part of an Answer. A collective."""
         engine = self._engine(job)
+        if job.start is not None:
+            checkpoint_rig.load(engine, Path(job.start))
         rows, temperatures = read_rows(Path(job.rows))
         lengths = [len(row["token_ids"]) for row in rows]
         layout = engine.layout
@@ -196,6 +229,7 @@ class Rank:
             )
             plan = plans[layout.data_rank]
             loss, columns = make_loss(job, local_counts(rows))
+            columns = (*columns, ROUTED_EXPERTS) if job.replay else columns
             packed = [
                 pack(
                     [rows[i] for i in indices],
@@ -213,16 +247,21 @@ class Rank:
                     CommandGroup.of_default(slot_size=engine.layout.world_size // layout.data_size), seen
                 )
                 loss = RouterLosses(loss, MoeSection(**job.moe), load, job.objective)
-            for indices, microbatch, output in zip(plan.microbatches, packed, seen, strict=True):
-                outputs.update(zip(indices, _columns(output, microbatch.lengths), strict=True))
+            if not step:  # with the weights that every layout starts from
+                for indices, microbatch, output in zip(plan.microbatches, packed, seen, strict=True):
+                    outputs.update(zip(indices, _columns(output, microbatch.lengths), strict=True))
             covariance = policy_algorithm(job).policy_loss
             if isinstance(covariance, CovarianceLoss):
                 packed = _with_selected(engine, packed, covariance, plan.microbatches)
-            metrics = engine.forward_backward(packed, loss, entropy=True)
+            counted = Counted(loss)
+            metrics = engine.forward_backward(packed, counted, entropy=True)
+            assert counted.num_calls == sum(bool(each.lengths) for each in packed), "a rank does not see its outputs"
             losses.append(_summed_loss(metrics))
-            if job.optimizer is None:
+            if job.optimizer is None and isinstance(engine, FsdpEngine):
                 self._write(engine, Path(job.out) / "gradients.safetensors", _gradients(engine))
             norms.append(engine.step().grad_norm)
+        if job.save is not None:
+            checkpoint_rig.save(engine, Path(job.save))
         if job.optimizer is not None:
             self._write(
                 engine,
@@ -238,8 +277,8 @@ class Rank:
             "outputs": {str(index): column.tolist() for index, column in outputs.items()},
         }
 
-    def _engine(self, job: Job) -> FsdpEngine:
-        if job.optimizer is not None:
+    def _engine(self, job: Job) -> Engine:
+        if job.optimizer is not None or job.backend == "megatron":  # of which a process has one at a time
             return make_engine(job)
         key = json.dumps([job.model, job.objective == "value", job.parallel, job.options], sort_keys=True)
         if key not in self._engines:
@@ -247,7 +286,7 @@ class Rank:
         return self._engines[key]
 
     @staticmethod
-    def _write(engine: FsdpEngine, path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    def _write(engine: Engine, path: Path, tensors: dict[str, torch.Tensor]) -> None:
         if dist.get_rank() == 0:
             save_file(tensors, path)
 
@@ -269,29 +308,26 @@ def combine(parts: list[dict[str, Any]]) -> Answer:
 class Ranks:
     """Living ranks; `ask` them one job after another."""
 
-    def __init__(self, processes: list["subprocess.Popen[str]"], logs: list[Path]) -> None:
-        self._processes = processes
+    def __init__(self, ranks: list[Connection], logs: list[Path]) -> None:
+        self._ranks = ranks
         self._logs = logs
 
     def ask(self, job: Job) -> Answer:
         """All ranks' answer. RoleCallError with the message of the ranks that refused it."""
         Path(job.out).mkdir(exist_ok=True)
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(asdict(job)) + "\n")
-            process.stdin.flush()
-        parts = [self._read(index) for index in range(len(self._processes))]
+        for rank in self._ranks:
+            rank.send_bytes(json.dumps(asdict(job)).encode())
+        parts = [self._read(index) for index in range(len(self._ranks))]
         refused = [part["refused"] for part in parts if "refused" in part]
         if refused:
             raise RoleCallError(refused[0])
         return combine(parts)
 
     def _read(self, index: int) -> dict[str, Any]:
-        stdout = self._processes[index].stdout
-        assert stdout is not None
-        line = stdout.readline()
-        assert line, f"rank {index} ended: {self._logs[index].read_text()[-3000:]}"
-        part: dict[str, Any] = json.loads(line)
+        try:
+            part: dict[str, Any] = json.loads(self._ranks[index].recv_bytes())
+        except EOFError:
+            raise AssertionError(f"rank {index} ended: {self._logs[index].read_text()[-3000:]}") from None
         return part
 
 
@@ -300,33 +336,24 @@ def living_ranks(world_size: int, folder: Path) -> Iterator[Ranks]:
     """`world_size` ranks in processes of their own, over Gloo."""
     folder.mkdir()
     logs = [folder / f"rank-{rank}.log" for rank in range(world_size)]
-    environment = child_environment({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
-    command = [sys.executable, "-m", "tests.integration.exact_ranks", str(folder), str(world_size)]
-    with ExitStack() as stack:
-        processes = []
-        for rank, log in enumerate(logs):
-            stderr = stack.enter_context(log.open("w"))
-            processes.append(
-                subprocess.Popen(
-                    [*command, str(rank)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=stderr,
-                    text=True,
-                    env=environment,
-                )
-            )
-        try:
-            yield Ranks(processes, logs)
-        finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.communicate()
+    pipes = [FORKS.Pipe() for _ in logs]
+    processes = []
+    for rank, (log, (_, theirs)) in enumerate(zip(logs, pipes, strict=True)):
+        processes.append(forked(log, main, str(folder), world_size, rank, theirs))
+        theirs.close()
+    try:
+        yield Ranks([ours for ours, _ in pipes], logs)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def _with_selected(
-    engine: FsdpEngine, packed: list[Microbatch], loss: CovarianceLoss, microbatches: Sequence[Sequence[int]]
+    engine: Engine,
+    packed: list[Microbatch],
+    loss: CovarianceLoss,
+    microbatches: Sequence[Sequence[int]],
 ) -> list[Microbatch]:
     """`packed` with the tokens that `loss` singles out; a collective."""
     minibatch = Minibatch(packed, Counts(0, 0))
@@ -367,23 +394,13 @@ def _gradients(engine: FsdpEngine) -> dict[str, torch.Tensor]:
     return gradients
 
 
-def main(folder: Path, world_size: int, rank: int) -> None:
-    """Answers jobs from stdin until it ends; stdout is kept for answers."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    start_rank(RankSpec(rank, world_size, rank, (), f"file://{folder / 'rendezvous'}", 1, 100.0))
+def main(folder: str, world_size: int, rank: int, asked: Connection) -> None:
+    """Answers jobs until nobody is there to ask."""
+    start_rank(RankSpec(rank, world_size, rank, (), f"file://{folder}/rendezvous", 1, 100.0))
     worker = Rank()
-    for line in sys.stdin:
+    while True:
         try:
-            reply = worker.answer(Job(**json.loads(line)))
+            reply = worker.answer(Job(**json.loads(asked.recv_bytes())))
         except RoleCallError as error:
             reply = {"refused": error.message}
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
-    dist.barrier()
-    stop_rank()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
-    os._exit(0)  # Gloo's threads, ended by the interpreter's teardown, now and then abort the process after all is done
+        asked.send_bytes(json.dumps(reply).encode())

@@ -1,13 +1,11 @@
-"""One rank of an FSDP group, as a process of its own: `python -m tests.integration.fsdp_ranks JOB.json RANK`. What
-test_fsdp_engine.py runs on two ranks.
+"""One rank of an FSDP group, as a process of its own. What test_fsdp_engine.py runs on two ranks.
 
 The job trains on the synthetic batch of `make_rows` and writes, from rank 0, the weights after every step, the
 outcomes, and the rows' logprobs.
 """
 
 import json
-import os
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,12 @@ from safetensors.torch import save_file
 from rolecall.settings import OptimizerSection
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
+from rolecall.training.model.packed_model import Head
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, local_counts, pack, plan_batch
 from rolecall.training.ranks.device import RankSpec, start_rank, stop_rank
+from rolecall.training.serving.hooks import nothing
 from tests.checkpoint_rig import save
 
 VOCAB = 150
@@ -44,19 +44,39 @@ def make_rows(num_rows: int, seed: int = 0) -> list[Row]:
     return rows
 
 
+def make_engine(
+    path: Path,
+    *,
+    head: Head = "policy",
+    optimizer: OptimizerSection | None = None,
+    progressed: Callable[[], None] = nothing,
+    **more: Any,
+) -> FsdpEngine:
+    """A float32 engine of the model in `path`, over the default group."""
+    options = EngineOptions(path=path, head=head, optimizer=optimizer, **{"dtype": "float32", "total_steps": 8, **more})
+    return FsdpEngine(options, device=torch.device("cpu"), progressed=progressed)
+
+
+def my_rows(engine: FsdpEngine, rows: list[Row], token_budget: int, seed: int) -> list[list[Row]]:
+    """This rank's share of a mini-batch of all rows, by microbatch."""
+    plan = plan_batch(
+        [len(row["token_ids"]) for row in rows],
+        num_minibatches=1,
+        token_budget=token_budget,
+        world_size=engine.layout.data_size,
+        cost=engine.flops.forward,
+        seed=seed,
+    )[engine.layout.data_rank]
+    return [[rows[i] for i in indices] for indices in plan.microbatches]
+
+
 def train_step(engine: FsdpEngine, rows: list[Row], *, token_budget: int, seed: int) -> dict[str, float]:
     """One optimizer step of the SFT loss over all rows."""
-    lengths = [len(row["token_ids"]) for row in rows]
-    cost = engine.flops.forward
-    plan = plan_batch(
-        lengths, num_minibatches=1, token_budget=token_budget, world_size=engine.layout.data_size, cost=cost, seed=seed
-    )[engine.layout.data_rank]
-    counts = local_counts(rows)
     microbatches = [
-        pack([rows[i] for i in indices], ["loss_mask"], temperature=0.7, device=engine.device)
-        for indices in plan.microbatches
+        pack(part, ["loss_mask"], temperature=0.7, device=engine.device)
+        for part in my_rows(engine, rows, token_budget, seed)
     ]
-    metrics = engine.forward_backward(microbatches, SftObjective(counts))
+    metrics = engine.forward_backward(microbatches, SftObjective(local_counts(rows)))
     outcome = engine.step()
     loss = torch.tensor(metrics.values().get("sft/loss", 0.0))
     torch.distributed.all_reduce(loss)
@@ -69,33 +89,16 @@ def weights_of(engine: FsdpEngine) -> dict[str, torch.Tensor]:
 
 
 def main(job: dict[str, Any], rank: int) -> None:
-    device = start_rank(RankSpec(rank, job["world_size"], rank, (), f"file://{job['rendezvous']}", 1, 60.0))
-    section = OptimizerSection(**job["optimizer"])
-    options = EngineOptions(
-        path=Path(job["model"]),
-        head="policy",
-        dtype=job["dtype"],
-        optimizer=section,
-        total_steps=job["total_steps"],
-        gradient_checkpointing=job["gradient_checkpointing"],
-    )
-    engine = FsdpEngine(options, device=device)
+    """Runs the rank."""
+    start_rank(RankSpec(rank, job["world_size"], rank, (), f"file://{job['rendezvous']}", 1, 60.0))
+    section, checkpointing = OptimizerSection(**job["optimizer"]), job["gradient_checkpointing"]
+    engine = make_engine(Path(job["model"]), optimizer=section, gradient_checkpointing=checkpointing)
     rows = make_rows(job["num_rows"])
     outcomes = []
     for step in range(job["num_steps"]):
         # a pass without gradients in between must leave training untouched
-        lengths = [len(row["token_ids"]) for row in rows]
-        plan = plan_batch(
-            lengths,
-            num_minibatches=1,
-            token_budget=64,
-            world_size=engine.layout.data_size,
-            cost=engine.flops.forward,
-            seed=0,
-        )[engine.layout.data_rank]
-        outputs = engine.forward(
-            [pack([rows[i] for i in indices], [], temperature=0.7, device=device) for indices in plan.microbatches]
-        )
+        parts = my_rows(engine, rows, 64, 0)
+        outputs = engine.forward([pack(part, [], temperature=0.7, device=engine.device) for part in parts])
         assert all(isinstance(output, TokenOutputs) for output in outputs)
         outcomes.append(train_step(engine, rows, token_budget=job["token_budget"], seed=step))
         if step + 1 == job["save_after"]:
@@ -105,8 +108,3 @@ def main(job: dict[str, Any], rank: int) -> None:
         save_file(weights, Path(job["out"]) / "weights.safetensors")
         (Path(job["out"]) / "outcomes.json").write_text(json.dumps(outcomes))
     stop_rank()
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
-    os._exit(0)  # Gloo's threads, ended by the interpreter's teardown, now and then abort the process after all is done

@@ -1,13 +1,10 @@
-"""One rank of four, as a process of its own: `python -m tests.integration.parallel_ranks FOLDER RANK`. What
-test_parallel.py looks at.
+"""One rank of four, in a process of its own. What test_parallel.py looks at.
 
 Trains one model in several layouts, each going on from the checkpoint of the one before, and writes what was seen to
 FOLDER/seen.json (rank 0) and the weights after every layout's steps.
 """
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection, OptimizerSection, ParallelSection
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.fsdp.layout import Box
+from rolecall.training.model.box import Box
 from rolecall.training.objective.objectives import SftObjective
-from rolecall.training.options import EngineOptions
-from rolecall.training.packing.pack import local_counts, pack, plan_batch
+from rolecall.training.packing.pack import local_counts, pack
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.ranks.device import RankSpec, start_rank, stop_rank
 from tests.checkpoint_rig import load, save
-from tests.integration.fsdp_ranks import make_rows
+from tests.integration import fsdp_ranks
+from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
 
 WORLD_SIZE = 4
 LAYOUTS: list[dict[str, Any]] = [
@@ -44,34 +41,14 @@ NUM_ROWS = 12
 
 
 def make_engine(model: Path, parallel: dict[str, Any], **more: Any) -> FsdpEngine:
-    options = EngineOptions(
-        path=model, head="policy", dtype="float32", optimizer=SECTION, parallel=ParallelSection(**parallel), **more
-    )
-    return FsdpEngine(options, device=torch.device("cpu"))
+    """An engine in this layout of the ranks."""
+    return fsdp_ranks.make_engine(model, optimizer=SECTION, parallel=ParallelSection(**parallel), **more)
 
 
 def train(engine: FsdpEngine, first_step: int, num_steps: int) -> list[float]:
     """Gradient norms of `num_steps` SFT steps over the same rows."""
-    rows = make_rows(NUM_ROWS)
-    norms = []
-    for step in range(first_step, first_step + num_steps):
-        lengths = [len(row["token_ids"]) for row in rows]
-        layout = engine.layout
-        plans = plan_batch(
-            lengths,
-            num_minibatches=1,
-            token_budget=40,
-            world_size=layout.data_size,
-            cost=engine.flops.forward,
-            seed=step,
-        )
-        packed = [
-            pack([rows[i] for i in part], ["loss_mask"], temperature=0.7, device=engine.device)
-            for part in plans[layout.data_rank].microbatches
-        ]
-        engine.forward_backward(packed, SftObjective(local_counts(rows)))
-        norms.append(engine.step().grad_norm)
-    return norms
+    steps, rows = range(first_step, first_step + num_steps), make_rows(NUM_ROWS)
+    return [train_step(engine, rows, token_budget=40, seed=step)["grad_norm"] for step in steps]
 
 
 def _check_boxes(engine: FsdpEngine) -> None:
@@ -135,7 +112,7 @@ def main(folder: Path, rank: int) -> None:
             load(engine, folder / f"checkpoint-{index - 1}")
         seen["norms"] += train(engine, index * STEPS_PER_LAYOUT, STEPS_PER_LAYOUT)
         save(engine, folder / f"checkpoint-{index}")
-        weights = {name: tensor.clone() for name, tensor in engine.named_weights()}
+        weights = weights_of(engine)
         if rank == 0:
             save_file(weights, folder / f"weights-{index}.safetensors")
     seen["adapter_norms"] = train(make_engine(folder / "model", {"replicate": 2, "sequence": 2}, lora=ADAPTERS), 0, 2)
@@ -148,8 +125,3 @@ def main(folder: Path, rank: int) -> None:
     if rank == 0:
         (folder / "seen.json").write_text(json.dumps(seen))
     stop_rank()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
-    os._exit(0)  # Gloo's threads, ended by the interpreter's teardown, now and then abort the process after all is done

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rolecall.errors import WorkerLostError
 from rolecall.rpc import status
+from rolecall.rpc.callers import Caller
 from rolecall.settings import StoreSection
 from rolecall.store.connection import Connection, connect
 from rolecall.store.embedded import EmbeddedStore
@@ -33,6 +34,7 @@ from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
 from rolecall.weights.transferred import Transferred
 from rolecall.wire import Array, encode_tensor
+from tests.twins.callers import Showing, place
 
 RUN = "rollout-test"
 PROBE = [5, 60, 61, 62, 100, 7, 8, 9]
@@ -218,7 +220,7 @@ def rollout_process(
     """Starts all of it, the replica in this environment beside the test's own, waits until it has joined, and ends all
     of it.
     """
-    store = EmbeddedStore(directory / "store", RUN, 256 * 2**20, None)
+    store = EmbeddedStore(directory / "store", RUN, 2**31, None)
     server = grpc.server(futures.ThreadPoolExecutor(4))
     controller = YesController()
     server.add_generic_rpc_handlers((controller.handler(),))
@@ -231,6 +233,7 @@ def rollout_process(
     tree = _tree(directory, model_path, url, port)
     for name, section in sections.items():
         tree[name] = {**tree.get(name, {}), **section}
+    place(directory / "run")
     (directory / "run.yaml").write_text(yaml.safe_dump(tree))
     command = [sys.executable, "-m", "services.rollout", str(directory / "run.yaml"), "--name", "rollout-0"]
     process = subprocess.Popen(
@@ -242,7 +245,8 @@ def rollout_process(
             if process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError("the replica did not join; its output says why")
         join = controller.joined[0]
-        channel = grpc.insecure_channel(join.address)
+        raw = grpc.insecure_channel(join.address)
+        channel = grpc.intercept_channel(raw, Showing(Caller.CONTROLLER))
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
         weights = [(name, parameter.data) for name, parameter in model.named_parameters()]
         publisher = Publisher(torch.device("cpu"))
@@ -259,7 +263,7 @@ def rollout_process(
             weights,
         )
         publisher.close()
-        channel.close()
+        raw.close()
     finally:
         process.terminate()
         try:

@@ -4,33 +4,36 @@ What they measure is no test's business.
 """
 
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.forks import forked, run_script
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 TIMEOUT_S = 200.0
 """Seconds on a quiet machine; interpreters start slowly on a busy one."""
+Quick = Callable[..., str]
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
-def quick(name: str, *words: str, smoke: str = "--quick") -> str:
-    """What the benchmark prints in its smoke run."""
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / name), smoke, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+@pytest.fixture
+def quick(tmp_path: Path) -> Quick:
+    """What a benchmark prints in its smoke run."""
+
+    def quick(name: str, *words: str, smoke: str = "--quick") -> str:
+        log = tmp_path / "log"
+        process = forked(log, run_script, str(BENCHMARKS / name), smoke, *words)
+        process.join(TIMEOUT_S)
+        process.kill()
+        assert process.exitcode == 0, log.read_text()
+        return log.read_text()
+
+    return quick
 
 
-def test_the_store_benchmark_compares_every_phase_with_raw_redis() -> None:
+def test_the_store_benchmark_compares_every_phase_with_raw_redis(quick: Quick) -> None:
     output = quick("store.py", "--tokens", "256", "--shards", "2")
     assert re.findall(r"^([a-z]+) +\d+ ", output, re.MULTILINE) == [
         "admit",
@@ -45,13 +48,13 @@ def test_the_store_benchmark_compares_every_phase_with_raw_redis() -> None:
     ]
 
 
-def test_the_scale_benchmark_runs_the_real_controller_to_its_figures() -> None:
+def test_the_scale_benchmark_runs_the_real_controller_to_its_figures(quick: Quick) -> None:
     output = quick("controller_scale.py")
     assert "CPU ms a trajectory: controller" in output
     assert "MB at most in each fifth" in output
 
 
-def test_the_training_benchmark_makes_its_one_table() -> None:
+def test_the_training_benchmark_makes_its_one_table(quick: Quick) -> None:
     output = quick("training.py")
     parts = (
         "packed, tokens/s",
@@ -63,7 +66,7 @@ def test_the_training_benchmark_makes_its_one_table() -> None:
     assert [part for part in parts if part not in output] == []
 
 
-def test_the_algorithms_benchmark_agrees_with_its_plain_loops() -> None:
+def test_the_algorithms_benchmark_agrees_with_its_plain_loops(quick: Quick) -> None:
     output = quick("algorithms.py")
     kinds = (
         "grpo",
@@ -81,7 +84,7 @@ def test_the_algorithms_benchmark_agrees_with_its_plain_loops() -> None:
     assert [kind for kind in kinds if not re.search(rf"^{kind}\b.* \d", output, re.MULTILINE)] == []
 
 
-def test_the_comparison_with_peers_makes_our_side_of_every_row() -> None:
+def test_the_comparison_with_peers_makes_our_side_of_every_row(quick: Quick) -> None:
     output = quick("vs_peers.py", "--dtype", "float32", smoke="--batches=1")
     found = re.match(r"(\d+) comparisons, float32", output)
     assert found is not None, output

@@ -6,28 +6,22 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import BudgetSpentError
 from rolecall.scoring.scores import Item
 from rolecall.settings import RunSettings
-from rolecall.store.ledger import Ledger
 from rolecall.telemetry import Metrics
 from rolecall.v1 import controller_pb2 as pb
 from rolecall.v1.trajectory_pb2 import TrainBatch
-from services.controller.durable.run_point import Checkpoints
 from services.controller.step.adaptive import AdaptiveState
 from tests.fixtures_store import StoreUnderTest
-from tests.twins.run import TwinRun, parity, twin_run
+from tests.twins.run import RUN_S, LightRun, TwinRun, parity
 from tests.twins.trainer import ActorTwin
 
 MakeSettings = Callable[..., RunSettings]
-RUN_S = 60.0
-"""Deadline of one light run, which takes a second or two on a quiet machine."""
 
 ADAPTIVE: dict[str, Any] = {
     "groups_per_batch": 4,
@@ -38,7 +32,7 @@ ADAPTIVE: dict[str, Any] = {
 
 def counts_of(run: TwinRun) -> dict[str, int]:
     """Groups dropped, by reason; the ledger balances, and every batch was full."""
-    counts = Ledger(run.store.connection, run.store.run).counts()
+    counts = run.ledger.counts()
     assert counts.admitted == counts.trained + sum(counts.dropped.values()) + counts.live
     assert counts.trained == 4 * len(run.actor.trainer.records)
     return dict(counts.dropped)
@@ -52,16 +46,11 @@ def by_number(item: Item) -> float:
     return {0: 0.25, 1: 0.7 if first else 0.6, 2: 0.2 if first else 0.1}.get(int(item.ground_truth) % 4, parity(item))
 
 
-async def test_batches_are_full_of_groups_that_passed_and_every_drop_has_its_reason(
-    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
-) -> None:
+async def test_batches_are_full_of_groups_that_passed_and_every_drop_has_its_reason(light_run: LightRun) -> None:
     filters = {"without_signal": True, "min_success_rate": 0.1, "max_success_rate": 0.9}
     algorithm = {"groups_per_batch": 4, "max_staleness": 1, "filters": filters}
-    async with twin_run(
-        store, tmp_path, make_settings, score=by_number, algorithm=algorithm, reward={"solved_at": 0.5}
-    ) as run:
-        async with run.controller() as (_, running), run.rollout("rollout-0"):
-            await asyncio.wait_for(running, RUN_S)
+    async with light_run(score=by_number, algorithm=algorithm, reward={"solved_at": 0.5}) as run:
+        await run.to_the_end("rollout-0")
     dropped = counts_of(run)
     assert set(dropped) == {"without_signal", "too_hard", "too_easy"}
     assert len(run.actor.trainer.trained) == 3 * 4 * 2
@@ -71,36 +60,31 @@ async def test_batches_are_full_of_groups_that_passed_and_every_drop_has_its_rea
     assert last["groups/dropped"] == sum(dropped.values())
 
 
-async def test_a_run_whose_filters_drop_too_much_ends_and_says_how_much_of_what(
-    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
-) -> None:
+async def test_a_run_whose_filters_drop_too_much_ends_and_says_how_much_of_what(light_run: LightRun) -> None:
     filters = {"without_signal": True, "max_dropped_per_step": 5}
-    async with twin_run(
-        store, tmp_path, make_settings, score=lambda item: 1.0, algorithm={"groups_per_batch": 4, "filters": filters}
-    ) as run:
-        async with run.controller() as (_, running), run.rollout("rollout-0"):
-            with pytest.raises(
-                BudgetSpentError,
-                match=r"dropped 6 groups within a step \(6 without_signal\), "
-                r"more than algorithm\.filters\.max_dropped_per_step",
-            ):
-                await asyncio.wait_for(running, RUN_S)
+    async with light_run(score=lambda item: 1.0, algorithm={"groups_per_batch": 4, "filters": filters}) as run:
+        with pytest.raises(
+            BudgetSpentError,
+            match=r"dropped 6 groups within a step \(6 without_signal\), "
+            r"more than algorithm\.filters\.max_dropped_per_step",
+        ):
+            await run.to_the_end("rollout-0")
     assert counts_of(run)["without_signal"] >= 6
 
 
 async def test_what_is_filtered_is_forgotten_with_its_rows_and_not_at_the_next_checkpoint(
-    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+    light_run: LightRun, store: StoreUnderTest
 ) -> None:
     """Every group is filtered, so that no step and no checkpoint ever comes. Paused, nothing is under way."""
     algorithm = {"groups_per_batch": 4, "filters": {"without_signal": True, "max_dropped_per_step": 10**6}}
-    ledger = Ledger(store.connection, store.run)
-    async with twin_run(store, tmp_path, make_settings, score=lambda item: 1.0, algorithm=algorithm) as run:
-        async with run.controller() as (stub, running), run.rollout("rollout-0"):
+    async with light_run(score=lambda item: 1.0, algorithm=algorithm) as run:
+        ledger = run.ledger
+        async with run.controller() as life, run.rollout("rollout-0"):
             async with asyncio.timeout(RUN_S):
                 while ledger.counts().dropped["without_signal"] < 6:
-                    assert not running.done(), running.exception()
+                    assert not life.running.done(), life.running.exception()
                     await asyncio.sleep(0.01)
-                await stub.PauseRun(pb.PauseRunRequest())
+                await life.stub.PauseRun(pb.PauseRunRequest())
                 while ledger.counts().live or store.connection.command("HLEN", f"{{rl:{store.run}}}:garbage"):
                     await asyncio.sleep(0.01)
     assert not [key for key in store.connection.ledger.scan_iter(f"{{rl:{store.run}:*") if b":row:" in key]
@@ -117,7 +101,7 @@ class MeasuringActor(ActorTwin):
 
 async def states_by_step(run: TwinRun) -> list[bytes]:
     """What each step should leave, from what it was sealed with and what the actor recorded."""
-    ledger, state = Ledger(run.store.connection, run.store.run), AdaptiveState.start(run.settings.algorithm)
+    ledger, state = run.ledger, AdaptiveState.start(run.settings.algorithm)
     states = [b""]
     for step, record in enumerate(run.actor.trainer.records):
         batch = ledger.sealed(step)
@@ -130,46 +114,34 @@ async def states_by_step(run: TwinRun) -> list[bytes]:
 
 
 async def test_what_adapts_is_carried_from_step_to_step_by_however_many_controllers(
-    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+    light_run: LightRun, store: StoreUnderTest
 ) -> None:
     section = {"num_steps": 6, "checkpoint_every_steps": 1000}
-    async with (
-        twin_run(store, tmp_path, make_settings, algorithm=ADAPTIVE, run=section) as run,
-        run.rollout("rollout-0", token_s=0.002),
-    ):
+    async with light_run(algorithm=ADAPTIVE, run=section) as run, run.rollout("rollout-0", token_s=0.002):
         run.actor.restart(MeasuringActor(store.rows))
         for stop_at in (1, 3, 4):
-            async with run.controller() as (stub, running):
-                while (await stub.GetRun(pb.GetRunRequest())).status.step < stop_at:
-                    assert not running.done(), running.exception()
-                    await asyncio.sleep(0.01)
-        position = Ledger(store.connection, store.run).position()
+            async with run.controller() as life:
+                await life.reaches(stop_at)
+        position = run.ledger.position()
         assert position.algorithm_state == (await states_by_step(run))[position.step]
-        async with run.controller() as (_, running):
-            await asyncio.wait_for(running, RUN_S)
-    latest = Checkpoints(open_storage(run.settings.run.checkpoints), 2).latest()
-    assert latest is not None
-    position = Ledger(store.connection, store.run).position()
-    assert latest[1].algorithm_state.encode() == position.algorithm_state
+        await run.to_the_end()
+    latest = run.newest()
+    position = run.ledger.position()
+    assert latest.algorithm_state.encode() == position.algorithm_state
     state = AdaptiveState.decode(run.settings.algorithm, position.algorithm_state)
     assert state.rewards.num == 6 * 8
     coefs = [line["algorithm/entropy_coef"] for line in run.metrics()]
     assert len(set(coefs)) > 1, "the coefficient never moved"
 
 
-async def test_a_lineage_begins_with_the_state_of_its_checkpoint(
-    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
-) -> None:
-    async with twin_run(store, tmp_path, make_settings, algorithm=ADAPTIVE, run={"num_steps": 4}) as run:
-        async with run.rollout("rollout-0"), run.controller() as (stub, _):
-            while (await stub.GetRun(pb.GetRunRequest())).status.step < 3:
-                await asyncio.sleep(0.01)
-        for key in store.connection.ledger.scan_iter(f"{{rl:{store.run}*"):
-            store.connection.ledger.delete(key)
+async def test_a_lineage_begins_with_the_state_of_its_checkpoint(light_run: LightRun) -> None:
+    async with light_run(algorithm=ADAPTIVE, run={"num_steps": 4}) as run:
+        async with run.rollout("rollout-0"), run.controller() as life:
+            await life.reaches(3)
+        run.lose_the_store()
         run.actor.restart()
-        async with run.rollout("rollout-0"), run.controller() as (_, running):
-            await asyncio.wait_for(running, RUN_S)
-    state = AdaptiveState.decode(run.settings.algorithm, Ledger(store.connection, store.run).position().algorithm_state)
+        await run.to_the_end("rollout-0")
+    state = AdaptiveState.decode(run.settings.algorithm, run.ledger.position().algorithm_state)
     assert state.rewards.num == 4 * 8, "each batch counts once, also those that were trained again"
 
 
@@ -179,9 +151,7 @@ def visits(run: TwinRun) -> Counter[str]:
     return Counter(line["prompt"] for line in lines if line["event"] == "admitted")
 
 
-async def test_solved_prompts_are_visited_less_often_also_by_the_next_controller(
-    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
-) -> None:
+async def test_solved_prompts_are_visited_less_often_also_by_the_next_controller(light_run: LightRun) -> None:
     solved = {str(number) for number in range(20)}
 
     def score(item: Item) -> float:
@@ -190,24 +160,18 @@ async def test_solved_prompts_are_visited_less_often_also_by_the_next_controller
     curriculum = {"max_success_rate": 0.9, "revisit_epochs": 5}
     algorithm = {"groups_per_batch": 4, "curriculum": curriculum}
     async with (
-        twin_run(
-            store,
-            tmp_path,
-            make_settings,
+        light_run(
             score=score,
             algorithm=algorithm,
             run={"num_steps": 15, "checkpoint_every_steps": 100},
         ) as run,
         run.rollout("rollout-0"),
     ):
-        async with run.controller() as (stub, running):
-            while (await stub.GetRun(pb.GetRunRequest())).status.step < 6:
-                assert not running.done(), running.exception()
-                await asyncio.sleep(0.01)
-        rates = Ledger(store.connection, store.run).rates()
+        async with run.controller() as life:
+            await life.reaches(6)
+        rates = run.ledger.rates()
         assert {rate.rate for uid, rate in rates.items() if str(int(uid) - 1) in solved} == {1.0}
-        async with run.controller() as (_, running):
-            await asyncio.wait_for(running, RUN_S)
+        await run.to_the_end()
     counted = visits(run)
     assert counted.total() == 60
     outside = [counted[str(number + 1)] for number in range(20)]

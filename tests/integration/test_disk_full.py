@@ -188,7 +188,7 @@ async def test_a_run_whose_disk_fills_up_goes_on_keeps_its_last_checkpoint_and_c
     """
     sections = {"name": store.run, "dir": str(disk / "run"), "num_steps": 12, "checkpoint_every_steps": 2}
     async with twin_run(store, tmp_path, make_settings, run=sections) as run, run.rollout("rollout-0", token_s=0.005):
-        async with run.controller() as (stub, running):
+        async with run.controller() as (stub, running, _):
             await reaches(stub, 3)
             ballast = fill(disk)
             await reaches(stub, 8)

@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from rolecall.rpc.server import Server
-from rolecall.settings import RpcSection, RunSettings
+from rolecall.settings import RunSettings
 from rolecall.v1 import reference_pb2, reference_pb2_grpc, training_pb2
 from rolecall.v1.trajectory_pb2 import RowRef
 from rolecall.wire import Array
 from tests.fixtures_store import StoreUnderTest
-from tests.twins.run import twin_run
+from tests.twins.run import LightRun, served
 
 MakeSettings = Callable[..., RunSettings]
-RUN_S = 60.0
 
 
 class LightTeacher(reference_pb2_grpc.ReferenceServiceServicer):
@@ -53,18 +51,14 @@ class LightTeacher(reference_pb2_grpc.ReferenceServiceServicer):
         return reference_pb2.GetReferenceInfoResponse(world_size=1)
 
 
-async def served(stack: AsyncExitStack, teacher: LightTeacher) -> dict[str, str]:
+async def section_of(stack: AsyncExitStack, teacher: LightTeacher) -> dict[str, str]:
     """The section of a reference that is elsewhere: here."""
-    server = Server(RpcSection(), "127.0.0.1:0")
-    server.add(reference_pb2_grpc.add_ReferenceServiceServicer_to_server, teacher, "rolecall.v1.ReferenceService")
-    address = await server.start()
-    await server.set_serving(True)
-    stack.push_async_callback(server.drain, 0.1)
-    return {"address": address}
+    add = reference_pb2_grpc.add_ReferenceServiceServicer_to_server
+    return {"address": await served(stack, add, teacher, "rolecall.v1.ReferenceService")}
 
 
 async def test_two_teachers_each_teach_the_prompts_of_their_subject(
-    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+    light_run: LightRun, store: StoreUnderTest, tmp_path: Path
 ) -> None:
     subjects = ["math" if i % 3 else "code" for i in range(30)]
     lines = (
@@ -78,12 +72,12 @@ async def test_two_teachers_each_teach_the_prompts_of_their_subject(
         sections: dict[str, Any] = {
             "data": {"train": str(tmp_path / "taught.jsonl")},
             "algorithm": {"groups_per_batch": 4, "distillation": distillation},
-            "references": {"reckoner": await served(stack, reckoner), "coder": await served(stack, coder)},
+            "references": {"reckoner": await section_of(stack, reckoner), "coder": await section_of(stack, coder)},
             "sampling": {"num_responses": 1},
             "run": {"checkpoint_every_steps": 1000, "num_steps": 3},
         }
-        run = await stack.enter_async_context(twin_run(store, tmp_path, make_settings, **sections))
-        _, running = await stack.enter_async_context(run.controller())
+        run = await stack.enter_async_context(light_run(**sections))
+        life = await stack.enter_async_context(run.controller())
         await stack.enter_async_context(run.rollout("rollout-0"))
         while len(run.actor.trainer.trained) < 8:
             await asyncio.sleep(0.02)
@@ -91,7 +85,7 @@ async def test_two_teachers_each_teach_the_prompts_of_their_subject(
         refs = [(reckoner.taught | coder.taught)[id] for id in trained]
         metas = store.rows.read_meta(refs)
         rows = store.rows.read(refs, ["loss_mask", "advantages", "old_logprobs", "teacher/logprobs"])
-        await asyncio.wait_for(running, RUN_S)
+        await life.ends()
     assert {meta.prompt.metadata["subject"] for meta in metas} == {"math", "code"}
     assert not reckoner.taught.keys() & coder.taught.keys()
     assert reckoner.prefixes == coder.prefixes == {"teacher"}
@@ -104,15 +98,9 @@ async def test_two_teachers_each_teach_the_prompts_of_their_subject(
     assert all("distillation/reverse_kl" in line for line in run.metrics())
 
 
-async def test_the_actor_is_asked_before_the_seal_for_what_an_estimator_reads_of_it(
-    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
-) -> None:
+async def test_the_actor_is_asked_before_the_seal_for_what_an_estimator_reads_of_it(light_run: LightRun) -> None:
     algorithm = {"groups_per_batch": 4, "advantage": {"kind": "optimal_token_baseline"}}
-    async with (
-        twin_run(store, tmp_path, make_settings, algorithm=algorithm) as run,
-        run.controller() as (_, running),
-        run.rollout("rollout-0"),
-    ):
-        await asyncio.wait_for(running, RUN_S)
+    async with light_run(algorithm=algorithm) as run:
+        await run.to_the_end("rollout-0")
     assert run.actor.trainer.columns_asked == [(step, 8) for step in range(3)]
     assert len(run.actor.trainer.trained) == 24

@@ -42,7 +42,7 @@ async def evaluated(
     async with twin_run(
         store, folder, make_settings, score=score, run={"num_steps": 1}, evaluation=sections, trackers=kept
     ) as run:
-        async with run.controller() as (_, running), run.rollout("rollout-0"):
+        async with run.controller() as (_, running, _), run.rollout("rollout-0"):
             await asyncio.wait_for(running, RUN_S)
         lines = [json.loads(line) for line in (run.settings.run.dir / "metrics.jsonl").read_text().splitlines()]
         samples = [json.loads(line) for line in (run.settings.run.dir / "samples.jsonl").read_text().splitlines()]

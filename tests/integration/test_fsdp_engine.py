@@ -4,11 +4,9 @@ own.
 
 import json
 import resource
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,6 @@ from rolecall.settings import (
     CorrectionSection,
     KlSection,
     OptimizerSection,
-    child_environment,
 )
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
@@ -37,11 +34,12 @@ from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.model.huggingface import write_model
 from rolecall.training.model.packed_model import Head
 from rolecall.training.objective.objectives import PolicyObjective, SftObjective, ValueObjective, policy_columns
-from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, local_counts, pack, unpack
 from rolecall.training.serving.hooks import nothing
 from rolecall.v1.trajectory_pb2 import Coefficients
+from tests import forks
 from tests.checkpoint_rig import exported, load, save
+from tests.integration import fsdp_ranks
 from tests.integration.fsdp_ranks import VOCAB, make_rows, train_step, weights_of
 from tests.tiny_models import write_qwen3, write_qwen3_moe
 
@@ -62,11 +60,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def make_engine(
-    path: Path, *, head: Head = "policy", optimizer: OptimizerSection | None = SECTION, **more: Any
-) -> FsdpEngine:
-    more.setdefault("dtype", "float32")
-    return FsdpEngine(EngineOptions(path=path, head=head, optimizer=optimizer, total_steps=8, **more), device=CPU)
+def make_engine(path: Path, *, optimizer: OptimizerSection | None = SECTION, **more: Any) -> FsdpEngine:
+    return fsdp_ranks.make_engine(path, optimizer=optimizer, **more)
 
 
 def oracle_model(path: Path) -> PreTrainedModel:
@@ -179,31 +174,13 @@ def run_ranks(world_size: int, model: Path, out: Path, **more: Any) -> list[dict
         "world_size": world_size,
         "rendezvous": str(out / "rendezvous"),
         "optimizer": SECTION.model_dump(),
-        "total_steps": 8,
-        "dtype": "float32",
         "gradient_checkpointing": False,
         "num_rows": 10,
         "num_steps": 4,
         "save_after": 2,
         "token_budget": 40,
     } | more
-    (out / "job.json").write_text(json.dumps(job))
-    command = [sys.executable, "-m", "tests.integration.fsdp_ranks", str(out / "job.json")]
-    environment = child_environment({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
-    with ExitStack() as stack:
-        logs = [stack.enter_context((out / f"rank-{rank}.log").open("w")) for rank in range(world_size)]
-        ranks = [
-            stack.enter_context(subprocess.Popen([*command, str(rank)], stderr=log, env=environment))
-            for rank, log in enumerate(logs)
-        ]
-        try:
-            codes = [rank.wait(timeout=100) for rank in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-    assert codes == [0] * world_size, "".join(
-        (out / f"rank-{rank}.log").read_text()[-2000:] for rank in range(world_size)
-    )
+    forks.run_ranks(out, world_size, fsdp_ranks.main, job)
     outcomes: list[dict[str, float]] = json.loads((out / "outcomes.json").read_text())
     return outcomes
 
@@ -525,15 +502,7 @@ def test_gradient_checkpointing_changes_no_number(models: dict[str, Path]) -> No
 def test_every_layer_is_progress_in_both_directions(models: dict[str, Path], again: bool) -> None:
     """One microbatch may take longer than a worker may stand still."""
     heard: list[int] = []
-    options = EngineOptions(
-        path=models["dense"],
-        head="policy",
-        optimizer=SECTION,
-        total_steps=8,
-        dtype="float32",
-        gradient_checkpointing=again,
-    )
-    engine = FsdpEngine(options, device=CPU, progressed=lambda: heard.append(1))
+    engine = make_engine(models["dense"], gradient_checkpointing=again, progressed=lambda: heard.append(1))
     rows = make_rows(2)
     heard.clear()
     engine.forward_backward(

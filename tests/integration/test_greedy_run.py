@@ -5,20 +5,16 @@ leaves nothing behind.
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
 from rolecall.scoring.scores import Item
 from rolecall.settings import RunSettings
 from rolecall.store.audit import Report, audit
-from rolecall.store.ledger import Ledger
-from rolecall.v1 import controller_pb2 as pb
 from tests.fixtures_store import StoreUnderTest
-from tests.twins.run import TwinRun, parity, twin_run
+from tests.twins.run import LightRun, TwinRun, parity
 
 MakeSettings = Callable[..., RunSettings]
-RUN_S = 60.0
 REMAX = {"groups_per_batch": 4, "advantage": {"kind": "remax"}}
 
 
@@ -26,21 +22,15 @@ def audited(run: TwinRun) -> Report:
     return audit(run.store.connection, run.store.run, run.settings.run.dir)
 
 
-async def test_a_run_trains_on_sampled_responses_only_and_deletes_greedy_rows_with_them(
-    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
-) -> None:
+async def test_a_run_trains_on_sampled_responses_only_and_deletes_greedy_rows_with_them(light_run: LightRun) -> None:
     seen: Counter[str] = Counter()
 
     def counting(item: Item) -> float:
         seen[item.id] += 1
         return parity(item)
 
-    async with (
-        twin_run(store, tmp_path, make_settings, score=counting, algorithm=REMAX) as run,
-        run.controller() as (_, running),
-        run.rollout("rollout-0"),
-    ):
-        await asyncio.wait_for(running, RUN_S)
+    async with light_run(score=counting, algorithm=REMAX) as run:
+        await run.to_the_end("rollout-0")
     assert sorted(run.actor.trainer.trained) == sorted(f"{gid}/{i}" for gid in range(12) for i in range(2))
     assert seen == {f"{gid}/{i}": 1 for gid in range(12) for i in range(3)}
     assert all(line["batch/trajectories"] == 8 and 0 <= line["reward/greedy"] <= 1 for line in run.metrics())
@@ -50,7 +40,7 @@ async def test_a_run_trains_on_sampled_responses_only_and_deletes_greedy_rows_wi
 
 
 async def test_advantages_are_what_was_earned_above_the_greedy_response(
-    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+    light_run: LightRun, store: StoreUnderTest
 ) -> None:
     rewards: dict[str, float] = {}
 
@@ -58,13 +48,13 @@ async def test_advantages_are_what_was_earned_above_the_greedy_response(
         return rewards.setdefault(item.id, parity(item))
 
     # The checkpoint that would free the rows is held up until they were read.
-    async with twin_run(store, tmp_path, make_settings, score=noted, algorithm=REMAX, run={"num_steps": 1}) as run:
+    async with light_run(score=noted, algorithm=REMAX, run={"num_steps": 1}) as run:
         run.actor.trainer.may_write.clear()
-        async with run.controller() as (_, running), run.rollout("rollout-0"):
+        async with run.controller() as life, run.rollout("rollout-0"):
             while not run.actor.trainer.trained:
-                assert not running.done(), running.exception()
+                assert not life.running.done(), life.running.exception()
                 await asyncio.sleep(0.01)
-            batch = Ledger(store.connection, store.run).sealed(0)
+            batch = run.ledger.sealed(0)
             assert batch is not None
             rows = store.rows.read(list(batch.rows), ["advantages", "loss_mask"])
             for ref, row in zip(batch.rows, rows, strict=True):
@@ -74,11 +64,11 @@ async def test_advantages_are_what_was_earned_above_the_greedy_response(
                 )
             assert [ref.id for ref in batch.greedy_rows] == [f"{gid}/2" for gid in batch.gids]
             run.actor.trainer.may_write.set()
-            await asyncio.wait_for(running, RUN_S)
+            await life.ends()
 
 
 async def test_restarts_of_the_controller_keep_greedy_scores_and_rows(
-    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+    light_run: LightRun, store: StoreUnderTest
 ) -> None:
     seen: Counter[str] = Counter()
 
@@ -89,18 +79,15 @@ async def test_restarts_of_the_controller_keep_greedy_scores_and_rows(
     algorithm = {**REMAX, "max_staleness": 1}
     run_section = {"num_steps": 6, "checkpoint_every_steps": 2}
     async with (
-        twin_run(store, tmp_path, make_settings, score=counting, algorithm=algorithm, run=run_section) as run,
+        light_run(score=counting, algorithm=algorithm, run=run_section) as run,
         run.rollout("rollout-0", token_s=0.005),
     ):
         for stop_at in (1, 2, 4):
-            async with run.controller() as (stub, running):
-                while (await stub.GetRun(pb.GetRunRequest())).status.step < stop_at:
-                    assert not running.done(), running.exception()
-                    await asyncio.sleep(0.01)
+            async with run.controller() as life:
+                await life.reaches(stop_at)
             report = audited(run)
             assert report.problems == ()
-        async with run.controller() as (_, running):
-            await asyncio.wait_for(running, RUN_S)
+        await run.to_the_end()
     assert sorted(run.actor.trainer.trained) == sorted(f"{gid}/{i}" for gid in range(24) for i in range(2))
     assert set(seen) == {f"{gid}/{i}" for gid in range(24) for i in range(3)}
     report = audited(run)
@@ -108,29 +95,23 @@ async def test_restarts_of_the_controller_keep_greedy_scores_and_rows(
     assert not [key for key in store.connection.rows.scan_iter(match=f"{{rl:{store.run}:*") if b"}:row:" in key]
 
 
-async def test_a_trainer_that_lost_its_steps_is_replayed_while_greedy_rows_are_still_there(
-    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
-) -> None:
-    async with twin_run(
-        store, tmp_path, make_settings, algorithm=REMAX, run={"num_steps": 4, "checkpoint_every_steps": 10}
-    ) as run:
+async def test_a_trainer_that_lost_its_steps_is_replayed_while_greedy_rows_are_still_there(light_run: LightRun) -> None:
+    async with light_run(algorithm=REMAX, run={"num_steps": 4, "checkpoint_every_steps": 10}) as run:
         async with run.rollout("rollout-0"):
-            async with run.controller() as (stub, _):
-                while (await stub.GetRun(pb.GetRunRequest())).status.step < 2:
-                    await asyncio.sleep(0.01)
+            async with run.controller() as life:
+                await life.reaches(2)
             report = audited(run)
             assert report.problems == ()
             assert report.rows.needed >= 2 * 4 * 3  # two trained batches that no checkpoint covers, whole
             before = list(run.actor.trainer.trained)
             run.actor.restart()
-            async with run.controller() as (_, running):
-                await asyncio.wait_for(running, RUN_S)
+            await run.to_the_end()
     assert run.actor.trainer.trained[: len(before)] == before
     assert audited(run).problems == ()
 
 
 async def test_a_group_that_earns_what_its_greedy_response_earns_is_filtered_with_all_its_rows(
-    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+    light_run: LightRun,
 ) -> None:
     def score(item: Item) -> float:
         """Of every third group all responses earn the same, of the next only the greedy one earns less."""
@@ -138,12 +119,8 @@ async def test_a_group_that_earns_what_its_greedy_response_earns_is_filtered_wit
         return 1.0 if gid % 3 < 2 and not (gid % 3 == 1 and index == 2) else float(index == 0)
 
     algorithm = {**REMAX, "filters": {"without_signal": True}}
-    async with (
-        twin_run(store, tmp_path, make_settings, score=score, algorithm=algorithm) as run,
-        run.controller() as (_, running),
-        run.rollout("rollout-0"),
-    ):
-        await asyncio.wait_for(running, RUN_S)
+    async with light_run(score=score, algorithm=algorithm) as run:
+        await run.to_the_end("rollout-0")
     report = audited(run)
     trained = {int(id.partition("/")[0]) for id in run.actor.trainer.trained}
     assert (report.problems, report.rows.needed, report.rows.garbage, len(trained)) == ((), 0, 0, 12)
@@ -152,15 +129,11 @@ async def test_a_group_that_earns_what_its_greedy_response_earns_is_filtered_wit
 
 
 async def test_groups_of_another_estimator_are_dropped_and_counted_after_a_change(
-    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+    light_run: LightRun, make_settings: MakeSettings
 ) -> None:
-    async with (
-        twin_run(store, tmp_path, make_settings, algorithm={"groups_per_batch": 4}) as run,
-        run.rollout("rollout-0", token_s=0.005),
-    ):
-        async with run.controller() as (stub, _):
-            while (await stub.GetRun(pb.GetRunRequest())).status.step < 1:
-                await asyncio.sleep(0.005)
+    async with light_run(algorithm={"groups_per_batch": 4}) as run, run.rollout("rollout-0", token_s=0.005):
+        async with run.controller() as life:
+            await life.reaches(1)
         run.settings = run.settings.model_copy(
             update={
                 "algorithm": make_settings(
@@ -168,8 +141,7 @@ async def test_groups_of_another_estimator_are_dropped_and_counted_after_a_chang
                 ).algorithm
             }
         )
-        async with run.controller() as (_, running):
-            await asyncio.wait_for(running, RUN_S)
+        await run.to_the_end()
     report = audited(run)
     assert report.problems == ()
     assert set(report.position.dropped) <= {"no_greedy_response"}

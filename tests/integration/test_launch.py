@@ -5,6 +5,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -78,29 +79,32 @@ def test_the_first_failure_is_shown_with_its_role_its_last_lines_and_its_log(tmp
     assert str(tmp_path / "run" / "logs" / "reward.log") in output
 
 
-def test_the_resolved_configuration_is_private_and_holds_no_password(tmp_path: Path) -> None:
-    train = start_train(write_light_config(tmp_path))
-    wait_until_up(train)
-    written = tmp_path / "run" / "config.yaml"
+@pytest.fixture(scope="module")
+def under_way(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The directory of a run that goes on."""
+    folder = tmp_path_factory.mktemp("light")
+    train = start_train(write_light_config(folder))
     try:
-        assert stat.S_IMODE(written.stat().st_mode) == 0o600
-        assert "url" not in yaml.safe_load(written.read_text())["store"]
-        assert load_settings(written).controller.address is not None
+        wait_until_up(train)
+        yield folder / "run"
     finally:
         train.send_signal(signal.SIGINT)
         train.communicate(timeout=STOP_LIMIT_S)
 
 
-def test_a_run_under_way_can_be_asked_paused_and_resumed(tmp_path: Path) -> None:
-    train = start_train(write_light_config(tmp_path))
-    wait_until_up(train)
+def test_the_resolved_configuration_is_private_and_holds_no_password(under_way: Path) -> None:
+    written = under_way / "config.yaml"
+    assert stat.S_IMODE(written.stat().st_mode) == 0o600
+    assert "url" not in yaml.safe_load(written.read_text())["store"]
+    assert load_settings(written).controller.address is not None
+
+
+def test_a_run_under_way_can_be_asked_paused_and_resumed(under_way: Path) -> None:
     said = {}
     for command in ("status", "pause", "resume"):
-        line = [sys.executable, "-m", "rolecall", command, str(tmp_path / "run")]
+        line = [sys.executable, "-m", "rolecall", command, str(under_way)]
         call = subprocess.run(line, capture_output=True, text=True, timeout=STOP_LIMIT_S, check=False)
         said[command] = (call.returncode, call.stdout + call.stderr)
-    train.send_signal(signal.SIGINT)
-    train.communicate(timeout=STOP_LIMIT_S)
     assert all(code == 0 for code, _ in said.values()), said
     assert "admitted 0 = trained 0 + dropped 0 + live 0" in said["status"][1].replace("\n", " ")
 

@@ -220,7 +220,7 @@ def test_a_worker_that_the_controller_gives_up_is_killed_though_it_is_stopped_an
 
 def test_a_killed_store_is_started_again_with_what_it_held_at_the_same_url(launch: Launch) -> None:
     launch.start()
-    file = store_url_file(launch.run_dir)
+    file = store_url_file(launch.run_dir, "controller")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     url = file.read_text()
     connection = connect(StoreSection(url=SecretStr(url)))
@@ -239,7 +239,7 @@ def test_a_store_that_does_not_answer_is_killed_and_started_again(launch: Launch
     launch.signal("store", signal.SIGSTOP)
     launch.until(lambda: launch.starts("store") == 1)
     assert "the store did not answer for 5 s and was killed; starting it again" in launch.output()
-    connection = connect(StoreSection(url=SecretStr(store_url_file(launch.run_dir).read_text())))
+    connection = connect(StoreSection(url=SecretStr(store_url_file(launch.run_dir, "controller").read_text())))
     connection.command("SET", "{rl:fake}:x", "1")
     connection.close()
 
@@ -290,7 +290,7 @@ def test_the_run_ends_well_when_its_controller_does_and_leaves_no_list_and_no_ur
     launch.tell_to_end("controller", 0)
     assert launch.end() == 0
     assert not (launch.run_dir / "processes.json").exists()
-    assert not store_url_file(launch.run_dir).exists()
+    assert not store_url_file(launch.run_dir, "controller").exists()
 
 
 def test_a_controller_that_fails_for_good_ends_the_run(launch: Launch) -> None:

@@ -5,9 +5,6 @@ That loss and gradients agree for every objective and shape of batch is test_tra
 """
 
 import json
-import subprocess
-import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +12,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from rolecall.settings import child_environment
 from tests.checkpoint_rig import load
+from tests.forks import run_ranks
+from tests.integration import parallel_ranks
 from tests.integration.parallel_ranks import ADAPTERS, LAYOUTS, STEPS_PER_LAYOUT, WORLD_SIZE, make_engine, train
 from tests.tiny_models import write_qwen3
 
@@ -35,22 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the four ranks left."""
     path = tmp_path_factory.mktemp("parallel")
     write_qwen3(path / "model", tied=True, vocab=150, hidden=32)
-    environment = child_environment({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
-    command = [sys.executable, "-m", "tests.integration.parallel_ranks", str(path)]
-    with ExitStack() as stack:
-        logs = [stack.enter_context((path / f"rank-{rank}.log").open("w")) for rank in range(WORLD_SIZE)]
-        ranks = [
-            stack.enter_context(subprocess.Popen([*command, str(rank)], stderr=log, env=environment))
-            for rank, log in enumerate(logs)
-        ]
-        try:
-            codes = [rank.wait(timeout=200) for rank in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-    assert codes == [0] * WORLD_SIZE, "".join(
-        (path / f"rank-{rank}.log").read_text()[-2000:] for rank in range(WORLD_SIZE)
-    )
+    run_ranks(path, WORLD_SIZE, parallel_ranks.main, path)
     return path
 
 

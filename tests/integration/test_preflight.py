@@ -4,6 +4,7 @@ written.
 
 import io
 import socket
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -219,19 +220,26 @@ def test_another_role_at_an_address_is_told(tmp_path: Path, places: dict[str, st
     assert told == f"critic.address {places['roles']} answers and is no rolecall.v1.CriticService; correct the address"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def waiting(tmp_path_factory: pytest.TempPathFactory, places: dict[str, str]) -> Iterator["subprocess.Popen[str]"]:
+    """A run that waits for a controller while the tests here go on: it takes a while until it says so."""
+    folder = tmp_path_factory.mktemp("waiting")
+    train = start_train(write_light_config(folder), f"--controller.address={places['nobody']}")
+    yield train
+    train.kill()
+    train.communicate(timeout=60)
+
+
 def test_a_controller_that_nobody_serves_yet_is_noted_waited_for_and_told_of(
-    tmp_path: Path, places: dict[str, str]
+    places: dict[str, str], waiting: "subprocess.Popen[str]"
 ) -> None:
     address = places["nobody"]
-    train = start_train(write_light_config(tmp_path), f"--controller.address={address}")
-    assert train.stdout is not None
+    assert waiting.stdout is not None
     said: list[str] = []
-    for line in train.stdout:  # the test's own timeout bounds it
+    for line in waiting.stdout:  # the test's own timeout bounds it
         said.append(line)
         if line.startswith(f"no answer from the controller at {address} for "):
             break
-    train.kill()
-    train.communicate(timeout=60)
     assert said[0].startswith("NOTE ")
     assert any(
         line.startswith(f"NOTE controller.address {address}: nobody listens there yet; the run waits for it")

@@ -6,7 +6,7 @@ start (tests/e2e/test_recipes.py has it).
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,10 @@ from examples.sort_digits.quickstart import HERE, train_command
 from rolecall.commands.cli import main
 from rolecall.launcher.plan import write_config
 from rolecall.settings import RunSettings, recipe_file, recipe_names
-from rolecall.store.embedded import EmbeddedStore
 from tests.fixtures_store import StoreUnderTest
+from tests.forks import forked_role
 from tests.ports import free_port
 from tests.twins.channel_engine import PolicyEngine
-from tests.twins.gateway import Nursery
 from tests.twins.run import twin_run
 
 TASK = HERE / "task.yaml"
@@ -45,21 +44,12 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def nursery(store_server: EmbeddedStore) -> Iterator[Nursery]:
-    """One for all recipes."""
-    nursery = Nursery(store_server.url)
-    yield nursery
-    nursery.close()
-
-
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("recipe", RECIPES)
 async def test_the_recipe_trains(
     recipe: str,
     work: Path,
     store: StoreUnderTest,
-    nursery: Nursery,
     tmp_path: Path,
     make_settings: Callable[..., RunSettings],
 ) -> None:
@@ -85,15 +75,19 @@ async def test_the_recipe_trains(
     store.ledger.unlock()
     async with twin_run(store, tmp_path, make_settings, **sections) as run:
         config = write_config(run.settings)
-        started = [nursery.fork(role, tmp_path / f"{name}.log", config, "--name", name) for name, role in roles.items()]
+        url = {"ROLECALL_STORE_URL": store.url}
+        started = [
+            forked_role(role, tmp_path / f"{name}.log", url, str(config), "--name", name)
+            for name, role in roles.items()
+        ]
         engine = PolicyEngine(work / "model")
         try:
-            async with run.rollout("rollout-0", engine=engine), run.controller() as (_, running):
+            async with run.rollout("rollout-0", engine=engine), run.controller() as (_, running, _):
                 await asyncio.wait_for(running, RUN_S)
         finally:
             await engine.close()
-            for pid in started:
-                await asyncio.to_thread(nursery.kill, pid)
+            for process in started:
+                process.kill()
     steps = run.metrics()
     assert len(steps) == NUM_STEPS
     assert all(step["actor/grad_norm"] > 0 and step["actor/skipped_steps"] == 0 for step in steps)

@@ -7,7 +7,7 @@ on (prompt, seed, weights) alone.
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tests.fixtures_store import StoreUnderTest
 from tests.ports import free_port
 from tests.tiny_models import write_qwen3
 from tests.twins.channel_engine import ChannelEngine
-from tests.twins.gateway import Gateway, Instant, Nursery
+from tests.twins.gateway import Gateway, Instant
 from tests.twins.run import twin_run
 
 NUM_STEPS = 5
@@ -58,14 +58,6 @@ class Outcome:
     num_starts: Mapping[str, int]
 
 
-@pytest.fixture(scope="module")
-def nursery(store_server: EmbeddedStore) -> Iterator[Nursery]:
-    """One for all tests here."""
-    nursery = Nursery(store_server.url)
-    yield nursery
-    nursery.close()
-
-
 def free_address() -> str:
     return f"127.0.0.1:{free_port()}"
 
@@ -83,7 +75,6 @@ async def trained(
     folder: Path,
     store: StoreUnderTest,
     make_settings: MakeSettings,
-    nursery: Nursery,
     kills: Mapping[str, Sequence[Instant]],
     algorithm: dict[str, Any],
 ) -> Outcome:
@@ -91,9 +82,7 @@ async def trained(
     folder.mkdir()
     write_qwen3(folder / "model", hidden=32)
     config = folder / "run" / "config.yaml"
-    gateways = {
-        role: Gateway(role, free_address(), nursery, store, config, list(instants)) for role, instants in kills.items()
-    }
+    gateways = {role: Gateway(role, free_address(), store, config, list(instants)) for role, instants in kills.items()}
     sections: dict[str, Any] = {
         role: {"address": await gateway.start(), "bind": gateway.address} for role, gateway in gateways.items()
     }
@@ -112,7 +101,7 @@ async def trained(
             gateway.start_trainer()
         engine = ChannelEngine(folder / "model")
         try:
-            async with run.rollout("rollout-0", engine=engine), run.controller() as (_, running):
+            async with run.rollout("rollout-0", engine=engine), run.controller() as (_, running, _):
                 await asyncio.wait_for(running, RUN_S)
         finally:
             await engine.close()
@@ -149,7 +138,6 @@ async def test_killed_trainers_end_with_the_weights_of_trainers_that_were_never_
     make_store: MakeStore,
     tmp_path: Path,
     make_settings: MakeSettings,
-    nursery: Nursery,
     algorithm: dict[str, Any],
     kills: Mapping[str, Sequence[Instant]],
 ) -> None:
@@ -157,7 +145,7 @@ async def test_killed_trainers_end_with_the_weights_of_trainers_that_were_never_
     for name, planned in (("never", {role: [] for role in kills}), ("killed", kills)):
         store = make_store(store_server.url, f"{name}-{uuid.uuid4().hex[:8]}")
         store.ledger.unlock()
-        outcomes.append(await trained(tmp_path / name, store, make_settings, nursery, planned, algorithm))
+        outcomes.append(await trained(tmp_path / name, store, make_settings, planned, algorithm))
     never, killed = outcomes
     for role in kills:
         assert {step: len(digests) for step, digests in never.inputs[role].items()} == dict.fromkeys(

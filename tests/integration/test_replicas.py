@@ -27,6 +27,7 @@ from rolecall.v1.trajectory_pb2 import RowRef
 from tests.contract.peer import Peer, serving
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_qwen3
+from tests.twins.callers import party
 from tests.twins.served import Batches, settings_tree, true_logprobs
 
 START_TIMEOUT_S = 90.0
@@ -203,7 +204,7 @@ async def test_every_row_gets_its_logprobs_while_references_die_hang_and_come_ba
     rows = [row for group in batches.sampled(60) for row in group.rows]
     await replicas.start(0, 1)
     method = "rolecall.v1.ReferenceService/ComputeLogprobs"
-    async with open_channel(replicas.target, RpcSection(), idempotent=[method]) as channel:
+    async with open_channel(replicas.target, party(), idempotent=[method]) as channel:
         reference = ReferenceServiceStub(channel)
         computed = 0
 

@@ -27,6 +27,7 @@ from rolecall.settings import RpcSection
 from rolecall.v1 import controller_pb2
 from tests.contract import peer
 from tests.contract.reward_peers import Liar, client_of, items_of, serving
+from tests.twins.callers import place
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "external_reward"
@@ -86,7 +87,9 @@ def start() -> Iterator[StartProcess]:
 
 
 def write_run(folder: Path, reward: dict[str, Any], **sections: Any) -> Path:
-    """A configuration of a run with this reward section."""
+    """A configuration of a run with this reward section, and with the tokens of this process."""
+    if not (folder / "run").exists():
+        place(folder / "run")
     tree: dict[str, Any] = {
         "run": {"name": "test", "dir": "run", "num_steps": 1},
         "model": {"path": "model"},

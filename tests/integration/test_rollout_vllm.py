@@ -69,14 +69,10 @@ def test_nothing_is_served_before_the_first_weights(rollout: RolloutProcess) -> 
 def test_the_first_weights_arrive_over_the_channel_and_the_probe_agrees_with_hugging_face(
     rollout: RolloutProcess, kernels: Path
 ) -> None:
-    compiled = set(kernels.rglob("*.so"))
-    assert compiled, "torch compiles nothing for the probe: is the engine still warmed up for something?"
     rollout.open_epoch()
     rollout.ledger.begin_publish(1, 1)
     sent, received = rollout.transfer()
-    assert set(kernels.rglob("*.so")) == compiled, (
-        "the first publish waited for a compiler; what it needs is compiled before joining"
-    )
+    assert not list(kernels.rglob("*.so")), "an eager engine on CPUs compiled something; a machine may have no compiler"
     assert received.digest == sent.digest
     assert {item.name: item.value for item in received.fingerprints} == sent.fingerprints
     decoded, prefilled = (

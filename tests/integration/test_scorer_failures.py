@@ -29,6 +29,7 @@ from rolecall.v1 import reward_pb2
 from rolecall.v1.trajectory_pb2 import CommittedGroup
 from rolecall.wire import encode_tensor
 from services.controller.groups.group_scorer import GroupScorer
+from services.controller.step.measures import of_batch
 from services.controller.threads import StoreThreads
 from services.reward.config import RewardSettings
 from services.reward.dispatcher import Dispatcher
@@ -41,6 +42,7 @@ Result = reward_pb2.ScoreResult
 NUM_RESPONSES = 2
 TIMEOUT_S = 0.5
 REWARD_COLUMNS = ("reward", "reward_components", "token_rewards")
+REWARD = {"components": {"correct": {"scorer": {"kind": "exact_match"}}}}
 COMPONENT: TypeAdapter[RewardComponent] = TypeAdapter(RewardComponent)
 
 
@@ -165,7 +167,7 @@ async def scoring(
     """The controller's scoring towards the scorer at `address`; a scorer that is away is given up at once, for the
     controller's patience has its own tests.
     """
-    settings = make_settings(controller={"stall_timeout_s": 0.001})
+    settings = make_settings(reward=REWARD | {"away_timeout_s": 0.001})
     threads = StoreThreads()
     async with open_channel(address, RpcSection()) as channel:
         reward = RewardClient(channel, name="reward", address=address, timeout_s=timeout_s, max_attempts=1)
@@ -242,7 +244,7 @@ async def test_one_failing_component_of_our_service_fails_the_item(
     honest, liar = Liar(), Liar()
     async with AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(serving(scorer)) for scorer in (honest, liar)]
-        service = reward_service(tmp_path, good=external(addresses[0]), bad=external(addresses[1], weight=0.0))
+        service = reward_service(tmp_path, good=external(addresses[0]), bad=external(addresses[1]))
         scorer = await stack.enter_async_context(
             scoring(store, make_settings, await stack.enter_async_context(service))
         )
@@ -287,6 +289,29 @@ async def test_a_reward_that_an_earlier_attempt_left_in_a_row_is_the_groups(
     assert scored.rewards_G.tolist() == kept == [0.25] + [0.5] * (len(group.rows) - 1)
 
 
+async def test_a_component_that_does_not_apply_is_absent_from_rows_and_measures(
+    store: StoreUnderTest, make_settings: MakeSettings, tmp_path: Path
+) -> None:
+    parts: dict[str, dict[str, Any]] = {
+        "here": {"scorer": {"kind": "length", "max_tokens": 10**6}},
+        "there": {"scorer": {"kind": "json"}, "when": {"source": "elsewhere"}},
+    }
+    group = new_group(store)
+    async with reward_service(tmp_path, **parts) as address, scoring(store, make_settings, address) as scorer:
+        scored = await scorer.score(group)
+        again = await scorer.score(group)
+    (row, *_) = store.rows.read(list(group.rows), ["reward_components"])
+    assert np.isnan(row["reward_components"]).tolist() == [False, True], "by name: here, there"
+    for each in (scored, again):
+        assert np.isfinite(each.components["here"]).all()
+        assert np.isnan(each.components["there"]).all()
+        np.testing.assert_array_equal(each.rewards_G, each.components["here"])
+    rows = [{"token_ids": np.zeros(1), "response_mask": np.ones(1), "rollout_logprobs": np.zeros(1)}] * len(scored.rows)
+    measured = of_batch(make_settings(), 0, [scored], rows, {}).values()
+    assert "reward/here" in measured
+    assert "reward/there" not in measured
+
+
 async def test_a_group_waits_for_its_scorer_as_long_as_others_are_scored(
     store: StoreUnderTest, make_settings: MakeSettings
 ) -> None:
@@ -302,7 +327,7 @@ async def test_a_group_waits_for_its_scorer_as_long_as_others_are_scored(
                 error("RATE_LIMITED", True)(result)
 
     liar.lie = refuse_one
-    settings, threads = make_settings(controller={"stall_timeout_s": 600.0}), StoreThreads()
+    settings, threads = make_settings(reward=REWARD | {"away_timeout_s": 600.0}), StoreThreads()
     async with serving(liar) as address, open_channel(address, RpcSection()) as channel:
         reward = RewardClient(channel, name="reward", address=address, timeout_s=20.0, max_attempts=1)
         scorer = GroupScorer(settings, store.rows, threads, reward, {}, 1, clock=lambda: now)
@@ -433,7 +458,6 @@ async def test_a_users_function_that_fails_beside_a_good_component_writes_nothin
         "scorer": {"kind": "function", "target": "behaviour:fail", "min": 0, "max": 1},
         "timeout_s": TIMEOUT_S,
         "max_attempts": 2,
-        "weight": 0.0,
     }
     group = new_group(store)
     async with reward_service(folder, short={"scorer": {"kind": "length", "max_tokens": 8}}, mine=function) as address:

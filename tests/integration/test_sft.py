@@ -23,7 +23,8 @@ from rolecall.checkpoint.storage import open_storage
 from rolecall.commands.cli import main
 from rolecall.data.model_files import read_model
 from rolecall.data.tokenizer import ChatTokenizer
-from tests.tiny_models import write_qwen3, write_qwen3_moe, write_tokenizer
+from tests.tiny_models import write_qwen3, write_qwen3_moe
+from tests.tiny_tokenizer import write_tokenizer
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -83,12 +84,8 @@ def metrics_of(config: Path, name: str) -> dict[int, float]:
 
 def exported(config: Path) -> dict[str, torch.Tensor]:
     model = config.parent / "exported"
-    subprocess.run(
-        [sys.executable, "-m", "rolecall", "export", str(config.parent / "run"), str(model)],
-        check=True,
-        timeout=120,
-        capture_output=True,
-    )
+    command = [sys.executable, "-m", "rolecall", "export", str(config.parent / "run"), str(model)]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
     return load_file(model / "model.safetensors")
 
 

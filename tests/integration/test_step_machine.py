@@ -30,7 +30,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from rolecall.errors import FencedError, OutOfOrderError, RoleCallError
+from rolecall.errors import FencedError, OutOfOrderError, RoleCallError, StoreRolledBackError
 from rolecall.rpc.fence import Fence
 from rolecall.settings import RunSettings
 from rolecall.store.budget import batch_bytes
@@ -52,7 +52,7 @@ from tests.step_rig import (
     BASE,
     TRAINED_COLUMNS,
     Entry,
-    HashEngine,
+    HashTrainer,
     Killed,
     TrainerProcess,
     cut_connection,
@@ -71,7 +71,7 @@ STEP_ARROWS = (
     "batch is sealed",
     "columns are written",
     *(f"{arrow} {name}" for name in TRAINERS for arrow in ("Train sent to", "Train answered by")),
-    *(f"{name} {arrow}" for name in TRAINERS for arrow in ("is about to apply", "applied")),
+    *(f"{name} {arrow}" for name in TRAINERS for arrow in ("train:start", "train:applied")),
     "trained",
     "step is committed",
     "publish is begun",
@@ -79,13 +79,9 @@ STEP_ARROWS = (
 )
 CHECKPOINT_ARROWS = (
     *(f"{arrow} {name}" for name in TRAINERS for arrow in ("SaveCheckpoint sent to", "SaveCheckpoint answered by")),
-    *(
-        f"{name} {arrow}"
-        for name in TRAINERS
-        for arrow in ("took its state", "is about to keep its checkpoint", "kept its checkpoint")
-    ),
+    *(f"{name} {arrow}" for name in TRAINERS for arrow in ("save:start", "save:taken", "save:middle", "save:written")),
     "the checkpoint is begun",
-    *(f"{name} applied" for name in TRAINERS),
+    *(f"{name} train:applied" for name in TRAINERS),
     "step is committed",
     "checkpoint is committed",
     "rows are about to be deleted",
@@ -97,7 +93,7 @@ RECOVERY_ARROWS = (
         for name in TRAINERS
         for arrow in ("LoadCheckpoint sent to", "LoadCheckpoint answered by", "Train sent to", "Train answered by")
     ),
-    *(f"{name} {arrow}" for name in TRAINERS for arrow in ("loaded", "is about to apply", "applied")),
+    *(f"{name} {arrow}" for name in TRAINERS for arrow in ("load:end", "train:start", "train:applied")),
 )
 FAULTS = (
     "controller dies",
@@ -287,9 +283,15 @@ class StepMachine(StepRun, RuleBasedStateMachine):
             old.commit_step(step, [])
         with pytest.raises(FencedError):
             old.sweep(self.rows, step)
-        if self.processes["actor"].calls.fence.ctl > old.ctl:
+        if self.processes["actor"].calls.fence.ctl != old.ctl:  # else it has not heard of the newest yet
             with pytest.raises(FencedError):
                 self.runner.run(self.trainers()[0].train(old.ctl, step, "late", lambda what: None))
+
+    @rule(ctl=st.integers(2**40, 2**63 - 1))
+    def stranger_makes_a_number_up(self, ctl: int) -> None:
+        for trainer in self.trainers():
+            with pytest.raises(StoreRolledBackError):
+                self.runner.run(trainer.train(ctl, self.ledger.position().step, "strange", lambda what: None))
 
     # --- what must hold ---------------------------------------------------------------------------
 
@@ -376,7 +378,7 @@ class UnchainedCalls(TrainerCalls):
 
     def __init__(
         self,
-        engine: HashEngine,
+        engine: HashTrainer,
         read_sealed: Callable[[int], TrainBatch],
         device_thread: DeviceThread,
         fence: Fence,
@@ -497,7 +499,7 @@ def test_trainers_of_a_time_that_the_store_has_forgotten_are_refused(
     older, newer = machine.copies
     machine.copies = [older]
     machine.step_that_fails("batch is prepared", "store is rolled back")
-    machine.steps(1)
+    machine.steps(len(newer.timeline) - len(machine.timeline))
     assert len(machine.timeline) == len(newer.timeline)
     machine.copies, machine.causes = [newer], []
     machine.roll_back()  # to as many steps as the trainers have applied, and other ones
@@ -512,7 +514,7 @@ def test_prompts_that_wait_for_their_lineage_outlive_its_first_checkpoint(
 ) -> None:
     machine = make_machine(StepMachine)()
     machine.first_controller()
-    machine.checkpoint_that_fails(arrow="actor kept its checkpoint", fault="connection is cut")
+    machine.checkpoint_that_fails(arrow="actor save:written", fault="connection is cut")
     machine.copy_the_store()
     machine.recovery_that_fails(arrow="LoadCheckpoint answered by actor", fault="controller dies", lost={"actor"})
     machine.checkpoint_that_fails(arrow="rows are about to be deleted", fault="store is rolled back")
@@ -539,8 +541,8 @@ def test_a_life_frees_what_overlapping_checkpoints_cover_once(
     written, retained = threading.Event(), list[tuple[int, int]]()
 
     class Board(RunBoard):
-        def wait_for(self, what: str) -> None:
-            super().wait_for(what)
+        def wait_for(self, what: str, state: str | None = None) -> None:
+            super().wait_for(what, state)
             if what == "the checkpoint of step 2":
                 written.set()
 
@@ -549,7 +551,7 @@ def test_a_life_frees_what_overlapping_checkpoints_cover_once(
     def stay() -> None:
         assert written.wait(HANG_S)
 
-    machine.arrows.arm("actor is about to keep its checkpoint", stay)
+    machine.arrows.arm("actor save:middle", stay)
     machine.take_over()
 
     async def live() -> None:
@@ -576,6 +578,32 @@ def test_a_life_frees_what_overlapping_checkpoints_cover_once(
     assert [counted for counted, _ in retained] == [rows for _, rows in retained] != []
 
 
+def test_a_life_begins_with_what_its_trainers_need_again_and_with_what_was_seen(
+    make_machine: Callable[[type[StepMachine]], Callable[[], StepMachine]],
+) -> None:
+    """Two steps after a checkpoint: their rows stay, and a restored actor's weights are published anew."""
+    machine = make_machine(StepMachine)()
+    machine.first_controller()
+    machine.save()
+    machine.steps(2)
+
+    async def next_life() -> Recovered:
+        machine.processes["actor"].start()
+        critic = machine.processes["critic"].engine
+        critic.applied = critic.applied.after_publish(9)
+        return await machine.recovered()
+
+    recovered = machine.runner.run(next_life())
+    position = machine.ledger.position()
+    kept = [machine.ledger.sealed(step) for step in range(position.freed_step, position.step)]
+    assert recovered.saved_step == position.freed_step == position.step - 2 > 0
+    assert recovered.retained_bytes == sum(batch_bytes(machine.settings, batch, 0) for batch in kept if batch) > 0
+    assert recovered.policy_version == 9
+    assert recovered.step_of_version[position.policy_version] <= position.step
+    assert recovered.is_actor_restored
+    machine.teardown()
+
+
 class ForgottenState(StepMachine):
     """What a step leaves is lost when another controller counts it."""
 
@@ -585,7 +613,7 @@ class ForgottenState(StepMachine):
 
 
 SCENARIOS: dict[type[StepMachine], Callable[[StepMachine], None]] = {
-    SkippedReplay: lambda machine: machine.recovery_that_fails({"actor"}, "actor loaded", "controller dies"),
+    SkippedReplay: lambda machine: machine.recovery_that_fails({"actor"}, "actor load:end", "controller dies"),
     UnchainedTrainer: lambda machine: machine.step_that_fails("Train answered by actor", "connection is cut"),
     EarlySweep: lambda machine: machine.checkpoint_that_fails("SaveCheckpoint sent to actor", "actor dies"),
     ForgottenState: lambda machine: machine.step_that_fails("trained", "controller dies"),

@@ -1,9 +1,8 @@
 """How the store is reached: every kind of URL, what is demanded of a server, what becomes of lost connections."""
 
-import socket
-import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -25,51 +24,17 @@ from rolecall.store.ledger import Ledger
 from rolecall.store.position import Garbage, RunPosition, SuccessRate
 from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
-from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, TrainBatch, TrajectoryMeta
+from rolecall.v1.trajectory_pb2 import CommittedGroup, TrainBatch, TrajectoryMeta
+from tests.fixtures_servers import StartServer, make_cluster, one_group_from_admission_to_training
 from tests.fixtures_store import DIGEST, ForgetfulRedis, StoreUnderTest, sample_group
 from tests.ports import free_port
+from tests.servers import DURABLE, PlainServers, until
 
 SCRIPTS = [
     item.name.removesuffix(".lua")
     for item in (files("rolecall.store") / "scripts").iterdir()
     if item.name != "common.lua"
 ]
-DURABLE = {"appendonly": "yes", "appendfsync": "always"}
-StartServer = Callable[..., int]
-
-
-@pytest.fixture
-def start_server(tmp_path: Path, store_server: EmbeddedStore) -> Iterator[StartServer]:
-    """Starts a plain server, as people run them, with the given options on a free port; returns the port."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(*arguments: str, **options: str) -> int:
-        port = free_port()
-        folder = tmp_path / str(port)
-        folder.mkdir()
-        file = folder / "server.conf"
-        settings = {
-            "port": str(port),
-            "bind": "127.0.0.1",
-            "dir": str(folder),
-            "save": '""',
-            "logfile": str(folder / "log"),
-            **options,
-        }
-        file.write_text("".join(f"{name.replace('_', '-')} {value}\n" for name, value in settings.items()))
-        started.append(subprocess.Popen([store_server.binary, str(file), *arguments]))
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    return port
-            time.sleep(0.02)
-        raise TimeoutError(f"the server on port {port} did not start; see {folder / 'log'}")
-
-    yield start
-    for process in started:
-        process.terminate()
-        process.wait(10)
 
 
 @pytest.fixture
@@ -82,29 +47,6 @@ def tmp_users(tmp_path: Path) -> Callable[[str, str], Path]:
         return file
 
     return write
-
-
-def one_group_from_admission_to_training(connection: Connection, run: str) -> None:
-    ledger, rows, queue = Ledger(connection, run), Rows(connection, run, 4), PromptQueue(connection, run, "r.0")
-    ledger.lock(1.0)
-    for gid in range(4):
-        ledger.admit(sample_group(gid, 1), b"cursor")
-    ledger.begin_publish(0, 0)
-    ledger.attest(0, 0, DIGEST, ["r.0"])
-    assert queue.wait(1)
-    refs: list[RowRef] = []
-    for claim in queue.claim(4):
-        refs.append(rows.ref(f"{claim.group.gid}/0", claim.token, 1))
-        rows.stage(refs[-1], {"token_ids": np.zeros(1, np.int32)}, TrajectoryMeta(), 60)
-        queue.commit(claim, CommittedGroup(gid=claim.group.gid, rows=refs[-1:]), {(0, DIGEST)})
-    rows.persist(refs)
-    assert len(ledger.read_committed("0", 10, 1)) == 4
-    rows.put(refs, [{"reward": np.ones(1, np.float32)}] * 4)
-    assert [float(row["reward"][0]) for row in rows.read(refs, ["reward"])] == [1.0] * 4
-    ledger.seal(TrainBatch(step=0, digest="b", rows=refs, gids=range(4)))
-    ledger.commit_step(0, [])
-    assert ledger.sweep(rows, 1) == 4
-    assert ledger.counts().trained == 4
 
 
 def section(url: str, **options: Any) -> StoreSection:
@@ -145,6 +87,83 @@ def test_a_default_user_without_rights_is_refused_for_its_transactions_may_not_b
     connection.close()
 
 
+def test_memory_that_is_less_than_what_admission_counts_on_is_refused(start_server: StartServer) -> None:
+    url = f"redis://127.0.0.1:{start_server(**DURABLE, maxmemory=str(2**20))}"
+    with pytest.raises(ConfigError, match=r"may take 1048576 bytes \(maxmemory\) and store.max_bytes is 1048577"):
+        connect(section(url, max_bytes=2**20 + 1))
+    connect(section(url, max_bytes=2**20)).close()
+
+
+@pytest.mark.parametrize("how", ["renamed", "denied"])
+def test_a_server_that_does_not_say_how_it_keeps_data_can_be_vouched_for(
+    start_server: StartServer, tmp_users: Callable[[str, str], Path], how: str
+) -> None:
+    if how == "renamed":
+        url = f"redis://127.0.0.1:{start_server(**DURABLE, rename_command='CONFIG ' + chr(34) * 2)}"
+        unseen = ["whether what it acknowledges is on disk (appendonly, appendfsync)"]
+    else:
+        users = tmp_users("off", "~* &* +@all -@admin -@dangerous +info")
+        url = f"redis://rolecall:pw@127.0.0.1:{start_server(**DURABLE, aclfile=str(users))}"
+        unseen = [
+            "whether what it acknowledges is on disk (appendonly, appendfsync)",
+            "the rights of its user `default`, with which it may replay its append-only file",
+        ]
+    with pytest.raises(ConfigError, match=r"store\.durability: vouched"):
+        connect(section(url))
+    connection = connect(section(url, durability="vouched"))
+    assert list(connection.taken_on_trust) == unseen
+    one_group_from_admission_to_training(connection, "run")
+    connection.close()
+    connect(section(url, durability="relaxed")).close()
+
+
+def test_what_a_server_says_is_not_vouched_for(start_server: StartServer) -> None:
+    with pytest.raises(ConfigError, match="appendonly yes, appendfsync everysec"):
+        connect(section(f"redis://127.0.0.1:{start_server(appendonly='yes')}", durability="vouched"))
+
+
+def test_a_user_and_password_reach_the_master_behind_sentinels_as_they_are_written(
+    servers: PlainServers, tmp_users: Callable[[str, str], Path]
+) -> None:
+    users = tmp_users("off ~* &* +@all", "~* &* +@all").read_text().replace(">pw", ">p@:%/pw")
+    file = tmp_users("", "")
+    file.write_text(users)
+    master = servers.start(**DURABLE, aclfile=str(file))
+    lines = (f"sentinel monitor main 127.0.0.1 {master.port} 1", "sentinel down-after-milliseconds main 1000000")
+    sentinel = servers.start("--sentinel", lines=lines, requirepass="theirs")
+    url = f"redis+sentinel://rolecall:p%40%3A%25%2Fpw@127.0.0.1:{sentinel.port}/main"
+    connection = connect(section(f"{url}?password=theirs"))
+    one_group_from_admission_to_training(connection, "run")
+    connection.close()
+    with pytest.raises(StoreUnavailableError, match="No master found"):
+        connect(section(url), retry_s=0.1)
+
+
+def test_refusals_that_pass_are_waited_for(servers: PlainServers) -> None:
+    """A master without enough replicas, and one that is demoted under a blocking read."""
+    master = servers.start(**DURABLE, min_replicas_to_write="1")
+    replica = servers.start(**DURABLE, replicaof=f"127.0.0.1 {master.port}")
+    until(lambda: master.replication().get("slave0", {}).get("state") == "online", "the replica")
+    connection = connect(section(f"redis://127.0.0.1:{master.port}"))
+    ledger = Ledger(connection, "run")
+    ledger.lock(0.1)
+    replica.kill()
+    until(lambda: master.replication()["connected_slaves"] == 0, "a master alone")
+    with pytest.raises(StoreUnavailableError, match="NOREPLICAS"):
+        Ledger(Connection(connection.ledger, retry_s=0.3), "run").lock(0.0)
+    timer = threading.Timer(0.3, replica.start)
+    timer.start()
+    ledger.beat()
+    timer.join(30)
+    demoted = threading.Timer(0.2, lambda: master.command("REPLICAOF", "127.0.0.1", replica.port))
+    promoted = threading.Timer(1.5, lambda: master.command("REPLICAOF", "NO", "ONE"))
+    demoted.start()
+    promoted.start()
+    assert ledger.read_committed("0", 1, 3.0) == []
+    promoted.join(30)
+    connection.close()
+
+
 def test_a_server_whose_access_lists_were_taken_away_is_not_refused_for_them(start_server: StartServer) -> None:
     port = start_server(**DURABLE, rename_command='ACL ""')
     connect(section(f"redis://127.0.0.1:{port}")).close()
@@ -152,12 +171,7 @@ def test_a_server_whose_access_lists_were_taken_away_is_not_refused_for_them(sta
 
 def test_a_whole_life_of_a_group_works_on_a_cluster(start_server: StartServer) -> None:
     port = start_server(**DURABLE, cluster_enabled="yes", cluster_port=str(free_port()))
-    admin = redis.Redis(port=port)
-    admin.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)  # type: ignore[no-untyped-call]
-    deadline = time.monotonic() + 10
-    while b"cluster_state:ok" not in admin.execute_command("CLUSTER", "INFO") and time.monotonic() < deadline:  # type: ignore[no-untyped-call]
-        time.sleep(0.05)
-    admin.close()
+    make_cluster(port)
     connection = connect(section(f"redis+cluster://127.0.0.1:{port}"))
     assert isinstance(connection.ledger, RedisCluster)
     one_group_from_admission_to_training(connection, "run")
@@ -273,11 +287,13 @@ def test_a_whole_life_of_a_group_survives_the_loss_of_every_answer(store_server:
     losing(ledger.next_epoch)
     losing(lambda: ledger.pause(True))
     losing(lambda: ledger.forget(Garbage((), ("group:9",))))
+    losing(ledger.fenced.give_up_rows)
+    assert ledger.fenced.take_set_back()
     assert (
         losing(
             lambda: ledger.start_lineage(RunPosition(lineage=1, step=1, next_gid=3, trained=1, dropped={"filtered": 1}))
         )
-        == 3
+        == 1_000_003
     )
     losing(ledger.beat)
     losing(ledger.unlock)

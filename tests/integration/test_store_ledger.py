@@ -24,6 +24,7 @@ from rolecall.errors import (
 )
 from rolecall.store.ledger import Admission, Ledger
 from rolecall.store.position import Garbage, GroupState, PendingEntry, RunPosition, SuccessRate
+from rolecall.store.scripts import ledger_keys
 from rolecall.store.sealed import read_ctl, read_sealed
 from rolecall.v1.training_pb2 import TrainResult
 from rolecall.v1.trajectory_pb2 import TrainBatch
@@ -120,9 +121,10 @@ def test_of_two_controllers_that_wait_for_a_dead_one_exactly_one_gets_the_run(st
 
 
 def test_a_repeated_lock_of_the_same_attempt_counts_once(store: StoreUnderTest) -> None:
-    prefix = f"{{rl:{store.run}-new}}:"
-    first = store.connection.script("lock", [prefix], ["0", "0", "nonce", 0])
-    assert (first, store.connection.script("lock", [prefix], ["0", "0", "nonce", 0])) == ([b"OK", 1], [b"DONE", 1])
+    keys = ledger_keys(f"{store.run}-new")
+    first = store.connection.script("lock", keys, ["0", "0", "nonce", 0])
+    assert first[:3] == [b"OK", 1, 1]
+    assert store.connection.script("lock", keys, ["0", "0", "nonce", 0]) == [b"DONE", *first[1:]]
 
 
 def test_a_heartbeat_after_the_last_look_keeps_the_run(store: StoreUnderTest) -> None:
@@ -130,7 +132,7 @@ def test_a_heartbeat_after_the_last_look_keeps_the_run(store: StoreUnderTest) ->
     prefix = f"{{rl:{store.run}}}:"
     ctl, beat = store.connection.command("HMGET", f"{prefix}run", "ctl", "beat")
     store.ledger.beat()
-    verdict, _ = store.connection.script("lock", [prefix], [ctl, beat or "0", "other", 0])
+    verdict, _ = store.connection.script("lock", ledger_keys(store.run), [ctl, beat or "0", "other", 0])
     assert verdict == b"LOCKED"
     store.ledger.beat()
 

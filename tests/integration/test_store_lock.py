@@ -10,8 +10,8 @@ import redis
 from rolecall.errors import ConfigError, RunLockedError, StoreRolledBackError
 from rolecall.settings import RunSettings
 from rolecall.store.connection import Connection
-from rolecall.store.free_name import require_free_name
 from rolecall.store.ledger import Ledger
+from rolecall.store.probe import require_free_name
 from tests.fixtures_store import StoreUnderTest
 
 

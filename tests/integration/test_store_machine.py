@@ -40,7 +40,7 @@ from rolecall.store.audit import audit
 from rolecall.store.connection import Connection
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import Ledger
-from rolecall.store.position import GroupState, RunPosition, SuccessRate
+from rolecall.store.position import GroupState, RunPosition, Snapshot, SuccessRate
 from rolecall.store.prompts import Claim, PromptQueue
 from rolecall.store.rows import Rows
 from rolecall.v1.training_pb2 import TrainResult
@@ -106,11 +106,11 @@ class ReplayedConnection(Connection):
         )
 
     def _order(self, script: str, keys: Sequence[str]) -> None:
-        """Forgets what cannot arrive after this call: a row's one writer stages it before it lifts its expiry, so that
-        no earlier lifting comes after a later staging.
+        """Forgets what lifts the expiry of a row that was freed and is staged again, by a worker that was expelled:
+        arriving now, it keeps the row for ever, which is a known limit (`Rows.persist`).
         """
-        if script == "stage":
-            self.calls = [call for call in self.calls if call.script != "persist" or not {*call.keys} & {*keys}]
+        freed = {key for key in keys if script == "stage" and not self.command("EXISTS", key)}
+        self.calls = [call for call in self.calls if call.script != "persist" or not freed & {*call.keys}]
 
     def forget_calls(self, script: str, consumer: str = "") -> None:
         """The calls of `script` (by `consumer`) do not arrive again."""
@@ -511,16 +511,15 @@ class LedgerMachine(RuleBasedStateMachine):
         kept = [ref for gid in self.in_state("committed", "sealed") for ref in self.groups[gid].rows]
         assert self.lives(kept) <= {-1}
 
-    def check_all(self) -> None:
-        self.the_ledger_is_as_the_model_says()
-        self.every_entry_has_the_one_owner_the_model_says()
-        self.every_group_is_committed_once()
-
     @invariant()
-    def the_ledger_is_as_the_model_says(self) -> None:
-        if not self.controllers:
-            return
-        snapshot = self.ledger.snapshot()
+    def check_all(self) -> None:
+        if self.controllers:
+            snapshot = self.ledger.snapshot()
+            self.the_ledger_is_as_the_model_says(snapshot)
+            self.every_entry_has_the_one_owner_the_model_says(snapshot)
+            self.every_group_is_committed_once()
+
+    def the_ledger_is_as_the_model_says(self, snapshot: Snapshot) -> None:
         counts, position = snapshot.counts, snapshot.position
         assert (
             counts.admitted
@@ -538,19 +537,13 @@ class LedgerMachine(RuleBasedStateMachine):
             len(self.in_state("committed", "sealed")),
         )
 
-    @invariant()
-    def every_entry_has_the_one_owner_the_model_says(self) -> None:
-        if not self.controllers:
-            return
-        gids = {group.entry_id: group.gid for group in self.ledger.snapshot().groups}
+    def every_entry_has_the_one_owner_the_model_says(self, snapshot: Snapshot) -> None:
+        gids = {group.entry_id: group.gid for group in snapshot.groups}
         assert {
             gids[entry.entry_id]: f"{entry.consumer}-{entry.delivery}" for entry in self.ledger.pending()
         } == self.owner
 
-    @invariant()
     def every_group_is_committed_once(self) -> None:
-        if not self.controllers:
-            return
         committed = [group.gid for _, group in self.ledger.read_committed("0", 1000, 0)]
         assert sorted(committed) == sorted(self.in_state("committed", "sealed"))
 
@@ -627,7 +620,7 @@ def explore(machine: Callable[[], LedgerMachine], max_examples: int, steps: int)
 
 
 def test_the_ledger_keeps_its_promises_whatever_happens(machine_server: EmbeddedStore, tmp_path: Path) -> None:
-    explore(lambda: LedgerMachine(machine_server, tmp_path), 50, 50)
+    explore(lambda: LedgerMachine(machine_server, tmp_path), 30, 50)
 
 
 @pytest.mark.parametrize("plant", [unfenced_renewal, deleting_first, commit_twice, uncounted_drop])

@@ -122,4 +122,4 @@ def test_a_store_that_cannot_be_used_is_told_with_its_place_and_what_to_do(
 
 
 def test_a_store_that_can_be_used_is_named_without_its_password(places: dict[str, str]) -> None:
-    assert find_store(StoreSection(url=SecretStr(f"redis://:{PASSWORD}@{places['store']}"))) == places["store"]
+    assert find_store(StoreSection(url=SecretStr(f"redis://:{PASSWORD}@{places['store']}"))) == (places["store"], ())

@@ -6,8 +6,6 @@ import functools
 import hashlib
 import json
 import random
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +36,8 @@ from rolecall.training.options import EngineOptions
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.serving.hooks import nothing
 from tests.checkpoint_rig import load, save
-from tests.integration.checkpoint_writer import NUM_FILES, write
+from tests.forks import Talking
+from tests.integration.checkpoint_writer import NUM_FILES, write, write_on
 from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
 from tests.s3_server import s3_bucket
 from tests.tiny_models import write_qwen3
@@ -60,16 +59,17 @@ def numbers_held(checkpoints: RunCheckpoints) -> set[int]:
 
 
 @pytest.mark.timeout(300)
-def test_a_writer_killed_at_any_instant_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_path: Path) -> None:
+def test_a_writer_killed_at_any_instant_leaves_the_old_checkpoint_or_the_new_one_whole(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     checkpoints, instants, held = RunCheckpoints(open_storage(str(tmp_path)), 2), random.Random(7), 1
-    command = [sys.executable, "-m", "tests.integration.checkpoint_writer", str(tmp_path)]
+    log = tmp_path_factory.mktemp("logs") / "writers.log"
     for _ in range(NUM_KILLS):
-        with subprocess.Popen([*command, str(held + 1)], stdout=subprocess.PIPE, text=True, cwd=ROOT) as writer:
-            assert writer.stdout is not None
-            first = writer.stdout.readline()
-            time.sleep(instants.uniform(0, 0.02))
-            writer.kill()
-            told = [int(line) for line in [first, *writer.stdout]][-1]
+        writer = Talking(log, write_on, str(tmp_path), held + 1)
+        first = writer.line()
+        time.sleep(instants.uniform(0, 0.02))
+        writer.kill()
+        told = [first, *writer.rest()][-1]
         (held,) = numbers_held(checkpoints)
         assert told <= held <= told + 1
     assert len(checkpoints.steps()) <= 3  # two kept, and one that a kill kept from being deleted

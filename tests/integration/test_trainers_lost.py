@@ -3,23 +3,16 @@ behind, and a new process goes on.
 """
 
 import asyncio
-import os
-import signal
-import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import yaml
 
 from rolecall.errors import RoleCallError, WorkerLostError
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.role_process import RESTART
-from rolecall.settings import RpcSection, child_environment
 from rolecall.training.ranks.watch import LOST_S
 from rolecall.v1 import actor_pb2_grpc, controller_pb2, critic_pb2_grpc
 from rolecall.v1.training_pb2 import (
@@ -30,11 +23,11 @@ from rolecall.v1.training_pb2 import (
 )
 from tests.contract.peer import Peer, serving
 from tests.fixtures_store import StoreUnderTest
-from tests.ports import free_port
 from tests.tiny_models import write_qwen3
-from tests.twins.served import Batches, saved, settings_tree, train
+from tests.twins.callers import party
+from tests.twins.processes import TrainerProcesses, joined, ranks_alone, ranks_together
+from tests.twins.served import Batches, saved, train, write_settings
 
-START_TIMEOUT_S = 120.0
 SLACK_S = 100.0
 """For torchrun to notice and leave, on a busy machine."""
 LONG = {"groups_per_batch": 4, "num_minibatches": 2, "num_epochs": 2000}
@@ -56,85 +49,6 @@ class Judge(Peer):
         return await super().Heartbeat(request, context)
 
 
-@dataclass
-class Actor:
-    """An actor's processes."""
-
-    process: asyncio.subprocess.Process
-    address: str
-    incarnation: str
-    log: Path
-    ranks: list[psutil.Process]
-
-    async def ended(self, within_s: float) -> None:
-        """Waits until the outermost process and all ranks are gone. One that nobody reaped has ended, too."""
-        async with asyncio.timeout(within_s):
-            await self.process.wait()
-            while any(_lives(rank) for rank in self.ranks):
-                await asyncio.sleep(0.05)
-
-    def says(self) -> str:
-        return self.log.read_text(errors="replace")
-
-
-def _lives(rank: psutil.Process) -> bool:
-    try:
-        return bool(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-@asynccontextmanager
-async def actor_process(config: Path, num_ranks: int, peer: Judge, role: str = "actor") -> AsyncIterator[Actor]:
-    """An actor (or critic) of `num_ranks` ranks that has joined, in a session of its own which is killed whole at the
-    end.
-    """
-    torchrun = [
-        "torch.distributed.run",
-        "--nnodes=1",
-        f"--nproc-per-node={num_ranks}",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:0",
-    ]
-    launcher = [*torchrun, "--local-addr=127.0.0.1", "-m"] if num_ranks > 1 else []
-    num_joins = len(peer.joins)
-    arguments = [
-        sys.executable,
-        "-m",
-        *launcher,
-        f"services.{role}",
-        str(config),
-        f"--{role}.num_ranks",
-        str(num_ranks),
-    ]
-    environment = child_environment(
-        {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "ROLECALL_DIE_WITH_PARENT": "1"}
-    )
-    log = config.parent / f"{role}-{num_joins}.log"
-    with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            *arguments, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while len(peer.joins) == num_joins:
-                assert process.returncode is None, log.read_text()
-                await asyncio.sleep(0.05)
-        own = psutil.Process(process.pid)
-        ranks = [child for child in own.children() if f"services.{role}" in child.cmdline()] if num_ranks > 1 else [own]
-        yield Actor(
-            process,
-            peer.joins[-1].address,
-            peer.joins[-1].incarnation,
-            log,
-            sorted(ranks, key=lambda rank: rank.environ().get("RANK", "0")),
-        )
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-
-
 @pytest.fixture
 async def peer() -> AsyncIterator[tuple[Judge, str]]:
     judge = Judge()
@@ -146,17 +60,15 @@ async def peer() -> AsyncIterator[tuple[Judge, str]]:
 def config(store: StoreUnderTest, tmp_path: Path, peer: tuple[Judge, str]) -> Path:
     model = write_qwen3(tmp_path / "policy")
     Batches(store, model).sealed(0)
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        yaml.safe_dump(settings_tree(store, model, tmp_path, algorithm=LONG, controller={"address": peer[1]}))
-    )
-    return path
+    return write_settings(store, model, tmp_path, algorithm=LONG, controller={"address": peer[1]})
 
 
 @asynccontextmanager
-async def training(address: str, store: StoreUnderTest, peer: Judge) -> AsyncIterator["asyncio.Task[RoleCallError]"]:
+async def training(
+    actor: TrainerProcesses, store: StoreUnderTest, peer: Judge
+) -> AsyncIterator["asyncio.Task[RoleCallError]"]:
     """With a step under way whose call ends in the error that is handed out."""
-    async with open_channel(address, RpcSection()) as channel:
+    async with open_channel(actor.join.address, party()) as channel:
         call = asyncio.create_task(_train(actor_pb2_grpc.ActorServiceStub(channel), store.ledger.ctl))
         async with asyncio.timeout(30):
             while not (peer.beats and peer.beats[-1].busy and peer.beats[-1].phase == "training"):
@@ -178,16 +90,15 @@ async def _train(stub: actor_pb2_grpc.ActorServiceStub, ctl: int) -> RoleCallErr
     raise AssertionError("the step ended")
 
 
-@pytest.mark.thorough("test_killed_trainers_end_with_the_weights_of_trainers_that_were_never_killed")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("role", ["actor", "critic"])
 async def test_a_killed_trainer_starts_afresh_and_a_checkpoint_and_the_sealed_batches_bring_it_forward(
     store: StoreUnderTest, tmp_path: Path, peer: tuple[Judge, str], role: str
 ) -> None:
-    model, path, ctl = write_qwen3(tmp_path / "policy"), str(tmp_path / "checkpoint" / role), store.ledger.ctl
+    model, path, ctl = write_qwen3(tmp_path / "policy"), str(tmp_path / "checkpoints" / role), store.ledger.ctl
     algorithm = {"groups_per_batch": 4, "advantage": {"kind": "gae"}}
     section = {"token_budget": 64}
-    tree = settings_tree(
+    config = write_settings(
         store,
         model,
         tmp_path,
@@ -196,17 +107,16 @@ async def test_a_killed_trainer_starts_afresh_and_a_checkpoint_and_the_sealed_ba
         critic=section,
         controller={"address": peer[1]},
     )
-    config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump(tree))
     batches = Batches(store, model)
-    async with actor_process(config, 1, peer[0], role) as first:
-        async with calling(first.address, role) as trainer:
+    command = ranks_together(config, 1, role=role)
+    async with joined(peer[0], config, command, role) as first:
+        async with calling(first.join.address, role) as trainer:
             batches.commit(await train(trainer, TrainRequest(ctl=ctl, step=0, digest=batches.sealed(0).digest)))
             await saved(trainer, SaveTrainerCheckpointRequest(ctl=ctl, path=path, step=1))
             batches.commit(await train(trainer, TrainRequest(ctl=ctl, step=1, digest=batches.sealed(1).digest)))
-        first.process.kill()
+        first.processes[0].kill()
         await first.ended(SLACK_S)
-    async with actor_process(config, 1, peer[0], role) as second, calling(second.address, role) as trainer:
+    async with joined(peer[0], config, command, role) as second, calling(second.join.address, role) as trainer:
         info = await trainer.GetInfo(GetTrainerInfoRequest(), timeout=10)
         assert (info.step, info.policy_version) == (0, -1)
         loaded = await trainer.LoadCheckpoint(LoadTrainerCheckpointRequest(ctl=ctl, path=path), timeout=60)
@@ -219,7 +129,7 @@ async def test_a_killed_trainer_starts_afresh_and_a_checkpoint_and_the_sealed_ba
 @asynccontextmanager
 async def calling(address: str, role: str) -> AsyncIterator[Any]:
     """A stub of the role."""
-    async with open_channel(address, RpcSection()) as channel:
+    async with open_channel(address, party()) as channel:
         yield (
             actor_pb2_grpc.ActorServiceStub(channel) if role == "actor" else critic_pb2_grpc.CriticServiceStub(channel)
         )
@@ -232,62 +142,23 @@ async def calling(address: str, role: str) -> AsyncIterator[Any]:
 async def test_a_killed_rank_ends_the_others_within_seconds(
     store: StoreUnderTest, config: Path, peer: tuple[Judge, str], rank: int
 ) -> None:
-    async with actor_process(config, 2, peer[0]) as actor, training(actor.address, store, peer[0]) as call:
+    async with joined(peer[0], config, ranks_together(config, 2)) as actor, training(actor, store, peer[0]) as call:
         actor.ranks[rank].kill()
         await actor.ended(SLACK_S)
         assert (await call).retryable
 
 
-@asynccontextmanager
-async def ranks_of_two_machines(
-    config: Path, peer: Judge
-) -> AsyncIterator[tuple[str, list[asyncio.subprocess.Process], list[Path]]]:
-    """The address, processes and logs of an actor of two ranks, each on a machine of its own as far as it knows: nobody
-    sees both end.
-    """
-    common = {
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
-    logs = [config.parent / f"rank-{rank}.log" for rank in (0, 1)]
-    command = [sys.executable, "-m", "services.actor", str(config), "--actor.num_ranks", "2"]
-    processes = []
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("wb") as output:
-                environment = child_environment({**common, "RANK": str(rank)})
-                processes.append(
-                    await asyncio.create_subprocess_exec(*command, env=environment, stdout=output, stderr=output)
-                )
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while not peer.joins:
-                assert all(process.returncode is None for process in processes), [log.read_text() for log in logs]
-                await asyncio.sleep(0.05)
-        yield peer.joins[-1].address, processes, logs
-    finally:
-        for process in processes:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
-
-
-@pytest.mark.thorough("test_a_killed_rank_is_named_to_every_other_rank")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_rank_that_dies_within_a_step_is_named_by_the_other(
     store: StoreUnderTest, config: Path, peer: tuple[Judge, str], rank: int
 ) -> None:
     """The survivor waits in a collective of the model, which only says that a connection was closed."""
-    async with ranks_of_two_machines(config, peer[0]) as (address, processes, logs), training(address, store, peer[0]):
-        processes[rank].kill()
+    async with joined(peer[0], config, ranks_alone(config, 2)) as actor, training(actor, store, peer[0]):
+        actor.processes[rank].kill()
         async with asyncio.timeout(30):
-            await processes[1 - rank].wait()
-        told = logs[1 - rank].read_text(errors="replace")
-        assert processes[1 - rank].returncode == RESTART
+            assert await actor.processes[1 - rank].wait() == RESTART
+        told = actor.said(1 - rank)
         assert f"actor failed: rank {rank} of actor is gone; " in told, told
         assert f", rank {1 - rank} was at train. All ranks end" in told
 
@@ -298,18 +169,18 @@ async def test_a_rank_that_dies_within_a_step_is_named_by_the_other(
 async def test_a_stopped_rank_ends_the_others_by_its_silence(
     store: StoreUnderTest, config: Path, peer: tuple[Judge, str], rank: int
 ) -> None:
-    async with actor_process(config, 2, peer[0]) as actor, training(actor.address, store, peer[0]):
+    async with joined(peer[0], config, ranks_together(config, 2)) as actor, training(actor, store, peer[0]):
         actor.ranks[rank].suspend()
         await actor.ended(LOST_S + SLACK_S)
-        assert f"actor failed: rank {rank} of actor has been silent for" in actor.says()
-        assert "at train" in actor.says()
+        assert f"actor failed: rank {rank} of actor has been silent for" in actor.said()
+        assert "at train" in actor.said()
 
 
 @pytest.mark.thorough("test_a_killed_rank_ends_the_others_within_seconds")
 @pytest.mark.timeout(300)
 async def test_the_ranks_end_with_their_torchrun(store: StoreUnderTest, config: Path, peer: tuple[Judge, str]) -> None:
-    async with actor_process(config, 2, peer[0]) as actor, training(actor.address, store, peer[0]):
-        actor.process.kill()
+    async with joined(peer[0], config, ranks_together(config, 2)) as actor, training(actor, store, peer[0]):
+        actor.processes[0].kill()
         await actor.ended(SLACK_S)
 
 
@@ -319,27 +190,26 @@ async def test_ranks_that_live_without_getting_on_end_when_the_controller_says_s
     store: StoreUnderTest, config: Path, peer: tuple[Judge, str]
 ) -> None:
     """The device threads of a step that has no end stand for a stuck collective: the process leaves without them."""
-    async with actor_process(config, 2, peer[0]) as actor, training(actor.address, store, peer[0]):
-        peer[0].lost.add(actor.incarnation)
+    async with joined(peer[0], config, ranks_together(config, 2)) as actor, training(actor, store, peer[0]):
+        peer[0].lost.add(actor.join.incarnation)
         await actor.ended(SLACK_S)
-        assert "actor failed: the controller gave actor up" in actor.says()
+        assert "actor failed: the controller gave actor up" in actor.said()
 
 
-@pytest.mark.thorough("test_a_zombie_does_not_take_its_successors_place")
 @pytest.mark.timeout(300)
 async def test_a_zombie_that_wakes_up_after_it_was_replaced_ends_at_once(
     store: StoreUnderTest, config: Path, peer: tuple[Judge, str]
 ) -> None:
     judge = peer[0]
-    async with actor_process(config, 1, judge) as zombie:
-        async with training(zombie.address, store, judge):
+    async with joined(judge, config, ranks_together(config, 1)) as zombie:
+        async with training(zombie, store, judge):
             zombie.ranks[0].suspend()
-        judge.lost.add(zombie.incarnation)  # silent, given up, replaced
-        async with actor_process(config, 1, judge) as successor:
-            async with open_channel(successor.address, RpcSection()) as channel:
+        judge.lost.add(zombie.join.incarnation)  # silent, given up, replaced
+        async with joined(judge, config, ranks_together(config, 1)) as successor:
+            async with open_channel(successor.join.address, party()) as channel:
                 info = await actor_pb2_grpc.ActorServiceStub(channel).GetInfo(GetTrainerInfoRequest(), timeout=10)
             assert (info.step, info.policy_version) == (0, -1)
             zombie.ranks[0].resume()
             await zombie.ended(SLACK_S)
-            assert zombie.process.returncode == RESTART
-            assert successor.process.returncode is None
+            assert zombie.processes[0].returncode == RESTART
+            assert successor.processes[0].returncode is None

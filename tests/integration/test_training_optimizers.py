@@ -13,10 +13,10 @@ from rolecall.errors import CheckpointMismatchError
 from rolecall.settings import OptimizerSection
 from rolecall.training.engine import STATE_PARTS, StatePart, TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.fsdp.learning_rate import learning_rate
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, local_counts, pack
+from rolecall.training.state.learning_rate import learning_rate
 from tests import checkpoint_rig
 from tests.integration.exact_ranks import Answer, Job, Ranks, living_ranks, write_rows
 from tests.integration.fsdp_ranks import make_rows

@@ -3,25 +3,23 @@
 Where there is one GPU, the processes are two hosts to NCCL, which else refuses two ranks on it.
 """
 
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
 from rolecall.errors import ChannelBrokenError
-from rolecall.settings import child_environment
 from rolecall.weights.channel import join
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
 from rolecall.weights.rendezvous import RendezvousServer
-from tests.integration.test_weights_processes import line
+from tests.forks import Talking
+from tests.integration.weights_receivers import MEET_S, receiver
 from tests.nccl_hosts import as_host
 
 pytestmark = pytest.mark.gpu
-MEET_S = 60.0
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and a CUDA build of torch")
 SHARES_GPU = torch.cuda.device_count() < 2
 
@@ -67,36 +65,32 @@ def test_a_rank_that_waits_for_a_peer_is_freed_by_its_deadline_and_by_an_abort()
     aborted.close()
 
 
-def _start(address: str, epoch: int, *more: str) -> "subprocess.Popen[str]":
-    device, environment = ("cuda:0", as_host("receiver")) if SHARES_GPU else ("cuda:1", {})
-    words = [address, str(epoch), "1", "2", "30", "--device", device, *more]
-    command = [sys.executable, "-m", "tests.integration.weights_receiver_process", *words]
-    return subprocess.Popen(command, env=child_environment(environment), stdout=subprocess.PIPE, text=True)
-
-
 @needs_a_gpu
-def test_two_processes_agree_on_what_was_sent_and_a_killed_receiver_breaks_its_epoch_alone() -> None:
+def test_two_processes_agree_on_what_was_sent_and_a_killed_receiver_breaks_its_epoch_alone(
+    tmp_path: Path,
+) -> None:
     device = torch.device("cuda", 0)
     named = [(f"w{i}", torch.randn(1000, 1000, device=device).to(torch.bfloat16)) for i in range(64)]
     manifest = build_manifest(named, 16 * 2**20)
     root = Publisher(device)
-    for epoch, stop_after in ((1, None), (2, "2"), (3, None)):
+    place, environment = ("cuda:0", as_host("receiver")) if SHARES_GPU else ("cuda:1", {})
+    for epoch, stop_after in ((1, None), (2, 2), (3, None)):
         address = root.open(epoch, 2, "127.0.0.1", "nccl", MEET_S)
-        receiver = _start(address, epoch, *([] if stop_after is None else ["--stop-after", stop_after]))
+        log = tmp_path / f"{epoch}.log"
+        other = Talking(log, receiver, address, epoch, 1, 2, 30.0, stop_after, place, environment)
         try:
             if stop_after is None:
                 sent = root.publish(iter(named), manifest, epoch=epoch, policy_version=epoch, bucket_timeout_s=30)
-                assert line(receiver)["digest"] == sent.digest
+                assert other.line()["digest"] == sent.digest
                 continue
             with ThreadPoolExecutor(1) as pool:
                 publishing = pool.submit(
                     root.publish, iter(named), manifest, epoch=epoch, policy_version=epoch, bucket_timeout_s=10
                 )
-                assert line(receiver) == {"stopped": 2}
-                receiver.kill()
+                assert other.line() == {"stopped": 2}
+                other.kill()
                 with pytest.raises(ChannelBrokenError):
                     publishing.result(timeout=MEET_S)
         finally:
-            receiver.kill()
-            receiver.communicate(timeout=10)
+            other.kill()
     root.close()

@@ -5,19 +5,25 @@ The engine runs in a process of its own per kind of model and plays all scenario
 test reads one outcome.
 """
 
+import itertools
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+
+from tests.twins.launched import wait_until_gone
 
 MAX_GAP = 2e-5
 """Largest float32 logprob difference between two correct implementations, with room; planted faults make 1 and more."""
 PROBE_BOUND = 1e-4
 """What the probe allows in float32."""
-Outcomes = dict[str, dict[str, Any]]
+Outcomes = dict[str, Any]
 
 pytestmark = pytest.mark.timeout(300)  # importing vLLM and starting the engine on a busy machine
 
@@ -25,10 +31,14 @@ pytestmark = pytest.mark.timeout(300)  # importing vLLM and starting the engine 
 def _play(kind: str, directory: Path) -> Outcomes:
     command = [sys.executable, "-m", "tests.integration.weights_engine_process", kind, str(directory)]
     process = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    lines = [line for line in process.stdout.splitlines() if line.startswith("OUTCOMES ")]
     assert process.returncode == 0, process.stderr[-4000:]
-    assert lines, process.stderr[-4000:]
-    outcomes: Outcomes = json.loads(lines[0].removeprefix("OUTCOMES "))
+    return said(process.stdout.splitlines())
+
+
+def said(lines: Iterable[str]) -> Outcomes:
+    """What the process made known, among what else it printed."""
+    (line,) = itertools.islice((line for line in lines if line.startswith("OUTCOMES ")), 1)
+    outcomes: Outcomes = json.loads(line.removeprefix("OUTCOMES "))
     return outcomes
 
 
@@ -109,8 +119,8 @@ def test_a_missing_expert_is_caught_by_coverage_and_counted(moe: Outcomes) -> No
 def test_parameters_that_the_actor_does_not_export_are_caught_by_coverage_and_named(dense: Outcomes) -> None:
     outcome = dense["not exported"]
     assert outcome["error"][0] == "TornWeightsError"
-    assert "model.layers.0.self_attn.qkv_proj.weight got 16384 of 24576 elements" in outcome["error"][1]
-    assert "model.norm.weight got 0 of 64 elements" in outcome["error"][1]
+    assert "model.layers.0.self_attn.qkv_proj.weight got 32768 of 49152 elements" in outcome["error"][1]
+    assert "model.norm.weight got 0 of 128 elements" in outcome["error"][1]
     assert outcome["state"] == "torn"
 
 
@@ -132,3 +142,27 @@ def test_a_version_that_goes_back_is_refused_before_anything_is_touched(dense: O
     outcome = dense["stale version"]
     assert outcome["error"][0] == "StaleVersionError"
     assert outcome["state"] == "loaded"
+
+
+@pytest.mark.thorough("test_a_dense_engine_started_on_dummy_weights_is_exact_after_the_first_and_the_second_publish")
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_tensor_parallel_workers_receive_exact_weights_and_end_when_the_service_is_killed(
+    tmp_path: Path, num_workers: int
+) -> None:
+    """A real AsyncLLM, whose engine runs in processes of its own: each worker is a rank."""
+    if num_workers > len(os.sched_getaffinity(0)):
+        pytest.skip("each worker needs a core of its own")
+    module = "tests.integration.weights_engine_process"
+    command = [sys.executable, "-m", module, "workers", str(tmp_path), str(num_workers)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as service:
+        assert service.stdout is not None
+        try:
+            outcomes = said(service.stdout)
+            children = [psutil.Process(pid) for pid in outcomes["children"]]
+        finally:
+            service.kill()
+    assert outcomes["num_ranks"] == num_workers
+    for version, name in enumerate(("first", "second"), start=1):
+        assert is_exact(outcomes[name]), outcomes[name]
+        assert outcomes[name]["versions"] == [[str(version), 0, 12]]
+    assert wait_until_gone(children, 100.0) == []

@@ -23,11 +23,9 @@ from rolecall.trajectory import rows_of
 from services.controller.groups.group_scorer import GroupScorer
 from services.controller.threads import StoreThreads
 from tests.fixtures_store import StoreUnderTest
-from tests.twins.run import balance, twin_run
+from tests.twins.run import LightRun, balance
 
 MakeSettings = Callable[..., RunSettings]
-RUN_S = 60.0
-"""Deadline of one light run, which takes a second or two on a quiet machine."""
 ESTIMATOR = """
 from pathlib import Path
 import redis
@@ -45,7 +43,7 @@ def hide_rows_once(batch, url, pattern, flag):
 
 
 async def test_a_batch_is_sealed_before_its_columns_are_written_and_a_controller_that_ends_in_between_loses_nothing(
-    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+    light_run: LightRun, store: StoreUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])  # what the loader adds to it ends with the test
     (tmp_path / "hiding_for_a_test.py").write_text(ESTIMATOR)
@@ -61,14 +59,10 @@ async def test_a_batch_is_sealed_before_its_columns_are_written_and_a_controller
         "options": options,
     }
     algorithm = {"groups_per_batch": 4, "advantage": advantage}
-    async with (
-        twin_run(store, tmp_path, make_settings, algorithm=algorithm, run={"num_steps": 1}) as run,
-        run.rollout("rollout-0"),
-    ):
-        async with run.controller() as (_, running):
-            with pytest.raises(RowMissingError):
-                await asyncio.wait_for(running, RUN_S)
-        sealed = Ledger(store.connection, store.run).sealed(0)
+    async with light_run(algorithm=algorithm, run={"num_steps": 1}) as run, run.rollout("rollout-0"):
+        with pytest.raises(RowMissingError):
+            await run.to_the_end()
+        sealed = run.ledger.sealed(0)
         assert sealed is not None, (
             "columns are written once: those of a batch that is not fixed would bind nobody to it"
         )
@@ -77,8 +71,7 @@ async def test_a_batch_is_sealed_before_its_columns_are_written_and_a_controller
         assert not any(store.connection.ledger.hexists(key, "advantages") for key in hidden)
         for key in hidden:
             store.connection.ledger.rename(key, key.replace(b":hidden:", b":row:"))
-        async with run.controller() as (_, running):
-            await asyncio.wait_for(running, RUN_S)
+        await run.to_the_end()
     assert balance(run) == (4, 4, 0, 0)
     assert [record.digest for record in run.actor.trainer.records] == [sealed.digest]
     assert run.actor.trainer.trained == [ref.id for ref in sealed.rows]

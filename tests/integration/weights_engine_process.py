@@ -1,18 +1,23 @@
-"""A vLLM engine in this process that takes publishes, good and planted-bad ones, and prints what came of each as one
-JSON document.
+"""A vLLM engine that takes publishes, good and planted-bad ones, and prints what came of each as one JSON document.
 
-    python -m tests.integration.weights_engine_process dense|tied|moe DIRECTORY
+    python -m tests.integration.weights_engine_process dense|tied|moe|workers DIRECTORY [TENSOR_PARALLEL_SIZE]
 
 Owns nothing but the scenarios: the tests say what should come of them. One start of the engine (some 10 s) serves them
-all. Every outcome holds: `agreed` (digest equal to the sender's), `greedy` (tokens equal to Hugging Face's), `gap`
-(largest logprob difference over the shared tokens), `different` (names whose fingerprints are not those of the true
-weights) or `error` ([class, message]), and `state`.
+all. It runs in this process; that of `workers` in processes of its own, and waits to be killed at the end. Every
+outcome holds: `agreed` (digest equal to the sender's), `greedy` (tokens equal to Hugging Face's), `gap` (largest
+logprob difference over the shared tokens), `versions` (spans of the tokens), `different` (names whose fingerprints are
+not those of the true weights) or `error` ([class, message]), and `state`.
 """
 
 import os
 
+from rolecall.lifeline import die_with_parent
+
+if __name__ == "__mp_main__":  # a process that vLLM spawned
+    die_with_parent(os.getppid())
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_WORKER_MULTIPROC_METHOD="spawn",
     VLLM_NO_USAGE_STATS="1",
     DO_NOT_TRACK="1",
     HF_HUB_OFFLINE="1",
@@ -23,16 +28,18 @@ os.environ.update(
 import asyncio
 import json
 import sys
-import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
-from transformers import PreTrainedModel
-from vllm import LLM, SamplingParams
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from vllm import LLM, AsyncEngineArgs, SamplingParams
 from vllm.config import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.inputs.engine import tokens_input
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from rolecall.errors import RoleCallError
 from rolecall.weights.engine_calls import join_epoch, receive_version
@@ -40,94 +47,91 @@ from rolecall.weights.fingerprint import fingerprint
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
 from rolecall.weights.transferred import Transferred
-from tests.integration.weights_models import greedy, make_model, named_weights
+from tests.tiny_models import write_qwen3, write_qwen3_moe
 
 PROMPT = [5, 9, 23, 77, 4]
 NUM_TOKENS = 12
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
+VOCAB = 150
+"""Not a multiple of vLLM's padding."""
 Weights = list[tuple[str, torch.Tensor]]
 
 
-class Engine:
+class InProcess:
     """AsyncLLM's calls on an in-process LLM, which starts in a fraction of the time."""
 
     def __init__(self, llm: LLM) -> None:
-        self.llm = llm
+        self._llm = llm
 
-    async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """AsyncLLM.collective_rpc."""
-        return list(self.llm.collective_rpc(method, timeout, args, kwargs))
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        async def called(*arguments: Any, **options: Any) -> Any:
+            return getattr(self._llm, name)(*arguments, **options)
 
-    async def init_weight_transfer_engine(self, request: WeightTransferInitRequest) -> None:
-        """AsyncLLM.init_weight_transfer_engine."""
-        self.llm.init_weight_transfer_engine(request)
+        return called
 
-    async def start_weight_update(self) -> None:
-        """AsyncLLM.start_weight_update."""
-        self.llm.start_weight_update()
+    async def pause_generation(self, mode: str) -> None:
+        """Does nothing: nothing runs."""
 
-    async def update_weights(self, request: WeightTransferUpdateRequest) -> None:
-        """AsyncLLM.update_weights."""
-        self.llm.update_weights(request)
+    async def resume_generation(self) -> None:
+        """Does nothing: nothing waits."""
 
-    async def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """AsyncLLM.finish_weight_update."""
-        self.llm.finish_weight_update(weight_version)
-
-    async def update_weight_version(self, new_version: str) -> None:
-        """AsyncLLM.update_weight_version."""
-        self.llm.update_weight_version(new_version)
-
-    async def reset_prefix_cache(self) -> bool:
-        """AsyncLLM.reset_prefix_cache."""
-        return bool(self.llm.reset_prefix_cache())
+    async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncIterator[Any]:
+        """AsyncLLM.generate."""
+        for output in self._llm.generate([prompt], params, use_tqdm=False):
+            yield output
 
 
 class Bench:
     """One engine, one publisher, and the outcomes so far."""
 
-    def __init__(self, kind: str, directory: Path, bucket_bytes: int) -> None:
-        self.models: list[PreTrainedModel] = [make_model(kind, seed) for seed in (0, 1)]
-        self.weights: list[Weights] = [named_weights(model, directory / str(i)) for i, model in enumerate(self.models)]
-        self.bucket_bytes = bucket_bytes
-        self.llm = LLM(
-            model=str(directory / "0"),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            kv_cache_memory_bytes=64 * 2**20,
-            dtype="float32",
-            logprobs_mode="processed_logprobs",
-            max_model_len=128,
-            weight_transfer_config=WeightTransferConfig(backend="rolecall"),
-            worker_extension_cls="rolecall.weights.receiver.WorkerExtension",
-        )
-        self.engine = Engine(self.llm)
+    def __init__(self, kind: str, directory: Path, bucket_bytes: int, num_workers: int) -> None:
+        paths = [write_model(kind, directory / str(seed), seed) for seed in (0, 1)]
+        self.models: list[PreTrainedModel] = [
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in paths
+        ]
+        self.weights: list[Weights] = [sorted(load_file(path / "model.safetensors").items()) for path in paths]
+        """As they would be published: tied tensors once, experts one by one."""
+        self.bucket_bytes, self.world_size = bucket_bytes, 1 + max(num_workers, 1)
+        arguments: dict[str, Any] = {
+            "model": str(paths[0]),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 64 * 2**20,
+            "dtype": "float32",
+            "logprobs_mode": "processed_logprobs",
+            "max_model_len": 128,
+            "weight_transfer_config": WeightTransferConfig(backend="rolecall"),
+            "worker_extension_cls": "rolecall.weights.receiver.WorkerExtension",
+        }
+        self.engine: Any
+        if num_workers:
+            cores = sorted(os.sched_getaffinity(0))
+            of_workers = [str(cores[rank % len(cores)]) for rank in range(num_workers)]
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(of_workers)
+            args = AsyncEngineArgs(**arguments, tensor_parallel_size=num_workers)
+            self.engine = AsyncLLM.from_engine_args(args)
+        else:
+            self.engine = InProcess(LLM(**arguments))
         self.root = Publisher(torch.device("cpu"))
         self.outcomes: dict[str, dict[str, Any]] = {}
-        self.epoch = self.version = 0
+        self.epoch = self.version = self.num_ranks = 0
 
-    def vllm_model(self) -> torch.nn.Module:
+    async def vllm_model(self) -> torch.nn.Module:
         """The model inside the engine."""
         found: list[torch.nn.Module] = []
-        self.llm.apply_model(found.append)
+        await self.engine.apply_model(found.append)
         return found[0]
 
-    def open(self) -> None:
+    async def open(self) -> None:
         """A new epoch with this engine as its one receiver."""
         self.epoch += 1
-        address = self.root.open(self.epoch, 2, "127.0.0.1", "gloo", TIMEOUT_S)
-        asyncio.run(
-            join_epoch(self.engine, epoch=self.epoch, address=address, rank=1, world_size=2, timeout_s=TIMEOUT_S)
+        address = self.root.open(self.epoch, self.world_size, "127.0.0.1", "gloo", TIMEOUT_S)
+        self.num_ranks = await join_epoch(
+            self.engine, epoch=self.epoch, address=address, rank=1, world_size=self.world_size, timeout_s=TIMEOUT_S
         )
 
-    def publish(
+    async def publish(
         self,
         name: str,
         truth: int,
@@ -139,56 +143,75 @@ class Bench:
         """Publishes `sent` (absent: the true weights of model `truth`), lets `after` plant its fault, and records how
         the engine compares with the truth.
         """
-        named = self.weights[truth] if sent is None else sent
         self.version += 1
-        version = self.version
-        thread = threading.Thread(target=self._send, args=(named, version), daemon=True)
-        thread.start()
+        version, named = self.version, self.weights[truth] if sent is None else sent
+        sending = asyncio.get_running_loop().run_in_executor(None, self._send, named, version)
         outcome: dict[str, Any] = {}
         try:
-            receiving = receive_version(
+            await self.engine.pause_generation(mode="keep")
+            report = await receive_version(
                 self.engine, epoch=self.epoch, policy_version=received_version or version, bucket_timeout_s=TIMEOUT_S
             )
-            report = asyncio.run(receiving)
-            thread.join(TIMEOUT_S)
+            await self.engine.resume_generation()
+            digest = await sending
             if after is not None:
                 after()
             outcome = {
-                "agreed": report.digest == self.sent,
+                "agreed": report.digest == digest,
                 "different": self._different(report, truth),
-                **self._compare(truth),
+                **await self._compare(truth),
             }
         except RoleCallError as error:
             outcome = {"error": [type(error).__name__, error.message]}
             self.root.abort("the test's receiver failed")
-        thread.join(2 * TIMEOUT_S)
-        ((report_now),) = self.llm.collective_rpc("weights_report")
+            await sending
+        report_now, *_ = await self.engine.collective_rpc("weights_report")
         self.outcomes[name] = {**outcome, "state": report_now["state"]}
 
-    def _send(self, named: Weights, version: int) -> None:
-        self.sent = ""
+    def _send(self, named: Weights, version: int) -> str:
         try:
             manifest = build_manifest(named, self.bucket_bytes)
-            self.sent = self.root.publish(
+            return self.root.publish(
                 iter(named), manifest, epoch=self.epoch, policy_version=version, bucket_timeout_s=TIMEOUT_S
             ).digest
         except RoleCallError as error:
             sys.stderr.write(f"publisher: {error.message}\n")
+            return ""
 
     def _different(self, arrived: Transferred, truth: int) -> list[str]:
         prints = arrived.fingerprints
         return [name for name, tensor in self.weights[truth] if prints.get(name) != fingerprint(tensor)]
 
-    def _compare(self, truth: int) -> dict[str, Any]:
+    async def _compare(self, truth: int) -> dict[str, Any]:
         params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=0, ignore_eos=True, detokenize=False)
-        (output,) = self.llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
-        completion = output.outputs[0]
-        tokens, logprobs = greedy(self.models[truth], PROMPT, NUM_TOKENS)
+        prompt = tokens_input(prompt_token_ids=PROMPT)
+        async for output in self.engine.generate(prompt, params, request_id=str(self.version)):
+            completion = output.outputs[0]
+        tokens, logprobs = greedy(self.models[truth])
         ours = [entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
         return {
             "greedy": list(completion.token_ids) == tokens,
             "gap": max(abs(a - b) for a, b in zip(ours, logprobs, strict=True)),
+            "versions": [(span.version, span.start, span.end) for span in completion.weight_versions or ()],
         }
+
+
+def write_model(kind: str, path: Path, seed: int) -> Path:
+    """A random model whose heads are of the smallest size that vLLM computes on CPUs."""
+    if kind == "moe":
+        return write_qwen3_moe(path, vocab=VOCAB, seed=seed, head_dim=32, expert_hidden=64)
+    return write_qwen3(path, tied=kind == "tied", vocab=VOCAB, hidden=128, kv_heads=4, seed=seed)
+
+
+@torch.no_grad()
+def greedy(model: PreTrainedModel) -> tuple[list[int], list[float]]:
+    """Greedy tokens after PROMPT by Hugging Face and their logprobs, recomputing the whole sequence for each."""
+    ids, logprobs = list(PROMPT), []
+    for _ in range(NUM_TOKENS):
+        row = torch.log_softmax(model(torch.tensor([ids])).logits[0, -1].float(), dim=-1)
+        ids.append(int(row.argmax()))
+        logprobs.append(float(row.max()))
+    return ids[len(PROMPT) :], logprobs
 
 
 def swapped(named: Weights, first: str, second: str) -> Weights:
@@ -198,59 +221,73 @@ def swapped(named: Weights, first: str, second: str) -> Weights:
     return [(name, tensors[name]) for name, _ in named]
 
 
-def dense(bench: Bench) -> None:
+async def dense(bench: Bench) -> None:
     """Every scenario of a plain dense model."""
     query, key = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "qk")
-    bench.publish("first", 0)
-    bench.publish("second", 1)
-    bench.publish("swapped on the way", 0, swapped(bench.weights[0], query, key))
-    bench.publish("stale version", 0, received_version=1)
-    bench.open()
+    await bench.publish("first", 0)
+    await bench.publish("second", 1)
+    await bench.publish("swapped on the way", 0, swapped(bench.weights[0], query, key))
+    await bench.publish("stale version", 0, received_version=1)
+    await bench.open()
     short = [named for named in bench.weights[0] if named[0] not in (query, "model.norm.weight")]
-    bench.publish("not exported", 0, short)
-    bench.open()
-    bench.publish("healed", 0)
-    bench.open()
-    bench.publish(
-        "wrong shape", 0, [(name, tensor[:-1] if name == query else tensor) for name, tensor in bench.weights[0]]
-    )
-    bench.open()
-    bench.publish("healed again", 1)
+    await bench.publish("not exported", 0, short)
+    await bench.open()
+    await bench.publish("healed", 0)
+    await bench.open()
+    bent = [(name, tensor[:-1] if name == query else tensor) for name, tensor in bench.weights[0]]
+    await bench.publish("wrong shape", 0, bent)
+    await bench.open()
+    await bench.publish("healed again", 1)
 
 
-def tied(bench: Bench) -> None:
+async def tied(bench: Bench) -> None:
     """A tied model, and a head that computes with old weights."""
-    bench.publish("first", 0)
-    bench.publish("second", 1)
-    head = bench.vllm_model().get_submodule("lm_head")
+    await bench.publish("first", 0)
+    await bench.publish("second", 1)
+    head = (await bench.vllm_model()).get_submodule("lm_head")
     stale = head.cpu_linear
-    bench.publish("stale head", 0, after=lambda: setattr(head, "cpu_linear", stale))
-    bench.publish("third", 1)
+    await bench.publish("stale head", 0, after=lambda: setattr(head, "cpu_linear", stale))
+    await bench.publish("third", 1)
 
 
-def moe(bench: Bench) -> None:
+async def moe(bench: Bench) -> None:
     """A mixture of experts, whose layers span several buckets."""
-    bench.publish("first", 0)
-    bench.publish("second", 1)
+    await bench.publish("first", 0)
+    await bench.publish("second", 1)
     expert = "model.layers.1.mlp.experts.2.up_proj.weight"
-    bench.open()
-    bench.publish("missing expert", 0, [named for named in bench.weights[0] if named[0] != expert])
-    bench.open()
-    bench.publish("healed", 0)
+    await bench.open()
+    await bench.publish("missing expert", 0, [named for named in bench.weights[0] if named[0] != expert])
+    await bench.open()
+    await bench.publish("healed", 0)
 
 
-SCENARIOS = {"dense": (dense, 16 * 2**20), "tied": (tied, 30_000), "moe": (moe, 20_000)}
+async def workers(bench: Bench) -> None:
+    """An AsyncLLM with processes of its own."""
+    await bench.publish("first", 0)
+    await bench.publish("second", 1)
 
 
-def main(kind: str, directory: Path) -> None:
+SCENARIOS = {
+    "dense": (dense, 16 * 2**20),
+    "tied": (tied, 30_000),
+    "moe": (moe, 20_000),
+    "workers": (workers, 30_000),
+}
+
+
+async def main(kind: str, directory: Path, num_workers: int) -> None:
     """Runs the scenarios of one kind of model."""
     scenario, bucket_bytes = SCENARIOS[kind]
-    bench = Bench(kind, directory, bucket_bytes)
-    bench.open()
-    scenario(bench)
+    bench = Bench(kind, directory, bucket_bytes, num_workers)
+    await bench.open()
+    await scenario(bench)
+    children = [process.pid for process in psutil.Process().children(recursive=True)]
+    found = {"num_ranks": bench.num_ranks, "children": children, **bench.outcomes}
+    sys.stdout.write(f"OUTCOMES {json.dumps(found)}\n")
+    sys.stdout.flush()
+    await asyncio.sleep(600 if num_workers else 0)
     bench.root.close()
-    sys.stdout.write("OUTCOMES " + json.dumps(bench.outcomes) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    asyncio.run(main(sys.argv[1], Path(sys.argv[2]), int((*sys.argv, "0")[3])))

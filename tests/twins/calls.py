@@ -2,6 +2,8 @@
 chaos run.
 """
 
+from collections.abc import Callable
+
 from rolecall.rpc.fence import Fence
 from rolecall.store.connection import Connection
 from rolecall.store.sealed import read_sealed
@@ -15,12 +17,20 @@ def trainer_calls(
     connection: Connection,
     run: str,
     fence: Fence,
+    checkpoints: str,
     token_budget: int = 2**20,
     worker: str = "trainer.1",
     device_thread: DeviceThread | None = None,
+    make: Callable[..., TrainerCalls] = TrainerCalls,
 ) -> TrainerCalls:
-    """Makes the calls of `trainer` in `run`."""
+    """Makes the calls of `trainer` in `run`, whose checkpoints lie below `checkpoints`."""
     device_thread = device_thread or DeviceThread()
-    return TrainerCalls(
-        trainer, lambda step: read_sealed(connection, run, step), device_thread, fence, token_budget, worker
+    return make(
+        trainer,
+        lambda step: read_sealed(connection, run, step),
+        device_thread,
+        fence,
+        token_budget,
+        worker,
+        checkpoints,
     )

@@ -1,14 +1,11 @@
 """Real trainers in processes of their own that can be killed at exact instants.
 
 The controller reaches a trainer through a `Gateway`, which sees every call and answer, keeps the inputs of every step
-and kills the trainer when told to. A `Nursery` forks the trainers, so that a killed one is soon back.
+and kills the trainer when told to. Trainers are forked, so that a killed one is soon back.
 """
 
 import asyncio
 import hashlib
-import json
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +13,13 @@ from typing import Any
 
 import grpc
 
-from rolecall.settings import child_environment
+from rolecall.rpc.callers import Caller
 from rolecall.store.sealed import read_sealed
 from rolecall.v1 import training_pb2
 from tests.fixtures_store import StoreUnderTest
+from tests.forks import forked_role
+from tests.twins.callers import shown
 
-NURSERY_TIMEOUT_S = 200.0
 CALL_TIMEOUT_S = 200.0
 STREAMED = ("Train", "SaveCheckpoint")
 UNDER_WAY_S = {"Train": 0.02, "PublishWeights": 0.003, "SaveCheckpoint": 0.003}
@@ -31,45 +29,7 @@ machine it may have ended by then.
 TRAINED_COLUMNS = ("token_ids", "response_mask", "rollout_logprobs", "reward", "loss_mask", "advantages")
 
 
-class Nursery:
-    """Processes of trainers."""
-
-    def __init__(self, store_url: str) -> None:
-        """Trainers find their store at `store_url` and work with one thread."""
-        environment = child_environment(
-            {"ROLECALL_STORE_URL": store_url, "ROLECALL_DIE_WITH_PARENT": "1", "OMP_NUM_THREADS": "1"}
-        )
-        command = [sys.executable, "-m", "tests.twins.nursery"]
-        self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self._answer() == "ready"
-
-    def fork(self, role: str, log: Path, config: Path, *arguments: str) -> int:
-        """Starts `role`; its process id."""
-        return int(self._ask(["fork", role, str(log), str(config), *arguments]))
-
-    def kill(self, pid: int) -> None:
-        """SIGKILL; returns when it is gone."""
-        self._ask(["kill", pid])
-
-    def close(self) -> None:
-        """Ends them all."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(NURSERY_TIMEOUT_S)
-        self._process.stdout.close()
-
-    def _ask(self, command: list[Any]) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
+CONTROLLER = shown(Caller.CONTROLLER)
 
 
 @dataclass(frozen=True)
@@ -90,7 +50,6 @@ class Gateway:
     role: str
     address: str
     """Where the trainer listens."""
-    nursery: Nursery
     store: StoreUnderTest
     config: Path
     kills: list[Instant] = field(default_factory=list)
@@ -114,12 +73,12 @@ class Gateway:
         self._calls: Any = grpc.aio.insecure_channel(
             self.address, [("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 50)]
         )
-        self._pid = self.nursery.fork(self.role, self.config.with_name(f"{self.role}.log"), self.config)
+        log, store = self.config.with_name(f"{self.role}.log"), {"ROLECALL_STORE_URL": self.store.url}
+        self._process = forked_role(self.role, log, store, str(self.config))
 
     async def close(self) -> None:
         """Kills the trainer."""
-        await asyncio.to_thread(self.nursery.kill, self._pid)
-        await self._calls.close()
+        await self._kill()
         await self._server.stop(None)
 
     async def unary(self, path: str, request: bytes, context: Any) -> bytes:
@@ -128,7 +87,8 @@ class Gateway:
         await self._at(name, "sent", context)
         try:
             answer = await self._watched(
-                name, asyncio.ensure_future(_only(self._calls.unary_unary(path)(request, timeout=CALL_TIMEOUT_S)))
+                name,
+                asyncio.ensure_future(_only(self._called(self._calls.unary_unary(path), request))),
             )
         except grpc.aio.AioRpcError as error:
             await _abort(context, error)
@@ -143,12 +103,16 @@ class Gateway:
         await self._at(name, "sent", context)
         try:
             event = await self._watched(
-                name, asyncio.ensure_future(_last(self._calls.unary_stream(path)(request, timeout=CALL_TIMEOUT_S)))
+                name,
+                asyncio.ensure_future(_last(self._called(self._calls.unary_stream(path), request))),
             )
         except grpc.aio.AioRpcError as error:
             await _abort(context, error)
         await self._at(name, "answered", context)
         yield event
+
+    def _called(self, method: Any, request: bytes) -> Any:
+        return method(request, timeout=CALL_TIMEOUT_S, metadata=CONTROLLER)
 
     async def _watched(self, name: str, call: "asyncio.Task[bytes]") -> bytes:
         """What `call` answers; the trainer dies in the middle of it when that was asked for."""
@@ -184,9 +148,13 @@ class Gateway:
         return True
 
     async def _replace(self) -> None:
-        await asyncio.to_thread(self.nursery.kill, self._pid)
-        await self._calls.close()
+        await self._kill()
         self.start_trainer()
+
+    async def _kill(self) -> None:
+        self._process.kill()
+        await asyncio.to_thread(self._process.join)  # bounded: it was killed
+        await self._calls.close()
 
 
 async def _only(call: Any) -> bytes:

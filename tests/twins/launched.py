@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 from tests.tiny_tokenizer import EOS_TOKEN_ID, write_tokenizer
 
 START_TIMEOUT_S = 200.0
-FAILS_IN_A_ROLE = """import os
-if "ROLECALL_INCARNATION" in os.environ:
+FAILS_IN_A_ROLE = """import sys
+if sys.argv[0].endswith("worker.py"):
     open("no_such_file")
 def score(item):
     return 0.0

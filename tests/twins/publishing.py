@@ -18,11 +18,13 @@ from rolecall.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
+from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
+from rolecall.rpc.fence import Fence
 from rolecall.rpc.server import Server
-from rolecall.settings import RpcSection, RunSettings
+from rolecall.settings import RunSettings
 from rolecall.store.position import RunPosition
-from rolecall.store.prompts import PromptQueue
+from rolecall.store.sealed import read_ctl
 from rolecall.v1 import actor_pb2_grpc, controller_pb2, trajectory_pb2, weights_pb2
 from rolecall.wire import encode_tensor
 from services.controller.fleet.members import Fleet
@@ -34,8 +36,9 @@ from services.rollout.pull import PullSettings
 from services.rollout.replica import Replica
 from tests.attestation import Trajectory, read_attested, read_trajectories, violations
 from tests.fixtures_store import StoreUnderTest
+from tests.twins.callers import party, playing
 from tests.twins.collective import RUN_SEED, Collective, CollectiveActor, CollectiveEngine, oracle
-from tests.twins.rollout import NumberTokenizer, RolloutTwin
+from tests.twins.rollout import BriefQueue, NumberTokenizer, RolloutTwin
 
 PROMPT = (5, 6, 7)
 PROBE = weights_pb2.Probe(token_ids=encode_tensor(np.arange(3, 19, dtype=np.int32)), num_decoded=4)
@@ -70,11 +73,12 @@ class RolloutProcess:
         self._parts = RolloutTwin(
             self.engine,
             PullSettings(self.consumer, 2, LEASE_S, 10.0, ROW_EXPIRY_S, 0),
-            PromptQueue(rig.store.connect(), rig.store.run, self.consumer),
+            BriefQueue(rig.store.connect(), rig.store.run, self.consumer),
             rig.store.rows,
             NumberTokenizer(),
-            Server(RpcSection(), "127.0.0.1:0"),
+            Server(party(), "127.0.0.1:0"),
             replica=replica,
+            fence=Fence(lambda: read_ctl(rig.store.connection, rig.store.run)),
             load_timeout_s=30.0,
         )
         self.replica = self._parts.replica
@@ -231,11 +235,12 @@ async def publishing_run(store: StoreUnderTest, tree: dict[str, Any], folder: Pa
     settings = RunSettings.model_validate(
         {name: {**defaults.get(name, {}), **tree.get(name, {})} for name in defaults.keys() | tree.keys()}
     )
+    settings = playing(settings, Caller.CONTROLLER)
     collective = Collective()
     actor = CollectiveActor(collective)  # type: ignore[abstract]  # a publish asks for two of its methods
-    server = Server(RpcSection(), "127.0.0.1:0")
+    server = Server(party(), "127.0.0.1:0")
     server.add(actor_pb2_grpc.add_ActorServiceServicer_to_server, actor, "rolecall.v1.ActorService")
-    channel = open_channel(await server.start(), RpcSection())
+    channel = open_channel(await server.start(), party())
     threads = StoreThreads()
     fleet = Fleet(settings, store.ledger, threads)
     stub = actor_pb2_grpc.ActorServiceStub(channel)

@@ -13,11 +13,22 @@ from rolecall.settings import RunSettings
 from rolecall.store.connection import Connection
 from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
+from rolecall.store.sealed import read_ctl
 from rolecall.v1 import rollout_pb2_grpc
 from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica
 from services.rollout.sampling import RolloutEngine
 from services.rollout.service import SERVICE_NAME, RolloutServicer
+
+WAIT_S = 0.1
+"""Longest wait for prompts. A thread that waits for them cannot be cancelled, and the end of a test waits for it."""
+
+
+class BriefQueue(PromptQueue):
+    """A rollout's prompts, which are looked for more often than by a process that nobody waits for."""
+
+    def wait(self, timeout_s: float) -> bool:
+        return super().wait(min(timeout_s, WAIT_S))
 
 
 class RolloutTwin:
@@ -33,7 +44,7 @@ class RolloutTwin:
         server: Server,
         *,
         replica: type[Replica] = Replica,
-        fence: Fence | None = None,
+        fence: Fence,
         pause_timeout_s: float = 5.0,
         load_timeout_s: float = 5.0,
         keep_timeout_s: float = 5.0,
@@ -53,7 +64,7 @@ class RolloutTwin:
             self.replica,
             self.pull,
             tokenizer,
-            fence or Fence(1),
+            fence,
             consumer=settings.consumer,
             max_groups=settings.max_groups,
             generation_timeout_s=settings.generation_timeout_s,
@@ -83,11 +94,11 @@ class RolloutTwin:
         return cls(
             engine,
             pull,
-            PromptQueue(connection, settings.run.name, consumer),
+            BriefQueue(connection, settings.run.name, consumer),
             Rows(connection, settings.run.name, settings.store.num_shards),
             tokenizer,
             Server(settings.rpc, bind),
-            fence=fence,
+            fence=fence or Fence(lambda: read_ctl(connection, settings.run.name)),
             pause_timeout_s=settings.rollout.generation_timeout_s,
             load_timeout_s=settings.weights.publish_timeout_s,
             keep_timeout_s=settings.weights.bucket_timeout_s,

@@ -10,14 +10,19 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
+
+from rolecall.checkpoint.storage import open_storage
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.reward import SERVICE_NAME as REWARD_SERVICE
 from rolecall.reward import Scorer, description, one_by_one
+from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.fence import Fence
 from rolecall.rpc.membership import Membership
@@ -26,6 +31,7 @@ from rolecall.scoring.scores import Item, ScoreFunction
 from rolecall.settings import RpcSection, RunSettings
 from rolecall.store.ledger import Ledger
 from rolecall.store.sealed import read_ctl
+from rolecall.telemetry.states import StateClock
 from rolecall.training.serving.calls import TrainerCalls
 from rolecall.v1 import (
     actor_pb2_grpc,
@@ -36,45 +42,53 @@ from rolecall.v1 import (
 )
 from rolecall.v1.controller_pb2_grpc import ControllerServiceStub
 from services.actor.service import ActorServicer
+from services.controller.durable.run_point import Checkpoints, RunPoint
 from services.controller.run import ControllerRun
 from services.controller.service import ControllerServicer
 from services.critic.service import CriticServicer
 from services.rollout.scripted import ScriptedEngine
 from tests.fixtures_store import StoreUnderTest
+from tests.ports import free_port
 from tests.tiny_tokenizer import write_tokenizer
+from tests.twins.callers import of_role, party, place, playing
 from tests.twins.calls import trainer_calls
 from tests.twins.rollout import RolloutTwin
 from tests.twins.trainer import ActorTwin, TrainerTwin
+
+LightRun = Callable[..., "AbstractAsyncContextManager[TwinRun]"]
+RUN_S = 60.0
+"""Deadline of one light run, which takes a second or two on a quiet machine."""
 
 
 class ServedActor(ActorServicer):
     """The actor's servicer over a twin."""
 
-    def __init__(self, store: StoreUnderTest, stack: AsyncExitStack) -> None:
-        self._store, self._stack = store, stack
+    def __init__(self, store: StoreUnderTest, stack: AsyncExitStack, checkpoints: str) -> None:
+        self._store, self._stack, self._checkpoints = store, stack, checkpoints
         self.restart()
 
     def restart(self, trainer: ActorTwin | None = None) -> None:
         """Serves a trainer that has applied nothing, as a new process does."""
         self.trainer = trainer or ActorTwin(self._store.rows)
-        super().__init__(self.trainer, _calls_of(self.trainer, self._store, self._stack))
+        super().__init__(self.trainer, _calls_of(self.trainer, self._store, self._stack, self._checkpoints))
 
 
 class ServedCritic(CriticServicer):
     """The critic's servicer over a twin."""
 
-    def __init__(self, store: StoreUnderTest, stack: AsyncExitStack) -> None:
-        self._store, self._stack = store, stack
+    def __init__(self, store: StoreUnderTest, stack: AsyncExitStack, checkpoints: str) -> None:
+        self._store, self._stack, self._checkpoints = store, stack, checkpoints
         self.restart()
 
     def restart(self) -> None:
         """Serves a trainer that has applied nothing, as a new process does."""
         self.trainer = TrainerTwin(self._store.rows)
-        super().__init__(_calls_of(self.trainer, self._store, self._stack))
+        super().__init__(_calls_of(self.trainer, self._store, self._stack, self._checkpoints))
 
 
-def _calls_of(trainer: TrainerTwin, store: StoreUnderTest, stack: AsyncExitStack) -> TrainerCalls:
-    calls = trainer_calls(trainer, store.connection, store.run, Fence(read_ctl(store.connection, store.run)))
+def _calls_of(trainer: TrainerTwin, store: StoreUnderTest, stack: AsyncExitStack, checkpoints: str) -> TrainerCalls:
+    fence = Fence(lambda: read_ctl(store.connection, store.run))
+    calls = trainer_calls(trainer, store.connection, store.run, fence, checkpoints)
     calls.start()
     stack.push_async_callback(calls.close)
     return calls
@@ -83,6 +97,38 @@ def _calls_of(trainer: TrainerTwin, store: StoreUnderTest, stack: AsyncExitStack
 def parity(item: Item) -> float:
     """1 for responses of an even number of tokens: a reward that differs within a group."""
     return float(item.num_response_tokens % 2 == 0)
+
+
+class Life(NamedTuple):
+    """One life of a run's controller, and what people ask of it."""
+
+    stub: ControllerServiceStub
+    running: "asyncio.Task[None]"
+    states: StateClock
+    """What its loop did with its time."""
+
+    async def status(self) -> controller_pb2.RunStatus:
+        return (await self.stub.GetRun(controller_pb2.GetRunRequest())).status
+
+    async def shows(self, seen: Callable[[controller_pb2.RunStatus], object]) -> controller_pb2.RunStatus:
+        """The first status for which `seen` is true, while the run goes on."""
+        async with asyncio.timeout(RUN_S):
+            while not seen(status := await self.status()):
+                assert not self.running.done(), self.running.exception()
+                await asyncio.sleep(0.01)
+        return status
+
+    async def reaches(self, step: int) -> None:
+        """Returns when the run has applied `step` steps."""
+        await self.shows(lambda status: status.step >= step)
+
+    async def saved(self) -> controller_pb2.SaveCheckpointResponse:
+        """Returns when a checkpoint was made."""
+        return await self.stub.SaveCheckpoint(controller_pb2.SaveCheckpointRequest(), timeout=RUN_S)
+
+    async def ends(self) -> None:
+        """Returns, or fails, as the run does."""
+        await asyncio.wait_for(self.running, RUN_S)
 
 
 @dataclass
@@ -94,22 +140,52 @@ class TwinRun:
     actor: ServedActor
     critic: ServedCritic
     stack: AsyncExitStack
+    latest: ControllerRun | None = None
+    """The controller of the last life."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """A look at the run's ledger."""
+        return Ledger(self.store.connection, self.store.run)
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(open_storage(self.settings.run.checkpoints), 2)
+
+    def newest(self) -> RunPoint:
+        """What the newest checkpoint says."""
+        latest = self.checkpoints.latest()
+        assert latest is not None
+        return latest[1]
+
+    def lose_the_store(self) -> None:
+        """Empties the store of all that is the run's."""
+        for key in self.store.connection.ledger.scan_iter(f"{{rl:{self.store.run}*"):
+            self.store.connection.ledger.delete(key)
+
+    async def to_the_end(self, *rollouts: str, **options: Any) -> None:
+        """A life of the controller up to its end, beside which these rollouts live, with `options`."""
+        async with AsyncExitStack() as stack:
+            life = await stack.enter_async_context(self.controller())
+            for worker in rollouts:
+                await stack.enter_async_context(self.rollout(worker, **options))
+            await life.ends()
 
     @asynccontextmanager
-    async def controller(self) -> AsyncIterator[tuple[ControllerServiceStub, "asyncio.Task[None]"]]:
+    async def controller(self) -> AsyncIterator[Life]:
         """A served controller and the task that runs its loop; both end with the context."""
-        run = ControllerRun(self.settings)
-        server = Server(RpcSection(), str(self.settings.controller.address))
+        run = self.latest = ControllerRun(self.settings)
+        server = Server(self.settings.rpc, str(self.settings.controller.address))
         server.add(
             controller_pb2_grpc.add_ControllerServiceServicer_to_server,
             ControllerServicer(run),
             "rolecall.v1.ControllerService",
         )
         await server.start()
-        channel = open_channel(str(self.settings.controller.address), RpcSection())
+        channel = open_channel(str(self.settings.controller.address), playing(self.settings, Caller.OPERATOR).rpc)
         running = asyncio.create_task(run.run())
         try:
-            yield ControllerServiceStub(channel), running
+            yield Life(ControllerServiceStub(channel), running, run.states)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -130,7 +206,12 @@ class TwinRun:
         twin = RolloutTwin.of_run(self.settings, f"{worker}.{incarnation}", engine, chat, self.store.connect())
         address = await twin.start()
         membership = Membership(
-            self.settings, controller_pb2.ROLE_ROLLOUT, worker, incarnation, address, num_weight_ranks=1
+            playing(self.settings, Caller.ROLLOUT),
+            controller_pb2.ROLE_ROLLOUT,
+            worker,
+            incarnation,
+            address,
+            num_weight_ranks=1,
         )
         membership.start()
         try:
@@ -150,6 +231,7 @@ async def twin_run(
     store: StoreUnderTest,
     folder: Path,
     make_settings: Callable[..., RunSettings],
+    /,
     *,
     score: ScoreFunction = parity,
     **sections: Any,
@@ -162,27 +244,36 @@ async def twin_run(
             "".join(json.dumps({"prompt": f"number {i}", "ground_truth": str(i)}) + "\n" for i in range(30))
         )
         spec = description("parity", (0, 1), ("response_text", "ground_truth"), {}, False, max_items=0)
-        actor, critic = ServedActor(store, stack), ServedCritic(store, stack)
+        of_run = {"dir": folder / "run", **sections.get("run", {})}
+        checkpoints = of_run.get("checkpoint_url") or str(Path(of_run["dir"]) / "checkpoints")
+        actor, critic = ServedActor(store, stack, checkpoints), ServedCritic(store, stack, checkpoints)
+        rpc = RpcSection(**sections.get("rpc", {}))
         addresses = [
-            await served(stack, actor_pb2_grpc.add_ActorServiceServicer_to_server, actor, "rolecall.v1.ActorService"),
-            await served(
-                stack, critic_pb2_grpc.add_CriticServiceServicer_to_server, critic, "rolecall.v1.CriticService"
-            ),
-            await served(
-                stack,
-                reward_pb2_grpc.add_RewardServiceServicer_to_server,
-                Scorer(spec, one_by_one(score, spec), None),
-                REWARD_SERVICE,
-            ),
-            await _free_port(),
+            await served(stack, add, servicer, name, rpc=of_role(rpc, role, store.run))
+            for role, add, servicer, name in (
+                (Caller.ACTOR, actor_pb2_grpc.add_ActorServiceServicer_to_server, actor, "rolecall.v1.ActorService"),
+                (
+                    Caller.CRITIC,
+                    critic_pb2_grpc.add_CriticServiceServicer_to_server,
+                    critic,
+                    "rolecall.v1.CriticService",
+                ),
+                (
+                    Caller.REWARD,
+                    reward_pb2_grpc.add_RewardServiceServicer_to_server,
+                    Scorer(spec, one_by_one(score, spec), None),
+                    REWARD_SERVICE,
+                ),
+            )
         ]
+        controller = f"127.0.0.1:{free_port()}"
         defaults: dict[str, dict[str, Any]] = {
             "run": {"name": store.run, "dir": str(folder / "run"), "num_steps": 3, "checkpoint_every_steps": 2},
             "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 48},
             "sampling": {"num_responses": 2, "max_tokens": 12},
             "algorithm": {"groups_per_batch": 4},
             "controller": {
-                "address": addresses[3],
+                "address": controller,
                 "lease_s": 1.5,
                 "start_timeout_s": 20.0,
                 "stall_timeout_s": 20.0,
@@ -190,7 +281,7 @@ async def twin_run(
             "actor": {"address": addresses[0]},
             "reward": {"address": addresses[2], "timeout_s": 5.0},
             "rollout": {"max_groups": 4, "generation_timeout_s": 30.0},
-            "store": {"url": store.section.url.get_secret_value() if store.section.url else None, "num_shards": 2},
+            "store": {"url": store.url, "num_shards": 2},
             "trackers": {"tensorboard": False},
         }
         if sections.get("algorithm", {}).get("advantage", {}).get("kind") == "gae":
@@ -199,15 +290,26 @@ async def twin_run(
             name: {**defaults.get(name, {}), **sections.get(name, {})} for name in defaults.keys() | sections.keys()
         }
         settings = make_settings(**merged)
-        settings.run.dir.mkdir(exist_ok=True)
+        place(settings.run.dir)  # for trainers in processes of their own
         yield TwinRun(settings, store, actor, critic, stack)
 
 
+@pytest.fixture
+def light_run(store: StoreUnderTest, tmp_path: Path, make_settings: Callable[..., RunSettings]) -> LightRun:
+    """`twin_run` over the test's own store, folder and settings: light_run(run={"num_steps": 8})."""
+    return partial(twin_run, store, tmp_path, make_settings)
+
+
 async def served(
-    stack: AsyncExitStack, add: Callable[[Any, Any], None], servicer: object, name: str, bind: str = "127.0.0.1:0"
+    stack: AsyncExitStack,
+    add: Callable[[Any, Any], None],
+    servicer: object,
+    name: str,
+    bind: str = "127.0.0.1:0",
+    rpc: RpcSection | None = None,
 ) -> str:
     """Serves `servicer` until `stack` ends; returns the address."""
-    server = Server(RpcSection(), bind)
+    server = Server(rpc or party(), bind)
     server.add(add, servicer, name)
     address = await server.start()
     await server.set_serving(True)
@@ -215,17 +317,9 @@ async def served(
     return address
 
 
-async def _free_port() -> str:
-    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    server.close()
-    await server.wait_closed()
-    return f"127.0.0.1:{port}"
-
-
 def balance(run: TwinRun) -> tuple[int, int, int, int]:
     """admitted, trained, dropped, live; they balance."""
-    counts = Ledger(run.store.connection, run.store.run).counts()
+    counts = run.ledger.counts()
     dropped = sum(counts.dropped.values())
     assert counts.admitted == counts.trained + dropped + counts.live
     return counts.admitted, counts.trained, dropped, counts.live
@@ -235,8 +329,3 @@ def check_trained_once(trainer: TrainerTwin, num_rows: int) -> None:
     """`num_rows` rows were trained, each once."""
     assert max(Counter(trainer.trained).values()) == 1
     assert len(trainer.trained) == num_rows
-
-
-async def saved(stub: ControllerServiceStub) -> None:
-    """Returns when a checkpoint was made."""
-    await stub.SaveCheckpoint(controller_pb2.SaveCheckpointRequest(), timeout=60.0)

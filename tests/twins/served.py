@@ -14,12 +14,14 @@ from typing import Any
 import grpc
 import numpy as np
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rolecall.errors import RoleCallError
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.fence import Fence
 from rolecall.rpc.server import Server
+from rolecall.rpc.tokens import FOLDER
 from rolecall.settings import RunSettings
 from rolecall.store.connection import Connection
 from rolecall.store.sealed import read_ctl
@@ -45,13 +47,18 @@ from services.critic.service import CriticServicer
 from services.reference import ranks as reference_ranks
 from services.reference.service import ReferenceServicer
 from tests.fixtures_store import DIGEST, StoreUnderTest
+from tests.twins.callers import party, place
 from tests.twins.calls import trainer_calls
 
 NUM_PROMPT_TOKENS = 4
 
 
 def settings_tree(store: StoreUnderTest, model: Path, run_dir: Path, **sections: Any) -> dict[str, Any]:
-    """Returns the settings of a run over `store` and `model`: four groups of two, one mini-batch."""
+    """Returns the settings of a run over `store` and `model`: four groups of two, one mini-batch. Its processes have
+    the tokens of this one.
+    """
+    if not (run_dir / FOLDER).exists():
+        place(run_dir)
     tree: dict[str, Any] = {
         "run": {"name": store.run, "dir": str(run_dir), "num_steps": 10, "seed": 3},
         "model": {"path": str(model), "dtype": "float32"},
@@ -60,9 +67,16 @@ def settings_tree(store: StoreUnderTest, model: Path, run_dir: Path, **sections:
         "algorithm": {"groups_per_batch": 4},
         "actor": {"token_budget": 64, "num_threads": 1, "optimizer": {"learning_rate": 1e-3}},
         "reward": {"components": {"correct": {"scorer": {"kind": "exact_match"}}}},
-        "store": {"url": store.section.url.get_secret_value() if store.section.url else None, "num_shards": 2},
+        "store": {"url": store.url, "num_shards": 2},
     }
     return tree | sections
+
+
+def write_settings(store: StoreUnderTest, model: Path, folder: Path, **sections: Any) -> Path:
+    """Writes what `settings_tree` returns to run.yaml in `folder`, which is the run's directory, too."""
+    config = folder / "run.yaml"
+    config.write_text(yaml.safe_dump(settings_tree(store, model, folder, **sections)))
+    return config
 
 
 def true_distribution(model: Path, token_ids: Array, temperature: float) -> Array:
@@ -232,10 +246,11 @@ async def _served_trainer(
     device_thread = DeviceThread()
     hooks = ProcessHooks(worker, device_thread.progressed)
     trainer = await _built(device_thread, lambda: build(settings, connection, hooks))
-    fence = Fence(read_ctl(connection, settings.run.name))
+    fence = Fence(lambda: read_ctl(connection, settings.run.name))
     sealed = store.connect()
-    calls = trainer_calls(trainer, sealed, settings.run.name, fence, token_budget, device_thread=device_thread)
-    server = Server(settings.rpc, "127.0.0.1:0")
+    run = settings.run
+    calls = trainer_calls(trainer, sealed, run.name, fence, run.checkpoints, token_budget, device_thread=device_thread)
+    server = Server(party(), "127.0.0.1:0")
     add(server, trainer, calls)
     async with _served(settings, server, trainer, calls) as rig:
         yield rig
@@ -249,9 +264,9 @@ async def served_reference(
     connection = store.connect()
     device_thread = DeviceThread()
     engine = await _built(device_thread, lambda: reference_ranks.build(settings, instance, connection))
-    fence = Fence(read_ctl(connection, settings.run.name))
+    fence = Fence(lambda: read_ctl(connection, settings.run.name))
     calls = ColumnCalls(engine, device_thread, fence, settings.references[instance].token_budget)
-    server = Server(settings.rpc, "127.0.0.1:0")
+    server = Server(party(), "127.0.0.1:0")
     servicer = ReferenceServicer(engine, calls, instance, "ref.1")
     server.add(reference_pb2_grpc.add_ReferenceServiceServicer_to_server, servicer, "rolecall.v1.ReferenceService")
     async with _served(settings, server, engine, calls) as rig:
@@ -273,7 +288,7 @@ async def _served(settings: RunSettings, server: Server, engine: Any, calls: Col
     calls.start()
     address = await server.start()
     try:
-        async with open_channel(address, settings.rpc) as channel:
+        async with open_channel(address, party()) as channel:
             yield Rig(channel, engine, calls, settings)
     finally:
         await server.drain(1.0)

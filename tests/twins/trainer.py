@@ -1,9 +1,9 @@
 """Trainers and references without torch: engines for the real servicers, calls and chain, whose weights are a few
 numbers or none.
 
-`ColumnTwin` computes a column, `TrainerTwin` also applies steps, once and in order, and `ActorTwin` also publishes.
+`ColumnTwin` computes a column, `TrainerTwin` also applies whatever steps it is given, and `ActorTwin` also publishes.
 What they read, write, learn and send are methods and attributes that a twin with real weights replaces
-(tests/chaos/trainer.py). A test makes them fail by their public attributes.
+(tests/chaos/trainer.py, tests/step_rig.py). A test makes them fail by their public attributes.
 """
 
 import json
@@ -115,10 +115,6 @@ class TrainerTwin(ColumnTwin):
     def train(self, batch: TrainBatch, progress: Progress) -> training_pb2.TrainResult:
         if self.failures:
             raise self.failures.popleft()
-        if batch.step != self.applied.step:
-            raise OutOfOrderError(
-                f"step {batch.step} cannot be applied at step {self.applied.step}", step=str(self.applied.step)
-            )
         self.at("train:start")
         rows, metas = self.rows.read_with_meta(list(batch.rows), self.trains_on)
         self.learn(batch, rows, metas, progress)

@@ -274,8 +274,8 @@ def test_a_late_group_holds_the_batch_up_only_when_its_bound_needs_it() -> None:
 def test_row_bytes_grow_with_every_column() -> None:
     sampled = [column(name) for name in SAMPLED_COLUMNS]
     more = [column(name) for name in ("values", "ref/logprobs", "loss_mask", "reward")]
-    assert row_bytes(1000, sampled) == 17_000 + 2048
-    assert row_bytes(1000, [*sampled, *more]) - row_bytes(1000, sampled) == 9_000
+    assert row_bytes(1000, sampled, {}) == 17_000 + 2048
+    assert row_bytes(1000, [*sampled, *more], {}) - row_bytes(1000, sampled, {}) == 9_000
 
 
 def test_groups_that_trainers_were_asked_about_come_before_older_ones_and_are_waited_for() -> None:

@@ -16,6 +16,7 @@ SCORED = {
         "short": {"scorer": {"kind": "length", "max_tokens": 9}, "weight": 0.5},
     }
 }
+WITH_A_SHADOW = {"components": {**SCORED["components"], "seen": {"scorer": {"kind": "json"}, "weight": 0}}}
 STEPS = {"components": {"steps": {"scorer": {"kind": "function", "target": "mine:score", "token_rewards": True}}}}
 KL = {"reference": "ref", "kl_coef": 0.1, "placement": "reward"}
 
@@ -97,6 +98,7 @@ def test_gdpo_weighs_components_that_exist_and_nothing_that_does_not_reach_them(
     for advantage, sections in (
         ({"kind": "gdpo"}, {}),
         ({"kind": "gdpo", "weights": {"long": 1}}, {"reward": SCORED}),
+        ({"kind": "gdpo", "weights": {"seen/part": 1}}, {"reward": WITH_A_SHADOW}),
         ({"kind": "gdpo"}, {"reward": SCORED, "algorithm": {"shaping": {"clip_max": 1.0}}}),
         ({"kind": "gdpo"}, {"reward": SCORED, "algorithm": {"kl": KL}, "references": {"ref": {}}}),
     ):

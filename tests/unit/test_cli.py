@@ -8,8 +8,9 @@ import pytest
 
 from rolecall.commands.cli import main
 from rolecall.commands.steer import find
+from rolecall.config_file import overrides_from
 from rolecall.errors import ConfigError
-from rolecall.settings import load_settings, overrides_from
+from rolecall.settings import load_settings
 from tests.twins.launched import write_light_config
 
 
@@ -108,7 +109,7 @@ def test_what_names_no_run_is_refused(tmp_path: Path) -> None:
     [
         (["trian", "run.yaml"], "there is no command 'trian' (did you mean 'train'?)"),
         (["serve", "rolout", "run.yaml"], "there is no role 'rolout' (did you mean 'rollout'?)"),
-        (["xyz"], "there is no command 'xyz'; there are train, check, sft"),
+        (["xyz"], "there is no command 'xyz'; there are train, check, manifests, sft"),
     ],
 )
 def test_a_command_or_role_that_does_not_exist_is_told_with_the_nearest_one(
@@ -157,3 +158,20 @@ def test_what_is_no_address_is_refused_with_its_setting(tmp_path: Path, setting:
         ConfigError, match=rf"{setting}: '{address}' is not an address.*; write host:port or unix:/path"
     ):
         load_settings(write_light_config(tmp_path), [f"{setting}={address}"])
+
+
+def test_an_address_with_tls_is_found_with_the_certificates_of_a_folder(tmp_path: Path) -> None:
+    found = find("localhost:9000", tls=tmp_path)
+    assert found.rpc.tls is not None
+    assert found.rpc.tls.key_file == tmp_path / "tls.key"
+
+
+def test_the_store_s_url_may_stand_in_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, secret = write_light_config(tmp_path), tmp_path / "secret"
+    monkeypatch.setenv("ROLECALL_STORE_URL_FILE", str(secret))
+    with pytest.raises(ConfigError, match="ROLECALL_STORE_URL_FILE"):
+        load_settings(config)
+    secret.write_text("redis://rolecall:word@store:6379/0\n")
+    url = load_settings(config).store.url
+    assert url is not None
+    assert url.get_secret_value() == "redis://rolecall:word@store:6379/0"

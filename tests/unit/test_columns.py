@@ -37,10 +37,13 @@ def test_a_row_has_the_columns_that_the_run_asks_for() -> None:
     assert names(base, actor={"lora": {}}) == PLAIN, "the actor computes its base's in its own memory"
     teacher = {"distillation": {"teacher": "wise"}}
     assert names(teacher, references={"wise": {}}) == PLAIN | {"teacher/logprobs"}
+    assert names(actor={"router_replay": "r2"}) == PLAIN | {"old_routed_experts"}
+    assert names(actor={"router_replay": "r3"}) == PLAIN | {"routed_experts"}
 
 
 def test_trainers_are_asked_for_the_columns_that_they_write() -> None:
-    assert ActorTrainer.columns == {"old_logprobs", "sum_squared_probs"} == set(columns_of(Writer.ACTOR))
+    actors = {"old_logprobs", "sum_squared_probs", "old_routed_experts"}
+    assert ActorTrainer.columns == actors == set(columns_of(Writer.ACTOR))
     assert CriticTrainer.columns == {"values", "bootstrap_value"} == set(columns_of(Writer.CRITIC))
 
 
@@ -55,4 +58,20 @@ def test_a_users_estimator_names_columns_that_it_may_ask_for() -> None:
 def test_bytes_of_a_token_are_those_of_the_dtype() -> None:
     for column in COLUMNS.values():
         per_token = np.dtype(column.dtype).itemsize * (7 if len(column.shape) == 2 else 1)
-        assert column.bytes_per_token(top_k=7) == (per_token if column.per_token else 0)
+        assert column.bytes_per_token(7) == (per_token if column.per_token else 0)
+
+
+def test_columns_keep_the_dtypes_and_lengths_of_the_rows_that_hold_them_already() -> None:
+    dtypes = dict.fromkeys(("token_ids", "policy_versions", "teacher/topk_ids"), "<i4")
+    dtypes |= dict.fromkeys(("response_mask", "loss_mask", "routed_experts", "old_routed_experts"), "u1")
+    assert {name: column.dtype for name, column in COLUMNS.items()} == dict.fromkeys(COLUMNS, "<f4") | dtypes
+    of_a_row = {"reward", "reward_components", "bootstrap_value"}
+    assert {name for name, column in COLUMNS.items() if not column.per_token} == of_a_row
+
+
+def test_users_functions_read_what_they_were_written_for() -> None:
+    shared = {"token_ids", "rollout_logprobs", "policy_versions", "token_rewards", "values", "old_logprobs"}
+    assert set(columns_for(Plugin.ESTIMATOR)) == shared | {"bootstrap_value", "sum_squared_probs"}
+    assert set(columns_for(Plugin.LOSS)) == shared | {
+        *("response_mask", "loss_mask", "advantages", "returns", "teacher/logprobs")
+    }

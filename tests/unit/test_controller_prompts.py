@@ -98,6 +98,57 @@ def test_a_missing_ground_truth_is_named_before_anything_is_sampled(
     assert len(load_prompts(path, data_section(path), ELSEWHERE)) == 2
 
 
+def test_a_prompt_that_no_component_applies_to_is_named_before_anything_is_sampled(tmp_path: Path) -> None:
+    qa = {"scorer": {"kind": "exact_match"}, "when": {"source": ["qa", "trivia"]}}
+    code = {"scorer": {"kind": "json"}, "when": {"source": "code"}}
+    reward = RewardSection.model_validate({"components": {"qa": qa, "code": code}})
+    good = [{"prompt": "a", "source": "qa", "ground_truth": ["4", "four"]}, {"prompt": "b", "source": "code"}]
+    path = write(tmp_path / "p.jsonl", *good, {"prompt": "hi", "source": "maths"})
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(path, data_section(path), reward)
+    told = "no component of the reward applies to the prompt (source: 'maths')"
+    assert str(caught.value) == f"{path}, line 3: {told}; mend the line, or widen a when of reward.components"
+    several, none = load_prompts(write(path, *good), data_section(path), reward)
+    assert (several.ground_truth, several.other_ground_truths) == ("4", ("four",))
+    assert (none.ground_truth, none.other_ground_truths) == ("", ())
+
+
+@pytest.mark.parametrize(
+    ("truth", "complaint"),
+    [
+        (["4", 5], "line 1, field 'ground_truth': a int, not a string; write it as text, or several right answers"),
+        (["4", ""], "line 1, field 'ground_truth': an empty text among several answers; remove it"),
+        ([None], "line 1, field 'ground_truth': null, not a string"),
+        ([], "line 1, field 'ground_truth': empty, and reward.components.right compares with it"),
+    ],
+)
+def test_a_list_of_answers_that_is_none_is_named(tmp_path: Path, truth: object, complaint: str) -> None:
+    path = write(tmp_path / "p.jsonl", {"prompt": "hi", "ground_truth": truth})
+    reward = RewardSection.model_validate({"components": {"right": {"scorer": {"kind": "exact_match"}}}})
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(path, data_section(path), reward)
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({}, "no list of instructions, which kind ifeval checks"),
+        ({"instruction_id_list": ["startend:quotation", "made:up"]}, "kind ifeval has no check of ['made:up']"),
+        ({"instruction_id_list": ["startend:quotation"], "kwargs": []}, "kwargs has not one entry per instruction"),
+    ],
+)
+def test_instructions_that_nobody_checks_are_named_before_anything_is_sampled(
+    tmp_path: Path, fields: dict[str, object], told: str
+) -> None:
+    reward = RewardSection.model_validate({"components": {"follows": {"scorer": {"kind": "ifeval"}}}})
+    good = {"prompt": "hi", "instruction_id_list": ["startend:quotation"], "kwargs": [{}]}
+    path = write(tmp_path / "p.jsonl", good, {"prompt": "hi", **fields})
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(path, data_section(path), reward)
+    assert f"line 2, field 'instruction_id_list': {told}" in str(caught.value)
+
+
 def test_what_is_no_parquet_and_what_is_no_file_are_named(tmp_path: Path) -> None:
     (tmp_path / "p.parquet").write_text("prompt\n")
     with pytest.raises(ConfigError, match=r"p\.parquet is not parquet .*; write it anew, or name JSON lines \.jsonl"):

@@ -23,6 +23,7 @@ PAGES = sorted(
     path
     for folder in (ROOT, ROOT / "docs", ROOT / "services", ROOT / "examples", ROOT / "benchmarks")
     for path in folder.glob("*.md" if folder == ROOT else "**/*.md")
+    if "node_modules" not in path.parts  # other people's, where an example was built
 )
 GLOSSARY = ROOT / "docs" / "glossary.md"
 LOG = ROOT / "docs" / "log.md"
@@ -70,7 +71,7 @@ def test_a_service_s_readme_lists_its_files(service: Path) -> None:
 
 FILES = [
     f"/{path.relative_to(ROOT)}"
-    for folder in ("rolecall", "services", "proto", "tests", "tools", "examples", "benchmarks")
+    for folder in ("rolecall", "services", "proto", "tests", "tools", "examples", "benchmarks", "deploy")
     for path in (ROOT / folder).rglob("*.*")
 ]
 SOURCES = python_files(ROOT, *PRODUCT, "tools", "benchmarks")

@@ -103,7 +103,7 @@ def test_the_store_has_room_for_greedy_rows() -> None:
     settings = run_settings(
         sampling={"num_responses": 3, "max_tokens": 100}, data={"train": "train.jsonl", "max_prompt_tokens": 28}
     )
-    one = row_bytes(128, settings.columns)
+    one = row_bytes(128, settings.columns, {})
     assert StoreBudget.of(settings, 0).group_bytes == 4 * one
     batch = TrainBatch(rows=[RowRef(num_tokens=128)] * 3, greedy_rows=[RowRef(num_tokens=128)])
     assert batch_bytes(settings, batch, 0) == 4 * one

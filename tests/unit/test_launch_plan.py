@@ -4,14 +4,20 @@ import os
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
+from rolecall.errors import ConfigError
 from rolecall.launcher.last_words import last_words
-from rolecall.launcher.plan import plan_workers, resolve, role_environment, write_config
+from rolecall.launcher.plan import metrics_binds, plan_workers, resolve, role_environment, write_config
 from rolecall.settings import ActorSection, load_settings
 from tests.conftest import MakeSettings
 from tests.twins.launched import write_light_config
 
 PPO = {"algorithm": {"groups_per_batch": 2, "advantage": {"kind": "gae"}}}
+
+
+def store_url_of(role: str) -> str:
+    return f"unix:///{role}:secret@/store"
 
 
 def test_every_local_role_gets_an_address_of_its_own(make_settings: MakeSettings) -> None:
@@ -36,7 +42,7 @@ def test_roles_with_an_address_are_not_started(make_settings: MakeSettings) -> N
     reward = {"address": "scorer:50051", "components": {}}
     configured = make_settings(reward=reward, actor={"address": "elsewhere:1"}, rollout={"num_replicas": 2})
     resolved = resolve(configured)
-    assert [worker.name for worker in plan_workers(configured, resolved, "unix:///store")] == [
+    assert [worker.name for worker in plan_workers(configured, resolved, store_url_of)] == [
         "controller",
         "rollout-0",
         "rollout-1",
@@ -44,10 +50,28 @@ def test_roles_with_an_address_are_not_started(make_settings: MakeSettings) -> N
     assert resolved.reward.address == "scorer:50051"
 
 
+def test_local_roles_show_their_metrics_on_ports_in_a_row_and_a_role_alone_on_the_one_that_is_set(
+    make_settings: MakeSettings,
+) -> None:
+    configured = make_settings(rollout={"num_replicas": 2}, telemetry={"metrics_bind": "127.0.0.1:9464"})
+    workers = plan_workers(configured, resolve(configured), store_url_of)
+    binds = {worker.name: worker.command[-1] for worker in workers}
+    assert binds == metrics_binds(configured)
+    assert list(binds) == ["controller", "actor", "reward", "rollout-0", "rollout-1"]
+    assert list(binds.values()) == [f"127.0.0.1:{port}" for port in range(9464, 9469)]
+    assert metrics_binds(make_settings()) == {}
+    free = make_settings(telemetry={"metrics_bind": "127.0.0.1:0"})
+    assert set(metrics_binds(free).values()) == {"127.0.0.1:0"}
+    with pytest.raises(ConfigError, match=r"telemetry\.metrics_bind 127\.0\.0\.1:65534"):
+        metrics_binds(make_settings(telemetry={"metrics_bind": "127.0.0.1:65534"}))
+    with pytest.raises(ValidationError, match="is not host:port"):
+        make_settings(telemetry={"metrics_bind": "unix:/tmp/metrics"})
+
+
 def test_references_are_started_by_the_name_of_the_instance(make_settings: MakeSettings) -> None:
     algorithm = {"groups_per_batch": 2, "kl": {"reference": "ref", "kl_coef": 0.1}}
     configured = make_settings(algorithm=algorithm, references={"ref": {}})
-    workers = plan_workers(configured, resolve(configured), "unix:///store")
+    workers = plan_workers(configured, resolve(configured), store_url_of)
     reference = next(worker for worker in workers if worker.role == "reference")
     assert reference.name == "ref"
     assert reference.command[-2:] == ("--name", "ref")
@@ -55,16 +79,15 @@ def test_references_are_started_by_the_name_of_the_instance(make_settings: MakeS
 
 def test_a_trainer_of_several_ranks_goes_through_torchrun(make_settings: MakeSettings) -> None:
     configured = make_settings(actor={"num_ranks": 2})
-    workers = plan_workers(configured, resolve(configured), "unix:///store")
+    workers = plan_workers(configured, resolve(configured), store_url_of)
     actor = next(worker for worker in workers if worker.name == "actor")
-    assert "torch.distributed.run" in actor.command
+    assert "rolecall.training.ranks.torchrun" in actor.command
     assert "--nproc-per-node=2" in actor.command
-    assert 1 not in actor.final_codes, "torchrun's 1 says only that some rank ended"
 
 
 def test_roles_of_another_package_are_started_by_its_name(make_settings: MakeSettings) -> None:
     configured = make_settings()
-    workers = plan_workers(configured, resolve(configured), "unix:///store", "tests.light")
+    workers = plan_workers(configured, resolve(configured), store_url_of, "tests.light")
     assert [worker.command[3] for worker in workers] == [
         f"tests.light.{role}" for role in ("controller", "actor", "reward", "rollout")
     ]
@@ -73,17 +96,20 @@ def test_roles_of_another_package_are_started_by_its_name(make_settings: MakeSet
 
 def test_each_role_sees_its_own_gpus_and_no_other(make_settings: MakeSettings) -> None:
     configured = make_settings(actor={"devices": [2, 3], "num_ranks": 2}, rollout={"devices": [[0]]})
-    workers = {worker.name: worker for worker in plan_workers(configured, resolve(configured), "unix:///store")}
+    workers = {worker.name: worker for worker in plan_workers(configured, resolve(configured), store_url_of)}
     assert workers["actor"].environment["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert workers["controller"].environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_the_store_s_url_travels_in_the_environment_only(make_settings: MakeSettings) -> None:
+def test_the_store_s_url_travels_in_the_environment_only_and_each_role_gets_its_own(
+    make_settings: MakeSettings,
+) -> None:
     configured = make_settings(store={"url": "redis://user:secret@store:6379"})
     resolved = resolve(configured)
-    workers = plan_workers(configured, resolved, "redis://user:secret@store:6379")
+    workers = plan_workers(configured, resolved, store_url_of)
     assert all("secret" not in " ".join(worker.command) for worker in workers)
-    assert all(worker.environment["ROLECALL_STORE_URL"].endswith("store:6379") for worker in workers)
+    urls = {worker.role: worker.environment.get("ROLECALL_STORE_URL") for worker in workers}
+    assert urls == {**{role: store_url_of(role) for role in ("controller", "actor", "rollout")}, "reward": ""}
     resolved.run.dir.mkdir()
     assert "secret" not in write_config(resolved).read_text()
 
@@ -91,7 +117,7 @@ def test_the_store_s_url_travels_in_the_environment_only(make_settings: MakeSett
 def test_the_written_configuration_reads_back_the_same(make_settings: MakeSettings) -> None:
     resolved = resolve(make_settings(**PPO, critic={"value_clip_eps": None}))
     resolved.run.dir.mkdir()
-    assert load_settings(write_config(resolved)) == resolved
+    assert load_settings(write_config(resolved)).model_dump() == resolved.model_dump()
 
 
 def test_a_deadline_follows_what_is_changed_in_the_written_configuration(make_settings: MakeSettings) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from rolecall.commands.check import find_problems, require
 from rolecall.errors import ConfigError
-from rolecall.rpc.listening import why_not
+from rolecall.rpc.listening import advertised, why_not
 from rolecall.rpc.server import Server
 from rolecall.settings import RpcSection, load_settings
 from tests.twins.launched import write_light_config
@@ -100,3 +100,13 @@ def test_a_role_whose_port_is_taken_ends_for_good_and_names_the_setting(tmp_path
     assert ended.stderr.splitlines()[-1].startswith(
         f"reward failed: cannot listen on {taken} (reward.bind): it is in use: another process listens there; stop it"
     )
+
+
+def test_what_listens_everywhere_is_announced_by_the_address_that_its_peer_sees() -> None:
+    assert advertised("0.0.0.0:9005", None, "192.0.2.1:9000").endswith(":9005")
+    assert advertised("0.0.0.0:9005", None, "192.0.2.1:9000") != "0.0.0.0:9005"
+    assert advertised("0.0.0.0:9005", "pod-3", "192.0.2.1:9000") == "pod-3:9005"
+    assert advertised("10.0.0.4:9005", None, "192.0.2.1:9000") == "10.0.0.4:9005"
+    assert advertised("unix:/run/rollout.sock", None, "192.0.2.1:9000") == "unix:/run/rollout.sock"
+    with pytest.raises(ConfigError, match=r"rollout\.advertise_host"):
+        advertised("0.0.0.0:9005", None, "controller.invalid:9000")

@@ -14,6 +14,7 @@ from rolecall.scoring.scores import (
     Item,
     Outcome,
     Score,
+    chunked,
     component_spec,
     decode_reward,
     evaluate,
@@ -49,6 +50,40 @@ def test_the_reward_is_the_weighted_sum_and_its_parts_are_reported_unweighted() 
     assert result.reward.value == 2.0 * 1.0 + 0.1 * -0.5
     assert dict(result.reward.components) == {"a": 1.0, "b": -0.5, "b/inner": 3.0}
     assert not result.reward.HasField("token_rewards")
+
+
+def test_a_component_that_does_not_apply_is_absent_from_sum_parts_and_range() -> None:
+    specs = {"a": spec(0.25, 1.0), "b": spec(-1.0, 0.0)}
+    joined = compose_spec("both", specs, {"a": 2.0, "b": 1.0}, routed=("a",))
+    assert (joined.reward.min, joined.reward.max) == (-1.0, 2.0), "without a: [-1, 0]; with it: [-0.5, 2]"
+    assert [part.may_be_absent for part in joined.components] == [True, False]
+    assert reward_pb2.SCORE_FIELD_METADATA in joined.reads
+    alone = compose(ITEM, {"b": Score(-0.5)}, {"a": 2.0, "b": 1.0})
+    assert (alone.reward.value, dict(alone.reward.components)) == (-0.5, {"b": -0.5})
+    assert problem_of(alone.reward, joined, 2) is None
+    lacking = compose(ITEM, {"a": Score(1.0)}, {"a": 2.0, "b": 1.0})
+    assert problem_of(lacking.reward, joined, 2) == "returned the components ['a'], it declares ['a', 'b']"
+    assert compose(ITEM, {}, {}).error.code == "NOT_APPLICABLE"
+
+
+def test_a_group_is_never_cut_for_a_scorer_that_compares() -> None:
+    groups = [("a", 2), ("b", 3), ("", 1), ("c", 5)]
+    items = [reward_pb2.ScoreItem(id=f"{group}/{i}", group=group) for group, size in groups for i in range(size)]
+    compares = reward_pb2.DescribeResponse(name="x", max_items=4, whole_groups=True)
+    assert [[item.id for item in chunk] for chunk in cut(items, compares)] == [
+        ["a/0", "a/1"],
+        ["b/0", "b/1", "b/2", "/0"],
+        ["c/0", "c/1", "c/2", "c/3", "c/4"],
+    ]
+    assert [len(chunk) for chunk in chunked(items, 4)] == [2, 4, 5]
+    assert [len(chunk) for chunk in cut(items, reward_pb2.DescribeResponse(name="x", max_items=4))] == [4, 4, 3]
+    joined = compose_spec("both", {"a": spec(0, 1), "b": compares}, {"a": 1.0, "b": 1.0})
+    assert joined.whole_groups
+
+
+def test_token_rewards_are_zeros_where_no_component_that_applies_gives_any() -> None:
+    result = compose(ITEM, {"b": Score(1.0)}, {"b": 1.0}, token_rewards=True)
+    np.testing.assert_array_equal(decode_tensor(result.reward.token_rewards, "token_rewards"), np.zeros(2, np.float32))
 
 
 def test_token_rewards_are_summed_with_the_weights() -> None:

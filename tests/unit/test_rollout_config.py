@@ -55,6 +55,13 @@ def test_ranks_of_a_replica_split_its_cores(tmp_path: Path) -> None:
     assert "OMP_PLACES" not in environment
 
 
+def test_an_eager_engine_on_cpus_needs_no_compiler(tmp_path: Path) -> None:
+    environment = start_environment(configure(settings(tmp_path), "rollout-0", range(4)))
+    assert environment["TORCHDYNAMO_DISABLE"] == "1"
+    compiled = start_environment(configure(settings(tmp_path, enforce_eager=False), "rollout-0", range(4)))
+    assert "TORCHDYNAMO_DISABLE" not in compiled
+
+
 def test_a_lone_worker_is_bound_through_openmp_itself(tmp_path: Path) -> None:
     environment = start_environment(configure(settings(tmp_path, num_replicas=2), "rollout-1", range(4)))
     assert (environment["OMP_PLACES"], environment["OMP_PROC_BIND"]) == ("{2,3}", "true")

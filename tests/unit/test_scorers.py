@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rolecall.errors import BadGroundTruthError, ConfigError
 from rolecall.scoring.scores import Item, Score
+from rolecall.settings import COMPARING as COMPARING_KINDS
 from rolecall.settings import ExternalScorer, FunctionScorer, ScorerSection
 from services.reward import catalog
 from services.reward.scorers.boxed import boxed_match, last_boxed
@@ -26,12 +27,17 @@ LOCAL_KINDS: list[dict[str, object]] = [
     {"kind": "exact_match"},
     {"kind": "regex", "pattern": r"(\d+)"},
     {"kind": "boxed"},
+    {"kind": "hendrycks_math"},
     {"kind": "math"},
+    {"kind": "gsm8k", "flexible": True},
+    {"kind": "numeric"},
+    {"kind": "qa_exact_match"},
+    {"kind": "qa_f1"},
     {"kind": "json"},
     {"kind": "format", "pattern": ".*"},
     {"kind": "length", "max_tokens": 10},
 ]
-COMPARING = [kind for kind in LOCAL_KINDS if kind["kind"] in ("exact_match", "regex", "boxed", "math")]
+COMPARING = [kind for kind in LOCAL_KINDS if kind["kind"] in COMPARING_KINDS]
 
 
 @pytest.mark.parametrize(
@@ -180,6 +186,16 @@ def test_length_costs_a_share_of_max_tokens(tokens: int, expected: float) -> Non
 def test_the_length_cost_never_leaves_its_range_and_never_falls_with_fewer_tokens(tokens: int, max_tokens: int) -> None:
     assert -1.0 <= length_cost(tokens, max_tokens) <= 0.0
     assert length_cost(tokens + 1, max_tokens) <= length_cost(tokens, max_tokens)
+
+
+@pytest.mark.parametrize("kind", COMPARING, ids=lambda kind: str(kind["kind"]))
+def test_the_best_of_several_ground_truths_counts(kind: dict[str, object]) -> None:
+    response = r"\boxed{7}" if kind["kind"] in ("boxed", "hendrycks_math", "math") else "7"
+    score = catalog.bind(SECTION.validate_python(kind))  # type: ignore[arg-type]
+    for others, expected in ((("7",), 1.0), (("8",), 0.0)):
+        found = score(Item("i", response_text=response, ground_truth="6", other_ground_truths=others))
+        assert isinstance(found, Score)
+        assert found.value == expected
 
 
 @pytest.mark.parametrize("kind", LOCAL_KINDS, ids=lambda kind: str(kind["kind"]))

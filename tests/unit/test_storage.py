@@ -13,8 +13,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from rolecall.checkpoint.storage import TRIES, RemoteStorage, Storage, open_storage
-from rolecall.errors import ConfigError, DiskFullError, StorageUnavailableError
+from rolecall.checkpoint.storage import TRIES, RemoteStorage, Storage, open_storage, require_inside
+from rolecall.errors import ConfigError, DiskFullError, InvalidInputError, StorageUnavailableError
 from tests.s3_server import s3_bucket
 
 BIG = os.urandom(6 * 2**20)
@@ -134,3 +134,64 @@ def test_on_a_disk_nothing_but_the_file_is_left_and_empty_folders_go(tmp_path: P
     assert [path.name for path in (tmp_path / "new").rglob("*")] == ["a", "b", "c"]
     storage.remove(["a/b/c"])
     assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_path_below_the_checkpoints_is_taken_by_whatever_name_they_have(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "step-1").mkdir(parents=True)
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "disk")
+    (tmp_path / "checkpoints" / "step-2").symlink_to(tmp_path / "disk" / "step-1")
+    for name in ("checkpoints", "disk"):
+        for below in ("step-1/actor", "step-2/actor", "step-3/3fa2/actor", "a b"):
+            require_inside(f"{tmp_path}/{name}/{below}", f"{tmp_path}/checkpoints", "path")
+            require_inside(f"file://{tmp_path}/{name}/{below}", f"file://{tmp_path}/checkpoints/", "path")
+    require_inside("s3://bucket/run/step-00000020/3fa2c1d0/actor", "s3://bucket/run", "path")
+    require_inside("s3://bucket/run/step-00000020/3fa2c1d0/actor", "s3://bucket/run/", "path")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        "/etc",
+        "etc",
+        "{run}",
+        "{run}/",
+        "{run}-2/actor",
+        "{run}/../actor",
+        "{run}/step/../actor",
+        "{run}/out/actor",
+        "{run}/out/new/actor",
+        "{run}/\0",
+        "file://{run}/../actor",
+        "s3://bucket{run}/actor",
+    ],
+)
+def test_a_path_that_leads_out_of_the_checkpoints_on_a_disk_is_refused(tmp_path: Path, path: str) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    run.mkdir()
+    out.mkdir()
+    (run / "out").symlink_to(out)
+    with pytest.raises(InvalidInputError, match=r"^path '.*' is not below .*; correct it"):
+        require_inside(path.format(run=run), str(run), "path")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/etc/passwd",
+        "s3://bucket/run",
+        "s3://bucket/run/",
+        "s3://bucket/runs/actor",
+        "s3://other/run/actor",
+        "s3://bucket/run/../actor",
+        "s3://bucket/run/./actor",
+        "s3://bucket/run//actor",
+        "s3://bucket/run/%2e%2e/actor",
+        "s3://bucket/run/a?versionId=1",
+        "s3://bucket/run/a::file:///etc/passwd",
+        "simplecache::s3://bucket/run/actor",
+    ],
+)
+def test_a_path_that_leads_out_of_the_checkpoints_behind_a_url_is_refused(path: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"^path '.*' is not below s3://bucket/run, "):
+        require_inside(path, "s3://bucket/run", "path")

@@ -17,7 +17,7 @@ from rolecall.store.budget import STORE_SHARE, StoreBudget, batch_bytes
 from rolecall.trajectory import row_bytes
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 from services.controller.groups.prompts import PromptRenderer
-from tests.tiny_models import write_tokenizer
+from tests.tiny_tokenizer import write_tokenizer
 
 
 @pytest.mark.parametrize("max_staleness", [0, 3])
@@ -44,7 +44,8 @@ def test_a_row_is_counted_with_every_column_of_the_schema_its_text_and_its_overh
         if column.per_token
     )
     # the text takes about 4 bytes a token, keys and meta 2 KiB a row
-    assert row_bytes(num_tokens, list(COLUMNS.values()), top_k=3) == num_tokens * (per_token + 4) + 2048
+    counted = row_bytes(num_tokens, list(COLUMNS.values()), dict.fromkeys(COLUMNS, 3))
+    assert counted == num_tokens * (per_token + 4) + 2048
 
 
 def test_a_group_at_its_longest_holds_the_largest_prompt(make_settings: Callable[..., RunSettings]) -> None:
@@ -65,7 +66,7 @@ def test_a_trained_batch_is_counted_row_by_row_and_at_once(make_settings: Callab
     began = time.process_time()
     counted = batch_bytes(settings, batch, 0)
     assert time.process_time() - began < 0.06, "row by row the columns of the run are listed 20,000 times: 0.2 s"
-    assert counted == sum(row_bytes(length, settings.columns) for length in (1, 10_000, 10_001, 20_000)) * 5000
+    assert counted == sum(row_bytes(length, settings.columns, {}) for length in (1, 10_000, 10_001, 20_000)) * 5000
 
 
 def test_prompts_too_large_for_the_store_are_refused_and_named(make_settings: Callable[..., RunSettings]) -> None:

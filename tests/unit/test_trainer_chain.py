@@ -17,6 +17,7 @@ from rolecall.errors import (
     FencedError,
     OutOfOrderError,
     RowMissingError,
+    StoreRolledBackError,
     WorkerLostError,
 )
 from rolecall.rpc.fence import Fence
@@ -58,7 +59,7 @@ def read_sealed(step: int) -> TrainBatch:
 async def chained(trainer: CountingTrainer) -> AsyncIterator[tuple[TrainChain, DeviceThread]]:
     device_thread = DeviceThread()
     try:
-        yield TrainChain(trainer, read_sealed, device_thread, Fence(0)), device_thread
+        yield TrainChain(trainer, read_sealed, device_thread, Fence(lambda: 0)), device_thread
     finally:
         trainer.may_finish.set()
         await device_thread.close()
@@ -155,12 +156,32 @@ async def test_the_lane_shows_phases_and_progress() -> None:
     await device_thread.close()
 
 
-def test_a_fence_lets_only_the_newest_controller_through() -> None:
-    fence = Fence(3)
-    fence.check(3)
-    fence.check(5)
-    with pytest.raises(FencedError):
-        fence.check(4)
+async def test_a_fence_lets_only_the_controller_through_that_the_store_knows_as_the_newest() -> None:
+    reads: list[int] = []
+    known = 3
+
+    def read_ctl() -> int:
+        reads.append(known)
+        return known
+
+    fence = Fence(read_ctl)
+    for never_or_replaced in (-1, 0, 2):
+        with pytest.raises(FencedError):
+            await fence.check(never_or_replaced)
+    await fence.check(3)
+    assert reads == [3], "it asks once, at the first call"
+    with pytest.raises(StoreRolledBackError, match="made up, or the store was set back"):
+        await fence.check(2**63)
+    await fence.check(3)  # what nobody knows locks nobody out
+    known = 5
+    await fence.check(3)  # until a newer one calls, which it does first of all
+    await fence.check(5)
+    for replaced in (3, 4):
+        with pytest.raises(FencedError):
+            await fence.check(replaced)
+    known = 4  # set back: what was seen is not forgotten
+    await fence.check(5)
+    assert reads == [3, 3, 5]
 
 
 def test_the_account_survives_its_file(tmp_path: Path) -> None:

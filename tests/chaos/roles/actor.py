@@ -19,7 +19,8 @@ async def serve(args: ServiceArgs, hook: Hook, connection: Connection, fence: Fe
     """Serves until it is stopped."""
     settings, section, consumer = args.settings, args.settings.actor, f"{args.worker}.{args.incarnation}"
     actor = ChaosActor(settings, connection, hook, args.incarnation)
-    calls = trainer_calls(actor, connection, settings.run.name, fence, section.token_budget, consumer)
+    run = settings.run
+    calls = trainer_calls(actor, connection, run.name, fence, run.checkpoints, section.token_budget, consumer)
     server = make_server(settings, section, "actor")
     servicer = ActorServicer(actor, calls)
     server.add(actor_pb2_grpc.add_ActorServiceServicer_to_server, servicer, "rolecall.v1.ActorService")

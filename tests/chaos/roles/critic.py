@@ -19,7 +19,8 @@ async def serve(args: ServiceArgs, hook: Hook, connection: Connection, fence: Fe
     """Serves until it is stopped."""
     settings, section, consumer = args.settings, config.section(args.settings), f"{args.worker}.{args.incarnation}"
     critic = ChaosCritic(settings, connection, hook, args.incarnation)
-    calls = trainer_calls(critic, connection, settings.run.name, fence, section.token_budget, consumer)
+    run = settings.run
+    calls = trainer_calls(critic, connection, run.name, fence, run.checkpoints, section.token_budget, consumer)
     server = make_server(settings, section, "critic")
     server.add(critic_pb2_grpc.add_CriticServiceServicer_to_server, CriticServicer(calls), "rolecall.v1.CriticService")
     await serve_role(args, section, controller_pb2.ROLE_CRITIC, server, calls)

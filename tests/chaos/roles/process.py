@@ -17,13 +17,14 @@ Serve: TypeAlias = Callable[[ServiceArgs, Hook, Connection, Fence], Awaitable[No
 def run_role(role: str, section: str, serve: Serve) -> int:
     """Runs `serve` as `role`, whose server the settings' `section` places (none: `serve` does); the exit code."""
     args = through_the_wire(parse_args(role), section)
-    telemetry.configure(args.settings.telemetry, role, args.worker)
+    settings = args.settings
 
     async def start() -> None:
-        hook = hook_of(args.settings, args.worker)
+        telemetry.configure(settings.telemetry, role, args.worker, run=settings.run.name, rpc=settings.rpc)
+        hook = hook_of(settings, args.worker)
         hook.at("starting")
-        connection = await asyncio.to_thread(connect, args.settings.store)
-        fence = Fence(await asyncio.to_thread(read_ctl, connection, args.settings.run.name))
+        connection = await asyncio.to_thread(connect, settings.store, verify=False)
+        fence = Fence(lambda: read_ctl(connection, settings.run.name))
         await serve(args, hook, connection, fence)
 
     return run(start, role)

@@ -4,9 +4,11 @@ import asyncio
 import sys
 
 from rolecall.rpc.fence import Fence
+from rolecall.rpc.listening import advertised
 from rolecall.rpc.membership import Membership
 from rolecall.rpc.role_process import ServiceArgs, serve
 from rolecall.store.connection import Connection
+from rolecall.telemetry import show_states
 from rolecall.v1 import controller_pb2
 from services.rollout.heartbeat import feed_heartbeat
 from tests.chaos.engine import ChaosEngine
@@ -21,8 +23,10 @@ async def serve_rollout(args: ServiceArgs, hook: Hook, connection: Connection, f
     engine = ChaosEngine(hook, settings.data.max_prompt_tokens + settings.sampling.max_tokens)
     bind = f"unix:{wire / args.worker}.real" if wire.is_dir() else settings.rollout.bind
     twin = RolloutTwin.of_run(settings, consumer, engine, NumberTokenizer(), connection, bind, fence)
+    show_states(twin.replica.states)
     bound = await twin.start()
-    address = f"unix:{wire / args.worker}.link" if wire.is_dir() else bound
+    reachable = advertised(bound, settings.rollout.advertise_host, settings.controller.address)
+    address = f"unix:{wire / args.worker}.link" if wire.is_dir() else reachable
     membership = Membership(
         settings, controller_pb2.ROLE_ROLLOUT, args.worker, args.incarnation, address, engine.info.num_weight_ranks
     )
@@ -34,7 +38,7 @@ async def serve_rollout(args: ServiceArgs, hook: Hook, connection: Connection, f
         await twin.pull.drain(1.0)
 
     beating = asyncio.create_task(feed_heartbeat(twin.replica, membership))
-    failed = asyncio.ensure_future(_first_failure(twin.pulling, beating, membership.failed))
+    failed = asyncio.ensure_future(_first_failure(membership.failed, twin.pulling, beating))
     try:
         await serve(twin.server, drain=drain, failed=failed, grace_s=3.0)
     finally:

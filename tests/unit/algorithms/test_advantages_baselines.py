@@ -64,6 +64,18 @@ def test_gdpo_keeps_apart_what_a_sum_of_rewards_would_mix() -> None:
     )
 
 
+def test_gdpo_leaves_responses_out_that_a_component_does_not_apply_to() -> None:
+    nan = np.nan
+    batch = replace(
+        outcomes([0, 0, 1, 1], [0, 0, 0, 0]),
+        components={"right": np.array([1.0, 0.0, nan, nan]), "short": np.array([nan, nan, 0.0, 1.0])},
+    )
+    # Each is +- 0.707107 in its own group and nothing in the other; over the batch the std (n) is 0.707107 with equal
+    # weights.
+    found = last_tokens(GdpoAdvantage(weights={"right": 1.0, "short": 1.0}), batch)
+    np.testing.assert_allclose(found, [1, -1, -1, 1], rtol=1e-5)
+
+
 def test_gdpo_names_a_component_that_nobody_gave() -> None:
     with pytest.raises(InvalidInputError, match="'missing'"):
         estimate(GdpoAdvantage(weights={"missing": 1.0}), outcomes([0, 0], [0, 1]))

@@ -21,11 +21,16 @@ from rolecall.training.ranks.device import (
 from tests.resident import use_memory
 
 CPU = torch.device("cpu")
-KNOW_CUDA = {"rolecall/training/ranks/device.py", "rolecall/weights/nccl.py"}
-"""The seam itself, and the binding of a library that is CUDA's own."""
+KNOW_CUDA = {
+    "rolecall/training/ranks/device.py",
+    "rolecall/training/megatron/layout.py",
+    "rolecall/training/megatron/on_cpu.py",
+    "rolecall/weights/nccl.py",
+}
+"""The seam itself, the binding of a library that is CUDA's own, and where megatron-core is told that there is none."""
 
 
-def test_nothing_but_the_seam_and_the_nccl_binding_says_cuda() -> None:
+def test_nothing_but_the_seam_and_the_bindings_of_libraries_says_cuda() -> None:
     sources = [path for package in (rolecall, services) for path in Path(*package.__path__).rglob("*.py")]
     assert len(sources) > 100
     saying = {str(path.relative_to(Path(*rolecall.__path__).parent)) for path in sources if "cuda" in path.read_text()}

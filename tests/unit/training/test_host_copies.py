@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rolecall.training.fsdp.host_copies import HostCopies
+from rolecall.training.state.host_copies import HostCopies
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -16,7 +16,7 @@ from rolecall.data.model_files import check_parallel
 from rolecall.errors import ConfigError
 from rolecall.settings import ActorSection, ParallelSection
 from rolecall.telemetry import Metrics
-from rolecall.training.fsdp.layout import Box
+from rolecall.training.model.box import Box
 from rolecall.training.model.sequence_parallel import SequenceShare
 from rolecall.training.ranks.command_group import CommandGroup
 
@@ -100,7 +100,8 @@ def test_key_heads_may_divide_or_be_divided(tmp_path: Path, parallel: dict[str, 
 
 def test_a_number_of_ranks_that_cannot_be_laid_out_is_refused_in_the_settings() -> None:
     with pytest.raises(
-        ValidationError, match=r"num_ranks is 6, not a multiple of parallel\.replicate x sequence x tensor = 4"
+        ValidationError,
+        match=r"num_ranks is 6, not a multiple of parallel\.replicate x sequence x tensor x pipeline = 4",
     ):
         ActorSection(num_ranks=6, parallel=ParallelSection(sequence=2, tensor=2))
     assert ActorSection(num_ranks=8, parallel=ParallelSection(replicate=2, tensor=2)).num_shards == 4

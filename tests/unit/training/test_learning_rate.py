@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from rolecall.settings import CriticSection, OptimizerSection, RunSettings
-from rolecall.training.fsdp.learning_rate import learning_rate
+from rolecall.training.state.learning_rate import learning_rate
 
 
 def rates(total: int, **section: float | str) -> list[float]:

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rolecall.columns import ROUTED_EXPERTS
 from rolecall.training.model.prefixes import find_prefixes
+from rolecall.training.packing.pack import Row, pack
 
 CPU = torch.device("cpu")
 
@@ -28,6 +30,33 @@ def test_two_tokens_have_one_home_exactly_when_all_tokens_up_to_them_are_equal(s
     assert len(set(zip(homes, beginnings, strict=True))) == len(set(homes)) == num_distinct
     assert prefixes.first_C.tolist() == [homes.index(home) for home in range(num_distinct)]
     assert prefixes.num_saved == len(beginnings) - num_distinct
+
+
+@given(st.lists(st.lists(st.tuples(*[st.integers(0, 1)] * 3), min_size=1, max_size=5), min_size=1, max_size=8))
+def test_rows_share_what_they_begin_with_as_far_as_they_were_routed_alike(
+    sequences: list[list[tuple[int, int, int]]],
+) -> None:
+    """A token is its id and the experts that it is sent to: one copy of it goes where every row's went."""
+    wide = [np.array(tokens, np.int32) for tokens in sequences]
+    rows: list[Row] = [
+        {
+            "token_ids": np.ascontiguousarray(tokens[:, 0]),
+            "response_mask": np.ones(len(tokens), np.uint8),
+            ROUTED_EXPERTS: tokens[:, 1:].astype(np.uint8),
+        }
+        for tokens in wide
+    ]
+    packed = pack(rows, [ROUTED_EXPERTS], temperature=1.0, device=CPU)
+    beginnings = [tuple(map(tuple, tokens[: t + 1])) for tokens in sequences for t in range(len(tokens))]
+    num_distinct = len(set(beginnings))
+    if packed.prefixes is None:
+        assert len(beginnings) - num_distinct < max(1, len(beginnings) / 16)
+        return
+    homes = packed.prefixes.home_N.tolist()
+    assert len(set(zip(homes, beginnings, strict=True))) == len(set(homes)) == num_distinct
+    routed_NW = packed.columns[ROUTED_EXPERTS]
+    assert routed_NW.dtype == torch.uint8
+    assert torch.equal(routed_NW[packed.prefixes.first_C][packed.prefixes.home_N], routed_NW)
 
 
 def test_little_in_common_is_not_shared() -> None:

@@ -1,0 +1,96 @@
+"""`rolecall score`: a file of responses through the run's own dispatcher, worker processes and checks."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rolecall.reward import Scorer, description, one_by_one
+from services.reward.score import main
+from tests.contract.reward_peers import serving
+from tests.twins.launched import write_light_config
+
+PARTS = {
+    "right": {"scorer": {"kind": "exact_match"}, "when": {"source": "sums"}},
+    "json": {"scorer": {"kind": "json"}, "when": {"source": "code"}, "weight": 0.5},
+    "short": {"scorer": {"kind": "length", "max_tokens": 4}, "weight": 0.0},
+}
+ROWS = [
+    {"uid": "a", "prompt": "2 + 2", "ground_truth": ["4", "four"], "source": "sums", "response": ["four", "5"]},
+    {"uid": "b", "prompt": "json!", "source": "code", "response": "{}"},
+]
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    config = write_light_config(tmp_path)
+    tree = yaml.safe_load(config.read_text())
+    tree["reward"]["components"] = PARTS
+    config.write_text(yaml.safe_dump(tree))
+    return config
+
+
+def write_rows(folder: Path, *rows: object) -> Path:
+    path = folder / "responses.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_file_of_responses_is_scored_as_a_run_would(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = write_rows(run_file.parent, *ROWS)
+    assert main([str(rows), "--config", str(run_file), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    # Byte tokens and the end: "four" has 5 of 4, "5" and its end 2, "{}" and its end 3.
+    assert answer["scores"] == [
+        {"id": "a/0", "reward": 1.0, "components": {"right": 1.0, "short": -1.0}, "answer": "four"},
+        {"id": "a/1", "reward": 0.0, "components": {"right": 0.0, "short": -0.5}, "answer": "5"},
+        {"id": "b/0", "reward": 0.5, "components": {"json": 1.0, "short": -0.75}, "answer": None},
+    ]
+    assert answer["table"]["right"] == {"responses": 2, "mean": 0.5, "std": 0.5, "min": 0.0, "max": 1.0}
+    assert answer["table"]["json"]["responses"] == 1
+    assert answer["table"]["reward"]["accuracy"] == pytest.approx(1 / 3)
+    assert main([str(rows), "--config", str(run_file)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].split() == ["component", "responses", "mean", "std", "min", "max"]
+    assert [line.split()[0] for line in said[1:5]] == ["reward", "json", "right", "short"]
+    assert said[3].split() == ["right", "2", "0.5", "0.5", "0", "1"]
+    assert said[5].startswith("3 responses in ")
+
+
+def test_a_response_without_a_score_is_told_and_ends_with_1(
+    run_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("def score(item):\n    return 1 / len(item.response_text)\n")
+    mine = "reward.components={mine: {scorer: {kind: function, target: 'mine:score'}}}"
+    rows = write_rows(tmp_path, {"prompt": "2 + 2", "response": ["four", ""]})
+    code = main([str(rows), "--config", str(run_file), *("--" + mine).split("=", 1)])
+    assert code == 1
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told.startswith("no score: 1 x SCORER_EXCEPTION, the first: ")
+    assert "division by zero" in told
+
+
+async def test_the_service_at_an_address_is_asked_instead(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = description("half", (0, 1), ("response_text",), {}, token_rewards=False, max_items=0)
+    rows = write_rows(run_file.parent, *ROWS)
+    async with serving(Scorer(spec, one_by_one(lambda item: 0.5, spec))) as address:
+        arguments = [str(rows), "--config", str(run_file), "--reward.address", address, "--json"]
+        assert await asyncio.to_thread(main, arguments) == 0
+    assert [row["reward"] for row in json.loads(capsys.readouterr().out)["scores"]] == [0.5] * 3
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"prompt": "2 + 2", "source": "code"}, "field 'response': no response; write text or a list of texts"),
+        ({"prompt": "2 + 2", "source": "sums", "response": "4"}, "field 'ground_truth': missing"),
+        ({"prompt": "2 + 2", "response": "4", "source": "sums", "ground_truth": "4", "uid": []}, "a list, not text"),
+    ],
+)
+def test_a_row_that_cannot_be_scored_is_named(
+    run_file: Path, row: dict[str, object], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(write_rows(run_file.parent, row)), "--config", str(run_file)]) == 2
+    assert told in capsys.readouterr().err

@@ -1,0 +1,127 @@
+"""Prometheus reads /metrics: with names by its rules, from whom the run trusts, and never at the role's cost."""
+
+import os
+import re
+import socket
+import ssl
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rolecall.errors import ConfigError, UnavailableError
+from rolecall.settings import RpcSection, TlsSection
+from rolecall.telemetry.scrape import serve_metrics
+from tests.contract.peer import Authority
+
+TIMEOUT_S = 20.0
+A_ROLE = """
+import urllib.request
+from rolecall import telemetry
+from rolecall.settings import RpcSection, TelemetrySection
+from rolecall.telemetry import Metrics
+from rolecall.telemetry.scorers import ScorerMeter
+from rolecall.telemetry.scrape import serve_metrics
+from rolecall.telemetry.states import StateClock
+
+telemetry.configure(TelemetrySection(metrics_bind="127.0.0.1:0"), "actor", "actor", run="sort")
+telemetry.show_states(StateClock(("waiting", "training")))
+metrics = Metrics()
+metrics.mean("reward/mean", 0.5)
+telemetry.export(metrics)
+meter = ScorerMeter("judge")
+with meter.call(2):
+    meter.retried(1)
+meter.count("scored", 2)
+print(urllib.request.urlopen(serve_metrics("127.0.0.1:0", RpcSection()), timeout=20.0).read().decode())
+"""
+BASE_UNITS = ("seconds", "bytes", "ratio")
+
+
+def get(url: str, context: ssl.SSLContext | None = None) -> str:
+    with urllib.request.urlopen(url, timeout=TIMEOUT_S, context=context) as answer:
+        return str(answer.read().decode())
+
+
+def trusting(tls: TlsSection, own: TlsSection | None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=tls.ca_file)
+    if own is not None:
+        context.load_cert_chain(own.certificate_file, own.key_file)
+    return context
+
+
+def test_names_units_and_labels_follow_the_rules_of_prometheus() -> None:
+    done = subprocess.run([sys.executable, "-c", A_ROLE], capture_output=True, text=True, timeout=60.0, check=True)
+    families = {family.name: family for family in text_string_to_metric_families(done.stdout)}
+    ours = {name: family for name, family in families.items() if name.startswith("rolecall_")}
+    scorer = {f"rolecall_scorer_{name}" for name in ("time_seconds", "items", "retries", "under_way")}
+    assert {"rolecall_state_seconds", "rolecall_metric"} | scorer == ours.keys()
+    for name, family in ours.items():
+        assert re.fullmatch(r"[a-z][a-z0-9_]*", name)
+        assert family.documentation.endswith(".")
+        assert family.type in ("counter", "gauge", "histogram")
+        assert family.type == "gauge" or name.rpartition("_")[2] in (*BASE_UNITS, "items", "retries")
+        for sample in family.samples:
+            assert sample.name.endswith("_total") == (family.type == "counter")
+            assert sample.labels.keys() >= {"run", "role", "worker"}
+            assert not sample.labels.keys() & {"job", "instance", "quantile"}
+            assert ("le" in sample.labels) == sample.name.endswith("_bucket")
+            assert (sample.labels["run"], sample.labels["role"]) == ("sort", "actor")
+    assert {sample.labels["state"] for sample in ours["rolecall_state_seconds"].samples} == {"waiting", "training"}
+    (items,) = ours["rolecall_scorer_items"].samples
+    assert (items.labels["scorer"], items.labels["outcome"], items.value) == ("judge", "scored", 2)
+    assert ours["rolecall_metric"].samples[0].labels["name"] == "reward/mean"
+
+
+def test_beyond_loopback_it_takes_tls_or_a_mesh() -> None:
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0:0 \(telemetry\.metrics_bind\) without TLS"):
+        serve_metrics("0.0.0.0:0", RpcSection())
+    assert serve_metrics("0.0.0.0:0", RpcSection(behind_mesh=True)).startswith("http://")
+
+
+def test_a_port_that_is_taken_is_named_with_its_setting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        bind = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(UnavailableError, match=rf"{bind} \(telemetry\.metrics_bind\): it is in use"):
+            serve_metrics(bind, RpcSection())
+
+
+def test_a_role_whose_port_is_taken_says_so_and_goes_on() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        code = A_ROLE.replace("127.0.0.1:0", f"127.0.0.1:{other.getsockname()[1]}", 1)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60.0, check=True)
+    assert "(telemetry.metrics_bind): it is in use" in done.stderr
+    assert "rolecall_state_seconds_total" in done.stdout
+
+
+def test_with_tls_it_answers_whom_the_run_trusts_alone_also_after_a_rotation(tmp_path: Path) -> None:
+    ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
+    served, viewer = ours.issue("actor"), ours.issue("viewer")
+    url = serve_metrics("127.0.0.1:0", RpcSection(tls=served))
+    assert "process_cpu_seconds_total" in get(url, trusting(served, viewer))
+    for stranger in (None, theirs.issue("viewer")):
+        with pytest.raises(OSError):
+            get(url, trusting(served, stranger))
+    replacement = theirs.issue("actor")
+    served.key_file.unlink()  # half a rotation
+    assert "process_cpu_seconds_total" in get(url, trusting(served, viewer))
+    for old, new in zip(_files(served), _files(replacement), strict=True):
+        os.replace(new, old)
+    assert "process_cpu_seconds_total" in get(url, trusting(served, theirs.issue("viewer")))
+    with pytest.raises(OSError):
+        get(url, trusting(served, viewer))
+
+
+def test_whoever_connects_and_says_nothing_does_not_end_the_scrapes() -> None:
+    url = serve_metrics("127.0.0.1:0", RpcSection())
+    host, port = url.removeprefix("http://").removesuffix("/metrics").split(":")
+    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S):
+        assert "process_cpu_seconds_total" in get(url)
+
+
+def _files(tls: TlsSection) -> list[Path]:
+    return [tls.certificate_file, tls.key_file, tls.ca_file]

@@ -1,0 +1,23 @@
+"""The rules for Prometheus, by its own tool, where that is installed: they parse, and say what they should of made-up
+minutes.
+"""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+HERE = Path(__file__).resolve().parent
+RULES = HERE.parents[1] / "deploy" / "kubernetes" / "components" / "prometheus" / "rules.yaml"
+PROMTOOL = shutil.which("promtool")
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="no promtool; it comes with the package prometheus")
+def test_the_rules_parse_and_say_what_they_should(tmp_path: Path) -> None:
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(yaml.safe_load(RULES.read_text())["spec"]))
+    shutil.copy(HERE / "rules_test.yaml", tmp_path)
+    for words in (["check", "rules", "rules.yaml"], ["test", "rules", "rules_test.yaml"]):
+        done = subprocess.run([str(PROMTOOL), *words], cwd=tmp_path, capture_output=True, text=True, timeout=60.0)
+        assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,144 @@
+"""A store that lost what it had acknowledged, as the controller sees it: the run goes back to its checkpoint by itself,
+or says why it cannot. What is lost here is only said to be: real failovers are test_store_failover.py's.
+"""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rolecall.errors import InvalidInputError, StoreRolledBackError
+from rolecall.settings import RunSettings
+from rolecall.store.ledger import Ledger
+from rolecall.v1 import controller_pb2 as pb
+from rolecall.v1.controller_pb2_grpc import ControllerServiceStub
+from rolecall.v1.trajectory_pb2 import TrainBatch
+from tests.failover import check
+from tests.fixtures_store import StoreUnderTest
+from tests.twins.run import TwinRun, twin_run
+
+MakeSettings = Callable[..., RunSettings]
+RUN_S = 60.0
+"""Deadline of one light run."""
+
+
+def another_server(store: StoreUnderTest, **fields: int) -> None:
+    """Makes the ledger one that was last confirmed on another server, with other `fields`."""
+    store.connection.command("HSET", f"{{rl:{store.run}}}:run", "server", "another", *sum(fields.items(), ()))
+
+
+async def reaches(stub: ControllerServiceStub, step: int) -> None:
+    """Returns when the run has applied `step` steps."""
+    while (await stub.GetRun(pb.GetRunRequest())).status.step < step:
+        await asyncio.sleep(0.01)
+
+
+async def test_a_run_goes_back_by_itself_and_gives_no_gid_twice(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    async with (
+        twin_run(store, tmp_path, make_settings, run={"num_steps": 8, "checkpoint_every_steps": 2}) as run,
+        run.rollout("rollout-0", token_s=0.005),
+    ):
+        async with run.controller() as life:
+            stub, running = life.stub, life.running
+            await reaches(stub, 3)
+            another_server(store, mark=1)
+            await asyncio.wait_for(running, RUN_S)
+            assert (await stub.GetRun(pb.GetRunRequest())).status.num_recoveries >= 1
+        check(run)
+    position = Ledger(store.connection, store.run).position()
+    assert (position.lineage, position.set_back, position.step) == (1, 0, 8)
+    assert position.lineage_gid > 1_000_000
+
+
+async def test_a_server_that_has_all_it_acknowledged_is_gone_on_with(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    async with (
+        twin_run(store, tmp_path, make_settings, run={"num_steps": 6}) as run,
+        run.rollout("rollout-0", token_s=0.005),
+    ):
+        async with run.controller() as life:
+            stub, running = life.stub, life.running
+            for step in (1, 2, 3):
+                await reaches(stub, step)
+                another_server(store)
+            await asyncio.wait_for(running, RUN_S)
+            assert (await stub.GetRun(pb.GetRunRequest())).status.num_recoveries == 0
+        check(run)
+    assert Ledger(store.connection, store.run).position().lineage == 0
+
+
+async def test_without_a_checkpoint_the_run_ends_and_begins_anew_once_its_trainers_did(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    async with (
+        twin_run(store, tmp_path, make_settings, run={"num_steps": 4, "checkpoint_every_steps": 4}) as run,
+        run.rollout("rollout-0", token_s=0.005),
+    ):
+        async with run.controller() as life:
+            stub, running = life.stub, life.running
+            await reaches(stub, 1)
+            another_server(store, mark=1)
+            with pytest.raises(StoreRolledBackError, match=r"holds no checkpoint.*start the trainers again"):
+                await asyncio.wait_for(running, RUN_S)
+        run.actor.restart()
+        async with run.controller() as life:
+            running = life.running
+            await asyncio.wait_for(running, RUN_S)
+        check(run)
+
+
+async def test_rows_that_a_sealed_batch_needs_are_lost_and_the_run_goes_back(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    async with (
+        twin_run(store, tmp_path, make_settings, run={"num_steps": 6, "checkpoint_every_steps": 2}) as run,
+        run.rollout("rollout-0", token_s=0.005),
+    ):
+        _lose_rows_of(run, step=3)
+        async with run.controller() as life:
+            running = life.running
+            await asyncio.wait_for(running, RUN_S)
+        check(run)
+    assert Ledger(store.connection, store.run).position().lineage == 1
+
+
+async def test_a_controller_that_finds_the_rows_of_a_sealed_batch_gone_goes_back_too(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    async with (
+        twin_run(store, tmp_path, make_settings, run={"num_steps": 6, "checkpoint_every_steps": 2}) as run,
+        run.rollout("rollout-0", token_s=0.005),
+    ):
+        async with run.controller() as life:
+            stub, running = life.stub, life.running
+            await reaches(stub, 3)
+            run.actor.trainer.failures.append(InvalidInputError("the run ends with a batch sealed"))
+            with pytest.raises(InvalidInputError):
+                await asyncio.wait_for(running, RUN_S)
+        ledger = Ledger(store.connection, store.run)
+        sealed = ledger.sealed(ledger.position().step)
+        assert sealed is not None
+        store.rows.delete(list(sealed.rows))
+        async with run.controller() as life:
+            running = life.running
+            await asyncio.wait_for(running, RUN_S)
+        check(run)
+    assert ledger.position().lineage == 1
+
+
+def _lose_rows_of(run: TwinRun, step: int) -> None:
+    """Deletes the rows of the batch of `step` when the actor is to train it for the first time."""
+    train = run.actor.trainer.train
+    lost: list[TrainBatch] = []
+
+    def losing(batch: TrainBatch, *rest: object) -> object:
+        if batch.step == step and not lost:
+            lost.append(batch)
+            run.store.rows.delete(list(batch.rows))
+        return train(batch, *rest)  # type: ignore[arg-type]
+
+    run.actor.trainer.train = losing  # type: ignore[method-assign, assignment]

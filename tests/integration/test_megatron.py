@@ -1,0 +1,286 @@
+"""The back end over Megatron-Core says and trains what FSDP2 does on one rank, in every layout, and each goes on from
+the other's checkpoints.
+
+Ranks stay up and take one layout after another: what costs is to start them. Float32 but where a test says otherwise.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+
+from rolecall.data.model_files import check_parallel
+from rolecall.errors import ConfigError, RoleCallError
+from rolecall.settings import ActorSection, LayoutSection
+from tests.integration.exact_ranks import Answer, Job, Objective, Rank, Ranks, combine, living_ranks, write_rows
+from tests.integration.fsdp_ranks import make_rows
+from tests.tiny_models import write_llama, write_qwen2, write_qwen3, write_qwen3_moe
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("one_rank")]
+
+VOCAB = 152
+NUM_STEPS = 3
+JOBS_OF_RANKS = 20
+ATOL = 2e-4
+"""Of weights after the steps: AdamW divides by the root of tiny second moments, so that last bits of a gradient may
+move one weight of thousands by some per cent of the rate.
+"""
+TRAINING = {"learning_rate": 1e-3, "weight_decay": 0.1, "schedule": "linear", "warmup_steps": 1}
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "tied": lambda path: write_qwen3(path, tied=True, vocab=VOCAB),
+    "deep": lambda path: write_qwen3(path, tied=True, vocab=VOCAB, num_layers=4),
+    "untied": lambda path: write_qwen3(path, vocab=VOCAB),
+    "wide": lambda path: write_qwen3(path, tied=True, vocab=VOCAB, kv_heads=4),
+    "moe": lambda path: write_qwen3_moe(path, vocab=VOCAB),
+    "llama": write_llama,
+    "qwen2": write_qwen2,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in a layout."""
+
+    world_size: int
+    model: str
+    parallel: dict[str, int] = field(default_factory=dict)
+    megatron: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    objective: Objective = "sft"
+
+    def __str__(self) -> str:
+        more = {**self.parallel, **self.megatron, **self.options}
+        return "-".join([self.model, str(self.world_size), *(f"{key}_{value}" for key, value in more.items())])
+
+
+EVERY_DAY = [
+    Case(2, "tied", {"tensor": 2}),
+    Case(2, "untied", {"pipeline": 2}),
+    Case(2, "moe", {"tensor": 2, "expert": 2}),
+    Case(2, "tied", objective="value"),
+]
+MATRIX = [
+    Case(2, "llama", {"tensor": 2}),
+    Case(2, "qwen2", {"tensor": 2}),
+    Case(2, "qwen2", {"pipeline": 2}),
+    Case(2, "tied", {"tensor": 2}, {"sequence_parallel": False}),
+    Case(2, "tied", {"pipeline": 2}),
+    Case(2, "untied", {"sequence": 2}),
+    Case(2, "untied", {}, {"overlap_grad_reduce": True}),
+    Case(2, "deep", {"pipeline": 2}, {"virtual_stages": 2}),
+    Case(2, "untied", {"tensor": 2}, {}, {"gradient_checkpointing": True}),
+    Case(2, "untied", {"pipeline": 2}, {"recompute": "attention"}, {"gradient_checkpointing": True}),
+    Case(2, "tied", {"tensor": 2}, objective="value"),
+    Case(2, "tied", {"pipeline": 2}, objective="value"),
+    Case(2, "moe"),
+    Case(2, "moe", {"tensor": 2}),
+    Case(2, "moe", {"expert": 2}),
+    Case(2, "moe", {"pipeline": 2}),
+    Case(2, "moe", {"sequence": 2}),
+    Case(2, "moe", {"expert": 2}, {}, {"gradient_checkpointing": True}),
+    Case(4, "tied", {"tensor": 2, "pipeline": 2}),
+    Case(4, "untied", {"tensor": 2, "sequence": 2}),
+    Case(4, "untied", {"pipeline": 2, "sequence": 2}),
+    Case(4, "tied", {"pipeline": 2}),
+    Case(4, "untied", {"tensor": 2}),
+    Case(4, "deep", {"pipeline": 2, "tensor": 2}, {"virtual_stages": 2}),
+    Case(4, "moe", {"tensor": 2, "expert": 2}),
+    Case(4, "moe", {"tensor": 2, "expert": 4}),
+    Case(4, "moe", {"tensor": 2, "pipeline": 2, "expert": 2}),
+    Case(4, "moe", {"sequence": 2, "expert": 4}),
+    Case(4, "tied", {"tensor": 2, "pipeline": 2}, objective="value"),
+]
+
+
+class Bench:
+    """Models, rows, one rank of FSDP2 in this process, and ranks that are started when they are first asked."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder = folder
+        self._stack = stack
+        rows = make_rows(10)
+        write_rows(folder / "rows.npz", rows, [0.7] * len(rows))
+        self.model = cache(lambda name: MODELS[name](folder / name))
+        self._ranks: dict[int, Ranks] = {}
+        self._num_asked = 0
+        self.alone = cache(self._alone)
+
+    def job(self, model: str, objective: Objective, **more: Any) -> dict[str, Any]:
+        return {
+            "model": str(self.model(model)),
+            "rows": str(self.folder / "rows.npz"),
+            "out": str(self.folder / "out"),
+            "objective": objective,
+            "token_budget": 40,
+            "optimizer": TRAINING,
+            "num_steps": NUM_STEPS,
+            **more,
+        }
+
+    def ask(self, world_size: int, job: dict[str, Any]) -> tuple[Answer, dict[str, torch.Tensor]]:
+        """Outcome and weights of a job, of one rank in this process or of several."""
+        (self.folder / "out").mkdir(exist_ok=True)
+        answer = combine([Rank().answer(Job(**job))]) if world_size == 1 else self._living(world_size).ask(Job(**job))
+        return answer, load_file(self.folder / "out" / "weights.safetensors")
+
+    def _living(self, world_size: int) -> Ranks:
+        """Ranks that are up; new ones now and then, for Megatron forgets its process groups and never ends one."""
+        if self._num_asked % JOBS_OF_RANKS == 0:
+            self._stack.close()
+            self._ranks.clear()
+        self._num_asked += 1
+        if world_size not in self._ranks:
+            folder = self.folder / f"ranks-{world_size}-{self._num_asked}"
+            self._ranks[world_size] = self._stack.enter_context(living_ranks(world_size, folder))
+        return self._ranks[world_size]
+
+    def _alone(self, model: str, objective: Objective) -> tuple[Answer, dict[str, torch.Tensor]]:
+        return self.ask(1, self.job(model, objective))
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with ExitStack() as stack:
+        yield Bench(tmp_path_factory.mktemp("megatron"), stack)
+
+
+def assert_same(
+    ours: tuple[Answer, dict[str, torch.Tensor]], theirs: tuple[Answer, dict[str, torch.Tensor]], atol: float
+) -> None:
+    np.testing.assert_allclose(ours[0].grad_norms, theirs[0].grad_norms, rtol=1e-5)
+    np.testing.assert_allclose(ours[0].losses, theirs[0].losses, rtol=1e-5)
+    for index, outputs in theirs[0].outputs.items():
+        np.testing.assert_allclose(ours[0].outputs[index], outputs, atol=atol, rtol=0)
+    assert ours[1].keys() == theirs[1].keys()
+    for name, weight in theirs[1].items():
+        np.testing.assert_allclose(ours[1][name], weight, atol=ATOL, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*EVERY_DAY, *(pytest.param(case, marks=pytest.mark.megatron) for case in MATRIX)],
+    ids=str,
+)
+def test_every_layout_trains_what_fsdp_trains_on_one_rank(bench: Bench, case: Case) -> None:
+    job = bench.job(case.model, case.objective, parallel=case.parallel, options=case.options)
+    ours = bench.ask(case.world_size, {**job, "backend": "megatron", "megatron": case.megatron})
+    assert_same(ours, bench.alone(case.model, case.objective), atol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["tied", pytest.param("moe", marks=pytest.mark.megatron)])
+def test_a_run_goes_from_one_back_end_to_the_other_and_back(bench: Bench, model: str) -> None:
+    """Weights, moments, schedule: a step on one rank of FSDP2, one on two of Megatron, one on one of FSDP2."""
+    layouts: list[tuple[int, dict[str, Any]]] = [
+        (1, {}),
+        (2, {"backend": "megatron", "parallel": {"tensor": 2, "expert": 2 if model == "moe" else 1}}),
+        (1, {}),
+    ]
+    norms: list[float] = []
+    before: str | None = None
+    weights: dict[str, torch.Tensor] = {}
+    for index, (world_size, more) in enumerate(layouts):
+        saved = str(bench.folder / f"{model}-{index}")
+        job = bench.job(model, "sft", **more, num_steps=1, seed=index, start=before, save=saved)
+        answer, weights = bench.ask(world_size, job)
+        norms += answer.grad_norms
+        before = saved
+    alone, expected = bench.alone(model, "sft")
+    np.testing.assert_allclose(norms, alone.grad_norms, rtol=1e-5)
+    for name, weight in expected.items():
+        np.testing.assert_allclose(weights[name], weight, atol=ATOL, rtol=0, err_msg=name)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("first", [{"tensor": 2}, {"pipeline": 2}, {}], ids=str)
+@pytest.mark.parametrize("second", [{"tensor": 2, "pipeline": 2}, {"tensor": 4}, {"sequence": 2}, {}], ids=str)
+def test_a_checkpoint_goes_on_in_another_layout(bench: Bench, first: dict[str, int], second: dict[str, int]) -> None:
+    model = "wide"
+    saved = str(bench.folder / f"{first}-{second}")
+    job = bench.job(model, "sft", backend="megatron")
+    bench.ask(2, {**job, "parallel": first, "num_steps": 2, "save": saved})
+    answer, weights = bench.ask(4, {**job, "parallel": second, "num_steps": 1, "seed": 2, "start": saved})
+    alone, expected = bench.alone(model, "sft")
+    np.testing.assert_allclose(answer.grad_norms, alone.grad_norms[2:], rtol=1e-5)
+    for name, weight in expected.items():
+        np.testing.assert_allclose(weights[name], weight, atol=ATOL, rtol=0, err_msg=name)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("objective", ["policy", "sft"])
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}, {}], ids=str)
+def test_a_gradient_does_not_depend_on_how_the_rows_were_cut(
+    bench: Bench, parallel: dict[str, int], objective: Objective
+) -> None:
+    rows = [{**row, "ref/logprobs": row["rollout_logprobs"] * 0.9} for row in make_rows(10)]
+    write_rows(bench.folder / "policy.npz", rows, [0.7] * len(rows))
+    job = bench.job("untied", objective, rows=str(bench.folder / "policy.npz"), num_steps=1)
+    whole, _ = bench.ask(1, {**job, "token_budget": 10_000})
+    for budget, seed in ((31, 3), (60, 4), (10_000, 5)):
+        more = {"backend": "megatron", "parallel": parallel, "token_budget": budget, "seed": seed}
+        cut, _ = bench.ask(2, {**job, **more})
+        np.testing.assert_allclose(cut.grad_norms, whole.grad_norms, rtol=1e-5)
+        for name, value in whole.metrics.items():
+            assert cut.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}, {}], ids=str)
+def test_bfloat16_stays_within_two_per_cent_of_fsdps(bench: Bench, parallel: dict[str, int]) -> None:
+    job = bench.job("untied", "sft", dtype="bfloat16")
+    theirs, _ = bench.ask(1, job)
+    ours, weights = bench.ask(2, {**job, "backend": "megatron", "parallel": parallel})
+    np.testing.assert_allclose(ours.grad_norms, theirs.grad_norms, rtol=2e-2)
+    np.testing.assert_allclose(ours.losses, theirs.losses, rtol=2e-2)
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "model", "parallel", "megatron", "words"),
+    [
+        (2, "deep", {"pipeline": 2}, {"virtual_stages": 4}, "virtual_stages = 8 does not divide"),
+        (2, "moe", {"pipeline": 2, "expert": 2}, {}, "set it to sequence x tensor = 1"),
+        (2, "moe", {"tensor": 2}, {"sequence_parallel": False}, "leave it on"),
+        (2, "tied", {"tensor": 4}, {}, "num_key_value_heads 2"),
+    ],
+)
+def test_what_a_model_or_its_ranks_do_not_fit_is_refused_in_words(
+    bench: Bench, world_size: int, model: str, parallel: dict[str, int], megatron: dict[str, Any], words: str
+) -> None:
+    job = bench.job(model, "sft", backend="megatron", parallel=parallel, megatron=megatron)
+    with pytest.raises(RoleCallError, match=words):
+        bench.ask(world_size, job)
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"backend": "fsdp", "num_ranks": 2, "parallel": {"pipeline": 2}}, "backend megatron only"),
+        ({"lora": {}}, "lora is not there"),
+        ({"moe": {}}, "moe is not there"),
+        ({"router_replay": "r2"}, "router_replay is not there"),
+        ({"activation_offload": True}, "set gradient_checkpointing"),
+        ({"optimizer": {"kind": "muon"}}, "set adamw"),
+        ({"parallel": {"reduce_dtype": "bfloat16"}}, "set float32"),
+        ({"num_ranks": 2, "parallel": {"replicate": 2}}, "leave it at 1"),
+        ({"megatron": {"virtual_stages": 2}}, "virtual stages are of a pipeline"),
+    ],
+    ids=str,
+)
+def test_settings_that_only_one_back_end_has_are_refused_in_words(section: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        ActorSection.model_validate({"backend": "megatron", **section})
+
+
+def test_layers_and_experts_that_do_not_divide_are_refused_before_anything_starts(bench: Bench) -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.pipeline 3 does not divide the model's 2 layers"):
+        check_parallel(bench.model("tied"), LayoutSection(pipeline=3))
+    with pytest.raises(ConfigError, match=r"parallel\.expert 2 does not divide the model's 0 experts"):
+        check_parallel(bench.model("tied"), LayoutSection(expert=2))

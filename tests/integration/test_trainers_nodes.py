@@ -1,0 +1,55 @@
+"""A trainer on two nodes, each with a torchrun of its own, as the pods of a Job start it: who serves, how both end, and
+that they meet again.
+"""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from rolecall.rpc.channel import open_channel
+from rolecall.rpc.role_process import RESTART, USAGE
+from rolecall.v1 import actor_pb2_grpc
+from rolecall.v1.training_pb2 import TrainRequest
+from tests.contract.peer import Peer, serving
+from tests.fixtures_store import StoreUnderTest
+from tests.tiny_models import write_qwen3
+from tests.twins.callers import party
+from tests.twins.processes import joined, nodes, started
+from tests.twins.served import Batches, train, values_of, write_settings
+
+END_TIMEOUT_S = 100.0
+NODES = ("127.0.0.1", "127.0.0.2")
+"""Their addresses; the second is loopback too, and another interface to whoever binds."""
+
+
+@pytest.mark.thorough("test_a_killed_rank_ends_the_others_within_seconds")
+@pytest.mark.timeout(300)
+async def test_two_nodes_train_end_with_each_other_and_meet_again(store: StoreUnderTest, tmp_path: Path) -> None:
+    model, peer = write_qwen3(tmp_path / "policy"), Peer()
+    batch = Batches(store, model).sealed(0)
+    algorithm = {"groups_per_batch": 4, "num_minibatches": 3}
+    async with serving(peer) as (_, controller):
+        config = write_settings(store, model, tmp_path, algorithm=algorithm, controller={"address": controller})
+        async with joined(peer, config, nodes(config, NODES)) as actor:
+            os.killpg(actor.processes[1].pid, signal.SIGKILL)
+            async with asyncio.timeout(END_TIMEOUT_S):
+                assert await actor.processes[0].wait() == RESTART
+            assert "actor failed: rank 1 of actor is gone" in actor.said()
+        async with (
+            joined(peer, config, nodes(config, NODES)) as actor,
+            open_channel(actor.join.address, party()) as channel,
+        ):
+            request = TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest)
+            assert "actor/loss" in values_of(await train(actor_pb2_grpc.ActorServiceStub(channel), request))
+
+
+@pytest.mark.thorough("test_a_killed_rank_ends_the_others_within_seconds")
+@pytest.mark.timeout(300)
+async def test_a_bad_setting_ends_both_nodes_with_a_code_that_says_so(store: StoreUnderTest, tmp_path: Path) -> None:
+    config = write_settings(store, write_qwen3(tmp_path / "policy"), tmp_path)
+    commands = nodes(config, NODES, "--weights.ports", "1024-1025")
+    async with started(config, commands) as actor, asyncio.timeout(END_TIMEOUT_S):
+        assert [await process.wait() for process in actor.processes] == [USAGE, USAGE]

@@ -1,0 +1,261 @@
+"""The scorers of published data sets, against cases worked by hand from the published normalisation."""
+
+import re
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from rolecall.errors import BadGroundTruthError
+from rolecall.scoring.scores import Item, Score
+from rolecall.settings import PresetScorer
+from rolecall.settings.presets import INSTRUCTIONS
+from services.reward.presets import bind_preset
+from services.reward.scorers.hendrycks_math import hendrycks_match, normalized_math
+from services.reward.scorers.ifeval import CHECKS, followed, followed_loosely
+from services.reward.scorers.multiple_choice import choice_answer, choice_match
+from services.reward.scorers.numbers import gsm8k_answer, gsm8k_match, last_number, numeric_match
+from services.reward.scorers.qa import normalized, qa_answer, qa_exact_match, qa_f1
+
+SECTION: TypeAdapter[PresetScorer] = TypeAdapter(PresetScorer)
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "strict", "flexible"),
+    [
+        ("3 + 4 = 7\n#### 7", "7", 1.0, 1.0),
+        ("#### 1,234", "He has 1,234.\n#### 1,234", 1.0, 1.0),
+        ("#### 1234.", "1,234", 1.0, 1.0),
+        ("#### -5", "-5", 1.0, 1.0),
+        ("So the answer is $72.", "72", 0.0, 1.0),
+        ("#### 7\nNo wait: #### 8", "7", 1.0, 0.0),  # the first mark, but the last number
+        ("#### 7.0", "7", 0.0, 0.0),  # texts, not numbers: numeric compares those
+        ("####7", "7", 0.0, 1.0),
+        ("seven", "7", 0.0, 0.0),
+        ("#### .", "7", 0.0, 0.0),
+    ],
+)
+def test_gsm8k_reads_the_number_after_the_mark(response: str, truth: str, strict: float, flexible: float) -> None:
+    assert gsm8k_match(response, truth) == strict
+    assert gsm8k_match(response, truth, flexible=True) == flexible
+
+
+def test_gsm8k_answers_without_commas_and_none_without_a_number() -> None:
+    assert gsm8k_answer("#### 1,234,567") == "1234567"
+    assert gsm8k_answer("12 apples and 13 pears", flexible=True) == "13"
+    assert gsm8k_answer("no number", flexible=True) is None
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "tolerance", "expected"),
+    [
+        ("it is 7.50", "7.5", 0.0, 1.0),
+        (r"\boxed{1,000} of 2", "1000", 0.0, 1.0),
+        ("5-3", "3", 0.0, 1.0),  # a minus after a digit subtracts
+        ("x = -3", "-3", 0.0, 1.0),
+        ("1e3", "1000", 0.0, 1.0),
+        ("99", "100", 0.01, 1.0),
+        ("98.9", "100", 0.01, 0.0),
+        (".5", "0.5", 0.0, 1.0),
+        ("none", "0", 0.0, 0.0),
+    ],
+)
+def test_numeric_compares_the_last_number(response: str, truth: str, tolerance: float, expected: float) -> None:
+    assert numeric_match(response, truth, tolerance=tolerance) == expected
+
+
+def test_numeric_refuses_a_ground_truth_without_a_number() -> None:
+    with pytest.raises(BadGroundTruthError, match="holds no number"):
+        numeric_match("7", "seven")
+    assert last_number("seven") is None
+
+
+def test_squads_normalisation_removes_case_punctuation_and_articles() -> None:
+    assert normalized("The  U.S.A., and an Apple!") == "usa and apple"
+    assert normalized("a an the") == ""
+    assert normalized("theatre") == "theatre"
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "exact", "f1"),
+    [
+        ("The Eiffel Tower", "eiffel tower!", 1.0, 1.0),
+        ("tower", "Eiffel Tower", 0.0, 2 / 3),  # precision 1, recall 1/2
+        ("the big red house", "a red house", 0.0, 0.8),  # 2 common, 3 found, 2 wanted: 4/5
+        ("red red", "red", 0.0, 2 / 3),  # counted with repetition
+        ("Paris", "London", 0.0, 0.0),
+        ("", "the", 1.0, 1.0),  # both are empty
+        ("", "London", 0.0, 0.0),
+    ],
+)
+def test_qa_compares_words(response: str, truth: str, exact: float, f1: float) -> None:
+    assert qa_exact_match(qa_answer(response), truth) == exact
+    assert qa_f1(qa_answer(response), truth) == pytest.approx(f1)
+
+
+def test_qa_reads_the_last_match_of_a_pattern_and_nothing_without_one() -> None:
+    pattern = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+    assert qa_answer("<answer>no</answer> <answer>The\nend.</answer>", pattern) == "end"
+    assert qa_answer("The end", pattern) is None
+    assert qa_f1(None, "the") == qa_exact_match(None, "the") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (r"\dfrac12", r"\frac{1}{2}"),
+        (r"\tfrac{1}{2}", r"\frac{1}{2}"),
+        (r"\frac1{72}", r"\frac{1}{72}"),
+        (r"\sqrt3", r"\sqrt{3}"),
+        (r"2\sqrt{3}", r"2\sqrt{3}"),
+        ("1/2", r"\frac{1}{2}"),
+        ("0.5", r"\frac{1}{2}"),
+        (".25", "0.25"),
+        ("x = 5", "5"),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})"),
+        (r"10\text{ cm}", "10"),
+        (r"90^\circ", "90"),
+        (r"50\%", "50"),
+        (r"\$1,\!000", "1,000"),
+        ("a+b=c", "a+b=c"),
+    ],
+)
+def test_maths_normalisation(answer: str, expected: str) -> None:
+    assert normalized_math(answer) == expected
+
+
+def test_hendrycks_math_compares_boxes() -> None:
+    assert hendrycks_match(r"so \boxed{\dfrac{3}{4}}.", r"\frac34") == 1.0
+    assert hendrycks_match(r"so \boxed{\dfrac{3}{4}}.", r"We get $\boxed{3/4}$") == 1.0
+    assert hendrycks_match("3/4", "3/4") == 0.0
+    assert hendrycks_match(r"\boxed{0.75}", "3/4") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("The answer is (C).", "C"),
+        ("The answer is A? No, the answer is B.", "B"),
+        ("the answer is **D**", "D"),
+        ("Answer: B\nbecause A is wrong", "B"),
+        ("**Answer:** (C)", "C"),
+        (r"answer is A, so \boxed{C}", "C"),
+        (r"\boxed{\text{(D)}}", "D"),
+        (r"\boxed{Cat}", None),
+        ("A or B? I take D", "D"),
+        ("The answer is Apple", None),
+        ("E", None),
+        ("", None),
+    ],
+)
+def test_a_letter_is_read_from_what_a_response_settles_on(response: str, expected: str | None) -> None:
+    assert choice_answer(response, "ABCD") == expected
+
+
+def test_multiple_choice_refuses_a_ground_truth_that_is_no_letter() -> None:
+    assert choice_match("Answer: C", " (c) ", "ABCD") == 1.0
+    with pytest.raises(BadGroundTruthError, match="is no letter of ABCD"):
+        choice_match("Answer: C", "E", "ABCD")
+
+
+IFEVAL: list[tuple[str, dict[str, Any], str, str]] = [
+    ("keywords:existence", {"keywords": ["sun", "Moon"]}, "The moon and the Sun", "The moon"),
+    ("keywords:frequency", {"keyword": "ha", "frequency": 2.0, "relation": "at least"}, "Ha ha", "ha"),
+    ("keywords:forbidden_words", {"forbidden_words": ["cat"]}, "concatenate", "a Cat."),
+    ("keywords:letter_frequency", {"letter": "a", "let_frequency": 3, "let_relation": "less than"}, "Aab", "AaA"),
+    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "at least"}, "One 1.5. Two!", "One 1.5."),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb\n***", "a\n***\n***\nb"),
+    ("length_constraints:number_words", {"num_words": 3, "relation": "less than"}, "two words", "now three words"),
+    (
+        "length_constraints:nth_paragraph_first_word",
+        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "So"},
+        "First\n\n'So, yes",
+        "So\n\nFirst",
+    ),
+    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[name], [place]", "[name]"),
+    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Bye\np. s. more", "Bye"),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n- b", "* a\n* b\n* c"),
+    ("detectable_format:constrained_response", {}, "My answer is maybe.", "Maybe."),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 1}, "*this*", "* *"),
+    (
+        "detectable_format:multiple_sections",
+        {"section_spliter": "SECTION", "num_sections": 2},
+        "SECTION 1 a SECTION 2 b",
+        "SECTION 1 a",
+    ),
+    ("detectable_format:json_format", {}, '```json\n{"a": 1}\n```', "{a: 1}"),
+    ("detectable_format:title", {}, "<<Ode>>", "<< >>"),
+    ("combination:two_responses", {}, "a\n******\nb", "a\n******\na"),
+    ("combination:repeat_prompt", {"prompt_to_repeat": "Why?"}, "why? Because", "Because"),
+    ("startend:end_checker", {"end_phrase": "The end."}, 'so "the END."', "the end. Or not"),
+    ("startend:quotation", {}, '"quoted"', '"'),
+    (
+        "change_case:capital_word_frequency",
+        {"capital_frequency": 2, "capital_relation": "at least"},
+        "BIG and RED",
+        "BIG and red",
+    ),
+    ("change_case:english_capital", {}, "ALL 1", "All"),
+    ("change_case:english_lowercase", {}, "all 1", "All"),
+    ("punctuation:no_comma", {}, "a b", "a, b"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "good", "bad"), IFEVAL, ids=lambda value: value if ":" in str(value) else "")
+def test_an_instruction_is_checked(name: str, given: dict[str, Any], good: str, bad: str) -> None:
+    padded = {**given, "another": None}  # the data set writes null where an instruction takes no argument
+    assert followed(good, [name], [padded]) == [True]
+    assert followed(bad, [name], [padded]) == [False]
+    assert followed(" ", [name], [padded]) == [False]
+
+
+def test_every_instruction_of_the_settings_has_a_check_and_a_case() -> None:
+    assert CHECKS.keys() == INSTRUCTIONS == {case[0] for case in IFEVAL}
+
+
+def test_loosely_a_first_line_and_asterisks_are_forgiven() -> None:
+    names = ["change_case:english_lowercase", "startend:quotation"]
+    given: list[dict[str, Any]] = [{}, {}]
+    text = 'Sure, here it is:\n*"all lower"*'
+    assert followed(text, names, given) == [False, False]
+    assert followed_loosely(text, names, given) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("instructions", "arguments", "told"),
+    [
+        (["language:response_language"], [{}], "is not among those that kind ifeval checks"),
+        (["keywords:existence"], [{}], "has other arguments than it needs"),
+        (["keywords:frequency"], [{"keyword": "a", "frequency": 1, "relation": "exactly"}], "neither 'at least' nor"),
+    ],
+)
+def test_an_instruction_that_cannot_be_checked_is_bad_data(
+    instructions: list[str], arguments: list[dict[str, Any]], told: str
+) -> None:
+    with pytest.raises(BadGroundTruthError, match=told):
+        followed("text", instructions, arguments)
+
+
+@pytest.mark.parametrize(
+    ("section", "item", "value", "answer"),
+    [
+        ({"kind": "gsm8k"}, Item("i", "#### 3", "2", ("3",)), 1.0, "3"),
+        ({"kind": "numeric"}, Item("i", "3.00", "2", ("3",)), 1.0, "3"),
+        ({"kind": "qa_f1"}, Item("i", "the red house", "blue", ("a red car",)), 0.5, "red house"),
+        ({"kind": "qa_exact_match", "pattern": "A: (.*)"}, Item("i", "A: Red!", "blue", ("red",)), 1.0, "red"),
+        ({"kind": "multiple_choice"}, Item("i", "Answer: C", "A", ("C",)), 1.0, "C"),
+    ],
+)
+def test_a_preset_scores_by_the_nearest_of_several_answers(
+    section: dict[str, Any], item: Item, value: float, answer: str
+) -> None:
+    assert bind_preset(SECTION.validate_python(section))(item) == Score(value, answer=answer)
+
+
+def test_ifeval_scores_all_or_the_share_and_refuses_prompts_without_instructions() -> None:
+    fields = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [{}, {}]}
+    item = Item("i", "no comma", metadata=fields)
+    assert bind_preset(SECTION.validate_python({"kind": "ifeval"}))(item) == 0.0
+    assert bind_preset(SECTION.validate_python({"kind": "ifeval", "partial": True}))(item) == 0.5
+    with pytest.raises(BadGroundTruthError, match="has no instruction_id_list"):
+        bind_preset(SECTION.validate_python({"kind": "ifeval"}))(Item("i", "x"))
