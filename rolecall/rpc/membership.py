@@ -187,9 +187,7 @@ class Membership:
         return self._channel
 
     def _connect(self, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
-        # A subchannel pool of its own: otherwise gRPC would share one connection with the role's other channels to the
-        # controller.
-        options = [*channel_options((), loopback=is_loopback(self._target)), ("grpc.use_local_subchannel_pool", 1)]
+        options = channel_options((), loopback=is_loopback(self._target))
         if credentials is None:
             return grpc.insecure_channel(
                 self._target, options

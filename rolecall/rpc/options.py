@@ -60,6 +60,9 @@ def channel_options(idempotent: Sequence[str], *, loopback: bool, ours: bool = T
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.min_reconnect_backoff_ms", 1_000),
         ("grpc.max_reconnect_backoff_ms", 5_000),
+        # Otherwise channels of one process to one address share their connection, its failures and its wait until it
+        # is tried again: a new process at an address would seem as dead as the one before it.
+        ("grpc.use_local_subchannel_pool", 1),
     ]
     if ours:
         options.append(("grpc.http2.max_pings_without_data", 0))  # without a bound
