@@ -116,6 +116,37 @@ async def test_a_step_that_could_not_be_read_is_tried_again_by_the_next_call() -
         assert not device_thread.failed.done()
 
 
+async def test_a_trainer_that_went_back_takes_another_batch_of_the_step_it_waited_for() -> None:
+    trainer = CountingTrainer()
+    async with chained(trainer) as (chain, _):
+        leaving = aiter(chain.train(TrainRequest(step=0, digest="lost")))  # the store that had sealed it was replaced
+        await anext(leaving)
+        chain.set_back()
+        assert (await trained(chain, 0)).digest == "b0"
+        with pytest.raises(BatchMismatchError):
+            async for _ in leaving:
+                pass
+    assert trainer.num_trained == 1
+
+
+async def test_a_step_that_waited_for_the_device_while_the_trainer_went_back_is_not_applied() -> None:
+    trainer = CountingTrainer()
+    async with chained(trainer) as (chain, device_thread):
+        trainer.may_finish.clear()
+        occupied = asyncio.create_task(device_thread.run(lambda: trainer.may_finish.wait(10), "computing"))
+        before = asyncio.create_task(trained(chain, 0))
+        async with asyncio.timeout(10):
+            while device_thread.num_waiting < 2:
+                await asyncio.sleep(0)
+        chain.set_back()
+        trainer.may_finish.set()
+        await occupied
+        with pytest.raises(OutOfOrderError, match="went back to a checkpoint"):
+            await before
+        await trained(chain, 0)
+    assert trainer.num_trained == 1
+
+
 async def test_an_unexpected_failure_of_the_device_ends_the_role() -> None:
     trainer = CountingTrainer()
     trainer.fails = RuntimeError("CUDA error")

@@ -150,6 +150,7 @@ class TrainerCalls(ColumnCalls):
         await self.fence.check(request.ctl)
         await asyncio.to_thread(self._require_inside, request)
         files = [StoredFile(file.name, file.num_bytes, file.checksum) for file in request.files]
+        self.chain.set_back()
         await self._in_turn(request.ctl, lambda: self._trainer.load(request.path, files), "loading")
         applied = self._trainer.applied
         return training_pb2.LoadTrainerCheckpointResponse(step=applied.step, policy_version=applied.policy_version)

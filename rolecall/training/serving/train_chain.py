@@ -7,6 +7,8 @@ back, it attaches.
     step <  applied   the record is answered (BATCH_MISMATCH when it was made of another batch)
     step == applied   the sealed batch is read, its digest compared, and applied; a second call attaches
     step >  applied   OUT_OF_ORDER
+
+A trainer that goes back to a checkpoint lets go of the step in hand: the run may make it of another batch now.
 """
 
 import asyncio
@@ -35,6 +37,7 @@ class _Running:
     digest: str
     task: asyncio.Task[TrainResult]
     progress: Progress
+    num_set_back: int
 
 
 class TrainChain:
@@ -53,6 +56,12 @@ class TrainChain:
         self._device_thread = device_thread
         self._fence = fence
         self._running: _Running | None = None
+        self._num_set_back = 0
+        """How often the trainer went back to a checkpoint: a step that was asked for before is not applied after it."""
+
+    def set_back(self) -> None:
+        """Lets go of the step in hand, because the trainer is to go back to a checkpoint: what waits is not applied."""
+        self._num_set_back += 1
 
     async def train(self, request: TrainRequest) -> AsyncIterator[TrainResponse]:
         """Yields progress, then the result. FencedError, OutOfOrderError, BatchMismatchError, RowMissingError, and
@@ -93,7 +102,11 @@ class TrainChain:
     def _attach(self, request: TrainRequest) -> _Running:
         applied = self._trainer.applied
         running = self._running
-        if running is not None and not running.task.done() and running.step == request.step:
+        if (
+            running is not None
+            and not running.task.done()
+            and (running.step, running.num_set_back) == (request.step, self._num_set_back)
+        ):
             if running.digest != request.digest:
                 raise BatchMismatchError(
                     f"step {request.step} is being made of batch {running.digest}, not {request.digest}; seal a "
@@ -106,14 +119,25 @@ class TrainChain:
                 step=str(applied.step),
             )
         progress = Progress(self._device_thread.progressed)
-        task = asyncio.create_task(self._apply(request, progress))
+        num_set_back = self._num_set_back
+        task = asyncio.create_task(self._apply(request, progress, num_set_back))
         task.add_done_callback(_seen)
-        self._running = _Running(request.step, request.digest, task, progress)
+        self._running = _Running(request.step, request.digest, task, progress, num_set_back)
         return self._running
 
-    async def _apply(self, request: TrainRequest, progress: Progress) -> TrainResult:
+    async def _apply(self, request: TrainRequest, progress: Progress, num_set_back: int) -> TrainResult:
         batch = await self._sealed(request)
-        return await self._device_thread.run(lambda: self._trainer.train(batch, progress), "training")
+
+        def in_turn() -> TrainResult:
+            if num_set_back != self._num_set_back:
+                raise OutOfOrderError(
+                    f"step {request.step} of batch {request.digest} was asked for before this trainer went back to a "
+                    "checkpoint; ask for what the store holds",
+                    step=str(self._trainer.applied.step),
+                )
+            return self._trainer.train(batch, progress)
+
+        return await self._device_thread.run(in_turn, "training")
 
     async def _sealed(self, request: TrainRequest) -> TrainBatch:
         """The batch that the controller sealed. A server that was just replaced does not have it and may still answer
