@@ -23,7 +23,7 @@ _CLIENT = "+ping +cluster|slots +command"
 """What the client itself asks, of a cluster also where the slots are."""
 _SCRIPTS = "+eval +evalsha"
 _ROLLOUT = (
-    "+exists +expire +hdel +hget +hincrby +hset +persist +ttl +xack +xadd +xclaim +xdel +xinfo|groups +xpending "
+    "+exists +expire +hdel +hget +hincrby +hset +info +persist +ttl +xack +xadd +xclaim +xdel +xinfo|groups +xpending "
     "+xrange +xread +xreadgroup"
 )
 _TRAINER = "+exists +hget +hmget +hsetnx"

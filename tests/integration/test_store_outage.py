@@ -22,7 +22,7 @@ from pydantic import SecretStr
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from rolecall.errors import LeaseLostError, RowMissingError, StoreUnavailableError
+from rolecall.errors import LeaseLostError, NotAttestedError, RowMissingError, StoreUnavailableError
 from rolecall.settings import StoreSection
 from rolecall.store.audit import audit
 from rolecall.store.connection import Connection, connect
@@ -89,6 +89,7 @@ class BusyRun:
         ready: list[CommittedGroup] = []
         position, admitted, step = "0", 0, 0
         while len(self.trained) < NUM_GROUPS:
+            ledger.beat()  # confirms the ledger on a server that was started again
             while admitted < NUM_GROUPS and admitted - len(self.trained) < 4 * GROUPS_PER_BATCH:
                 ledger.admit(sample_group(admitted, 1), b"")
                 admitted += 1
@@ -119,7 +120,9 @@ class BusyRun:
         queue, rows = PromptQueue(connection, self.run, consumer), Rows(connection, self.run, 2)
         self.attested.wait(60)
         while not self.done.is_set():
-            claims = queue.claim(3)
+            claims = []
+            with suppress(NotAttestedError):  # not confirmed yet
+                claims = queue.claim(3)
             for claim in claims:
                 ref = rows.ref(f"{claim.group.gid}/0", claim.token, 4)
                 rows.stage(ref, {"token_ids": np.full(4, claim.group.gid, np.int32)}, TrajectoryMeta(id=ref.id), 60)

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- Claims up to n groups: released entries first, then new ones. ARGV: consumer, n, number of the call. DENIED unless the consumer is attested at the
--- current policy version and no publish is under way. Repeated with the number of the consumer's last claim: the same entries, as far as it still holds
+-- current policy version and no publish is under way; and on a server that the controller has not confirmed yet, which may lack what is claimed or trained
+-- already. Repeated with the number of the consumer's last claim: the same entries, as far as it still holds
 -- them. With a lower one (it was on its way while the network was away): nothing, for nobody waits for the answer.
 -- An entry whose worker died may be poison: while a worker holds it, it gets no more than `suspects` says in all. (Otherwise one poison prompt takes the
 -- deliveries of every group beside it.) Waiting for a worker that holds so few ends, because admission does.
@@ -10,6 +11,9 @@ local version, current = redis.call('HGET', worker, 'version'), redis.call('HGET
 if not version then return {'DENIED', consumer .. ' holds no attested weights'} end
 if version ~= current or redis.call('HGET', run, 'begun_version') ~= current then
   return {'DENIED', consumer .. ' is attested at version ' .. version .. ', which is no longer the current one'}
+end
+if redis.call('HGET', run, 'server') ~= server() or redis.call('HGET', run, 'set_back') == '1' then
+  return {'DENIED', 'the controller has not confirmed the ledger on this server yet'}
 end
 
 local entries, latest = {}, number(worker, 'call', -1)
