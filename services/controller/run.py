@@ -83,8 +83,8 @@ class ControllerRun:
             try:
                 await self._run_locked(ctl)
             finally:
-                # nobody's run to give back, or nobody to give it to
-                with contextlib.suppress(FencedError, StoreUnavailableError):
+                # nobody's run to give back, nobody to give it to, or a store that the next controller has to judge
+                with contextlib.suppress(FencedError, StoreUnavailableError, StoreRolledBackError):
                     await self._threads.call(self._ledger.unlock)
             self._board.move(controller_pb2.RUN_STATE_DONE)
             self._over = True
