@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import redis
 
-from rolecall.errors import RowMissingError
 from rolecall.rpc.channel import open_channel
 from rolecall.scoring.client import RewardClient
 from rolecall.settings import RpcSection, RunSettings
@@ -31,13 +30,14 @@ from pathlib import Path
 import redis
 from rolecall.algorithms.advantages import Estimate
 
-def hide_rows_once(batch, url, pattern, flag):
-    "Between the reading of the batch's rows and the writing of its columns, once, all rows go."
+def spoil_rows_once(batch, url, pattern, flag):
+    "Between the reading of the batch's rows and the writing of its columns, once, nothing can be written to them."
     if not Path(flag).exists():
         Path(flag).touch()
         with redis.Redis.from_url(url) as client:
             for key in list(client.scan_iter(pattern)):
                 client.rename(key, key.replace(b":row:", b":hidden:"))
+                client.set(key, "no hash")
     return Estimate(2 * batch.rewards_N)
 """
 
@@ -46,7 +46,7 @@ async def test_a_batch_is_sealed_before_its_columns_are_written_and_a_controller
     light_run: LightRun, store: StoreUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])  # what the loader adds to it ends with the test
-    (tmp_path / "hiding_for_a_test.py").write_text(ESTIMATOR)
+    (tmp_path / "spoiling_for_a_test.py").write_text(ESTIMATOR)
     assert store.section.url is not None
     options = {
         "url": store.section.url.get_secret_value(),
@@ -55,12 +55,12 @@ async def test_a_batch_is_sealed_before_its_columns_are_written_and_a_controller
     }
     advantage = {
         "kind": "custom",
-        "function": f"{tmp_path}/hiding_for_a_test:hide_rows_once",
+        "function": f"{tmp_path}/spoiling_for_a_test:spoil_rows_once",
         "options": options,
     }
     algorithm = {"groups_per_batch": 4, "advantage": advantage}
     async with light_run(algorithm=algorithm, run={"num_steps": 1}) as run, run.rollout("rollout-0"):
-        with pytest.raises(RowMissingError):
+        with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
             await run.to_the_end()
         sealed = run.ledger.sealed(0)
         assert sealed is not None, (

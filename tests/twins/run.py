@@ -212,6 +212,7 @@ class TwinRun:
             incarnation,
             address,
             num_weight_ranks=1,
+            launched=True,  # it lives until the context ends, also when one of several lives of the run is over
         )
         membership.start()
         try:
