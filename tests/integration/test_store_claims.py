@@ -35,6 +35,16 @@ def test_only_a_worker_attested_at_the_current_version_may_claim(store: StoreUnd
     assert (claim.token, claim.deliveries, claim.group.gid) == ("r.1-1", 1, 0)
 
 
+def test_nothing_is_given_out_on_a_server_before_the_controller_has_confirmed_it(store: StoreUnderTest) -> None:
+    store.admit(1)
+    queue = store.attested("r.0")
+    store.connection.command("HSET", f"{{rl:{store.run}}}:run", "server", "another")
+    with pytest.raises(NotAttestedError, match="not confirmed the ledger on this server"):
+        queue.claim(1)
+    store.ledger.beat()
+    assert [claim.group.gid for claim in queue.claim(1)] == [0]
+
+
 def test_claims_come_oldest_first_and_no_two_workers_get_the_same(store: StoreUnderTest) -> None:
     store.admit(5)
     store.publish(0, 0, "r.0", "r.1")
