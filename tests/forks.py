@@ -84,7 +84,7 @@ class Talking:
     def kill(self) -> None:
         """Ends it by SIGKILL."""
         self.process.kill()
-        self.process.join(10)
+        self.process.join(30)
 
 
 def saying(pipe: Connection) -> Callable[[Any], None]:

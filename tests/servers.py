@@ -69,7 +69,7 @@ class PlainServer:
         """Ends it by kill -9."""
         assert self.process is not None
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(30)
 
     def stop(self) -> None:
         """Ends it, whatever it does."""
@@ -77,7 +77,7 @@ class PlainServer:
             self.signal(signal.SIGCONT)
             self.process.terminate()
             try:
-                self.process.wait(10)
+                self.process.wait(30)
             except subprocess.TimeoutExpired:
                 self.kill()
 

@@ -132,7 +132,7 @@ async def test_a_caller_that_leaves_aborts_its_requests(rollout: ReplicaUnderTes
     await rollout.publish(1)
     rollout.engine.hold = True
     call = rollout.stub.Generate(generate_request())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while rollout.engine.num_running < 4:
             await asyncio.sleep(0.005)
         call.cancel()
@@ -163,7 +163,7 @@ async def test_a_response_kept_over_a_publish_leaves_only_after_resume_and_names
     await rollout.publish(1)
     rollout.engine.hold = True
     call = asyncio.create_task(rollout.generate(3))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while rollout.engine.num_running < 3:
             await asyncio.sleep(0.005)
     rollout.engine.step(2)
@@ -185,7 +185,7 @@ async def test_what_an_unattested_version_sampled_never_leaves(rollout: ReplicaU
     call = asyncio.create_task(
         rollout.generate(1, prompt=trajectory_pb2.Prompt(token_ids=np.array([9, 9], "<i4").tobytes()))
     )
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not rollout.engine.num_running:
             await asyncio.sleep(0.005)
     await rollout.receive(2)
@@ -221,7 +221,7 @@ async def test_kept_work_of_an_engine_that_tears_is_given_up(rollout: ReplicaUnd
     await rollout.publish(1)
     rollout.engine.hold = True
     call = asyncio.create_task(rollout.generate())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while rollout.engine.num_running < 4:
             await asyncio.sleep(0.005)
     rollout.engine.failures.append(WeightsMismatchError("a bucket was skipped"))
@@ -249,7 +249,7 @@ async def test_kept_work_is_given_up_when_nobody_resumes(store: StoreUnderTest, 
         await rollout.publish(1)
         rollout.engine.hold = True
         call = asyncio.create_task(rollout.generate())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while rollout.engine.num_running < 4:
                 await asyncio.sleep(0.005)
         await rollout.receive(2)
@@ -264,7 +264,7 @@ async def test_pausing_finishes_keeps_or_aborts_as_asked(rollout: ReplicaUnderTe
     await rollout.publish(1)
     for mode in (rollout_pb2.PAUSE_MODE_KEEP, rollout_pb2.PAUSE_MODE_WAIT, rollout_pb2.PAUSE_MODE_ABORT):
         call = asyncio.create_task(rollout.generate(8))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while rollout.engine.num_running < 8:
                 await asyncio.sleep(0.001)
         await rollout.stub.Pause(rollout_pb2.PauseRequest(ctl=1, mode=mode))

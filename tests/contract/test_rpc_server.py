@@ -180,7 +180,7 @@ async def test_a_reader_that_leaves_a_stream_frees_the_server(peer: Peer) -> Non
         async for _response in call:
             break
         call.cancel()
-        await asyncio.wait_for(peer.cancelled.wait(), 2.0)
+        await asyncio.wait_for(peer.cancelled.wait(), 30.0)
 
 
 def _to_bytes(message: Message) -> bytes:

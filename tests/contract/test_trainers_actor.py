@@ -107,7 +107,7 @@ async def test_a_sealed_step_is_applied_and_its_metrics_are_told(
     batch = batches.sealed(0)
     async with served_actor(make_run(), store) as (_, actor):
         result = await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest))
-        info = await actor.GetInfo(GetTrainerInfoRequest(), timeout=5)
+        info = await actor.GetInfo(GetTrainerInfoRequest(), timeout=30)
     metrics = values_of(result)
     assert (result.step, result.digest, info.step, info.last_result) == (0, batch.digest, 1, result)
     assert metrics["actor/mismatch_all_max"] < 1e-4
@@ -150,9 +150,9 @@ async def test_a_replaced_controller_is_refused(store: StoreUnderTest, make_run:
         with pytest.raises(FencedError):
             await train(actor, TrainRequest(ctl=store.ledger.ctl - 1, step=0, digest=digest))
         with pytest.raises(StoreRolledBackError, match="is not known to the store"):
-            await actor.Offload(OffloadRequest(ctl=store.ledger.ctl + 1), timeout=5)
-        await actor.Onload(OnloadRequest(ctl=store.ledger.ctl), timeout=5)
-        await actor.Offload(OffloadRequest(ctl=store.replaced()), timeout=5)
+            await actor.Offload(OffloadRequest(ctl=store.ledger.ctl + 1), timeout=30)
+        await actor.Onload(OnloadRequest(ctl=store.ledger.ctl), timeout=30)
+        await actor.Offload(OffloadRequest(ctl=store.replaced()), timeout=30)
         with pytest.raises(FencedError):
             await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest=digest))
 
@@ -162,13 +162,13 @@ async def test_state_that_went_to_the_host_comes_back_for_whoever_needs_it(
 ) -> None:
     digest, ctl = batches.sealed(0).digest, store.ledger.ctl
     async with served_actor(make_run(), store) as (rig, actor):
-        await actor.Offload(OffloadRequest(ctl=ctl), timeout=5)
-        await actor.Offload(OffloadRequest(ctl=ctl, parts=[STATE_PART_PARAMETERS]), timeout=5)
+        await actor.Offload(OffloadRequest(ctl=ctl), timeout=30)
+        await actor.Offload(OffloadRequest(ctl=ctl, parts=[STATE_PART_PARAMETERS]), timeout=30)
         await train(actor, TrainRequest(ctl=ctl, step=0, digest=digest))
-        await actor.Onload(OnloadRequest(ctl=ctl, parts=[STATE_PART_OPTIMIZER, STATE_PART_GRADIENTS]), timeout=5)
+        await actor.Onload(OnloadRequest(ctl=ctl, parts=[STATE_PART_OPTIMIZER, STATE_PART_GRADIENTS]), timeout=30)
         assert rig.engine.applied.step == 1
         with pytest.raises(InvalidInputError, match="parts"):
-            await actor.Offload(OffloadRequest(ctl=ctl, parts=[STATE_PART_UNSPECIFIED]), timeout=5)
+            await actor.Offload(OffloadRequest(ctl=ctl, parts=[STATE_PART_UNSPECIFIED]), timeout=30)
 
 
 async def test_a_step_goes_on_when_its_caller_leaves_and_a_retry_attaches(
@@ -346,7 +346,7 @@ async def test_published_weights_are_those_of_the_step_with_their_probe(
             actor.PublishWeights(publish_request(ctl, step=0, version=5), timeout=30),
             asyncio.to_thread(receive, opened.address, 1),
         )
-        info = await actor.GetInfo(GetTrainerInfoRequest(), timeout=5)
+        info = await actor.GetInfo(GetTrainerInfoRequest(), timeout=30)
         with pytest.raises(StaleVersionError):
             await actor.PublishWeights(publish_request(ctl, step=0, version=5), timeout=30)
         with pytest.raises(OutOfOrderError):
@@ -394,7 +394,7 @@ async def test_a_publish_whose_caller_leaves_frees_the_actor_and_its_receivers(
         await asyncio.sleep(1.0)
         publishing.cancel()
         await asyncio.gather(publishing, return_exceptions=True)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while waiting.broken is None:
                 await asyncio.sleep(0.05)
             with pytest.raises(ChannelBrokenError, match="its caller left"):

@@ -81,7 +81,7 @@ class Caller:
         await self.actor.PublishWeights(request, timeout=TIMEOUT_S)
 
     async def info(self) -> Any:
-        return await self.actor.GetInfo(GetTrainerInfoRequest(), timeout=5)
+        return await self.actor.GetInfo(GetTrainerInfoRequest(), timeout=30)
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def held(rig: Rig) -> Iterator[None]:
 
 
 async def until(happened: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not happened():
             await asyncio.sleep(0.01)
 

@@ -28,7 +28,7 @@ async def test_its_column_agrees_with_transformers_and_is_written_once(store: St
     )
     request = ComputeColumnRequest(ctl=store.ledger.ctl, rows=rows)
     async with served_reference(settings, "ref", store) as reference:
-        info = await reference.GetInfo(GetReferenceInfoRequest(), timeout=5)
+        info = await reference.GetInfo(GetReferenceInfoRequest(), timeout=30)
         first, second = await asyncio.gather(
             reference.ComputeLogprobs(request, timeout=30), reference.ComputeLogprobs(request, timeout=30)
         )

@@ -171,7 +171,7 @@ class RolloutProcess:
     def wait_for_groups(self) -> None:
         """Waits until the replica holds a group, 30 s at most."""
         deadline = time.monotonic() + 30
-        while self.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=5).num_groups == 0:
+        while self.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=30).num_groups == 0:
             assert time.monotonic() < deadline, (
                 "the replica claimed no group: has it weights? The tests of a file run in order"
             )
@@ -267,7 +267,7 @@ def rollout_process(
     finally:
         process.terminate()
         try:
-            process.wait(15)
+            process.wait(30)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(5)

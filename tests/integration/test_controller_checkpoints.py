@@ -41,7 +41,7 @@ async def test_steps_go_on_while_a_checkpoint_is_written_and_its_rows_stay_until
             assert not asked.done()
             run.actor.trainer.may_write.set()
             await life.ends()
-            await asyncio.wait_for(asked, 5)
+            await asyncio.wait_for(asked, 30)
     assert balance(run) == (44, 44, 0, 0)
     check_trained_once(run.actor.trainer, 88)
     assert run.newest().step == 11
@@ -62,7 +62,7 @@ async def test_who_asks_for_a_checkpoint_while_another_fails_gets_the_next_one(l
             run.actor.trainer.may_write.set()
             await asyncio.sleep(0.2)
             run.actor.trainer.cannot_write = False
-            await asyncio.wait_for(asyncio.gather(*asked), 10)
+            await asyncio.wait_for(asyncio.gather(*asked), 30)
             await life.stub.StopRun(pb.StopRunRequest())
 
 

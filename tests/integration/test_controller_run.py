@@ -423,7 +423,7 @@ async def test_a_second_controller_on_a_run_is_refused_and_the_first_goes_on(
                     RunLockedError,
                     match=rf"run {store.run}: another controller holds it and is alive; stop that one first",
                 ):
-                    await asyncio.wait_for(second.run(), 10)
+                    await asyncio.wait_for(second.run(), 30)
                 status = await second.status()
             finally:
                 await second.close()

@@ -19,7 +19,7 @@ from tests.fixtures_store import StoreUnderTest
 from tests.twins.run import TwinRun, twin_run
 
 MakeSettings = Callable[..., RunSettings]
-RUN_S = 60.0
+RUN_S = 120.0
 """Deadline of one light run."""
 
 

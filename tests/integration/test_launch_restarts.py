@@ -117,7 +117,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     yield launch
     if launch.process is not None and launch.process.poll() is None:
         launch.process.kill()
-        launch.process.wait(10)
+        launch.process.wait(30)
 
 
 @pytest.mark.thorough("test_a_controller_that_does_not_answer_is_killed_and_started_again")

@@ -15,10 +15,12 @@ from services.rollout.replica import Replica
 from services.rollout.state import State
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.collective import PHASES, Fault, Kind, RogueReplica
-from tests.twins.publishing import BUCKET_S, HANG_S, LEASE_S, Publishing, gone, publishing_run
+from tests.twins.publishing import HANG_S, LEASE_S, Publishing, gone, publishing_run
 
-SOON_S = 4 * BUCKET_S + HANG_S
-"""A deadline, the wait for answers, the attempt without the culprit, and a busy machine."""
+SOON_S = 14.0
+"""Less than weights.publish_timeout_s: on a quiet machine a bucket's deadline, the wait for answers and the attempt
+without the culprit take a third of it.
+"""
 
 
 KINDS = [
@@ -199,11 +201,9 @@ async def test_a_publish_that_is_cancelled_frees_everyone_and_the_next_succeeds(
     while rig.twins[0].engine.fault:
         await asyncio.sleep(0.01)
     publishing.cancel()
-    started = time.monotonic()
-    with pytest.raises(asyncio.CancelledError):
-        await publishing
-    assert time.monotonic() - started < BUCKET_S
-    async with asyncio.timeout(BUCKET_S):
+    async with asyncio.timeout(SOON_S):
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
         while not rig.actor.aborted:
             await asyncio.sleep(0.01)
     assert serving(rig) == []
@@ -287,7 +287,7 @@ async def test_the_checker_sees_an_engine_that_serves_torn_weights_by_itself(
         for twin in rig.twins:
             twin.engine.hold = True
         await rig.admit(6)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while any(twin.engine.num_running < 4 for twin in rig.twins):
                 await asyncio.sleep(0.01)
         rig.actor.step = 1

@@ -80,7 +80,7 @@ class Replicas:
     def end(self) -> None:
         for process in self.processes.values():
             process.kill()
-            process.wait(10)
+            process.wait(30)
 
 
 def free_ports(count: int) -> list[int]:
@@ -138,7 +138,7 @@ async def disturb(replicas: Replicas, num_done: Callable[[], int]) -> None:
     """Under load: kills a replica, sees the other go on, brings it back and sees it used again."""
     await until(lambda: all(replicas.worked(index) > 5 for index in (0, 1)), 20)
     replicas.signal(0, signal.SIGKILL)
-    replicas.processes[0].wait(10)
+    replicas.processes[0].wait(30)
     before = num_done()
     await until(lambda: num_done() > before + 20, 20)
     await replicas.start(0)

@@ -163,7 +163,7 @@ def test_an_adapter_that_does_not_fit_and_whole_weights_tear_and_the_next_publis
         with pytest.raises(grpc.RpcError, match=words):
             rollout.transfer()
         assert (
-            rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=5).weights_state
+            rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=30).weights_state
             == rollout_pb2.WEIGHTS_STATE_TORN
         )
     rollout.weights, rollout.adapter = good, adapter

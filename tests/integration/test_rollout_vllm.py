@@ -59,7 +59,7 @@ def generate(
 
 
 def test_nothing_is_served_before_the_first_weights(rollout: RolloutProcess) -> None:
-    info = rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=5)
+    info = rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=30)
     assert (info.weights_state, info.num_weight_ranks, info.policy_version) == (rollout_pb2.WEIGHTS_STATE_EMPTY, 1, -1)
     with pytest.raises(grpc.RpcError) as refused:
         generate(rollout)
@@ -82,13 +82,13 @@ def test_the_first_weights_arrive_over_the_channel_and_the_probe_agrees_with_hug
     assert np.abs(decoded - prefilled).max() < 1e-4
     probe = decode_tensor(received.probe.logprobs, "probe")
     assert np.abs(probe - rollout.logprobs(PROBE)).max() < 1e-4
-    info = rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=5)
+    info = rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=30)
     assert info.weights_state == rollout_pb2.WEIGHTS_STATE_LOADED
     with pytest.raises(grpc.RpcError):
         generate(rollout)
     rollout.attest()
     assert (
-        rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=5).weights_state
+        rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=30).weights_state
         == rollout_pb2.WEIGHTS_STATE_ATTESTED
     )
 

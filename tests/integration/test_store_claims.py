@@ -115,7 +115,7 @@ def test_waiting_ends_with_new_work_and_after_its_timeout(store: StoreUnderTest)
     admission = threading.Timer(0.1, store.admit, [1])
     admission.start()
     assert queue.wait(5)
-    admission.join(5)
+    admission.join(30)
     assert len(queue.claim(1)) == 1
 
 

@@ -127,7 +127,7 @@ def test_the_server_dies_with_its_parent_even_by_kill_9_and_frees_the_directory(
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     parent.kill()
-    parent.wait(10)
+    parent.wait(30)
     parent.stdout.close()
     assert gone(pid)
     assert not (tmp_path / "store" / "store.sock").exists()
@@ -188,7 +188,7 @@ def test_it_must_be_started_from_the_main_thread(make_embedded_store: MakeEmbedd
 
     thread = threading.Thread(target=start)
     thread.start()
-    thread.join(10)
+    thread.join(30)
     assert len(refused) == 1
 
 

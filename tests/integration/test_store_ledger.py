@@ -89,7 +89,7 @@ def test_a_second_controller_is_refused_while_the_heartbeat_of_the_first_moves(s
             Ledger(store.connect(), store.run).lock(0.6)
     finally:
         stopped.set()
-        heart.join(5)
+        heart.join(30)
     store.ledger.beat()
 
 
@@ -116,7 +116,7 @@ def test_of_two_controllers_that_wait_for_a_dead_one_exactly_one_gets_the_run(st
     for thread in waiting:
         thread.start()
     for thread in waiting:
-        thread.join(10)
+        thread.join(30)
     assert (won, len(refused)) == ([2], 1)
 
 

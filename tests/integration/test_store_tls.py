@@ -66,7 +66,7 @@ class Front:
                 back = threading.Thread(target=_pump, args=[far, near], daemon=True)
                 back.start()
                 _pump(near, far)
-                back.join(10)
+                back.join(30)
 
 
 def _pump(source: socket.socket, sink: socket.socket) -> None:

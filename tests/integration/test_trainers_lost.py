@@ -117,7 +117,7 @@ async def test_a_killed_trainer_starts_afresh_and_a_checkpoint_and_the_sealed_ba
         first.processes[0].kill()
         await first.ended(SLACK_S)
     async with joined(peer[0], config, command, role) as second, calling(second.join.address, role) as trainer:
-        info = await trainer.GetInfo(GetTrainerInfoRequest(), timeout=10)
+        info = await trainer.GetInfo(GetTrainerInfoRequest(), timeout=30)
         assert (info.step, info.policy_version) == (0, -1)
         loaded = await trainer.LoadCheckpoint(LoadTrainerCheckpointRequest(ctl=ctl, path=path), timeout=60)
         assert loaded.step == 1
@@ -207,7 +207,7 @@ async def test_a_zombie_that_wakes_up_after_it_was_replaced_ends_at_once(
         judge.lost.add(zombie.join.incarnation)  # silent, given up, replaced
         async with joined(judge, config, ranks_together(config, 1)) as successor:
             async with open_channel(successor.join.address, party()) as channel:
-                info = await actor_pb2_grpc.ActorServiceStub(channel).GetInfo(GetTrainerInfoRequest(), timeout=10)
+                info = await actor_pb2_grpc.ActorServiceStub(channel).GetInfo(GetTrainerInfoRequest(), timeout=30)
             assert (info.step, info.policy_version) == (0, -1)
             zombie.ranks[0].resume()
             await zombie.ended(SLACK_S)

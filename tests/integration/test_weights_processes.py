@@ -57,7 +57,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def ended_well(process: Talking) -> bool:
     """Whether it ends within 10 s, with code 0."""
-    process.process.join(10)
+    process.process.join(30)
     return process.process.exitcode == 0
 
 

@@ -56,7 +56,7 @@ from tests.twins.rollout import RolloutTwin
 from tests.twins.trainer import ActorTwin, TrainerTwin
 
 LightRun = Callable[..., "AbstractAsyncContextManager[TwinRun]"]
-RUN_S = 60.0
+RUN_S = 120.0
 """Deadline of one light run, which takes a second or two on a quiet machine."""
 
 
@@ -276,8 +276,8 @@ async def twin_run(
             "controller": {
                 "address": controller,
                 "lease_s": 1.5,
-                "start_timeout_s": 20.0,
-                "stall_timeout_s": 20.0,
+                "start_timeout_s": 60.0,
+                "stall_timeout_s": 60.0,
             },
             "actor": {"address": addresses[0]},
             "reward": {"address": addresses[2], "timeout_s": 5.0},

@@ -161,5 +161,5 @@ async def test_watchers_see_the_end_and_everyone_who_asks_for_a_checkpoint_waits
     await asyncio.sleep(0)
     assert len({board.request_checkpoint(), board.request_checkpoint()}) == len(board.checkpoint_requests) == 2
     board.move(controller_pb2.RUN_STATE_DONE)
-    await asyncio.wait_for(watching, 5)
+    await asyncio.wait_for(watching, 30)
     assert states == [controller_pb2.RUN_STATE_STARTING, controller_pb2.RUN_STATE_DONE]

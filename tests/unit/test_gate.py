@@ -71,7 +71,7 @@ async def test_a_leaver_that_fails_is_outside_again() -> None:
     with pytest.raises(ValueError, match="commit"):
         async with gate.leaving():
             raise ValueError("commit")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await gate.shut()
 
 

@@ -135,7 +135,7 @@ async def test_a_step_that_waited_for_the_device_while_the_trainer_went_back_is_
         trainer.may_finish.clear()
         occupied = asyncio.create_task(device_thread.run(lambda: trainer.may_finish.wait(10), "computing"))
         before = asyncio.create_task(trained(chain, 0))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while device_thread.num_waiting < 2:
                 await asyncio.sleep(0)
         chain.set_back()

@@ -57,7 +57,7 @@ def start_rank() -> Any:
     yield start
     for process in processes:
         process.kill()
-        process.join(5)
+        process.join(30)
 
 
 def wait_for(happened: Callable[[], bool], within_s: float = 10.0) -> None:
@@ -111,7 +111,7 @@ def test_the_silence_of_rank_0_ends_the_others(start_rank: Any) -> None:
         assert "rank 0 of actor has been silent" in follower.verdict(SILENT_S + SOON_S)
     finally:
         leader.kill()
-        leader.join(5)
+        leader.join(30)
 
 
 def lead(addresses: Any) -> None:
