@@ -20,6 +20,7 @@ from rolecall.commands.explain import explain
 from rolecall.commands.footprint import memory_and_disk, store
 from rolecall.commands.preflight import NOTE, preflight
 from rolecall.data.dataset import RawPrompt, load_prompts
+from rolecall.data.megatron_limits import check_megatron, require_installed
 from rolecall.data.mixture import check_cpu_routing, read_mixture
 from rolecall.data.model_files import (
     ModelFacts,
@@ -185,7 +186,7 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     yield f"model: {path}, {facts.architecture}, {facts.num_parameters / 1e6:,.2f}M parameters, {settings.model.dtype}"
     also = settings.sampling.stop_token_ids
     check_trainable(path)
-    check_parallel(path, settings.actor.parallel)
+    _check_layout(settings, settings.actor, path, "model.path")
     if settings.actor.moe is not None:
         check_routers(path)
         moe = settings.actor.moe
@@ -215,6 +216,15 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
             check_cpu_adapters(path)
 
 
+def _check_layout(settings: RunSettings, section: TrainerSection, path: Path, setting: str) -> None:
+    """ConfigError when the back end does not compute the model at `path`, or not in this trainer's layout."""
+    check_parallel(path, section.parallel, setting)
+    if settings.actor.backend == "megatron":
+        if section.address is None:
+            require_installed()
+        check_megatron(path, section.parallel, settings.actor.megatron, section.num_ranks, setting)
+
+
 def _router_replay(settings: RunSettings) -> str:
     """The line on where the actor's tokens are sent, and what it costs."""
     actor, algorithm, mixture = settings.actor, settings.algorithm, read_mixture(settings.model.path)
@@ -237,7 +247,7 @@ def _fit(settings: RunSettings, tokenizer: ChatTokenizer) -> Iterator[str]:
         sections["critic.path"] = settings.critic
     check_tokenizer(settings.model.path, tokenizer.num_ids)
     for setting, section in sections.items():
-        check_parallel(section.path or settings.model.path, section.parallel, setting)
+        _check_layout(settings, section, section.path or settings.model.path, setting)
         if section.path is not None:
             read_model(section.path, setting)
             check_trainable(section.path, setting)

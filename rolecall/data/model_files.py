@@ -209,9 +209,9 @@ def check_parallel(path: Path, parallel: LayoutSection, setting: str = "model.pa
         )
 
 
-def text_config(path: Path) -> dict[str, Any]:
-    """The language model's part of config.json in the policy's directory, which is the whole of most."""
-    return _text(_json(path / "config.json"))
+def text_config(path: Path, setting: str = "model.path") -> dict[str, Any]:
+    """The language model's part of config.json in the directory that `setting` names, which is the whole of most."""
+    return _text(_json(path / "config.json", setting))
 
 
 def check_routers(path: Path) -> None:

@@ -7,13 +7,12 @@ installed for another's.
 """
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 
 import torch
 
 from rolecall.checkpoint.manifest import StoredFile
 from rolecall.checkpoint.storage import Storage
-from rolecall.errors import ConfigError
+from rolecall.data.megatron_limits import require_installed
 from rolecall.settings import TrainingBackend
 from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.engine import EngineState, SavedModel, TrainingEngine
@@ -56,10 +55,7 @@ def read_model(storage: Storage, files: Sequence[StoredFile]) -> SavedModel:
 def _megatron(
     options: EngineOptions, device: torch.device, memory: PhaseMemory, progressed: Callable[[], None]
 ) -> tuple[TrainingEngine, EngineState]:
-    if find_spec("megatron") is None:
-        raise ConfigError(
-            "actor.backend is megatron, but megatron-core is not installed; install the extra `megatron`, or use fsdp"
-        )
+    require_installed()
     from rolecall.training.megatron.engine import MegatronEngine
 
     engine = MegatronEngine(options, device=device, memory=memory, progressed=progressed)

@@ -263,12 +263,6 @@ def test_what_a_model_or_its_ranks_do_not_fit_is_refused_in_words(
     ("section", "words"),
     [
         ({"backend": "fsdp", "num_ranks": 2, "parallel": {"pipeline": 2}}, "backend megatron only"),
-        ({"lora": {}}, "lora is not there"),
-        ({"moe": {}}, "moe is not there"),
-        ({"router_replay": "r2"}, "router_replay is not there"),
-        ({"activation_offload": True}, "set gradient_checkpointing"),
-        ({"optimizer": {"kind": "muon"}}, "set adamw"),
-        ({"parallel": {"reduce_dtype": "bfloat16"}}, "set float32"),
         ({"num_ranks": 2, "parallel": {"replicate": 2}}, "leave it at 1"),
         ({"megatron": {"virtual_stages": 2}}, "virtual stages are of a pipeline"),
     ],

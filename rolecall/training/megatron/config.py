@@ -1,4 +1,4 @@
-"""Megatron's configuration of a model, and what of models its modules do not compute, in words."""
+"""Megatron's configuration of a model."""
 
 from typing import Any
 
@@ -7,25 +7,14 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import silu
 from transformers import PretrainedConfig
 
-from rolecall.errors import ConfigError
 from rolecall.training.model.packed_model import PackedModel
 from rolecall.training.options import DTYPES, EngineOptions
 
-_ROPES = ("default", "linear", "llama3")
-"""Rotations whose angles depend on a token's position alone, unscaled."""
-
 
 def transformer_config(model: PackedModel, options: EngineOptions) -> TransformerConfig:
-    """Megatron's configuration of `model`. ConfigError for what its modules, or this back end, do not compute."""
+    """Megatron's configuration of `model`, whose limits were looked at (data/megatron_limits.py)."""
     hf, parallel, section = model.hf.config, options.parallel, options.megatron
-    _check(hf, options)
     dtype = DTYPES[options.dtype]
-    stages = parallel.pipeline * section.virtual_stages
-    if hf.num_hidden_layers % stages:
-        raise ConfigError(
-            f"{options.path} has {hf.num_hidden_layers} layers, which parallel.pipeline x megatron.virtual_stages = "
-            f"{stages} does not divide; choose a divisor"
-        )
     recompute: dict[str, Any] = {}
     if options.gradient_checkpointing:
         recompute = (
@@ -90,31 +79,6 @@ def _mixture(hf: PretrainedConfig) -> dict[str, Any]:
         "moe_grouped_gemm": False,
         "expert_tensor_parallel_size": 1,
     }
-
-
-def _check(hf: PretrainedConfig, options: EngineOptions) -> None:
-    experts = num_experts(hf)
-    rope = hf.rope_parameters.get("rope_type", "default")
-    wrong = [
-        ("attention in sliding windows", "sliding_attention" in (getattr(hf, "layer_types", None) or ())),
-        (f"rotary positions of type {rope}", rope not in _ROPES),
-        (f"activation {hf.hidden_act}", hf.hidden_act != "silu"),
-        (
-            "layers of which only some have experts",
-            bool(experts and (getattr(hf, "mlp_only_layers", None) or hf.decoder_sparse_step != 1)),
-        ),
-    ]
-    for what, found in wrong:
-        if found:
-            raise ConfigError(
-                f"{options.path} has {what}, which actor.backend megatron does not compute; use another model, or "
-                "actor.backend fsdp"
-            )
-    if experts and options.parallel.tensor > 1 and not options.megatron.sequence_parallel:
-        raise ConfigError(
-            "megatron.sequence_parallel is off: Megatron's experts need it where parallel.tensor cuts matrices; leave "
-            "it on"
-        )
 
 
 def num_experts(config: PretrainedConfig) -> int:

@@ -30,6 +30,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 
 from rolecall.checkpoint.storage import Storage
+from rolecall.data.megatron_limits import check_megatron
 from rolecall.data.model_files import check_parallel
 from rolecall.errors import ConfigError
 from rolecall.telemetry import Metrics
@@ -89,6 +90,7 @@ class MegatronEngine:
         self._on_host = HostCopies(progressed)
         self._reduced = False
         check_parallel(options.path, options.parallel)
+        check_megatron(options.path, options.parallel, options.megatron, dist.get_world_size())
         self._model = build_model(options.path, options.head, self.dtype)
         self._conversion = Conversion(self._model.hf)
         self._shapes = {name: parameter.shape for name, parameter in self._model.hf.named_parameters()}

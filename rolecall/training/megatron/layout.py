@@ -33,13 +33,7 @@ class MegatronLayout:
     """The ranks of the default process group. Made once per engine; a collective."""
 
     def __init__(self, parallel: ParallelSection, device: torch.device, *, virtual_stages: int, experts: bool) -> None:
-        """ConfigError when there is no process group, or the ranks cannot be laid out so. `experts`: whether the model
-        is a mixture of experts.
-        """
-        if not dist.is_initialized():
-            raise ConfigError(
-                "the process group does not exist yet; call rolecall.training.ranks.device.start_rank first"
-            )
+        """ConfigError when the ranks cannot be laid out so. `experts`: whether the model is a mixture of experts."""
         self.device = device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         shared = parallel.sequence * parallel.tensor
@@ -48,16 +42,6 @@ class MegatronLayout:
             raise ConfigError(
                 f"{self.world_size} ranks cannot be laid out as pipeline x sequence x tensor = {self.slot_size}; "
                 "change num_ranks or parallel"
-            )
-        if parallel.pipeline > 1 and experts and parallel.expert != shared:
-            raise ConfigError(
-                f"parallel.expert is {parallel.expert}; with parallel.pipeline experts are spread over the ranks of "
-                f"one stage: set it to sequence x tensor = {shared}"
-            )
-        if (self.world_size // parallel.pipeline) % parallel.expert:
-            raise ConfigError(
-                f"parallel.expert {parallel.expert} does not divide the {self.world_size // parallel.pipeline} ranks "
-                "of a pipeline stage; choose a divisor"
             )
         self.data_rank, self.data_size = self.rank // self.slot_size, self.world_size // self.slot_size
         """The index of the slot that this rank belongs to, and the number of slots."""

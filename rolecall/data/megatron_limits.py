@@ -1,0 +1,115 @@
+"""The limits of actor.backend megatron: its models, by config.json, and the layouts of each. No torch.
+
+Owns every complaint of that back end that needs no weights to be loaded: `rolecall check` tells it before anything
+starts, and a rank that is about to build the model asks the same. What of layouts holds for every back end is
+model_files.check_parallel.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rolecall.data.model_files import text_config
+from rolecall.errors import ConfigError
+from rolecall.settings import LayoutSection, MegatronSection
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""model_type of config.json, of the models that rolecall/training/megatron/families.py has a map for."""
+ROPES = ("default", "linear", "llama3")
+"""Rotations whose angles depend on a token's position alone, unscaled."""
+
+
+def require_installed() -> None:
+    """ConfigError when megatron-core is not there."""
+    if find_spec("megatron") is None:
+        raise ConfigError(
+            "actor.backend is megatron, but megatron-core is not installed; pip install 'rolecall[megatron]', or use "
+            "fsdp"
+        )
+
+
+def check_megatron(
+    path: Path, parallel: LayoutSection, megatron: MegatronSection, num_ranks: int, setting: str = "model.path"
+) -> None:
+    """ConfigError when the model at `path`, which `setting` names, is not computed, or not over `num_ranks` ranks as
+    `parallel` and `megatron` say.
+    """
+    text, where = text_config(path, setting), f"{setting} {path}"
+    _check_model(text, where)
+    _check_layers(text, parallel, megatron, where)
+    if _num_experts(text):
+        _check_experts(parallel, megatron, num_ranks, where)
+
+
+def _check_model(text: dict[str, Any], where: str) -> None:
+    kind = text.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise ConfigError(
+            f"{where}: actor.backend megatron has no map for a model of type {kind}, only for "
+            f"{', '.join(MODEL_TYPES)}; use one of these, or actor.backend fsdp"
+        )
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kind_of_rope = rope.get("rope_type") or rope.get("type") or "default"
+    some_dense = text.get("mlp_only_layers") or text.get("decoder_sparse_step", 1) != 1
+    wrong = {
+        "attention in sliding windows": _slides(text),
+        f"rotary positions of type {kind_of_rope}": kind_of_rope not in ROPES,
+        f"activation {text.get('hidden_act')}": text.get("hidden_act", "silu") != "silu",
+        "layers of which only some have experts": bool(_num_experts(text) and some_dense),
+        "biases on its output projections (attention_bias)": bool(text.get("attention_bias")),
+        "biases in its MLP (mlp_bias)": bool(text.get("mlp_bias")),
+    }
+    for what, found in wrong.items():
+        if found:
+            raise ConfigError(
+                f"{where} has {what}, which actor.backend megatron does not compute; use another model, or "
+                "actor.backend fsdp"
+            )
+
+
+def _check_layers(text: dict[str, Any], parallel: LayoutSection, megatron: MegatronSection, where: str) -> None:
+    num_layers, stages = text.get("num_hidden_layers", 0), parallel.pipeline * megatron.virtual_stages
+    if num_layers % stages:
+        raise ConfigError(
+            f"{where} has {num_layers} layers, which parallel.pipeline x megatron.virtual_stages = {stages} does not "
+            "divide; choose a divisor"
+        )
+    width = text.get("intermediate_size", 0)
+    if not _num_experts(text) and width % parallel.tensor:
+        raise ConfigError(
+            f"{where}: parallel.tensor {parallel.tensor} does not divide the model's intermediate_size {width}; choose "
+            "a divisor, or 1"
+        )
+
+
+def _check_experts(parallel: LayoutSection, megatron: MegatronSection, num_ranks: int, where: str) -> None:
+    shared, of_a_stage = parallel.sequence * parallel.tensor, num_ranks // parallel.pipeline
+    if parallel.tensor > 1 and not megatron.sequence_parallel:
+        raise ConfigError(
+            f"actor.megatron.sequence_parallel is off: Megatron's experts ({where}) need it where parallel.tensor cuts "
+            "matrices; leave it on"
+        )
+    if parallel.pipeline > 1 and parallel.expert != shared:
+        raise ConfigError(
+            f"parallel.expert is {parallel.expert}; with parallel.pipeline the experts of {where} are spread over the "
+            f"ranks of one stage: set it to sequence x tensor = {shared}"
+        )
+    if of_a_stage % parallel.expert:
+        raise ConfigError(
+            f"parallel.expert {parallel.expert} does not divide the {of_a_stage} ranks of a pipeline stage ({where}); "
+            "choose a divisor"
+        )
+
+
+def _num_experts(text: dict[str, Any]) -> int:
+    return int(text.get("num_experts") or text.get("num_local_experts") or 0)
+
+
+def _slides(text: dict[str, Any]) -> bool:
+    """Whether any layer attends in a window, by its name or as the Qwens tell it."""
+    if text.get("layer_types"):
+        return "sliding_attention" in text["layer_types"]
+    first = text.get("max_window_layers", 0)
+    return bool(
+        text.get("use_sliding_window") and text.get("sliding_window") and first < text.get("num_hidden_layers", 0)
+    )

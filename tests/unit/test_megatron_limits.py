@@ -1,0 +1,172 @@
+"""What the back end over Megatron-Core does not compute is told by `rolecall check`, with field and remedy, before
+anything starts.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.commands.cli import main
+from rolecall.data.megatron_limits import MODEL_TYPES, check_megatron
+from rolecall.settings import LayoutSection, MegatronSection
+from tests.twins.launched import write_light_config
+
+DENSE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 264,
+}
+MIXTURE = DENSE | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_light_config(tmp_path)
+
+
+def described(config: Path, described_as: dict[str, Any]) -> list[str]:
+    """The words of a check of a run by this back end, whose model says this of itself."""
+    path = config.parent / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | described_as))
+    return ["check", str(config), "--actor.backend=megatron"]
+
+
+def test_there_is_a_map_for_every_type_that_is_let_pass() -> None:
+    from rolecall.training.megatron.families import FAMILIES  # takes seconds
+
+    assert set(FAMILIES) == set(MODEL_TYPES)
+
+
+@pytest.mark.parametrize("model", [DENSE, MIXTURE], ids=["dense", "mixture"])
+def test_a_layout_that_fits_passes(config: Path, model: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    layout = ["--actor.num_ranks=8", "--actor.parallel.tensor=2", "--actor.parallel.pipeline=2"]
+    if model is MIXTURE:
+        layout.append("--actor.parallel.expert=2")
+    assert main([*described(config, model), *layout]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (
+            {"model_type": "deepseek_v3"},
+            "no map for a model of type deepseek_v3, only for llama, qwen2, qwen3, ",
+        ),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, "attention in sliding windows"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "attention in sliding windows"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary positions of type yarn"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rotary positions of type longrope"),
+        ({"hidden_act": "gelu"}, "activation gelu"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
+        (MIXTURE | {"mlp_only_layers": [0]}, "only some have experts"),
+        (MIXTURE | {"decoder_sparse_step": 2}, "only some have experts"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_model_that_is_not_computed_is_told(
+    config: Path, model: dict[str, Any], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(described(config, DENSE | model)) == 2
+    said = capsys.readouterr().out
+    assert told in said
+    assert "actor.backend" in said
+    assert "or actor.backend fsdp" in said
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "told"),
+    [
+        (
+            DENSE,
+            {"num_ranks": 8, "parallel.tensor": 8},
+            "parallel.tensor 8 does not divide the model's num_attention",
+        ),
+        (DENSE, {"num_ranks": 4, "parallel.tensor": 4}, "parallel.tensor 4 does not divide the model's num_key_value"),
+        (DENSE, {"num_ranks": 3, "parallel.pipeline": 3}, "parallel.pipeline 3 does not divide the model's 4 layers"),
+        (
+            DENSE | {"num_hidden_layers": 6},
+            {"num_ranks": 2, "parallel.pipeline": 2, "megatron.virtual_stages": 2},
+            "6 layers, which parallel.pipeline x megatron.virtual_stages = 4 does not divide; choose a divisor",
+        ),
+        (
+            DENSE | {"intermediate_size": 255},
+            {"num_ranks": 2, "parallel.tensor": 2},
+            "does not divide the model's intermediate_size 255; choose a divisor, or 1",
+        ),
+        (DENSE, {"num_ranks": 2, "parallel.expert": 2}, "parallel.expert 2 does not divide the model's 0 experts"),
+        (MIXTURE, {"num_ranks": 3, "parallel.expert": 3}, "parallel.expert 3 does not divide the model's 4 experts"),
+        (MIXTURE, {"num_ranks": 2, "parallel.expert": 4}, "does not divide the 2 ranks of a pipeline stage"),
+        (
+            MIXTURE,
+            {"num_ranks": 4, "parallel.tensor": 2, "parallel.pipeline": 2},
+            "set it to sequence x tensor = 2",
+        ),
+        (
+            MIXTURE,
+            {"num_ranks": 2, "parallel.tensor": 2, "megatron.sequence_parallel": "false"},
+            "actor.megatron.sequence_parallel is off",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_layout_that_the_model_does_not_fit_is_told(
+    config: Path,
+    model: dict[str, Any],
+    layout: dict[str, int | str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [f"--actor.{key}={value}" for key, value in layout.items()]
+    assert main([*described(config, model), *words]) == 2
+    assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("lora={}", "lora is not there with backend megatron; leave it out, or use backend fsdp"),
+        ("moe={balance_coef: 0.1}", "moe is not there with backend megatron; leave it out, or use backend fsdp"),
+        ("router_replay=r2", "router_replay is not there with backend megatron; set off, or use backend fsdp"),
+        ("optimizer.kind=muon", "optimizer.kind muon is not there with backend megatron; set adamw, or use"),
+        ("activation_offload=true", "activation_offload is not there with backend megatron; set gradient_checkpoint"),
+        ("parallel.reduce_dtype=bfloat16", "parallel.reduce_dtype bfloat16 is not there with backend megatron; set f"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_setting_that_only_the_other_back_end_has_is_told(
+    config: Path, setting: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*described(config, MIXTURE), f"--actor.{setting}"]) == 2
+    streams = capsys.readouterr()
+    assert told in streams.out + streams.err
+
+
+@pytest.mark.parametrize("role", ["critic", "references.old"])
+def test_the_other_trainers_models_are_looked_at_too(
+    config: Path, role: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_light_config(config.parent / "other").parent / "model"
+    described(other.parent / "light.yaml", DENSE | {"model_type": "gemma3"})
+    words = described(config, DENSE)
+    more = {
+        "critic": [f"--critic.path={other}", "--algorithm.advantage.kind=gae"],
+        "references.old": [f"--references.old.path={other}", "--algorithm.kl={reference: old, kl_coef: 0.1}"],
+    }
+    assert main([*words, *more[role]]) == 2
+    assert f"{role}.path {other}: actor.backend megatron has no map for a model of type gemma3" in (
+        capsys.readouterr().out
+    )
+
+
+def test_the_rule_of_windows_is_the_qwens_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(DENSE | {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 0})
+    )
+    check_megatron(tmp_path, LayoutSection(), MegatronSection(), 1)
