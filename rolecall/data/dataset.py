@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rolecall.data.code_tests import read_tests
 from rolecall.errors import ConfigError
 from rolecall.settings import (
     COMPARING,
+    CodeScorer,
     DataSection,
     DistillationSection,
     RewardSection,
@@ -175,6 +177,9 @@ def _comparing(reward: RewardSection, metadata: Mapping[str, Any], where: str) -
         )
     if any(part.scorer.kind == "ifeval" for part in applying.values()):
         _check_instructions(metadata, where)
+    for part in applying.values():
+        if isinstance(part.scorer, CodeScorer):
+            _check_tests(metadata, part.scorer, where)
     return next((name for name, part in applying.items() if part.scorer.kind in COMPARING), None)
 
 
@@ -191,6 +196,19 @@ def _check_instructions(metadata: Mapping[str, Any], where: str) -> None:
     if unknown or (given is not None and (not isinstance(given, list) or len(given) != len(names))):
         wrong = f"kind ifeval has no check of {unknown}" if unknown else "kwargs has not one entry per instruction"
         raise ConfigError(f"{where}, field {INSTRUCTIONS_FIELD!r}: {wrong}; mend the line or leave it out")
+
+
+def _check_tests(metadata: Mapping[str, Any], scorer: CodeScorer, where: str) -> None:
+    """ConfigError when kind code could not run the prompt's tests."""
+    try:
+        tests = read_tests(metadata.get(scorer.tests))
+        if scorer.language.end is None and any(test.stdout is None for test in tests):
+            raise ValueError("code, which needs scorer.language.end")
+    except ValueError as error:
+        raise ConfigError(
+            f"{where}, field {scorer.tests!r}: {error}; write a list of tests, or leave the prompt to another "
+            "component by when"
+        ) from error
 
 
 def _uid(row: dict[str, Any], where: str, default: str) -> str:

@@ -40,6 +40,7 @@ from rolecall.settings.algorithm.losses import (
     SapoLoss,
 )
 from rolecall.settings.algorithm.shaping import CurriculumSection, FiltersSection, OverlongSection, ShapingSection
+from rolecall.settings.code import CodeScorer, LanguageSection
 from rolecall.settings.data import (
     DataSection,
     EvaluationSection,
@@ -142,6 +143,7 @@ __all__ = [
     "CheckpointUrl",
     "ChoiceScorer",
     "ClippedLoss",
+    "CodeScorer",
     "ConfigPath",
     "ControllerSection",
     "CorrectionSection",
@@ -171,6 +173,7 @@ __all__ = [
     "JsonScorer",
     "KlEstimator",
     "KlSection",
+    "LanguageSection",
     "LauncherSection",
     "LayoutSection",
     "LengthScorer",

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
+from rolecall.settings.code import CodeScorer
 from rolecall.settings.presets import PresetScorer
 from rolecall.settings.section import Address, ConfigPath, NonNegativeInt, Pattern, Roots, Section, ServiceSection
 
@@ -126,7 +127,14 @@ class ExternalScorer(Section):
 
 
 ScorerSection: TypeAlias = Annotated[
-    AnswerScorer | PatternScorer | JsonScorer | LengthScorer | PresetScorer | FunctionScorer | ExternalScorer,
+    AnswerScorer
+    | PatternScorer
+    | JsonScorer
+    | LengthScorer
+    | PresetScorer
+    | CodeScorer
+    | FunctionScorer
+    | ExternalScorer,
     Field(discriminator="kind"),
 ]
 
@@ -159,6 +167,15 @@ class RewardComponent(Section):
     """Deadline of one item (or one call of an external scorer)."""
     max_attempts: PositiveInt = 3
     """Tries per item when a failure is retryable."""
+
+    @model_validator(mode="after")
+    def _programs_end_before_the_item(self) -> Self:
+        if isinstance(self.scorer, CodeScorer) and self.timeout_s <= self.scorer.timeout_s:
+            raise ValueError(
+                f"timeout_s: {self.timeout_s:g} s are over before the program's tests are, which have "
+                f"scorer.timeout_s, {self.scorer.timeout_s:g} s; make it longer, by a second or more"
+            )
+        return self
 
     def applies_to(self, metadata: Mapping[str, object]) -> bool:
         """Whether it scores a prompt with these fields."""

@@ -9,11 +9,23 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from rolecall.data.code_tests import read_tests
+from rolecall.errors import BadGroundTruthError
 from rolecall.plugins import load_function
-from rolecall.scoring.scores import ALL_FIELDS, Score, ScoreFunction, component_spec, evaluate, evaluate_many, groups_of
+from rolecall.scoring.scores import (
+    ALL_FIELDS,
+    Item,
+    Score,
+    ScoreFunction,
+    component_spec,
+    evaluate,
+    evaluate_many,
+    groups_of,
+)
 from rolecall.settings import (
     AnswerScorer,
     ChoiceScorer,
+    CodeScorer,
     FunctionScorer,
     Gsm8kScorer,
     InstructionScorer,
@@ -26,7 +38,9 @@ from rolecall.settings import (
 )
 from rolecall.v1 import reward_pb2
 from services.reward.presets import best, bind_preset, truths
+from services.reward.sandbox import sandbox_of
 from services.reward.scorers.boxed import boxed_answer, boxed_match
+from services.reward.scorers.code import CodeJudge, program_of
 from services.reward.scorers.exact_match import exact_match, whole_answer
 from services.reward.scorers.format import matches_format
 from services.reward.scorers.hendrycks_math import hendrycks_answer, hendrycks_match
@@ -34,7 +48,9 @@ from services.reward.scorers.json_ import is_json
 from services.reward.scorers.length import length_cost
 from services.reward.scorers.regex import regex_answer, regex_match
 
-LocalScorer: TypeAlias = AnswerScorer | PatternScorer | JsonScorer | LengthScorer | FunctionScorer | PresetScorer
+LocalScorer: TypeAlias = (
+    AnswerScorer | PatternScorer | JsonScorer | LengthScorer | FunctionScorer | PresetScorer | CodeScorer
+)
 """Every scorer that runs in a worker process: all but the external one."""
 
 ScoreMany: TypeAlias = Callable[[Sequence[reward_pb2.ScoreItem]], list[reward_pb2.ScoreResult]]
@@ -43,6 +59,7 @@ _READS = {
     "json": (reward_pb2.SCORE_FIELD_RESPONSE_TEXT,),
     "format": (reward_pb2.SCORE_FIELD_RESPONSE_TEXT,),
     "ifeval": (reward_pb2.SCORE_FIELD_RESPONSE_TEXT, reward_pb2.SCORE_FIELD_METADATA),
+    "code": (reward_pb2.SCORE_FIELD_RESPONSE_TEXT, reward_pb2.SCORE_FIELD_METADATA),
 }
 _COMPARES = (reward_pb2.SCORE_FIELD_RESPONSE_TEXT, reward_pb2.SCORE_FIELD_GROUND_TRUTH)
 """Fields that every other kind reads."""
@@ -128,8 +145,18 @@ def bind(scorer: LocalScorer) -> ScoreFunction:
             return lambda item: length_cost(item.num_response_tokens, scorer.max_tokens)
         case FunctionScorer():
             return load_function(scorer.target, "the scorer's target")
+        case CodeScorer():
+            judge = CodeJudge(scorer, sandbox_of(scorer))
+            return lambda item: _code_score(judge, item, scorer.tests)
         case Gsm8kScorer() | NumericScorer() | QaScorer() | ChoiceScorer() | InstructionScorer():
             return bind_preset(scorer)
+
+
+def _code_score(judge: CodeJudge, item: Item, field: str) -> float:
+    try:
+        return judge.score(program_of(item.response_text), read_tests(item.metadata.get(field)))
+    except ValueError as error:
+        raise BadGroundTruthError(f"item {item.id}, field {field!r}: {error}") from error
 
 
 def _math_score(found: Sequence[tuple[float, str | None]]) -> Score:

@@ -1,0 +1,123 @@
+"""Program against its tests, each run in a sandbox of its own: the share that pass.
+
+Reads the program from the response and decides what passes; how a program is kept in is the sandbox's business. What a
+program writes is compared outside of it, so it can pass a test of input and output only by writing what is right. A
+test that is code shares its process: it passes when it reached the end, which an early exit does not, but a program
+that sets out to can still deceive it.
+"""
+
+import hashlib
+import json
+import re
+import secrets
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from rolecall.data.code_tests import CodeTest
+from rolecall.settings import CodeScorer, LanguageSection
+from services.reward.sandbox import DISK_BYTES, Ran, Sandbox
+
+MAX_REMEMBERED = 65536
+"""Programs whose scores a worker process remembers; then the one that was longest not asked for is forgotten."""
+MAX_OUTPUT_BYTES = 2**20
+"""Most bytes of output beyond the right ones; a program that writes more has failed."""
+ARCHIVE = "program.tar"
+"""What compiling made of a program, carried into the sandbox of each test."""
+_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+
+
+def program_of(response_text: str) -> str:
+    """The content of the last block between ``` fences, or the whole response when there is none."""
+    blocks = _BLOCK.findall(response_text)
+    return str(blocks[-1]) if blocks else response_text
+
+
+def same_output(output: str, expected: str) -> bool:
+    """Whether two outputs are equal, white space at the ends of lines and empty lines at the end aside."""
+    ours, theirs = ([line.rstrip() for line in text.rstrip().split("\n")] for text in (output, expected))
+    return ours == theirs
+
+
+class CodeJudge:
+    """Scores programs by `scorer` in `sandbox`, each pair of program and tests once."""
+
+    def __init__(self, scorer: CodeScorer, sandbox: Sandbox) -> None:
+        """ConfigError when programs cannot be run here."""
+        self._scorer = scorer
+        self._sandbox = sandbox
+        self._remembered: OrderedDict[bytes, float] = OrderedDict()
+        first = [command[0] for command in (scorer.language.compile, scorer.language.run) if command]
+        sandbox.check([name for name in first if not name.startswith("./")])
+
+    def score(self, program: str, tests: Sequence[CodeTest]) -> float:
+        """1.0 when `program` passes all `tests`, else 0.0; with `partial` the share. ScorerUnavailableError when the
+        sandbox did not start; ValueError when the tests are code and the language has no `end`.
+        """
+        if self._scorer.language.end is None and any(test.stdout is None for test in tests):
+            raise ValueError("code, and scorer.language.end is not set; write tests of input and output")
+        digest = hashlib.sha256(json.dumps([program, *map(asdict, tests)]).encode()).digest()
+        if digest not in self._remembered:
+            self._remembered[digest] = self._judge(program, tests)
+            if len(self._remembered) > MAX_REMEMBERED:
+                self._remembered.popitem(last=False)
+        self._remembered.move_to_end(digest)
+        return self._remembered[digest]
+
+    def _judge(self, program: str, tests: Sequence[CodeTest]) -> float:
+        time = _Time(self._scorer.timeout_s)
+        source, built = None, None
+        passed = 0
+        for test in tests:
+            token = secrets.token_hex(16)
+            wanted = _source(program, test, self._scorer.language, token)
+            if wanted != source:
+                source, built = wanted, self._build(wanted, time)
+            if built is not None and self._passes(test, built, token, time):
+                passed += 1
+            elif not self._scorer.partial or time.left_s <= 0:
+                break
+        return passed / len(tests) if self._scorer.partial else float(passed == len(tests))
+
+    def _build(self, source: str, time: "_Time") -> Mapping[str, bytes] | None:
+        """The files that `run` needs; None when the program does not compile."""
+        language = self._scorer.language
+        files = {language.file: source.encode(errors="replace")}
+        if not language.compile:
+            return files
+        command = ["sh", "-c", '"$@" > /dev/null && exec tar -c -f - .', "sh", *language.compile]
+        ran = time.spent(self._sandbox.run(command, files, b"", time.left_s, DISK_BYTES))
+        return {ARCHIVE: ran.output} if ran.status == 0 else None
+
+    def _passes(self, test: CodeTest, files: Mapping[str, bytes], token: str, time: "_Time") -> bool:
+        expected = token if test.stdout is None else test.stdout
+        command = list(self._scorer.language.run)
+        if ARCHIVE in files:
+            command = ["sh", "-c", f'tar -x -f {ARCHIVE} && exec "$@"', "sh", *command]
+        max_bytes = MAX_OUTPUT_BYTES + len(expected.encode(errors="replace"))
+        stdin = test.stdin.encode(errors="replace")
+        ran = time.spent(self._sandbox.run(command, files, stdin, time.left_s, max_bytes))
+        if ran.status != 0:
+            return False
+        output = ran.output.decode(errors="replace")
+        if test.stdout is None:
+            return output.rstrip().rpartition("\n")[2] == token
+        return same_output(output, expected)
+
+
+class _Time:
+    """The seconds that a program has for all its tests. A sandbox's own start is not taken from them."""
+
+    def __init__(self, left_s: float) -> None:
+        self.left_s = left_s
+
+    def spent(self, ran: Ran) -> Ran:
+        """Takes what a run took."""
+        self.left_s -= ran.seconds
+        return ran
+
+
+def _source(program: str, test: CodeTest, language: LanguageSection, token: str) -> str:
+    if test.stdout is not None or language.end is None:
+        return program
+    return f"{program}\n{test.code}\n{language.end.replace('{token}', token)}\n"

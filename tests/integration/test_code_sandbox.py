@@ -1,0 +1,375 @@
+"""Programs that try to get out of the sandbox, to stay in it for ever, or to use the machine up; and scores of programs
+through the service's own worker processes.
+
+Each program says what it was allowed; afterwards nothing of it runs. The machine that runs these tests must let this
+user make namespaces and have bubblewrap; else they are skipped, and say so.
+"""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import psutil
+import pytest
+
+from rolecall.errors import ConfigError, ScorerUnavailableError
+from rolecall.settings import CodeScorer, LanguageSection, scorer_environment
+from rolecall.v1 import reward_pb2
+from services.reward.pool import WorkerPool
+from services.reward.sandbox import DISK_BYTES, Bare, Bubblewrap, Ran, Sandbox
+from services.reward.scorers.code import CodeJudge
+
+GENEROUS_S = 120.0
+"""For programs that end by themselves."""
+SHORT_S = 1.0
+"""For programs that do not."""
+MAX_BYTES = 2**16
+ATTEMPT = """
+import json, os, socket, sys
+def attempt(function, *arguments):
+    try:
+        return repr(function(*arguments))
+    except BaseException as error:
+        return type(error).__name__
+"""
+
+
+@pytest.fixture(scope="module")
+def bubblewrap() -> Bubblewrap:
+    sandbox = Bubblewrap(CodeScorer(num_processes=16))
+    try:
+        sandbox.check(["python3"])
+    except ConfigError as error:
+        pytest.skip(error.message)
+    return sandbox
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """An argument of the test's programs, none of which is left at its end."""
+    mark = uuid4().hex
+    yield mark
+    deadline = time.monotonic() + GENEROUS_S
+    while left := with_argument(mark):
+        assert time.monotonic() < deadline, f"{left} still run"
+        time.sleep(0.05)
+
+
+def with_argument(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if mark in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def run(sandbox: Sandbox, mark: str, program: str, seconds: float = GENEROUS_S) -> Ran:
+    files = {"main.py": (ATTEMPT + program).encode()}
+    return sandbox.run(["python3", "main.py", mark], files, b"input", seconds, MAX_BYTES)
+
+
+def told(sandbox: Sandbox, mark: str, program: str) -> Any:
+    """What `program` prints as JSON."""
+    ran = run(sandbox, mark, program)
+    assert ran.status == 0, ran
+    return json.loads(ran.output)
+
+
+def test_a_fork_bomb_has_few_processes_and_ends_with_its_time(bubblewrap: Bubblewrap, mark: str) -> None:
+    count = """
+n = 0
+while attempt(os.fork) not in ("0", "BlockingIOError"):
+    n += 1
+else:
+    import time
+    time.sleep(0.1)
+print(json.dumps(n)) if n else None
+"""
+    lines = run(bubblewrap, mark, count).output.decode().split()
+    assert lines
+    assert max(map(int, lines)) <= 16
+    assert run(bubblewrap, mark, "while True: attempt(os.fork)", SHORT_S).status is None
+
+
+def test_a_daemon_ends_with_its_program(bubblewrap: Bubblewrap, mark: str) -> None:
+    daemon = """
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        import time
+        os.close(1)
+        time.sleep(1000)
+    os._exit(0)
+"""
+    assert run(bubblewrap, mark, daemon).status == 0
+
+
+def test_a_program_fills_no_disk(bubblewrap: Bubblewrap, mark: str) -> None:
+    fill = """
+def fill(folder):
+    written = 0
+    try:
+        for number in range(1000):
+            with open(f"{folder}/{number}", "wb", buffering=0) as file:
+                for _ in range(16):
+                    written += file.write(bytes(2**20))
+    except OSError as error:
+        return written, error.errno
+print(json.dumps({folder: fill(folder) for folder in ("/tmp", "/dev/shm", "/", "/usr", "/dev", "/etc", "/proc")}))
+"""
+    filled = told(bubblewrap, mark, fill)
+    assert sum(written for written, _ in filled.values()) <= 2 * DISK_BYTES
+    assert {folder for folder, (written, _) in filled.items() if written} == {"/tmp", "/dev/shm"}
+
+
+def test_a_program_finds_no_file_and_no_socket_of_the_machine(
+    bubblewrap: Bubblewrap, mark: str, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    token.chmod(0o644)
+    with socket.socket(socket.AF_UNIX) as store, socket.socket() as tcp, socket.socket(socket.AF_UNIX) as abstract:
+        store.bind(str(tmp_path / "s"))
+        tcp.bind(("127.0.0.1", 0))
+        abstract.bind(f"\0{mark}")
+        for server in (store, tcp, abstract):
+            server.listen()
+        port = tcp.getsockname()[1]
+        tries = f"""
+def connect(family, address):
+    socket.socket(family).connect(address)
+    return "connected"
+os.symlink({str(token)!r}, "link")
+print(json.dumps([
+    attempt(open, {str(token)!r}),
+    attempt(open, "link"),
+    attempt(open, "/proc/1/root" + {str(token)!r}),
+    attempt(connect, socket.AF_UNIX, {str(tmp_path / "s")!r}),
+    attempt(connect, socket.AF_INET, ("127.0.0.1", {port})),
+    attempt(connect, socket.AF_INET, ("192.0.2.1", 80)),
+    attempt(connect, socket.AF_UNIX, "\\0" + {mark!r}),
+    sorted(os.listdir("/")),
+    [each for each in ("/home", "/root", "/run", "/var", "/sys", "/etc/passwd", "/etc/shadow") if os.path.exists(each)],
+]))
+"""
+        *refused, root, seen = told(bubblewrap, mark, tries)
+    assert refused[:4] == ["FileNotFoundError"] * 4
+    assert refused[4] == "ConnectionRefusedError"
+    assert refused[5] == "OSError"
+    assert refused[6] == "ConnectionRefusedError"
+    assert set(root) <= {"bin", "sbin", "lib", "lib32", "lib64", "usr", "etc", "proc", "dev", "tmp"}
+    assert seen == []
+
+
+def test_a_program_reaches_no_process_but_its_own(bubblewrap: Bubblewrap, mark: str) -> None:
+    signals = """
+pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+print(json.dumps([
+    attempt(os.kill, os.getppid(), 9),
+    attempt(os.kill, os.getppid(), 19),
+    attempt(os.kill, -1, 9),
+    max(pids),
+]))
+"""
+    # Its parent is the sandbox's first process, to which the kernel delivers none of these.
+    assert told(bubblewrap, mark, signals) == ["None", "None", "ProcessLookupError", 2]
+    assert run(bubblewrap, mark, "os.kill(os.getpid(), 19)", SHORT_S).status is None
+    assert run(bubblewrap, mark, "os.kill(os.getppid(), 15)\nimport time\ntime.sleep(1000)").status != 0
+
+
+def test_a_program_gets_no_rights_secrets_or_open_files(
+    bubblewrap: Bubblewrap, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("API_KEY", "secret")
+    rights = """
+import ctypes, fcntl, resource
+libc = ctypes.CDLL(None, use_errno=True)
+print(json.dumps([
+    attempt(os.setuid, 0), attempt(os.chroot, "/tmp"), attempt(resource.setrlimit, resource.RLIMIT_AS, (-1, -1)),
+    libc.unshare(0x10000000), libc.mount(b"none", b"/tmp", b"tmpfs", 0, None), libc.mount(None, b"/", None, 4128, None),
+    attempt(os.write, 0, b"x"), attempt(os.ftruncate, 0, 0),
+    sorted(os.environ), os.getuid() == os.getgid() == 65534, os.getgroups(),
+    [os.readlink(f"/proc/self/fd/{name}").split(":")[0] for name in ("0", "1", "2")],
+    [name for name in os.listdir("/proc/self/fd") if int(name) > 3],
+    "secret" in open("/proc/1/environ").read() + open("/proc/self/environ").read(),
+    sys.stdin.read(),
+]))
+"""
+    told_ = told(bubblewrap, mark, rights)
+    assert told_[:3] == ["OSError", "PermissionError", "ValueError"]
+    assert told_[3:6] == [-1, -1, -1]
+    assert told_[6:8] == ["PermissionError", "PermissionError"]
+    assert set(told_[8]) <= {"PATH", "HOME", "LANG", "PWD", "LC_CTYPE", "SHLVL", "_", "OLDPWD"}
+    assert told_[9] is True
+    assert set(told_[10]) <= {65534}
+    assert told_[11] == ["/memfd", "pipe", "/dev/null"]
+    assert told_[12:] == [[], False, "input"]
+
+
+def test_output_without_end_is_cut(bubblewrap: Bubblewrap, mark: str) -> None:
+    ran = run(bubblewrap, mark, "while True: sys.stdout.write('x' * 1000)")
+    assert ran.status is None
+    assert len(ran.output) == MAX_BYTES
+
+
+def test_a_program_that_sleeps_or_closes_its_output_ends_with_its_time(bubblewrap: Bubblewrap, mark: str) -> None:
+    assert run(bubblewrap, mark, "import time\ntime.sleep(1000)", SHORT_S).status is None
+    assert run(bubblewrap, mark, "os.close(1)\nimport time\ntime.sleep(1000)", SHORT_S).status is None
+
+
+def test_a_program_gets_no_more_memory_and_cpu_than_its_own(mark: str, bubblewrap: Bubblewrap) -> None:
+    assert told(bubblewrap, mark, "print(json.dumps(attempt(bytearray, 2**33)))") == "MemoryError"
+    busy = Bubblewrap(CodeScorer(cpu_s=1))
+    started = time.monotonic()
+    assert run(busy, mark, "while True: pass").status not in (0, None)
+    assert time.monotonic() - started < GENEROUS_S
+
+
+def test_a_program_ends_with_the_process_that_waits_for_it(bubblewrap: Bubblewrap, mark: str) -> None:
+    """A worker is killed at its item's deadline."""
+    waits = f"""
+from rolecall.settings import CodeScorer
+from services.reward.sandbox import Bubblewrap
+files = {{"main.py": b"import time; time.sleep(1000)"}}
+Bubblewrap(CodeScorer()).run(["python3", "main.py", "{mark}"], files, b"", 1000.0, 10)
+"""
+    worker = subprocess.Popen([sys.executable, "-c", waits])
+    deadline = time.monotonic() + GENEROUS_S
+    while not any("main.py" in each.cmdline()[:2] for each in with_argument(mark)):
+        assert worker.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    worker.send_signal(signal.SIGKILL)
+    worker.wait(GENEROUS_S)  # and the mark's fixture finds nothing left
+
+
+def test_a_program_sees_the_folders_that_are_named_and_cannot_write_them(
+    bubblewrap: Bubblewrap, mark: str, tmp_path: Path
+) -> None:
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    (packages / "words.txt").write_text("hello")
+    for folder in (tmp_path, *tmp_path.parents):  # only their owner may enter them; programs of root run as nobody
+        if folder == tmp_path or "pytest" in folder.name:
+            folder.chmod(0o755)
+    sandbox = Bubblewrap(CodeScorer(read_only=(packages,)))
+    sandbox.check(["python3"])
+    path = str(packages / "words.txt")
+    tries = f"print(json.dumps([open({path!r}).read(), attempt(open, {path!r}, 'w')]))"
+    assert told(sandbox, mark, tries) == ["hello", "OSError"]
+
+
+def test_a_machine_without_bubblewrap_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"bwrap is not installed.*install bubblewrap.*or write sandbox: none"):
+        Bubblewrap(CodeScorer()).check(["python3"])
+
+
+def test_a_sandbox_that_does_not_stand_is_an_error_and_no_score(bubblewrap: Bubblewrap, tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    sandbox = Bubblewrap(CodeScorer(read_only=(folder,)))
+    folder.rmdir()
+    with pytest.raises(ScorerUnavailableError, match=r"did not start: bwrap: .*gone"):
+        sandbox.run(["true"], {}, b"", GENEROUS_S, 10)
+    with pytest.raises(ConfigError, match=r"scorer\.read_only: .*gone is no folder"):
+        sandbox.check([])
+
+
+def test_a_command_that_is_not_there_is_found_at_the_start(bubblewrap: Bubblewrap) -> None:
+    for sandbox in (bubblewrap, Bare(CodeScorer())):
+        with pytest.raises(ConfigError, match=r"scorer\.language: no-such-language is not found"):
+            CodeJudge(
+                CodeScorer(language=LanguageSection(file="a", run=("no-such-language", "a"))), sandbox
+            )  # it looks around at once
+
+
+def test_without_a_sandbox_programs_still_have_limits(mark: str) -> None:
+    bare = Bare(CodeScorer(sandbox="none", cpu_s=1))
+    assert told(bare, mark, "print(json.dumps([sys.stdin.read(), attempt(bytearray, 2**33)]))") == [
+        "input",
+        "MemoryError",
+    ]
+    assert run(bare, mark, "while True: sys.stdout.write('x' * 1000)").status is None
+    assert run(bare, mark, "while True: pass").status not in (0, None)
+    assert run(bare, mark, "import time\nos.fork()\ntime.sleep(1000)", SHORT_S).status is None
+
+
+@asynccontextmanager
+async def pool_of(folder: Path, **keys: Any) -> AsyncIterator[WorkerPool]:
+    scorer = CodeScorer(**keys)
+    pool = WorkerPool({"tests": scorer}, {"tests": GENEROUS_S}, 1, folder, scorer_environment(()))
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        pool.close()
+
+
+def item(id: str, program: str, tests: Any) -> reward_pb2.ScoreItem:
+    item = reward_pb2.ScoreItem(id=id, response_text=f"So:\n```python\n{program}\n```")
+    if tests is not None:
+        item.metadata.update({"tests": tests})
+    return item
+
+
+@pytest.mark.parametrize("sandbox", ["bubblewrap", "none"])
+async def test_programs_are_scored_in_the_worker_processes(
+    bubblewrap: Bubblewrap, tmp_path: Path, sandbox: str
+) -> None:
+    doubled = [{"input": "2", "output": "4"}, {"input": "0", "output": "0"}]
+    items = [
+        item("right", "print(2 * int(input()))", doubled),
+        item("half", "print(int(input()))", doubled),
+        item("json", "print(2 * int(input()))", json.dumps({"inputs": ["2"], "outputs": ["4"]})),
+        item("code", "def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 4"]),
+        item("exits", "import os\nos._exit(0)", ["assert f(1) == 2"]),
+        item("wrong", "def f(", doubled),
+        item("none", "print(1)", None),
+    ]
+    async with pool_of(tmp_path, partial=True, timeout_s=GENEROUS_S / 2, sandbox=sandbox) as pool:
+        results = await pool.score("tests", items)
+    values = {result.id: result.reward.value for result in results if result.HasField("reward")}
+    assert values == {"right": 1.0, "half": 0.5, "json": 1.0, "code": 0.5, "exits": 0.0, "wrong": 0.0}
+    assert results[-1].error.code == "BAD_GROUND_TRUTH"
+    assert "field 'tests'" in results[-1].error.message
+
+
+async def test_a_program_that_never_ends_scores_0_and_an_item_that_is_late_is_an_error(
+    bubblewrap: Bubblewrap, tmp_path: Path
+) -> None:
+    stuck = item("stuck", "import time\ntime.sleep(1000)", [{"output": "1"}])
+    async with pool_of(tmp_path, timeout_s=SHORT_S) as pool:
+        (result,) = await pool.score("tests", [stuck])
+        assert result.HasField("reward")
+        assert result.reward.value == 0.0
+    scorer = CodeScorer(timeout_s=1000.0)
+    pool = WorkerPool({"tests": scorer}, {"tests": SHORT_S}, 1, tmp_path, scorer_environment(()))
+    try:
+        await pool.start()
+        (late,) = await pool.score("tests", [stuck])
+        assert late.error.code == "TIMEOUT"
+    finally:
+        pool.close()
+
+
+async def test_a_service_without_a_sandbox_does_not_start(tmp_path: Path) -> None:
+    scorer = CodeScorer()
+    environment = {**scorer_environment(()), "PATH": str(tmp_path)}
+    pool = WorkerPool({"tests": scorer}, {"tests": 10.0}, 1, tmp_path, environment)
+    try:
+        with pytest.raises(ConfigError, match=r"component 'tests' cannot start: .*: bwrap is not installed"):
+            await pool.start()
+    finally:
+        pool.close()
