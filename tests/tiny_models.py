@@ -3,9 +3,12 @@ downloaded.
 """
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -135,4 +138,40 @@ def write_qwen2(path: Path, *, vocab: int = 152, seed: int = 0) -> Path:
             if name.endswith("bias"):
                 parameter.copy_(0.3 * torch.arange(parameter.numel()).sin())
     model.save_pretrained(path)
+    return path
+
+
+def write_reward_model(
+    path: Path,
+    *,
+    family: Literal["qwen2", "qwen3", "llama"] = "qwen3",
+    num_labels: int = 1,
+    every_token: bool = False,
+    seed: int = 0,
+    max_tokens: int = 512,
+) -> Path:
+    """A random classification model over whole sequences, or over `every_token`, its tokenizer beside it. Returns
+    `path`.
+    """
+    configs = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+    config = configs[family](
+        vocab_size=288,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=max_tokens,
+        initializer_range=0.1,
+        eos_token_id=EOS_TOKEN_ID,
+        pad_token_id=0,
+        bos_token_id=None,
+        num_labels=num_labels,
+    )
+    kind = AutoModelForTokenClassification if every_token else AutoModelForSequenceClassification
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        kind.from_config(config).float().save_pretrained(path)
+    write_tokenizer(path)
     return path

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 ROLES = ("controller", "actor", "critic", "reference", "reward", "rollout")
+SERVED = (*ROLES, "reward-model")
+"""What `rolecall serve` starts: the roles of a run, and a scorer with a file of its own."""
 
 _OVERRIDES = "Any key of the file can be overridden: --section.key value (read as YAML), e.g. --run.num_steps 3."
 _TLS_HELP = "for an address: the folder of tls.crt, tls.key and ca.crt"
@@ -68,7 +70,7 @@ def _add_starting(command: AddCommand) -> None:
     sft.add_argument("config", type=Path, metavar="CONFIG", help="the YAML file (rolecall/settings/sft.py)")
     sft.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in run.dir")
     serve = command("serve", "run one role: rolecall serve ROLE CONFIG [--name INSTANCE]", _OVERRIDES)
-    serve.add_argument("role", choices=ROLES, metavar="ROLE", help=", ".join(ROLES))
+    serve.add_argument("role", choices=SERVED, metavar="ROLE", help=", ".join(SERVED))
 
 
 def _add_steering(command: AddCommand) -> None:

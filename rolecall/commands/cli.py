@@ -11,15 +11,15 @@ import os
 import sys
 from collections.abc import Collection, Sequence
 
-from rolecall.commands.arguments import ROLES, command_line
+from rolecall.commands.arguments import ROLES, SERVED, command_line
 from rolecall.nearest import did_you_mean
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (None: sys.argv) and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["serve"] and len(words) > 1 and words[1] in ROLES:
-        return _become(f"services.{words[1]}", words[2:])
+    if words[:1] == ["serve"] and len(words) > 1 and words[1] in SERVED:
+        return _become(f"services.{words[1].replace('-', '_')}", words[2:])
     if words[:1] == ["export"]:
         return _become("rolecall.training.export", words[1:])
     if words[:1] == ["score"]:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _refuse_unknown(parser: argparse.ArgumentParser, words: Sequence[str], commands: Collection[str]) -> None:
     """Says which command or role a word that is none was meant to be."""
-    known = [("command", commands)] + ([("role", ROLES)] if words[:1] == ["serve"] else [])
+    known = [("command", commands)] + ([("role", SERVED)] if words[:1] == ["serve"] else [])
     for (what, names), word in zip(known, words, strict=False):
         if word not in names and not word.startswith("-"):
             parser.error(f"there is no {what} {word!r}{did_you_mean(word, names)}; there are {', '.join(names)}")

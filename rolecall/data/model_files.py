@@ -54,6 +54,11 @@ def read_model(path: Path, setting: str = "model.path") -> ModelFacts:
     )
 
 
+def tensor_names(path: Path, setting: str = "model.path") -> frozenset[str]:
+    """Names of the tensors in a model directory."""
+    return frozenset(_shapes(path, setting))
+
+
 def max_model_tokens(path: Path) -> int:
     """Longest prompt + response by the policy's own account. ConfigError when it gives none."""
     own = _text(_json(path / "config.json")).get("max_position_embeddings")

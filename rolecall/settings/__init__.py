@@ -62,6 +62,7 @@ from rolecall.settings.environment import (
 )
 from rolecall.settings.load import (
     checkpoints_of,
+    load_reward_model_settings,
     load_settings,
     load_sft_settings,
     store_url_file,
@@ -90,6 +91,7 @@ from rolecall.settings.reward import (
     ScorerSection,
     shadows_of,
 )
+from rolecall.settings.reward_model import ProcessSection, RewardModelSettings
 from rolecall.settings.run import RunSettings
 from rolecall.settings.section import (
     AddressSection,
@@ -194,12 +196,14 @@ __all__ = [
     "PluginSection",
     "PolicyLossSection",
     "PresetScorer",
+    "ProcessSection",
     "QaScorer",
     "ReferenceSection",
     "ReinforceLoss",
     "ReinforcePlusPlusAdvantage",
     "Rejection",
     "RewardComponent",
+    "RewardModelSettings",
     "RewardSection",
     "RolloutSection",
     "RpcSection",
@@ -228,6 +232,7 @@ __all__ = [
     "child_environment",
     "from_environment",
     "incarnation_given",
+    "load_reward_model_settings",
     "load_settings",
     "load_sft_settings",
     "load_tree",

@@ -10,6 +10,7 @@ from rolecall.config_file import load_tree, override_tree, read_tree
 from rolecall.errors import ConfigError
 from rolecall.settings.environment import from_environment
 from rolecall.settings.names import suggestion
+from rolecall.settings.reward_model import RewardModelSettings
 from rolecall.settings.run import RunSettings
 from rolecall.settings.section import Section
 from rolecall.settings.sft import SftSettings
@@ -39,6 +40,14 @@ def load_sft_settings(path: Path, overrides: list[str] | None = None) -> SftSett
     for override in overrides or []:
         override_tree(tree, override)
     return _valid(SftSettings, tree, path, "")
+
+
+def load_reward_model_settings(path: Path, overrides: list[str] | None = None) -> RewardModelSettings:
+    """The same for the file of `rolecall serve reward-model`."""
+    tree = read_tree(path)
+    for override in overrides or []:
+        override_tree(tree, override)
+    return _valid(RewardModelSettings, tree, path, "")
 
 
 def checkpoints_of(path: Path) -> str:

@@ -35,6 +35,7 @@ class TrainerCommand(_message.Message):
     OFFLOAD_FIELD_NUMBER: _builtins.int
     ONLOAD_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def keep_alive(self) -> Global___KeepAliveCommand:
         """Nothing: sent while idle, so that a follower's wait has a deadline."""
@@ -71,6 +72,10 @@ class TrainerCommand(_message.Message):
     def stop(self) -> Global___StopCommand:
         """Leave the loop; the last command."""
 
+    @_builtins.property
+    def score(self) -> Global___ScoreTokensCommand:
+        """Compute what a reward model says of sequences."""
+
     def __init__(
         self,
         *,
@@ -83,12 +88,13 @@ class TrainerCommand(_message.Message):
         offload: Global___OffloadCommand | None = ...,
         onload: Global___OnloadCommand | None = ...,
         stop: Global___StopCommand | None = ...,
+        score: Global___ScoreTokensCommand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "keep_alive", b"keep_alive", "load", b"load", "offload", b"offload", "onload", b"onload", "publish", b"publish", "save", b"save", "stop", b"stop", "train", b"train", "work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "keep_alive", b"keep_alive", "load", b"load", "offload", b"offload", "onload", b"onload", "publish", b"publish", "save", b"save", "score", b"score", "stop", b"stop", "train", b"train", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "keep_alive", b"keep_alive", "load", b"load", "offload", b"offload", "onload", b"onload", "publish", b"publish", "save", b"save", "stop", b"stop", "train", b"train", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "keep_alive", b"keep_alive", "load", b"load", "offload", b"offload", "onload", b"onload", "publish", b"publish", "save", b"save", "score", b"score", "stop", b"stop", "train", b"train", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["keep_alive", "train", "compute", "publish", "save", "load", "offload", "onload", "stop"]  # noqa: Y015
+    _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["keep_alive", "train", "compute", "publish", "save", "load", "offload", "onload", "stop", "score"]  # noqa: Y015
     _WhichOneofArgType_work: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_work) -> _WhichOneofReturnType_work | None: ...
 
@@ -303,3 +309,53 @@ class StopCommand(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StopCommand: _TypeAlias = StopCommand  # noqa: Y015
+
+@_typing.final
+class ScoreTokensCommand(_message.Message):
+    """Compute the head's outputs at some tokens of these sequences; each slot computes some of them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
+        """The sequences, at least one."""
+
+    def __init__(
+        self,
+        *,
+        sequences: _abc.Iterable[Global___TokenSequence] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequences", b"sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreTokensCommand: _TypeAlias = ScoreTokensCommand  # noqa: Y015
+
+@_typing.final
+class TokenSequence(_message.Message):
+    """A sequence that a reward model reads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    token_ids: _builtins.bytes
+    """int32 little-endian ids, at least one."""
+    places: _builtins.bytes
+    """int32 little-endian indices of the tokens at which the output is wanted, ascending."""
+    def __init__(
+        self,
+        *,
+        token_ids: _builtins.bytes = ...,
+        places: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["places", b"places", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenSequence: _TypeAlias = TokenSequence  # noqa: Y015

@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 from rolecall import errors
-from rolecall.settings import RunSettings, SftSettings
+from rolecall.settings import RewardModelSettings, RunSettings, SftSettings
 from tools.docstrings import docstrings
 from tools.house import MAX_FILES, PRODUCT, files_per_folder, python_files
 
@@ -75,7 +75,7 @@ FILES = [
     for path in (ROOT / folder).rglob("*.*")
 ]
 SOURCES = python_files(ROOT, *PRODUCT, "tools", "benchmarks")
-SETTINGS: list[type[BaseModel]] = [RunSettings, SftSettings]
+SETTINGS: list[type[BaseModel]] = [RunSettings, SftSettings, RewardModelSettings]
 NO_SETTINGS = {"run.id", "run.configuration", "model.to", "run.yaml"}
 """Attributes and a file that look like settings."""
 OF_USERS = {"my_rewards.py", "runs/my-run/config.yaml"}

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from rolecall.errors import ConfigError, RoleCallError
 from rolecall.training.model.attention import TracedAttention
-from rolecall.training.model.packed_model import VALUE_HEAD, PackedModel, PolicyModel, layers
+from rolecall.training.model.packed_model import PackedModel, ValueModel, layers
 from rolecall.wire import Array
 
 _WOULD_MIX = (
@@ -169,7 +169,7 @@ def _traced(model: PackedModel, trace: TracedAttention) -> tuple[float, float]:
 
 
 def _head(model: PackedModel) -> torch.nn.Parameter:
-    head = model.hf.get_output_embeddings() if isinstance(model, PolicyModel) else model.hf.get_submodule(VALUE_HEAD)
+    head = model.head if isinstance(model, ValueModel) else model.hf.get_output_embeddings()
     weight = head.weight
     assert isinstance(weight, torch.nn.Parameter)
     return weight

@@ -47,7 +47,7 @@ from rolecall.training.megatron.weights import Weights
 from rolecall.training.model.attention import plan_attention
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.logprobs import Wanted
-from rolecall.training.model.packed_model import build_model
+from rolecall.training.model.packed_model import VALUE_HEAD, ValueModel, build_model
 from rolecall.training.model.parameters import ParameterFiles
 from rolecall.training.options import DTYPES, EngineOptions
 from rolecall.training.packing.outputs import narrow, stand_in, zero_of
@@ -92,6 +92,10 @@ class MegatronEngine:
         check_parallel(options.path, options.parallel)
         check_megatron(options.path, options.parallel, options.megatron, dist.get_world_size())
         self._model = build_model(options.path, options.head, self.dtype)
+        if isinstance(self._model, ValueModel) and self._model.head_name != VALUE_HEAD:
+            raise ConfigError(
+                f"{options.path} is a classification model, whose head backend megatron does not read; use backend fsdp"
+            )
         self._conversion = Conversion(self._model.hf)
         self._shapes = {name: parameter.shape for name, parameter in self._model.hf.named_parameters()}
         trained = options.optimizer is not None

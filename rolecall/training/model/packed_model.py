@@ -13,19 +13,33 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.nn.functional import linear
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from rolecall.data.model_files import check_trainable
 from rolecall.errors import ConfigError
 from rolecall.training.model.attention import NAME, PackedPlan, TracedAttention
 from rolecall.training.model.logprobs import VocabShard, Wanted, distribution, logprobs_and_entropy
-from rolecall.training.model.supported import check_head, without_dropout
+from rolecall.training.model.supported import check_head, check_stateless, without_dropout
 from rolecall.training.model.tensor_parallel import local_vocabulary
 
 Head = Literal["policy", "value"]
 
 VALUE_HEAD = "value_head"
 """Name of the value head's Linear(H, 1) in a model directory: value_head.weight [1, H], value_head.bias [1]."""
+SCORE_HEAD = "score"
+"""Name that transformers gives the head of its classification models: score.weight [labels, H], and perhaps a bias."""
+_CLASSIFIERS = {
+    "ForSequenceClassification": AutoModelForSequenceClassification,
+    "ForTokenClassification": AutoModelForTokenClassification,
+}
+"""What builds a reward model, by the end of its architecture's name."""
 
 
 class PackedModel(nn.Module):
@@ -91,7 +105,21 @@ class PolicyModel(PackedModel):
 
 
 class ValueModel(PackedModel):
-    """A packed model that gives the value head's output."""
+    """A packed model that gives the output of a head of one number, such as a critic's or a reward model's.
+
+    Of a head of two labels, wrong and right, the number is the difference of their logits: its sigmoid is the
+    probability of the second.
+    """
+
+    head_name = VALUE_HEAD
+    """Name of the head in a model directory."""
+
+    @property
+    def head(self) -> nn.Linear:
+        """The head: Linear(H, 1) or Linear(H, 2), with a bias or without one."""
+        head = self.hf.get_submodule(self.head_name)
+        assert isinstance(head, nn.Linear)
+        return head
 
     def forward(
         self,
@@ -103,10 +131,10 @@ class ValueModel(PackedModel):
         entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns value_outputs of the model's hidden states."""
-        head = self.hf.get_submodule(VALUE_HEAD)
-        assert isinstance(head, nn.Linear)
         hidden_nH = self.hidden_NH(token_ids_N, position_ids_N, packed)
-        return value_outputs(hidden_nH, head.weight, head.bias, score_mask_N, packed)
+        weight_1H, bias_1 = (_as_one(part) for part in (self.head.weight, self.head.bias))
+        assert weight_1H is not None
+        return value_outputs(hidden_nH, weight_1H, bias_1, score_mask_N, packed)
 
 
 def token_outputs(
@@ -169,7 +197,7 @@ def token_outputs(
 def value_outputs(
     hidden_nH: torch.Tensor,
     weight_1H: torch.Tensor,
-    bias_1: torch.Tensor,
+    bias_1: torch.Tensor | None,
     score_mask_N: torch.Tensor,
     packed: PackedPlan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,13 +206,21 @@ def value_outputs(
 
     The head computes in float32: a value's last digits matter more than a hidden state's.
     """
-    outputs_N = linear(hidden_nH.float(), weight_1H.float(), bias_1.float()).squeeze(1)
+    bias_1 = None if bias_1 is None else bias_1.float()
+    outputs_N = linear(hidden_nH.float(), weight_1H.float(), bias_1).squeeze(1)
     if packed.prefixes is not None:
         outputs_N = packed.prefixes.spread(outputs_N)
     if packed.sequence is not None:
         outputs_N = packed.sequence.joined(outputs_N, score_mask_N.shape[0])
     before_N = torch.cat([outputs_N[:1], outputs_N[:-1]])
     return before_N * score_mask_N, outputs_N.clone()  # not a view: FSDP's hook would be lost on one
+
+
+def _as_one(part: torch.Tensor | None) -> torch.Tensor | None:
+    """The row of a head's weight or bias that gives its one number, in float32."""
+    if part is None or part.shape[0] == 1:
+        return part
+    return part[1:].float() - part[:1].float()
 
 
 def _run(packed: PackedPlan, num_tokens: int) -> range:
@@ -196,20 +232,16 @@ def build_model(path: Path, head: Head, dtype: torch.dtype) -> PackedModel:
     """The model of the directory `path` on the meta device, parameters in `dtype`: shapes without storage. It has no
     dropout.
 
-    ConfigError when it is not a supported causal model.
+    A value model's head is that of a classification model of one or two labels, where the directory holds one. Else it
+    takes the place of a causal model's output layer. ConfigError when it is not a supported model.
     """
     config = read_config(path)
     named = config.architectures or []
     without_dropout(config)
-    try:
-        with torch.device("meta"):
-            hf = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
-    # no causal model of this type; attention of its own instead of the interface
-    except (ValueError, KeyError) as error:
-        raise ConfigError(
-            f"{path}: a {config.model_type} model ({', '.join(named)}) cannot be trained packed ({error}); use a "
-            "causal language model"
-        ) from error
+    classifier = next((kind for end, kind in _CLASSIFIERS.items() if any(name.endswith(end) for name in named)), None)
+    hf = _empty(path, config, AutoModelForCausalLM if classifier is None or head == "policy" else classifier, dtype)
+    if classifier is not None and head == "value":
+        return _classifier(path, hf)
     if named and type(hf).__name__ not in named:
         raise ConfigError(
             f"{path} holds {', '.join(named)}, which is not the causal language model {type(hf).__name__}; use a "
@@ -224,6 +256,33 @@ def build_model(path: Path, head: Head, dtype: torch.dtype) -> PackedModel:
     hf.tie_weights()
     model = ValueModel(hf)
     model.replaced_head = replaced_head
+    return model
+
+
+def _empty(path: Path, config: PretrainedConfig, kind: type, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        with torch.device("meta"):
+            hf: PreTrainedModel = kind.from_config(config, attn_implementation=NAME, dtype=dtype)  # type: ignore[attr-defined]
+    # no such model of this type; attention of its own instead of the interface
+    except (ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{path}: a {config.model_type} model ({', '.join(config.architectures or [])}) cannot be trained packed "
+            f"({error}); use a causal language model"
+        ) from error
+    return hf
+
+
+def _classifier(path: Path, hf: PreTrainedModel) -> ValueModel:
+    """A value model whose head is that of the classification model `hf`."""
+    check_stateless(hf)
+    head = dict(hf.named_children()).get(SCORE_HEAD)
+    if not isinstance(head, nn.Linear) or head.out_features not in (1, 2):
+        raise ConfigError(
+            f"{path}: {type(hf).__name__} has no linear head `{SCORE_HEAD}` of one label, or of two (wrong and right); "
+            "use a model whose num_labels is 1 or 2"
+        )
+    model = ValueModel(hf)
+    model.head_name = SCORE_HEAD
     return model
 
 

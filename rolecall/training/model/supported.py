@@ -54,11 +54,7 @@ def check_head(hf: PreTrainedModel) -> None:
     head, name = hf.get_output_embeddings(), type(hf).__name__
     if not isinstance(head, nn.Linear):
         raise ConfigError(f"{name} has no linear output layer over the vocabulary; use a causal language model")
-    if hf._is_stateful:
-        raise ConfigError(
-            f"{name} keeps a state from token to token, which packed sequences would hand on to each other; use a "
-            "model with attention in every layer"
-        )
+    check_stateless(hf)
     if "bias" in dict(head.named_parameters()):
         raise ConfigError(
             f"{name} has a bias in its output layer, which logprobs do not support; use a model without one"
@@ -69,6 +65,15 @@ def check_head(hf: PreTrainedModel) -> None:
             f"{name} does more to its logits than its output layer ({', '.join(extra)}: scaling or soft-capping, "
             "say), which logprobs do not support; "
             "use a model without it"
+        )
+
+
+def check_stateless(hf: PreTrainedModel) -> None:
+    """Raises ConfigError when `hf` hands a state from token to token beside attention."""
+    if hf._is_stateful:
+        raise ConfigError(
+            f"{type(hf).__name__} keeps a state from token to token, which packed sequences would hand on to each "
+            "other; use a model with attention in every layer"
         )
 
 

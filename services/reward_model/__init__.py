@@ -1,0 +1,1 @@
+"""The reward model: a discriminative model behind the public contract of a scorer."""
