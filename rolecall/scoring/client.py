@@ -1,17 +1,15 @@
 """Calling a RewardService and not believing it blindly. The controller uses it towards the reward service, and that
 towards external ones.
 
-Owns: Describe once per connection and that its answer stays the same, the limits of rate and of calls under way, and
-retries. What one request and its answer hold is exchange.py's. Every item ends as a Score or a Failure, never as a
-made-up number. Knows nothing of how a reward is used.
+Owns: Describe once per connection and that its answer stays the same, and the limits of rate and of calls under way.
+What one request and its answer hold is exchange.py's, what is attempted again retries.py's. Every item ends as a Score
+or a Failure, never as a made-up number. Knows nothing of how a reward is used.
 """
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,7 +30,8 @@ from rolecall.rpc.channel import open_channel
 from rolecall.scoring.backoff import RateLimit
 from rolecall.scoring.breaker import Breaker
 from rolecall.scoring.exchange import believed, cut, only
-from rolecall.scoring.scores import Failure, Outcome, change_of, groups_of, spec_gaps, spec_problem
+from rolecall.scoring.retries import with_retries
+from rolecall.scoring.scores import Failure, Outcome, change_of, spec_gaps, spec_problem
 from rolecall.settings import ExternalScorer, RewardSection, RpcSection
 from rolecall.telemetry.scorers import ScorerMeter
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
@@ -44,9 +43,6 @@ MAX_CONCURRENT_CALLS = 8
 """Bound on the requests of one client under way; further ones wait, within their caller's deadline."""
 CAUSE_TIMEOUT_S = 2.0
 """Deadline of the call that asks why nobody answered; a connection that fails says so at once."""
-FIRST_PAUSE_S = 0.2
-LONGEST_PAUSE_S = 5.0
-"""Pauses between attempts double from the first to the longest, each shortened at random by up to half."""
 
 _MISPLACED = (UnauthenticatedError, VersionMismatchError)
 """No item is to blame: another server answers at the address, or one that does not know us. Waited for, like one that
@@ -187,9 +183,7 @@ class RewardClient:
         return [by_id[item.id] for item in items]
 
     async def _call(self, items: list[reward_pb2.ScoreItem], spec: reward_pb2.DescribeResponse) -> list[Outcome]:
-        async with (
-            self._calls
-        ):  # bounded: all that is waited for inside has timeout_s, and admission bounds how many wait
+        async with self._calls:  # bounded: what is inside has timeout_s, and admission bounds how many wait
             try:
                 request = reward_pb2.ScoreRequest(items=items)
                 response, called_at = await self._within_limit(
@@ -356,57 +350,3 @@ def read_token(path: Path | None) -> str | None:
 
 async def _awaited(call: Awaitable[T]) -> T:
     return await call  # bounded: the call has a deadline
-
-
-async def with_retries(
-    attempt: Callable[[Sequence[reward_pb2.ScoreItem]], Awaitable[Sequence[Outcome]]],
-    items: Sequence[reward_pb2.ScoreItem],
-    max_attempts: int,
-    meter: ScorerMeter,
-    takes_whole_groups: Callable[[], bool],
-) -> list[Outcome]:
-    """Outcomes of `attempt`, in order; items whose failure is retryable are attempted again, `max_attempts` times in
-    all, with the others of their groups where the scorer takes whole groups. `meter` counts them.
-
-    A failure that is the item's by then (`is_blamed`) comes back as one that is not retryable.
-    """
-    with meter.call(len(items)):
-        outcomes = await _attempted(attempt, items, max_attempts, meter, takes_whole_groups)
-    failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
-    num_away = sum(failure.retryable for failure in failures)
-    meter.count("scored", len(items) - len(failures))
-    meter.count("failed", len(failures) - num_away)
-    meter.count("away", num_away)
-    return outcomes
-
-
-async def _attempted(
-    attempt: Callable[[Sequence[reward_pb2.ScoreItem]], Awaitable[Sequence[Outcome]]],
-    items: Sequence[reward_pb2.ScoreItem],
-    max_attempts: int,
-    meter: ScorerMeter,
-    takes_whole_groups: Callable[[], bool],
-) -> list[Outcome]:
-    outcomes = list(await attempt(items))
-    for number in range(1, max_attempts):
-        again = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, Failure) and outcome.retryable]
-        if not again:
-            break
-        if takes_whole_groups():
-            again = [index for group in groups_of(items) if not set(group).isdisjoint(again) for index in group]
-        logger.warning(
-            "%d of %d items have no score yet (attempt %d of %d): %s",
-            len(again),
-            len(items),
-            number,
-            max_attempts,
-            outcomes[again[0]],
-        )
-        meter.retried(len(again))
-        await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (number - 1)) * random.uniform(0.5, 1.0))
-        for index, outcome in zip(again, await attempt([items[index] for index in again]), strict=True):
-            outcomes[index] = outcome
-    return [
-        replace(outcome, retryable=False) if isinstance(outcome, Failure) and outcome.is_blamed else outcome
-        for outcome in outcomes
-    ]

@@ -13,7 +13,8 @@ from typing import Protocol
 import grpc
 
 from rolecall.errors import RoleCallError, ScorerError, ScorerUnavailableError
-from rolecall.scoring.client import RewardClient, open_external, with_retries
+from rolecall.scoring.client import RewardClient, open_external
+from rolecall.scoring.retries import with_retries
 from rolecall.scoring.scores import Failure, Outcome, Score, decode_reward
 from rolecall.settings import RpcSection, scorer_environment, shadows_of
 from rolecall.telemetry.scorers import ScorerMeter

@@ -162,9 +162,8 @@ class PullLoop:
         held = [item.claim for item in work if item.key in self._work]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(
-            *tasks, return_exceptions=True
-        )  # bounded: they are cancelled, and their waits end with that
+        # bounded: they are cancelled, and their waits end with that
+        await asyncio.gather(*tasks, return_exceptions=True)
         released = await self._release_all(held)
         self._work.clear()
         self._drained.set()

@@ -190,17 +190,15 @@ class Replica:
         pending = set(tasks)
         try:
             while pending:
-                done, pending = await asyncio.wait(
-                    pending, return_when=asyncio.FIRST_COMPLETED
-                )  # bounded: by generation_timeout_s of whoever asks
+                # bounded: by generation_timeout_s of whoever asks
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     yield tasks[task], task.result()
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(
-                *tasks, return_exceptions=True
-            )  # bounded: they are cancelled, and their waits end with that
+            # bounded: they are cancelled, and their waits end with that
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     # --- weights ----------------------------------------------------------------------------------
 
@@ -244,9 +242,8 @@ class Replica:
         self._load = asyncio.create_task(self._receive(transfer))
         self._load.add_done_callback(_look_at)
         with self._activity.awaiting_load():
-            return await asyncio.shield(
-                self._load
-            )  # bounded: by bucket_timeout_s for each bucket, and by the caller's deadline
+            # bounded: by bucket_timeout_s for each bucket, and by the caller's deadline
+            return await asyncio.shield(self._load)
 
     async def _receive(self, transfer: Transfer) -> tuple[Transferred, Probed | None]:
         async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
@@ -388,9 +385,7 @@ class Replica:
 
     def _require_sleep(self) -> None:
         if not self.info.sleep_levels:
-            raise NotOnThisDeviceError(
-                "sleep and wake-up free GPU memory; give the replica GPUs and set rollout.sleep_mode"
-            )
+            raise NotOnThisDeviceError("sleep and wake-up free GPU memory; give it GPUs and set rollout.sleep_mode")
 
     async def stop_taking(self) -> None:
         """Takes nothing new from now on; what runs goes on. Idempotent."""
