@@ -12,6 +12,7 @@ import pytest
 
 from rolecall.rpc.callers import Caller
 from rolecall.settings import RunSettings
+from tests.smallest import smallest_tree
 from tests.twins.callers import playing
 
 pytest_plugins = ["tests.fixtures_rank", "tests.fixtures_store", "tests.fixtures_servers"]
@@ -78,14 +79,7 @@ def smallest_settings(folder: Path) -> MakeSettings:
     """What the fixture `make_settings` gives, in `folder`."""
 
     def make(**sections: Any) -> RunSettings:
-        tree: dict[str, Any] = {
-            "run": {"name": "test", "dir": str(folder / "run"), "num_steps": 1},
-            "model": {"path": str(folder / "model")},
-            "data": {"train": str(folder / "train.jsonl")},
-            "algorithm": {"groups_per_batch": 2},
-            "reward": {"components": {"correct": {"scorer": {"kind": "exact_match"}}}},
-        }
-        settings = RunSettings.model_validate(tree | sections, context={"base": folder})
+        settings = RunSettings.model_validate(smallest_tree(folder, **sections), context={"base": folder})
         return playing(settings, Caller.CONTROLLER)
 
     return make

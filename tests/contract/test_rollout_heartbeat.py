@@ -18,6 +18,7 @@ from tests.contract.rollout_replica import CONSUMER, ReplicaUnderTest, replica_u
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_tokenizer import write_tokenizer
 from tests.twins.rollout import BriefQueue
+from tests.waiting import until
 
 
 @dataclass
@@ -54,9 +55,7 @@ async def test_an_engine_without_work_owes_nothing_and_one_that_samples_moves(
         assert not owes(rollout)
         rollout.engine.hold = True
         rollout.admit(2)
-        async with asyncio.timeout(30):
-            while not owes(rollout):
-                await asyncio.sleep(0.01)
+        await until(lambda: owes(rollout))
         assert not await stands_still(rollout)
         rollout.engine.frozen = True
         await asyncio.sleep(0.05)
@@ -74,23 +73,17 @@ async def test_a_load_is_owed_once_its_caller_has_left_and_not_while_it_is_waite
     async with replica_under_test(store, tmp_path, engine) as rollout:
         await rollout.publish(1)
         receiving = asyncio.ensure_future(rollout.receive(2))
-        async with asyncio.timeout(30):
-            while rollout.replica.states.state != "loading_weights":
-                await asyncio.sleep(0.01)
+        await until(lambda: rollout.replica.states.state == "loading_weights")
         engine.frozen = True
         await asyncio.sleep(0.2)
         assert not owes(rollout)
         receiving.cancel()
         await asyncio.gather(receiving, return_exceptions=True)
-        async with asyncio.timeout(30):
-            while not owes(rollout):
-                await asyncio.sleep(0.01)
+        await until(lambda: owes(rollout))
         assert await stands_still(rollout)
         engine.failures.append(ChannelBrokenError("the epoch is over"))
         engine.frozen = False
-        async with asyncio.timeout(30):
-            while owes(rollout):
-                await asyncio.sleep(0.01)
+        await until(lambda: not owes(rollout))
 
 
 async def test_the_heartbeat_is_fed_at_every_look(store: StoreUnderTest, tmp_path: Path) -> None:
@@ -101,9 +94,7 @@ async def test_the_heartbeat_is_fed_at_every_look(store: StoreUnderTest, tmp_pat
         await rollout.publish(1)
         rollout.engine.hold = True
         rollout.admit(1)
-        async with asyncio.timeout(30):
-            while not pulse.busy:
-                await asyncio.sleep(0.01)
+        await until(lambda: pulse.busy)
         before = pulse.count
         await asyncio.sleep(3 * LOOK_S)
         assert pulse.count > before
@@ -124,9 +115,7 @@ async def test_a_store_that_goes_away_ends_no_rollout_and_its_groups_are_committ
         rollout.engine.hold = True
         await rollout.publish(1)
         rollout.admit(2)
-        async with asyncio.timeout(30):
-            while rollout.engine.num_running < 8:
-                await asyncio.sleep(0.01)
+        await until(lambda: rollout.engine.num_running >= 8)
         await asyncio.to_thread(server.stop)
         rollout.engine.hold = False
         await asyncio.sleep(4.0)  # longer than a client tries and a lease lasts

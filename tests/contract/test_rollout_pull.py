@@ -28,6 +28,7 @@ from services.rollout.scripted import ScriptedEngine, digest_of
 from tests.contract.rollout_replica import CONSUMER, MAX_GROUPS, PROMPT, ReplicaUnderTest, replica_under_test
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_tokenizer import write_tokenizer
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -38,9 +39,7 @@ async def rollout(store: StoreUnderTest, tmp_path: Path) -> AsyncIterator[Replic
 
 
 async def until_running(rollout: ReplicaUnderTest, count: int) -> None:
-    async with asyncio.timeout(30):
-        while rollout.engine.num_running != count:
-            await asyncio.sleep(0.005)
+    await until(lambda: rollout.engine.num_running == count)
 
 
 async def test_rows_say_where_tokens_were_sent_where_the_engine_does(store: StoreUnderTest, tmp_path: Path) -> None:
@@ -187,9 +186,7 @@ async def test_work_of_an_engine_that_tears_goes_back_and_is_sampled_anew(rollou
     rollout.store.ledger.begin_publish(2, 2)
     with pytest.raises(Exception, match="skipped"):
         await rollout.receive(2)
-    async with asyncio.timeout(30):
-        while rollout.store.ledger.counts().queued != 2:
-            await asyncio.sleep(0.01)
+    await until(lambda: rollout.store.ledger.counts().queued == 2)
     rollout.engine.hold = False
     await rollout.publish(3)
     assert {committed.min_policy_version for committed in await rollout.committed(2)} == {3}
@@ -230,9 +227,7 @@ async def test_a_group_that_failed_by_itself_is_sampled_again_beside_others(roll
     rollout.engine.step(1)
     rollout.admit(4)
     await rollout.publish(1)
-    async with asyncio.timeout(30):
-        while [entry.delivery for entry in rollout.store.ledger.pending()] != [2, 1, 1, 1]:
-            await asyncio.sleep(0.01)
+    await until(lambda: [entry.delivery for entry in rollout.store.ledger.pending()] == [2, 1, 1, 1])
     rollout.engine.hold = False
     assert len(await rollout.committed(4)) == 4
 
@@ -277,17 +272,13 @@ class SlowQueue(PromptQueue):
 
 async def until_claimed_again(rollout: ReplicaUnderTest) -> None:
     """Group 0 is in this worker's hands for the second time, and sampled."""
-    async with asyncio.timeout(20):
-        while [entry.delivery for entry in rollout.store.ledger.pending()] != [2]:
-            await asyncio.sleep(0.01)
+    await until(lambda: [entry.delivery for entry in rollout.store.ledger.pending()] == [2])
     await until_running(rollout, 4)
 
 
 async def until_renewed(rollout: ReplicaUnderTest) -> None:
     (before,) = rollout.store.ledger.pending()
-    async with asyncio.timeout(20):
-        while rollout.store.ledger.pending()[0].renewed_at_s == before.renewed_at_s:
-            await asyncio.sleep(0.01)
+    await until(lambda: rollout.store.ledger.pending()[0].renewed_at_s != before.renewed_at_s)
 
 
 async def commits_the_second_attempt(rollout: ReplicaUnderTest) -> None:
@@ -382,9 +373,7 @@ async def test_a_group_that_finds_the_store_full_is_not_charged_for_the_wait(
     ) as rollout:
         rollout.admit(1)
         await rollout.publish(1)
-        async with asyncio.timeout(30):
-            while not any(entry.delivery > 4 for entry in store.ledger.pending()):
-                await asyncio.sleep(0.02)
+        await until(lambda: any(entry.delivery > 4 for entry in store.ledger.pending()))
         assert not store.ledger.reap([])
         rows.is_full = False
         (committed,) = await rollout.committed(1)
@@ -409,9 +398,7 @@ async def test_a_group_whose_generation_always_fails_is_given_to_nobody_after_ma
         rollout.engine.sample_failures[f"0/2:{CONSUMER}-{delivery}"] = GenerationError("the engine choked")
     rollout.admit(1)
     await rollout.publish(1)
-    async with asyncio.timeout(30):
-        while not (over := rollout.store.ledger.reap([])):
-            await asyncio.sleep(0.05)
+    over = await until(lambda: rollout.store.ledger.reap([]))
     assert [(group.gid, group.error) for group in over] == [(0, f"{CONSUMER}: the engine choked")]
     assert (await rollout.info()).num_groups == 0
 
@@ -429,9 +416,7 @@ async def test_leases_are_renewed_while_a_group_is_worked_on(rollout: ReplicaUnd
     await rollout.publish(1)
     await until_running(rollout, 4)
     (first,) = rollout.store.ledger.pending()
-    async with asyncio.timeout(30):
-        while rollout.store.ledger.pending()[0].renewed_at_s < first.renewed_at_s + 1.5:
-            await asyncio.sleep(0.05)
+    await until(lambda: rollout.store.ledger.pending()[0].renewed_at_s >= first.renewed_at_s + 1.5)
     (entry,) = rollout.store.ledger.pending()
     assert (entry.consumer, entry.delivery) == (first.consumer, first.delivery)
     rollout.engine.hold = False
@@ -483,9 +468,7 @@ async def test_a_group_that_takes_too_long_is_abandoned(store: StoreUnderTest, t
         rollout.engine.hold = True
         rollout.admit(1)
         await rollout.publish(1)
-        async with asyncio.timeout(30):
-            while not (over := rollout.store.ledger.reap([])):
-                await asyncio.sleep(0.05)
+        over = await until(lambda: rollout.store.ledger.reap([]))
         assert over[0].error == f"{CONSUMER}: not sampled within 0.3 s (rollout.generation_timeout_s)"
 
 
@@ -503,9 +486,7 @@ async def test_the_worker_says_what_it_is_doing(rollout: ReplicaUnderTest) -> No
     await rollout.publish(1)
     rollout.admit(1)
     await until_running(rollout, 4)
-    async with asyncio.timeout(30):
-        while "generating 1 groups" not in rollout.phases:
-            await asyncio.sleep(0.01)
+    await until(lambda: "generating 1 groups" in rollout.phases)
     assert "weights empty" in rollout.phases
     assert "idle" in rollout.phases
 
@@ -600,9 +581,7 @@ async def test_what_is_claimed_while_the_gate_shuts_is_given_back_for_others_to_
         await rollout.stub.Pause(rollout_pb2.PauseRequest(ctl=1, mode=rollout_pb2.PAUSE_MODE_KEEP))
         assert [entry.consumer for entry in store.ledger.pending()] == [CONSUMER]
         queue.arrives.set()
-        async with asyncio.timeout(20):
-            while CONSUMER in [entry.consumer for entry in store.ledger.pending()]:
-                await asyncio.sleep(0.01)
+        await until(lambda: CONSUMER not in [entry.consumer for entry in store.ledger.pending()])
 
 
 async def test_requests_of_two_versions_share_no_prefix(rollout: ReplicaUnderTest) -> None:

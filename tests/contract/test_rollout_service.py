@@ -34,6 +34,7 @@ from services.rollout.service import SERVICE_NAME
 from tests.contract.rollout_replica import PROMPT, ReplicaUnderTest, generate_request, replica_under_test
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_tokenizer import write_tokenizer
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -132,12 +133,9 @@ async def test_a_caller_that_leaves_aborts_its_requests(rollout: ReplicaUnderTes
     await rollout.publish(1)
     rollout.engine.hold = True
     call = rollout.stub.Generate(generate_request())
-    async with asyncio.timeout(30):
-        while rollout.engine.num_running < 4:
-            await asyncio.sleep(0.005)
-        call.cancel()
-        while rollout.engine.num_running:
-            await asyncio.sleep(0.005)
+    await until(lambda: rollout.engine.num_running >= 4)
+    call.cancel()
+    await until(lambda: not rollout.engine.num_running)
 
 
 async def test_a_pinned_version_is_that_version_or_an_error(rollout: ReplicaUnderTest) -> None:
@@ -163,9 +161,7 @@ async def test_a_response_kept_over_a_publish_leaves_only_after_resume_and_names
     await rollout.publish(1)
     rollout.engine.hold = True
     call = asyncio.create_task(rollout.generate(3))
-    async with asyncio.timeout(30):
-        while rollout.engine.num_running < 3:
-            await asyncio.sleep(0.005)
+    await until(lambda: rollout.engine.num_running >= 3)
     rollout.engine.step(2)
     await asyncio.sleep(0.05)
     await rollout.receive(2)
@@ -185,9 +181,7 @@ async def test_what_an_unattested_version_sampled_never_leaves(rollout: ReplicaU
     call = asyncio.create_task(
         rollout.generate(1, prompt=trajectory_pb2.Prompt(token_ids=np.array([9, 9], "<i4").tobytes()))
     )
-    async with asyncio.timeout(30):
-        while not rollout.engine.num_running:
-            await asyncio.sleep(0.005)
+    await until(lambda: rollout.engine.num_running)
     await rollout.receive(2)
     rollout.engine.hold = False
     await rollout.engine.resume()  # the scheduler runs, as it does for a probe
@@ -221,9 +215,7 @@ async def test_kept_work_of_an_engine_that_tears_is_given_up(rollout: ReplicaUnd
     await rollout.publish(1)
     rollout.engine.hold = True
     call = asyncio.create_task(rollout.generate())
-    async with asyncio.timeout(30):
-        while rollout.engine.num_running < 4:
-            await asyncio.sleep(0.005)
+    await until(lambda: rollout.engine.num_running >= 4)
     rollout.engine.failures.append(WeightsMismatchError("a bucket was skipped"))
     with pytest.raises(TornWeightsError):
         await rollout.receive(2)
@@ -249,9 +241,7 @@ async def test_kept_work_is_given_up_when_nobody_resumes(store: StoreUnderTest, 
         await rollout.publish(1)
         rollout.engine.hold = True
         call = asyncio.create_task(rollout.generate())
-        async with asyncio.timeout(30):
-            while rollout.engine.num_running < 4:
-                await asyncio.sleep(0.005)
+        await until(lambda: rollout.engine.num_running >= 4)
         await rollout.receive(2)
         with pytest.raises(UnavailableError):
             await call
@@ -264,9 +254,7 @@ async def test_pausing_finishes_keeps_or_aborts_as_asked(rollout: ReplicaUnderTe
     await rollout.publish(1)
     for mode in (rollout_pb2.PAUSE_MODE_KEEP, rollout_pb2.PAUSE_MODE_WAIT, rollout_pb2.PAUSE_MODE_ABORT):
         call = asyncio.create_task(rollout.generate(8))
-        async with asyncio.timeout(30):
-            while rollout.engine.num_running < 8:
-                await asyncio.sleep(0.001)
+        await until(lambda: rollout.engine.num_running >= 8)
         await rollout.stub.Pause(rollout_pb2.PauseRequest(ctl=1, mode=mode))
         assert (rollout.engine.num_running == 0) == (mode != rollout_pb2.PAUSE_MODE_KEEP)
         await asyncio.sleep(0.05)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
@@ -19,6 +19,7 @@ from rolecall.v1 import controller_pb2, controller_pb2_grpc
 from tests.conftest import MakeSettings
 from tests.contract.peer import SERVICE, Authority, Peer, serving
 from tests.twins.callers import party, playing
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -47,12 +48,6 @@ async def started(settings: RunSettings, *, launched: bool | None = None) -> Asy
         yield member
     finally:
         member.stop()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_a_worker_joins_with_its_particulars_and_learns_who_is_in_charge(

@@ -12,9 +12,10 @@ from rolecall.rpc.channel import open_channel
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 from tests.conftest import MakeSettings
 from tests.contract.peer import Peer, serving
-from tests.contract.test_rpc_membership import started, until
+from tests.contract.test_rpc_membership import started
 from tests.twins.callers import party
 from tests.twins.rotation import Rotation
+from tests.waiting import until
 
 GET = controller_pb2.GetRunRequest()
 ROTATIONS = 5

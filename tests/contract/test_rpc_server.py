@@ -22,6 +22,7 @@ from rolecall.rpc.server_calls import MAX_STREAMS
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 from tests.contract.peer import SERVICE, Peer, serving
 from tests.twins.callers import party
+from tests.waiting import until
 
 GET = controller_pb2.GetRunRequest()
 
@@ -139,8 +140,7 @@ async def test_messages_up_to_the_limit_pass_and_larger_ones_are_named_errors(pe
 
 async def _until_called(peer: Peer) -> None:
     """Returns once GetRun is under way. Bounded by the test's own limit."""
-    while not peer.calls:
-        await asyncio.sleep(0.01)
+    await until(lambda: peer.calls)
 
 
 async def _ask_until_refused(stub: controller_pb2_grpc.ControllerServiceStub) -> None:

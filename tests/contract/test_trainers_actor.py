@@ -60,6 +60,7 @@ from tests.twins.served import (
     true_logprobs,
     values_of,
 )
+from tests.waiting import until
 
 MakeRun = Callable[..., RunSettings]
 MANY_UPDATES = {"groups_per_batch": 4, "num_minibatches": 2, "num_epochs": 20}
@@ -394,9 +395,8 @@ async def test_a_publish_whose_caller_leaves_frees_the_actor_and_its_receivers(
         await asyncio.sleep(1.0)
         publishing.cancel()
         await asyncio.gather(publishing, return_exceptions=True)
-        async with asyncio.timeout(30):
-            while waiting.broken is None:
-                await asyncio.sleep(0.05)
+        async with asyncio.timeout(5):
+            await until(lambda: waiting.broken is not None)
             with pytest.raises(ChannelBrokenError, match="its caller left"):
                 await actor.PublishWeights(publish_request(ctl, step=0, version=6), timeout=30)
         waiting.close()

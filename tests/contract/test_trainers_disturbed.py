@@ -3,11 +3,9 @@ real connection, store and model.
 """
 
 import asyncio
-import resource
-import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,9 +29,11 @@ from rolecall.v1.training_pb2 import (
     SaveTrainerCheckpointRequest,
     TrainRequest,
 )
+from tests.file_sizes import files_up_to
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_qwen3
 from tests.twins.served import Batches, Rig, saved, served_actor, settings_tree, train
+from tests.waiting import until
 
 TIMEOUT_S = 30.0
 
@@ -94,12 +94,6 @@ def held(rig: Rig) -> Iterator[None]:
     finally:
         release.set()
         work.add_done_callback(lambda done: done.result())
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not happened():
-            await asyncio.sleep(0.01)
 
 
 async def test_a_fresh_trainer_stands_at_the_start_and_a_checkpoint_brings_it_forward(
@@ -291,16 +285,3 @@ async def test_a_model_that_is_not_loaded_in_time_is_an_error_that_says_so(
     ):
         await load(ServiceArgs(settings, "actor", "1"), device_thread, lambda hooks: time.sleep(1))
     await device_thread.close()
-
-
-@contextmanager
-def files_up_to(num_bytes: int) -> Iterator[None]:
-    """No file of this process may grow beyond it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, previous)

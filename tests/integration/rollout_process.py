@@ -34,6 +34,7 @@ from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
 from rolecall.weights.transferred import Transferred
 from rolecall.wire import Array, encode_tensor
+from tests.smallest import smallest_tree
 from tests.twins.callers import Showing, place
 
 RUN = "rollout-test"
@@ -277,15 +278,13 @@ def rollout_process(
 
 
 def _tree(directory: Path, model_path: Path, url: str, port: int) -> dict[str, Any]:
-    return {
-        "run": {"name": RUN, "dir": str(directory / "run"), "num_steps": 1},
-        "model": {"path": str(model_path), "dtype": "float32"},
-        "data": {"train": str(directory / "train.jsonl")},
-        "sampling": {"num_responses": 4, "max_tokens": 24},
-        "algorithm": {"groups_per_batch": 2},
-        "reward": {"components": {"correct": {"scorer": {"kind": "exact_match"}}}},
-        "controller": {"address": f"127.0.0.1:{port}"},
-        "rollout": {"max_num_seqs": 32, "kv_cache_bytes": 64 * 2**20},
-        "store": {"url": url},
-        "weights": {"bucket_timeout_s": BUCKET_TIMEOUT_S},
-    }
+    return smallest_tree(
+        directory,
+        run={"name": RUN, "dir": str(directory / "run"), "num_steps": 1},
+        model={"path": str(model_path), "dtype": "float32"},
+        sampling={"num_responses": 4, "max_tokens": 24},
+        controller={"address": f"127.0.0.1:{port}"},
+        rollout={"max_num_seqs": 32, "kv_cache_bytes": 64 * 2**20},
+        store={"url": url},
+        weights={"bucket_timeout_s": BUCKET_TIMEOUT_S},
+    )

@@ -16,6 +16,7 @@ from rolecall.store.position import GroupState, RunPosition
 from rolecall.v1 import controller_pb2 as pb
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.run import RUN_S, Life, LightRun, TwinRun, balance, check_trained_once, parity
+from tests.waiting import until
 
 MakeSettings = Callable[..., RunSettings]
 
@@ -90,9 +91,7 @@ async def test_groups_that_the_actor_was_asked_about_are_in_the_batch_also_when_
         ledger = run.ledger
         asked = ledger.begun(0)
         assert (len(asked), ledger.sealed(0)) == (4, None)
-        async with asyncio.timeout(RUN_S):
-            while list(ledger.live().values()).count(GroupState.COMMITTED) < 8:
-                await asyncio.sleep(0.02)
+        await until(lambda: list(ledger.live().values()).count(GroupState.COMMITTED) >= 8, RUN_S)
         others = sorted(set(range(8)) - set(asked))
         # as when these had landed first
         store.connection.command("HSET", f"{{rl:{store.run}}}:batch:0", "begun", " ".join(map(str, others)))
@@ -248,8 +247,7 @@ async def test_prompts_that_a_lineage_has_yet_to_admit_are_in_its_first_checkpoi
     async with light_run(run={"num_steps": 4}, algorithm={"groups_per_batch": 4, "max_staleness": 1}) as run:
         checkpoints = run.checkpoints
         async with run.rollout("rollout-0", token_s=0.01), run.controller():
-            while checkpoints.latest() is None:
-                await asyncio.sleep(0.01)
+            await until(lambda: checkpoints.latest() is not None)
         before = checkpoints.latest()
         assert before is not None
         assert before[1].untrained

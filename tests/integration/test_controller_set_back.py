@@ -2,7 +2,6 @@
 or says why it cannot. What is lost here is only said to be: real failovers are test_store_failover.py's.
 """
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,27 +10,17 @@ import pytest
 from rolecall.errors import InvalidInputError, StoreRolledBackError
 from rolecall.settings import RunSettings
 from rolecall.store.ledger import Ledger
-from rolecall.v1 import controller_pb2 as pb
-from rolecall.v1.controller_pb2_grpc import ControllerServiceStub
 from rolecall.v1.trajectory_pb2 import TrainBatch
 from tests.failover import check
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.run import TwinRun, twin_run
 
 MakeSettings = Callable[..., RunSettings]
-RUN_S = 120.0
-"""Deadline of one light run."""
 
 
 def another_server(store: StoreUnderTest, **fields: int) -> None:
     """Makes the ledger one that was last confirmed on another server, with other `fields`."""
     store.connection.command("HSET", f"{{rl:{store.run}}}:run", "server", "another", *sum(fields.items(), ()))
-
-
-async def reaches(stub: ControllerServiceStub, step: int) -> None:
-    """Returns when the run has applied `step` steps."""
-    while (await stub.GetRun(pb.GetRunRequest())).status.step < step:
-        await asyncio.sleep(0.01)
 
 
 async def test_a_run_goes_back_by_itself_and_gives_no_gid_twice(
@@ -42,11 +31,10 @@ async def test_a_run_goes_back_by_itself_and_gives_no_gid_twice(
         run.rollout("rollout-0", token_s=0.005),
     ):
         async with run.controller() as life:
-            stub, running = life.stub, life.running
-            await reaches(stub, 3)
+            await life.reaches(3)
             another_server(store, mark=1)
-            await asyncio.wait_for(running, RUN_S)
-            assert (await stub.GetRun(pb.GetRunRequest())).status.num_recoveries >= 1
+            await life.ends()
+            assert (await life.status()).num_recoveries >= 1
         check(run)
     position = Ledger(store.connection, store.run).position()
     assert (position.lineage, position.set_back, position.step) == (1, 0, 8)
@@ -61,12 +49,11 @@ async def test_a_server_that_has_all_it_acknowledged_is_gone_on_with(
         run.rollout("rollout-0", token_s=0.005),
     ):
         async with run.controller() as life:
-            stub, running = life.stub, life.running
             for step in (1, 2, 3):
-                await reaches(stub, step)
+                await life.reaches(step)
                 another_server(store)
-            await asyncio.wait_for(running, RUN_S)
-            assert (await stub.GetRun(pb.GetRunRequest())).status.num_recoveries == 0
+            await life.ends()
+            assert (await life.status()).num_recoveries == 0
         check(run)
     assert Ledger(store.connection, store.run).position().lineage == 0
 
@@ -79,15 +66,13 @@ async def test_without_a_checkpoint_the_run_ends_and_begins_anew_once_its_traine
         run.rollout("rollout-0", token_s=0.005),
     ):
         async with run.controller() as life:
-            stub, running = life.stub, life.running
-            await reaches(stub, 1)
+            await life.reaches(1)
             another_server(store, mark=1)
             with pytest.raises(StoreRolledBackError, match=r"holds no checkpoint.*start the trainers again"):
-                await asyncio.wait_for(running, RUN_S)
+                await life.ends()
         run.actor.restart()
         async with run.controller() as life:
-            running = life.running
-            await asyncio.wait_for(running, RUN_S)
+            await life.ends()
         check(run)
 
 
@@ -100,8 +85,7 @@ async def test_rows_that_a_sealed_batch_needs_are_lost_and_the_run_goes_back(
     ):
         _lose_rows_of(run, step=3)
         async with run.controller() as life:
-            running = life.running
-            await asyncio.wait_for(running, RUN_S)
+            await life.ends()
         check(run)
     assert Ledger(store.connection, store.run).position().lineage == 1
 
@@ -114,18 +98,16 @@ async def test_a_controller_that_finds_the_rows_of_a_sealed_batch_gone_goes_back
         run.rollout("rollout-0", token_s=0.005),
     ):
         async with run.controller() as life:
-            stub, running = life.stub, life.running
-            await reaches(stub, 3)
+            await life.reaches(3)
             run.actor.trainer.failures.append(InvalidInputError("the run ends with a batch sealed"))
             with pytest.raises(InvalidInputError):
-                await asyncio.wait_for(running, RUN_S)
+                await life.ends()
         ledger = Ledger(store.connection, store.run)
         sealed = ledger.sealed(ledger.position().step)
         assert sealed is not None
         store.rows.delete(list(sealed.rows))
         async with run.controller() as life:
-            running = life.running
-            await asyncio.wait_for(running, RUN_S)
+            await life.ends()
         check(run)
     assert ledger.position().lineage == 1
 

@@ -20,6 +20,7 @@ from services.controller.step.adaptive import AdaptiveState
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.run import RUN_S, LightRun, TwinRun, parity
 from tests.twins.trainer import ActorTwin
+from tests.waiting import until
 
 MakeSettings = Callable[..., RunSettings]
 
@@ -85,8 +86,8 @@ async def test_what_is_filtered_is_forgotten_with_its_rows_and_not_at_the_next_c
                     assert not life.running.done(), life.running.exception()
                     await asyncio.sleep(0.01)
                 await life.stub.PauseRun(pb.PauseRunRequest())
-                while ledger.counts().live or store.connection.command("HLEN", f"{{rl:{store.run}}}:garbage"):
-                    await asyncio.sleep(0.01)
+                garbage = f"{{rl:{store.run}}}:garbage"
+                await until(lambda: not ledger.counts().live and not store.connection.command("HLEN", garbage))
     assert not [key for key in store.connection.ledger.scan_iter(f"{{rl:{store.run}:*") if b":row:" in key]
 
 

@@ -2,14 +2,11 @@
 and everything says what it needs.
 """
 
-import asyncio
 import contextlib
 import json
 import logging
 import os
-import resource
 import shutil
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +25,7 @@ from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import Ledger
 from rolecall.trackers import Trackers
 from rolecall.v1 import controller_pb2
-from rolecall.v1.controller_pb2_grpc import ControllerServiceStub
+from tests.file_sizes import files_up_to
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.launched import write_model
 from tests.twins.run import twin_run
@@ -59,19 +56,6 @@ def fill(disk: Path, but: int = 0) -> Path:
     ballast = disk / "ballast"
     ballast.write_bytes(bytes(shutil.disk_usage(disk).free - but * 4096))
     return ballast
-
-
-@contextlib.contextmanager
-def files_up_to(num_bytes: int) -> Iterator[None]:
-    """No file of this process may grow beyond it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, previous)
 
 
 def test_lines_are_appended_whole_or_not_at_all(disk: Path) -> None:
@@ -188,14 +172,14 @@ async def test_a_run_whose_disk_fills_up_goes_on_keeps_its_last_checkpoint_and_c
     """
     sections = {"name": store.run, "dir": str(disk / "run"), "num_steps": 12, "checkpoint_every_steps": 2}
     async with twin_run(store, tmp_path, make_settings, run=sections) as run, run.rollout("rollout-0", token_s=0.005):
-        async with run.controller() as (stub, running, _):
-            await reaches(stub, 3)
+        async with run.controller() as life:
+            await life.reaches(3)
             ballast = fill(disk)
-            await reaches(stub, 8)
+            await life.reaches(8)
             committed = sorted(path.parent.name for path in (disk / "run" / "checkpoints").glob("*/COMMITTED"))
             assert committed[-1] in ("step-00000002", "step-00000004")
             ballast.unlink()
-            await asyncio.wait_for(running, 60)
+            await life.ends()
     assert (disk / "run" / "checkpoints" / "step-00000012" / "COMMITTED").exists()
     told = [record.getMessage() for record in caplog.records]
     assert any("the last one stands, and the next step tries again" in line for line in told)
@@ -204,13 +188,6 @@ async def test_a_run_whose_disk_fills_up_goes_on_keeps_its_last_checkpoint_and_c
     assert (counts.admitted, counts.trained, counts.live) == (48, 48, 0)
     history = [json.loads(line) for line in (disk / "run" / "history.jsonl").read_text().splitlines()]
     assert sum(line["event"] == "trained" for line in history) == 48
-
-
-async def reaches(stub: ControllerServiceStub, step: int) -> None:
-    """Returns when the run has applied `step` steps."""
-    async with asyncio.timeout(60):
-        while (await stub.GetRun(controller_pb2.GetRunRequest())).status.step < step:
-            await asyncio.sleep(0.02)
 
 
 def test_a_store_whose_disk_fills_up_ends_says_why_and_has_lost_nothing_when_there_is_room_again(

@@ -17,6 +17,7 @@ from rolecall.v1.trajectory_pb2 import RowRef
 from rolecall.wire import Array
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.run import LightRun, served
+from tests.waiting import until
 
 MakeSettings = Callable[..., RunSettings]
 
@@ -79,8 +80,7 @@ async def test_two_teachers_each_teach_the_prompts_of_their_subject(
         run = await stack.enter_async_context(light_run(**sections))
         life = await stack.enter_async_context(run.controller())
         await stack.enter_async_context(run.rollout("rollout-0"))
-        while len(run.actor.trainer.trained) < 8:
-            await asyncio.sleep(0.02)
+        await until(lambda: len(run.actor.trainer.trained) >= 8)
         trained = run.actor.trainer.trained[:8]
         refs = [(reckoner.taught | coder.taught)[id] for id in trained]
         metas = store.rows.read_meta(refs)

@@ -18,6 +18,7 @@ from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, pack, unpack
 from tests.integration.float32_head_process import NUM_TOKENS, PROMPTS
+from tests.smallest import smallest_tree
 from tests.tiny_models import write_qwen3
 
 pytestmark = [
@@ -47,15 +48,8 @@ def write_model(path: Path) -> Path:
 def test_trainer_and_sampler_agree_on_float32_logits(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     config = tmp_path / "run.yaml"
-    tree = {
-        "run": {"name": "head", "dir": str(tmp_path / "run"), "num_steps": 1},
-        "model": {"path": str(model), "dtype": "bfloat16", "head_dtype": "float32"},
-        "data": {"train": "train.jsonl"},
-        "algorithm": {"groups_per_batch": 2},
-        "reward": {"components": {"correct": {"scorer": {"kind": "exact_match"}}}},
-        "rollout": {"kv_cache_bytes": 2**26},
-    }
-    config.write_text(yaml.safe_dump(tree))
+    dtypes = {"path": str(model), "dtype": "bfloat16", "head_dtype": "float32"}
+    config.write_text(yaml.safe_dump(smallest_tree(tmp_path, model=dtypes, rollout={"kv_cache_bytes": 2**26})))
     command = [sys.executable, "-m", "tests.integration.float32_head_process", str(config)]
     answer = json.loads(
         subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=240, check=True).stdout.splitlines()[-1]

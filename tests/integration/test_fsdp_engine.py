@@ -3,10 +3,7 @@ own.
 """
 
 import json
-import resource
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,6 +36,7 @@ from rolecall.training.serving.hooks import nothing
 from rolecall.v1.trajectory_pb2 import Coefficients
 from tests import forks
 from tests.checkpoint_rig import exported, load, save
+from tests.file_sizes import files_up_to
 from tests.integration import fsdp_ranks
 from tests.integration.fsdp_ranks import VOCAB, make_rows, train_step, weights_of
 from tests.tiny_models import write_qwen3, write_qwen3_moe
@@ -262,27 +260,16 @@ def test_no_file_of_a_checkpoint_is_a_pickle(models: dict[str, Path], tmp_path: 
     assert suffixes <= {".json", ".safetensors", ".jinja", ".txt"}
 
 
-@contextmanager
-def room_for(num_bytes: int) -> Iterator[None]:
-    """Files larger than num_bytes cannot be written inside: the nearest thing to a full disk that a test may make."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_full_disk_is_named_and_leaves_the_engine_usable(models: dict[str, Path], tmp_path: Path) -> None:
     engine = make_engine(models["dense"])
-    with room_for(100_000), pytest.raises(DiskFullError, match="no space"):
+    with files_up_to(100_000), pytest.raises(DiskFullError, match="no space"):
         save(engine, tmp_path / "full")
     assert save(engine, tmp_path / "roomy")
 
 
 def test_an_export_to_a_full_disk_is_named(models: dict[str, Path], tmp_path: Path) -> None:
     weights = make_engine(models["dense"]).named_weights()
-    with room_for(100_000), pytest.raises(DiskFullError, match="export"):
+    with files_up_to(100_000), pytest.raises(DiskFullError, match="export"):
         write_model(tmp_path / "out", models["dense"], weights, progressed=nothing)
 
 

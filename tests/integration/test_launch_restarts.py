@@ -22,6 +22,7 @@ from pydantic import SecretStr
 from rolecall.launcher.run_record import read_record
 from rolecall.settings import StoreSection, child_environment, store_url_file
 from rolecall.store.connection import connect
+from tests.smallest import smallest_tree
 
 ROOT = Path(__file__).parents[2]
 NAMES = {"controller", "actor", "reward", "rollout-0", "store"}
@@ -38,14 +39,12 @@ class Launch:
 
     def start(self, **launcher: float) -> "Launch":
         """Starts it and waits until every role is up. Back-offs are short unless `launcher` says otherwise."""
-        tree = {
-            "run": {"name": "fake", "dir": "run", "num_steps": 9},
-            "model": {"path": str(self.folder)},  # nobody loads one
-            "data": {"train": "train.jsonl"},
-            "algorithm": {"groups_per_batch": 2},
-            "reward": {"components": {"correct": {"scorer": {"kind": "exact_match"}}}},
-            "launcher": {"backoff_s": 0.05, **launcher},
-        }
+        tree = smallest_tree(
+            self.folder,
+            run={"name": "fake", "dir": "run", "num_steps": 9},
+            model={"path": str(self.folder)},  # nobody loads one
+            launcher={"backoff_s": 0.05, **launcher},
+        )
         (self.folder / "train.jsonl").touch()
         config = self.folder / "fake.yaml"
         config.write_text(yaml.safe_dump(tree))

@@ -29,6 +29,7 @@ from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_qwen3
 from tests.twins.callers import party
 from tests.twins.served import Batches, settings_tree, true_logprobs
+from tests.waiting import until
 
 START_TIMEOUT_S = 90.0
 CONCURRENCY = 8
@@ -126,12 +127,6 @@ async def keep_busy(work: Callable[[int], Awaitable[None]], done: asyncio.Event)
         for _ in range(CONCURRENCY):
             tasks.create_task(one_after_the_other())
     return next(numbers)
-
-
-async def until(happened: Callable[[], bool], within_s: float) -> None:
-    async with asyncio.timeout(within_s):
-        while not happened():
-            await asyncio.sleep(0.02)
 
 
 async def disturb(replicas: Replicas, num_done: Callable[[], int]) -> None:

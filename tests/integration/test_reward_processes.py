@@ -28,6 +28,7 @@ from rolecall.v1 import controller_pb2
 from tests.contract import peer
 from tests.contract.reward_peers import Liar, client_of, items_of, serving
 from tests.twins.callers import place
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "external_reward"
@@ -150,9 +151,7 @@ async def test_the_service_joins_its_run_and_leaves_no_process(start: StartProce
         )
         service = start("-m", "services.reward", str(path))
         address = await service.address()
-        async with asyncio.timeout(20):
-            while len(controller.beats) < 3:
-                await asyncio.sleep(0.05)
+        await until(lambda: len(controller.beats) >= 3)
         workers = psutil.Process(service.process.pid).children()
         code = await asyncio.to_thread(service.end)
     (join,) = controller.joins
@@ -168,9 +167,7 @@ async def test_the_service_says_which_scorer_gives_no_scores_in_place_of_serving
     controller = peer.Peer()
 
     async def heard(phase: str) -> None:
-        async with asyncio.timeout(60):
-            while not controller.beats or controller.beats[-1].phase != phase:
-                await asyncio.sleep(0.05)
+        await until(lambda: controller.beats and controller.beats[-1].phase == phase)
 
     async with peer.serving(controller) as (_, controller_address):
         async with serving(Liar()) as external:

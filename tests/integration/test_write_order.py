@@ -23,6 +23,7 @@ from services.controller.groups.group_scorer import GroupScorer
 from services.controller.threads import StoreThreads
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.run import LightRun, balance
+from tests.waiting import until
 
 MakeSettings = Callable[..., RunSettings]
 ESTIMATOR = """
@@ -94,9 +95,7 @@ async def test_a_committed_row_outlives_the_rollout_that_did_not_get_to_keep_it(
         nobody = RewardClient(channel, name="reward", address="127.0.0.1:9", timeout_s=5.0, max_attempts=1)
         scorer = GroupScorer(make_settings(), store.rows, threads, nobody, {}, ctl=1)
         scoring = asyncio.create_task(scorer.score(group))
-        async with asyncio.timeout(30):
-            while any(store.connection.ledger.ttl(key) != -1 for key in keys):
-                await asyncio.sleep(0.02)
+        await until(lambda: all(store.connection.ledger.ttl(key) == -1 for key in keys))
         scoring.cancel()
         await asyncio.gather(scoring, return_exceptions=True)
     threads.close()

@@ -13,6 +13,7 @@ import psutil
 import yaml
 from safetensors.numpy import save_file
 
+from tests.smallest import smallest_tree
 from tests.tiny_tokenizer import EOS_TOKEN_ID, write_tokenizer
 
 START_TIMEOUT_S = 200.0
@@ -34,16 +35,14 @@ def write_light_config(folder: Path, target: str | None = None) -> Path:
     write_model(folder / "model")
     (folder / "train.jsonl").write_text('{"prompt": "2 + 2", "ground_truth": "4"}\n')
     scorer = {"kind": "function", "target": target} if target else {"kind": "exact_match"}
-    tree = {
-        "run": {"name": "light", "dir": "run", "num_steps": 1},
-        "model": {"path": "model"},
-        "data": {"train": "train.jsonl"},
-        "algorithm": {"groups_per_batch": 2},
-        "sampling": {"num_responses": 2, "max_tokens": 8},
-        "actor": {"address": "127.0.0.1:9"},
-        "rollout": {"num_replicas": 0},
-        "reward": {"components": {"correct": {"scorer": scorer}}},
-    }
+    tree = smallest_tree(
+        folder,
+        run={"name": "light", "dir": "run", "num_steps": 1},
+        sampling={"num_responses": 2, "max_tokens": 8},
+        actor={"address": "127.0.0.1:9"},
+        rollout={"num_replicas": 0},
+        reward={"components": {"correct": {"scorer": scorer}}},
+    )
     path = folder / "light.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path

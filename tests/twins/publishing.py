@@ -36,6 +36,7 @@ from services.rollout.pull import PullSettings
 from services.rollout.replica import Replica
 from tests.attestation import Trajectory, read_attested, read_trajectories, violations
 from tests.fixtures_store import StoreUnderTest
+from tests.smallest import smallest_tree
 from tests.twins.callers import party, playing
 from tests.twins.collective import RUN_SEED, Collective, CollectiveActor, CollectiveEngine, oracle
 from tests.twins.rollout import BriefQueue, NumberTokenizer, RolloutTwin
@@ -222,16 +223,14 @@ def at_the_start(ctl: int) -> Recovered:
 @asynccontextmanager
 async def publishing_run(store: StoreUnderTest, tree: dict[str, Any], folder: Path) -> AsyncIterator[Publishing]:
     """Runs an actor at step 0, with nobody joined; `tree` is merged over settings with short deadlines."""
-    defaults: dict[str, Any] = {
-        "run": {"name": store.run, "dir": str(folder / "run"), "num_steps": 1},
-        "model": {"path": str(folder / "model"), "dtype": "float32"},
-        "data": {"train": str(folder / "train.jsonl")},
-        "algorithm": {"groups_per_batch": 2},
-        "reward": {"components": {"correct": {"scorer": {"kind": "exact_match"}}}},
-        "controller": {"lease_s": LEASE_S, "stall_timeout_s": 20.0},
-        "rollout": {"hang_s": HANG_S},
-        "weights": {"bucket_timeout_s": BUCKET_S, "publish_timeout_s": 15.0},
-    }
+    defaults = smallest_tree(
+        folder,
+        run={"name": store.run, "dir": str(folder / "run"), "num_steps": 1},
+        model={"path": str(folder / "model"), "dtype": "float32"},
+        controller={"lease_s": LEASE_S, "stall_timeout_s": 20.0},
+        rollout={"hang_s": HANG_S},
+        weights={"bucket_timeout_s": BUCKET_S, "publish_timeout_s": 15.0},
+    )
     settings = RunSettings.model_validate(
         {name: {**defaults.get(name, {}), **tree.get(name, {})} for name in defaults.keys() | tree.keys()}
     )

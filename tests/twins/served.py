@@ -47,6 +47,7 @@ from services.critic.service import CriticServicer
 from services.reference import ranks as reference_ranks
 from services.reference.service import ReferenceServicer
 from tests.fixtures_store import DIGEST, StoreUnderTest
+from tests.smallest import smallest_tree
 from tests.twins.callers import party, place
 from tests.twins.calls import trainer_calls
 
@@ -59,16 +60,16 @@ def settings_tree(store: StoreUnderTest, model: Path, run_dir: Path, **sections:
     """
     if not (run_dir / FOLDER).exists():
         place(run_dir)
-    tree: dict[str, Any] = {
-        "run": {"name": store.run, "dir": str(run_dir), "num_steps": 10, "seed": 3},
-        "model": {"path": str(model), "dtype": "float32"},
-        "data": {"train": str(run_dir / "train.jsonl"), "max_prompt_tokens": 48},
-        "sampling": {"num_responses": 2, "max_tokens": 16, "temperature": 0.8},
-        "algorithm": {"groups_per_batch": 4},
-        "actor": {"token_budget": 64, "num_threads": 1, "optimizer": {"learning_rate": 1e-3}},
-        "reward": {"components": {"correct": {"scorer": {"kind": "exact_match"}}}},
-        "store": {"url": store.url, "num_shards": 2},
-    }
+    tree = smallest_tree(
+        run_dir,
+        run={"name": store.run, "dir": str(run_dir), "num_steps": 10, "seed": 3},
+        model={"path": str(model), "dtype": "float32"},
+        data={"train": str(run_dir / "train.jsonl"), "max_prompt_tokens": 48},
+        sampling={"num_responses": 2, "max_tokens": 16, "temperature": 0.8},
+        algorithm={"groups_per_batch": 4},
+        actor={"token_budget": 64, "num_threads": 1, "optimizer": {"learning_rate": 1e-3}},
+        store={"url": store.url, "num_shards": 2},
+    )
     return tree | sections
 
 

@@ -9,6 +9,7 @@ import pytest
 from rolecall.errors import RowMissingError, WorkerLostError
 from rolecall.training.serving.column_batcher import ColumnBatcher, row_key
 from rolecall.v1.trajectory_pb2 import RowRef
+from tests.waiting import until
 
 
 class Device:
@@ -66,8 +67,7 @@ async def test_calls_gather_while_the_device_is_busy() -> None:
     device.free.clear()
     async with batching(device, 1000) as batcher:
         first = asyncio.create_task(batcher.compute([row("0/0")]))
-        while not device.calls:
-            await asyncio.sleep(0.001)
+        await until(lambda: device.calls)
         rest = [asyncio.create_task(batcher.compute([row(f"{i}/0")])) for i in range(1, 9)]
         await asyncio.sleep(0.01)
         device.free.set()
@@ -119,8 +119,7 @@ async def test_calls_under_way_are_told_when_the_role_stops() -> None:
     device.free.clear()
     async with batching(device, 1000) as batcher:
         waiting = asyncio.create_task(batcher.compute([row("0/0")]))
-        while not device.calls:
-            await asyncio.sleep(0.001)
+        await until(lambda: device.calls)
         await batcher.close()
         with pytest.raises(WorkerLostError):
             await waiting

@@ -2,6 +2,7 @@
 prepared with it.
 """
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from rolecall.wire import Array
 from services.controller.groups.assembly import GreedyResponse, ScoredGroup
 from services.controller.step.adaptive import AdaptiveState
 from services.controller.step.preparation import prepare
+from tests.smallest import smallest_tree
 
 ADAPTIVE: dict[str, Any] = {
     "groups_per_batch": 1,
@@ -35,15 +37,12 @@ def algorithm(**fields: Any) -> AlgorithmSection:
 
 def run_settings(**fields: Any) -> RunSettings:
     return RunSettings.model_validate(
-        {
-            "run": {"name": "test", "dir": "runs/test", "num_steps": 4},
-            "model": {"path": "model"},
-            "data": {"train": "train.jsonl"},
-            "sampling": {"num_responses": 2, "max_tokens": 4},
-            "algorithm": {"groups_per_batch": 1, "advantage": {"kind": "rloo"}} | fields,
-            "references": {"ref": {}} if "kl" in fields else {},
-            "reward": {"address": "127.0.0.1:1"},
-        }
+        smallest_tree(
+            Path("/nowhere"),
+            sampling={"num_responses": 2, "max_tokens": 4},
+            algorithm={"groups_per_batch": 1, "advantage": {"kind": "rloo"}} | fields,
+            references={"ref": {}} if "kl" in fields else {},
+        )
     )
 
 

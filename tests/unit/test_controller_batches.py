@@ -16,19 +16,12 @@ from services.controller.durable.run_point import Checkpoints, RunPoint
 from services.controller.groups.admission import AdmissionPolicy
 from services.controller.groups.assembly import Assembly, ScoredGroup
 from services.controller.step.preparation import columns_computed, columns_read, prepare
+from tests.smallest import smallest_tree
 
 
 def run_settings(**sections: Any) -> RunSettings:
-    return RunSettings.model_validate(
-        {
-            "run": {"name": "test", "dir": "runs/test", "num_steps": 4},
-            "model": {"path": "model"},
-            "data": {"train": "train.jsonl"},
-            "algorithm": {"groups_per_batch": 2},
-            "reward": {"address": "127.0.0.1:1"},
-            **sections,
-        }
-    )
+    run = {"name": "test", "dir": "runs/test", "num_steps": 4}
+    return RunSettings.model_validate(smallest_tree(Path("/nowhere"), **{"run": run, **sections}))
 
 
 def group(gid: int, *rewards: float) -> ScoredGroup:

@@ -16,19 +16,13 @@ from services.controller.groups.assembly import GreedyResponse, ScoredGroup
 from services.controller.step import measures
 from services.controller.step.preparation import prepare
 from services.rollout.config import configure
+from tests.smallest import smallest_tree
 
 REMAX = {"groups_per_batch": 2, "advantage": {"kind": "remax"}}
 
 
 def run_settings(**sections: Any) -> RunSettings:
-    base = {
-        "run": {"name": "test", "dir": "runs/test", "num_steps": 4},
-        "model": {"path": "model"},
-        "data": {"train": "train.jsonl"},
-        "algorithm": REMAX,
-        "reward": {"address": "127.0.0.1:1"},
-    }
-    return RunSettings.model_validate({**base, **sections})
+    return RunSettings.model_validate(smallest_tree(Path("/nowhere"), **{"algorithm": REMAX, **sections}))
 
 
 def ref(gid: int, index: int) -> RowRef:

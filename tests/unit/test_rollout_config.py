@@ -9,6 +9,7 @@ import pytest
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 from services.rollout.config import configure, start_environment
+from tests.smallest import smallest_tree
 
 
 def settings(
@@ -19,16 +20,7 @@ def settings(
     )
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    return RunSettings.model_validate(
-        {
-            "run": {"name": "t", "dir": str(tmp_path / "run"), "num_steps": 1},
-            "model": {"path": str(tmp_path)},
-            "data": {"train": str(tmp_path / "train.jsonl")},
-            "algorithm": {"groups_per_batch": 2},
-            "reward": {"components": {"c": {"scorer": {"kind": "exact_match"}}}},
-            "rollout": rollout,
-        }
-    )
+    return RunSettings.model_validate(smallest_tree(tmp_path, model={"path": str(tmp_path)}, rollout=rollout))
 
 
 def test_replicas_on_one_machine_share_no_core(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from rolecall.training.serving.train_chain import TrainChain
 from rolecall.training.serving.trainer import Progress
 from rolecall.v1.training_pb2 import TrainRequest, TrainResult
 from rolecall.v1.trajectory_pb2 import REDUCTION_MAX, Metric, TrainBatch
+from tests.waiting import until
 
 
 class CountingTrainer:
@@ -135,9 +136,7 @@ async def test_a_step_that_waited_for_the_device_while_the_trainer_went_back_is_
         trainer.may_finish.clear()
         occupied = asyncio.create_task(device_thread.run(lambda: trainer.may_finish.wait(10), "computing"))
         before = asyncio.create_task(trained(chain, 0))
-        async with asyncio.timeout(30):
-            while device_thread.num_waiting < 2:
-                await asyncio.sleep(0)
+        await until(lambda: device_thread.num_waiting >= 2)
         chain.set_back()
         trainer.may_finish.set()
         await occupied

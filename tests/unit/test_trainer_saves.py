@@ -8,6 +8,7 @@ import pytest
 from rolecall.checkpoint.manifest import StoredFile
 from rolecall.errors import DiskFullError
 from rolecall.training.serving.save_chain import SaveChain, Written
+from tests.waiting import until
 
 DEADLINE_S = 30.0
 FILE = StoredFile("rank-00000.safetensors", 7, "ab")
@@ -32,9 +33,7 @@ async def save(chain: SaveChain, trainer: Trainer, step: int) -> list[str]:
 
 
 async def begun(trainer: Trainer, num: int) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while len(trainer.begun) < num:
-            await asyncio.sleep(0)
+    await until(lambda: len(trainer.begun) >= num, DEADLINE_S)
 
 
 async def settled() -> None:

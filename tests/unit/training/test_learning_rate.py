@@ -1,13 +1,13 @@
 """The learning rate, step by step, against tables worked by hand."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from rolecall.settings import CriticSection, OptimizerSection, RunSettings
 from rolecall.training.state.learning_rate import learning_rate
+from tests.smallest import smallest_tree
 
 
 def rates(total: int, **section: float | str) -> list[float]:
@@ -65,14 +65,12 @@ def test_a_schedule_that_makes_no_sense_is_refused_by_its_field(section: dict[st
 
 
 def test_a_decay_that_does_not_fit_the_run_is_refused_with_the_runs_length() -> None:
-    tree: dict[str, Any] = {
-        "run": {"name": "r", "dir": "/runs/r", "num_steps": 5},
-        "model": {"path": "/model"},
-        "data": {"train": "/train.jsonl"},
-        "algorithm": {"groups_per_batch": 4, "num_minibatches": 2},
-        "actor": {"optimizer": {"schedule": "wsd", "warmup_steps": 4, "decay_steps": 6}},
-        "reward": {"components": {"correct": {"scorer": {"kind": "exact_match"}}}},
-    }
+    tree = smallest_tree(
+        Path("/"),
+        run={"name": "r", "dir": "/runs/r", "num_steps": 5},
+        algorithm={"groups_per_batch": 4, "num_minibatches": 2},
+        actor={"optimizer": {"schedule": "wsd", "warmup_steps": 4, "decay_steps": 6}},
+    )
     assert RunSettings.model_validate(tree, context={"base": Path("/")}).actor.optimizer.decay_steps == 6
     tree["algorithm"] = {"groups_per_batch": 4}
     with pytest.raises(

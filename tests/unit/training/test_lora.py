@@ -1,5 +1,6 @@
 """Settings of adapters, and their arithmetic and names by hand."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,13 +9,7 @@ from pydantic import ValidationError
 
 from rolecall.settings import ActorSection, KlSection, LoraSection, RunSettings
 from rolecall.training.model import lora
-
-TREE: dict[str, Any] = {
-    "run": {"name": "run", "dir": "/nowhere", "num_steps": 1},
-    "model": {"path": "/nowhere"},
-    "data": {"train": "/nowhere"},
-    "reward": {"components": {"correct": {"scorer": {"kind": "exact_match"}}}},
-}
+from tests.smallest import smallest_tree
 
 
 @pytest.mark.parametrize(
@@ -42,13 +37,14 @@ TREE: dict[str, Any] = {
 )
 def test_what_adapters_do_not_do_is_refused_in_words(sections: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
-        RunSettings.model_validate(TREE | sections)
+        RunSettings.model_validate(smallest_tree(Path("/nowhere"), **sections))
 
 
 def test_a_kl_to_the_base_needs_no_reference_service() -> None:
     kl = KlSection(reference="base", kl_coef=0.1)
+    actor = ActorSection(lora=LoraSection())
     settings = RunSettings.model_validate(
-        TREE | {"algorithm": {"groups_per_batch": 1, "kl": kl}, "actor": ActorSection(lora=LoraSection())}
+        smallest_tree(Path("/nowhere"), algorithm={"groups_per_batch": 1, "kl": kl}, actor=actor)
     )
     assert settings.references == {}
 
