@@ -3,7 +3,7 @@ hashes (step_rig.py), and a rollout and a scorer that answer at once.
 
 Every life of the loop makes some steps and ends. It passes an arrow at each of the loop's named instants; calls and
 deletions have arrows of their own. What was sealed and counted is kept as an account. What fails, and what must hold,
-is the machine's (tests/integration/test_step_machine.py).
+is the machine's (tests/step_machine.py).
 """
 
 import asyncio

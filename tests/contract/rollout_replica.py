@@ -26,6 +26,7 @@ from services.rollout.scripted import ScriptedEngine, digest_of
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.callers import party
 from tests.twins.rollout import BriefQueue, RolloutTwin
+from tests.waiting import until
 
 CONSUMER = "rollout-0.abc"
 PROMPT = (5, 6, 7)
@@ -112,10 +113,14 @@ class ReplicaUnderTest:
             )
             assert self.store.ledger.admit(group, b"")
 
+    async def runs(self, count: int) -> None:
+        """Waits until the engine has `count` responses to sample."""
+        await until(lambda: self.engine.num_running == count)
+
     async def committed(self, count: int) -> list[trajectory_pb2.CommittedGroup]:
         """Waits for `count` committed groups."""
         found: list[tuple[str, trajectory_pb2.CommittedGroup]] = []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(found) < count:
                 found = await asyncio.to_thread(self.store.ledger.read_committed, "0", 1000, 0.2)
         return [group for _, group in found]

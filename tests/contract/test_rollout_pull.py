@@ -1,8 +1,7 @@
 """The pull loop against a real store: every group in hand ends committed, released or abandoned, and never twice."""
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -13,17 +12,11 @@ from rolecall.data.mixture import Mixture
 from rolecall.errors import (
     GenerationError,
     RowMissingError,
-    StoreFullError,
-    UnavailableError,
     WeightsMismatchError,
     WorkerLostError,
 )
-from rolecall.store.prompts import Claim, PromptQueue
-from rolecall.store.rows import Rows
 from rolecall.trajectory import SAMPLED_COLUMNS, rows_of, seed_of
 from rolecall.v1 import rollout_pb2, trajectory_pb2
-from rolecall.v1.trajectory_pb2 import RowRef, TrajectoryMeta
-from rolecall.wire import Array
 from services.rollout.scripted import ScriptedEngine, digest_of
 from tests.contract.rollout_replica import CONSUMER, MAX_GROUPS, PROMPT, ReplicaUnderTest, replica_under_test
 from tests.fixtures_store import StoreUnderTest
@@ -36,10 +29,6 @@ async def rollout(store: StoreUnderTest, tmp_path: Path) -> AsyncIterator[Replic
     write_tokenizer(tmp_path)
     async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.002), lease_s=0.9) as running:
         yield running
-
-
-async def until_running(rollout: ReplicaUnderTest, count: int) -> None:
-    await until(lambda: rollout.engine.num_running == count)
 
 
 async def test_rows_say_where_tokens_were_sent_where_the_engine_does(store: StoreUnderTest, tmp_path: Path) -> None:
@@ -146,7 +135,7 @@ async def test_no_more_groups_are_claimed_than_the_engine_has_room_for(rollout: 
     rollout.engine.hold = True
     rollout.admit(9)
     await rollout.publish(1)
-    await until_running(rollout, MAX_GROUPS * 4)
+    await rollout.runs(MAX_GROUPS * 4)
     await asyncio.sleep(0.1)
     counts = rollout.store.ledger.counts()
     assert (counts.generating, counts.queued) == (MAX_GROUPS, 5)
@@ -168,7 +157,7 @@ async def test_a_group_kept_over_a_publish_is_committed_with_both_versions(rollo
     rollout.engine.hold = True
     rollout.admit(1, num_responses=8, max_tokens=40)
     await rollout.publish(1)
-    await until_running(rollout, 8)
+    await rollout.runs(8)
     rollout.engine.step(1)
     await asyncio.sleep(0.1)
     await rollout.publish(2)
@@ -181,7 +170,7 @@ async def test_work_of_an_engine_that_tears_goes_back_and_is_sampled_anew(rollou
     rollout.engine.hold = True
     rollout.admit(2)
     await rollout.publish(1)
-    await until_running(rollout, 8)
+    await rollout.runs(8)
     rollout.engine.failures.append(WeightsMismatchError("a bucket was skipped"))
     rollout.store.ledger.begin_publish(2, 2)
     with pytest.raises(Exception, match="skipped"):
@@ -196,9 +185,9 @@ async def test_a_pause_that_aborts_gives_groups_back_without_counting_the_delive
     rollout.engine.hold = True
     rollout.admit(2)
     await rollout.publish(1)
-    await until_running(rollout, 8)
+    await rollout.runs(8)
     await rollout.publish(2, mode=rollout_pb2.PAUSE_MODE_ABORT)
-    await until_running(rollout, 8)  # both at once: an excused delivery is no suspicion
+    await rollout.runs(8)  # both at once: an excused delivery is no suspicion
     rollout.engine.hold = False
     assert {committed.min_policy_version for committed in await rollout.committed(2)} == {2}
 
@@ -214,7 +203,7 @@ async def test_groups_whose_worker_died_run_beside_a_quarter_as_many(rollout: Re
     rollout.engine.hold = True
     rollout.admit(3)
     await rollout.publish(2)
-    await until_running(rollout, 2 * 4)
+    await rollout.runs(2 * 4)
     await asyncio.sleep(0.3)
     assert rollout.engine.num_running == 2 * 4
     rollout.engine.hold = False
@@ -230,155 +219,6 @@ async def test_a_group_that_failed_by_itself_is_sampled_again_beside_others(roll
     await until(lambda: [entry.delivery for entry in rollout.store.ledger.pending()] == [2, 1, 1, 1])
     rollout.engine.hold = False
     assert len(await rollout.committed(4)) == 4
-
-
-class SlowQueue(PromptQueue):
-    """A queue whose first answer to `slow` that says something is on its way until the test lets it arrive; the entry
-    is claimed again meanwhile.
-    """
-
-    def __init__(self, store: StoreUnderTest, slow: str) -> None:
-        super().__init__(store.connection, store.run, CONSUMER)
-        self._slow = slow
-        self._num_claimed = 0
-        self.acted = threading.Event()
-        self.arrives = threading.Event()
-
-    def claim(self, max_groups: int) -> list[Claim]:
-        if self._num_claimed and not self.acted.is_set():
-            return []
-        claims = super().claim(max_groups)
-        self._num_claimed += len(claims)
-        return claims
-
-    def wait(self, timeout_s: float) -> bool:
-        return super().wait(0.02)
-
-    def renew(self, claims: Sequence[Claim]) -> list[Claim]:
-        lost = super().renew(claims)
-        self._travel("renew", bool(lost))
-        return lost
-
-    def release(self, claims: Sequence[Claim], why: str = "") -> int:
-        released = super().release(claims, why)
-        self._travel("release", bool(released))
-        return released
-
-    def _travel(self, call: str, awaited: bool) -> None:
-        if call == self._slow and awaited and not self.acted.is_set():
-            self.acted.set()
-            assert self.arrives.wait(20)
-
-
-async def until_claimed_again(rollout: ReplicaUnderTest) -> None:
-    """Group 0 is in this worker's hands for the second time, and sampled."""
-    await until(lambda: [entry.delivery for entry in rollout.store.ledger.pending()] == [2])
-    await until_running(rollout, 4)
-
-
-async def until_renewed(rollout: ReplicaUnderTest) -> None:
-    (before,) = rollout.store.ledger.pending()
-    await until(lambda: rollout.store.ledger.pending()[0].renewed_at_s != before.renewed_at_s)
-
-
-async def commits_the_second_attempt(rollout: ReplicaUnderTest) -> None:
-    """It is renewed, and ends as any other."""
-    for _ in range(2):
-        await until_renewed(rollout)
-    assert (await rollout.info()).num_groups == 1
-    rollout.engine.hold = False
-    (committed,) = await rollout.committed(1)
-    assert {row.token for row in committed.rows} == {f"{CONSUMER}-2"}
-    async with asyncio.timeout(30):
-        while (await rollout.info()).num_groups:
-            await asyncio.sleep(0.01)
-    assert not rollout.pulling.done()
-    assert rollout.store.balance() == (1, 0, 0, 1)
-
-
-async def test_a_worker_that_claims_its_own_lost_group_again_goes_on_with_the_new_claim(
-    store: StoreUnderTest, tmp_path: Path
-) -> None:
-    """It claims within a second, and would hear of the loss by its next renewal, a second and a half after the last."""
-    write_tokenizer(tmp_path)
-    async with replica_under_test(
-        store, tmp_path, ScriptedEngine(token_s=0.002), lease_s=4.5, generation_timeout_s=60.0
-    ) as rollout:
-        rollout.engine.hold = True
-        rollout.admit(1)
-        await rollout.publish(1)
-        await until_running(rollout, 4)
-        await until_renewed(rollout)
-        store.ledger.reap(store.ledger.pending())
-        await until_claimed_again(rollout)
-        await commits_the_second_attempt(rollout)
-
-
-@pytest.mark.parametrize("slow", ["renew", "release"])
-async def test_a_late_answer_about_a_lost_claim_does_not_touch_the_new_one(
-    store: StoreUnderTest, tmp_path: Path, slow: str
-) -> None:
-    """The answer that says that the first claim is lost, or given back, arrives when the worker holds the same entry
-    again.
-    """
-    write_tokenizer(tmp_path)
-    queue = SlowQueue(store, slow)
-    async with replica_under_test(
-        store, tmp_path, ScriptedEngine(token_s=0.002), lease_s=0.9, generation_timeout_s=60.0, queue=queue
-    ) as rollout:
-        rollout.engine.hold = True
-        if slow == "release":
-            rollout.engine.sample_failures[f"0/2:{CONSUMER}-1"] = UnavailableError("given up with the weights")
-            rollout.engine.step(1)
-        rollout.admit(1)
-        await rollout.publish(1)
-        if slow == "renew":
-            await until_running(rollout, 4)
-            store.ledger.reap(store.ledger.pending())
-        assert await asyncio.to_thread(queue.acted.wait, 20)
-        await until_claimed_again(rollout)
-        queue.arrives.set()
-        await commits_the_second_attempt(rollout)
-
-
-class FullRows(Rows):
-    """Rows of a store that has no room until the test makes some."""
-
-    def __init__(self, store: StoreUnderTest) -> None:
-        super().__init__(store.connection, store.run, 2)
-        self.is_full = True
-        self.num_refused = 0
-
-    def stage_many(
-        self,
-        refs: Sequence[RowRef],
-        columns: Sequence[Mapping[str, Array]],
-        metas: Sequence[TrajectoryMeta],
-        expiry_s: int,
-    ) -> None:
-        if self.is_full:
-            self.num_refused += 1
-            raise StoreFullError("OOM command not allowed")
-        super().stage_many(refs, columns, metas, expiry_s)
-
-
-async def test_a_group_that_finds_the_store_full_is_not_charged_for_the_wait(
-    store: StoreUnderTest, tmp_path: Path
-) -> None:
-    """It is given back, excused, as often as it takes; what was sampled in time is not called late."""
-    write_tokenizer(tmp_path)
-    rows = FullRows(store)
-    async with replica_under_test(
-        store, tmp_path, ScriptedEngine(), generation_timeout_s=0.4, lease_s=0.9, rows=rows
-    ) as rollout:
-        rollout.admit(1)
-        await rollout.publish(1)
-        await until(lambda: any(entry.delivery > 4 for entry in store.ledger.pending()))
-        assert not store.ledger.reap([])
-        rows.is_full = False
-        (committed,) = await rollout.committed(1)
-        assert rows.num_refused >= 4
-        assert committed.rows[0].token > f"{CONSUMER}-4"
 
 
 async def test_a_group_whose_generation_fails_is_handed_back_at_once_and_sampled_again(
@@ -410,34 +250,11 @@ async def test_a_prompt_without_room_for_a_token_is_never_sampled(rollout: Repli
     assert [committed.gid for committed in await rollout.committed(1)] == [1]
 
 
-async def test_leases_are_renewed_while_a_group_is_worked_on(rollout: ReplicaUnderTest) -> None:
-    rollout.engine.hold = True
-    rollout.admit(1)
-    await rollout.publish(1)
-    await until_running(rollout, 4)
-    (first,) = rollout.store.ledger.pending()
-    await until(lambda: rollout.store.ledger.pending()[0].renewed_at_s >= first.renewed_at_s + 1.5)
-    (entry,) = rollout.store.ledger.pending()
-    assert (entry.consumer, entry.delivery) == (first.consumer, first.delivery)
-    rollout.engine.hold = False
-    await rollout.committed(1)
-
-
-async def test_a_lost_lease_stops_the_work(rollout: ReplicaUnderTest) -> None:
-    rollout.engine.hold = True
-    rollout.admit(1)
-    await rollout.publish(1)
-    await until_running(rollout, 4)
-    rollout.store.ledger.drop(0, "test")
-    await until_running(rollout, 0)
-    assert rollout.store.balance() == (1, 0, 1, 0)
-
-
 async def test_draining_finishes_what_it_can_and_hands_back_the_rest(rollout: ReplicaUnderTest) -> None:
     rollout.engine.hold = True
     rollout.admit(2)
     await rollout.publish(1)
-    await until_running(rollout, 8)
+    await rollout.runs(8)
     drained = await rollout.stub.Drain(rollout_pb2.DrainRequest(ctl=1, finish_s=0.1))
     assert (drained.num_finished, drained.num_released) == (0, 2)
     assert rollout.store.ledger.counts().queued == 2
@@ -451,7 +268,7 @@ async def test_draining_waits_for_groups_that_end_in_time(rollout: ReplicaUnderT
     rollout.engine.hold = True
     rollout.admit(2)
     await rollout.publish(1)
-    await until_running(rollout, 8)
+    await rollout.runs(8)
     call = asyncio.ensure_future(rollout.stub.Drain(rollout_pb2.DrainRequest(ctl=1, finish_s=5)))
     await asyncio.sleep(0.05)
     rollout.engine.hold = False
@@ -485,7 +302,7 @@ async def test_the_worker_says_what_it_is_doing(rollout: ReplicaUnderTest) -> No
     rollout.engine.hold = True
     await rollout.publish(1)
     rollout.admit(1)
-    await until_running(rollout, 4)
+    await rollout.runs(4)
     await until(lambda: "generating 1 groups" in rollout.phases)
     assert "weights empty" in rollout.phases
     assert "idle" in rollout.phases
@@ -502,86 +319,6 @@ async def test_admission_with_a_sampling_that_training_does_not_know_is_not_samp
     rollout.admit(1)
     await rollout.publish(1)
     assert [committed.gid for committed in await rollout.committed(1)] == [1]
-
-
-class LateQueue(PromptQueue):
-    """Its commits answer at the second renewal after them: the first has found the lease gone, as a commit leaves
-    it.
-    """
-
-    def __init__(self, store: StoreUnderTest) -> None:
-        super().__init__(store.connection, store.run, CONSUMER)
-        self._num_lost = 0
-        self._committed, self._told = threading.Event(), threading.Event()
-
-    def commit(self, claim: Claim, group: trajectory_pb2.CommittedGroup, spans: Collection[tuple[int, str]]) -> bool:
-        done = super().commit(claim, group, spans)
-        self._committed.set()
-        assert self._told.wait(20)
-        return done
-
-    def renew(self, claims: Sequence[Claim]) -> list[Claim]:
-        if self._num_lost:
-            self._told.set()
-        has_committed = self._committed.is_set()
-        lost = super().renew(claims)
-        self._num_lost += has_committed and len(lost)
-        return lost
-
-
-class NotedRows(Rows):
-    """Says when rows are persisted."""
-
-    def __init__(self, store: StoreUnderTest, num_shards: int) -> None:
-        super().__init__(store.connection, store.run, num_shards)
-        self.persisted = threading.Event()
-
-    def persist(self, refs: Sequence[RowRef]) -> None:
-        super().persist(refs)
-        self.persisted.set()
-
-
-async def test_a_lease_that_ends_because_the_group_is_committed_does_not_end_the_commit(
-    store: StoreUnderTest, tmp_path: Path
-) -> None:
-    write_tokenizer(tmp_path)
-    rows = NotedRows(store, 2)
-    async with replica_under_test(
-        store, tmp_path, ScriptedEngine(token_s=0.002), lease_s=0.9, queue=LateQueue(store), rows=rows
-    ) as rollout:
-        rollout.admit(1)
-        await rollout.publish(1)
-        assert await asyncio.to_thread(rows.persisted.wait, 20), "its rows wait for a controller to lift their expiry"
-
-
-class HeldClaims(PromptQueue):
-    """Its first claims arrive when the test lets them."""
-
-    def __init__(self, store: StoreUnderTest) -> None:
-        super().__init__(store.connection, store.run, CONSUMER)
-        self.acted, self.arrives = threading.Event(), threading.Event()
-
-    def claim(self, max_groups: int) -> list[Claim]:
-        claims = super().claim(max_groups)
-        if claims and not self.acted.is_set():
-            self.acted.set()
-            assert self.arrives.wait(20)
-        return claims
-
-
-async def test_what_is_claimed_while_the_gate_shuts_is_given_back_for_others_to_start(
-    store: StoreUnderTest, tmp_path: Path
-) -> None:
-    write_tokenizer(tmp_path)
-    queue = HeldClaims(store)
-    async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.002), queue=queue) as rollout:
-        rollout.admit(1)
-        await rollout.publish(1)
-        assert await asyncio.to_thread(queue.acted.wait, 20)
-        await rollout.stub.Pause(rollout_pb2.PauseRequest(ctl=1, mode=rollout_pb2.PAUSE_MODE_KEEP))
-        assert [entry.consumer for entry in store.ledger.pending()] == [CONSUMER]
-        queue.arrives.set()
-        await until(lambda: CONSUMER not in [entry.consumer for entry in store.ledger.pending()])
 
 
 async def test_requests_of_two_versions_share_no_prefix(rollout: ReplicaUnderTest) -> None:
