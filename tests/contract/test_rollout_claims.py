@@ -87,7 +87,7 @@ async def commits_the_second_attempt(rollout: ReplicaUnderTest) -> None:
     rollout.engine.hold = False
     (committed,) = await rollout.committed(1)
     assert {row.token for row in committed.rows} == {f"{CONSUMER}-2"}
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (await rollout.info()).num_groups:
             await asyncio.sleep(0.01)
     assert not rollout.pulling.done()

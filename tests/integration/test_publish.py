@@ -15,7 +15,7 @@ from services.rollout.replica import Replica
 from services.rollout.state import State
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.collective import PHASES, Fault, Kind, RogueReplica
-from tests.twins.publishing import BUCKET_S, HANG_S, LEASE_S, Publishing, gone, publishing_run
+from tests.twins.publishing import LEASE_S, Publishing, gone, publishing_run
 from tests.waiting import until
 
 SOON_S = 14.0
@@ -150,7 +150,7 @@ async def test_a_rollout_that_hangs_is_given_up_and_its_process_told_to_end(rig:
     hung = rig.twins[2]
     hung.engine.fault = Fault("bucket", Kind.HANG)
     await rig.publisher.publish(0)
-    await until(lambda: not hung.is_alive, 3 * HANG_S)
+    await until(lambda: not hung.is_alive)
     assert rig.fleet.is_lost("rollout-2").startswith("hung: no progress for")
     await rig.rollout("rollout-2")
     assert rig.fleet.is_lost("rollout-2") == ""
@@ -164,9 +164,9 @@ async def test_a_stopped_rollout_that_wakes_up_joins_again_and_claims_nothing_be
     await three(rig)
     stopped = rig.twins[0]
     stopped.engine.is_stopped = True
-    await until(lambda: rig.fleet.is_lost("rollout-0"), 3 * LEASE_S)
+    await until(lambda: rig.fleet.is_lost("rollout-0"))
     stopped.wake()
-    await until(lambda: not rig.fleet.is_lost("rollout-0"), 3 * LEASE_S)
+    await until(lambda: not rig.fleet.is_lost("rollout-0"))
     assert not rig.publisher.holds(0)
     with pytest.raises(NotAttestedError):
         await asyncio.to_thread(rig.store.worker(stopped.consumer).claim, 1)
@@ -193,11 +193,10 @@ async def test_a_publish_that_is_cancelled_frees_everyone_and_the_next_succeeds(
     publishing = asyncio.create_task(rig.publisher.publish(0))
     await until(lambda: not rig.twins[0].engine.fault)
     publishing.cancel()
-    started = time.monotonic()
-    with pytest.raises(asyncio.CancelledError):
-        await publishing
-    assert time.monotonic() - started < BUCKET_S
-    await until(lambda: rig.actor.aborted, BUCKET_S)
+    async with asyncio.timeout(SOON_S):
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
+        await until(lambda: rig.actor.aborted)
     assert serving(rig) == []
     await rig.publisher.publish(0)
     assert set(serving(rig)) >= {"rollout-1", "rollout-2"}
