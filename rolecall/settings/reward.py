@@ -30,10 +30,12 @@ class AnswerScorer(Section):
     - `exact_match`: the answer is the stripped response.
     - `boxed`: the answer is what the last \boxed{...} holds.
     - `hendrycks_math`: the same, after the normalisation of MATH.
+    - `minerva_math`: the answer is what "final answer is ... I hope it is correct" says, else the box, after the
+      normalisation of Minerva.
     - `math`: math-verify finds the answer, and whether it is equal.
     """
 
-    kind: Literal["exact_match", "boxed", "hendrycks_math", "math"] = "exact_match"
+    kind: Literal["exact_match", "boxed", "hendrycks_math", "minerva_math", "math"] = "exact_match"
     """The scorer that this section chooses."""
     ignore_case: bool = False
     """Compare case-folded; of exact_match alone."""
@@ -144,7 +146,7 @@ FieldValue: TypeAlias = StrictBool | StrictInt | StrictFloat | StrictStr
 
 
 COMPARING = frozenset(
-    {"exact_match", "regex", "boxed", "hendrycks_math", "math", "gsm8k", "numeric"}
+    {"exact_match", "regex", "boxed", "hendrycks_math", "minerva_math", "math", "gsm8k", "numeric"}
     | {"qa_exact_match", "qa_f1", "multiple_choice"}
 )
 """Kinds of scorers that fail on an item without a ground truth."""

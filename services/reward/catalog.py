@@ -46,6 +46,7 @@ from services.reward.scorers.format import matches_format
 from services.reward.scorers.hendrycks_math import hendrycks_answer, hendrycks_match
 from services.reward.scorers.json_ import is_json
 from services.reward.scorers.length import length_cost
+from services.reward.scorers.minerva_math import minerva_answer, minerva_match
 from services.reward.scorers.regex import regex_answer, regex_match
 
 LocalScorer: TypeAlias = (
@@ -131,6 +132,11 @@ def bind(scorer: LocalScorer) -> ScoreFunction:
             return lambda item: Score(
                 best(item, lambda truth: hendrycks_match(item.response_text, truth)),
                 answer=hendrycks_answer(item.response_text),
+            )
+        case AnswerScorer(kind="minerva_math"):
+            return lambda item: Score(
+                best(item, lambda truth: minerva_match(item.response_text, truth)),
+                answer=minerva_answer(item.response_text),
             )
         case AnswerScorer():
             from services.reward.scorers.math import math_equal  # sympy: half a second, and only in the extra `reward`

@@ -13,6 +13,7 @@ from rolecall.settings.presets import INSTRUCTIONS
 from services.reward.presets import bind_preset
 from services.reward.scorers.hendrycks_math import hendrycks_match, normalized_math
 from services.reward.scorers.ifeval import CHECKS, followed, followed_loosely
+from services.reward.scorers.minerva_math import minerva_answer, minerva_match, minerva_normalized
 from services.reward.scorers.multiple_choice import choice_answer, choice_match
 from services.reward.scorers.numbers import gsm8k_answer, gsm8k_match, last_number, numeric_match
 from services.reward.scorers.qa import normalized, qa_answer, qa_exact_match, qa_f1
@@ -259,3 +260,60 @@ def test_ifeval_scores_all_or_the_share_and_refuses_prompts_without_instructions
     assert bind_preset(SECTION.validate_python({"kind": "ifeval", "partial": True}))(item) == 0.5
     with pytest.raises(BadGroundTruthError, match="has no instruction_id_list"):
         bind_preset(SECTION.validate_python({"kind": "ifeval"}))(Item("i", "x"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "normal"),
+    [
+        ("x = 5", "5"),
+        ("a = b = 7", "7"),
+        ("12 dollars", "12"),
+        (r"12\text{ dollars}", "12"),
+        (r"\$12.50", "12.50"),
+        ("100,000", "100000"),
+        ("1,2", "12"),  # the paper's rule for whole numbers takes the comma of a pair, too
+        ("(1, 2)", "(1,2)"),
+        (r"\frac12", r"\frac{1}{2}"),
+        (r"\frac{1}{2}", r"\frac{1}{2}"),
+        (r"\frac123", r"\frac{1}{2}3"),
+        (r"\sqrt3", r"\sqrt{3}"),
+        (r"2\sqrt{3}", r"2\sqrt{3}"),
+        (r"90^\circ", "90"),
+        (r"90^{\circ}", "90"),
+        ("45 degrees", "45"),
+        (r"The answer is $\pi$.", r"\pi"),
+        (r"$3$", "3"),
+        (r"\text{Evelyn}", "Evelyn"),
+        (r"\textbf{(B)}", "(B)"),
+        (r"\boxed{8}", "8"),
+        (r"3\mbox{ cm}", "3"),
+        (r"5\text{ and }x", "5,x"),
+        (r"5, \mbox{and} x", "5,x"),
+        (r"10^{\mathrm{th}}", "10^{}"),
+        (r"1{,}000", "1000"),
+        ("3 square units", "3"),
+        ("a cat", "cat"),
+    ],
+)
+def test_minervas_normalisation_follows_the_paper(answer: str, normal: str) -> None:
+    assert minerva_normalized(answer) == normal
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        ("Final Answer: The final answer is $5$. I hope it is correct.", "5", 1.0),
+        ("The final answer is 1,000. I hope it is correct.", r"\boxed{1000}", 1.0),
+        ("The final answer is 4. I hope it is correct. No: the final answer is 5. I hope it is correct.", "5", 1.0),
+        (r"so \boxed{x=\frac12}", r"\frac{1}{2}", 1.0),
+        (r"\boxed{3} ... The final answer is 5. I hope it is correct.", "3", 0.0),
+        ("The final answer is 0.5. I hope it is correct.", r"\frac{1}{2}", 0.0),
+        ("The answer is 5.", "5", 0.0),
+    ],
+)
+def test_minerva_reads_what_the_response_calls_its_final_answer(response: str, truth: str, expected: float) -> None:
+    assert minerva_match(response, truth) == expected
+
+
+def test_minerva_without_a_final_answer_or_a_box_has_no_answer() -> None:
+    assert minerva_answer("5") is None
