@@ -60,7 +60,14 @@ def _add_starting(command: AddCommand) -> None:
     )
     manifests.add_argument("--to", required=True, choices=["compose", "kubernetes"], help="which place")
     manifests.add_argument("--out", required=True, type=Path, metavar="DIR", help="the folder to write to")
-    for reader in (train, check, manifests):
+    evaluate = command(
+        "evaluate", "sample and score the held-out sets of a run with a model, without training", _OVERRIDES
+    )
+    evaluate.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face model directory")
+    evaluate.add_argument("--config", type=Path, required=True, metavar="CONFIG", help="the run's YAML file")
+    evaluate.add_argument("--out", type=Path, metavar="DIR", help="keep samples, metrics and logs in this new folder")
+    evaluate.add_argument("--json", action="store_true", help="for programs")
+    for reader in (train, check, manifests, evaluate):
         reader.add_argument(
             "--recipe",
             metavar="NAME|FILE",

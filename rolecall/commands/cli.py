@@ -1,6 +1,6 @@
-"""The `rolecall` command: sft, train, check and serve from a configuration; status, watch, pause, resume and
-stop a run; audit its ledger; ask a role for its health; hold a scorer to its contract; score a file; write manifests;
-export.
+"""The `rolecall` command: sft, train, check and serve from a configuration; status, watch, pause, resume and stop a
+run; audit its ledger; ask a role for its health; hold a scorer to its contract; score a file; evaluate a model; write
+manifests; export.
 
 Parses arguments and the configuration first and imports heavy things after, so that --help and mistakes are answered at
 once. Exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted.
@@ -69,6 +69,10 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
         require(settings, sys.stdout)
         return train(settings, resume=arguments.resume)
+    if arguments.command == "evaluate":
+        from rolecall.commands.evaluate import OPTIONS, evaluate
+
+        return evaluate(arguments, overrides_from(rest, OPTIONS), sys.stdout)
     if arguments.command == "store-acl":
         from rolecall.commands.store_acl import store_acl
 

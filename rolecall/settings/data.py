@@ -36,8 +36,8 @@ class JobSection(Section):
 class RunSection(JobSection):
     """The run: its name, its directory and its length."""
 
-    num_steps: PositiveInt
-    """Train batches to apply."""
+    num_steps: NonNegativeInt
+    """Train batches to apply; with 0 the run is its evaluation of the model, and leaves no checkpoint."""
 
 
 class ModelSection(Section):

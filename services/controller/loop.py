@@ -143,7 +143,7 @@ class Loop:
     async def _finish(self) -> None:
         """A checkpoint of the last step where one is due, then the error that ended the run, if any."""
         error, board = self._end.error, self._parts.board
-        if self._step == self._settings.run.num_steps or board.stop_with_checkpoint or error is not None:
+        if 0 < self._step == self._settings.run.num_steps or board.stop_with_checkpoint or error is not None:
             try:
                 await self._last_checkpoint()
             except RoleCallError as failed:

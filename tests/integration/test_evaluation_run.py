@@ -79,3 +79,20 @@ async def test_without_answers_there_is_no_vote_to_report(
 ) -> None:
     metrics, _ = await evaluated(store, tmp_path, make_settings, parity, many={"num_responses": 2, "temperature": 1.0})
     assert {name for name in metrics if "@" in name} == {"eval/many/mean@2", "eval/many/pass@1", "eval/many/pass@2"}
+
+
+async def test_a_run_of_no_steps_evaluates_and_trains_nothing(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    (tmp_path / "held.jsonl").write_text('{"prompt": "held", "ground_truth": "1"}\n' * 3)
+    sets = {"many": {"path": str(tmp_path / "held.jsonl"), "num_responses": 2, "temperature": 1.0}}
+    sections = {"run": {"num_steps": 0}, "evaluation": {"sets": sets}}
+    async with twin_run(store, tmp_path, make_settings, score=answering, **sections) as run:
+        await run.to_the_end("rollout-0")
+        counts = run.ledger.counts()
+        assert (counts.admitted, counts.trained, counts.live) == (0, 0, 0)
+        assert run.actor.trainer.trained == []
+        assert run.checkpoints.latest() is None
+    (line,) = (json.loads(line) for line in (run.settings.run.dir / "metrics.jsonl").read_text().splitlines())
+    assert line["eval/many/missing"] == 0
+    assert {"eval/many/mean@2", "eval/many/pass@2", "eval/many/maj@2"} <= line.keys()

@@ -1,0 +1,114 @@
+"""`rolecall evaluate MODEL --config CONFIG`: samples and scores the held-out sets of a run with a model, without
+training.
+
+It is a run of no steps: the launcher starts the same roles, the model reaches the rollouts as in training, attested,
+and the controller's own evaluation at step 0 gives the figures, so that they can be compared with those of a run. What
+belongs to training alone (algorithm, critic, references, adapters, trackers, an external store) is left out of the
+file. Nothing is kept but what `--out` asks for.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from rolecall.commands.check import require
+from rolecall.config_file import load_tree
+from rolecall.errors import ConfigError
+from rolecall.launcher.supervisor import train
+from rolecall.settings import RunSettings, validated
+
+OPTIONS = ("--config", "--json", "--out", "--recipe")
+_OURS = ("controller", "actor", "rollout")
+"""Roles that are started here: those of a run that goes on have other weights."""
+
+
+def evaluate(arguments: argparse.Namespace, overrides: list[str], out: TextIO, package: str = "services") -> int:
+    """Evaluates and writes the figures; returns the exit code: 1 when a response has no score. package: where the
+    roles' modules are.
+    """
+    with _folder(arguments.out) as folder:
+        settings = evaluation_settings(arguments.config, overrides, arguments.recipe, arguments.model, folder)
+        with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
+            require(settings, sys.stdout)
+            code = train(settings, resume=False, package=package)
+        if code:
+            return code
+        sets = figures(folder / "metrics.jsonl")
+    if arguments.json:
+        out.write(json.dumps({"model": str(arguments.model), "sets": sets}) + "\n")
+    else:
+        write_figures(sets, out)
+    return int(any(found.get("missing", 0.0) > 0 for found in sets.values()) or not sets)
+
+
+def evaluation_settings(
+    config: Path, overrides: list[str], recipe: str | None, model: Path, folder: Path
+) -> RunSettings:
+    """The run of no steps that evaluates `model` in the new directory `folder`. ConfigError says what is missing."""
+    tree, _ = load_tree(config, overrides, recipe)
+    sections: dict[str, dict[str, Any]] = {
+        name: dict(section) for name, section in tree.items() if isinstance(section, dict)
+    }
+    run, evaluation = sections.get("run", {}), sections.get("evaluation", {})
+    if not evaluation.get("sets"):
+        raise ConfigError(f"{config}: evaluation.sets is empty; name the held-out sets to sample and score")
+    elsewhere = [f"{name}.address" for name in _OURS if sections.get(name, {}).get("address")]
+    if elsewhere:
+        raise ConfigError(
+            f"{config}: {', '.join(elsewhere)} names roles elsewhere, which have other weights; evaluate starts its "
+            "own: set it to null on the command line"
+        )
+    for name in ("critic", "references", "store", "telemetry"):
+        sections.pop(name, None)
+    for name in ("optimizer", "lora", "router_replay"):
+        sections.get("actor", {}).pop(name, None)
+    sections.get("sampling", {}).pop("num_responses", None)
+    sections["run"] = {
+        "name": run.get("name"),
+        "seed": run.get("seed", 0),
+        "dir": str(folder.resolve()),
+        "num_steps": 0,
+    }
+    sections["model"] = {**sections.get("model", {}), "path": str(model.resolve())}
+    sections["algorithm"] = {"groups_per_batch": sections.get("algorithm", {}).get("groups_per_batch")}
+    trackers = sections.get("trackers", {})
+    kept = {key: trackers[key] for key in ("num_samples_kept",) if key in trackers}
+    sections["trackers"] = {"tensorboard": False, **kept}
+    return validated(sections, config)
+
+
+def figures(metrics: Path) -> dict[str, dict[str, float]]:
+    """The figures of each set, by name, that a run wrote at step 0."""
+    sets: dict[str, dict[str, float]] = {}
+    for line in metrics.read_text().splitlines():
+        for name, value in json.loads(line).items():
+            prefix, _, rest = name.partition("/")
+            held_out, _, figure = rest.partition("/")
+            if prefix == "eval" and figure:
+                sets.setdefault(held_out, {})[figure] = value
+    return sets
+
+
+def write_figures(sets: Mapping[str, Mapping[str, float]], out: TextIO) -> None:
+    """Writes a table for people."""
+    for held_out, found in sets.items():
+        width = max(map(len, found))
+        out.write(f"{held_out}\n")
+        out.writelines(f"  {figure:<{width}}  {value:.4g}\n" for figure, value in sorted(found.items()))
+
+
+@contextlib.contextmanager
+def _folder(given: Path | None) -> Iterator[Path]:
+    """The run's directory, which does not exist yet: the one that is `given`, or one that goes afterwards."""
+    if given is not None:
+        if given.exists() and any(given.iterdir()):
+            raise ConfigError(f"--out {given} is not empty; name a new folder")
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="rolecall-evaluate-") as folder:
+        yield Path(folder) / "run"
