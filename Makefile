@@ -31,8 +31,8 @@ test-all: setup ## Pass every test that this machine can run but test-learning's
 test-learning: setup ## Train the sort-digits example by nine published methods, each above 0.9; the curves go to runs/learning.md. Then two steps of every recipe (40 minutes in all)
 	@$(BIN)/python -m pytest -m learning tests/learning tests/e2e
 
-test-megatron: setup ## Hold every layout of the back end over Megatron-Core to FSDP2 on one rank, on up to 4 processes, and train the sort-digits example with vLLM by two of them
-	@$(BIN)/python -m pytest -m megatron tests/integration/test_megatron.py tests/e2e/test_quickstart.py
+test-megatron: setup ## Hold every layout of the back end over Megatron-Core to FSDP2 on one rank, on up to 4 processes, kill its ranks, hand over from one back end to the other, and train the sort-digits example with vLLM by two of them
+	@$(BIN)/python -m pytest -m megatron tests/integration/test_megatron.py tests/integration/test_trainers_handed_over.py tests/integration/test_trainers_lost.py tests/e2e/test_quickstart.py
 
 test-languages: setup ## Build the scorers of examples/external_reward in Node, Go and C++, those whose toolchains are here, and pass them through `rolecall conformance`
 	@$(BIN)/python -m pytest -m languages tests/languages

@@ -20,6 +20,7 @@ from rolecall.v1.training_pb2 import (
     LoadTrainerCheckpointRequest,
     SaveTrainerCheckpointRequest,
     TrainRequest,
+    TrainResult,
 )
 from tests.contract.peer import Peer, serving
 from tests.fixtures_store import StoreUnderTest
@@ -32,6 +33,9 @@ SLACK_S = 100.0
 """For torchrun to notice and leave, on a busy machine."""
 LONG = {"groups_per_batch": 4, "num_minibatches": 2, "num_epochs": 2000}
 """A step that is still under way when the test is over."""
+FSDP: tuple[str, ...] = ()
+MEGATRON = ("--actor.backend=megatron", "--actor.parallel.pipeline=2")
+OTHER_BACK_END = pytest.param(1, MEGATRON, marks=pytest.mark.megatron, id="megatron")
 
 
 class Judge(Peer):
@@ -65,11 +69,11 @@ def config(store: StoreUnderTest, tmp_path: Path, peer: tuple[Judge, str]) -> Pa
 
 @asynccontextmanager
 async def training(
-    actor: TrainerProcesses, store: StoreUnderTest, peer: Judge
+    actor: TrainerProcesses, store: StoreUnderTest, peer: Judge, step: int = 0
 ) -> AsyncIterator["asyncio.Task[RoleCallError]"]:
     """With a step under way whose call ends in the error that is handed out."""
     async with open_channel(actor.join.address, party()) as channel:
-        call = asyncio.create_task(_train(actor_pb2_grpc.ActorServiceStub(channel), store.ledger.ctl))
+        call = asyncio.create_task(_train(actor_pb2_grpc.ActorServiceStub(channel), store.ledger.ctl, step))
         async with asyncio.timeout(30):
             while not (peer.beats and peer.beats[-1].busy and peer.beats[-1].phase == "training"):
                 assert not call.done(), await call
@@ -81,9 +85,9 @@ async def training(
             await asyncio.wait({call})
 
 
-async def _train(stub: actor_pb2_grpc.ActorServiceStub, ctl: int) -> RoleCallError:
+async def _train(stub: actor_pb2_grpc.ActorServiceStub, ctl: int, step: int) -> RoleCallError:
     try:
-        async for _ in stub.Train(TrainRequest(ctl=ctl, step=0, digest="batch-0"), timeout=120):
+        async for _ in stub.Train(TrainRequest(ctl=ctl, step=step, digest=f"batch-{step}"), timeout=120):
             pass
     except RoleCallError as error:
         return error
@@ -126,6 +130,57 @@ async def test_a_killed_trainer_starts_afresh_and_a_checkpoint_and_the_sealed_ba
         await train(trainer, TrainRequest(ctl=ctl, step=2, digest=batches.sealed(2).digest))
 
 
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(
+            FSDP,
+            marks=pytest.mark.thorough(
+                "test_a_killed_trainer_starts_afresh_and_a_checkpoint_and_the_sealed_batches_bring_it_forward"
+            ),
+            id="fsdp",
+        ),
+        pytest.param(MEGATRON, marks=pytest.mark.megatron, id="megatron"),
+    ],
+)
+async def test_what_a_rank_killed_within_a_step_had_trained_of_it_is_not_trained_twice(
+    store: StoreUnderTest, tmp_path: Path, peer: tuple[Judge, str], overrides: tuple[str, ...]
+) -> None:
+    """Bit for bit: a trainer that was never killed writes the same weights and moments after the step."""
+    model, ctl = write_qwen3(tmp_path / "policy"), store.ledger.ctl
+    saves = {step: str(tmp_path / "checkpoints" / f"step-{step}") for step in (1, 2)}
+    config = write_settings(store, model, tmp_path, controller={"address": peer[1]})
+    batches, command = Batches(store, model), ranks_together(config, 2, *overrides)
+
+    async def step_of(trainer: Any, step: int) -> tuple[TrainResult, list[Any]]:
+        """What a step whose batch is sealed comes to, and the checkpoint after it."""
+        result = await train(trainer, TrainRequest(ctl=ctl, step=step, digest=f"batch-{step}"))
+        request = SaveTrainerCheckpointRequest(ctl=ctl, path=saves[step + 1], step=step + 1)
+        files = await saved(trainer, request)
+        return result, [(file.name, file.checksum) for file in files if file.name.endswith(".safetensors")]
+
+    async with joined(peer[0], config, command) as never, calling(never.join.address, "actor") as trainer:
+        batches.sealed(0)
+        result, _ = await step_of(trainer, 0)
+        batches.commit(result)
+        batches.sealed(1)
+        _, expected = await step_of(trainer, 1)
+    endless = ranks_together(config, 2, *overrides, "--algorithm.num_epochs=2000")
+    async with joined(peer[0], config, endless) as doomed:
+        async with calling(doomed.join.address, "actor") as trainer:
+            await trainer.LoadCheckpoint(LoadTrainerCheckpointRequest(ctl=ctl, path=saves[1]), timeout=60)
+        async with training(doomed, store, peer[0], 1) as call:
+            doomed.ranks[1].kill()
+            await doomed.ended(SLACK_S)
+            assert (await call).retryable
+    async with joined(peer[0], config, command) as second, calling(second.join.address, "actor") as trainer:
+        loaded = await trainer.LoadCheckpoint(LoadTrainerCheckpointRequest(ctl=ctl, path=saves[1]), timeout=60)
+        assert loaded.step == 1
+        _, found = await step_of(trainer, 1)
+        assert found == expected
+
+
 @asynccontextmanager
 async def calling(address: str, role: str) -> AsyncIterator[Any]:
     """A stub of the role."""
@@ -137,24 +192,31 @@ async def calling(address: str, role: str) -> AsyncIterator[Any]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "rank", [pytest.param(0, marks=pytest.mark.thorough("test_a_killed_rank_ends_the_others_within_seconds")), 1]
+    ("rank", "overrides"),
+    [
+        pytest.param(0, FSDP, marks=pytest.mark.thorough("test_a_killed_rank_ends_the_others_within_seconds")),
+        (1, FSDP),
+        OTHER_BACK_END,
+    ],
 )
 async def test_a_killed_rank_ends_the_others_within_seconds(
-    store: StoreUnderTest, config: Path, peer: tuple[Judge, str], rank: int
+    store: StoreUnderTest, config: Path, peer: tuple[Judge, str], rank: int, overrides: tuple[str, ...]
 ) -> None:
-    async with joined(peer[0], config, ranks_together(config, 2)) as actor, training(actor, store, peer[0]) as call:
+    command = ranks_together(config, 2, *overrides)
+    async with joined(peer[0], config, command) as actor, training(actor, store, peer[0]) as call:
         actor.ranks[rank].kill()
         await actor.ended(SLACK_S)
         assert (await call).retryable
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "overrides"), [(0, FSDP), (1, FSDP), OTHER_BACK_END])
 async def test_a_rank_that_dies_within_a_step_is_named_by_the_other(
-    store: StoreUnderTest, config: Path, peer: tuple[Judge, str], rank: int
+    store: StoreUnderTest, config: Path, peer: tuple[Judge, str], rank: int, overrides: tuple[str, ...]
 ) -> None:
     """The survivor waits in a collective of the model, which only says that a connection was closed."""
-    async with joined(peer[0], config, ranks_alone(config, 2)) as actor, training(actor, store, peer[0]):
+    command = ranks_alone(config, 2, *overrides)
+    async with joined(peer[0], config, command) as actor, training(actor, store, peer[0]):
         actor.processes[rank].kill()
         async with asyncio.timeout(30):
             assert await actor.processes[1 - rank].wait() == RESTART

@@ -22,7 +22,7 @@ from tests.contract.peer import Peer
 from tests.forks import forked_role
 from tests.ports import free_port
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 TORCHRUN = "rolecall.training.ranks.torchrun"
 
 
@@ -71,11 +71,11 @@ def ranks_together(config: Path, num_ranks: int, *overrides: str, role: str = "a
     return [Command([*torchrun, f"services.{role}", *words]) if num_ranks > 1 else Command(words, role)]
 
 
-def ranks_alone(config: Path, num_ranks: int) -> list[Command]:
+def ranks_alone(config: Path, num_ranks: int, *overrides: str) -> list[Command]:
     """An actor whose ranks nobody sees end: each is on a machine of its own as far as it knows."""
     place = {"WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     place["MASTER_PORT"] = str(free_port())
-    words = [str(config), "--actor.num_ranks", str(num_ranks)]
+    words = [str(config), "--actor.num_ranks", str(num_ranks), *overrides]
     return [Command(words, "actor", place | {"RANK": str(rank)}) for rank in range(num_ranks)]
 
 
