@@ -50,6 +50,7 @@ def _refuse_unknown(parser: argparse.ArgumentParser, words: Sequence[str], comma
 
 
 def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Runs a command; those that read a run's file take keys of it in `rest`."""
     from rolecall.config_file import overrides_from
 
     if arguments.command == "health":
@@ -93,6 +94,11 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
         from rolecall.errors import ConfigError
 
         raise ConfigError(f"unexpected argument {rest[0]!r}; see rolecall {arguments.command} --help")
+    return _run_as_it_stands(arguments)
+
+
+def _run_as_it_stands(arguments: argparse.Namespace) -> int:
+    """Runs a command that takes no keys of a run's file."""
     if arguments.command == "certificates":
         from rolecall.commands.certificates import certificates
 
