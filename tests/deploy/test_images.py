@@ -16,8 +16,25 @@ DOCKER = ROOT / "deploy" / "docker"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DEBIAN_12 = {"python_version": "3.11", "python_full_version": "3.11.2"}
 """The Python of the images."""
-UNUSED = {"hf-xet", "pillow", "setuptools", "tensorboard-data-server"}
-"""What light packages name and light roles never load: downloads of models, images, and a page of TensorBoard's own."""
+UNUSED = {
+    "hf-xet",
+    "pillow",
+    "setuptools",
+    "click",
+    "shellingham",
+    "typer",
+    "markdown",
+    "tensorboard-data-server",
+    "werkzeug",
+    "markdown-it-py",
+    "mdurl",
+    "pygments",
+    "pycparser",
+    "valkey",
+}
+"""What light packages name and light roles never load: downloads of models, images; the command of Hugging Face; the
+page of TensorBoard; Markdown and colours of code in a terminal; what compiles for cffi; a second client of the store.
+"""
 
 
 def split_lock() -> ModuleType:
