@@ -125,9 +125,16 @@ class PlainServers:
 
 
 class Replicated:
-    """A master, two replicas and three sentinels, two of which must agree."""
+    """A master, two replicas and three sentinels, two of which must agree; replicas and sentinels log in with `login`,
+    user and password, where one is given.
+    """
 
-    def __init__(self, servers: PlainServers, **options: str) -> None:
+    def __init__(self, servers: PlainServers, login: tuple[str, str] | None = None, **options: str) -> None:
+        logins: tuple[str, ...] = ()
+        if login is not None:
+            user, password = login
+            options |= {"masteruser": user, "masterauth": password}
+            logins = (f"sentinel auth-user main {user}", f"sentinel auth-pass main {password}")
         self.master = servers.start(**DURABLE, **options)
         of_master = {"replicaof": f"127.0.0.1 {self.master.port}"}
         self.data = [self.master, *(servers.start(**DURABLE, **options, **of_master) for _ in range(2))]
@@ -135,6 +142,7 @@ class Replicated:
             f"sentinel monitor main 127.0.0.1 {self.master.port} 2",
             "sentinel down-after-milliseconds main 1000",
             "sentinel failover-timeout main 5000",
+            *logins,
         )
         self.sentinels = [servers.start("--sentinel", lines=lines) for _ in range(3)]
         until(lambda: self.num_replicas() == 2, "the replicas")

@@ -21,7 +21,8 @@ from rolecall.store.connection import connect
 from rolecall.store.ledger import Ledger
 from rolecall.store.probe import find_store
 from tests.contract.peer import Authority
-from tests.servers import DURABLE, PlainServers
+from tests.fixtures_servers import one_group_from_admission_to_training
+from tests.servers import DURABLE, Clustered, PlainServers, until
 
 
 class Front:
@@ -139,3 +140,24 @@ def test_sentinels_and_the_master_that_they_name_are_both_reached_over_mutual_tl
     assert Ledger(connection, "run").lock(0.1) == 1
     connection.close()
     before_sentinel.close()
+
+
+def test_a_group_lives_on_a_cluster_each_node_of_which_is_reached_over_mutual_tls(
+    authority: Authority, servers: PlainServers
+) -> None:
+    cluster = Clustered(servers)
+    fronts = [Front(authority, node.port) for node in cluster.masters]
+    for node, before in zip(cluster.masters, fronts, strict=True):
+        node.command("CONFIG", "SET", "cluster-announce-port", before.port)
+    announced = {before.port for before in fronts}
+    for node in cluster.masters:
+        until(lambda node=node: {of[2][1] for of in node.command("CLUSTER", "SLOTS")} == announced, "ports of TLS")
+    hosts = ",".join(f"127.0.0.1:{before.port}" for before in fronts)
+    connection = connect(section(f"rediss+cluster://{hosts}?{files(authority.issue('controller'))}"))
+    one_group_from_admission_to_training(connection, "run")
+    connection.close()
+    for node, before in zip(cluster.masters, fronts, strict=True):
+        held = node.command("DBSIZE")
+        assert not held or before.serials, "a key came by another way"
+        before.close()
+    assert sum(bool(before.serials) for before in fronts) > 1

@@ -18,11 +18,12 @@ from rolecall.store.audit import audit
 from rolecall.store.connection import Connection, connect
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import Ledger
+from rolecall.store.sealed import read_ctl
 from rolecall.store.users import ROLES, rights
 from tests.conftest import MakeSettings
 from tests.fixtures_servers import StartServer, make_cluster, one_group_from_admission_to_training
 from tests.ports import free_port
-from tests.servers import DURABLE
+from tests.servers import DURABLE, PlainServers, Replicated, until
 from tests.twins.launched import write_light_config
 
 ADMIN = {"username": "admin", "password": "pw"}
@@ -81,6 +82,33 @@ def test_every_role_does_its_work_as_its_own_user_and_tries_nothing_else(server:
         assert server.connect(run, "reference").command("HGET", f"{{rl:{run}}}:run", "ctl") == b"1"
     refused = server.admin.execute_command("ACL", "LOG")  # type: ignore[no-untyped-call]
     assert [entry for entry in refused if "client|" not in str(entry)] == []
+
+
+def test_users_work_through_sentinels_and_on_the_replica_that_takes_over(
+    servers: PlainServers, make_settings: MakeSettings, tmp_path: Path
+) -> None:
+    acl = tmp_path / "users.acl"
+    acl.write_text("user admin on >pw ~* &* +@all\n")
+    replicated = Replicated(servers, login=("admin", "pw"), aclfile=str(acl))
+    store = {"url": replicated.url.replace("://", "://anybody:secret@")}
+    settings = make_settings(run={"name": "one", "dir": str(tmp_path / "run"), "num_steps": 1}, store=store)
+    store_acl(settings, tmp_path / "one", io.StringIO())
+    acl.write_text(acl.read_text() + (tmp_path / "one" / "users.acl").read_text())
+    for data in replicated.data:
+        data.command("ACL", "LOAD")
+    server = Server(replicated.master.port, tmp_path)
+    roles = {role: server.connect("one", role) for role in ROLES}
+    one_group_from_admission_to_training(roles["controller"], "one", roles["rollout"], roles["actor"])
+    assert server.admin.wait(2, 10_000) == 2
+    before = replicated.master_port()
+    replicated.master.kill()
+    until(lambda: replicated.master_port() != before, "another master")
+    assert Ledger(roles["controller"], "one").counts().trained == 4
+    for role in ("actor", "critic", "reference", "rollout"):
+        assert read_ctl(roles[role], "one") == 1
+    with pytest.raises((redis.ResponseError, ConfigError), match=r"(?i)no permission|NOPERM|refuses this user"):
+        roles["rollout"].command("HSET", "{rl:one}:run", "ctl", "9")
+    server.close()
 
 
 RUN, ROW = "{rl:one}:", "{rl:one:0}:row:0/0:r.0-1"
