@@ -22,7 +22,7 @@ from rolecall.store.ledger import Ledger
 from rolecall.store.probe import find_store
 from tests.contract.peer import Authority
 from tests.fixtures_servers import one_group_from_admission_to_training
-from tests.servers import DURABLE, Clustered, PlainServers, until
+from tests.servers import DURABLE, Clustered, PlainServer, PlainServers, until
 
 
 class Front:
@@ -95,6 +95,11 @@ def files(pair: TlsSection) -> str:
     return f"ssl_ca_certs={pair.ca_file}&ssl_certfile={pair.certificate_file}&ssl_keyfile={pair.key_file}"
 
 
+def ports_of(node: PlainServer) -> set[int]:
+    """The ports that a node of a cluster names to clients."""
+    return {master[1] for _, _, master, *_ in node.command("CLUSTER", "SLOTS")}
+
+
 def section(url: str) -> StoreSection:
     return StoreSection(url=SecretStr(url))
 
@@ -150,8 +155,7 @@ def test_a_group_lives_on_a_cluster_each_node_of_which_is_reached_over_mutual_tl
     for node, before in zip(cluster.masters, fronts, strict=True):
         node.command("CONFIG", "SET", "cluster-announce-port", before.port)
     announced = {before.port for before in fronts}
-    for node in cluster.masters:
-        until(lambda node=node: {of[2][1] for of in node.command("CLUSTER", "SLOTS")} == announced, "ports of TLS")
+    until(lambda: all(ports_of(node) == announced for node in cluster.masters), "the ports of the fronts")
     hosts = ",".join(f"127.0.0.1:{before.port}" for before in fronts)
     connection = connect(section(f"rediss+cluster://{hosts}?{files(authority.issue('controller'))}"))
     one_group_from_admission_to_training(connection, "run")
