@@ -1,14 +1,15 @@
 """One transfer: buckets out of named weights at the root, named tensors out of buckets at a receiver, two in flight on
 both sides.
 
-Owns packing, unpacking and the fingerprints of what was sent and what arrived. Memory: a bucket is allocated per
-broadcast and never reused, because a receiver's engine may keep views of it until a layer is whole; the root holds at
-most IN_FLIGHT + 1 buckets and their source tensors.
+Owns packing, unpacking and the fingerprints of what was sent and what arrived. Memory: the root packs into
+IN_FLIGHT + 1 buckets in turn, and holds as many buckets' source tensors. A receiver's bucket is never reused, because
+its engine may keep views of it until a layer is whole.
 """
 
 import time
 from collections import deque
 from collections.abc import Iterator
+from itertools import cycle
 
 import torch
 
@@ -38,8 +39,15 @@ def send(
     pending: deque[Transfer] = deque()
     prints: list[torch.Tensor] = []
     start = time.monotonic()
+    common = max((bucket.num_bytes for bucket in buckets if bucket.num_bytes <= manifest.bucket_bytes), default=0)
+    turns = cycle(torch.empty((IN_FLIGHT + 1, common), dtype=torch.uint8, device=channel.device))
     for bucket in buckets:
-        memory = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=channel.device)
+        # its turn comes when the transfer that used it last has been waited for
+        memory = (
+            next(turns)[: bucket.num_bytes]
+            if bucket.num_bytes <= common
+            else torch.empty(bucket.num_bytes, dtype=torch.uint8, device=channel.device)
+        )
         sources = _pack(bucket, memory, weights)
         if bucket is buckets[-1]:
             _refuse_more(weights)
