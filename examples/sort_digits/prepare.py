@@ -39,7 +39,14 @@ ASCENDING_SHARE = 0.3
 TEACHER_STEPS = 300
 
 
-def prepare(folder: Path, seed: int, *, num_steps: int = SFT_STEPS, teacher: bool = False) -> None:
+def prepare(
+    folder: Path,
+    seed: int,
+    *,
+    num_steps: int = SFT_STEPS,
+    teacher: bool = False,
+    ascending_share: float = ASCENDING_SHARE,
+) -> None:
     """Writes `folder`/model, warm after `num_steps`, train.jsonl, heldout.jsonl and perhaps teacher. Held-out prompts
     are in neither training set.
     """
@@ -51,7 +58,7 @@ def prepare(folder: Path, seed: int, *, num_steps: int = SFT_STEPS, teacher: boo
     write_prompts(folder / "train.jsonl", train)
     write_prompts(folder / "heldout.jsonl", heldout)
     tokenizer = make_tokenizer()
-    models = {"model": fine_tuned(make_model(tokenizer, seed), tokenizer, train, rng, num_steps, ASCENDING_SHARE)}
+    models = {"model": fine_tuned(make_model(tokenizer, seed), tokenizer, train, rng, num_steps, ascending_share)}
     if teacher:
         models["teacher"] = fine_tuned(make_model(tokenizer, seed + 1), tokenizer, train, rng, TEACHER_STEPS, 1.0)
     for name, model in models.items():

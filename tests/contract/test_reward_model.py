@@ -34,7 +34,8 @@ from tests.ports import free_port
 from tests.tiny_models import write_qwen3, write_reward_model
 from tests.tiny_tokenizer import write_tokenizer
 
-START_S = 120.0
+ROOT = Path(__file__).parents[2]
+START_S = 240.0
 QUESTION = (Message("user", "What is half of 84?"),)
 
 
@@ -175,33 +176,50 @@ def test_a_directory_without_a_head_that_scores_is_refused(tmp_path: Path) -> No
 
 
 @contextmanager
-def served(folder: Path, address: str) -> Iterator[subprocess.Popen[bytes]]:
-    (folder / "model.yaml").write_text(f"path: {folder}\ndtype: float32\nnum_threads: 1\nbind: {address}\n")
-    command = [sys.executable, "-m", "rolecall", "serve", "reward-model", str(folder / "model.yaml")]
-    with subprocess.Popen(command, cwd=folder) as process:
+def served(folder: Path, address: str, num_ranks: int = 1) -> Iterator[subprocess.Popen[bytes]]:
+    file = folder / "model.yaml"
+    file.write_text(f"path: {folder}\ndtype: float32\nnum_threads: 1\nnum_ranks: {num_ranks}\nbind: {address}\n")
+    command = [sys.executable, "-m", "rolecall", "serve", "reward-model", str(file)]
+    if num_ranks > 1:
+        torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        command = [sys.executable, "-m", *torchrun, "-m", "services.reward_model", str(file)]
+    with subprocess.Popen(command, cwd=ROOT) as process:
         try:
             yield process
         finally:
             process.kill()
 
 
+async def scores_as_transformers_does(folder: Path, address: str) -> None:
+    """Sends ragged responses and compares with transformers' own scores, one at a time."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = ChatTokenizer(folder)
+    items = [reward_pb2.ScoreItem(id=str(i), response_text="4" * (i * i + 1)) for i in range(12)]
+    async with open_channel(address, RpcSection()) as channel:
+        stub = reward_pb2_grpc.RewardServiceStub(channel)
+        request = reward_pb2.ScoreRequest(items=items)
+        response = await stub.Score(request, timeout=START_S, wait_for_ready=True)
+    for item, result in zip(items, response.results, strict=True):
+        text = tokenizer.render([{"role": "assistant", "content": item.response_text}], generate=False)
+        with torch.no_grad():
+            expected = model(torch.tensor([tokenizer.encode(text)])).logits.item()
+        assert result.reward.value == pytest.approx(expected, abs=1e-4)
+
+
 async def test_a_process_scores_as_transformers_does_and_keeps_the_contract(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
-    model = AutoModelForSequenceClassification.from_pretrained(write_reward_model(tmp_path), dtype=torch.float32)
-    _, tokenizer = conversations(tmp_path)
-    items = [reward_pb2.ScoreItem(id=str(i), response_text="4" * (i * i + 1)) for i in range(12)]
-    with served(tmp_path, address) as process:
-        async with open_channel(address, RpcSection()) as channel:
-            stub = reward_pb2_grpc.RewardServiceStub(channel)
-            request = reward_pb2.ScoreRequest(items=items)
-            response = await stub.Score(request, timeout=START_S, wait_for_ready=True)
-            for item, result in zip(items, response.results, strict=True):
-                text = tokenizer.render([{"role": "assistant", "content": item.response_text}], generate=False)
-                with torch.no_grad():
-                    expected = model.eval()(torch.tensor([tokenizer.encode(text)])).logits.item()
-                assert result.reward.value == pytest.approx(expected, abs=1e-4)
+    with served(write_reward_model(tmp_path), address) as process:
+        await scores_as_transformers_does(tmp_path, address)
         options = Options(timeout_s=60.0, load_s=0.01, abandoned_work_s=0.01, slack_s=60.0, tolerance=1e-4)
         report = await examine(Peer(address), own_pool(), options)
         assert [each.rule.name for each in report.results if each.verdict.status is Status.FAILED] == []
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 60.0) == 0
+
+
+async def test_a_model_on_two_ranks_scores_as_transformers_does(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with served(write_reward_model(tmp_path), address, num_ranks=2) as process:
+        await scores_as_transformers_does(tmp_path, address)
+        process.send_signal(signal.SIGTERM)  # torchrun ends its ranks
+        await asyncio.to_thread(process.wait, 60.0)
