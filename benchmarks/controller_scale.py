@@ -39,6 +39,12 @@ PROMPT_WORDS = 8
 NUM_PROCESSES = 2
 """Processes over which the replicas are spread."""
 SAMPLE_S = 0.5
+SCORERS: dict[str, dict[str, Any]] = {
+    "number": {"scorer": {"kind": "regex", "pattern": r"(\d+)"}},
+    "exact": {"scorer": {"kind": "exact_match"}},
+    "short": {"scorer": {"kind": "length", "max_tokens": 64}, "weight": 0.1},
+}
+"""The cheapest scorers that there are: any other leaves the controller more time."""
 EVENT_LOOP = "(its event loop alone)"
 """The controller's main thread: the part that no second core could take over, were there no lock around all of Python.
 """
@@ -64,6 +70,8 @@ class Load:
     num_rollouts: int
     max_groups: int
     """Groups in a rollout's hands."""
+    has_service: bool = False
+    """Whether the real reward service scores, by SCORERS in one worker process."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,8 @@ class Cluster:
         fakes = [sys.executable, str(HERE / "fake_roles.py")]
         self._start("controller", [sys.executable, "-m", "services.controller", str(config)])
         self._start("trainer and scorer", [*fakes, "trainer", str(config)])
+        if self._load.has_service:
+            self._start("reward service", [sys.executable, "-m", "services.reward", str(config)])
         most = -(-self._load.num_rollouts // NUM_PROCESSES)
         for first in range(0, self._load.num_rollouts, most):
             number = min(most, self._load.num_rollouts - first)
@@ -160,7 +170,7 @@ class Cluster:
             "algorithm": {"groups_per_batch": load.groups_per_batch, "max_staleness": 1},
             "controller": {"address": free_port(), "start_timeout_s": START_TIMEOUT_S},
             "actor": {"address": free_port()},
-            "reward": {"address": free_port()},
+            "reward": {"address": free_port(), "components": SCORERS if load.has_service else {}, "num_workers": 1},
             "rollout": {"num_replicas": load.num_rollouts, "max_groups": load.max_groups},
             "store": {"url": url, "num_shards": load.num_shards, "max_bytes": 6 * 2**30},
         }
@@ -171,9 +181,10 @@ class Cluster:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process."""
-    times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)
+    """User and system time of a process and of its children, a reward service's workers."""
+    process = psutil.Process(pid)
+    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return float(sum(each.user + each.system for each in times))
 
 
 def loop_seconds(pid: int) -> float:
@@ -263,6 +274,9 @@ def main() -> None:
     parser.add_argument(
         "--dir", type=Path, help="where everything is written: a folder on a disk, for fsync to cost what it costs"
     )
+    parser.add_argument(
+        "--scorers", type=int, default=0, metavar="N", help="N trajectories of 64 tokens through the reward service"
+    )
     parser.add_argument("--quick", action="store_true", help="a smoke run of seconds; its figures mean nothing")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rolecall-scale-", dir=arguments.dir) as folder:
@@ -281,6 +295,8 @@ def main() -> None:
                     ),
                     flush=True,
                 )
+        if arguments.scorers:
+            print("\n".join(one(Load(64, 1, 128, arguments.scorers, 0.2, 8, 64, has_service=True), scratch)))
         if arguments.trajectories:
             print("\n".join(one(Load(64, 1, 128, arguments.trajectories, 0.2, 8, 64), scratch)))
 

@@ -85,13 +85,14 @@ async def serve_trainer(settings: RunSettings) -> None:
             str(settings.actor.address),
             settings.rpc,
         )
-        await served(
-            stack,
-            reward_pb2_grpc.add_RewardServiceServicer_to_server,
-            scorer,
-            REWARD_SERVICE,
-            str(settings.reward.address),
-        )
+        if not settings.reward.components:  # else the real service scores
+            await served(
+                stack,
+                reward_pb2_grpc.add_RewardServiceServicer_to_server,
+                scorer,
+                REWARD_SERVICE,
+                str(settings.reward.address),
+            )
         await asyncio.Event().wait()
 
 
