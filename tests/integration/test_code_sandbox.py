@@ -6,8 +6,10 @@ user make namespaces and have bubblewrap; else they are skipped, and say so.
 """
 
 import json
+import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -261,7 +263,7 @@ def test_a_program_sees_the_folders_that_are_named_and_cannot_write_them(
     packages.mkdir()
     (packages / "words.txt").write_text("hello")
     for folder in (tmp_path, *tmp_path.parents):  # only their owner may enter them; programs of root run as nobody
-        if folder == tmp_path or "pytest" in folder.name:
+        if folder.stat().st_uid == os.geteuid() and not folder.stat().st_mode & stat.S_IXOTH:
             folder.chmod(0o755)
     sandbox = Bubblewrap(CodeScorer(read_only=(packages,)))
     sandbox.check(["python3"])
