@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.errors import InvalidInputError, StoreRolledBackError
+from rolecall.errors import InvalidInputError, StoreRolledBackError, UnavailableError
 from rolecall.settings import RunSettings
 from rolecall.store.ledger import Ledger
 from rolecall.v1.trajectory_pb2 import TrainBatch
@@ -110,6 +110,32 @@ async def test_a_controller_that_finds_the_rows_of_a_sealed_batch_gone_goes_back
             await life.ends()
         check(run)
     assert ledger.position().lineage == 1
+
+
+async def test_a_store_that_loses_writes_again_while_trainers_are_set_back_begins_another_lineage(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    async with (
+        twin_run(store, tmp_path, make_settings, run={"num_steps": 6, "checkpoint_every_steps": 2}) as run,
+        run.rollout("rollout-0", token_s=0.005),
+    ):
+        load, lost = run.actor.trainer.load, list[str]()
+
+        def losing(path: str, *rest: object) -> None:
+            if not lost:
+                lost.append(path)
+                another_server(store, mark=1)
+                raise UnavailableError("the actor is away")
+            load(path, *rest)  # type: ignore[arg-type]
+
+        run.actor.trainer.load = losing  # type: ignore[method-assign, assignment]
+        async with run.controller() as life:
+            await life.reaches(3)
+            another_server(store, mark=1)
+            await life.ends()
+        check(run)
+    position = Ledger(store.connection, store.run).position()
+    assert (position.lineage, position.set_back, position.step) == (2, 0, 6)
 
 
 def _lose_rows_of(run: TwinRun, step: int) -> None:

@@ -195,10 +195,11 @@ def _was_cut_short(
     position: RunPosition, point: RunPoint, infos: Sequence[training_pb2.GetTrainerInfoResponse]
 ) -> bool:
     """Whether the last controller began a lineage from this checkpoint and ended before every trainer was set back to
-    it.
+    it, and the store has lost nothing since.
     """
     return (
-        position.lineage > point.lineage
+        not position.set_back
+        and position.lineage > point.lineage
         and position.step == point.step
         and any(info.step > point.step for info in infos)
     )
