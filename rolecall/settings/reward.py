@@ -175,7 +175,8 @@ class RewardComponent(Section):
         if isinstance(self.scorer, CodeScorer) and self.timeout_s <= self.scorer.timeout_s:
             raise ValueError(
                 f"timeout_s: {self.timeout_s:g} s are over before the program's tests are, which have "
-                f"scorer.timeout_s, {self.scorer.timeout_s:g} s; make it longer, by a second or more"
+                f"scorer.timeout_s, {self.scorer.timeout_s:g} s; make it longer, by a tenth of a second for each "
+                "test, whose sandbox has to start"
             )
         return self
 

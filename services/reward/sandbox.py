@@ -34,8 +34,8 @@ GRACE_S = 1.0
 READ_BYTES = 1 << 16
 NOBODY = 65534
 """User and group inside, and outside where the reward service is root: the kernel does not count root's processes."""
-NUM_FILES = 256
-"""Most files that a process has open."""
+NUM_FILES = 64
+"""Most files that a process has open: those in memory without a name are bounded by it and DISK_BYTES alone."""
 FOLDER = "/tmp/work"
 """Where a program is and runs, inside."""
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
@@ -120,11 +120,12 @@ class Bubblewrap:
         owner = NOBODY if os.geteuid() == 0 else None
         with contextlib.ExitStack() as stack:
             given = {name: _memory_file(stack, content) for name, content in files.items()}
+            num_given = sum(map(len, files.values()))
             # The sandbox says that it stands, and gives the program no way to say so in its place.
             inside = ["sh", "-c", "printf '\\0ready\\n' >&2; exec \"$@\" 2> /dev/null", "sh"]
             inside += [*_ends_itself(seconds), *self._limits, *command]
             process = subprocess.Popen(
-                [*self._bwrap(given), "--", *inside],
+                [*self._bwrap(given, num_given), "--", *inside],
                 stdin=_memory_file(stack, stdin),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -141,7 +142,10 @@ class Bubblewrap:
                 finally:
                     process.kill()  # and the kernel all that it started
 
-    def _bwrap(self, files: Mapping[str, int]) -> list[str]:
+    def _bwrap(self, files: Mapping[str, int], num_given: int) -> list[str]:
+        """The command that makes the namespaces, with room for `num_given` bytes of files, and once more for what an
+        archive among them holds, besides the program's own.
+        """
         command = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--new-session", "--as-pid-1"]
         command += ["--die-with-parent", "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"]
         command += ["--ro-bind", "/usr", "/usr"]
@@ -154,8 +158,8 @@ class Bubblewrap:
         for name in ("/etc/ld.so.cache", "/etc/alternatives"):
             command += ["--ro-bind-try", name, name]
         command += ["--proc", "/proc", "--dev", "/dev"]
-        for folder in ("/dev/shm", "/tmp"):
-            command += ["--size", str(DISK_BYTES), "--tmpfs", folder]
+        for folder, room in (("/dev/shm", DISK_BYTES), ("/tmp", DISK_BYTES + 2 * num_given)):
+            command += ["--size", str(room), "--tmpfs", folder]
         for path in self._read_only:
             command += ["--ro-bind", str(path), str(path)]
         command += ["--dir", FOLDER]

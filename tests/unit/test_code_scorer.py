@@ -47,7 +47,7 @@ class Played:
             case "exit":
                 return Ran(0, b"", 0.1)
         if rest:
-            return Ran(0, rest.rpartition("print ")[2].encode(), 0.1)
+            return Ran(0, b"said before " + rest.rpartition("print ")[2].encode(), 0.1)
         return Ran(0, str(2 * int(stdin)).encode(), 0.1)
 
 
@@ -64,9 +64,11 @@ def judge(**keys: Any) -> tuple[CodeJudge, Played]:
         ("Here:\n```python\nprint(1)\n```\nDone.", "print(1)\n"),
         ("```\na\n```\nno, better:\n```py\nb\n```", "b\n"),
         ("```python\ncut off", "```python\ncut off"),
-        ("  ```python\n  x = '```'\n  ```", "  x = '```'\n"),
+        ("1. So:\n   ```python\n   if x:\n     y = '```'\n   ```", "if x:\n  y = '```'\n"),
+        ("````md\n```\na\n```\n````", "```\na\n```\n"),
+        ("```python\n" * 20_000, "```python\n" * 20_000),
         ("use `f(x)` or ```f(x)```", "use `f(x)` or ```f(x)```"),
-        ("```python\r\nprint(1)\r\n```", "print(1)\r\n"),
+        ("```python\r\nprint(1)\r\n```", "print(1)\n"),
         ("", ""),
     ],
 )

@@ -24,13 +24,24 @@ MAX_OUTPUT_BYTES = 2**20
 """Most bytes of output beyond the right ones; a program that writes more has failed."""
 ARCHIVE = "program.tar"
 """What compiling made of a program, carried into the sandbox of each test."""
-_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"([ \t]*)(`{3,})([^`]*)")
 
 
 def program_of(response_text: str) -> str:
-    """The content of the last block between ``` fences, or the whole response when there is none."""
-    blocks = _BLOCK.findall(response_text)
-    return str(blocks[-1]) if blocks else response_text
+    """The content of the last block between fences of three or more backticks, less the first fence's indentation; or
+    the whole response when there is none.
+    """
+    program, block, indent, ticks = response_text, list[str](), "", 0
+    for line in response_text.replace("\r\n", "\n").split("\n"):
+        fence = _FENCE.fullmatch(line)
+        if not ticks:
+            if fence is not None:
+                block, indent, ticks = [], fence[1], len(fence[2])
+        elif fence is not None and len(fence[2]) >= ticks and not fence[3].strip():
+            program, ticks = "".join(f"{text}\n" for text in block), 0
+        else:
+            block.append(line.removeprefix(indent))
+    return program
 
 
 def same_output(output: str, expected: str) -> bool:
@@ -93,7 +104,7 @@ class CodeJudge:
         expected = token if test.stdout is None else test.stdout
         command = list(self._scorer.language.run)
         if ARCHIVE in files:
-            command = ["sh", "-c", f'tar -x -f {ARCHIVE} && exec "$@"', "sh", *command]
+            command = ["sh", "-c", f'tar -x -f {ARCHIVE} && rm {ARCHIVE} && exec "$@"', "sh", *command]
         max_bytes = MAX_OUTPUT_BYTES + len(expected.encode(errors="replace"))
         stdin = test.stdin.encode(errors="replace")
         ran = time.spent(self._sandbox.run(command, files, stdin, time.left_s, max_bytes))
@@ -101,7 +112,7 @@ class CodeJudge:
             return False
         output = ran.output.decode(errors="replace")
         if test.stdout is None:
-            return output.rstrip().rpartition("\n")[2] == token
+            return token in output  # the program may write before and after it
         return same_output(output, expected)
 
 
