@@ -70,6 +70,11 @@ class ChatTokenizer:
         return str(self._tokenizer.decode([int(token) for token in token_ids]))
 
     @property
+    def special_tokens(self) -> frozenset[str]:
+        """The texts that are read as special tokens wherever they stand."""
+        return frozenset(token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special)
+
+    @property
     def eos_token_id(self) -> int | None:
         """The tokenizer's own end-of-sequence id."""
         token_id = self._tokenizer.eos_token_id

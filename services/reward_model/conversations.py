@@ -44,6 +44,7 @@ class Conversations:
     def __init__(self, settings: RewardModelSettings, tokenizer: ChatTokenizer, max_tokens: int) -> None:
         """ConfigError when the separator of steps is not one token."""
         self._tokenizer = tokenizer
+        self._special = tokenizer.special_tokens
         self._max_tokens = max_tokens
         self._reference = settings.reference
         self._is_probability = settings.output == "probability"
@@ -68,6 +69,11 @@ class Conversations:
             if self._process.separator in content:
                 return Failure("SEPARATOR_IN_RESPONSE", "the response holds the separator that is put after its steps")
             content = "".join(step + self._process.separator for step, _ in steps_of(content, self._process.split))
+        if found := sorted(token for token in self._special if token in item.response_text):
+            return Failure(
+                "SPECIAL_TOKEN_IN_RESPONSE",
+                f"the response spells {', '.join(found)}, by which it could end its turn and write another's",
+            )
         turn = {"role": "assistant", "content": content}
         try:
             ids = self._tokenizer.encode(self._tokenizer.render([*messages, turn], generate=False))
