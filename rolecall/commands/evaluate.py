@@ -10,9 +10,10 @@ file. Nothing is kept but what `--out` asks for.
 import argparse
 import contextlib
 import json
+import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,12 +32,15 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str], out: TextIO, p
     """Evaluates and writes the figures; returns the exit code: 1 when a response has no score. package: where the
     roles' modules are.
     """
-    with _folder(arguments.out) as folder:
+    with contextlib.ExitStack() as stack:
+        folder = _new_folder(arguments.out, stack)
         settings = evaluation_settings(arguments.config, overrides, arguments.recipe, arguments.model, folder)
         with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
             require(settings, sys.stdout)
             code = train(settings, resume=False, package=package)
         if code:
+            stack.pop_all()  # the logs say why
+            sys.stderr.write(f"what the evaluation left, its logs too, is in {folder}\n")
             return code
         sets = figures(folder / "metrics.jsonl")
     if arguments.json:
@@ -102,13 +106,12 @@ def write_figures(sets: Mapping[str, Mapping[str, float]], out: TextIO) -> None:
         out.writelines(f"  {figure:<{width}}  {value:.4g}\n" for figure, value in sorted(found.items()))
 
 
-@contextlib.contextmanager
-def _folder(given: Path | None) -> Iterator[Path]:
-    """The run's directory, which does not exist yet: the one that is `given`, or one that goes afterwards."""
-    if given is not None:
-        if given.exists() and any(given.iterdir()):
-            raise ConfigError(f"--out {given} is not empty; name a new folder")
-        yield given
-        return
-    with tempfile.TemporaryDirectory(prefix="rolecall-evaluate-") as folder:
-        yield Path(folder) / "run"
+def _new_folder(given: Path | None, stack: contextlib.ExitStack) -> Path:
+    """The run's directory, which does not exist yet: the one that is `given`, or one that goes with `stack`."""
+    if given is None:
+        folder = Path(tempfile.mkdtemp(prefix="rolecall-evaluate-"))
+        stack.callback(shutil.rmtree, folder)
+        return folder / "run"
+    if given.exists() and (not given.is_dir() or any(given.iterdir())):
+        raise ConfigError(f"--out {given} is no empty folder; name a new one")
+    return given
