@@ -143,8 +143,8 @@ class Bubblewrap:
                     process.kill()  # and the kernel all that it started
 
     def _bwrap(self, files: Mapping[str, int], num_given: int) -> list[str]:
-        """The command that makes the namespaces, with room for `num_given` bytes of files, and once more for what an
-        archive among them holds, besides the program's own.
+        """The command that makes the namespaces. `num_given` bytes of files are given; there is room for them, for
+        what an archive among them holds, and for the program's own.
         """
         command = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--new-session", "--as-pid-1"]
         command += ["--die-with-parent", "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"]

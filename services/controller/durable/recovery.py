@@ -195,7 +195,7 @@ def _was_cut_short(
     position: RunPosition, point: RunPoint, infos: Sequence[training_pb2.GetTrainerInfoResponse]
 ) -> bool:
     """Whether the last controller began a lineage from this checkpoint and ended before every trainer was set back to
-    it, and the store has lost nothing since.
+    it. A store that has lost writes since needs another lineage.
     """
     return (
         not position.set_back
