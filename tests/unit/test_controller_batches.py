@@ -21,7 +21,8 @@ from tests.smallest import smallest_tree
 
 def run_settings(**sections: Any) -> RunSettings:
     run = {"name": "test", "dir": "runs/test", "num_steps": 4}
-    return RunSettings.model_validate(smallest_tree(Path("/nowhere"), **{"run": run, **sections}))
+    reward = {"address": "127.0.0.1:1"}
+    return RunSettings.model_validate(smallest_tree(Path("/nowhere"), **{"run": run, "reward": reward, **sections}))
 
 
 def group(gid: int, *rewards: float) -> ScoredGroup:
