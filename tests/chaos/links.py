@@ -99,14 +99,15 @@ class Link:
         self.cut(1e9)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if time.monotonic() < self._refuse_until:
-            writer.transport.abort()
-            return
         try:
-            far_reader, far_writer = await asyncio.open_unix_connection(str(self._target))
-        except OSError:
+            if time.monotonic() >= self._refuse_until:
+                with contextlib.suppress(OSError):
+                    await self._carry(reader, writer)
+        finally:
             writer.transport.abort()
-            return
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_unix_connection(str(self._target))
         pair = _Pair(writer, far_writer)
         self._pairs.add(pair)
         try:
@@ -189,13 +190,15 @@ class PhaseServer:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while line := await reader.readline():
-                worker, pid, phase = line.decode().rstrip().split(" ", 2)
-                self._traps.visit(worker, phase, int(pid))
-                writer.write(b".")
-                await writer.drain()
-        writer.transport.abort()
+        try:
+            with contextlib.suppress(OSError):
+                while line := await reader.readline():
+                    worker, pid, phase = line.decode().rstrip().split(" ", 2)
+                    self._traps.visit(worker, phase, int(pid))
+                    writer.write(b".")
+                    await writer.drain()
+        finally:  # the driver's end cancels this, where a role was killed a moment before
+            writer.transport.abort()
 
 
 @cache

@@ -3,8 +3,10 @@ ones.
 """
 
 import asyncio
+import gc
 import itertools
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from tests.chaos.checker import check_journals
 from tests.chaos.config import write_config
 from tests.chaos.driver import Driver, Plan
 from tests.chaos.faults import RANDOM, Fault, Kind, draw
+from tests.chaos.links import PhaseServer, Traps
 from tests.chaos.runs import TARGETS, WORKERS, light_chaos
 from tests.chaos.trainer import AMNESIA
 
@@ -82,3 +85,20 @@ def test_the_short_schedule_kills_every_role() -> None:
     kills = (fault.target for fault in draw(KILLS_EVERY_ROLE, TARGETS) if fault.kind is Kind.KILL)
     roles = {target.partition("-")[0] for target in itertools.islice(kills, NUM_KILLS)}
     assert roles == {target.partition("-")[0] for target in TARGETS} | {"store"}
+
+
+def test_a_role_that_outlives_the_driver_leaves_no_open_socket_in_it(short_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as role:
+        asyncio.run(_say_a_phase(short_path / "phases", role))
+        gc.collect()  # a connection left open warns here, which fails a test
+
+
+async def _say_a_phase(path: Path, role: socket.socket) -> None:
+    server = PhaseServer(path, Traps(lambda worker, pid, phase: None))
+    await server.start()
+    role.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(role, str(path))
+    await loop.sock_sendall(role, b"actor 1 idle\n")
+    assert await loop.sock_recv(role, 1) == b"."
+    await server.close()
