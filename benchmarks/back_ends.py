@@ -48,6 +48,7 @@ CASES: list[tuple[TrainingBackend, dict[str, int]]] = [
     ("megatron", {"sequence": 2}),
     ("megatron", {"pipeline": 2}),
 ]
+QUICK = [CASES[0], CASES[-1]]
 
 
 def measured(folder: str, rank: int, backend: TrainingBackend, parallel: Mapping[str, int], quick: bool) -> None:
@@ -142,15 +143,16 @@ def table(rounds: int, quick: bool) -> None:
         torch.manual_seed(0)
         config = Qwen3Config(**(SMALL if quick else MIDDLE), max_position_embeddings=1024, tie_word_embeddings=True)
         Qwen3ForCausalLM(config).save_pretrained(Path(name) / "model")
-        found: dict[int, list[list[dict[str, Any]]]] = {case: [] for case in range(len(CASES))}
+        cases = QUICK if quick else CASES
+        found: dict[int, list[list[dict[str, Any]]]] = {case: [] for case in range(len(cases))}
         for number in range(rounds):
-            for case, (backend, parallel) in enumerate(CASES):
+            for case, (backend, parallel) in enumerate(cases):
                 found[case].append(together(Path(name) / f"{number}-{case}", backend, parallel, quick))
                 print(backend, parallel, found[case][-1][0], file=sys.stderr, flush=True)
     first = found[0][0][0]
     print(f"{first['num_parameters'] / 1e6:.1f}M parameters, float32, {NUM_RANKS} ranks of one thread; MB per rank\n")
     print(f"{'layout':<14}{'back end':<10}{'tokens/s':>9}{'parameters':>11}{'gradients':>11}{'moments':>11}{'peak':>7}")
-    for case, (backend, parallel) in enumerate(CASES):
+    for case, (backend, parallel) in enumerate(cases):
         ranks = [rank for each in found[case] for rank in each]
         if abs(ranks[0]["loss"] - first["loss"]) > 1e-4 * abs(first["loss"]):
             raise SystemExit(f"{backend} {parallel} does not compute the same: {ranks[0]['loss']}, {first['loss']}")
@@ -160,7 +162,7 @@ def table(rounds: int, quick: bool) -> None:
         rate = median(rank["tokens_per_s"] for rank in ranks)
         print(f"{layout:<14}{backend:<10}{rate:>9.0f}" + "".join(f"{held[kind]:>11.0f}" for kind in KINDS), end="")
         print(f"{peak:>7.0f}", flush=True)
-    taken = {backend: found[case][0][0]["libraries"] / 1e6 for case, (backend, _) in enumerate(CASES[:2])}
+    taken = {backend: found[case][0][0]["libraries"] / 1e6 for case, (backend, _) in enumerate(cases)}
     print("\nbefore the model: " + ", ".join(f"{backend} {each:.0f} MB" for backend, each in taken.items()))
 
 
@@ -170,7 +172,7 @@ KINDS = ("parameters", "gradients", "optimizer states")
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it still run?")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, fewer layouts: does it still run?")
     parser.add_argument("--rounds", type=int, default=2, help="of each measurement")
     for word in ("--folder", "--backend", "--parallel"):
         parser.add_argument(word, help=argparse.SUPPRESS)

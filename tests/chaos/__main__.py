@@ -12,8 +12,10 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 from rolecall.commands.ledger import ledger
+from rolecall.settings.trainers import TrainingBackend
 from tests.chaos.checker import Verdict
 from tests.chaos.faults import PHASES, REAL_PHASES
 from tests.chaos.observer import Story
@@ -26,7 +28,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--real", action="store_true", help="with torch and vLLM; the options below are not for it")
+    parser.add_argument(
+        "--real",
+        choices=get_args(TrainingBackend),
+        help="with torch, vLLM and this back end; no option below is for it",
+    )
     parser.add_argument(
         "--staleness", type=int, default=None, help="max_staleness; absent: 0 for even seeds, 2 for odd ones"
     )
@@ -40,7 +46,7 @@ def main() -> int:
     staleness = arguments.staleness if arguments.staleness is not None else 2 * (arguments.seed % 2)
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     if arguments.real:
-        story, verdict = real_chaos(folder, arguments.seed, arguments.kills)
+        story, verdict = real_chaos(folder, arguments.seed, arguments.kills, arguments.real)
     else:
         story, verdict = light_chaos(
             folder, arguments.seed, arguments.kills, staleness, arguments.lease, arguments.hang, arguments.down

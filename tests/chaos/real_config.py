@@ -1,5 +1,5 @@
 """The configuration of a real run small enough to be killed often: a random model of a few thousand parameters, every
-role, the actor on two ranks.
+role, the actor on two ranks: of FSDP2, or of Megatron-Core with tensors in two.
 """
 
 import json
@@ -8,10 +8,11 @@ from typing import Any
 
 import yaml
 
+from rolecall.settings.trainers import TrainingBackend
 from tests.chaos.config import NUM_PROMPTS
 
 
-def write_config(folder: Path, *, seed: int) -> Path:
+def write_config(folder: Path, *, seed: int, backend: TrainingBackend) -> Path:
     """The file, with all that it names, in `folder`. Leases and hangs are the defaults: what is measured is what people
     get.
     """
@@ -21,6 +22,7 @@ def write_config(folder: Path, *, seed: int) -> Path:
     (folder / "train.jsonl").write_text(
         "".join(json.dumps({"prompt": f"number {i}", "ground_truth": str(i)}) + "\n" for i in range(NUM_PROMPTS))
     )
+    layout = {"parallel": {"tensor": 2}} if backend == "megatron" else {}
     tree: dict[str, Any] = {
         "run": {"name": "chaos", "dir": "run", "seed": seed, "num_steps": 1_000_000, "checkpoint_every_steps": 4},
         "model": {"path": "model", "dtype": "float32"},
@@ -38,7 +40,13 @@ def write_config(folder: Path, *, seed: int) -> Path:
             "start_timeout_s": 300.0,
             "max_recoveries": 100_000,
         },
-        "actor": {"num_ranks": 2, "num_threads": 1, "optimizer": {"learning_rate": 1e-4}},
+        "actor": {
+            "backend": backend,
+            "num_ranks": 2,
+            "num_threads": 1,
+            "optimizer": {"learning_rate": 1e-4},
+            **layout,
+        },
         "critic": {},
         "references": {"ref": {}},
         "reward": {

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rolecall.settings.trainers import TrainingBackend
 from tests.chaos import real_config
 from tests.chaos.checker import Verdict, check_run
 from tests.chaos.config import write_config
@@ -33,11 +34,11 @@ def light_chaos(
     return story, verdict
 
 
-def real_chaos(folder: Path, seed: int, kills: int) -> tuple[Story, Verdict]:
+def real_chaos(folder: Path, seed: int, kills: int, backend: TrainingBackend) -> tuple[Story, Verdict]:
     """One run with torch and vLLM, killed at random instants and by what heartbeats say; slow to start, so faults have
     time.
     """
-    config = real_config.write_config(folder, seed=seed)
+    config = real_config.write_config(folder, seed=seed, backend=backend)
     workers = [worker for worker in WORKERS if worker != "rollout-2"]
     targets = [*workers, "actor/1", "reward/worker", OUTSIDE]
     return drive(

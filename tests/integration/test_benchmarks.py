@@ -1,4 +1,5 @@
-"""The benchmarks of store, controller, training and algorithms still run, and our side of the comparison with peers.
+"""The benchmarks of store, controller, training, back ends and algorithms still run, and our side of the comparison
+with peers.
 
 What they measure is no test's business.
 """
@@ -22,10 +23,10 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 def quick(tmp_path: Path) -> Quick:
     """What a benchmark prints in its smoke run."""
 
-    def quick(name: str, *words: str, smoke: str = "--quick") -> str:
+    def quick(name: str, *words: str, smoke: str = "--quick", timeout_s: float = TIMEOUT_S) -> str:
         log = tmp_path / "log"
         process = forked(log, run_script, str(BENCHMARKS / name), smoke, *words)
-        process.join(TIMEOUT_S)
+        process.join(timeout_s)
         process.kill()
         assert process.exitcode == 0, log.read_text()
         return log.read_text()
@@ -64,6 +65,16 @@ def test_the_training_benchmark_makes_its_one_table(quick: Quick) -> None:
         "export of",
     )
     assert [part for part in parts if part not in output] == []
+
+
+@pytest.mark.thorough("test_the_training_benchmark_makes_its_one_table")
+@pytest.mark.timeout(3 * TIMEOUT_S + 20)
+def test_the_benchmark_of_back_ends_makes_its_table_of_both(quick: Quick) -> None:
+    output = quick("back_ends.py", timeout_s=3 * TIMEOUT_S)  # four interpreters of its own
+    assert re.findall(r"^(data|pipeline 2) +(fsdp|megatron) +\d+ ", output, re.MULTILINE) == [
+        ("data", "fsdp"),
+        ("pipeline 2", "megatron"),
+    ]
 
 
 def test_the_algorithms_benchmark_agrees_with_its_plain_loops(quick: Quick) -> None:
