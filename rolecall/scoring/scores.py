@@ -134,8 +134,8 @@ may help.
 """
 
 
-BatchFunction: TypeAlias = Callable[[Sequence[Item]], Sequence[float | Score]]
-"""A scorer of many items at a time: one answer for each, in order."""
+BatchFunction: TypeAlias = Callable[[Sequence[Item]], Sequence[float | Score | RoleCallError]]
+"""A scorer of many items at a time: one answer for each, in order; an error says why its item has none."""
 
 
 def score_item(meta: trajectory_pb2.TrajectoryMeta, token_ids: Array) -> reward_pb2.ScoreItem:
@@ -234,6 +234,8 @@ def chunked(items: Sequence[reward_pb2.ScoreItem], num_items: int) -> list[list[
 
 
 def _checked(item: reward_pb2.ScoreItem, answer: object, spec: reward_pb2.DescribeResponse) -> reward_pb2.ScoreResult:
+    if isinstance(answer, RoleCallError):
+        return failure_of(item, answer)
     try:
         return result_of(item, answer, spec)
     except ScorerError as error:
