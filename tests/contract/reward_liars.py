@@ -13,6 +13,7 @@ from rolecall.errors import InvalidInputError, RoleCallError
 from rolecall.scoring.scores import component_spec
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 from rolecall.wire import encode_tensor
+from tests.contract.liars import Liars
 from tests.contract.reward_peers import ALL_FIELDS
 
 MAX_ITEMS = 32
@@ -60,23 +61,7 @@ class Honest(reward_pb2_grpc.RewardServiceServicer):
         return result
 
 
-MakeLiar: TypeAlias = Callable[[], Honest]
-LIARS: dict[str, tuple[str, MakeLiar]] = {}
-"""Name of a liar -> the rule that it breaks, and how it is made."""
-
-
-def answering(rule: str) -> Callable[[Callable[[Request, Response], None]], None]:
-    """A liar whose answers are changed by the function."""
-
-    def add(lie: Callable[[Request, Response], None]) -> None:
-        def make() -> Honest:
-            liar = Honest()
-            liar.lie = lie
-            return liar
-
-        LIARS[lie.__name__] = (rule, make)
-
-    return add
+LIARS = Liars(Honest)
 
 
 def rewarding(rule: str) -> Callable[[Callable[[reward_pb2.Reward], None]], None]:
@@ -89,53 +74,32 @@ def rewarding(rule: str) -> Callable[[Callable[[reward_pb2.Reward], None]], None
                     lie(result.reward)
 
         lie_of_some.__name__ = lie.__name__
-        answering(rule)(lie_of_some)
+        LIARS.changing(rule, "lie")(lie_of_some)
 
     return add
 
 
-def describing(lie: Callable[[Spec], None]) -> None:
-    """A liar whose description is changed by the function and cannot be used."""
-
-    def make() -> Honest:
-        liar = Honest()
-        lie(liar.spec)
-        return liar
-
-    LIARS[lie.__name__] = ("describe.usable", make)
-
-
-def being(rule: str) -> Callable[[type[Honest]], type[Honest]]:
-    """A liar of a class of its own."""
-
-    def add(kind: type[Honest]) -> type[Honest]:
-        LIARS[kind.__name__] = (rule, kind)
-        return kind
-
-    return add
-
-
-@describing
+@LIARS.describing
 def it_has_no_name(spec: Spec) -> None:
     spec.name = ""
 
 
-@describing
+@LIARS.describing
 def its_range_is_empty(spec: Spec) -> None:
     spec.reward.min = 2
 
 
-@describing
+@LIARS.describing
 def it_has_two_components_of_one_name(spec: Spec) -> None:
     spec.components[1].name = spec.components[0].name
 
 
-@describing
+@LIARS.describing
 def it_reads_a_field_that_there_is_not(spec: Spec) -> None:
     spec.reads.append(77)  # type: ignore[arg-type]
 
 
-@being("describe.stable")
+@LIARS.being("describe.stable")
 class Renamed(Honest):
     """Another name each time."""
 
@@ -150,7 +114,7 @@ def _others(spec: Spec) -> dict[str, Any]:
     return {field.name: value for field, value in spec.ListFields() if field.name != "name"}
 
 
-@being("describe.reads")
+@LIARS.being("describe.reads")
 class ReadsMore(Honest):
     """Reads messages, and does not say so."""
 
@@ -160,22 +124,22 @@ class ReadsMore(Honest):
         self.spec.reads.extend(field for field in ALL_FIELDS if field != reward_pb2.SCORE_FIELD_MESSAGES)
 
 
-@answering("results.complete")
+@LIARS.changing("results.complete", "lie")
 def one_result_is_missing(request: Request, response: Response) -> None:
     del response.results[-1]
 
 
-@answering("results.complete")
+@LIARS.changing("results.complete", "lie")
 def one_result_comes_twice(request: Request, response: Response) -> None:
     response.results.append(response.results[0])
 
 
-@answering("results.complete")
+@LIARS.changing("results.complete", "lie")
 def one_result_is_nobodys(request: Request, response: Response) -> None:
     response.results[0].id = "nobody"
 
 
-@answering("result.outcome")
+@LIARS.changing("result.outcome", "lie")
 def some_results_are_empty(request: Request, response: Response) -> None:
     for item, result in zip(request.items, response.results, strict=True):
         if item.response_text == "42":
@@ -237,14 +201,14 @@ def token_rewards_are_left_out(reward: reward_pb2.Reward) -> None:
     reward.ClearField("token_rewards")
 
 
-@answering("error.code")
+@LIARS.changing("error.code", "lie")
 def an_error_is_a_sentence(request: Request, response: Response) -> None:
     for item, result in zip(request.items, response.results, strict=True):
         if item.response_text == "I do not know.":
             result.error.code = "there was no number"
 
 
-@being("score.repeated")
+@LIARS.being("score.repeated")
 class OtherEachTime(Honest):
     """Every other call has other scores."""
 
@@ -264,19 +228,19 @@ def _set_values(response: Response, value: float) -> None:
             result.reward.value = value
 
 
-@answering("score.order")
+@LIARS.changing("score.order", "lie")
 def scores_follow_the_place(request: Request, response: Response) -> None:
     for place, result in enumerate(response.results):
         if result.HasField("reward"):
             result.reward.value = place / 1000
 
 
-@answering("score.batches")
+@LIARS.changing("score.batches", "lie")
 def scores_follow_the_size_of_the_batch(request: Request, response: Response) -> None:
     _set_values(response, len(request.items) / 1000)
 
 
-@being("score.concurrent")
+@LIARS.being("score.concurrent")
 class Mixed(Honest):
     """Calls at the same time share what is one call's."""
 
@@ -292,7 +256,7 @@ class Mixed(Honest):
         return response
 
 
-@answering("item.id")
+@LIARS.changing("item.id", "lie")
 def scores_follow_the_id(request: Request, response: Response) -> None:
     for result in response.results:
         if result.HasField("reward"):
@@ -308,7 +272,7 @@ def failing(rule: str, name: str, fails: Callable[[reward_pb2.ScoreItem], bool])
                 raise RoleCallError("index out of range")
             return super().result(item)
 
-    LIARS[name] = (rule, Failing)
+    LIARS.named[name] = (rule, Failing)
 
 
 failing("item.empty", "an_empty_response_fails_the_call", lambda item: not item.response_text)
@@ -319,14 +283,14 @@ failing("item.metadata", "unknown_metadata_fail_the_call", lambda item: "none" i
 failing("item.token_ids", "torn_ids_fail_the_call", lambda item: len(item.response_token_ids) % 4 != 0)
 
 
-@answering("item.empty")
+@LIARS.changing("item.empty", "lie")
 def an_empty_response_gets_nan(request: Request, response: Response) -> None:
     for item, result in zip(request.items, response.results, strict=True):
         if not item.response_text:
             result.reward.value = math.nan
 
 
-@answering("item.ground_truth")
+@LIARS.changing("item.ground_truth", "lie")
 def no_ground_truth_gets_zero(request: Request, response: Response) -> None:
     for item, result in zip(request.items, response.results, strict=True):
         if not item.ground_truth:
@@ -335,21 +299,21 @@ def no_ground_truth_gets_zero(request: Request, response: Response) -> None:
             result.reward.token_rewards.CopyFrom(encode_tensor(np.zeros(item.num_response_tokens, np.float32)))
 
 
-@answering("item.metadata")
+@LIARS.changing("item.metadata", "lie")
 def scores_follow_unknown_metadata(request: Request, response: Response) -> None:
     for item, result in zip(request.items, response.results, strict=True):
         if "none" in item.metadata.fields and result.HasField("reward"):
             result.reward.value = 0.999
 
 
-@answering("item.token_ids")
+@LIARS.changing("item.token_ids", "lie")
 def torn_ids_get_zero(request: Request, response: Response) -> None:
     for result in response.results:
         if result.error.code == "BAD_TOKEN_IDS":
             result.reward.value = 0.0
 
 
-@being("request.empty")
+@LIARS.being("request.empty")
 class FailsOnNothing(Honest):
     """A request without items is nobody's mistake but its own."""
 
@@ -359,7 +323,7 @@ class FailsOnNothing(Honest):
         return await super().Score(request, context)
 
 
-@being("request.empty")
+@LIARS.being("request.empty")
 class ScoresNothing(Honest):
     """A request without items gets a result."""
 
@@ -369,7 +333,7 @@ class ScoresNothing(Honest):
         return await super().Score(request, context)
 
 
-@being("max_items.taken")
+@LIARS.being("max_items.taken")
 class TakesFewer(Honest):
     """One item fewer than it says is the most it takes."""
 
@@ -379,7 +343,7 @@ class TakesFewer(Honest):
         return await super().Score(request, context)
 
 
-@being("max_items.above")
+@LIARS.being("max_items.above")
 class ScoresSome(Honest):
     """What is too much is left out."""
 
@@ -387,7 +351,7 @@ class ScoresSome(Honest):
         return await super().Score(reward_pb2.ScoreRequest(items=request.items[:MAX_ITEMS]), context)
 
 
-@being("calls.load")
+@LIARS.being("calls.load")
 class Overrun(Honest):
     """More than 40 calls at once fail, and not as an overload does."""
 
@@ -405,7 +369,7 @@ class Overrun(Honest):
             self.num_calls -= 1
 
 
-@being("calls.abandoned")
+@LIARS.being("calls.abandoned")
 class Stubborn(Honest):
     """Every large call is worked on to its end, one after the other, whoever waits for it."""
 

@@ -1,0 +1,126 @@
+"""`rolecall conformance`: what it writes, for people and for machines, and the usage and the items that it refuses."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import grpc
+import pytest
+
+from rolecall.commands.cli import main
+from rolecall.conformance.environment.rows import read_file
+from rolecall.conformance.report import junit
+from rolecall.conformance.reward.pool import read_pool
+from rolecall.errors import ConfigError
+from tests.contract.kits import CONTRACTS, KITS, ROOT, broken, examined
+from tests.contract.reward_liars import LIARS, Honest
+from tests.ports import free_port
+
+
+async def test_an_items_file_says_what_is_right(tmp_path: Path) -> None:
+    file = tmp_path / "items.jsonl"
+    lines: list[dict[str, object]] = [
+        {"response_text": "a", "expect_error": "BAD_GROUND_TRUTH"},
+        {"response_text": "a", "ground_truth": "a", "expect_reward": 0.194},
+    ]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert broken(await examined(Honest(), pool=read_pool(file))) == []
+    lines[1]["expect_reward"] = 0.5
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    report = await examined(Honest(), pool=read_pool(file))
+    assert broken(report) == ["items.expected"]
+    assert "line 2: expected 0.5, got 0.194" in report.text()
+
+
+def test_nobody_at_the_address_is_said_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conformance", f"127.0.0.1:{free_port()}"]) == 1
+    assert "cannot be reached" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "is not an address"),
+        (["127.0.0.1:1", "--items", "/none.jsonl"], "--items: cannot read"),
+        (["127.0.0.1:1", "--bearer-token-file", "/none"], "bearer_token_file"),
+        (["127.0.0.1:1", "--ca-file", "/none"], "ca_file: cannot read"),
+        (["127.0.0.1:1", "--timeout", "0"], "--timeout must be more than 0"),
+        (["127.0.0.1:1", "--fast"], "unexpected argument"),
+    ],
+)
+def test_bad_usage_is_answered_with_2(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conformance", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{}", "line 1"), ('{"response_text": "a"}\n{"response": 1}', "line 2"), ("", "holds no item")],
+)
+def test_a_line_that_is_no_item_is_named(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "items.jsonl"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_pool(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "line 1: not JSON"),
+        ('{}\n{"actions": "go"}', "line 2: .*valid list"),
+        ('{"ground_truth": 4}', "line 1: not a task"),
+        ('{"prompt": []}', "neither text nor a list of messages"),
+        ('{"fails": true}', "holds no episode"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "items.jsonl"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_file(file)
+
+
+@pytest.mark.parametrize(
+    ("example", "kit"),
+    [
+        ("external_reward/scorer.py", "reward"),
+        ("environment/game.py", "environment"),
+        ("guess_number/game.py", "environment"),
+    ],
+)
+def test_the_command_writes_for_people_and_for_machines(
+    example: str, kit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    server = subprocess.Popen([sys.executable, f"examples/{example}", address], cwd=ROOT)
+    try:
+        grpc.channel_ready_future(grpc.insecure_channel(address)).result(timeout=60)
+        words = [sys.executable, "-X", "importtime", "-m", "rolecall", "conformance", address]
+        words += ["--load-seconds", "0.05", "--timeout", "60"]
+        text = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert text.returncode == 0, text.stdout + text.stderr
+        assert re.search(rf"{len(KITS[kit].checks)} rules: \d+ kept, 0 broken", text.stdout)
+        assert not re.search(r"\| +(torch|transformers|vllm)$", text.stderr, re.M)
+        file = tmp_path / "junit.xml"
+        assert main(["conformance", address, "--load-seconds", "0.05", "--json", "--junit", str(file)]) == 0
+        whole = json.loads(capsys.readouterr().out)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(timeout=20)
+    assert whole["passed"]
+    assert len(whole["rules"]) == len(KITS[kit].checks)
+    suite = ElementTree.parse(file).getroot()
+    assert (suite.get("tests"), suite.get("failures")) == (str(len(KITS[kit].checks)), "0")
+
+
+async def test_junit_tells_a_failure_with_its_rule() -> None:
+    _, make = LIARS.named["some_rewards_are_nan"]
+    suite = ElementTree.fromstring(junit([await examined(make())]))
+    (failure,) = suite.iter("failure")
+    assert "nan" in failure.attrib["message"]
+    assert f"{CONTRACTS}/reward.proto" in (failure.text or "")

@@ -1,0 +1,184 @@
+"""The conformance kits and whole servers: those that are built with `rolecall.reward` and `rolecall.environment`, and
+those that read too little, hide their health, want no token, lose calls or die.
+"""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from xml.etree import ElementTree
+
+import grpc
+import pytest
+
+from rolecall.commands.conformance import examine, examine_environment, examine_scorer
+from rolecall.conformance.environment.rows import own_rows, read_file
+from rolecall.conformance.peer import Peer, peer
+from rolecall.conformance.report import junit
+from rolecall.conformance.reward.pool import own_pool
+from rolecall.conformance.reward.session import Options
+from rolecall.errors import ConfigError, VersionMismatchError
+from rolecall.reward import SERVICE_NAME, Scorer, description, new_server, one_by_one
+from rolecall.rpc.listening import rpc_section
+from rolecall.rpc.server import Server
+from rolecall.settings import RpcSection
+from rolecall.v1 import environment_pb2_grpc, reward_pb2_grpc
+from tests.contract import environment_honest
+from tests.contract.environment_peers import environment as counting
+from tests.contract.kits import QUICK, ROOT, ROWS, broken, skipped, written
+from tests.contract.peer import Authority
+from tests.contract.reward_liars import Honest
+from tests.ports import free_port
+
+
+async def test_a_served_env_keeps_every_rule(tmp_path: Path) -> None:
+    """Of `rolecall.environment`, whose sessions are no twin's."""
+    rows: list[Mapping[str, object]] = [{"actions": ["a", "b", "c", "end 0.5"]}, {"actions": ["raise"], "fails": True}]
+    async with counting(max_sessions=4, lease_s=2.0, deterministic=True) as (address, sessions):
+        report = await examine_environment(Peer(address), read_file(written(tmp_path, *rows)))
+        assert broken(report) == [], report.text()
+        assert skipped(report) == {"calls.token", "reset.task"}
+        assert sessions.num_open == 0, "what the kit opened it closes"
+
+
+async def test_without_items_short_texts_are_played() -> None:
+    async with counting(max_sessions=2) as (address, _):
+        report = await examine_environment(Peer(address), own_rows())
+    assert broken(report) == [], report.text()
+    assert {"reward.end", "describe.deterministic", "session.lease", "failure.status"} <= skipped(report)
+
+
+async def test_an_environment_that_refuses_what_is_played_is_told_apart(tmp_path: Path) -> None:
+    async with environment_honest.serving(environment_honest.Honest()) as address:
+        rows = read_file(written(tmp_path, {"ground_truth": "never"}))
+        with pytest.raises(ConfigError, match=r"refuses line 1 .*mark those that it cannot begin"):
+            await examine_environment(Peer(address), rows)
+
+
+async def test_both_contracts_at_one_address_get_a_report_each() -> None:
+    server = Server(RpcSection(), "127.0.0.1:0", client_certificates=False)
+    server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, Honest(), SERVICE_NAME)
+    add = environment_pb2_grpc.add_EnvironmentServiceServicer_to_server
+    server.add(add, environment_honest.Honest(), environment_honest.SERVICE_NAME)
+    address = await server.start()
+    await server.set_serving(True)
+    reports = await examine(Peer(address), None, QUICK)
+    await server.drain(0.0)
+    assert [(report.kit, broken(report)) for report in reports] == [("RewardService", []), ("EnvironmentService", [])]
+    assert [suite.get("failures") for suite in ElementTree.fromstring(junit(reports))] == ["0", "0"]
+
+
+async def test_an_address_that_serves_neither_contract_is_told() -> None:
+    server = Server(RpcSection(), "127.0.0.1:0", client_certificates=False)
+    address = await server.start()
+    with pytest.raises(VersionMismatchError, match="neither"):
+        await examine(Peer(address), None, QUICK)
+    await server.drain(0.0)
+
+
+async def test_an_environment_whose_server_reads_small_requests_or_is_not_serving_is_found(tmp_path: Path) -> None:
+    rows = read_file(written(tmp_path, *ROWS))
+    small, address = await environment_honest.start_small()
+    assert broken(await examine_environment(Peer(address), rows)) == ["calls.bytes"]
+    await small.stop(0.0)
+    server = Server(RpcSection(), "127.0.0.1:0", client_certificates=False)
+    add = environment_pb2_grpc.add_EnvironmentServiceServicer_to_server
+    server.add(add, environment_honest.Honest(), environment_honest.SERVICE_NAME)
+    report = await examine_environment(Peer(await server.start()), rows)
+    await server.drain(0.0)
+    assert broken(report) == ["calls.health"]
+
+
+async def test_a_server_that_reads_small_requests_alone_is_found() -> None:
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", 2**20)])
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(Honest(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    report = await examine_scorer(Peer(f"127.0.0.1:{port}"), own_pool(), QUICK)
+    await server.stop(0.0)
+    assert broken(report) == ["calls.bytes"]
+
+
+async def test_a_service_that_scores_and_says_that_it_does_not_serve_is_found() -> None:
+    server = Server(RpcSection(), "127.0.0.1:0", client_certificates=False)
+    server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, Honest(), SERVICE_NAME)
+    report = await examine_scorer(Peer(await server.start()), own_pool(), QUICK)
+    await server.drain(0.0)
+    assert broken(report) == ["calls.health"]
+
+
+@asynccontextmanager
+async def with_token(folder: Path, token: str | None) -> AsyncIterator[Peer]:
+    """A scorer behind TLS that wants `token`, and a caller that sends "s3cret"."""
+    authority = Authority(folder)
+    tls = authority.issue("scorer")
+    spec = description("half", (0, 1), ("response_text",), {}, token_rewards=False, max_items=0)
+    scorer = Scorer(spec, one_by_one(lambda item: 0.5, spec), token)
+    server = new_server(scorer, "localhost:0", rpc_section(tls.certificate_file, tls.key_file, behind_mesh=False))
+    address = await server.start()
+    await server.set_serving(True)
+    try:
+        yield peer(address, ca_file=str(authority.ca_file), folder=None, token="s3cret")
+    finally:
+        await server.drain(0.0)
+
+
+async def test_a_server_that_serves_callers_without_its_token_is_found(tmp_path: Path) -> None:
+    async with with_token(tmp_path, "s3cret") as honest:
+        assert broken(await examine_scorer(honest, own_pool(), QUICK)) == []
+    async with with_token(tmp_path, None) as liar:
+        assert broken(await examine_scorer(liar, own_pool(), QUICK)) == ["calls.token"]
+
+
+SLOW = """
+import asyncio, sys, time
+from rolecall.reward import serve
+def score(item):
+    time.sleep(0.002)
+    return 0.5
+if sys.argv[2] == "liar":
+    asyncio.unix_events._UnixSelectorEventLoop.add_signal_handler = lambda *_: None  # SIGTERM ends it at once
+sys.exit(serve(score, sys.argv[1], name="slow", range=(0, 1), reads=("response_text",)))
+"""
+
+
+@asynccontextmanager
+async def running(program: str, *words: str) -> AsyncIterator[tuple[str, int]]:
+    """A program that serves at the address that is its first word; gives the address and the process."""
+    address = f"127.0.0.1:{free_port()}"
+    process = subprocess.Popen([sys.executable, "-c", program, address, *words], cwd=ROOT)
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            await asyncio.wait_for(channel.channel_ready(), 60)
+        yield address, process.pid
+    finally:
+        process.kill()
+        process.wait(timeout=20)
+
+
+@pytest.mark.parametrize("kind", ["honest", "liar"])
+async def test_a_server_that_loses_the_calls_that_it_has_is_found(kind: str) -> None:
+    async with running(SLOW, kind) as (address, pid):
+        options = Options(timeout_s=60.0, load_s=0.0, abandoned_work_s=0.01, slack_s=60.0, drain_pid=pid)
+        report = await examine_scorer(Peer(address), own_pool(), options)
+    assert broken(report) == (["calls.drain"] if kind == "liar" else []), report.text()
+
+
+DYING = """
+import os, sys
+from rolecall.reward import serve
+def score(item):
+    if "\\0" in item.response_text:
+        os._exit(3)
+    return 0.5
+sys.exit(serve(score, sys.argv[1], name="dying", range=(0, 1), reads=("response_text",)))
+"""
+
+
+async def test_a_service_that_dies_is_blamed_once() -> None:
+    async with running(DYING) as (address, _):
+        report = await examine_scorer(Peer(address), own_pool(), QUICK)
+    assert broken(report) == ["item.unicode"]
+    assert "answers no more" in report.text()
