@@ -10,12 +10,21 @@ CHAT_TEMPLATE = (
     "}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+TOOLS_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
+    "{% for call in message.tool_calls or [] %}{{ '\n<tool_call>\n' + "
+    "({'name': call.function.name, 'arguments': call.function.arguments} | tojson) + '\n</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The same with tools, and calls of them as Hermes and Qwen3 spell them."""
 SPECIAL_TOKENS = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
 EOS_TOKEN_ID = SPECIAL_TOKENS.index("<|im_end|>")
 
 
-def write_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer without merges (259 tokens), ChatML template, saved into `path`."""
+def write_tokenizer(path: Path, template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer without merges (259 tokens), by default with the ChatML template, saved into `path`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -27,6 +36,6 @@ def write_tokenizer(path: Path) -> PreTrainedTokenizerFast:
         pad_token="<|pad|>",
         additional_special_tokens=["<|im_start|>"],
     )
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = template
     fast.save_pretrained(path)
     return fast

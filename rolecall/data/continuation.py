@@ -5,8 +5,10 @@ conversation that nobody had. That is right for a template that is prefix-stable
 of what stands before it. `problem` proves it of a template, or says what breaks it. Pure functions of a tokenizer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import product
+from typing import Any
 
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import InvalidInputError
@@ -18,6 +20,15 @@ HEARD = "plugh"
 """What stands for a message whose text must not be read as special tokens."""
 THOUGHT = f"<think>\nhm\n</think>\n\n{SAID}"
 """The same after thinking, as models spell it; templates are known to drop that from earlier turns."""
+PROBE_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "plugh",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"b": {"type": "string"}}, "required": ["b"]},
+    },
+}
+"""A tool that nobody has, as chat templates are given it."""
 _ASKED: Turn = {"role": "user", "content": "a"}
 
 
@@ -26,41 +37,42 @@ class Continuation:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._problems: dict[str, str | None] = {}
+        self._problems: dict[tuple[str, bool], str | None] = {}
 
-    def ids(self, last_token_id: int, messages: Sequence[Turn]) -> list[int]:
+    def ids(self, last_token_id: int, messages: Sequence[Turn], *, with_tools: bool = False) -> list[int]:
         """Token ids between a turn that ended with `last_token_id` and the next one: the turn's close where it was not
-        sampled, `messages`, and the generation prompt. InvalidInputError when the template is not prefix-stable for
-        the messages' roles.
+        sampled, `messages`, and the generation prompt. `with_tools`: the first prompt shows some. InvalidInputError
+        when the template is not prefix-stable for the messages' roles.
         """
         for role in {message["role"] for message in messages}:
-            problem = self.problem(role)
+            problem = self.problem(role, with_tools=with_tools)
             if problem:
                 raise InvalidInputError(f"the chat template {problem}")
         ids = self._encoded(messages)
         return ids[1:] if ids[0] == last_token_id else ids
 
-    def problem(self, role: str) -> str | None:
+    def problem(self, role: str, *, with_tools: bool = False) -> str | None:
         """Returns what makes the template unfit for messages of `role` after a turn of the policy, as the end of a
-        sentence; None when it is prefix-stable for them.
+        sentence; None when it is prefix-stable for them. `with_tools`: in conversations with tools, too.
         """
-        if role not in self._problems:
+        key = role, with_tools
+        if key not in self._problems:
             try:
-                self._problems[role] = self._problem(role)
+                self._problems[key] = self._problem(role, (None, [PROBE_TOOL]) if with_tools else (None,))
             except InvalidInputError as error:
-                self._problems[role] = f"cannot be used with messages of the role {role!r}: {error.message}"
-        return self._problems[role]
+                self._problems[key] = f"cannot be used with messages of the role {role!r}: {error.message}"
+        return self._problems[key]
 
-    def _problem(self, role: str) -> str | None:
+    def _problem(self, role: str, tools_shown: Sequence[Sequence[Mapping[str, Any]] | None]) -> str | None:
         heard: Turn = {"role": role, "content": HEARD}
         before: list[list[Turn]] = [[_ASKED], [_ASKED, _said(SAID), heard, _said("b"), heard]]
         if role != "system":
             before.append([{"role": "system", "content": "c"}, _ASKED])
         tails = set()
-        for said in (SAID, THOUGHT):
+        for said, tools in product((SAID, THOUGHT), tools_shown):
             for turns in before:
-                closed = self._tokenizer.render([*turns, _said(said)], generate=False)
-                going = self._tokenizer.render([*turns, _said(said), heard], generate=True)
+                closed = self._tokenizer.render([*turns, _said(said)], generate=False, tools=tools)
+                going = self._tokenizer.render([*turns, _said(said), heard], generate=True, tools=tools)
                 if said not in closed:
                     return f"does not show a turn of the policy as it was said: {said!r} is not in {closed[-80:]!r}"
                 if not going.startswith(closed):

@@ -32,8 +32,9 @@ class ChatTokenizer:
         # a second of imports, for those alone who load one
         from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-        self._tokenizer = TokenizersBackend.from_pretrained(str(path), local_files_only=True)
-        if not self._tokenizer.chat_template:
+        self.backend = TokenizersBackend.from_pretrained(str(path), local_files_only=True)
+        """The library's own tokenizer."""
+        if not self.backend.chat_template:
             raise ConfigError(
                 f"model.path {path}: the tokenizer has no chat template; set tokenizer.chat_template and save it"
             )
@@ -43,7 +44,7 @@ class ChatTokenizer:
 
     def render(
         self,
-        messages: Sequence[dict[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         generate: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -53,7 +54,7 @@ class ChatTokenizer:
         """
         try:
             return str(
-                self._tokenizer.apply_chat_template(
+                self.backend.apply_chat_template(
                     list(messages),
                     tools=None if tools is None else list(tools),
                     tokenize=False,
@@ -68,44 +69,44 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of rendered text; the template has put in every special token, so none is added."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = self.backend.encode(text, add_special_tokens=False)
         if not ids:
             raise InvalidInputError("the rendered prompt has no tokens; look at the chat template")
         return [int(token) for token in ids]
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of text that somebody said, in which nothing is read as a special token."""
-        ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        ids = self.backend(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return [int(token) for token in ids]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens: for people and scorers."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return str(self.backend.decode(list(token_ids), skip_special_tokens=True))
 
     def spell(self, token_ids: Sequence[int]) -> str:
         """Text with special tokens: for people who want to see them."""
-        return str(self._tokenizer.decode([int(token) for token in token_ids]))
+        return str(self.backend.decode([int(token) for token in token_ids]))
 
     @property
     def special_tokens(self) -> frozenset[str]:
         """The texts that are read as special tokens wherever they stand."""
-        return frozenset(token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special)
+        return frozenset(token.content for token in self.backend.added_tokens_decoder.values() if token.special)
 
     @property
     def eos_token_id(self) -> int | None:
         """The tokenizer's own end-of-sequence id."""
-        token_id = self._tokenizer.eos_token_id
+        token_id = self.backend.eos_token_id
         return None if token_id is None else int(token_id)
 
     @property
     def vocab_size(self) -> int:
         """Ids the tokenizer knows, added tokens included."""
-        return len(self._tokenizer)
+        return len(self.backend)
 
     @property
     def num_ids(self) -> int:
         """One more than the greatest id it can make; with gaps among the ids more than `vocab_size`."""
-        return max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        return max(self.backend.get_vocab().values(), default=-1) + 1
 
 
 def _check_json(path: Path) -> None:

@@ -4,12 +4,13 @@ whoever answers and, again, by whoever is answered.
 Pure functions. What is wrong with a reward, rolecall/scoring/scores.py says, for scorers and environments alike.
 """
 
+import json
 from collections.abc import Sequence
 
-from google.protobuf import json_format, struct_pb2
+from google.protobuf import json_format
 
-from rolecall.environment.env import Answer, Messages, Opening, Task, Tool
-from rolecall.errors import EpisodeLostError
+from rolecall.environment.env import Action, Answer, Messages, Opening, Task, Tool, ToolCall
+from rolecall.errors import EpisodeLostError, InvalidInputError
 from rolecall.scoring import scores
 from rolecall.scoring.scores import Message, Score
 from rolecall.v1 import environment_pb2, reward_pb2, trajectory_pb2
@@ -84,6 +85,8 @@ def believe_opening(response: environment_pb2.ResetResponse, roles: Sequence[str
     names = [tool.name for tool in response.tools]
     if problem is None and (len(set(names)) != len(names) or "" in names):
         problem = f"answered the tools {names}; names must be unique and not empty"
+    if problem is None:
+        problem = next(filter(None, map(schema_problem, response.tools)), None)
     if problem:
         raise EpisodeLostError(f"the environment {problem}")
 
@@ -142,6 +145,16 @@ def _messages_problem(messages: Sequence[environment_pb2.Observation], roles: Se
     return None
 
 
+def schema_problem(tool: environment_pb2.Tool) -> str | None:
+    """Returns what is wrong with a tool's schema, as the end of a sentence; None when it is an object."""
+    try:
+        if isinstance(json.loads(tool.input_schema), dict):
+            return None
+    except ValueError:
+        pass
+    return f"answered the tool {tool.name!r}, whose input_schema is no JSON object"
+
+
 def plain(messages: Sequence[environment_pb2.Observation]) -> list[trajectory_pb2.Message]:
     """Messages of text, as a conversation holds them."""
     return [
@@ -161,6 +174,21 @@ def task_of(task: environment_pb2.Task) -> Task:
     )
 
 
+def action_of(action: environment_pb2.Action) -> Action:
+    """The plain form of an action. InvalidInputError when a call's arguments are no object."""
+    return Action(action.text, action.is_cut, tuple(_call(call) for call in action.tool_calls))
+
+
+def _call(call: environment_pb2.ToolCall) -> ToolCall:
+    try:
+        arguments = json.loads(call.arguments)
+    except ValueError as error:
+        raise InvalidInputError(f"the arguments of a call of {call.name!r} are no JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise InvalidInputError(f"the arguments of a call of {call.name!r} are no object")
+    return ToolCall(call.name, arguments)
+
+
 def _observations(messages: Messages, roles: Sequence[str]) -> list[environment_pb2.Observation]:
     if isinstance(messages, str):
         messages = Message(roles[0], messages)
@@ -173,6 +201,6 @@ def _observations(messages: Messages, roles: Sequence[str]) -> list[environment_
 
 
 def _tool(tool: Tool) -> environment_pb2.Tool:
-    schema = struct_pb2.Struct()
-    schema.update(tool.input_schema)
-    return environment_pb2.Tool(name=tool.name, description=tool.description, input_schema=schema)
+    return environment_pb2.Tool(
+        name=tool.name, description=tool.description, input_schema=json.dumps(tool.input_schema)
+    )

@@ -8,6 +8,7 @@ import grpc
 
 from rolecall.data.continuation import Continuation
 from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.data.vllm_files import check_tool_parser
 from rolecall.environment.answers import roles_of, spec_problem
 from rolecall.errors import ConfigError
 from rolecall.rpc.presence import LOOK_S
@@ -31,7 +32,8 @@ def explain_environment(settings: RunSettings, tokenizer: ChatTokenizer) -> Iter
         f"{budget_s:g} s ({section.budget_share:g} of rollout.generation_timeout_s)"
     )
     continuation = Continuation(tokenizer)
-    problems = {role: continuation.problem(role) for role in ROLES}
+    with_tools = section.tool_parser is not None
+    problems = {role: continuation.problem(role, with_tools=with_tools) for role in ROLES}
     stable = [role for role, problem in problems.items() if problem is None]
     for role, problem in problems.items():
         if problem is not None and stable:
@@ -41,7 +43,11 @@ def explain_environment(settings: RunSettings, tokenizer: ChatTokenizer) -> Iter
             f"environment: the chat template {problems[ROLES[0]]}; and it {problems[ROLES[1]]}. Use a template that "
             "leaves earlier turns as they are; conversations that are rendered anew cannot be trained on"
         )
-    yield f"  the chat template is prefix-stable for messages of {' and '.join(stable)}"
+    shown = ", with tools in the prompt, too" if with_tools else ""
+    yield f"  the chat template is prefix-stable for messages of {' and '.join(stable)}{shown}"
+    if section.tool_parser is not None:
+        check_tool_parser(section.tool_parser)
+        yield f"  calls of tools are read by vLLM's parser {section.tool_parser}"
 
 
 def environment_fits(settings: RunSettings) -> Callable[[grpc.aio.Channel], Awaitable[None]]:
@@ -61,8 +67,9 @@ def environment_fits(settings: RunSettings) -> Callable[[grpc.aio.Channel], Awai
             )
         _check_reward(settings, spec)
         continuation = Continuation(ChatTokenizer(settings.model.path))
+        with_tools = settings.environment is not None and settings.environment.tool_parser is not None
         for role in roles_of(spec):
-            if (unfit := continuation.problem(role)) is not None:
+            if (unfit := continuation.problem(role, with_tools=with_tools)) is not None:
                 raise ConfigError(f"is environment {spec.name!r}, which speaks as {role!r}: the chat template {unfit}")
 
     return ask

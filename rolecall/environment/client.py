@@ -237,10 +237,12 @@ class EpisodeSession:
         believe_opening(opening, roles_of(spec))
         return opening
 
-    async def step(self, text: str, *, is_cut: bool) -> environment_pb2.StepResponse:
+    async def step(
+        self, text: str, *, is_cut: bool, tool_calls: Sequence[environment_pb2.ToolCall] = ()
+    ) -> environment_pb2.StepResponse:
         """Takes the next turn. Errors as EnvironmentClient.repeated."""
         self._turn += 1
-        action = environment_pb2.Action(text=text, is_cut=is_cut)
+        action = environment_pb2.Action(text=text, is_cut=is_cut, tool_calls=tool_calls)
         request = environment_pb2.StepRequest(session=self.name, turn=self._turn, action=action)
         client, spec = self._client, self._client.spec
         answer = await self._call(

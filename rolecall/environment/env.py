@@ -25,17 +25,27 @@ class Task:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call of one of the session's tools; its arguments are valid by the tool's schema."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Action:
     """A turn of the policy: what it said."""
 
     text: str
     is_cut: bool = False
     """Whether the turn was cut at its longest before the policy ended it."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The calls of tools in the text, in order, where the run names a parser (environment.tool_parser)."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that the policy may call in its text, as its chat template shows it."""
+    """A tool that the policy may call, as its chat template shows it."""
 
     name: str
     description: str

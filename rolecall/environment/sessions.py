@@ -236,7 +236,7 @@ class Sessions:
                 f"{', its last' if session.is_over else ''}; it takes the next one, or repeats the last with the "
                 "same action"
             )
-        taken = Action(request.action.text, request.action.is_cut)
+        taken = answers.action_of(request.action)
         session.turn, session.action = request.turn, action
         session.stepping = self._work(session, lambda: self._step(session, taken), f"step, turn {request.turn}")
         return session.stepping

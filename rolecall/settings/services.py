@@ -83,6 +83,14 @@ class EnvironmentSection(Section):
     """
     max_turns: PositiveInt = 16
     """Most turns of an episode; one that is not over then is graded as it stands, and truncated."""
+    tool_parser: str | None = None
+    """Name of the parser of vLLM's (its --tool-call-parser) that reads the policy's calls of tools, such as hermes;
+    absent: environments get them as text alone.
+    """
+    max_malformed: ClassVar[int] = 3
+    """Turns in a row whose calls of tools cannot be read, with which an episode ends: graded as it stands, and
+    truncated.
+    """
     max_attempts: ClassVar[int] = 3
     """Episodes begun for one trajectory, each after the environment lost the one before; then the group goes back."""
     budget_share: ClassVar[float] = 0.75

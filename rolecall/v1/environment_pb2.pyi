@@ -313,7 +313,7 @@ Global___Observation: _TypeAlias = Observation  # noqa: Y015
 
 @_typing.final
 class Tool(_message.Message):
-    """A tool that the policy may call in its text, as its chat template shows it."""
+    """A tool that the policy may call, as its chat template shows it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -324,18 +324,16 @@ class Tool(_message.Message):
     """Name, unique within the session. [tool.name]"""
     description: _builtins.str
     """What it does, for the policy."""
-    @_builtins.property
-    def input_schema(self) -> _struct_pb2.Struct:
-        """JSON Schema of its arguments, an object."""
-
+    input_schema: _builtins.str
+    """JSON Schema of its arguments, an object, as JSON text: the policy is shown its fields in their order. [tool.schema]"""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         description: _builtins.str = ...,
-        input_schema: _struct_pb2.Struct | None = ...,
+        input_schema: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["input_schema", b"input_schema"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "input_schema", b"input_schema", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
@@ -374,6 +372,32 @@ class ResetResponse(_message.Message):
 Global___ResetResponse: _TypeAlias = ResetResponse  # noqa: Y015
 
 @_typing.final
+class ToolCall(_message.Message):
+    """A call of a tool, as the run's parser read it in what the policy said."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of one of the session's tools."""
+    arguments: _builtins.str
+    """JSON text of an object, valid by the tool's input_schema."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
 class Action(_message.Message):
     """What the policy did in one turn."""
 
@@ -381,21 +405,29 @@ class Action(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     IS_CUT_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """What it sampled, special tokens left out. Any text is answered, for what an environment cannot read is the policy's
     fault. [action.text]
     """
     is_cut: _builtins.bool
     """Whether the turn was cut at its longest before the policy ended it."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """The calls of tools in it, in order; empty: none, or the run names no parser (environment.tool_parser). A call that
+        cannot be read is answered by the caller and takes no turn here.
+        """
+
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         is_cut: _builtins.bool = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_cut", b"is_cut", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_cut", b"is_cut", "text", b"text", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -385,10 +385,18 @@ class Episode(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     TURN_REWARDS_FIELD_NUMBER: _builtins.int
     ENDED_BY_FIELD_NUMBER: _builtins.int
+    NUM_MALFORMED_FIELD_NUMBER: _builtins.int
+    NUM_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     turn_rewards: _builtins.bool
     """Whether the environment says that turns are rewarded, so that a turn without a reward earned nothing."""
     ended_by: _builtins.str
-    """Why it ended: "terminated" or "truncated" by the environment, else the budget that was spent: "turns", "tokens", "time"."""
+    """Why it ended: "terminated" or "truncated" by the environment, else the budget that was spent: "turns", "tokens",
+    "time", or "malformed": too many turns in a row whose calls of tools could not be read.
+    """
+    num_malformed: _builtins.int
+    """Turns whose calls of tools could not be read; the policy was told so, and the environment heard nothing of them."""
+    num_tool_calls: _builtins.int
+    """Calls of tools that the environment was given."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """The conversation after the prompt's messages: what the environment said first, then the policy's turns and the
@@ -411,10 +419,12 @@ class Episode(_message.Message):
         reward: Global___EpisodeReward | None = ...,
         turn_rewards: _builtins.bool = ...,
         ended_by: _builtins.str = ...,
+        num_malformed: _builtins.int = ...,
+        num_tool_calls: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_by", b"ended_by", "messages", b"messages", "reward", b"reward", "turn_rewards", b"turn_rewards", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_by", b"ended_by", "messages", b"messages", "num_malformed", b"num_malformed", "num_tool_calls", b"num_tool_calls", "reward", b"reward", "turn_rewards", b"turn_rewards", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

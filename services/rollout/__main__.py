@@ -18,7 +18,7 @@ from rolecall.rpc.listening import advertised
 from rolecall.rpc.membership import Membership
 from rolecall.rpc.role_process import ServiceArgs, parse_args, run, serve, tie_to_parent
 from rolecall.rpc.server import Server
-from rolecall.settings import parent_to_die_with, tied_to_this_process
+from rolecall.settings import EnvironmentSection, parent_to_die_with, tied_to_this_process
 from rolecall.store.connection import connect
 from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
@@ -33,6 +33,7 @@ from services.rollout.service import SERVICE_NAME, RolloutServicer
 
 if TYPE_CHECKING:
     from services.rollout.engine import VllmEngine
+    from services.rollout.turns.tool_calls import ToolCalls
 
 DRAIN_S = 3.0
 """Seconds that groups in hand get to finish when the process is asked to stop; the rest go back to the stream."""
@@ -65,7 +66,7 @@ async def _main(args: ServiceArgs) -> None:
         on_serving=server.set_serving,
     )
     telemetry.show_states(replica.states)
-    sampler = sampler_of(settings, replica, tokenizer)
+    sampler = sampler_of(settings, replica, tokenizer, _tool_calls(settings.environment, tokenizer))
     pull = PullLoop(
         _pull_settings(args, config, consumer),
         replica,
@@ -115,6 +116,15 @@ async def _start_engine(config: RolloutConfig) -> "VllmEngine":
         engine = VllmEngine(config)
         await engine.warm_up()
     return engine
+
+
+def _tool_calls(section: EnvironmentSection | None, tokenizer: ChatTokenizer) -> "ToolCalls | None":
+    """The reader of the policy's calls of tools; None where the run names no parser."""
+    if section is None or section.tool_parser is None:
+        return None
+    from services.rollout.turns.vllm_parsers import tool_calls_of
+
+    return tool_calls_of(section.tool_parser, tokenizer)
 
 
 def _pull_settings(args: ServiceArgs, config: RolloutConfig, consumer: str) -> PullSettings:

@@ -3,8 +3,9 @@
 Owns the order of the two, budgets, and what becomes of a failure: an episode that the environment lost is begun again
 in its place, up to max_attempts, and then fails its group; one whose environment is away goes back with its group.
 Neither is a trajectory. A group samples nothing before all its sessions are open, and goes back when they cannot be:
-nobody holds places and waits for more. Tokens are transcript.py's, calls rolecall/environment/client.py's. Bounds:
-sessions of the groups in hand, each closed when its episode ends, however it does.
+nobody holds places and waits for more. Tokens and calls of tools are turns/'s, calls of the environment
+rolecall/environment/client.py's. Bounds: sessions of the groups in hand, each closed when its episode ends, however it
+does.
 """
 
 import asyncio
@@ -16,11 +17,9 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, TypeVar
 
-from google.protobuf import json_format
-
 from rolecall.data.continuation import Continuation
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.environment.answers import CONTINUES, plain
+from rolecall.environment.answers import CONTINUES, plain, roles_of
 from rolecall.environment.client import EnvironmentClient, EpisodeSession, open_environment
 from rolecall.errors import ConfigError, EnvironmentAwayError, EpisodeLostError, PromptTooLongError
 from rolecall.settings import RunSettings
@@ -32,7 +31,8 @@ from services.rollout.replica import Replica, Response
 from services.rollout.sampling import SampleRequest
 from services.rollout.single_turn import SingleTurns
 from services.rollout.trajectories import group_requests
-from services.rollout.transcript import Transcript
+from services.rollout.turns.tool_calls import Heard, SessionCalls, ToolCalls, tool_schemas
+from services.rollout.turns.transcript import Transcript
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -50,6 +50,8 @@ class EpisodeSettings:
     max_prompt_tokens: int
     """Longest first prompt: the row's messages and what the environment says first."""
     max_turns: int
+    max_malformed: int
+    """Turns in a row whose calls of tools cannot be read, with which an episode ends."""
     max_attempts: int
     """Episodes begun for one trajectory."""
     budget_s: float
@@ -64,6 +66,10 @@ class _Begun:
     """What its first turn is sampled from."""
     session: EpisodeSession
     transcript: Transcript
+    has_tools: bool
+    """Whether the first prompt shows tools."""
+    calls: SessionCalls | None
+    """Reads its calls of tools; None: it has no tools, or the run no parser."""
     began_at: float
     attempt: int
     """Episodes of its place that were lost before."""
@@ -86,12 +92,19 @@ class Episodes:
     """A GroupSampler of episodes in one environment. Used from one event loop."""
 
     def __init__(
-        self, settings: EpisodeSettings, replica: Replica, environment: EnvironmentClient, tokenizer: ChatTokenizer
+        self,
+        settings: EpisodeSettings,
+        replica: Replica,
+        environment: EnvironmentClient,
+        tokenizer: ChatTokenizer,
+        tool_calls: ToolCalls | None,
     ) -> None:
+        """`tool_calls`: None where the run names no parser of them."""
         self._settings = settings
         self._replica = replica
         self._environment = environment
         self._tokenizer = tokenizer
+        self._tool_calls = tool_calls
         self._continuation = Continuation(tokenizer)
         self._num_lost = 0
         self._opening = asyncio.Lock()
@@ -222,17 +235,8 @@ class Episodes:
         """The first prompt: the row's messages and what the environment said, rendered once."""
         said = plain(opening.messages)
         messages = [{"role": message.role, "content": message.content} for message in [*place.prompt.messages, *said]]
-        tools = [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    "description": tool.description,
-                    "parameters": json_format.MessageToDict(tool.input_schema),
-                },
-            }
-            for tool in opening.tools
-        ]
+        tools = tool_schemas(opening.tools)
+        calls = self._tool_calls.of_session(tools) if self._tool_calls is not None and tools else None
         ids = self._tokenizer.encode(self._tokenizer.render(messages, tools=tools or None))
         if len(ids) > self._settings.max_prompt_tokens:
             raise PromptTooLongError(
@@ -240,28 +244,44 @@ class Episodes:
                 f"{self._settings.max_prompt_tokens}; raise it, or have the environment say less"
             )
         self._replica.require_room(ids, f"episode {place.name}")
-        return _Begun(replace(place.request, prompt_token_ids=ids), session, Transcript(ids, said), began_at, attempt)
+        first = replace(place.request, prompt_token_ids=ids)
+        return _Begun(first, session, Transcript(ids, said), bool(tools), calls, began_at, attempt)
 
     async def _play(self, begun: _Begun) -> Response:
         """Turns until the episode is over or a budget is spent."""
         transcript, first = begun.transcript, begun.request
         longest = min(len(first.prompt_token_ids) + first.sampling.max_tokens, self._replica.info.max_model_tokens)
+        num_malformed = 0
         while True:
             response = await self._turn(transcript, first, longest)
             text = self._tokenizer.decode(response.sample.token_ids)
             transcript.sampled(response, text)
             is_cut = response.sample.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH
-            answer = await begun.session.step(text, is_cut=is_cut)
-            if answer.state != CONTINUES:
-                over = "terminated" if answer.state == environment_pb2.EPISODE_STATE_TERMINATED else "truncated"
-                return self._ended(begun, over, answer.reward if answer.HasField("reward") else None)
-            transcript.earned(answer)
-            said = plain(answer.messages)
-            ids = self._continued(transcript, said)
-            spent = self._spent(begun, len(transcript.token_ids) + len(ids), longest)
+            calls = Heard() if begun.calls is None else begun.calls.hear(response.sample.token_ids, is_cut=is_cut)
+            if calls.problem:
+                transcript.malformed()
+                num_malformed += 1
+                said = [trajectory_pb2.Message(role=self._tool_role, content=calls.problem)]
+            else:
+                num_malformed = 0
+                transcript.called(len(calls.calls))
+                answer = await begun.session.step(text, is_cut=is_cut, tool_calls=calls.calls)
+                if answer.state != CONTINUES:
+                    over = "terminated" if answer.state == environment_pb2.EPISODE_STATE_TERMINATED else "truncated"
+                    return self._ended(begun, over, answer.reward if answer.HasField("reward") else None)
+                transcript.earned(answer)
+                said = plain(answer.messages)
+            ids = self._continued(begun, said)
+            spent = self._spent(begun, len(transcript.token_ids) + len(ids), longest, num_malformed)
             if spent:
                 return self._ended(begun, spent, await begun.session.grade())
             transcript.heard(ids, said)
+
+    @property
+    def _tool_role(self) -> str:
+        """Role of what the policy is told of a call that cannot be read."""
+        roles = roles_of(self._environment.spec)
+        return "tool" if "tool" in roles else roles[0]
 
     async def _turn(self, transcript: Transcript, first: SampleRequest, longest: int) -> Response:
         turn = transcript.num_turns + 1
@@ -278,12 +298,14 @@ class Episodes:
             )
         )
 
-    def _continued(self, transcript: Transcript, said: Sequence[trajectory_pb2.Message]) -> list[int]:
+    def _continued(self, begun: _Begun, said: Sequence[trajectory_pb2.Message]) -> list[int]:
         messages = [{"role": message.role, "content": message.content} for message in said]
-        return self._continuation.ids(transcript.token_ids[-1], messages)
+        return self._continuation.ids(begun.transcript.token_ids[-1], messages, with_tools=begun.has_tools)
 
-    def _spent(self, begun: _Begun, num_tokens: int, longest: int) -> str:
+    def _spent(self, begun: _Begun, num_tokens: int, longest: int, num_malformed: int) -> str:
         """The budget that leaves no further turn, whose prompt would have `num_tokens`; empty while there is none."""
+        if num_malformed >= self._settings.max_malformed:
+            return "malformed"
         if begun.transcript.num_turns >= self._settings.max_turns:
             return "turns"
         if num_tokens >= longest:
@@ -311,8 +333,10 @@ async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def sampler_of(settings: RunSettings, replica: Replica, tokenizer: ChatTokenizer) -> SingleTurns | Episodes:
-    """The sampler of the run's groups."""
+def sampler_of(
+    settings: RunSettings, replica: Replica, tokenizer: ChatTokenizer, tool_calls: ToolCalls | None
+) -> SingleTurns | Episodes:
+    """The sampler of the run's groups. `tool_calls`: None where the run names no parser of them."""
     section = settings.environment
     if section is None:
         return SingleTurns(replica)
@@ -321,10 +345,11 @@ def sampler_of(settings: RunSettings, replica: Replica, tokenizer: ChatTokenizer
         responses_per_group=settings.responses_per_group,
         max_prompt_tokens=settings.data.max_prompt_tokens,
         max_turns=section.max_turns,
+        max_malformed=section.max_malformed,
         max_attempts=section.max_attempts,
         budget_s=section.budget_share * settings.rollout.generation_timeout_s,
     )
-    return Episodes(episodes, replica, open_environment(section.address, settings.rpc), tokenizer)
+    return Episodes(episodes, replica, open_environment(section.address, settings.rpc), tokenizer, tool_calls)
 
 
 def _task(prompt: trajectory_pb2.Prompt) -> environment_pb2.Task:

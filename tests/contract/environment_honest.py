@@ -119,7 +119,7 @@ class Honest(environment_pb2_grpc.EnvironmentServiceServicer):
     async def boot(self, request: ResetCall) -> Opening:
         await asyncio.sleep(self.work_s)
         opening = Opening(messages=[message("user", f"{request.task.uid}, {request.seed}: go.")])
-        opening.tools.add(name="look", description="Looks.")
+        opening.tools.add(name="look", description="Looks.", input_schema="{}")
         self.change_opening(opening)
         return opening
 

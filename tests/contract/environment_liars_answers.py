@@ -103,7 +103,12 @@ def a_message_is_empty(answer: Answer) -> None:
 
 @LIARS.changing("tool.name", "change_opening")
 def two_tools_share_a_name(opening: Opening) -> None:
-    opening.tools.add(name="look")
+    opening.tools.add(name="look", input_schema="{}")
+
+
+@LIARS.changing("tool.schema", "change_opening")
+def a_schema_is_no_object(opening: Opening) -> None:
+    opening.tools[0].input_schema = "[]"
 
 
 @LIARS.changing("step.state", "change_answer")

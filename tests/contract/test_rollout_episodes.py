@@ -82,11 +82,11 @@ def _well() -> None:
 
 def sampler(folder: Path, address: str, **settings: Any) -> Callable[[Replica], Episodes]:
     """Episodes of groups of 4 in the environment at `address`."""
-    sizes = {"responses_per_group": 4, "max_prompt_tokens": 64, "max_turns": 16, "max_attempts": 3, "budget_s": 60.0}
-    chosen = EpisodeSettings(run="test", **{**sizes, **settings})
+    sizes = {"responses_per_group": 4, "max_prompt_tokens": 64, "max_turns": 16, "max_malformed": 3, "max_attempts": 3}
+    chosen = EpisodeSettings(run="test", **{**sizes, "budget_s": 60.0, **settings})
 
     def of(replica: Replica) -> Episodes:
-        return Episodes(chosen, replica, open_environment(address, RpcSection()), ChatTokenizer(folder))
+        return Episodes(chosen, replica, open_environment(address, RpcSection()), ChatTokenizer(folder), None)
 
     return of
 

@@ -106,7 +106,7 @@ class RolloutTwin:
             tokenizer,
             Server(settings.rpc, bind),
             fence=fence or Fence(lambda: read_ctl(connection, settings.run.name)),
-            sampler=lambda replica: sampler_of(settings, replica, tokenizer),
+            sampler=lambda replica: sampler_of(settings, replica, tokenizer, None),
             pause_timeout_s=settings.rollout.generation_timeout_s,
             load_timeout_s=settings.weights.publish_timeout_s,
             keep_timeout_s=settings.weights.bucket_timeout_s,

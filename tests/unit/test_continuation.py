@@ -74,3 +74,10 @@ def test_a_template_that_is_not_prefix_stable_is_refused_and_says_what_breaks_it
     assert words in (continued.problem(role) or "")
     with pytest.raises(InvalidInputError, match="the chat template"):
         continued.ids(EOS_TOKEN_ID, [{"role": role, "content": "hi"}])
+
+
+def test_a_template_that_goes_on_otherwise_with_tools_is_refused_for_them_alone(tmp_path: Path) -> None:
+    reminds = "{% if tools %}Mind your tools.{% endif %}"
+    _, continued = continuation(tmp_path, f"{OPEN}{SAYS}{CLOSE.replace('assistant', reminds + 'assistant')}")
+    assert continued.problem("tool") is None
+    assert "puts different things before a message" in str(continued.problem("tool", with_tools=True))

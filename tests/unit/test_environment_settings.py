@@ -58,3 +58,16 @@ def test_check_refuses_a_template_that_rewrites_earlier_turns_and_says_which_tex
     run = settings(tmp_path, {"kind": "environment"}, environment=ADDRESS)
     with pytest.raises(ConfigError, match="shows an earlier turn otherwise once a message of the role 'user' follows"):
         list(explain_environment(run, ChatTokenizer(tmp_path)))
+
+
+def test_check_names_the_parser_of_calls_and_refuses_one_that_vllm_does_not_have(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    run = settings(tmp_path, {"kind": "environment"}, environment={**ADDRESS, "tool_parser": "hermes"})
+    lines = list(explain_environment(run, ChatTokenizer(tmp_path)))
+    assert lines[1:] == [
+        "  the chat template is prefix-stable for messages of user and tool, with tools in the prompt, too",
+        "  calls of tools are read by vLLM's parser hermes",
+    ]
+    run = settings(tmp_path, {"kind": "environment"}, environment={**ADDRESS, "tool_parser": "herms"})
+    with pytest.raises(ConfigError, match=r"no parser 'herms' \(did you mean 'hermes'\?\)"):
+        list(explain_environment(run, ChatTokenizer(tmp_path)))

@@ -17,6 +17,7 @@ CHECKS: tuple[Check[EnvironmentSession], ...] = (
     answers.roles,
     answers.parts,
     answers.tool_names,
+    answers.tool_schemas,
     answers.state,
     answers.messages_read,
     answers.turn_rewards,

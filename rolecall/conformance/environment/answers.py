@@ -7,7 +7,7 @@ import numpy as np
 from rolecall.conformance.check import Verdict, failed, passed, skipped
 from rolecall.conformance.environment.contract import CONTRACT, REWARDS, TURNS
 from rolecall.conformance.environment.session import OVER, EnvironmentSession, short
-from rolecall.environment.answers import CONTINUES, roles_of, scored_by
+from rolecall.environment.answers import CONTINUES, roles_of, schema_problem, scored_by
 from rolecall.scoring.scores import components_problem, value_problem
 from rolecall.v1 import environment_pb2, reward_pb2, trajectory_pb2
 
@@ -78,6 +78,21 @@ async def tool_names(session: EnvironmentSession) -> Verdict:
             return failed(f"{play.row.name}: the tools {names}")
         num = max(num, len(names))
     return passed(f"{num} tools")
+
+
+@CONTRACT.rule(
+    "tool.schema",
+    "Tool.input_schema",
+    "JSON Schema of its arguments, an object, as JSON text: the policy is shown its fields in their order.",
+    TURNS,
+)
+async def tool_schemas(session: EnvironmentSession) -> Verdict:
+    """Looks for tools whose schema is no object in JSON."""
+    for play in await session.plays():
+        for tool in play.opening.tools:
+            if schema_problem(tool):
+                return failed(f"{play.row.name}: the tool {tool.name!r} has the schema {tool.input_schema[:120]!r}")
+    return passed()
 
 
 @CONTRACT.rule("step.state", "EpisodeState.EPISODE_STATE_UNSPECIFIED", "Never sent: an answer always says it.", TURNS)

@@ -25,11 +25,16 @@ class GreedyResponse:
 
 @dataclass(frozen=True)
 class EpisodeEnd:
-    """The length of an episode, and its end."""
+    """The length of an episode, its calls of tools, and its end."""
 
     num_turns: int
+    num_tool_calls: int
+    num_malformed: int
+    """Turns whose calls of tools could not be read."""
     ended_by: str
-    """"terminated" or "truncated" by the environment, else the budget that was spent: "turns", "tokens", "time"."""
+    """"terminated" or "truncated" by the environment, else the budget that was spent: "turns", "tokens", "time",
+    "malformed".
+    """
 
 
 @dataclass(frozen=True)

@@ -239,7 +239,12 @@ def _scored_group(
         greedy=GreedyResponse(group.greedy_row, float(rewards[-1])) if group.HasField("greedy_row") else None,
         prompt_uid=metas[0].prompt.uid,
         episodes=tuple(
-            EpisodeEnd(len(meta.episode.turns), meta.episode.ended_by)
+            EpisodeEnd(
+                len(meta.episode.turns),
+                meta.episode.num_tool_calls,
+                meta.episode.num_malformed,
+                meta.episode.ended_by,
+            )
             for meta in metas[:num_responses]
             if meta.HasField("episode")
         ),

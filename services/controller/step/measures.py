@@ -30,6 +30,7 @@ EPISODE_ENDS = {
     "turns": "out_of_turns",
     "tokens": "out_of_tokens",
     "time": "out_of_time",
+    "malformed": "out_of_calls",
 }
 """Names of the shares of episodes by what ended them."""
 INFO_TIMEOUT_S = 5.0
@@ -113,6 +114,8 @@ def of_batch(
         for episode in group.episodes:
             metrics.mean("episode/turns", episode.num_turns)
             metrics.max("episode/turns_max", episode.num_turns)
+            metrics.mean("episode/tool_calls", episode.num_tool_calls)
+            metrics.mean("episode/malformed", episode.num_malformed)
             for end, name in EPISODE_ENDS.items():
                 metrics.mean(f"episode/{name}", float(episode.ended_by == end))
         metrics.mean("groups/without_signal", float(not group.has_signal))

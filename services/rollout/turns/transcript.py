@@ -51,6 +51,14 @@ class Transcript:
             known = sample.routing[:0] if self._routing is None else self._routing[:-1]
             self._routing = np.concatenate([known, sample.routing[len(known) :]])
 
+    def malformed(self) -> None:
+        """The last turn's calls of tools could not be read."""
+        self.episode.num_malformed += 1
+
+    def called(self, num_calls: int) -> None:
+        """The last turn called so many tools."""
+        self.episode.num_tool_calls += num_calls
+
     def heard(self, token_ids: Sequence[int], messages: Sequence[trajectory_pb2.Message]) -> None:
         """The environment said `messages`, rendered as `token_ids`, and the policy has another turn."""
         self.episode.messages.add(role="assistant", content=self._last_text)

@@ -1,0 +1,139 @@
+"""Calls of tools in what a policy said: read by a parser, held to the session's tools.
+
+Owns what of a turn is a call, and what makes one malformed: that is the policy's fault, is answered in words and never
+reaches the environment. Which parser reads a model's calls, `environment.tool_parser` names; that it reads what the
+run's chat template shows is tried once, at the start.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError
+from referencing import Registry
+
+from rolecall.data.continuation import PROBE_TOOL, SAID
+from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.v1 import environment_pb2
+
+ToolSchema: TypeAlias = Mapping[str, Any]
+"""A tool as chat templates are given it: {"type": "function", "function": {name, description, parameters}}."""
+ReadCalls: TypeAlias = Callable[[str, Sequence[ToolSchema]], list[tuple[str, str]]]
+"""Reads the calls of these tools in a text, special tokens included, as (name, JSON text of its arguments)."""
+_PROBED = ("plugh", {"b": "c"})
+"""A call of PROBE_TOOL."""
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The calls of one turn, or why they cannot be read."""
+
+    calls: tuple[environment_pb2.ToolCall, ...] = ()
+    problem: str = ""
+    """What the policy is told in place of an answer; empty: nothing is wrong."""
+
+
+class ToolCalls:
+    """The reader of calls for one run's parser and template."""
+
+    def __init__(self, tokenizer: ChatTokenizer, read: ReadCalls, parser: str) -> None:
+        """ConfigError when `read`, which is named `parser`, does not read the calls that the template shows."""
+        self._tokenizer = tokenizer
+        self._read = read
+        shown = _shown(tokenizer)
+        self._marker = next(iter(shown[: shown.find(_PROBED[0])].split()), None)
+        """How the template begins a call; None: it shows none, and text that is no call is text."""
+        if shown and _plain(read(shown, [PROBE_TOOL])) != [_PROBED]:
+            raise ConfigError(
+                f"environment.tool_parser: {parser} does not read what the chat template shows as a call, {shown!r}; "
+                "name the parser of the model's family"
+            )
+
+    def of_session(self, tools: Sequence[ToolSchema]) -> "SessionCalls":
+        """The reader of one session's calls."""
+        return SessionCalls(self._tokenizer, self._read, self._marker, tools)
+
+
+class SessionCalls:
+    """The reader of the calls of one session's tools."""
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, read: ReadCalls, marker: str | None, tools: Sequence[ToolSchema]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._read = read
+        self._marker = marker
+        self._tools = tools
+        self._validators: dict[str, Draft202012Validator] = {}
+        for tool in tools:
+            function = tool["function"]
+            # an empty registry: references to elsewhere are not followed
+            self._validators[function["name"]] = Draft202012Validator(function["parameters"], registry=Registry())
+
+    def hear(self, token_ids: Sequence[int], *, is_cut: bool) -> Heard:
+        """The calls in a turn that was sampled as `token_ids`, whose last one ended it unless it `is_cut`."""
+        text = self._tokenizer.spell(token_ids if is_cut else token_ids[:-1])
+        calls = self._read(text, self._tools)
+        if not calls and self._marker is not None and self._marker in text:
+            return Heard(problem=f"The call after {self._marker} could not be read.")
+        for name, arguments in calls:
+            problem = self._problem(name, arguments)
+            if problem:
+                return Heard(problem=problem)
+        return Heard(tuple(environment_pb2.ToolCall(name=name, arguments=text) for name, text in calls))
+
+    def _problem(self, name: str, arguments: str) -> str:
+        """Returns what the policy is told of a call that no tool can take; empty for one that can be taken."""
+        validator = self._validators.get(name)
+        if validator is None:
+            return f"There is no tool {name!r}; there are {', '.join(sorted(self._validators))}."
+        try:
+            value = json.loads(arguments)
+        except ValueError as error:
+            return f"The arguments of {name} are no JSON: {error}."
+        if not isinstance(value, dict):
+            return f"The arguments of {name} are no object."
+        try:
+            validator.validate(value)
+        except ValidationError as error:
+            return f"The arguments of {name} do not fit: {error.message}."
+        return ""
+
+
+def tool_schemas(tools: Sequence[environment_pb2.Tool]) -> list[ToolSchema]:
+    """The tools of a session, which the client believed, as chat templates are given them."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": json.loads(tool.input_schema),
+            },
+        }
+        for tool in tools
+    ]
+
+
+def _shown(tokenizer: ChatTokenizer) -> str:
+    """The text of a call as the template shows it; empty when it shows none."""
+    name, arguments = _PROBED
+    asked = {"role": "user", "content": "a"}
+    call = {"type": "function", "id": "callplugh", "function": {"name": name, "arguments": arguments}}
+    plain: dict[str, Any] = {"role": "assistant", "content": SAID}
+    try:
+        without = tokenizer.render([asked, plain], generate=False, tools=[PROBE_TOOL])
+        shown = tokenizer.render([asked, {**plain, "tool_calls": [call]}], generate=False, tools=[PROBE_TOOL])
+    except InvalidInputError:
+        return ""
+    head, said, tail = without.rpartition(SAID)
+    if not shown.startswith(head + said) or name not in shown[len(head) :]:
+        return ""
+    return shown[len(head + said) :].removesuffix(tail).strip()
+
+
+def _plain(calls: Sequence[tuple[str, str]]) -> list[tuple[str, Any]]:
+    return [(name, json.loads(arguments)) for name, arguments in calls]

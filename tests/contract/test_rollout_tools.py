@@ -1,0 +1,193 @@
+"""Calls of tools in episodes: the real replica, store, client and server around an engine that says what a test wrote.
+
+What vLLM's parsers make of a text, tests/integration/test_tool_parsers.py holds; here a few lines stand for one.
+"""
+
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.environment import Action, Answer, Env, Message, Opening, Task, Tool
+from rolecall.environment.client import open_environment
+from rolecall.errors import ConfigError
+from rolecall.settings import RpcSection
+from rolecall.v1 import trajectory_pb2
+from services.rollout.episodes import Episodes, EpisodeSettings
+from services.rollout.replica import Replica
+from services.rollout.sampling import SampleRequest
+from services.rollout.scripted import ScriptedEngine
+from services.rollout.turns.tool_calls import ToolCalls, ToolSchema
+from tests.contract.environment_peers import environment
+from tests.contract.rollout_replica import ReplicaUnderTest, replica_under_test
+from tests.fixtures_store import StoreUnderTest
+from tests.tiny_tokenizer import EOS_TOKEN_ID, TOOLS_TEMPLATE, write_tokenizer
+
+ADD = Tool(
+    "add",
+    "Adds two whole numbers.",
+    {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    },
+)
+LARGE = 2**60 + 1
+
+
+def call(name: str = "add", **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def read(text: str, tools: Sequence[ToolSchema]) -> list[tuple[str, str]]:
+    """A stand-in for vLLM's parser: all calls or none."""
+    try:
+        found = [json.loads(body) for body in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)]
+        return [(each["name"], json.dumps(each["arguments"])) for each in found]
+    except (ValueError, KeyError):
+        return []
+
+
+class Saying(ScriptedEngine):
+    """A scripted engine that says one text in each turn, the last one again."""
+
+    def __init__(self, tokenizer: ChatTokenizer, texts: Sequence[str]) -> None:
+        super().__init__(eos_token_id=EOS_TOKEN_ID, max_model_tokens=4000)
+        self._ids = [[*tokenizer.encode(text), EOS_TOKEN_ID] for text in texts]
+
+    def _next(self, request: SampleRequest, position: int) -> tuple[int, float]:
+        turn = int(request.request_id.rpartition(".")[2])
+        return self._ids[min(turn, len(self._ids)) - 1][position], -0.5
+
+
+class Adder(Env):
+    """An environment that adds, and ends with the first turn that calls nothing. It keeps what it heard."""
+
+    heard: list[Action] = []
+
+    def reset(self, task: Task, seed: int) -> Opening:
+        return Opening("how much?", tools=(ADD,))
+
+    def step(self, action: Action) -> Answer:
+        Adder.heard.append(action)
+        if not action.tool_calls:
+            return Answer(reward=1.0, is_over=True)
+        sums = [int(each.arguments["a"]) + int(each.arguments["b"]) for each in action.tool_calls]
+        return Answer([Message("tool", str(value)) for value in sums])
+
+    def grade(self) -> float:
+        return 0.25
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path, TOOLS_TEMPLATE)
+    Adder.heard = []
+    return tmp_path
+
+
+@asynccontextmanager
+async def rollout(
+    store: StoreUnderTest, folder: Path, texts: Sequence[str], make: Callable[[], Env] = Adder, **settings: Any
+) -> AsyncIterator[ReplicaUnderTest]:
+    tokenizer = ChatTokenizer(folder)
+    sizes = {"responses_per_group": 4, "max_prompt_tokens": 400, "max_turns": 16, "max_malformed": 3, "max_attempts": 3}
+    chosen = EpisodeSettings(run="test", **{**sizes, "budget_s": 60.0, **settings})
+    async with environment(make, roles=("user", "tool")) as (address, _):
+
+        def sampler(replica: Replica) -> Episodes:
+            client = open_environment(address, RpcSection())
+            return Episodes(chosen, replica, client, tokenizer, ToolCalls(tokenizer, read, "test"))
+
+        engine = Saying(tokenizer, texts)
+        async with replica_under_test(store, folder, engine, lease_s=1.5, sampler=sampler) as replica:
+            yield replica
+
+
+async def played(store: StoreUnderTest, under_test: ReplicaUnderTest) -> list[trajectory_pb2.TrajectoryMeta]:
+    """The metas of one group."""
+    under_test.admit(1, max_tokens=2000)
+    await under_test.publish(1)
+    (group,) = await under_test.committed(1)
+    return store.rows.read_meta(group.rows)
+
+
+async def test_calls_reach_the_environment_and_its_answers_the_policy(store: StoreUnderTest, folder: Path) -> None:
+    texts = [f"Let me see. {call(a=1, b=2)}\n{call(a=LARGE, b=0)}", "It is 3."]
+    async with rollout(store, folder, texts) as under_test:
+        metas = await played(store, under_test)
+    for meta in metas:
+        assert [(said.role, said.content) for said in meta.episode.messages] == [
+            ("user", "how much?"),
+            ("assistant", texts[0]),
+            ("tool", "3"),
+            ("tool", str(LARGE)),
+        ], "whole numbers stay whole"
+        assert (meta.response_text, meta.episode.ended_by) == ("It is 3.", "terminated")
+        assert (meta.episode.num_tool_calls, meta.episode.num_malformed) == (2, 0)
+        assert meta.episode.reward.value == 1.0
+    assert all(action.text in texts for action in Adder.heard)
+
+
+async def test_the_row_is_the_templates_rendering_with_the_tools_in_the_prompt(
+    store: StoreUnderTest, folder: Path
+) -> None:
+    texts = [call(a=1, b=2), "3"]
+    tokenizer = ChatTokenizer(folder)
+    async with rollout(store, folder, texts) as under_test:
+        under_test.admit(1, max_tokens=2000)
+        await under_test.publish(1)
+        (group,) = await under_test.committed(1)
+        function = {"name": ADD.name, "description": ADD.description, "parameters": ADD.input_schema}
+        tools = [{"type": "function", "function": function}]
+        for row, meta in zip(
+            store.rows.read(group.rows, ("token_ids",)), store.rows.read_meta(group.rows), strict=True
+        ):
+            said = [{"role": each.role, "content": each.content} for each in meta.episode.messages]
+            said.append({"role": "assistant", "content": meta.response_text})
+            oracle = tokenizer.render(said, generate=False, tools=tools).removesuffix("\n")
+            assert tokenizer.spell(row["token_ids"].tolist()) == oracle
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('<tool_call>\n{"name": "add", ', "The call after <tool_call> could not be read."),
+        (call("sub", a=1, b=2), "There is no tool 'sub'; there are add."),
+        (call(a=1), "The arguments of add do not fit: 'b' is a required property."),
+        (call(a=1, b="two"), "The arguments of add do not fit: 'two' is not of type 'integer'."),
+        ('<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>', "The arguments of add are no object."),
+    ],
+)
+async def test_a_malformed_call_is_answered_in_words_and_never_reaches_the_environment(
+    store: StoreUnderTest, folder: Path, text: str, words: str
+) -> None:
+    async with rollout(store, folder, [text, call(a=2, b=2), "4"]) as under_test:
+        metas = await played(store, under_test)
+    for meta in metas:
+        said = [(each.role, each.content) for each in meta.episode.messages]
+        assert said[1:] == [("assistant", text), ("tool", words), ("assistant", call(a=2, b=2)), ("tool", "4")]
+        assert (meta.episode.num_malformed, meta.episode.num_tool_calls, len(meta.episode.turns)) == (1, 1, 3)
+        assert meta.episode.ended_by == "terminated"
+    assert all(action.text != text for action in Adder.heard)
+
+
+async def test_three_in_a_row_end_the_episode_graded_as_it_stands(store: StoreUnderTest, folder: Path) -> None:
+    async with rollout(store, folder, ["<tool_call>", "<tool_call>", call(a=1, b=1), "<tool_call>"]) as under_test:
+        metas = await played(store, under_test)
+    for meta in metas:
+        assert (len(meta.episode.turns), meta.episode.num_malformed) == (6, 5), "two, then a good one, then three"
+        assert meta.episode.ended_by == "malformed"
+        assert meta.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH
+        assert meta.episode.reward.value == 0.25
+
+
+def test_a_parser_that_does_not_read_what_the_template_shows_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="xml does not read what the chat template shows as a call, '<tool_call>"):
+        ToolCalls(ChatTokenizer(folder), lambda text, tools: [], "xml")
