@@ -4,6 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 LOCK ?= cpu
 SEED ?= 0
 KILLS ?= 100
+WORKERS ?= 3
 PART ?= 1
 ACCEPTANCE ?= build/gpu-acceptance
 BIN := .venv/bin
@@ -19,14 +20,14 @@ setup: ## Make .venv from the lock (LOCK=cpu|cuda); the second time it does noth
 quickstart: setup ## Train the sort-digits example through the whole system (SEED=0) and show the curves
 	@$(BIN)/python examples/sort_digits/quickstart.py --seed $(SEED)
 
-# files in their order: those of long tests first, so that both workers end together
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# files in their order: those of long tests first, so that all workers end together
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder -n
 
-test: setup ## Keep every promise once: the whole system, every contract, a kill of each role (14 minutes on two cores)
-	@$(PYTEST) -m "not learning and not mesh and not engine and not languages and not megatron and not thorough"
+test: setup ## Keep every promise once: the whole system, every contract, a kill of each role (10 minutes on two cores; WORKERS=3 at a time, for each waits half of its time)
+	@$(PYTEST) $(WORKERS) -m "not learning and not mesh and not engine and not languages and not megatron and not thorough"
 
 test-all: setup ## Pass every test that this machine can run but test-learning's (half an hour on two busy cores)
-	@$(PYTEST)
+	@$(PYTEST) 2
 
 test-learning: setup ## Train the sort-digits example by nine published methods, each above 0.9; the curves go to runs/learning.md. Then two steps of every recipe (40 minutes in all)
 	@$(BIN)/python -m pytest -m learning tests/learning tests/e2e

@@ -17,7 +17,7 @@ from tests.twins.callers import playing
 
 pytest_plugins = ["tests.fixtures_rank", "tests.fixtures_store", "tests.fixtures_servers"]
 
-# Read when torch is loaded, here and in children that do not say otherwise: each of two workers has one core, on which
+# Read when torch is loaded, here and in children that do not say otherwise: a worker has one core at the most, on which
 # idle threads would spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

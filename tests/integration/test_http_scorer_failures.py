@@ -1,11 +1,7 @@
 """Faults of judges and other HTTP servers under a whole light run: the run goes on, nothing is lost, and no number is
-wrong.
-
-The store, the controller, gRPC, the reward service and HTTP are real; the server misbehaves, and an actor compares
-every reward with what the response is worth.
+wrong. HTTP is real, too; the server misbehaves.
 """
 
-import asyncio
 import hashlib
 import json
 import random
@@ -13,27 +9,21 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rolecall.v1.trajectory_pb2 import TrajectoryMeta
-from tests.contract.reward_peers import reward_service
+from tests.integration.faulty_runs import AWAY_S, FAULTY_RUN_S, GROUPS_PER_STEP, TIMEOUT_S, check_run
 from tests.ports import free_port
 from tests.twins.http_scorer import Answer, Asked, HttpTwin, Reply, http_server, openai_answer, verdict_json
-from tests.twins.run import LightRun, balance, check_trained_once
-from tests.twins.trainer import CheckingActor, Row
+from tests.twins.run import LightRun
+from tests.twins.trainer import Row
 
-TIMEOUT_S = 0.5
-AWAY_S = 4.0
-"""Longer than the breaker's first pauses."""
-FAULTY_RUN_S = 240.0
-"""Deadline of a run with faults, which takes ten seconds on a quiet machine."""
 NUM_STEPS = 4
-GROUPS_PER_STEP = 4
-NUM_RESPONSES = 2
+THOROUGH = pytest.mark.thorough("test_under_every_fault_of_an_http_server_the_run_goes_on_and_no_number_is_wrong")
 VERDICTS = {f"grade {i}": i / 16 for i in range(16)}
 RUBRIC = {"model": "judge", "template": "{{ response | tojson }}", "verdicts": VERDICTS}
 
@@ -139,43 +129,21 @@ def comes_and_goes(scorer: Faulty) -> Iterator[str]:
         thread.join(60.0)
 
 
-FAULTS = ["30% errors that pass", "errors that stay", "garbage", "slow", "flapping", "limits", "away"]
 LASTING = ("errors that stay", "garbage")
+BRIEF = [("judge", "garbage"), ("judge", "away"), ("judge", "limits"), ("trl", "slow")]
+OTHERS = [
+    *(("judge", fault) for fault in ("30% errors that pass", "errors that stay", "slow", "flapping")),
+    *(("trl", fault) for fault in ("garbage", "flapping", "away")),
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "fault"),
-    [*(("judge", fault) for fault in FAULTS), *(("trl", fault) for fault in ("garbage", "slow", "flapping", "away"))],
-)
+@pytest.mark.parametrize(("kind", "fault"), [*BRIEF, *(pytest.param(*other, marks=THOROUGH) for other in OTHERS)])
 async def test_under_every_fault_of_an_http_server_the_run_goes_on_and_no_number_is_wrong(
     light_run: LightRun, tmp_path: Path, kind: str, fault: str
 ) -> None:
     scorer = Faulty(kind, fault)
-    async with AsyncExitStack() as stack:
-        url = stack.enter_context(comes_and_goes(scorer) if fault == "away" else http_server(scorer))
-        section = {"rubric": RUBRIC} if kind == "judge" else {"range": [0, 1]}
-        part = {
-            "scorer": {"kind": kind, "address": url, **section},
-            "timeout_s": TIMEOUT_S,
-            "max_attempts": 2,
-        }
-        sections: dict[str, Any] = {
-            "reward": {
-                "address": await stack.enter_async_context(reward_service(tmp_path, mine=part)),
-                "max_failed_groups": 500,
-            },
-            "run": {"num_steps": NUM_STEPS},
-        }
-        run = await stack.enter_async_context(light_run(**sections))
-        actor = CheckingActor(run.store.rows, worth)
-        run.actor.restart(actor)
-        life = await stack.enter_async_context(run.controller())
-        await stack.enter_async_context(run.rollout("rollout-0"))
-        await asyncio.wait_for(life.running, FAULTY_RUN_S)
-    num_groups = NUM_STEPS * GROUPS_PER_STEP
-    _, trained, dropped, live = balance(run)
-    assert (trained, live) == (num_groups, 0)
-    check_trained_once(actor, num_groups * NUM_RESPONSES)
-    assert actor.wrong == []
+    section = {"rubric": RUBRIC} if kind == "judge" else {"range": [0, 1]}
+    with comes_and_goes(scorer) if fault == "away" else http_server(scorer) as url:
+        mine = {"kind": kind, "address": url, **section}
+        await check_run(light_run, tmp_path, mine, worth, NUM_STEPS, is_lasting=fault in LASTING)
     assert scorer.num_faults > 0
-    assert dict(run.ledger.counts().dropped) == ({"scorer_error": dropped} if fault in LASTING else {})

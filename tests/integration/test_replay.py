@@ -125,7 +125,12 @@ async def trained(
 @pytest.mark.parametrize(
     ("algorithm", "kills"),
     [
-        pytest.param({"groups_per_batch": 4, "num_minibatches": 2, "num_epochs": 4}, {"actor": ACTOR_KILLS}, id="grpo"),
+        pytest.param(
+            {"groups_per_batch": 4, "num_minibatches": 2, "num_epochs": 4},
+            {"actor": ACTOR_KILLS},
+            id="grpo",
+            marks=pytest.mark.thorough("test_killed_trainers_end_with_the_weights_of_trainers_that_were_never_killed"),
+        ),
         pytest.param(
             {"groups_per_batch": 4, "num_minibatches": 2, "num_epochs": 4, "advantage": {"kind": "gae"}},
             {"actor": [Instant("Train", "answered", 3)], "critic": CRITIC_KILLS},

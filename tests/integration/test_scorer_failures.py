@@ -7,7 +7,6 @@ afterwards, gets all: so the check would see one.
 """
 
 import asyncio
-import hashlib
 import math
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -26,16 +25,13 @@ from rolecall.scoring.client import RewardClient
 from rolecall.scoring.scores import component_spec
 from rolecall.settings import RpcSection, RunSettings
 from rolecall.v1 import reward_pb2
-from rolecall.v1.trajectory_pb2 import CommittedGroup, TrajectoryMeta
+from rolecall.v1.trajectory_pb2 import CommittedGroup
 from rolecall.wire import encode_tensor
 from services.controller.groups.group_scorer import GroupScorer
 from services.controller.step.measures import of_batch
 from services.controller.threads import StoreThreads
 from tests.contract.reward_peers import Liar, reward_service, serving, write_user_module
 from tests.fixtures_store import StoreUnderTest
-from tests.ports import free_port
-from tests.twins.run import LightRun, balance, check_trained_once
-from tests.twins.trainer import CheckingActor, Row
 
 MakeSettings = Callable[..., RunSettings]
 Result = reward_pb2.ScoreResult
@@ -449,118 +445,3 @@ async def test_a_users_function_that_fails_beside_a_good_component_writes_nothin
             with pytest.raises(ScorerError, match="component 'mine'"):
                 await scorer.score(group)
     assert reward_columns(store, group) == 0
-
-
-AWAY_S = 4.0
-"""Longer than the breaker's first pauses."""
-FAULTY_RUN_S = 240.0
-"""Deadline of a run with faults, which takes ten seconds on a quiet machine."""
-NUM_STEPS = 5
-GROUPS_PER_STEP = 4
-
-
-def worth(token_ids: bytes) -> float:
-    """The right reward of a response: another one for each."""
-    return int.from_bytes(hashlib.sha256(token_ids).digest()[:2], "little") / 2**16
-
-
-def is_drawn(gid: str) -> bool:
-    """Whether a group is one of the 30% on which a scorer fails whenever it is asked."""
-    return random.Random(f"group {gid}").random() < 0.3
-
-
-class Faulty(Liar):
-    """A scorer that gives each response its worth, and one fault besides."""
-
-    def __init__(self, fault: str) -> None:
-        super().__init__()
-        self._fault = fault
-        self._draw = random.Random(fault)
-        self.lie = self._answer
-        self.fail = self._call
-        self.num_faults = 0
-        """How often the fault struck."""
-
-    def _answer(self, response: reward_pb2.ScoreResponse) -> None:
-        items = {item.id: item for request in self.requests for item in request.items}
-        for result in response.results:
-            item = items[result.id]
-            result.reward.value = worth(item.response_token_ids)
-            match self._fault:
-                case "30% errors that pass" if self._draw.random() < 0.3:
-                    self._strike(error("OVERLOADED", True), result)
-                case "30% errors that stay" if is_drawn(item.group):
-                    self._strike(error("BROKEN", False), result)
-                case "30% NaN" if is_drawn(item.group):
-                    self._strike(value(math.nan), result)
-
-    def _strike(self, lie: Callable[[Result], None], result: Result) -> None:
-        self.num_faults += 1
-        lie(result)
-
-    def _call(self) -> Any:
-        num_calls = len(self.requests)
-        if self._fault == "slow" and num_calls % 3 == 0:
-            self.num_faults += 1
-            return asyncio.sleep(20 * TIMEOUT_S)
-        if self._fault == "flapping" and num_calls // 6 % 2 == 0:
-            self.num_faults += 1
-            raise UnavailableError("not now")
-        return None
-
-
-def worth_of_row(row: Row, meta: TrajectoryMeta) -> float:
-    """The right reward of a trained response."""
-    return worth(np.ascontiguousarray(row["token_ids"][meta.num_prompt_tokens :], "<i4").tobytes())
-
-
-async def go_away(scorer: Faulty, address: str, come: asyncio.Event) -> None:
-    """Serves `scorer` at `address`, is away for AWAY_S after some groups, and serves it to the end."""
-    async with serving(scorer, bind=address):
-        come.set()
-        while len(scorer.requests) < 2 * GROUPS_PER_STEP:
-            await asyncio.sleep(0.01)
-    scorer.num_faults += 1
-    await asyncio.sleep(AWAY_S)
-    async with serving(scorer, bind=address):
-        await asyncio.Event().wait()
-
-
-FAULTS = ["30% errors that pass", "30% errors that stay", "30% NaN", "slow", "flapping", "away"]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-async def test_under_every_fault_of_a_scorer_the_run_goes_on_and_no_number_is_wrong(
-    light_run: LightRun, tmp_path: Path, fault: str
-) -> None:
-    """The scorer is a component of our reward service, behind breakers and retries; a row's reward is what its response
-    is worth, whatever happened on the way. What cannot be scored is dropped and counted, and nothing else is.
-    """
-    scorer, address, come = Faulty(fault), f"127.0.0.1:{free_port()}", asyncio.Event()
-    async with AsyncExitStack() as stack:
-        if fault == "away":
-            absence = asyncio.create_task(go_away(scorer, address, come))
-            stack.callback(absence.cancel)
-            await come.wait()
-        else:
-            await stack.enter_async_context(serving(scorer, bind=address))
-        service = reward_service(tmp_path, mine=external(address, max_attempts=2))
-        sections: dict[str, Any] = {
-            "reward": {"address": await stack.enter_async_context(service), "max_failed_groups": 500},
-            "run": {"num_steps": NUM_STEPS},
-        }
-        run = await stack.enter_async_context(light_run(**sections))
-        actor = CheckingActor(run.store.rows, worth_of_row)
-        run.actor.restart(actor)
-        life = await stack.enter_async_context(run.controller())
-        await stack.enter_async_context(run.rollout("rollout-0"))
-        await asyncio.wait_for(life.running, FAULTY_RUN_S)
-    num_groups = NUM_STEPS * GROUPS_PER_STEP
-    _, trained, dropped, live = balance(run)
-    assert (trained, live) == (num_groups, 0)
-    check_trained_once(actor, num_groups * NUM_RESPONSES)
-    assert actor.wrong == []
-    assert scorer.num_faults > 0
-    expected = {"scorer_error": dropped} if fault in ("30% errors that stay", "30% NaN") else {}
-    assert dict(run.ledger.counts().dropped) == expected
-    assert not any(is_drawn(id.partition("/")[0]) for id in actor.trained) or not expected
