@@ -211,8 +211,9 @@ class Dispatcher:
                     except RoleCallError as error:
                         if not error.retryable:
                             raise
+                        if last is None or last.message != error.message:
+                            logger.warning("waiting for the scorer of component %s: %s", name, error.message)
                         last = error
-                        logger.warning("waiting for the scorer of component %s: %s", name, error.message)
                         await asyncio.sleep(DESCRIBE_PAUSE_S)
         except TimeoutError:
             raise ScorerUnavailableError(

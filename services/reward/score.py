@@ -78,6 +78,8 @@ def items_of(settings: RunSettings, file: Path, field: str) -> list[reward_pb2.S
     """One item for each response in `file`, with every field that a run would send; a response counts as stopped.
     ConfigError names a row without one.
     """
+    if not file.is_file():
+        raise ConfigError(f"FILE: {file} is no file; name one of rows with responses, .jsonl or .parquet")
     tokenizer = ChatTokenizer(settings.model.path)
     prompts = load_prompts(file, settings.data, settings.reward)
     return [item for prompt in prompts for item in _items(prompt, field, tokenizer)]

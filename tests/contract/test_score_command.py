@@ -94,3 +94,8 @@ def test_a_row_that_cannot_be_scored_is_named(
 ) -> None:
     assert main([str(write_rows(run_file.parent, row)), "--config", str(run_file)]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_named_as_what_it_is(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run_file.parent / "none.jsonl"), "--config", str(run_file)]) == 2
+    assert "FILE: " in capsys.readouterr().err
