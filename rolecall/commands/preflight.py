@@ -294,7 +294,7 @@ def _http_scorer(name: str, scorer: ExternalScorer, settings: RunSettings) -> It
 
 
 async def _look_over_http(name: str, scorer: ExternalScorer, settings: RunSettings) -> None:
-    from rolecall.scoring.http import JsonServer  # httpx2: a quarter of a second, for who needs it
+    from rolecall.scoring.json_server import JsonServer  # httpx2: a quarter of a second, for who needs it
 
     server = JsonServer(name, scorer, settings.rpc, timeout_s=LOOK_S)
     try:

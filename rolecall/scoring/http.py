@@ -1,7 +1,7 @@
-"""Calls of scorers that are HTTP servers and speak JSON, with the errors and the patience of a RewardService's client.
+"""Calls of scorers that are HTTP servers and speak JSON, with the errors of a RewardService's client.
 
-Owns the connections, the deadline of a call, the bound on calls under way and on what an answer holds, and what a
-status means. What is asked, and how an answer is read, is its caller's.
+Owns the connections, the deadline of a call, the bound on what an answer holds, and what a status means. When a call
+may be made is json_server.py's.
 """
 
 import asyncio
@@ -26,20 +26,15 @@ from rolecall.errors import (
     ScorerError,
     ScorerUnavailableError,
     UnauthenticatedError,
-    UnavailableError,
     VersionMismatchError,
 )
 from rolecall.rpc import deadlines
-from rolecall.scoring.client import read_token
-from rolecall.scoring.peer import Peer
-from rolecall.settings import ExternalScorer, RpcSection, token_given
+from rolecall.settings import ExternalScorer, RpcSection
 
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it says a line for each call
 
-MAX_CONCURRENT_CALLS = 64
-"""Bound on the calls of one component under way: a language model answers many at a time, each slowly. Further ones
-wait, within their caller's deadline.
-"""
+MAX_CONNECTIONS = 128
+"""Connections to one server, so many that a second call beside each slow one has its own."""
 MAX_ANSWER_BYTES = 16 * 2**20
 """A longer answer is not read on."""
 MAX_TOLD_CHARS = 200
@@ -49,14 +44,13 @@ _MISPLACED = (301, 302, 303, 307, 308, 404, 405, 410, 421)
 """Another server answers at the URL, or this one knows no such model: UNIMPLEMENTED, in the words of gRPC."""
 
 
-class JsonServer:
-    """An HTTP server that speaks JSON. Used from one event loop; `close` at the end."""
+class HttpCarrier:
+    """Calls of one HTTP server; `close` at the end."""
 
-    def __init__(self, name: str, scorer: ExternalScorer, rpc: RpcSection, *, timeout_s: float) -> None:
-        """The server of the component `name`, with `timeout_s` for each call. ConfigError when its answers, or the
-        token, would be seen on the way, and for an unreadable token or roots.
+    def __init__(self, scorer: ExternalScorer, rpc: RpcSection, token: str | None) -> None:
+        """The server at the scorer's URL, called with `token`. ConfigError when its answers, or the token, would be
+        seen on the way, and for unreadable roots.
         """
-        token = read_token(scorer.bearer_token_file) or token_given(name)
         url = urlsplit(scorer.address)
         here = is_loopback(f"{url.hostname}:{url.port or 80}")
         if url.scheme == "http" and token is not None:
@@ -67,61 +61,26 @@ class JsonServer:
                 "service mesh encrypts it"
             )
         self._url = scorer.address.rstrip("/")
-        self._first_path = "/models" if scorer.kind == "judge" else ""
-        self._timeout_s = timeout_s
-        self.peer = Peer(name=name, address=scorer.address, timeout_s=timeout_s, hedge_after_s=scorer.hedge_after_s)
-        self._calls = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+        self._look_path = "/models" if scorer.kind == "judge" else ""
         self._client = httpx2.AsyncClient(
             headers={"authorization": f"Bearer {token}"} if token is not None else {},
             verify=_trust(scorer) if url.scheme == "https" else True,
             timeout=None,  # each call has one deadline, its own
-            limits=httpx2.Limits(max_connections=2 * MAX_CONCURRENT_CALLS),
+            limits=httpx2.Limits(max_connections=MAX_CONNECTIONS),
             trust_env=not here,
         )
 
-    async def post(self, path: str, body: object) -> Any:
-        """Returns the JSON that the server answers to the JSON `body` at `path` below its URL. Raises what a
-        RewardService's answer of that kind would: see `status_error`.
+    async def call(self, path: str, body: Any, timeout_s: float) -> Any:
+        """Returns the JSON that the server answers to the JSON `body`, posted to `path`; to None, which is a GET, what
+        it says of itself. Raises what a RewardService's answer of that kind would: see `status_error`.
         """
-        away = self.peer.away()
-        if away is not None:
-            raise away
-        async with self._calls:  # bounded: what is inside has timeout_s, and admission bounds how many wait
-            try:
-                answer, _ = await self.peer.within_limit(
-                    lambda: self.peer.hedged(lambda: self._call("POST", path, json.dumps(body).encode()))
-                )
-            except RoleCallError as error:
-                self.peer.is_silent(self.peer.has_failed(error))
-                raise
-        self.peer.has_answered()
-        return answer
-
-    async def look(self) -> Any:
-        """Returns the JSON that the server says of itself; None where it is there and says none. Raises when it is
-        away, wants another token or takes no calls.
-        """
-        try:
-            answer, _ = await self.peer.within_limit(lambda: self._call("GET", self._first_path, None))
-        except (UnavailableError, DeadlineError, UnauthenticatedError, RateLimitedError) as error:
-            self.peer.is_silent(self.peer.failure(error))
-            raise
-        except RoleCallError:
-            answer = None
-        self.peer.is_back()
-        return answer
-
-    async def close(self) -> None:
-        """Closes the connections."""
-        await self._client.aclose()  # bounded: calls under way were given up by then
-
-    async def _call(self, method: str, path: str, body: bytes | None) -> Any:
-        url = f"{self._url}{path}"
-        timeout_s = deadlines.child_timeout_s(self._timeout_s)
+        url = f"{self._url}{self._look_path if body is None else path}"
+        method, content = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
+        timeout_s = deadlines.child_timeout_s(timeout_s)
         headers = {"content-type": "application/json"} if body is not None else {}
         try:
             async with asyncio.timeout(timeout_s):
-                async with self._client.stream(method, url, content=body, headers=headers) as response:
+                async with self._client.stream(method, url, content=content, headers=headers) as response:
                     data = await _read(response, url)
         except TimeoutError as error:
             raise DeadlineError(f"{url} did not answer within {timeout_s:.1f} s") from error
@@ -133,6 +92,10 @@ class JsonServer:
             return json.loads(data)
         except ValueError as error:
             raise ScorerError(f"{url} answered what is no JSON: {_told(data)!r}") from error
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._client.aclose()  # bounded: calls under way were given up by then
 
 
 def status_error(url: str, status: int, data: bytes, retry_after: str | None = None) -> RoleCallError:

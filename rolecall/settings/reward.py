@@ -145,14 +145,14 @@ class ExternalScorer(Section):
     - `judge`: a language model that is asked about each response, behind an OpenAI-compatible server.
     - `openrlhf`: an HTTP server as OpenRLHF's remote reward models are.
     - `trl`: an HTTP server that takes what TRL's reward functions take, as JSON.
-    - `kserve`: a model behind the Open Inference Protocol (KServe v2, Triton, MLServer), over HTTP.
+    - `kserve`: a model behind the Open Inference Protocol (KServe v2, Triton, MLServer), over HTTP or gRPC.
     """
 
     kind: Literal["external", "judge", "openrlhf", "trl", "kserve"] = "external"
     """The scorer that this section chooses."""
     address: str
     """Where it is. Of external a gRPC target; of the others an http:// or https:// URL: of a judge the one that ends in
-    /v1, of kserve the model's, as in http://host:8080/v2/models/name.
+    /v1, of kserve the model's, as in http://host:8080/v2/models/name, or grpc://host:8081/name.
     """
     ca_file: Roots | None = None
     """PEM roots to trust, or `system`; absent: TLS, with the system's, only where there is a bearer token, or https."""
@@ -176,15 +176,24 @@ class ExternalScorer(Section):
     @property
     def tls(self) -> bool:
         """Whether it is called with TLS."""
-        return self.ca_file is not None or self.bearer_token_file is not None or self.address.startswith("https://")
+        return (
+            self.ca_file is not None
+            or self.bearer_token_file is not None
+            or self.address.startswith(("https://", "grpcs://"))
+        )
+
+    @property
+    def over_grpc(self) -> bool:
+        """Whether it is a URL for gRPC: a model behind the Open Inference Protocol."""
+        return self.address.startswith(("grpc://", "grpcs://"))
 
     @model_validator(mode="after")
     def _reached_as_its_kind_is(self) -> Self:
         if self.kind == "external":
             address_of(self.address)
         else:
-            url_of(self.address)
-            if self.tls and not self.address.startswith("https://"):
+            url_of(self.address, ("http", "https", "grpc", "grpcs") if self.kind == "kserve" else ("http", "https"))
+            if self.tls and not self.address.startswith(("https://", "grpcs://")):
                 raise ValueError("address: ca_file and bearer_token_file need https://; without TLS no token is sent")
         if (self.rubric is not None) != (self.kind == "judge"):
             raise ValueError(f"rubric: {'a judge needs one' if self.rubric is None else f'{self.kind} has none'}")

@@ -92,10 +92,10 @@ HostPort: TypeAlias = Annotated[Address, AfterValidator(_host_port)]
 """`host:port` and nothing else."""
 
 
-def url_of(value: str) -> str:
-    """`value`, which is the URL of an HTTP server; ValueError says what is wrong with it."""
+def url_of(value: str, schemes: tuple[str, ...] = ("http", "https")) -> str:
+    """`value`, which is the URL of a server by one of `schemes`; ValueError says what is wrong with it."""
     parts = urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    if parts.scheme not in schemes or not parts.hostname or parts.query or parts.fragment:
         raise ValueError(f"{value!r} is no URL; write http://host:port/path or https://host/path")
     if "@" in parts.netloc:
         raise ValueError("a user or password in a URL would stand in config.yaml; give a token by bearer_token_file")

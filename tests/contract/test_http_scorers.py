@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -14,7 +16,7 @@ from rolecall.errors import ConfigError
 from rolecall.scoring.http import seconds_of
 from rolecall.scoring.scores import Failure, Outcome, Score
 from rolecall.settings import ExternalScorer, RpcSection
-from rolecall.v1 import reward_pb2, trajectory_pb2
+from rolecall.v1 import open_inference_pb2, reward_pb2, trajectory_pb2
 from services.reward.external.component import HttpComponent, open_http
 from tests.twins.http_scorer import HttpTwin, Reply, http_server
 
@@ -201,10 +203,104 @@ async def test_a_wrong_answer_of_a_model_is_never_a_number(answer: Any) -> None:
         assert values(await scorer.score(items_of("4", "5"))) == ["SCORER_FAILED"] * 2
 
 
+@asynccontextmanager
+async def model_over_grpc(
+    metadata: open_inference_pb2.ModelMetadataResponse,
+    infer: Callable[[open_inference_pb2.ModelInferRequest], open_inference_pb2.ModelInferResponse],
+) -> AsyncIterator[HttpComponent]:
+    """The component `it` behind a server that knows the model `m` alone."""
+
+    async def described(request: open_inference_pb2.ModelMetadataRequest, context: Any) -> Any:
+        if request.name != "m":
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no model {request.name}")
+        return metadata
+
+    async def inferred(request: open_inference_pb2.ModelInferRequest, context: Any) -> Any:
+        return infer(request)
+
+    methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "ModelMetadata": grpc.unary_unary_rpc_method_handler(
+            described,
+            open_inference_pb2.ModelMetadataRequest.FromString,
+            open_inference_pb2.ModelMetadataResponse.SerializeToString,
+        ),
+        "ModelInfer": grpc.unary_unary_rpc_method_handler(
+            inferred,
+            open_inference_pb2.ModelInferRequest.FromString,
+            open_inference_pb2.ModelInferResponse.SerializeToString,
+        ),
+    }
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("inference.GRPCInferenceService", methods),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    scorer = ExternalScorer(kind="kserve", address=f"grpc://127.0.0.1:{port}/m", range=(0, 9))
+    opened = open_http("it", scorer, RpcSection(), timeout_s=30.0, max_attempts=1)
+    try:
+        yield opened
+    finally:
+        await opened.close()
+        await server.stop(0)
+
+
+TEXTS = open_inference_pb2.ModelMetadataResponse(
+    inputs=[
+        open_inference_pb2.ModelTensor(name="response", datatype="BYTES", shape=[-1, 1]),
+        open_inference_pb2.ModelTensor(name="ground_truth", datatype="BYTES", shape=[-1]),
+    ],
+    outputs=[open_inference_pb2.ModelTensor(name="score", datatype="FP32", shape=[-1, 1])],
+)
+FP32 = open_inference_pb2.InferTensor(name="score", datatype="FP32", shape=[2, 1])
+
+
+@pytest.mark.parametrize("is_raw", [False, True], ids=["in fields", "raw"])
+async def test_a_model_over_grpc_is_given_text_and_read_in_fields_or_raw(is_raw: bool) -> None:
+    asked: list[open_inference_pb2.ModelInferRequest] = []
+
+    def infer(request: open_inference_pb2.ModelInferRequest) -> open_inference_pb2.ModelInferResponse:
+        asked.append(request)
+        lengths = [float(len(text)) for text in request.inputs[0].contents.bytes_contents]
+        answer = open_inference_pb2.ModelInferResponse(outputs=[FP32])
+        if is_raw:
+            answer.raw_output_contents.append(np.array(lengths, "<f4").tobytes())
+        else:
+            answer.outputs[0].contents.fp32_contents.extend(lengths)
+        return answer
+
+    async with model_over_grpc(TEXTS, infer) as scorer:
+        assert values(await scorer.score(items_of("4", "π"))) == [1.0, 2.0]
+    (request,) = asked
+    assert (request.model_name, [output.name for output in request.outputs]) == ("m", ["score"])
+    assert [(tensor.datatype, list(tensor.shape)) for tensor in request.inputs] == [("BYTES", [2, 1]), ("BYTES", [2])]
+    assert list(request.inputs[1].contents.bytes_contents) == [b"4", b"4"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        open_inference_pb2.ModelInferResponse(),
+        open_inference_pb2.ModelInferResponse(outputs=[FP32]),
+        open_inference_pb2.ModelInferResponse(outputs=[FP32], raw_output_contents=[b"12345"]),
+        open_inference_pb2.ModelInferResponse(outputs=[FP32], raw_output_contents=[b"1234" * 2] * 2),
+        open_inference_pb2.ModelInferResponse(
+            outputs=[FP32], raw_output_contents=[np.full(2, np.nan, "<f4").tobytes()]
+        ),
+        open_inference_pb2.ModelInferResponse(
+            outputs=[open_inference_pb2.InferTensor(name="score", datatype="INT32")], raw_output_contents=[b"12345678"]
+        ),
+    ],
+    ids=["nothing", "no elements", "half an element", "other outputs", "NaN", "whole numbers"],
+)
+async def test_a_wrong_answer_over_grpc_is_never_a_number(answer: open_inference_pb2.ModelInferResponse) -> None:
+    async with model_over_grpc(TEXTS, lambda request: answer) as scorer:
+        assert values(await scorer.score(items_of("4", "5"))) == ["SCORER_FAILED"] * 2
+
+
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
         ({"kind": "trl", "address": "scorer:50051"}, "is no URL; write http"),
+        ({"kind": "trl", "address": "grpc://scorer:50051/m"}, "is no URL; write http"),
         ({"kind": "trl", "address": "https://me:secret@scorer"}, "would stand in config.yaml"),
         ({"kind": "external", "address": "http://scorer"}, "is not an address"),
         ({"kind": "trl", "address": "http://scorer", "rubric": {}}, "trl has none"),

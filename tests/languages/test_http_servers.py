@@ -39,9 +39,9 @@ class Equal(MLModel):
 """
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Iterator[str]:
-    """The URL of a model behind MLServer: 1 where the response is the ground truth."""
+@pytest.fixture(params=["http", "grpc"])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of a model behind MLServer, by either protocol: 1 where the response is the ground truth."""
     if MLSERVER is None:
         pytest.skip("no mlserver: install it in an environment of its own and name it by MLSERVER")
     port = free_port()
@@ -60,7 +60,7 @@ def model(tmp_path: Path) -> Iterator[str]:
     server = subprocess.Popen([MLSERVER, "start", "."], cwd=tmp_path)
     try:
         wait_for(f"{url}/ready", server)
-        yield url
+        yield url if request.param == "http" else f"grpc://127.0.0.1:{ports['grpc_port']}/equal"
     finally:
         server.terminate()
         server.wait(60)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rolecall.errors import AbstainedError, RoleCallError, ScorerError
-from rolecall.scoring.http import JsonServer
+from rolecall.scoring.json_server import JsonServer
 from rolecall.scoring.scores import ALL_FIELDS, Item, component_spec
 from rolecall.v1 import reward_pb2
 

@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 
 from rolecall.errors import ConfigError, RoleCallError, ScorerError
 from rolecall.scoring.exchange import believed, only
-from rolecall.scoring.http import JsonServer
+from rolecall.scoring.json_server import JsonServer
 from rolecall.scoring.retries import with_retries
 from rolecall.scoring.scores import Item, Outcome, Score, failure_of, result_of
 from rolecall.settings import ExternalScorer, RpcSection

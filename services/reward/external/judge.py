@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from rolecall.errors import BadGroundTruthError, InvalidInputError, RoleCallError
-from rolecall.scoring.http import JsonServer
+from rolecall.scoring.json_server import JsonServer
 from rolecall.scoring.scores import Item, component_spec, groups_of
 from rolecall.settings import Rubric
 from rolecall.settings.rubric import FIRST, SECOND, TIE, templates

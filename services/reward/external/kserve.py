@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from rolecall.errors import ConfigError, RoleCallError, ScorerError
-from rolecall.scoring.http import JsonServer
+from rolecall.scoring.json_server import JsonServer
 from rolecall.scoring.scores import Item
 from services.reward.external.batches import Batches, numbers_in, text_before
 
@@ -67,7 +67,8 @@ class KServe(Batches):
             found = _Metadata.model_validate(await self._server.look())
         except ValidationError as error:
             raise ConfigError(
-                "its address is no model's: it must be the URL of one, as in http://host:8080/v2/models/name"
+                "its address is no model's: it must be the URL of one, as in http://host:8080/v2/models/name or "
+                "grpc://host:8081/name"
             ) from error
         self._inputs = [(tensor, _text_for(tensor, alone=len(found.inputs) == 1)) for tensor in found.inputs]
         numbers = [tensor.name for tensor in found.outputs if tensor.datatype in _NUMBERS]
