@@ -17,8 +17,22 @@ Also the client that a rollout plays with (`client.py`). The contract is `proto/
 docs/environments.md says how to write one.
 """
 
-from rolecall.environment.env import Action, Answer, Env, Messages, Opening, Task, Tool, ToolCall
+from rolecall.environment.env import Action, Agent, Answer, Env, Messages, Opening, Policy, Task, Tool, ToolCall
 from rolecall.environment.server import serve
 from rolecall.scoring.scores import Message, Score
 
-__all__ = ["Action", "Answer", "Env", "Message", "Messages", "Opening", "Score", "Task", "Tool", "ToolCall", "serve"]
+__all__ = [
+    "Action",
+    "Agent",
+    "Answer",
+    "Env",
+    "Message",
+    "Messages",
+    "Opening",
+    "Policy",
+    "Score",
+    "Task",
+    "Tool",
+    "ToolCall",
+    "serve",
+]

@@ -6,6 +6,7 @@ Pure functions. What is wrong with a reward, rolecall/scoring/scores.py says, fo
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from google.protobuf import json_format
 
@@ -37,6 +38,8 @@ def spec_problem(spec: environment_pb2.DescribeEnvironmentResponse) -> str | Non
         return "declares negative deadlines"
     if not spec.HasField("reward") and (spec.components or spec.turn_rewards):
         return "declares components or turn_rewards and no reward; give the reward's range"
+    if spec.runs_episodes and spec.turn_rewards:
+        return "declares turn_rewards and runs_episodes; an episode that its agent runs has no turns to reward"
     return scores.spec_problem(scored_by(spec))
 
 
@@ -69,6 +72,14 @@ def answer_of(
     )
     believe_answer(response, spec)
     return response
+
+
+def ending_of(
+    ran: float | Score | Answer | None, spec: environment_pb2.DescribeEnvironmentResponse
+) -> environment_pb2.StepResponse:
+    """The end of an episode that an agent ran and returned `ran` of. EpisodeLostError when nobody would believe it."""
+    answer = ran if isinstance(ran, Answer) else Answer(reward=ran)
+    return answer_of(replace(answer, is_over=True), spec)
 
 
 def reward_of(given: float | Score | None) -> trajectory_pb2.EpisodeReward | None:
@@ -106,8 +117,19 @@ def believe_answer(response: environment_pb2.StepResponse, spec: environment_pb2
         raise EpisodeLostError(f"environment {spec.name!r} {problem}")
 
 
+def believe_run(
+    response: environment_pb2.RunEpisodeResponse, spec: environment_pb2.DescribeEnvironmentResponse
+) -> None:
+    """EpisodeLostError when the answer to a RunEpisode cannot be believed."""
+    problem = reward_problem(response, spec)
+    if response.state not in (environment_pb2.EPISODE_STATE_TERMINATED, environment_pb2.EPISODE_STATE_TRUNCATED):
+        problem = f"answered the state {response.state}; an episode that was run is terminated or truncated"
+    if problem:
+        raise EpisodeLostError(f"environment {spec.name!r} {problem}")
+
+
 def reward_problem(
-    response: environment_pb2.StepResponse | environment_pb2.CloseResponse,
+    response: environment_pb2.StepResponse | environment_pb2.CloseResponse | environment_pb2.RunEpisodeResponse,
     spec: environment_pb2.DescribeEnvironmentResponse,
 ) -> str | None:
     """Returns what is wrong with an episode's reward, as the end of a sentence; None when nothing is."""

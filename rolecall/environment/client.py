@@ -14,7 +14,14 @@ from typing import Any, TypeVar
 
 import grpc
 
-from rolecall.environment.answers import believe_answer, believe_opening, reward_problem, roles_of, spec_problem
+from rolecall.environment.answers import (
+    believe_answer,
+    believe_opening,
+    believe_run,
+    reward_problem,
+    roles_of,
+    spec_problem,
+)
 from rolecall.errors import (
     DeadlineError,
     EnvironmentAwayError,
@@ -253,6 +260,20 @@ class EpisodeSession:
         believe_answer(answer, spec)
         return answer
 
+    async def run(self, request: environment_pb2.RunEpisodeRequest) -> environment_pb2.RunEpisodeResponse:
+        """Has the environment's agent run the episode; waits for a Close's time longer than request.deadline_s. Errors
+        as EnvironmentClient.repeated.
+        """
+        client = self._client
+        request.session = self.name
+        answer = await self._call(
+            lambda timeout_s: client.stub.RunEpisode(request, timeout=timeout_s),
+            request.deadline_s + client.close_s,
+            "the run",
+        )
+        believe_run(answer, client.spec)
+        return answer
+
     async def grade(self) -> trajectory_pb2.EpisodeReward | None:
         """Ends the episode where it stands and returns its reward; None from an environment without rewards. Errors as
         EnvironmentClient.repeated.
@@ -320,7 +341,13 @@ async def _heard(call: Awaitable[Any]) -> None:
 def _meaning(spec: environment_pb2.DescribeEnvironmentResponse) -> Sequence[Any]:
     """Returns what gives its answers their meaning."""
     parts = {part.name: part.SerializeToString(deterministic=True) for part in spec.components}
-    return spec.reward.SerializeToString(deterministic=True), parts, spec.turn_rewards, tuple(spec.roles)
+    return (
+        spec.reward.SerializeToString(deterministic=True),
+        parts,
+        spec.turn_rewards,
+        spec.runs_episodes,
+        tuple(spec.roles),
+    )
 
 
 def open_environment(address: str, rpc: RpcSection) -> EnvironmentClient:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from rolecall.errors import TurnConflictError
 from rolecall.scoring.scores import Message, Score
 
 
@@ -104,3 +105,47 @@ class Env(ABC):
     def close(self) -> None:
         """Frees what the episode holds. Called once, however it ended."""
         return None
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The place where an agent asks the policy, as OpenAI's clients take it."""
+
+    base_url: str
+    """URL of chat completions and models, with its version."""
+    api_key: str = field(repr=False)
+    """Good for this episode alone, while it runs."""
+    model: str
+    """Name of the policy there."""
+    max_calls: int
+    """Most calls; one more is refused with 403."""
+    max_tokens: int
+    """Most tokens of a conversation beyond its first prompt; what leaves no room is refused with 400."""
+    deadline_s: float
+    """Seconds from the beginning on after which a call is refused with 403."""
+
+
+class Agent(Env):
+    """An episode that an agent of yours runs by itself, with any harness: it calls the policy at an OpenAI-compatible
+    endpoint. To be served with runs_episodes.
+    """
+
+    task: Task
+    """The row of the data set."""
+    seed: int
+    """Everything random in the episode follows from it."""
+
+    def reset(self, task: Task, seed: int) -> Messages | Opening:
+        """Keeps both; what boots for long, boots here."""
+        self.task, self.seed = task, seed
+        return ()
+
+    def step(self, action: Action) -> str | Answer:
+        """Refuses: the agent takes its turns itself."""
+        raise TurnConflictError("an Agent takes its turns itself; serve it with runs_episodes=True")
+
+    @abstractmethod
+    def run(self, policy: Policy) -> float | Score | Answer | None:
+        """Runs the whole episode and returns what it is worth; an Answer may say that it was cut short (is_truncated).
+        None: an environment without rewards has nothing to say.
+        """

@@ -45,6 +45,7 @@ def serve(
     lease_s: float = LEASE_S,
     roles: Sequence[str] = ROLES,
     deterministic: bool = False,
+    runs_episodes: bool = False,
     reset_timeout_s: float = 0.0,
     step_timeout_s: float = 0.0,
     close_timeout_s: float = 0.0,
@@ -59,9 +60,9 @@ def serve(
     range, components: where the reward and the named parts of a Score lie; no range: it gives no rewards. turn_rewards:
     turns before the last may earn something, too. max_sessions: episodes at a time, each with a thread. lease_s: a
     session that nobody calls for longer is closed. roles: those of its messages; text alone has the first.
-    deterministic: whether task, seed and actions determine every answer. The three deadlines: 0 stands for 60, 30 and
-    10 s. bearer_token_file: refuse callers without this token. certificate_file, key_file: serve TLS; needed beyond
-    loopback, unless behind_mesh.
+    deterministic: whether task, seed and actions determine every answer. runs_episodes: `make` makes an Agent, which
+    calls the policy by itself. The three deadlines: 0 stands for 60, 30 and 10 s. bearer_token_file: refuse callers
+    without this token. certificate_file, key_file: serve TLS; needed beyond loopback, unless behind_mesh.
     """
     spec = description(
         name,
@@ -72,6 +73,7 @@ def serve(
         lease_s=lease_s,
         roles=roles,
         deterministic=deterministic,
+        runs_episodes=runs_episodes,
         reset_timeout_s=reset_timeout_s,
         step_timeout_s=step_timeout_s,
         close_timeout_s=close_timeout_s,
@@ -105,6 +107,7 @@ def description(
     lease_s: float = LEASE_S,
     roles: Sequence[str] = ROLES,
     deterministic: bool = False,
+    runs_episodes: bool = False,
     reset_timeout_s: float = 0.0,
     step_timeout_s: float = 0.0,
     close_timeout_s: float = 0.0,
@@ -119,6 +122,7 @@ def description(
         lease_s=lease_s,
         roles=roles,
         deterministic=deterministic,
+        runs_episodes=runs_episodes,
         reset_timeout_s=reset_timeout_s,
         step_timeout_s=step_timeout_s,
         close_timeout_s=close_timeout_s,
@@ -151,6 +155,12 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     async def Step(self, request: environment_pb2.StepRequest, context: Context) -> environment_pb2.StepResponse:
         self._admission.check(context)
         return await self._sessions.step(request)
+
+    async def RunEpisode(
+        self, request: environment_pb2.RunEpisodeRequest, context: Context
+    ) -> environment_pb2.RunEpisodeResponse:
+        self._admission.check(context)
+        return await self._sessions.run_episode(request)
 
     async def Close(self, request: environment_pb2.CloseRequest, context: Context) -> environment_pb2.CloseResponse:
         self._admission.check(context)

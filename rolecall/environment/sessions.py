@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from rolecall.environment import answers
-from rolecall.environment.env import Action, Env
+from rolecall.environment.env import Action, Agent, Env, Policy
 from rolecall.errors import (
     EpisodeLostError,
     FencedError,
@@ -157,6 +157,19 @@ class Sessions:
             # bounded: by the caller's deadline; the work goes on without the caller
             return await asyncio.shield(stepping)
 
+    async def run_episode(self, request: environment_pb2.RunEpisodeRequest) -> environment_pb2.RunEpisodeResponse:
+        """Implements EnvironmentService.RunEpisode."""
+        session = self._open.get(request.session)
+        if session is None or session.closing is not None:
+            raise self._lost(request.session)
+        running = self._running(session, request)
+        with self._calling(session):
+            # bounded: by the caller's deadline; the work goes on without the caller
+            over = await asyncio.shield(running)
+        return environment_pb2.RunEpisodeResponse(
+            state=over.state, reward=over.reward if over.HasField("reward") else None
+        )
+
     async def end(self, request: environment_pb2.CloseRequest) -> environment_pb2.CloseResponse:
         """Implements EnvironmentService.Close."""
         _check_name(request.session, "session")
@@ -223,6 +236,8 @@ class Sessions:
         self, session: _Session, request: environment_pb2.StepRequest
     ) -> "asyncio.Task[environment_pb2.StepResponse]":
         """The work of the turn that is asked for: begun now, under way, or done."""
+        if self.spec.runs_episodes:
+            raise TurnConflictError(f"environment {self.spec.name!r} runs episodes by itself; call RunEpisode")
         action = hashlib.sha256(request.action.SerializeToString(deterministic=True)).digest()
         if request.turn == session.turn and session.stepping is not None and action == session.action:
             return session.stepping
@@ -240,6 +255,34 @@ class Sessions:
         session.turn, session.action = request.turn, action
         session.stepping = self._work(session, lambda: self._step(session, taken), f"step, turn {request.turn}")
         return session.stepping
+
+    def _running(
+        self, session: _Session, request: environment_pb2.RunEpisodeRequest
+    ) -> "asyncio.Task[environment_pb2.StepResponse]":
+        """The work of the agent: begun now, under way, or done. It is the session's only turn."""
+        if not self.spec.runs_episodes:
+            raise TurnConflictError(f"environment {self.spec.name!r} runs no episodes by itself; call Step")
+        asked = hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
+        if session.stepping is not None and session.action == asked:
+            return session.stepping
+        failure = session.failure
+        if failure is not None:
+            raise failure
+        if session.stepping is not None or not session.working.done():
+            raise TurnConflictError(
+                f"session {session.name} {'is run already' if session.stepping else 'has not begun yet'}; its episode "
+                "is run once, after Reset answered"
+            )
+        policy = Policy(
+            request.base_url, request.api_key, request.model, request.max_calls, request.max_tokens, request.deadline_s
+        )
+        session.turn, session.action = 1, asked
+        session.stepping = self._work(session, lambda: self._run(session, policy), "run")
+        return session.stepping
+
+    def _run(self, session: _Session, policy: Policy) -> environment_pb2.StepResponse:
+        assert isinstance(session.env, Agent)
+        return answers.ending_of(session.env.run(policy), self.spec)
 
     def _begin_close(self, session: _Session, grade: bool) -> "asyncio.Task[environment_pb2.CloseResponse]":
         if session.closing is None:

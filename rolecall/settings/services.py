@@ -82,7 +82,9 @@ class EnvironmentSection(Section):
     rpc.behind_mesh).
     """
     max_turns: PositiveInt = 16
-    """Most turns of an episode; one that is not over then is graded as it stands, and truncated."""
+    """Most turns of an episode, or calls of the policy by the environment's own agent; one that is not over then is
+    graded as it stands, and truncated.
+    """
     tool_parser: str | None = None
     """Name of the parser of vLLM's (its --tool-call-parser) that reads the policy's calls of tools, such as hermes;
     absent: environments get them as text alone.
@@ -90,6 +92,11 @@ class EnvironmentSection(Section):
     max_malformed: ClassVar[int] = 3
     """Turns in a row whose calls of tools cannot be read, with which an episode ends: graded as it stands, and
     truncated.
+    """
+    endpoint_bind: Address = "127.0.0.1:0"
+    """`host:port` on which each rollout lets agents of the environment call the policy, where it runs some; port 0
+    takes a free one. Agents elsewhere reach it at rollout.advertise_host; beyond loopback it speaks TLS, unless
+    rpc.behind_mesh.
     """
     max_attempts: ClassVar[int] = 3
     """Episodes begun for one trajectory, each after the environment lost the one before; then the group goes back."""

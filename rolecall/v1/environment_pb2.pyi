@@ -87,6 +87,7 @@ class DescribeEnvironmentResponse(_message.Message):
     RESET_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     STEP_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     CLOSE_TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    RUNS_EPISODES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name for logs."""
     version: _builtins.str
@@ -105,6 +106,8 @@ class DescribeEnvironmentResponse(_message.Message):
     """Seconds that a Step may take; 0: 30."""
     close_timeout_s: _builtins.float
     """Seconds that a Close may take, its grade counted in; 0: 10."""
+    runs_episodes: _builtins.bool
+    """Whether episodes are run by an agent of the environment's own: RunEpisode in place of Step."""
     @_builtins.property
     def reward(self) -> _reward_pb2.ComponentSpec:
         """The range of an episode's reward; its name is ignored. Absent: the environment gives no rewards, scorers do."""
@@ -132,10 +135,11 @@ class DescribeEnvironmentResponse(_message.Message):
         reset_timeout_s: _builtins.float = ...,
         step_timeout_s: _builtins.float = ...,
         close_timeout_s: _builtins.float = ...,
+        runs_episodes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_timeout_s", b"close_timeout_s", "components", b"components", "deterministic", b"deterministic", "lease_s", b"lease_s", "max_sessions", b"max_sessions", "name", b"name", "reset_timeout_s", b"reset_timeout_s", "reward", b"reward", "roles", b"roles", "step_timeout_s", b"step_timeout_s", "turn_rewards", b"turn_rewards", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_timeout_s", b"close_timeout_s", "components", b"components", "deterministic", b"deterministic", "lease_s", b"lease_s", "max_sessions", b"max_sessions", "name", b"name", "reset_timeout_s", b"reset_timeout_s", "reward", b"reward", "roles", b"roles", "runs_episodes", b"runs_episodes", "step_timeout_s", b"step_timeout_s", "turn_rewards", b"turn_rewards", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -501,6 +505,80 @@ class StepResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResponse: _TypeAlias = StepResponse  # noqa: Y015
+
+@_typing.final
+class RunEpisodeRequest(_message.Message):
+    """Hands an episode to the environment's own agent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    BASE_URL_FIELD_NUMBER: _builtins.int
+    API_KEY_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    MAX_CALLS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    DEADLINE_S_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """The session."""
+    base_url: _builtins.str
+    """URL of the endpoint with its version, as "http://127.0.0.1:4711/v1": chat completions, streamed or not, and models."""
+    api_key: _builtins.str
+    """The bearer token of the endpoint, of this episode alone; a secret."""
+    model: _builtins.str
+    """Name of the policy at the endpoint."""
+    max_calls: _builtins.int
+    """Most calls of the policy; >= 1."""
+    max_tokens: _builtins.int
+    """Most tokens of a conversation beyond its first prompt, the environment's counted in; >= 1."""
+    deadline_s: _builtins.float
+    """Seconds from now on after which no call is taken any more; > 0. The answer is waited for a while longer, as for a Close."""
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        base_url: _builtins.str = ...,
+        api_key: _builtins.str = ...,
+        model: _builtins.str = ...,
+        max_calls: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+        deadline_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "base_url", b"base_url", "deadline_s", b"deadline_s", "max_calls", b"max_calls", "max_tokens", b"max_tokens", "model", b"model", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunEpisodeRequest: _TypeAlias = RunEpisodeRequest  # noqa: Y015
+
+@_typing.final
+class RunEpisodeResponse(_message.Message):
+    """The episode is over."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    state: Global___EpisodeState.ValueType
+    """EPISODE_STATE_TERMINATED or EPISODE_STATE_TRUNCATED."""
+    @_builtins.property
+    def reward(self) -> _trajectory_pb2.EpisodeReward:
+        """The episode's reward, there where Describe names a range and only there. Absent is not 0."""
+
+    def __init__(
+        self,
+        *,
+        state: Global___EpisodeState.ValueType = ...,
+        reward: _trajectory_pb2.EpisodeReward | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reward", b"reward"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reward", b"reward", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunEpisodeResponse: _TypeAlias = RunEpisodeResponse  # noqa: Y015
 
 @_typing.final
 class CloseRequest(_message.Message):

@@ -89,6 +89,11 @@ class EnvironmentServiceStub:
                 request_serializer=rolecall_dot_v1_dot_environment__pb2.StepRequest.SerializeToString,
                 response_deserializer=rolecall_dot_v1_dot_environment__pb2.StepResponse.FromString,
                 _registered_method=True)
+        self.RunEpisode = channel.unary_unary(
+                '/rolecall.v1.EnvironmentService/RunEpisode',
+                request_serializer=rolecall_dot_v1_dot_environment__pb2.RunEpisodeRequest.SerializeToString,
+                response_deserializer=rolecall_dot_v1_dot_environment__pb2.RunEpisodeResponse.FromString,
+                _registered_method=True)
         self.Close = channel.unary_unary(
                 '/rolecall.v1.EnvironmentService/Close',
                 request_serializer=rolecall_dot_v1_dot_environment__pb2.CloseRequest.SerializeToString,
@@ -178,6 +183,20 @@ class EnvironmentServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RunEpisode(self, request, context):
+        """Runs the whole episode of a session that Reset opened, by an agent of the environment's own, which asks the policy at
+        an OpenAI-compatible endpoint; blocks until the episode is over. It stands in place of Step where Describe says
+        runs_episodes; the one that is not offered is FAILED_PRECONDITION or UNIMPLEMENTED. Idempotent: repeated it is waited
+        for, or gets the answer that was given; with another request, FAILED_PRECONDITION (TURN_CONFLICT).
+
+        The key is good while this call is under way in its caller's eyes: afterwards, also when the session is closed or the
+        caller died, the endpoint refuses it (401) or does not answer, so that the agent ends. A budget that is spent is
+        refused with 403. What fails in the agent is a status; INVALID_ARGUMENT for a task that it can never do.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Close(self, request, context):
         """Ends a session and frees its place; a call under way ends first. [close.place] Idempotent: a repeated Close answers as
         the first did, for lease_s at the least. [close.repeated] A session that is not known: NOT_FOUND when a grade was asked
@@ -212,6 +231,11 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
                     servicer.Step,
                     request_deserializer=rolecall_dot_v1_dot_environment__pb2.StepRequest.FromString,
                     response_serializer=rolecall_dot_v1_dot_environment__pb2.StepResponse.SerializeToString,
+            ),
+            'RunEpisode': grpc.unary_unary_rpc_method_handler(
+                    servicer.RunEpisode,
+                    request_deserializer=rolecall_dot_v1_dot_environment__pb2.RunEpisodeRequest.FromString,
+                    response_serializer=rolecall_dot_v1_dot_environment__pb2.RunEpisodeResponse.SerializeToString,
             ),
             'Close': grpc.unary_unary_rpc_method_handler(
                     servicer.Close,
@@ -345,6 +369,33 @@ class EnvironmentService:
             '/rolecall.v1.EnvironmentService/Step',
             rolecall_dot_v1_dot_environment__pb2.StepRequest.SerializeToString,
             rolecall_dot_v1_dot_environment__pb2.StepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RunEpisode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rolecall.v1.EnvironmentService/RunEpisode',
+            rolecall_dot_v1_dot_environment__pb2.RunEpisodeRequest.SerializeToString,
+            rolecall_dot_v1_dot_environment__pb2.RunEpisodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

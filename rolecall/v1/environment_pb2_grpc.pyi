@@ -77,6 +77,16 @@ class EnvironmentServiceStub:
       - Any other turn, the last with another action, and any turn after the end: FAILED_PRECONDITION (TURN_CONFLICT),
         and nothing is done. [step.conflict]
     """
+    RunEpisode: _aio.UnaryUnaryMultiCallable[_environment_pb2.RunEpisodeRequest, _environment_pb2.RunEpisodeResponse]
+    """Runs the whole episode of a session that Reset opened, by an agent of the environment's own, which asks the policy at
+    an OpenAI-compatible endpoint; blocks until the episode is over. It stands in place of Step where Describe says
+    runs_episodes; the one that is not offered is FAILED_PRECONDITION or UNIMPLEMENTED. Idempotent: repeated it is waited
+    for, or gets the answer that was given; with another request, FAILED_PRECONDITION (TURN_CONFLICT).
+
+    The key is good while this call is under way in its caller's eyes: afterwards, also when the session is closed or the
+    caller died, the endpoint refuses it (401) or does not answer, so that the agent ends. A budget that is spent is
+    refused with 403. What fails in the agent is a status; INVALID_ARGUMENT for a task that it can never do.
+    """
     Close: _aio.UnaryUnaryMultiCallable[_environment_pb2.CloseRequest, _environment_pb2.CloseResponse]
     """Ends a session and frees its place; a call under way ends first. [close.place] Idempotent: a repeated Close answers as
     the first did, for lease_s at the least. [close.repeated] A session that is not known: NOT_FOUND when a grade was asked
@@ -167,6 +177,22 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
             that is still under way is waited for. [step.attached]
           - Any other turn, the last with another action, and any turn after the end: FAILED_PRECONDITION (TURN_CONFLICT),
             and nothing is done. [step.conflict]
+        """
+
+    @_abc_1.abstractmethod
+    def RunEpisode(
+        self,
+        request: _environment_pb2.RunEpisodeRequest,
+        context: _aio.ServicerContext[_environment_pb2.RunEpisodeRequest, _abc.Awaitable[_environment_pb2.RunEpisodeResponse]],
+    ) -> _abc.Awaitable[_environment_pb2.RunEpisodeResponse]:
+        """Runs the whole episode of a session that Reset opened, by an agent of the environment's own, which asks the policy at
+        an OpenAI-compatible endpoint; blocks until the episode is over. It stands in place of Step where Describe says
+        runs_episodes; the one that is not offered is FAILED_PRECONDITION or UNIMPLEMENTED. Idempotent: repeated it is waited
+        for, or gets the answer that was given; with another request, FAILED_PRECONDITION (TURN_CONFLICT).
+
+        The key is good while this call is under way in its caller's eyes: afterwards, also when the session is closed or the
+        caller died, the endpoint refuses it (401) or does not answer, so that the agent ends. A budget that is spent is
+        refused with 403. What fails in the agent is a status; INVALID_ARGUMENT for a task that it can never do.
         """
 
     @_abc_1.abstractmethod

@@ -387,6 +387,7 @@ class Episode(_message.Message):
     ENDED_BY_FIELD_NUMBER: _builtins.int
     NUM_MALFORMED_FIELD_NUMBER: _builtins.int
     NUM_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     turn_rewards: _builtins.bool
     """Whether the environment says that turns are rewarded, so that a turn without a reward earned nothing."""
     ended_by: _builtins.str
@@ -411,6 +412,10 @@ class Episode(_message.Message):
     def reward(self) -> Global___EpisodeReward:
         """What the environment gave it; absent: it gives no rewards."""
 
+    @_builtins.property
+    def tokens(self) -> Global___EpisodeTokens:
+        """What came of all that the policy sampled in it; absent: its turns are in the row, all of them."""
+
     def __init__(
         self,
         *,
@@ -421,14 +426,99 @@ class Episode(_message.Message):
         ended_by: _builtins.str = ...,
         num_malformed: _builtins.int = ...,
         num_tool_calls: _builtins.int = ...,
+        tokens: Global___EpisodeTokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["reward", b"reward"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reward", b"reward", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_by", b"ended_by", "messages", b"messages", "num_malformed", b"num_malformed", "num_tool_calls", b"num_tool_calls", "reward", b"reward", "turn_rewards", b"turn_rewards", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_by", b"ended_by", "messages", b"messages", "num_malformed", b"num_malformed", "num_tool_calls", b"num_tool_calls", "reward", b"reward", "tokens", b"tokens", "turn_rewards", b"turn_rewards", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Episode: _TypeAlias = Episode  # noqa: Y015
+
+@_typing.final
+class EpisodeTokens(_message.Message):
+    """The token ledger of an episode whose agent called the policy by itself: num_sampled = num_trained + those of masked."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MaskedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class BranchesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NUM_CALLS_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLED_FIELD_NUMBER: _builtins.int
+    NUM_TRAINED_FIELD_NUMBER: _builtins.int
+    MASKED_FIELD_NUMBER: _builtins.int
+    BRANCHES_FIELD_NUMBER: _builtins.int
+    num_calls: _builtins.int
+    """Calls of the policy that were answered; what was under way when the episode ended is given up and counts nothing."""
+    num_sampled: _builtins.int
+    """Tokens that they sampled."""
+    num_trained: _builtins.int
+    """Those in the row, with response_mask 1."""
+    @_builtins.property
+    def masked(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Those that are not, by why: "branch", in another branch than the row's; "unseen", in an answer that reached nobody."""
+
+    @_builtins.property
+    def branches(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Calls that began a new branch of the conversation, by why: "first" of the episode; "fork", from an earlier
+        point; "history", which no answer is the end of; "tools", with others; "template", which shows earlier turns otherwise.
+        """
+
+    def __init__(
+        self,
+        *,
+        num_calls: _builtins.int = ...,
+        num_sampled: _builtins.int = ...,
+        num_trained: _builtins.int = ...,
+        masked: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        branches: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "masked", b"masked", "num_calls", b"num_calls", "num_sampled", b"num_sampled", "num_trained", b"num_trained"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpisodeTokens: _TypeAlias = EpisodeTokens  # noqa: Y015
 
 @_typing.final
 class TrajectoryMeta(_message.Message):

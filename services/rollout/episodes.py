@@ -27,6 +27,8 @@ from rolecall.store.prompts import Claim
 from rolecall.telemetry import Metrics, export
 from rolecall.trajectory import turn_seed
 from rolecall.v1 import environment_pb2, trajectory_pb2
+from services.rollout.harness.endpoint import Endpoint
+from services.rollout.harness.runs import AgentRuns, RunLimits
 from services.rollout.replica import Replica, Response
 from services.rollout.sampling import SampleRequest
 from services.rollout.single_turn import SingleTurns
@@ -98,14 +100,24 @@ class Episodes:
         environment: EnvironmentClient,
         tokenizer: ChatTokenizer,
         tool_calls: ToolCalls | None,
+        endpoint: Endpoint,
     ) -> None:
-        """`tool_calls`: None where the run names no parser of them."""
+        """`tool_calls`: None where the run names no parser of them. `endpoint`: where the environment's own agents call
+        the policy, if it has some.
+        """
         self._settings = settings
         self._replica = replica
         self._environment = environment
         self._tokenizer = tokenizer
         self._tool_calls = tool_calls
         self._continuation = Continuation(tokenizer)
+        self._runs = AgentRuns(
+            RunLimits(settings.max_prompt_tokens, settings.max_turns, settings.budget_s),
+            replica,
+            tokenizer,
+            tool_calls,
+            endpoint,
+        )
         self._num_lost = 0
         self._opening = asyncio.Lock()
 
@@ -115,6 +127,8 @@ class Episodes:
         """
         if max_groups == 0 or await self._environment.num_free() == 0:
             return 0
+        if self._environment.spec.runs_episodes:
+            await self._runs.endpoint.start()
         places, needed = self._environment.spec.max_sessions, self._settings.responses_per_group
         if not places:
             return max_groups
@@ -182,6 +196,7 @@ class Episodes:
 
     async def close(self) -> None:
         """Implements GroupSampler.close."""
+        await self._runs.endpoint.close()
         await self._environment.close()
 
     # --- one trajectory -----------------------------------------------------------------------------
@@ -195,6 +210,8 @@ class Episodes:
             began_at = time.monotonic()
             try:
                 opening = await session.reset(_task(place.prompt), place.request.seed)
+                if self._environment.spec.runs_episodes:
+                    return _Begun(place.request, session, Transcript((), ()), False, None, began_at, attempt)
                 return self._first(place, session, opening, began_at, attempt)
             except EpisodeLostError as error:
                 session.leave()
@@ -207,6 +224,9 @@ class Episodes:
         """A whole episode, of this attempt or a later one."""
         while True:
             try:
+                if self._environment.spec.runs_episodes:
+                    said = place.prompt.messages
+                    return await self._runs.play(begun.request, said, begun.session, begun.began_at)
                 return begun.request, await self._play(begun)
             except EpisodeLostError as error:
                 self._may_try(place, begun.attempt + 1, error)
@@ -349,7 +369,9 @@ def sampler_of(
         max_attempts=section.max_attempts,
         budget_s=section.budget_share * settings.rollout.generation_timeout_s,
     )
-    return Episodes(episodes, replica, open_environment(section.address, settings.rpc), tokenizer, tool_calls)
+    endpoint = Endpoint(section.endpoint_bind, settings.rpc, host=settings.rollout.advertise_host, peer=section.address)
+    environment = open_environment(section.address, settings.rpc)
+    return Episodes(episodes, replica, environment, tokenizer, tool_calls, endpoint)
 
 
 def _task(prompt: trajectory_pb2.Prompt) -> environment_pb2.Task:

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
 
@@ -134,6 +134,9 @@ class Honest(environment_pb2_grpc.EnvironmentServiceServicer):
         kept.turn, kept.text = request.turn, request.action.text
         kept.answering = asyncio.ensure_future(self.take(kept, request))
         return await self.calling(kept, kept.answering)
+
+    async def RunEpisode(self, request: environment_pb2.RunEpisodeRequest, context: Any) -> NoReturn:
+        raise TurnConflictError("it runs no episodes by itself; call Step")
 
     def is_repeated(self, kept: Kept, request: StepCall) -> bool:
         return request.turn == kept.turn and request.action.text == kept.text

@@ -24,6 +24,7 @@ from rolecall.trajectory import SAMPLED_COLUMNS
 from rolecall.v1 import trajectory_pb2
 from rolecall.wire import decode_tensor
 from services.rollout.episodes import Episodes, EpisodeSettings
+from services.rollout.harness.endpoint import Endpoint
 from services.rollout.replica import Replica
 from services.rollout.sampling import SampleRequest
 from services.rollout.scripted import ScriptedEngine, digest_of
@@ -86,7 +87,8 @@ def sampler(folder: Path, address: str, **settings: Any) -> Callable[[Replica], 
     chosen = EpisodeSettings(run="test", **{**sizes, "budget_s": 60.0, **settings})
 
     def of(replica: Replica) -> Episodes:
-        return Episodes(chosen, replica, open_environment(address, RpcSection()), ChatTokenizer(folder), None)
+        endpoint, client = Endpoint("127.0.0.1:0", RpcSection(), host=None, peer=address), RpcSection()
+        return Episodes(chosen, replica, open_environment(address, client), ChatTokenizer(folder), None, endpoint)
 
     return of
 

@@ -19,6 +19,7 @@ from rolecall.errors import ConfigError
 from rolecall.settings import RpcSection
 from rolecall.v1 import trajectory_pb2
 from services.rollout.episodes import Episodes, EpisodeSettings
+from services.rollout.harness.endpoint import Endpoint
 from services.rollout.replica import Replica
 from services.rollout.sampling import SampleRequest
 from services.rollout.scripted import ScriptedEngine
@@ -103,7 +104,8 @@ async def rollout(
 
         def sampler(replica: Replica) -> Episodes:
             client = open_environment(address, RpcSection())
-            return Episodes(chosen, replica, client, tokenizer, ToolCalls(tokenizer, read, "test"))
+            endpoint = Endpoint("127.0.0.1:0", RpcSection(), host=None, peer=address)
+            return Episodes(chosen, replica, client, tokenizer, ToolCalls(tokenizer, read, "test"), endpoint)
 
         engine = Saying(tokenizer, texts)
         async with replica_under_test(store, folder, engine, lease_s=1.5, sampler=sampler) as replica:

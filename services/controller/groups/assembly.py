@@ -35,6 +35,8 @@ class EpisodeEnd:
     """"terminated" or "truncated" by the environment, else the budget that was spent: "turns", "tokens", "time",
     "malformed".
     """
+    tokens: trajectory_pb2.EpisodeTokens | None = None
+    """What came of all that was sampled in it, where an agent called the policy by itself."""
 
 
 @dataclass(frozen=True)

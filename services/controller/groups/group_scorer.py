@@ -244,6 +244,7 @@ def _scored_group(
                 meta.episode.num_tool_calls,
                 meta.episode.num_malformed,
                 meta.episode.ended_by,
+                meta.episode.tokens if meta.episode.HasField("tokens") else None,
             )
             for meta in metas[:num_responses]
             if meta.HasField("episode")

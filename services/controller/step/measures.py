@@ -33,6 +33,10 @@ EPISODE_ENDS = {
     "malformed": "out_of_calls",
 }
 """Names of the shares of episodes by what ended them."""
+MASKED = ("branch", "unseen")
+"""Reasons why tokens of an episode that an agent ran are not trained on."""
+BRANCHES = ("history", "fork", "tools", "template")
+"""Reasons why a call of an agent began a branch, beside the first."""
 INFO_TIMEOUT_S = 5.0
 """Deadline of a rollout's GetInfo, which blocks on nothing."""
 
@@ -86,6 +90,17 @@ class Stopwatch:
         return metrics
 
 
+def _of_agent(metrics: Metrics, tokens: trajectory_pb2.EpisodeTokens) -> None:
+    """The token ledger of an episode whose agent called the policy by itself."""
+    metrics.mean("episode/calls", tokens.num_calls)
+    metrics.sum("episode/sampled_tokens", tokens.num_sampled)
+    metrics.sum("episode/trained_tokens", tokens.num_trained)
+    for reason in MASKED:
+        metrics.sum(f"episode/masked_{reason}_tokens", tokens.masked.get(reason, 0))
+    for cause in BRANCHES:
+        metrics.mean(f"episode/branches_{cause}", tokens.branches.get(cause, 0))
+
+
 def of_batch(
     settings: RunSettings,
     step: int,
@@ -116,6 +131,8 @@ def of_batch(
             metrics.max("episode/turns_max", episode.num_turns)
             metrics.mean("episode/tool_calls", episode.num_tool_calls)
             metrics.mean("episode/malformed", episode.num_malformed)
+            if episode.tokens is not None:
+                _of_agent(metrics, episode.tokens)
             for end, name in EPISODE_ENDS.items():
                 metrics.mean(f"episode/{name}", float(episode.ended_by == end))
         metrics.mean("groups/without_signal", float(not group.has_signal))

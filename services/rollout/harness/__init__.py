@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint for agents that run an episode by themselves, with exact tokens."""

@@ -1,0 +1,248 @@
+"""The HTTP server that agents call: OpenAI's `POST /v1/chat/completions` and `GET /v1/models`. Decode, one call of the
+attempt, encode.
+
+Owns who may call: a key names one episode, and is good from `open` to `seal`. An answer that streams is sampled whole
+and then told in OpenAI's own events, with comments meanwhile that keep the connection. Bounds: MAX_BODY_BYTES a
+request; calls wait for the engine, within the episode's deadline.
+"""
+
+import asyncio
+import json
+import logging
+import secrets
+import ssl
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from rolecall.errors import ConfigError, RoleCallError
+from rolecall.rpc.listening import advertised, require_tls, why_not
+from rolecall.settings import RpcSection
+from services.rollout.harness.attempt import Attempt
+from services.rollout.harness.chat import (
+    RefusedError,
+    Reply,
+    chunks,
+    completion,
+    models,
+    read_call,
+    refusal,
+)
+from services.rollout.harness.retries import Exchange, Exchanges
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 16 * 2**20
+"""Largest request."""
+KEEP_ALIVE_S = 5.0
+"""Seconds between two comments in a stream that has nothing to say yet."""
+SHUTDOWN_S = 1.0
+"""Seconds that answers under way get when the endpoint closes."""
+_EVENT_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+
+
+@dataclass(eq=False)
+class _Open:
+    """An episode whose key is good."""
+
+    attempt: Attempt
+    exchanges: Exchanges[Reply] = field(default_factory=Exchanges)
+    failed: "asyncio.Future[RoleCallError]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    working: "set[asyncio.Task[Reply]]" = field(default_factory=set)
+
+
+class Endpoint:
+    """An endpoint, which listens from the first `start` to `close`. Used from one event loop."""
+
+    def __init__(self, bind: str, rpc: RpcSection, *, host: str | None, peer: str) -> None:
+        """`host`: what others reach it by; None: found out from the way to `peer`. ConfigError for a `bind` that others
+        could listen in on.
+        """
+        require_tls(bind, rpc, "environment.endpoint_bind")
+        self._bind, self._rpc, self._host, self._peer = bind, rpc, host, peer
+        self._open: dict[str, _Open] = {}
+        self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
+        self._told: set[str] = set()
+        self.base_url = ""
+        """URL for clients, once it listens."""
+
+    async def start(self) -> None:
+        """Listens, unless it does already. ConfigError when it cannot."""
+        async with self._starting:  # bounded: binding a socket waits for nobody
+            if self.base_url:
+                return
+            app = web.Application(client_max_size=MAX_BODY_BYTES)
+            app.router.add_post("/v1/chat/completions", self._chat)
+            app.router.add_get("/v1/models", self._models)
+            runner = self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
+            await runner.setup()  # bounded: reads its own routes
+            host, _, port = self._bind.rpartition(":")
+            context = _tls(self._rpc)
+            try:
+                await web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=context).start()
+            except OSError as error:
+                raise ConfigError(f"environment.endpoint_bind {self._bind} {why_not(self._bind) or error}") from error
+            bound = f"{host}:{runner.addresses[0][1]}"
+            reached = advertised(bound, self._host, self._peer)
+            self.base_url = f"{'http' if context is None else 'https'}://{reached}/v1"
+            logger.info("agents of the environment call the policy at %s", self.base_url)
+
+    async def close(self) -> None:
+        """Ends every episode's calls, and listens no more."""
+        for key in list(self._open):
+            self.seal(key)
+        if self._runner is not None:
+            await self._runner.cleanup()  # bounded: by SHUTDOWN_S that it was made with
+
+    def open(self, attempt: Attempt) -> "tuple[str, asyncio.Future[RoleCallError]]":
+        """Makes a key for the calls of an episode; also returns what tells when the policy itself fails in one."""
+        key = secrets.token_urlsafe(32)
+        self._open[key] = opened = _Open(attempt)
+        return key, opened.failed
+
+    def seal(self, key: str) -> None:
+        """Refuses whatever comes with the key from now on, and gives up what is under way. Idempotent."""
+        sealed = self._open.pop(key, None)
+        for task in sealed.working if sealed is not None else ():
+            task.cancel()
+
+    # --- requests -----------------------------------------------------------------------------------
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        try:
+            self._opened(request)
+        except RefusedError as error:
+            return _refused(error)
+        return web.json_response(models())
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        try:
+            opened = self._opened(request)
+            body = await request.read()
+            call = read_call(body)
+            self._tell(call.unheeded)
+            exchange = self._exchange(opened, request, body)
+            streams = _Stream(request, wants_usage=call.wants_usage) if call.streams else _Whole(request)
+            return await streams.answer(opened, exchange)
+        except RefusedError as error:
+            return _refused(error)
+
+    def _opened(self, request: web.Request) -> _Open:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        opened = self._open.get(key.strip()) if scheme.lower() == "bearer" else None
+        if opened is None:
+            raise RefusedError(401, "invalid_api_key", "the key is of no episode that is under way")
+        return opened
+
+    def _exchange(self, opened: _Open, request: web.Request, body: bytes) -> Exchange[Reply]:
+        """The call that this request makes, or makes again."""
+        key = request.headers.get("Idempotency-Key", "")
+
+        def is_waited_for() -> bool:
+            return request.transport is not None and not request.transport.is_closing()
+
+        earlier = opened.exchanges.earlier(body, key, request.headers.get("x-stainless-retry-count", ""))
+        if earlier is not None:
+            earlier.is_waited_for = is_waited_for
+            return earlier
+        work = asyncio.create_task(self._answer(opened, body))
+        opened.working.add(work)
+        work.add_done_callback(opened.working.discard)
+        return opened.exchanges.add(body, key, work, is_waited_for)
+
+    async def _answer(self, opened: _Open, body: bytes) -> Reply:
+        """Samples the answer, whoever still waits for it. What fails in the engine fails the whole episode."""
+        try:
+            return await opened.attempt.answer(read_call(body))
+        except RoleCallError as error:
+            if not opened.failed.done():
+                opened.failed.set_result(error)
+            raise RefusedError(503, "unavailable", error.message) from error
+
+    def _tell(self, unheeded: tuple[str, ...]) -> None:
+        """Says once of each field that it is left unheeded."""
+        for name in sorted(set(unheeded) - self._told):
+            self._told.add(name)
+            logger.warning("an agent asks for %s, which is left unheeded: the run's own sampling settings decide", name)
+
+
+class _Whole:
+    """An answer in one piece."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+
+    async def answer(self, opened: _Open, exchange: Exchange[Reply]) -> web.StreamResponse:
+        reply = await _worked(exchange.work)
+        response = web.json_response(completion(reply))
+        try:
+            await response.prepare(self._request)
+            await response.write_eof()  # bounded: by its client's patience, or its connection's end
+        except ConnectionResetError:
+            return response
+        _deliver(opened, exchange, reply)
+        return response
+
+
+class _Stream:
+    """An answer told in events, as a client that streams expects it."""
+
+    def __init__(self, request: web.Request, *, wants_usage: bool) -> None:
+        self._request = request
+        self._wants_usage = wants_usage
+
+    async def answer(self, opened: _Open, exchange: Exchange[Reply]) -> web.StreamResponse:
+        await asyncio.wait({exchange.work}, timeout=0)  # what is refused at once has a status of its own
+        if exchange.work.done():
+            await _worked(exchange.work)
+        response = web.StreamResponse(headers=_EVENT_STREAM)
+        try:
+            await response.prepare(self._request)
+            while not (await asyncio.wait({exchange.work}, timeout=KEEP_ALIVE_S))[0]:
+                await response.write(b": it is being sampled\n\n")
+            try:
+                reply = await _worked(exchange.work)
+            except RefusedError as error:
+                await response.write(_event(refusal(error)))
+                return response
+            for chunk in chunks(reply, wants_usage=self._wants_usage):
+                await response.write(_event(chunk))
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()  # bounded: by its client's patience, or its connection's end
+        except ConnectionResetError:
+            return response
+        _deliver(opened, exchange, reply)
+        return response
+
+
+async def _worked(work: "asyncio.Task[Reply]") -> Reply:
+    """The answer, which is sampled whether or not anybody waits. RefusedError where there is none."""
+    try:
+        return await asyncio.shield(work)  # bounded: by the episode's deadline
+    except asyncio.CancelledError:
+        if not work.cancelled():
+            raise
+        raise RefusedError(401, "invalid_api_key", "the episode is over") from None
+
+
+def _deliver(opened: _Open, exchange: Exchange[Reply], reply: Reply) -> None:
+    exchange.is_delivered = True
+    opened.attempt.seen(reply.number)
+
+
+def _refused(error: RefusedError) -> web.Response:
+    return web.json_response(refusal(error), status=error.status)
+
+
+def _event(data: Any) -> bytes:
+    return f"data: {json.dumps(data)}\n\n".encode()
+
+
+def _tls(rpc: RpcSection) -> ssl.SSLContext | None:
+    if rpc.tls is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(rpc.tls.certificate_file, rpc.tls.key_file)
+    return context

@@ -1,0 +1,88 @@
+"""Episodes that the environment's own agent runs: a key, RunEpisode, and what the agent's calls came to.
+
+Owns the order of the end: the key is sealed first, whatever ended the episode, and only then is the row made. Which
+failure is whose: what the engine fails in ends the episode as any sampling would, what the agent fails in is the
+environment's.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rolecall.data.continuation import Continuation
+from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.environment.client import EpisodeSession
+from rolecall.v1 import environment_pb2, trajectory_pb2
+from services.rollout.harness.attempt import Attempt, Limits
+from services.rollout.harness.chat import MODEL
+from services.rollout.harness.endpoint import Endpoint
+from services.rollout.replica import Replica, Response
+from services.rollout.sampling import SampleRequest
+from services.rollout.turns.tool_calls import ToolCalls
+
+
+@dataclass(frozen=True)
+class RunLimits:
+    """The part of the run's settings that runs need."""
+
+    max_prompt_tokens: int
+    max_calls: int
+    budget_s: float
+    """Seconds from Reset on after which no call is taken."""
+
+
+class AgentRuns:
+    """The runs of one rollout. Used from one event loop."""
+
+    def __init__(
+        self,
+        limits: RunLimits,
+        replica: Replica,
+        tokenizer: ChatTokenizer,
+        tool_calls: ToolCalls | None,
+        endpoint: Endpoint,
+    ) -> None:
+        self._limits = limits
+        self._replica = replica
+        self._tokenizer = tokenizer
+        self._tool_calls = tool_calls
+        self._continuation = Continuation(tokenizer)
+        self.endpoint = endpoint
+
+    async def play(
+        self,
+        first: SampleRequest,
+        prompt: Sequence[trajectory_pb2.Message],
+        session: EpisodeSession,
+        began_at: float,
+    ) -> tuple[SampleRequest, Response]:
+        """The episode of a session that is open. Errors as EpisodeSession.run and Replica.sample."""
+        await self.endpoint.start()
+        ends_at = began_at + self._limits.budget_s
+        limits = Limits(self._limits.max_prompt_tokens, self._limits.max_calls, ends_at)
+        attempt = Attempt(first, limits, self._replica, self._tokenizer, self._continuation, self._tool_calls)
+        key, failed = self.endpoint.open(attempt)
+        asked = environment_pb2.RunEpisodeRequest(
+            base_url=self.endpoint.base_url,
+            api_key=key,
+            model=MODEL,
+            max_calls=limits.max_calls,
+            max_tokens=first.sampling.max_tokens,
+            deadline_s=max(0.001, ends_at - time.monotonic()),
+        )
+        running = asyncio.create_task(session.run(asked))
+        try:
+            ends: list[asyncio.Future[Any]] = [running, failed]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)  # bounded: by the run's own deadline
+            if failed.done():
+                raise failed.result()
+            answer = running.result()
+        finally:
+            self.endpoint.seal(key)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)  # bounded: it is cancelled, and its waits end so
+        over = "terminated" if answer.state == environment_pb2.EPISODE_STATE_TERMINATED else "truncated"
+        reward = answer.reward if answer.HasField("reward") else None
+        return attempt.ended(attempt.refused_by or over, reward, prompt, time.monotonic() - began_at)

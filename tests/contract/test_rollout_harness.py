@@ -1,0 +1,158 @@
+"""Episodes that the environment's own agent runs: the real replica, pull loop, store, endpoint and environment around a
+scripted engine, and OpenAI's own client in the agent.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.environment import Agent, Answer, Policy
+from rolecall.trajectory import SAMPLED_COLUMNS
+from rolecall.v1 import trajectory_pb2
+from tests.contract.environment_peers import environment
+from tests.contract.test_rollout_episodes import check_row, rollout_in
+from tests.fixtures_store import StoreUnderTest
+from tests.tiny_tokenizer import write_tokenizer
+from tests.waiting import until
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path)
+    return tmp_path
+
+
+RUNS: dict[str, Any] = {"runs_episodes": True}
+
+
+class Talker(Agent):
+    """An agent that talks on as often as its seed says, by OpenAI's client, streamed or not."""
+
+    def run(self, policy: Policy) -> float | Answer | None:
+        draw = random.Random(self.seed)
+        num_turns, streams = draw.randint(1, 6), draw.random() < 0.5
+        said: list[Any] = [{"role": "user", "content": f"talk {num_turns}"}]
+        with OpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+            assert [model.id for model in client.models.list()] == [policy.model]
+            for turn in range(num_turns):
+                if turn:
+                    said.append({"role": "user", "content": f"go on {turn}"})
+                said.append({"role": "assistant", "content": asked(client, said, streams=streams)})
+        return num_turns / 8
+
+
+def asked(client: OpenAI, said: list[Any], *, streams: bool = False, **fields: Any) -> str:
+    """What the policy says."""
+    if not streams:
+        answer = client.chat.completions.create(model="any", messages=said, **fields)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens > 0
+        return answer.choices[0].message.content or ""
+    parts, finish_reasons = [], []
+    with client.chat.completions.create(model="any", messages=said, stream=True, **fields) as events:
+        for event in events:
+            parts.append(event.choices[0].delta.content or "")
+            finish_reasons.append(event.choices[0].finish_reason)
+    assert finish_reasons[-1] in ("stop", "length")
+    assert set(finish_reasons[:-1]) == {None}
+    return "".join(parts)
+
+
+async def played(
+    store: StoreUnderTest, folder: Path, agent: type[Agent], num: int = 4, **settings: Any
+) -> list[tuple[Any, trajectory_pb2.TrajectoryMeta]]:
+    """The rows and META of `num` groups of 4 that `agent` ran."""
+    async with environment(agent, **RUNS) as (address, sessions):
+        async with rollout_in(store, folder, address, **settings) as rollout:
+            rollout.admit(num, max_tokens=600)
+            await rollout.publish(1)
+            found: list[tuple[Any, trajectory_pb2.TrajectoryMeta]] = []
+            for group in await rollout.committed(num):
+                found += zip(
+                    store.rows.read(group.rows, SAMPLED_COLUMNS), store.rows.read_meta(group.rows), strict=True
+                )
+        await until(lambda: sessions.num_open == 0)
+    assert store.balance() == (num, 0, 0, num)
+    return found
+
+
+async def test_an_agents_row_is_its_conversation_token_by_token(store: StoreUnderTest, folder: Path) -> None:
+    """Against the slow oracle: the whole conversation rendered and tokenized once more."""
+    tokenizer = ChatTokenizer(folder)
+    for row, meta in await played(store, folder, Talker):
+        check_row(row, meta)
+        last = trajectory_pb2.Message(role="assistant", content=meta.response_text)
+        spoken = [{"role": each.role, "content": each.content} for each in [*meta.episode.messages, last]]
+        oracle = tokenizer.encode(tokenizer.render(spoken, generate=False).removesuffix("\n"))
+        assert row["token_ids"].tolist() == oracle, "the template's own words, and nothing else"
+        assert meta.episode.ended_by == "terminated"
+        num_turns = len(meta.episode.turns)
+        assert num_turns == round(8 * meta.episode.reward.value)
+        tokens = meta.episode.tokens
+        assert tokens.num_calls == num_turns
+        assert tokens.num_sampled == tokens.num_trained == row["response_mask"].sum()
+        assert dict(tokens.branches) == {"first": 1}
+        assert not tokens.masked
+
+
+class Compacting(Agent):
+    """An agent that forgets, asks aside, and goes back to an earlier point."""
+
+    def run(self, policy: Policy) -> float | Answer | None:
+        with OpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+            first: list[Any] = [{"role": "user", "content": "first"}]
+            first.append({"role": "assistant", "content": asked(client, first)})
+            one = [*first, {"role": "user", "content": "one"}]
+            one.append({"role": "assistant", "content": asked(client, one)})
+            other = [*first, {"role": "user", "content": "other"}]
+            other.append({"role": "assistant", "content": asked(client, other)})
+            other.append({"role": "user", "content": "more"})
+            asked(client, other)
+            asked(client, [{"role": "user", "content": "a title, please"}])
+        return 0.5
+
+
+async def test_every_sampled_token_is_accounted_for_over_forks(store: StoreUnderTest, folder: Path) -> None:
+    for row, meta in await played(store, folder, Compacting):
+        check_row(row, meta)
+        tokens = meta.episode.tokens
+        assert tokens.num_calls == 5
+        assert dict(tokens.branches) == {"first": 1, "fork": 1, "history": 1}
+        assert tokens.num_trained == row["response_mask"].sum() > 0
+        assert tokens.num_sampled == tokens.num_trained + sum(tokens.masked.values())
+        assert set(tokens.masked) == {"branch"}
+
+
+class Greedy(Agent):
+    """An agent that wants its own sampling, and more calls than it may have."""
+
+    def run(self, policy: Policy) -> float | Answer | None:
+        said: list[Any] = [{"role": "user", "content": "more"}]
+        with OpenAI(base_url=policy.base_url, api_key=policy.api_key, max_retries=2) as client:
+            with pytest.raises(openai.BadRequestError, match="n must be 1"):
+                asked(client, said, n=2)
+            with pytest.raises(openai.BadRequestError) as caught:
+                asked(client, [{"role": "user", "content": "x" * 500}])
+            assert caught.value.code == "context_length_exceeded"
+            for _ in range(policy.max_calls):
+                said.append({"role": "assistant", "content": asked(client, said, temperature=0, top_p=0.1)})
+                said.append({"role": "user", "content": "more"})
+            with pytest.raises(openai.PermissionDeniedError) as refused:
+                asked(client, said)
+            assert refused.value.code == "episode_over"
+        return Answer(reward=0.25)
+
+
+async def test_a_spent_budget_is_refused_in_words_and_truncates(store: StoreUnderTest, folder: Path) -> None:
+    for row, meta in await played(store, folder, Greedy, max_turns=3):
+        check_row(row, meta)
+        assert meta.episode.ended_by == "turns"
+        assert meta.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH
+        assert meta.episode.reward.value == 0.25
+        assert len(meta.episode.turns) == 3
+        assert meta.sampling.temperature == 1.0
