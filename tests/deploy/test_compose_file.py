@@ -150,6 +150,14 @@ def test_every_service_is_confined(compose: dict[str, Any]) -> None:
             assert port.startswith("127.0.0.1:"), name
 
 
+def test_who_computes_may_load_kernels_compiled_in_tmp_and_nobody_else(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        computes = name != "prepare" and any(
+            role in service["image"] for role in ("rolecall-trainer", "rolecall-rollout")
+        )
+        assert service["tmpfs"] == ["/tmp:mode=1777,exec" if computes else "/tmp:mode=1777"], name
+
+
 def test_every_volume_network_and_config_that_is_named_is_there(compose: dict[str, Any]) -> None:
     used: dict[str, set[str]] = {"volumes": set(), "networks": set(), "configs": set()}
     for service in compose["services"].values():

@@ -69,7 +69,7 @@ def needs(requirements: list[str]) -> set[str]:
 
 @pytest.mark.parametrize(
     ("group", "extras"),
-    [("light", ["controller", "reward", "s3"]), ("trainer", ["controller", "reward", "trainer", "s3"])],
+    [("light", ["controller", "reward", "s3"]), ("trainer", ["controller", "reward", "trainer", "megatron", "s3"])],
 )
 def test_an_image_has_all_that_its_roles_need(group: str, extras: list[str]) -> None:
     parts = split_lock().split((ROOT / "requirements" / "cpu.txt").read_text())
