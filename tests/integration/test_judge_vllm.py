@@ -2,25 +2,19 @@
 what is none of them is no number.
 """
 
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rolecall.scoring.scores import Failure, Score
-from rolecall.settings import ExternalScorer, RpcSection, child_environment
+from rolecall.settings import ExternalScorer, RpcSection
 from rolecall.v1 import reward_pb2
 from services.reward.external.component import open_http
-from tests.ports import free_port
 from tests.tiny_models import write_qwen3
+from tests.vllm_server import vllm_serve
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.thorough("test_a_choice_is_a_verdict_and_nothing_else")]
-START_TIMEOUT_S = 600.0
 RUBRIC: dict[str, Any] = {
     "model": "judge",
     "template": "Is this right? {{ response | tojson }}",
@@ -35,42 +29,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of the server, whose model is called judge."""
     folder = tmp_path_factory.mktemp("served")
     write_qwen3(folder / "model", hidden=128)  # heads of 32, which vLLM takes on CPUs
-    port = free_port()
-    words = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "judge", "--max-model-len", "256"]
-    words += ["--enforce-eager", "--dtype", "float32", "--max-num-seqs", "8"]
-    environment = child_environment(
-        {
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "HF_HUB_OFFLINE": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-        }
-    )
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model"), *words]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        wait_for(f"http://127.0.0.1:{port}/health", process, folder / "log")
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def wait_for(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    """Returns once `url` answers."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()[-4000:]
-        try:
-            with urllib.request.urlopen(url, timeout=5.0):
-                return
-        except OSError:
-            time.sleep(0.5)
-    raise TimeoutError(f"{url} did not answer within {START_TIMEOUT_S} s: {log.read_text()[-4000:]}")
+    with vllm_serve(folder / "model", folder / "log") as url:
+        yield url
 
 
 async def scored(server: str, *responses: str, **changed: Any) -> list[Score | Failure]:
