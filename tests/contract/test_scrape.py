@@ -39,6 +39,41 @@ with meter.call(2):
 meter.count("scored", 2)
 print(urllib.request.urlopen(serve_metrics("127.0.0.1:0", RpcSection()), timeout=20.0).read().decode())
 """
+A_CALLER = """
+import asyncio
+import urllib.request
+from rolecall import telemetry
+from rolecall.errors import BadGroundTruthError, ScorerUnavailableError
+from rolecall.reward import Scorer, description, one_by_one
+from rolecall.scoring.client import open_external
+from rolecall.settings import ExternalScorer, RpcSection, TelemetrySection
+from rolecall.telemetry.scrape import serve_metrics
+from rolecall.v1 import reward_pb2
+from tests.contract.reward_peers import serving
+
+telemetry.configure(TelemetrySection(metrics_bind="127.0.0.1:0"), "reward", "reward", run="sort")
+asked = set()
+
+def score(item):
+    if item.response_text == "bad":
+        raise BadGroundTruthError("nothing to compare with")
+    if item.response_text == "away" or item.response_text == "late" and "late" not in asked:
+        asked.add(item.response_text)
+        raise ScorerUnavailableError("not yet")
+    return 1.0
+
+async def main():
+    spec = description("judge", (0, 1), ("response_text",), {}, False, max_items=0)
+    async with serving(Scorer(spec, one_by_one(score, spec))) as address:
+        scorer = ExternalScorer(address=address)
+        client, channel = open_external("judge", scorer, RpcSection(), timeout_s=30.0, max_attempts=2)
+        texts = ["good", "late", "bad", "away"]
+        await client.score([reward_pb2.ScoreItem(id=text, response_text=text) for text in texts])
+        await channel.close()
+
+asyncio.run(main())
+print(urllib.request.urlopen(serve_metrics("127.0.0.1:0", RpcSection()), timeout=20.0).read().decode())
+"""
 BASE_UNITS = ("seconds", "bytes", "ratio")
 
 
@@ -75,6 +110,26 @@ def test_names_units_and_labels_follow_the_rules_of_prometheus() -> None:
     (items,) = ours["rolecall_scorer_items"].samples
     assert (items.labels["scorer"], items.labels["outcome"], items.value) == ("judge", "scored", 2)
     assert ours["rolecall_metric"].samples[0].labels["name"] == "reward/mean"
+
+
+def test_what_became_of_a_scorers_items_is_counted() -> None:
+    done = subprocess.run([sys.executable, "-c", A_CALLER], capture_output=True, text=True, timeout=60.0, check=False)
+    assert done.returncode == 0, done.stderr
+    found = {
+        (sample.name, sample.labels.get("outcome")): sample.value
+        for family in text_string_to_metric_families(done.stdout)
+        for sample in family.samples
+        if sample.labels.get("scorer") == "judge" and "le" not in sample.labels
+    }
+    assert found.pop(("rolecall_scorer_time_seconds_sum", None)) > 0.0, "with the pause before the second attempt"
+    assert found == {
+        ("rolecall_scorer_time_seconds_count", None): 1,
+        ("rolecall_scorer_items_total", "scored"): 2,
+        ("rolecall_scorer_items_total", "failed"): 1,
+        ("rolecall_scorer_items_total", "away"): 1,
+        ("rolecall_scorer_retries_total", None): 2,
+        ("rolecall_scorer_under_way", None): 0,
+    }
 
 
 def test_beyond_loopback_it_takes_tls_or_a_mesh() -> None:
