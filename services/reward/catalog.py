@@ -12,6 +12,7 @@ from typing import TypeAlias
 from rolecall.data.code_tests import read_tests
 from rolecall.errors import BadGroundTruthError, ScorerError
 from rolecall.plugins import load_function
+from rolecall.sandbox import sandbox_of
 from rolecall.scoring.scores import (
     ALL_FIELDS,
     Item,
@@ -36,7 +37,6 @@ from rolecall.settings import (
 )
 from rolecall.v1 import reward_pb2
 from services.reward.presets import best, bind_preset, bind_qa, truths
-from services.reward.sandbox import sandbox_of
 from services.reward.scorers.boxed import boxed_answer, boxed_match
 from services.reward.scorers.code import CodeJudge, program_of
 from services.reward.scorers.exact_match import exact_match, whole_answer

@@ -23,10 +23,10 @@ import psutil
 import pytest
 
 from rolecall.errors import ConfigError, ScorerUnavailableError
+from rolecall.sandbox import DISK_BYTES, Bare, Bubblewrap, Ran, Sandbox
 from rolecall.settings import CodeScorer, LanguageSection, scorer_environment
 from rolecall.v1 import reward_pb2
 from services.reward.pool import WorkerPool
-from services.reward.sandbox import DISK_BYTES, Bare, Bubblewrap, Ran, Sandbox
 from services.reward.scorers.code import CodeJudge
 
 GENEROUS_S = 120.0
@@ -242,7 +242,7 @@ def test_a_program_ends_with_the_process_that_waits_for_it(bubblewrap: Bubblewra
     """A worker is killed at its item's deadline."""
     waits = f"""
 from rolecall.settings import CodeScorer
-from services.reward.sandbox import Bubblewrap
+from rolecall.sandbox import Bubblewrap
 files = {{"main.py": b"import time; time.sleep(1000)"}}
 Bubblewrap(CodeScorer()).run(["python3", "main.py", "{mark}"], files, b"", 1000.0, 10)
 """

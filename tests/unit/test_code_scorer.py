@@ -11,8 +11,8 @@ import pytest
 from rolecall.data.code_tests import CodeTest, read_tests
 from rolecall.data.dataset import load_prompts
 from rolecall.errors import ConfigError, ScorerUnavailableError
+from rolecall.sandbox import Ran
 from rolecall.settings import CodeScorer, DataSection, LanguageSection, RewardComponent, RewardSection
-from services.reward.sandbox import Ran
 from services.reward.scorers import code
 from services.reward.scorers.code import CodeJudge, program_of, same_output
 

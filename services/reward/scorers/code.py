@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from rolecall.data.code_tests import CodeTest
+from rolecall.sandbox import DISK_BYTES, Ran, Sandbox
 from rolecall.settings import CodeScorer, LanguageSection
-from services.reward.sandbox import DISK_BYTES, Ran, Sandbox
 
 MAX_REMEMBERED = 65536
 """Programs whose scores a worker process remembers; then the one that was longest not asked for is forgotten."""

@@ -1,0 +1,71 @@
+"""The episode of a policy with tools: it calls them as often as it likes; its first turn without a call is its answer.
+
+Owns what becomes of a call: its result, or in words why there is none, is a message of the role "tool". What a tool
+raises as InvalidInputError is the policy's own fault and told to it; anything else loses the episode, for then nobody
+knows what the policy would have read.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from rolecall.environment.env import Action, Answer, Env, Opening, Task, Tool, ToolCall
+from rolecall.errors import InvalidInputError
+from rolecall.scoring.scores import Message, Score
+
+ROLE = "tool"
+"""Role of what tools answer; serve the environment with it among its roles."""
+MAX_CHARS = 4000
+"""Longest answer of a tool; what is longer loses its middle, and says so."""
+
+
+class CallableTool(Protocol):
+    """A tool with something behind it. Episodes share it, and call it from several threads."""
+
+    @property
+    def tool(self) -> Tool:
+        """Returns what the policy is shown."""
+        ...
+
+    def call(self, arguments: Mapping[str, Any]) -> str:
+        """The result for the policy to read. InvalidInputError says what is wrong with the arguments."""
+        ...
+
+
+class ToolEpisode(Env):
+    """An episode with tools, which ends with the policy's first turn that calls none."""
+
+    def __init__(self, tools: Sequence[CallableTool], reward: Callable[[Task, str], float | Score]) -> None:
+        """`reward` scores an answer; an episode that a budget ends has the empty one."""
+        self._tools = {tool.tool.name: tool for tool in tools}
+        self._reward = reward
+
+    def reset(self, task: Task, seed: int) -> Opening:
+        """Shows the tools; the row's own messages ask."""
+        self._task = task
+        return Opening(tools=tuple(tool.tool for tool in self._tools.values()))
+
+    def step(self, action: Action) -> Answer:
+        """Calls what is to be called, in order; else ends the episode with its reward."""
+        if not action.tool_calls:
+            return Answer(reward=self._reward(self._task, action.text), is_over=True)
+        return Answer([Message(ROLE, shortened(self._called(call))) for call in action.tool_calls])
+
+    def grade(self) -> float | Score:
+        """The reward of no answer."""
+        return self._reward(self._task, "")
+
+    def _called(self, call: ToolCall) -> str:
+        try:
+            if call.name not in self._tools:
+                raise InvalidInputError(f"there is no tool {call.name!r}")
+            return self._tools[call.name].call(call.arguments)
+        except InvalidInputError as error:
+            return f"error: {error.message}"
+
+
+def shortened(text: str) -> str:
+    """The text, or its two ends where it is longer than MAX_CHARS."""
+    if len(text) <= MAX_CHARS:
+        return text
+    half = MAX_CHARS // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"

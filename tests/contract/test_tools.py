@@ -1,0 +1,121 @@
+"""Tools that come with the library, and the episode around them."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.environment import Action, Answer, Message, Opening, Task, ToolCall
+from rolecall.environment.tools import ToolEpisode
+from rolecall.environment.tools.calculator import Calculator, evaluated
+from rolecall.environment.tools.episode import MAX_CHARS, shortened
+from rolecall.environment.tools.python import Python
+from rolecall.environment.tools.retrieval import Retrieval, read_documents, write_index
+from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.settings import CodeScorer
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("2+2", "4"),
+        (" (3 + 4) * 2 ", "14"),
+        ("0.1 + 0.2", "0.3"),
+        ("1/3", "0.333333333333"),
+        ("7 // 2 - -1", "4"),
+        ("-7 % 3", "2"),
+        ("2**100", str(2**100)),
+        ("2**-2", "0.25"),
+        ("1**99999999999", "1"),
+    ],
+)
+def test_a_calculator_is_exact(expression: str, value: str) -> None:
+    assert evaluated(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "words"),
+    [
+        ("1/0", "division by zero"),
+        ("2**2**30", "the result is too large"),
+        ("(2**4000)*(2**4000)", "the result is too large"),
+        ("9**0.5", "exponents are whole numbers"),
+        ("__import__('os')", "only numbers"),
+        ("True + 1", "only numbers"),
+        ("1 +", "is no arithmetic expression"),
+        ("(" * 190, "is no arithmetic expression"),
+        ("1\x00", "is no arithmetic expression"),
+        ("1" * 201, "at most 200 are read"),
+        ("1e400", "is no arithmetic expression"),
+    ],
+)
+def test_a_calculator_says_what_it_does_not_compute(expression: str, words: str) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        evaluated(expression)
+
+
+def played(*texts_and_calls: str | tuple[ToolCall, ...], tools: Any = (Calculator(),)) -> list[Answer]:
+    episode = ToolEpisode(tools, lambda task, answer: float(answer == task.ground_truth))
+    opening = episode.reset(Task("t", ground_truth="4"), 0)
+    assert isinstance(opening, Opening)
+    assert [tool.name for tool in opening.tools] == [tool.tool.name for tool in tools]
+    actions = [Action(said) if isinstance(said, str) else Action("", tool_calls=said) for said in texts_and_calls]
+    return [episode.step(action) for action in actions]
+
+
+def test_an_episode_calls_tools_until_it_is_answered() -> None:
+    calls = (ToolCall("calculator", {"expression": "2+2"}), ToolCall("calculator", {"expression": "1/0"}))
+    first, last = played(calls, "4")
+    assert first.messages == [Message("tool", "4"), Message("tool", "error: division by zero")]
+    assert not first.is_over
+    assert (last.reward, last.is_over) == (1.0, True)
+    assert played("5")[0].reward == 0.0
+    assert played((ToolCall("none", {}),))[0].messages == [Message("tool", "error: there is no tool 'none'")]
+
+
+def test_long_answers_lose_their_middle_and_say_so() -> None:
+    assert shortened("a" * MAX_CHARS) == "a" * MAX_CHARS
+    assert "[6 characters left out]" in shortened("a" * (MAX_CHARS + 6))
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Path:
+    rows = ['{"title": "Bees", "text": "Bees dance to tell where flowers are."}']
+    rows.append('{"title": "Ants", "text": "Ants carry leaves, and \\"dance\\" never."}')
+    (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
+    write_index(tmp_path / "index", read_documents(tmp_path / "corpus.jsonl"))
+    return tmp_path / "index"
+
+
+def test_documents_are_found_by_words_whatever_stands_in_a_query(index: Path) -> None:
+    search = Retrieval(index)
+    assert search.call({"query": "flowers"}) == "Bees\nBees dance to tell where flowers are."
+    assert search.call({"query": "who dances?"}).count("dance") == 2, "by their stems"
+    assert search.call({"query": '" OR NEAR( leaves* title:'}).startswith("Ants")
+    assert search.call({"query": "whale"}) == "nothing was found"
+    with pytest.raises(InvalidInputError, match="the query has no words"):
+        search.call({"query": "?!"})
+
+
+def test_what_is_no_index_is_refused(index: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is there already"):
+        write_index(index, [])
+    with pytest.raises(ConfigError, match="is no index of documents"):
+        Retrieval(tmp_path / "none")
+    (tmp_path / "bad.jsonl").write_text('{"title": 1}')
+    with pytest.raises(ConfigError, match=r"bad\.jsonl:1 is no object"):
+        list(read_documents(tmp_path / "bad.jsonl"))
+
+
+@pytest.mark.parametrize("sandbox", ["bubblewrap", "none"])
+def test_programs_run_in_the_sandbox_and_say_what_went_wrong(sandbox: str) -> None:
+    if sandbox == "bubblewrap" and shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    python = Python(CodeScorer.model_validate({"sandbox": sandbox, "timeout_s": 20, "cpu_s": 2}))
+    assert python.call({"code": "print(6 * 7)"}) == "42\n"
+    failed = python.call({"code": "print(1)\n1 / 0"})
+    assert failed.startswith("1\n")
+    assert "ZeroDivisionError" in failed
+    assert failed.endswith("[exit status 1]")
+    assert "[ended: " in python.call({"code": "while True: print('a' * 1000)"})
