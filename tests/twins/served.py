@@ -29,7 +29,7 @@ from rolecall.training.ranks.device import stop_rank
 from rolecall.training.serving.calls import ColumnCalls, TrainerCalls
 from rolecall.training.serving.device_thread import DeviceThread
 from rolecall.training.serving.hooks import ProcessHooks
-from rolecall.v1 import actor_pb2_grpc, critic_pb2_grpc, reference_pb2_grpc
+from rolecall.v1 import actor_pb2, actor_pb2_grpc, critic_pb2_grpc, reference_pb2_grpc, weights_pb2
 from rolecall.v1.training_pb2 import (
     CheckpointFile,
     SaveTrainerCheckpointRequest,
@@ -39,7 +39,7 @@ from rolecall.v1.training_pb2 import (
     TrainResult,
 )
 from rolecall.v1.trajectory_pb2 import Coefficients, CommittedGroup, RowRef, SamplingParams, TrainBatch, TrajectoryMeta
-from rolecall.wire import Array
+from rolecall.wire import Array, encode_tensor
 from services.actor import ranks as actor_ranks
 from services.actor.service import ActorServicer
 from services.critic import ranks as critic_ranks
@@ -51,7 +51,10 @@ from tests.smallest import smallest_tree
 from tests.twins.callers import party, place
 from tests.twins.calls import trainer_calls
 
+MakeRun = Callable[..., RunSettings]
 NUM_PROMPT_TOKENS = 4
+PROBE = np.arange(5, 37, dtype=np.int32)
+"""Token ids of a publish's probe."""
 
 
 def settings_tree(store: StoreUnderTest, model: Path, run_dir: Path, **sections: Any) -> dict[str, Any]:
@@ -319,3 +322,11 @@ async def saved(stub: Any, request: SaveTrainerCheckpointRequest) -> list[Checkp
     ]
     assert [response.WhichOneof("event") for response in responses] == ["snapshot", "saved"]
     return list(responses[-1].saved.files)
+
+
+def publish_request(ctl: int, step: int, version: int, epoch: int = 1) -> actor_pb2.PublishWeightsRequest:
+    """A publish of the weights of `step` as `version`, with PROBE."""
+    probe = weights_pb2.Probe(token_ids=encode_tensor(PROBE))
+    return actor_pb2.PublishWeightsRequest(
+        ctl=ctl, epoch=epoch, step=step, policy_version=version, bucket_timeout_s=10.0, probe=probe
+    )

@@ -31,21 +31,10 @@ from rolecall.v1.training_pb2 import (
 )
 from tests.file_sizes import files_up_to
 from tests.fixtures_store import StoreUnderTest
-from tests.tiny_models import write_qwen3
 from tests.twins.served import Batches, Rig, saved, served_actor, settings_tree, train
 from tests.waiting import until
 
 TIMEOUT_S = 30.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_qwen3(tmp_path_factory.mktemp("model") / "policy")
-
-
-@pytest.fixture
-def batches(store: StoreUnderTest, model: Path) -> Batches:
-    return Batches(store, model)
 
 
 @pytest.fixture

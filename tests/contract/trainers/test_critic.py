@@ -1,6 +1,5 @@
 """What CriticService promises, over a real connection, a real store and a tiny real model."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,7 @@ from rolecall.errors import OutOfOrderError
 from rolecall.settings import RunSettings
 from rolecall.v1.training_pb2 import ComputeColumnRequest, TrainRequest
 from tests.fixtures_store import StoreUnderTest
-from tests.tiny_models import write_qwen3
-from tests.twins.served import Batches, served_critic, settings_tree, train, values_of
-
-MakeRun = Callable[..., RunSettings]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_qwen3(tmp_path_factory.mktemp("model") / "policy")
+from tests.twins.served import Batches, MakeRun, served_critic, settings_tree, train, values_of
 
 
 @pytest.fixture
@@ -30,11 +21,6 @@ def make_run(store: StoreUnderTest, model: Path, tmp_path: Path) -> MakeRun:
         return RunSettings.model_validate(settings_tree(store, model, tmp_path, algorithm=algorithm, critic=section))
 
     return make
-
-
-@pytest.fixture
-def batches(store: StoreUnderTest, model: Path) -> Batches:
-    return Batches(store, model)
 
 
 async def test_values_cover_sampled_tokens_and_are_written_once(

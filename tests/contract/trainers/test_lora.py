@@ -3,7 +3,6 @@ reference service.
 """
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,20 @@ from rolecall.weights.channel import join
 from rolecall.weights.rendezvous import Rendezvous
 from rolecall.weights.transfer import Reception, agreed_manifest
 from rolecall.wire import decode_tensor
-from tests.contract.test_trainers_actor import PROBE, publish_request
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_qwen3
-from tests.twins.served import Batches, served_actor, settings_tree, train, true_logprobs, values_of
+from tests.twins.served import (
+    PROBE,
+    Batches,
+    MakeRun,
+    publish_request,
+    served_actor,
+    settings_tree,
+    train,
+    true_logprobs,
+    values_of,
+)
 
-MakeRun = Callable[..., RunSettings]
 ACTOR = {"token_budget": 64, "num_threads": 1, "optimizer": {"learning_rate": 1e-2}, "lora": {"rank": 4, "alpha": 8}}
 
 

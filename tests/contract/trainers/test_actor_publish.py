@@ -1,0 +1,145 @@
+"""What ActorService promises of the weights that it publishes, over a real connection, store and model."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from rolecall.errors import (
+    ChannelBrokenError,
+    OutOfOrderError,
+    StaleEpochError,
+    StaleVersionError,
+)
+from rolecall.v1 import weights_pb2
+from rolecall.v1.training_pb2 import (
+    GetTrainerInfoRequest,
+)
+from rolecall.weights.backends import decode_backend
+from rolecall.weights.channel import join
+from rolecall.weights.rendezvous import Rendezvous
+from rolecall.weights.transfer import Reception, agreed_manifest
+from rolecall.wire import decode_tensor
+from tests.fixtures_store import StoreUnderTest
+from tests.twins.served import PROBE, MakeRun, publish_request, served_actor, true_logprobs
+from tests.waiting import until
+
+
+def receive(opened: weights_pb2.OpenWeightChannelResponse, epoch: int) -> tuple[dict[str, torch.Tensor], str]:
+    """One transfer of a channel of two ranks, as a rollout would take it."""
+    rendezvous = Rendezvous(opened.address, epoch, 1, 10.0)
+    channel = join(rendezvous, 2, decode_backend(opened.backend), torch.device("cpu"), 10.0)
+    reception = Reception(channel, agreed_manifest(rendezvous, 10.0), 10.0)
+    received = {name: tensor for bucket in reception for name, tensor in bucket}
+    return received, reception.result().digest
+
+
+async def test_published_weights_are_those_of_the_step_with_their_probe(
+    store: StoreUnderTest, make_run: MakeRun, model: Path
+) -> None:
+    ctl = store.ledger.ctl
+    async with served_actor(make_run(), store) as (_, actor):
+        opened = await actor.OpenWeightChannel(
+            weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=2, timeout_s=10), timeout=10
+        )
+        published, (received, digest) = await asyncio.gather(
+            actor.PublishWeights(publish_request(ctl, step=0, version=5), timeout=30),
+            asyncio.to_thread(receive, opened, 1),
+        )
+        info = await actor.GetInfo(GetTrainerInfoRequest(), timeout=30)
+        with pytest.raises(StaleVersionError):
+            await actor.PublishWeights(publish_request(ctl, step=0, version=5), timeout=30)
+        with pytest.raises(OutOfOrderError):
+            await actor.PublishWeights(publish_request(ctl, step=1, version=6), timeout=30)
+        with pytest.raises(StaleEpochError):
+            await actor.OpenWeightChannel(
+                weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=2, timeout_s=10), timeout=10
+            )
+    expected = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    assert set(received) == set(expected)
+    assert all(torch.equal(received[name], expected[name]) for name in expected)
+    assert (published.digest, info.policy_version) == (digest, 5)
+    np.testing.assert_allclose(
+        decode_tensor(published.probe.logprobs, "probe"), true_logprobs(model, PROBE, 1.0), atol=1e-4
+    )
+    assert not published.probe.HasField("again")
+
+
+@pytest.mark.parametrize(
+    ("configured", "answered"),
+    [
+        (None, weights_pb2.WEIGHT_BACKEND_SHARED),
+        ("shared", weights_pb2.WEIGHT_BACKEND_SHARED),
+        ("gloo", weights_pb2.WEIGHT_BACKEND_GLOO),
+    ],
+)
+async def test_the_actor_says_by_which_way_its_weights_come(
+    store: StoreUnderTest,
+    make_run: MakeRun,
+    configured: str | None,
+    answered: weights_pb2.WeightBackend.ValueType,
+) -> None:
+    ctl, run = store.ledger.ctl, make_run()
+    run = run.model_copy(update={"weights": run.weights.model_copy(update={"backend": configured})})
+    async with served_actor(run, store) as (_, actor):
+        opened = await actor.OpenWeightChannel(
+            weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=2, timeout_s=10), timeout=10
+        )
+        published, (_, digest) = await asyncio.gather(
+            actor.PublishWeights(publish_request(ctl, step=0, version=5), timeout=30),
+            asyncio.to_thread(receive, opened, 1),
+        )
+    assert (opened.backend, published.digest) == (answered, digest)
+
+
+async def test_in_bfloat16_the_probe_is_computed_twice_and_differs_by_rounding(
+    store: StoreUnderTest, make_run: MakeRun, model: Path
+) -> None:
+    ctl = store.ledger.ctl
+    run = make_run()
+    run = run.model_copy(update={"model": run.model.model_copy(update={"dtype": "bfloat16"})})
+    async with served_actor(run, store) as (_, actor):
+        await actor.OpenWeightChannel(
+            weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=1, timeout_s=10), timeout=10
+        )
+        published = await actor.PublishWeights(publish_request(ctl, step=0, version=5), timeout=30)
+    first, second = decode_tensor(published.probe.logprobs, "first"), decode_tensor(published.probe.again, "second")
+    assert 0 < np.abs(first - second).max() < 0.2
+    np.testing.assert_allclose(second, true_logprobs(model, PROBE, 1.0), atol=0.2)
+
+
+async def test_a_publish_whose_caller_leaves_frees_the_actor_and_its_receivers(
+    store: StoreUnderTest, make_run: MakeRun
+) -> None:
+    ctl = store.ledger.ctl
+    async with served_actor(make_run(), store) as (_, actor):
+        opened = await actor.OpenWeightChannel(
+            weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=3, timeout_s=60), timeout=10
+        )
+        waiting = Rendezvous(opened.address, 1, 1, 10.0)  # the second receiver never comes
+        publishing = asyncio.create_task(one(actor.PublishWeights(publish_request(ctl, step=0, version=5), timeout=60)))
+        await asyncio.sleep(1.0)
+        publishing.cancel()
+        await asyncio.gather(publishing, return_exceptions=True)
+        async with asyncio.timeout(5):
+            await until(lambda: waiting.broken is not None)
+            with pytest.raises(ChannelBrokenError, match="its caller left"):
+                await actor.PublishWeights(publish_request(ctl, step=0, version=6), timeout=30)
+        waiting.close()
+        reopened = await actor.OpenWeightChannel(
+            weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=2, world_size=2, timeout_s=10), timeout=10
+        )
+        published, (_, digest) = await asyncio.gather(
+            actor.PublishWeights(publish_request(ctl, step=0, version=7, epoch=2), timeout=30),
+            asyncio.to_thread(receive, reopened, 2),
+        )
+    assert published.digest == digest
+
+
+async def one(call: Any) -> Any:
+    """A call as a task."""
+    return await call
