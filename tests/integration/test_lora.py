@@ -21,8 +21,8 @@ from rolecall.training.model import lora
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, pack, unpack
 from tests import checkpoint_rig
+from tests.integration.fsdp_oracle import oracle_outputs
 from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
-from tests.integration.test_fsdp_engine import oracle_outputs
 from tests.tiny_models import write_qwen3, write_qwen3_moe
 
 pytestmark = pytest.mark.usefixtures("one_rank")

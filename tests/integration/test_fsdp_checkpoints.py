@@ -1,0 +1,77 @@
+"""What FsdpEngine writes and reads: checkpoints that go on bit for bit, exports, full disks, what is half written."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, DiskFullError
+from rolecall.training.model.huggingface import write_model
+from rolecall.training.serving.hooks import nothing
+from tests.checkpoint_rig import exported, load, save
+from tests.file_sizes import files_up_to
+from tests.integration.fsdp_oracle import assert_same_weights, make_engine
+from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def test_resuming_on_one_rank_is_bit_equal(models: dict[str, Path], tmp_path: Path) -> None:
+    rows = make_rows(10)
+    straight = make_engine(models["tied"])
+    for step in range(2):
+        train_step(straight, rows, token_budget=64, seed=step)
+    assert save(straight, tmp_path)
+    resumed = make_engine(models["tied"])
+    load(resumed, tmp_path)
+    for step in (2, 3):
+        assert train_step(straight, rows, token_budget=64, seed=step) == train_step(
+            resumed, rows, token_budget=64, seed=step
+        )
+    assert_same_weights(weights_of(straight), weights_of(resumed), atol=0)
+    assert resumed.num_updates == 4
+
+
+def test_an_exported_directory_is_a_plain_hugging_face_model(models: dict[str, Path], tmp_path: Path) -> None:
+    engine = make_engine(models["tied"])
+    train_step(engine, make_rows(4), token_budget=64, seed=0)
+    save(engine, tmp_path / "checkpoint")
+    model = exported(tmp_path / "checkpoint")
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "again")
+    assert_same_weights(weights_of(engine), load_file(tmp_path / "again" / "model.safetensors"), atol=0)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+        == "<|im_start|>user\nhi<|im_end|>\n"
+    )
+
+
+def test_no_file_of_a_checkpoint_is_a_pickle(models: dict[str, Path], tmp_path: Path) -> None:
+    save(make_engine(models["dense"]), tmp_path)
+    suffixes = {file.suffix for file in tmp_path.rglob("*") if file.is_file()}
+    assert suffixes <= {".json", ".safetensors", ".jinja", ".txt"}
+
+
+def test_a_full_disk_is_named_and_leaves_the_engine_usable(models: dict[str, Path], tmp_path: Path) -> None:
+    engine = make_engine(models["dense"])
+    with files_up_to(100_000), pytest.raises(DiskFullError, match="no space"):
+        save(engine, tmp_path / "full")
+    assert save(engine, tmp_path / "roomy")
+
+
+def test_an_export_to_a_full_disk_is_named(models: dict[str, Path], tmp_path: Path) -> None:
+    weights = make_engine(models["dense"]).named_weights()
+    with files_up_to(100_000), pytest.raises(DiskFullError, match="export"):
+        write_model(tmp_path / "out", models["dense"], weights, progressed=nothing)
+
+
+def test_a_half_written_checkpoint_is_missing_and_another_models_is_refused(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    save(make_engine(models["dense"]), tmp_path)
+    with pytest.raises(CheckpointMismatchError, match="lm_head"):
+        load(make_engine(models["tied"]), tmp_path)
+    (tmp_path / "index.json").unlink()
+    with pytest.raises(CheckpointMissingError):
+        load(make_engine(models["dense"]), tmp_path)
