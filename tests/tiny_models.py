@@ -2,8 +2,9 @@
 downloaded.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import (
@@ -13,6 +14,7 @@ from transformers import (
     DeepseekV2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    PretrainedConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -52,9 +54,7 @@ def write_qwen3(
         pad_token_id=0,
         bos_token_id=None,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).to(dtype)
+    model = _drawn(Qwen3ForCausalLM, config, seed).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
@@ -85,9 +85,7 @@ def write_qwen3_moe(
         initializer_range=0.2,
         max_position_embeddings=256,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        Qwen3MoeForCausalLM(config).float().save_pretrained(path)
+    _drawn(Qwen3MoeForCausalLM, config, seed).save_pretrained(path)
     return path
 
 
@@ -125,9 +123,7 @@ def write_deepseek_v2(path: Path, *, vocab: int = 152, seed: int = 0) -> Path:
         initializer_range=0.1,
         max_position_embeddings=256,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        DeepseekV2ForCausalLM(config).float().save_pretrained(path)
+    _drawn(DeepseekV2ForCausalLM, config, seed).save_pretrained(path)
     return path
 
 
@@ -152,9 +148,7 @@ def write_llama(path: Path, *, vocab: int = 152, seed: int = 0) -> Path:
             "original_max_position_embeddings": 16,
         },
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        LlamaForCausalLM(config).float().save_pretrained(path)
+    _drawn(LlamaForCausalLM, config, seed).save_pretrained(path)
     return path
 
 
@@ -172,9 +166,7 @@ def write_qwen2(path: Path, *, vocab: int = 152, seed: int = 0) -> Path:
         max_position_embeddings=256,
         tie_word_embeddings=True,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config).float()
+    model = _drawn(Qwen2ForCausalLM, config, seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -212,8 +204,13 @@ def write_reward_model(
         num_labels=num_labels,
     )
     kind = AutoModelForTokenClassification if every_token else AutoModelForSequenceClassification
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        kind.from_config(config).float().save_pretrained(path)
+    _drawn(kind.from_config, config, seed).save_pretrained(path)
     write_tokenizer(path)
     return path
+
+
+def _drawn(make: Callable[[Any], Any], config: PretrainedConfig, seed: int) -> Any:
+    """A model in float32 whose weights are those of `seed`, whatever was drawn before."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return make(config).float()

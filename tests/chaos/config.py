@@ -11,6 +11,19 @@ import yaml
 from tests.tiny_tokenizer import write_tokenizer
 
 NUM_PROMPTS = 64
+ALGORITHM: dict[str, Any] = {
+    "groups_per_batch": 4,
+    "advantage": {"kind": "gae"},
+    "kl": {
+        "reference": "ref",
+        "kl_coef": 0.1,
+        "placement": "reward",
+        "adaptive": {"target": 0.1, "horizon": 100},
+    },
+    "entropy": {"entropy_coef": 0.001, "target": 0.5},
+    "shaping": {"normalize": "running"},
+    "filters": {"max_mean_tokens": 10},
+}
 
 
 def write_config(
@@ -29,20 +42,7 @@ def write_config(
         "model": {"path": "model", "dtype": "float32"},
         "data": {"train": "train.jsonl", "max_prompt_tokens": 48},
         "sampling": {"num_responses": 2, "max_tokens": 12},
-        "algorithm": {
-            "groups_per_batch": 4,
-            "max_staleness": max_staleness,
-            "advantage": {"kind": "gae"},
-            "kl": {
-                "reference": "ref",
-                "kl_coef": 0.1,
-                "placement": "reward",
-                "adaptive": {"target": 0.1, "horizon": 100},
-            },
-            "entropy": {"entropy_coef": 0.001, "target": 0.5},
-            "shaping": {"normalize": "running"},
-            "filters": {"max_mean_tokens": 10},
-        },
+        "algorithm": ALGORITHM | {"max_staleness": max_staleness},
         "controller": {
             "lease_s": lease_s,
             "max_deliveries": 1000,

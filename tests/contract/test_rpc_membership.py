@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import grpc
 import pytest
@@ -70,17 +70,17 @@ async def test_a_worker_joins_with_its_particulars_and_learns_who_is_in_charge(
     )
 
 
-async def test_heartbeats_go_on_while_the_workers_event_loop_is_busy(make_settings: MakeSettings) -> None:
-    beats: list[bytes] = []
+@contextmanager
+def hearing(heartbeat_s: float) -> Iterator[tuple[str, list[controller_pb2.HeartbeatRequest]]]:
+    """A controller in a thread of its own; gives its address and the heartbeats that it heard."""
+    beats: list[controller_pb2.HeartbeatRequest] = []
 
     def hear(request: bytes, context: grpc.ServicerContext) -> bytes:
-        beats.append(request)
+        beats.append(controller_pb2.HeartbeatRequest.FromString(request))
         return b""
 
-    methods = {
-        "Join": lambda request, context: controller_pb2.JoinResponse(ctl=1, heartbeat_s=0.02).SerializeToString(),
-        "Heartbeat": hear,
-    }
+    joined = controller_pb2.JoinResponse(ctl=1, heartbeat_s=heartbeat_s).SerializeToString()
+    methods = {"Join": lambda request, context: joined, "Heartbeat": hear}
     with ThreadPoolExecutor(1) as threads:
         server = grpc.server(threads)
         handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
@@ -89,12 +89,17 @@ async def test_heartbeats_go_on_while_the_workers_event_loop_is_busy(make_settin
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
+        yield address, beats
+        server.stop(0).wait()
+
+
+async def test_heartbeats_go_on_while_the_workers_event_loop_is_busy(make_settings: MakeSettings) -> None:
+    with hearing(0.02) as (address, beats):
         async with started(make_settings(controller={"address": address})) as member:
             await member.joined()
             num_heard = len(beats)
             time.sleep(0.5)
             assert len(beats) >= num_heard + 5
-        server.stop(0).wait()
 
 
 async def test_heartbeats_carry_progress_and_phase(peer: Peer, make_settings: MakeSettings) -> None:
@@ -248,24 +253,7 @@ async def test_a_given_up_worker_that_joins_again_is_refused_for_good(peer: Peer
 
 
 async def test_an_event_loop_that_stands_still_is_work_without_progress(make_settings: MakeSettings) -> None:
-    beats: list[controller_pb2.HeartbeatRequest] = []
-
-    def hear(request: bytes, context: grpc.ServicerContext) -> bytes:
-        beats.append(controller_pb2.HeartbeatRequest.FromString(request))
-        return b""
-
-    methods = {
-        "Join": lambda request, context: controller_pb2.JoinResponse(ctl=1, heartbeat_s=0.05).SerializeToString(),
-        "Heartbeat": hear,
-    }
-    with ThreadPoolExecutor(1) as threads:
-        server = grpc.server(threads)
-        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-            name: grpc.unary_unary_rpc_method_handler(method) for name, method in methods.items()
-        }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        server.start()
+    with hearing(0.05) as (address, beats):
         async with started(make_settings(controller={"address": address})) as member:
             await member.joined()
             await asyncio.sleep(0.2)
@@ -277,4 +265,3 @@ async def test_an_event_loop_that_stands_still_is_work_without_progress(make_set
             await until(lambda: len(beats) > 2 and beats[-1].busy)
             member.busy = False
             await until(lambda: not beats[-1].busy)
-        server.stop(0).wait()

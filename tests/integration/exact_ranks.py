@@ -232,15 +232,7 @@ class Rank:
             plan = plans[layout.data_rank]
             loss, columns = make_loss(job, local_counts(rows))
             columns = (*columns, ROUTED_EXPERTS) if job.replay else columns
-            packed = [
-                pack(
-                    [rows[i] for i in indices],
-                    columns,
-                    temperature=[temperatures[i] for i in indices],
-                    device=engine.device,
-                )
-                for indices in plan.microbatches
-            ]
+            packed = _packed(engine, rows, temperatures, columns, plan.microbatches)
             seen = engine.forward(
                 packed, entropy=True, wanted=Wanted(top_k=job.top_k, squares=True) if job.top_k else None
             )
@@ -349,6 +341,20 @@ def living_ranks(world_size: int, folder: Path) -> Iterator[Ranks]:
         for process in processes:
             process.kill()
             process.join()
+
+
+def _packed(
+    engine: Engine,
+    rows: Sequence[Row],
+    temperatures: Sequence[float],
+    columns: Sequence[str],
+    microbatches: Sequence[Sequence[int]],
+) -> list[Microbatch]:
+    """The rows of each microbatch, packed on the engine's device."""
+    return [
+        pack([rows[i] for i in indices], columns, temperature=[temperatures[i] for i in indices], device=engine.device)
+        for indices in microbatches
+    ]
 
 
 def _with_selected(

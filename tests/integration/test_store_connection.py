@@ -238,6 +238,13 @@ class CountingRedis(ForgetfulRedis):
             self.scripts.add(args[1])
         return super().execute_command(*args, **options)
 
+    def losing(self, call: Callable[[], Any]) -> Any:
+        """What `call` answers when one answer gets lost on its way."""
+        self.lose = 1
+        answer = call()
+        assert self.lose == 0
+        return answer
+
 
 def test_a_whole_life_of_a_group_survives_the_loss_of_every_answer(store_server: EmbeddedStore, tmp_path: Path) -> None:
     client = CountingRedis.from_url(store_server.url, protocol=2)
@@ -245,13 +252,7 @@ def test_a_whole_life_of_a_group_survives_the_loss_of_every_answer(store_server:
     connection = Connection(client)
     run = "forgetful"
     ledger, queue, rows = Ledger(connection, run), PromptQueue(connection, run, "r.0"), Rows(connection, run, 2)
-
-    def losing(call: Callable[[], Any]) -> Any:
-        client.lose = 1
-        answer = call()
-        assert client.lose == 0
-        return answer
-
+    losing = client.losing
     assert losing(lambda: ledger.lock(0.1)) == 1
     for gid in range(3):
         losing(partial(ledger.admit, sample_group(gid, 1), b""))

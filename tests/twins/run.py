@@ -269,24 +269,7 @@ async def twin_run(
                 ),
             )
         ]
-        controller = f"127.0.0.1:{free_port()}"
-        defaults: dict[str, dict[str, Any]] = {
-            "run": {"name": store.run, "dir": str(folder / "run"), "num_steps": 3, "checkpoint_every_steps": 2},
-            "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 48},
-            "sampling": {"num_responses": 2, "max_tokens": 12},
-            "algorithm": {"groups_per_batch": 4},
-            "controller": {
-                "address": controller,
-                "lease_s": 1.5,
-                "start_timeout_s": 60.0,
-                "stall_timeout_s": 60.0,
-            },
-            "actor": {"address": addresses[0]},
-            "reward": {"address": addresses[2], "timeout_s": 5.0},
-            "rollout": {"max_groups": 4, "generation_timeout_s": 30.0},
-            "store": {"url": store.url, "num_shards": 2},
-            "trackers": {"tensorboard": False},
-        }
+        defaults = _defaults(store, folder, addresses)
         if sections.get("algorithm", {}).get("advantage", {}).get("kind") == "gae":
             defaults["critic"] = {"address": addresses[1]}
         merged = {
@@ -295,6 +278,27 @@ async def twin_run(
         settings = make_settings(**merged)
         place(settings.run.dir)  # for trainers in processes of their own
         yield TwinRun(settings, store, actor, critic, stack)
+
+
+def _defaults(store: StoreUnderTest, folder: Path, addresses: list[str]) -> dict[str, dict[str, Any]]:
+    """Sections of a run of 3 steps of 4 groups of 2; actor and reward are the first and the third of `addresses`."""
+    return {
+        "run": {"name": store.run, "dir": str(folder / "run"), "num_steps": 3, "checkpoint_every_steps": 2},
+        "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 48},
+        "sampling": {"num_responses": 2, "max_tokens": 12},
+        "algorithm": {"groups_per_batch": 4},
+        "controller": {
+            "address": f"127.0.0.1:{free_port()}",
+            "lease_s": 1.5,
+            "start_timeout_s": 60.0,
+            "stall_timeout_s": 60.0,
+        },
+        "actor": {"address": addresses[0]},
+        "reward": {"address": addresses[2], "timeout_s": 5.0},
+        "rollout": {"max_groups": 4, "generation_timeout_s": 30.0},
+        "store": {"url": store.url, "num_shards": 2},
+        "trackers": {"tensorboard": False},
+    }
 
 
 @pytest.fixture
