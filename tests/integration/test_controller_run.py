@@ -235,8 +235,9 @@ async def test_a_scorer_that_gives_no_scores_is_named_while_the_run_waits_and_wh
         async with run.controller() as life, run.rollout("rollout-0"):
             status = await life.shows(lambda status: status.trouble == named)
             assert status.state in (pb.RUN_STATE_STARTING, pb.RUN_STATE_RUNNING)
-            with pytest.raises(BudgetSpentError) as ended:
+            with pytest.raises(BudgetSpentError, match=r"no group was scored for reward\.away_timeout_s = 3") as ended:
                 await life.ends()
+            assert (await life.status()).num_recoveries == 0, "one that starts over waits as long again"
     assert "scorer 'reward'" in ended.value.message
     assert "its database is away" in ended.value.message
     assert dict(run.ledger.counts().dropped) == {}

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rolecall.algorithms.filters import reason_to_drop
-from rolecall.errors import BudgetSpentError, RowMissingError, ScorerError
+from rolecall.errors import BudgetSpentError, RowMissingError, ScorerError, ScorerUnavailableError
 from rolecall.settings import RunSettings
 from rolecall.store.history import order
 from rolecall.store.ledger import Ledger
@@ -122,6 +122,14 @@ class Collection:
                 scored = await self._scorer.score(group)
             except ScorerError as error:
                 await self._give_up(group, error)
+                return
+            except ScorerUnavailableError as error:
+                if self._board.paused:
+                    raise
+                away_s = self._settings.reward.away_timeout_s  # a run that started over would wait as long again
+                self._end.call(
+                    BudgetSpentError(f"no group was scored for reward.away_timeout_s = {away_s} s; {error.message}")
+                )
                 return
             except RowMissingError as error:
                 if group.gid in self._sealed:  # nothing can take its place
