@@ -1,10 +1,7 @@
 """The ledger and a model of it, played against each other: random calls of controllers, workers and zombies, through
 checkpoints and new lineages, while answers are lost, old calls arrive again, the server is killed (kill -9) or stands
 still, and its clock jumps.
-
-The model is a few dictionaries. After every move: admitted = trained + dropped + live, each entry has exactly the owner
-the model says, each group is committed at most once, the streams are as long as the states say. Now and then, and at
-the end, the audit finds nothing.
+What must hold after every move is said in ledger_model.py.
 """
 
 import math
@@ -12,34 +9,27 @@ import os
 import signal
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
-    invariant,
     precondition,
     rule,
 )
 
 from rolecall.errors import FencedError, LeaseLostError, NotAttestedError
-from rolecall.store.audit import audit
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import Ledger
-from rolecall.store.position import GroupState, RunPosition, Snapshot, SuccessRate
+from rolecall.store.position import SuccessRate
 from rolecall.store.prompts import Claim, PromptQueue
-from rolecall.store.rows import Rows
 from rolecall.v1.training_pb2 import TrainResult
-from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, TrainBatch, TrajectoryMeta
-from tests.fixtures_store import DIGEST, ForgetfulRedis, sample_group
-from tests.integration.replayed_calls import ReplayedConnection
+from rolecall.v1.trajectory_pb2 import CommittedGroup, TrainBatch, TrajectoryMeta
+from tests.fixtures_store import DIGEST, sample_group
+from tests.integration.ledger_model import Checkpoint, LedgerModel
 
 WORKERS = ("r.0", "r.1", "r.2")
 MAX_DELIVERIES = 3
@@ -47,57 +37,8 @@ EXPIRY_S = 60
 workers = st.sampled_from(WORKERS)
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """What a checkpoint holds: the ledger's position and, of the model, the groups that were terminal."""
-
-    position: RunPosition
-    terminal: Mapping[int, str]
-
-
-class LedgerMachine(RuleBasedStateMachine):
-    """One run on `server`, and what it should hold."""
-
-    def __init__(self, server: EmbeddedStore, folder: Path, variants: Mapping[str, str] | None = None) -> None:
-        super().__init__()
-        self.server = server
-        self.folder = folder / uuid.uuid4().hex[:8]
-        self.folder.mkdir()
-        client = ForgetfulRedis.from_url(server.url, protocol=2)
-        assert isinstance(client, ForgetfulRedis)
-        self.client = client
-        self.connection = ReplayedConnection(client, variants or {})
-        self.run = f"machine-{uuid.uuid4().hex[:8]}"
-        self.rows = Rows(self.connection, self.run, 2)
-        self.controllers: list[Ledger] = []
-        self.state: dict[int, str] = {}
-        self.owner: dict[int, str] = {}
-        self.tokens: set[tuple[int, str]] = set()
-        self.deliveries: dict[int, int] = {}
-        self.delivered: set[int] = set()
-        self.company: dict[int, int] = {}
-        self.claims: list[Claim] = []
-        self.groups: dict[int, CommittedGroup] = {}
-        self.attested: set[str] = set()
-        self.version = -1
-        self.step = 0
-        self.algorithm_state = b""
-        self.rates: dict[str, SuccessRate] = {}
-        self.sealed: list[int] = []
-        self.lineage = 0
-        self.checkpoints: list[Checkpoint] = []
-
-    @property
-    def ledger(self) -> Ledger:
-        return self.controllers[-1]
-
-    def teardown(self) -> None:
-        try:
-            if self.controllers:
-                self.client.lose = 0
-                self.the_audit_finds_nothing()
-        finally:
-            self.client.close()
+class LedgerMachine(LedgerModel):
+    """The moves of controllers, workers, zombies and misfortune, each made on the ledger and on its model."""
 
     @initialize()
     def first_controller(self) -> None:
@@ -105,9 +46,6 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.lock(0.05)
         self.admit(3)
         self.publish(set(WORKERS), True)
-
-    def in_state(self, *states: str) -> list[int]:
-        return [gid for gid, state in self.state.items() if state in states]
 
     # --- the controller ---------------------------------------------------------------------------
 
@@ -148,9 +86,6 @@ class LedgerMachine(RuleBasedStateMachine):
         for gid, error in over:
             assert error
             self.drop_poison(gid)
-
-    def held_by(self, worker: str) -> list[int]:
-        return [gid for gid, token in self.owner.items() if token.startswith(f"{worker}-")]
 
     def drop_poison(self, gid: int) -> None:
         self.ledger.drop(gid, "poison", "delivered too often")
@@ -254,12 +189,6 @@ class LedgerMachine(RuleBasedStateMachine):
                     "its rows are gone; what a zombie stages again expires"
                 )
 
-    def lives(self, refs: Sequence[RowRef]) -> set[int]:
-        """Seconds that rows have to live, -1 for ever, -2 gone."""
-        return {
-            self.connection.command("TTL", f"{{rl:{self.run}:{ref.shard}}}:row:{ref.id}:{ref.token}") for ref in refs
-        }
-
     @rule()
     def replace_the_controller(self) -> None:
         self.ledger.unlock()
@@ -318,25 +247,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
     work_well = rule(worker=workers)(work)
     work_still = rule(worker=workers)(work)
-
-    def handed_out(self, worker: str, count: int) -> list[int]:
-        """Released groups first, then new ones, in order; one whose worker died only beside as many as its company may
-        be.
-        """
-        free = [gid for gid in self.in_state("admitted") if gid not in self.owner]
-        in_hand, found = self.held_by(worker), list[int]()
-        for gid in sorted(free, key=lambda gid: (gid not in self.delivered, gid)):
-            bounds = [self.company[each] for each in (*in_hand, gid) if each in self.company]
-            if len(found) < count and len(in_hand) < min(bounds, default=math.inf):
-                found.append(gid)
-                in_hand.append(gid)
-        return found
-
-    def owns(self, claim: Claim) -> bool:
-        return self.owner.get(claim.group.gid) == claim.token
-
-    def queue_of(self, claim: Claim) -> PromptQueue:
-        return PromptQueue(self.connection, self.run, claim.token.rpartition("-")[0])
 
     @precondition(lambda self: self.claims)
     @rule(data=st.data())
@@ -432,50 +342,6 @@ class LedgerMachine(RuleBasedStateMachine):
             self.client.xclaim(
                 f"{{rl:{self.run}}}:prompts", "rollout", entry.consumer, 0, [entry.entry_id], idle=idle_ms, justid=True
             )
-
-    # --- what must hold ---------------------------------------------------------------------------
-
-    @rule()
-    def the_audit_finds_nothing(self) -> None:
-        assert audit(self.connection, self.run, self.folder).problems == ()
-        kept = [ref for gid in self.in_state("committed", "sealed") for ref in self.groups[gid].rows]
-        assert self.lives(kept) <= {-1}
-
-    @invariant()
-    def check_all(self) -> None:
-        if self.controllers:
-            snapshot = self.ledger.snapshot()
-            self.the_ledger_is_as_the_model_says(snapshot)
-            self.every_entry_has_the_one_owner_the_model_says(snapshot)
-            self.every_group_is_committed_once()
-
-    def the_ledger_is_as_the_model_says(self, snapshot: Snapshot) -> None:
-        counts, position = snapshot.counts, snapshot.position
-        assert (
-            counts.admitted
-            == len(self.state) - len(self.in_state("undone"))
-            == counts.trained + sum(counts.dropped.values()) + counts.live
-        )
-        assert (counts.trained, position.step) == (len(self.in_state("trained")), self.step)
-        assert position.algorithm_state == self.algorithm_state
-        assert self.ledger.rates() == self.rates
-        assert {group.gid: group.state for group in snapshot.groups} == {
-            gid: GroupState(self.state[gid]) for gid in self.in_state("admitted", "committed", "sealed")
-        }
-        assert (counts.queued + counts.generating, counts.committed) == (
-            len(self.in_state("admitted")),
-            len(self.in_state("committed", "sealed")),
-        )
-
-    def every_entry_has_the_one_owner_the_model_says(self, snapshot: Snapshot) -> None:
-        gids = {group.entry_id: group.gid for group in snapshot.groups}
-        assert {
-            gids[entry.entry_id]: f"{entry.consumer}-{entry.delivery}" for entry in self.ledger.pending()
-        } == self.owner
-
-    def every_group_is_committed_once(self) -> None:
-        committed = [group.gid for _, group in self.ledger.read_committed("0", 1000, 0)]
-        assert sorted(committed) == sorted(self.in_state("committed", "sealed"))
 
 
 @contextmanager
