@@ -264,7 +264,7 @@ async def test_a_run_waits_for_its_scorer_beyond_the_stall_timeout_and_goes_on(l
 
 async def test_a_scorer_that_is_away_at_the_start_is_named_in_status_and_in_the_error(light_run: LightRun) -> None:
     away = {"address": "127.0.0.1:9", "timeout_s": 0.5}
-    async with light_run(reward=away, controller={"start_timeout_s": 2.0}) as run:
+    async with light_run(reward=away, controller={"start_timeout_s": 6.0}) as run:
         async with run.controller() as life, run.rollout("rollout-0"):
             status = await life.shows(lambda status: status.trouble)
             assert status.trouble.startswith("scorer 'reward' at 127.0.0.1:9 gives no scores: ")
