@@ -219,10 +219,10 @@ def check_sampled_from(rollout_logprobs: Array, recomputed: Array) -> None:
 
 @contextlib.contextmanager
 def rollout_process(
-    directory: Path, model_path: Path, environment: Mapping[str, str] = {}, **sections: dict[str, Any]
+    directory: Path, model_path: Path, variables: Mapping[str, str] = {}, **sections: dict[str, Any]
 ) -> Iterator[RolloutProcess]:
-    """Starts all of it, the replica in this environment beside the test's own, waits until it has joined, and ends all
-    of it.
+    """Starts all of it, the replica with these environment variables beside the test's own, waits until it has joined,
+    and ends all of it.
     """
     store = EmbeddedStore(directory / "store", RUN, 2**31, None)
     server = grpc.server(futures.ThreadPoolExecutor(4))
@@ -241,7 +241,7 @@ def rollout_process(
     (directory / "run.yaml").write_text(yaml.safe_dump(tree))
     command = [sys.executable, "-m", "services.rollout", str(directory / "run.yaml"), "--name", "rollout-0"]
     process = subprocess.Popen(
-        command, cwd=Path(__file__).parents[2], env={**os.environ, "ROLECALL_DIE_WITH_PARENT": "1", **environment}
+        command, cwd=Path(__file__).parents[2], env={**os.environ, "ROLECALL_DIE_WITH_PARENT": "1", **variables}
     )
     try:
         deadline = time.monotonic() + 240

@@ -1,0 +1,235 @@
+"""Calls of an agent at the rollout's endpoint: what is one and the same, what is refused, and what a failure leaves."""
+
+import asyncio
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from rolecall.environment import Agent, Answer, Policy
+from rolecall.errors import UnavailableError
+from tests.contract.environment_peers import environment
+from tests.contract.rollout_replica import ReplicaUnderTest
+from tests.contract.test_rollout_episodes import rollout_in
+from tests.contract.test_rollout_harness import RUNS, asked, played
+from tests.fixtures_store import StoreUnderTest
+from tests.tiny_tokenizer import write_tokenizer
+from tests.waiting import until
+
+SAID: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path)
+    return tmp_path
+
+
+class Repeating(Agent):
+    """An agent whose answers get lost, and which also asks again on purpose."""
+
+    def run(self, policy: Policy) -> float | Answer | None:
+        body = {"model": policy.model, "messages": SAID}
+        url = f"{policy.base_url}/chat/completions"
+        with httpx.Client(headers={"Authorization": f"Bearer {policy.api_key}"}, timeout=60) as client:
+
+            def post(body: Any = body, **headers: str) -> Any:
+                return client.post(url, json=body, headers={name.replace("_", "-"): headers[name] for name in headers})
+
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(url, json=body, timeout=0.05)
+            first = post().json()
+            assert first["id"] == "chatcmpl-1", "its client left without the answer"
+            assert post().json()["id"] == "chatcmpl-2", "another sample of the same thought"
+            assert post(x_stainless_retry_count="0").json()["id"] == "chatcmpl-3"
+            assert post(x_stainless_retry_count="1").json()["id"] == "chatcmpl-3"
+            named = post(Idempotency_Key="k").json()
+            assert named["id"] == "chatcmpl-4"
+            assert post(Idempotency_Key="k").json() == named
+            assert post({**body, "user": "another"}, Idempotency_Key="k").status_code == 422
+        return 0.5
+
+
+async def test_a_repeated_call_is_answered_once_and_another_sample_is_another(
+    store: StoreUnderTest, folder: Path
+) -> None:
+    for _, meta in await played(store, folder, Repeating, num=1, token_s=0.05):
+        tokens = meta.episode.tokens
+        assert tokens.num_calls == 4
+        assert tokens.num_sampled == tokens.num_trained + tokens.masked["branch"]
+        assert len(meta.episode.turns) == 1
+
+
+class Impatient(Agent):
+    """An agent whose client gives up soon and asks again by itself, as SDKs do."""
+
+    def run(self, policy: Policy) -> float | Answer | None:
+        with OpenAI(base_url=policy.base_url, api_key=policy.api_key, timeout=0.1, max_retries=50) as client:
+            asked(client, SAID)
+        return 0.5
+
+
+async def test_what_an_sdk_repeats_is_sampled_once(store: StoreUnderTest, folder: Path) -> None:
+    for _, meta in await played(store, folder, Impatient, num=1, token_s=0.05):
+        assert meta.episode.tokens.num_calls == 1
+        assert not meta.episode.tokens.masked
+
+
+class Refused(Agent):
+    """An agent that asks for what nobody gives."""
+
+    def run(self, policy: Policy) -> float | Answer | None:
+        bodies: list[bytes] = [
+            b"",
+            b"[]",
+            b"\xff",
+            b"[" * 100_000,
+            b'{"messages": []}',
+            b'{"messages": [1]}',
+            b'{"messages": [{"role": "robot", "content": "a"}]}',
+            b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+            b'{"messages": [{"role": "user", "content": 1}]}',
+            b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',
+            b'{"messages": [{"role": "user", "content": "a"}], "n": 2}',
+            b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": -1}',
+            b'{"messages": [{"role": "user", "content": "a"}], "tools": 1}',
+            b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "web_search"}]}',
+            b'{"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}',
+        ]
+        with httpx.Client(base_url=policy.base_url, timeout=60) as client:
+            key = {"Authorization": f"Bearer {policy.api_key}"}
+            for body in bodies:
+                answer = client.post("/chat/completions", content=body, headers=key)
+                assert answer.status_code == 400, body[:80]
+                assert answer.json()["error"]["message"]
+            for wrong in ({}, {"Authorization": policy.api_key}, {"Authorization": "Bearer guessed"}):
+                assert client.get("/models", headers=wrong).status_code == 401
+                assert client.post("/chat/completions", content=bodies[0], headers=wrong).status_code == 401
+        with OpenAI(base_url=policy.base_url, api_key=policy.api_key) as openai_client:
+            asked(openai_client, SAID)
+        return 0.5
+
+
+async def test_what_cannot_be_answered_is_refused_in_words_and_takes_no_call(
+    store: StoreUnderTest, folder: Path
+) -> None:
+    for _, meta in await played(store, folder, Refused, num=1):
+        assert meta.episode.tokens.num_calls == 1
+
+
+class Late(Agent):
+    """An agent that keeps its key."""
+
+    kept: list[Policy] = []
+
+    def run(self, policy: Policy) -> float | Answer | None:
+        with OpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+            asked(client, SAID)
+        self.kept.append(policy)
+        return 0.5
+
+
+def late(policy: Policy) -> None:
+    with OpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+        with pytest.raises(openai.AuthenticationError):
+            asked(client, SAID)
+        with pytest.raises(openai.AuthenticationError):
+            asked(client, SAID, streams=True)
+
+
+async def test_a_key_is_good_until_its_episode_is_over(store: StoreUnderTest, folder: Path) -> None:
+    async with environment(Late, **RUNS) as (address, _), rollout_in(store, folder, address) as rollout:
+        rollout.admit(1, max_tokens=600)
+        await rollout.publish(1)
+        await rollout.committed(1)
+        assert len({policy.api_key for policy in Late.kept}) == 4
+        await asyncio.gather(*(asyncio.to_thread(late, policy) for policy in Late.kept))
+
+
+class Wordless(Agent):
+    """An agent that asks nothing."""
+
+    def run(self, policy: Policy) -> float | Answer | None:
+        return 1.0
+
+
+class Failing(Agent):
+    """An agent that fails after its first call."""
+
+    def run(self, policy: Policy) -> float | Answer | None:
+        with OpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+            asked(client, SAID)
+        raise RuntimeError("the harness broke")
+
+
+@pytest.mark.parametrize(
+    ("agent", "why"), [(Wordless, "without an answer of the policy"), (Failing, "the harness broke")]
+)
+async def test_an_episode_that_its_agent_lost_is_no_trajectory(
+    store: StoreUnderTest, folder: Path, agent: type[Agent], why: str
+) -> None:
+    async with environment(agent, **RUNS) as (address, sessions), rollout_in(store, folder, address) as rollout:
+        rollout.admit(1, max_tokens=600)
+        await rollout.publish(1)
+        (letter,) = await until(lambda: store.ledger.reap([]))
+        assert why in letter.error
+        await until(lambda: sessions.num_open == 0)
+
+
+class Flaky(Agent):
+    """An agent that counts how often it was run."""
+
+    numbers = count()
+
+    def run(self, policy: Policy) -> float | Answer | None:
+        next(self.numbers)
+        with OpenAI(base_url=policy.base_url, api_key=policy.api_key, max_retries=0) as client:
+            asked(client, SAID)
+        return 0.5
+
+
+async def test_what_the_engine_fails_in_sends_the_group_back_and_is_not_the_agents_fault(
+    store: StoreUnderTest, folder: Path
+) -> None:
+    async with environment(Flaky, **RUNS) as (address, sessions), rollout_in(store, folder, address) as rollout:
+        fails_once(rollout)
+        rollout.admit(1, max_tokens=600)
+        await rollout.publish(1)
+        (group,) = await rollout.committed(1)
+        assert all(meta.episode.tokens.num_calls == 1 for meta in store.rows.read_meta(group.rows))
+        await until(lambda: sessions.num_open == 0)
+    assert next(Flaky.numbers) >= 5
+    assert store.balance() == (1, 0, 0, 1)
+
+
+def fails_once(rollout: ReplicaUnderTest) -> None:
+    """The first thing that the engine samples fails, as when it is paused with abort."""
+    sample, numbers = rollout.engine.sample, count()
+
+    async def failing(request: Any) -> Any:
+        if next(numbers) == 0:
+            raise UnavailableError("it was aborted by a pause; ask again")
+        return await sample(request)
+
+    rollout.engine.sample = failing  # type: ignore[method-assign]
+
+
+async def test_a_rollout_that_is_gone_leaves_nothing_behind(store: StoreUnderTest, folder: Path) -> None:
+    async with environment(Impatient, max_sessions=16, **RUNS) as (address, sessions):
+        async with rollout_in(store, folder, address, token_s=0.2, consumer="rollout-9.dead") as dying:
+            dying.admit(2, max_tokens=600)
+            await dying.publish(1)
+            await until(lambda: dying.engine.num_running == 8)
+            dying.pulling.cancel()
+            await asyncio.gather(dying.pulling, return_exceptions=True)
+            assert dying.engine.num_running == 0, "what was under way is given up"
+            await asyncio.to_thread(store.ledger.expel, dying.consumer)
+            async with rollout_in(store, folder, address) as heir:
+                await heir.publish(2)
+                await heir.committed(2)
+            await until(lambda: sessions.num_open == 0)
+    assert store.balance() == (2, 0, 0, 2)

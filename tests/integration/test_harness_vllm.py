@@ -1,0 +1,93 @@
+"""An agent with OpenAI's client, a real rollout process with vLLM and the endpoint between them: the rows are what
+Hugging Face says of the same tokens, and a kill leaves nobody calling.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rolecall.trajectory import SAMPLED_COLUMNS
+from rolecall.v1 import trajectory_pb2
+from tests.contract.test_rollout_episodes import check_row
+from tests.integration.rollout_process import RolloutProcess, group, rollout_process
+from tests.ports import free_port
+from tests.tiny_models import write_qwen3
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.thorough("test_an_agents_row_is_its_conversation_token_by_token")]
+AGENT = Path(__file__).with_name("harness_agent.py")
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the agent says of its episodes."""
+    path = tmp_path_factory.mktemp("agent") / "log"
+    path.touch()
+    return path
+
+
+@pytest.fixture(scope="module")
+def rollout(tmp_path_factory: pytest.TempPathFactory, log: Path) -> Iterator[RolloutProcess]:
+    """One process for the whole file; its tests run in order."""
+    directory = tmp_path_factory.mktemp("rollout")
+    address = f"127.0.0.1:{free_port()}"
+    environment = subprocess.Popen([sys.executable, str(AGENT), address, str(log)])
+    try:
+        with rollout_process(
+            directory,
+            write_qwen3(directory / "model", hidden=128),
+            environment={"address": address, "max_turns": 1000},
+            sampling={"num_responses": 4, "max_tokens": 150},
+            data={"max_prompt_tokens": 100},
+        ) as running:
+            yield running
+    finally:
+        environment.terminate()
+        environment.wait(30)
+
+
+def waited(is_so: Callable[[], object], within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_an_agents_rows_are_what_hugging_face_says_of_their_tokens(rollout: RolloutProcess) -> None:
+    rollout.open_epoch()
+    rollout.publish()
+    for gid in range(2):
+        assert rollout.ledger.admit(group(gid, [5, 6], 4, max_tokens=150, temperature=1.0), b"")
+    found: list[trajectory_pb2.CommittedGroup] = []
+
+    def are_committed() -> bool:
+        found[:] = [one for _, one in rollout.ledger.read_committed("0", 10, 0.5)]
+        return len(found) == 2
+
+    waited(are_committed)
+    for one in found:
+        rows, metas = rollout.rows.read(one.rows, SAMPLED_COLUMNS), rollout.rows.read_meta(one.rows)
+        for row, meta in zip(rows, metas, strict=True):
+            check_row(row, meta)
+            tokens = meta.episode.tokens
+            assert tokens.num_calls == len(meta.episode.turns) == 3
+            assert tokens.num_sampled == tokens.num_trained == row["response_mask"].sum()
+            mask = row["response_mask"].astype(bool)
+            recomputed = rollout.logprobs(row["token_ids"].tolist())
+            assert np.abs(row["rollout_logprobs"] - recomputed)[mask].max() < 1e-4
+
+
+def test_a_killed_rollout_leaves_no_agent_that_calls(rollout: RolloutProcess, log: Path) -> None:
+    endless = group(2, [5, 6], 4, max_tokens=150, temperature=1.0)
+    endless.prompt.ground_truth = "endless"
+    assert rollout.ledger.admit(endless, b"")
+    waited(lambda: log.read_text().count("begun") == 12)
+    os.kill(rollout.process.pid, signal.SIGKILL)
+    waited(lambda: log.read_text().count("left") == 4)
+    assert set(log.read_text().splitlines()) == {"begun", "left APIConnectionError"}
