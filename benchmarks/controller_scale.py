@@ -277,6 +277,9 @@ def main() -> None:
     parser.add_argument(
         "--scorers", type=int, default=0, metavar="N", help="N trajectories of 64 tokens through the reward service"
     )
+    parser.add_argument(
+        "--fleet", type=int, default=0, metavar="N", help="N rollouts of a group in 4 s, through the reward service"
+    )
     parser.add_argument("--quick", action="store_true", help="a smoke run of seconds; its figures mean nothing")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rolecall-scale-", dir=arguments.dir) as folder:
@@ -297,6 +300,8 @@ def main() -> None:
                 )
         if arguments.scorers:
             print("\n".join(one(Load(64, 1, 128, arguments.scorers, 0.2, 8, 64, has_service=True), scratch)))
+        if arguments.fleet:
+            print("\n".join(one(Load(64, 1, 128, 40 * arguments.fleet, 4.0, arguments.fleet, 1, True), scratch)))
         if arguments.trajectories:
             print("\n".join(one(Load(64, 1, 128, arguments.trajectories, 0.2, 8, 64), scratch)))
 

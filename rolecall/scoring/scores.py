@@ -143,36 +143,40 @@ def score_item(meta: trajectory_pb2.TrajectoryMeta, token_ids: Array) -> reward_
     that the scorer reads.
     """
     ids = np.ascontiguousarray(token_ids, "<i4")
-    sampled = np.arange(meta.num_prompt_tokens, len(ids))
+    response_ids = ids[meta.num_prompt_tokens :]
     if meta.HasField("episode"):
-        sampled = np.concatenate([np.arange(turn.start, turn.end) for turn in meta.episode.turns])
+        response_ids = ids[_sampled(meta.episode)]
     item = reward_pb2.ScoreItem(
         id=meta.id,
         messages=[*meta.prompt.messages, *meta.episode.messages],
         response_text=meta.response_text,
         prompt_token_ids=ids[: meta.num_prompt_tokens].tobytes(),
-        response_token_ids=ids[sampled].tobytes(),
+        response_token_ids=response_ids.tobytes(),
         ground_truth=meta.prompt.ground_truth,
         other_ground_truths=meta.prompt.other_ground_truths,
         finish_reason=meta.finish_reason,
-        num_response_tokens=len(sampled),
+        num_response_tokens=len(response_ids),
         group=meta.id.rpartition("/")[0],
     )
     if meta.prompt.HasField("metadata"):
         item.metadata.CopyFrom(meta.prompt.metadata)
-    if meta.episode.HasField("reward"):
-        item.environment_reward.CopyFrom(_environment_reward(meta.episode, sampled))
+    if meta.HasField("episode") and meta.episode.HasField("reward"):
+        item.environment_reward.CopyFrom(_environment_reward(meta.episode))
     return item
 
 
-def _environment_reward(episode: trajectory_pb2.Episode, sampled: Array) -> reward_pb2.Reward:
-    """The reward that an environment gave an episode, as a scorer gives it: what turns earned on their last tokens.
-    `sampled`: places of the sampled tokens in the trajectory.
-    """
+def _sampled(episode: trajectory_pb2.Episode) -> Array:
+    """Places of the sampled tokens in the trajectory of an episode."""
+    return np.concatenate([np.arange(turn.start, turn.end) for turn in episode.turns])
+
+
+def _environment_reward(episode: trajectory_pb2.Episode) -> reward_pb2.Reward:
+    """The reward that an environment gave an episode, as a scorer gives it: what turns earned on their last tokens."""
     reward = reward_pb2.Reward(value=episode.reward.value, components=episode.reward.components)
     if episode.reward.HasField("answer"):
         reward.answer = episode.reward.answer
     if episode.turn_rewards:
+        sampled = _sampled(episode)
         earned = np.zeros(len(sampled), np.float32)
         for turn in episode.turns:
             earned[np.searchsorted(sampled, turn.end - 1)] = turn.reward
