@@ -83,7 +83,8 @@ def find_problems(settings: RunSettings, out: TextIO) -> list[str]:
     """Everything that is wrong, a sentence each; what is well is written to `out`."""
     problems: list[str] = []
     found: dict[str, Any] = {}
-    for name, read in (("facts", read_model), ("tokenizer", ChatTokenizer)):
+    kwargs = settings.model.chat_template_kwargs
+    for name, read in (("facts", read_model), ("tokenizer", lambda path: ChatTokenizer(path, kwargs))):
         try:
             found[name] = read(settings.model.path)
         except RoleCallError as error:

@@ -40,7 +40,7 @@ def require(settings: SftSettings) -> None:
         check_routers(path)
     if actor.lora is not None:
         num_adapter_parameters(path, actor.lora.rank, actor.lora.target_modules)
-    tokenizer = ChatTokenizer(path)
+    tokenizer = ChatTokenizer(path, settings.model.chat_template_kwargs)
     check_tokenizer(path, tokenizer.num_ids)
     end_of_response(path, tokenizer)
     longest = max_model_tokens(path)

@@ -21,8 +21,10 @@ _FILES = (*_JSON_FILES, "chat_template.jinja")
 class ChatTokenizer:
     """A Hugging Face tokenizer with a chat template."""
 
-    def __init__(self, path: Path) -> None:
-        """Loads from the model directory `path`. ConfigError names what it lacks."""
+    def __init__(self, path: Path, template_kwargs: Mapping[str, Any] = {}) -> None:
+        """Loads from the model directory `path`. `template_kwargs`: what the template is given besides conversations
+        (model.chat_template_kwargs). ConfigError names what it lacks.
+        """
         if not (path / "tokenizer.json").is_file():
             raise ConfigError(
                 f"model.path {path} has no tokenizer.json; save the tokenizer with save_pretrained, as a fast tokenizer"
@@ -39,8 +41,12 @@ class ChatTokenizer:
                 f"model.path {path}: the tokenizer has no chat template; set tokenizer.chat_template and save it"
             )
         files = [path / name for name in _FILES if (path / name).is_file()]
-        self.digest = hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()
-        """Hex digest of the tokenizer and its template."""
+        digests = [hashlib.sha256(file.read_bytes()).digest() for file in files]
+        if template_kwargs:
+            digests.append(hashlib.sha256(json.dumps(template_kwargs, sort_keys=True).encode()).digest())
+        self.digest = hashlib.sha256(b"".join(digests)).hexdigest()
+        """Hex digest of the tokenizer, its template, and what that is given besides conversations."""
+        self._template_kwargs = template_kwargs
 
     def render(
         self,
@@ -59,6 +65,7 @@ class ChatTokenizer:
                     tools=None if tools is None else list(tools),
                     tokenize=False,
                     add_generation_prompt=generate,
+                    **self._template_kwargs,
                 )
             )
         except TemplateError as error:

@@ -66,7 +66,7 @@ def environment_fits(settings: RunSettings) -> Callable[[grpc.aio.Channel], Awai
                 f"{settings.responses_per_group} at a time; raise it, or lower sampling.num_responses"
             )
         _check_reward(settings, spec)
-        continuation = Continuation(ChatTokenizer(settings.model.path))
+        continuation = Continuation(ChatTokenizer(settings.model.path, settings.model.chat_template_kwargs))
         with_tools = settings.environment is not None and settings.environment.tool_parser is not None
         for role in roles_of(spec):
             if (unfit := continuation.problem(role, with_tools=with_tools)) is not None:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, JsonValue, PositiveFloat, PositiveInt
 
 from rolecall.settings.section import CheckpointUrl, ConfigPath, NonNegativeFloat, NonNegativeInt, Section, UnitFloat
 
@@ -40,6 +40,14 @@ class RunSection(JobSection):
     """Train batches to apply; with 0 the run is its evaluation of the model, and leaves no checkpoint."""
 
 
+def _the_templates_own(given: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    decided = {"messages", "conversation", "tools", "tokenize", "add_generation_prompt", "chat_template"}
+    taken = sorted(decided & set(given))
+    if taken:
+        raise ValueError(f"{', '.join(taken)} is decided by the run; give what the template itself reads")
+    return given
+
+
 class ModelSection(Section):
     """The policy everyone starts from."""
 
@@ -51,6 +59,10 @@ class ModelSection(Section):
     """Type that logits are computed in, by trainers, references and rollouts alike. `float32`: the output layer's
     products of bfloat16 weights and hidden states are not rounded, by up to 0.06 on logits from 16 on, at the price of
     computing them again in the backward pass.
+    """
+    chat_template_kwargs: Annotated[dict[str, JsonValue], AfterValidator(_the_templates_own)] = {}
+    """What the chat template is given besides the conversation and its tools, as {enable_thinking: false}: everywhere
+    that a prompt is rendered, and part of the tokenizer's digest.
     """
 
 

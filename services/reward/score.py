@@ -80,7 +80,7 @@ def items_of(settings: RunSettings, file: Path, field: str) -> list[reward_pb2.S
     """
     if not file.is_file():
         raise ConfigError(f"FILE: {file} is no file; name one of rows with responses, .jsonl or .parquet")
-    tokenizer = ChatTokenizer(settings.model.path)
+    tokenizer = ChatTokenizer(settings.model.path, settings.model.chat_template_kwargs)
     prompts = load_prompts(file, settings.data, settings.reward)
     return [item for prompt in prompts for item in _items(prompt, field, tokenizer)]
 

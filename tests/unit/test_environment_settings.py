@@ -71,3 +71,19 @@ def test_check_names_the_parser_of_calls_and_refuses_one_that_vllm_does_not_have
     run = settings(tmp_path, {"kind": "environment"}, environment={**ADDRESS, "tool_parser": "herms"})
     with pytest.raises(ConfigError, match=r"no parser 'herms' \(did you mean 'hermes'\?\)"):
         list(explain_environment(run, ChatTokenizer(tmp_path)))
+
+
+def test_what_the_template_is_given_is_rendered_everywhere_and_is_part_of_the_digest(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, "{% if quiet %}hush {% endif %}{{ messages[0].content }}")
+    run = settings(
+        tmp_path,
+        {"kind": "environment"},
+        environment=ADDRESS,
+        model={"path": str(tmp_path), "chat_template_kwargs": {"quiet": True}},
+    )
+    quiet = ChatTokenizer(tmp_path, run.model.chat_template_kwargs)
+    asked = [{"role": "user", "content": "a"}]
+    assert (quiet.render(asked), ChatTokenizer(tmp_path).render(asked)) == ("hush a", "a")
+    assert quiet.digest != ChatTokenizer(tmp_path).digest == ChatTokenizer(tmp_path, {}).digest
+    with pytest.raises(ValidationError, match="tools is decided by the run"):
+        settings(tmp_path, {"kind": "environment"}, model={"chat_template_kwargs": {"tools": []}})

@@ -3,9 +3,10 @@
 from rolecall.settings import RunSettings
 from tools.settings_keys import leaves
 
-MAX_KEYS = 302
+MAX_KEYS = 303
 """249 when they were last cut (ADR 44); the rest is room for new capabilities, not for new knobs of old ones. The 300th
-names the parser of tool calls, the 301st where agents call the policy.
+names the parser of tool calls, the 301st where agents call the policy, the 302nd
+what chat templates are given.
 """
 
 

@@ -67,7 +67,7 @@ class SftRank:
         """Reads the data and loads the model; a collective. ConfigError. `lost` ends the process."""
         self._settings = settings
         run, actor = settings.run, settings.actor
-        self._tokenizer = ChatTokenizer(settings.model.path)
+        self._tokenizer = ChatTokenizer(settings.model.path, settings.model.chat_template_kwargs)
         self._examples, self._heldout = _read(settings, self._tokenizer)
         batches = Batches(
             len(self._examples.rows), settings.data.batch_size, seed=run.seed, shuffle=settings.data.shuffle
