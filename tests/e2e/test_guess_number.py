@@ -16,7 +16,9 @@ ACCURACY = "eval/heldout/accuracy"
 
 @pytest.mark.timeout(1500)
 @pytest.mark.thorough("test_a_run_in_an_environment_trains_what_was_played_and_loses_nothing")
-def test_a_policy_learns_to_guess_a_number_in_four_turns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("player", ["game.py", "agent.py"])
+def test_a_policy_learns_to_guess_a_number_in_four_turns(tmp_path: Path, player: str) -> None:
+    """Stepped by the rollout, and called by an agent that owns its loop."""
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     address = f"127.0.0.1:{free_port()}"
     subprocess.run([sys.executable, str(HERE / "prepare.py"), str(tmp_path)], check=True, env=environment, timeout=600)
@@ -27,7 +29,7 @@ def test_a_policy_learns_to_guess_a_number_in_four_turns(tmp_path: Path) -> None
         "evaluation.sets.heldout.path": "heldout.jsonl",
     }
     words = [f"--{key}={tmp_path / name}" for key, name in paths.items()]
-    game = subprocess.Popen([sys.executable, str(HERE / "game.py"), address], env=environment)
+    game = subprocess.Popen([sys.executable, str(HERE / player), address], env=environment)
     try:
         subprocess.run(
             [sys.executable, "-m", "rolecall", "train", str(HERE / "task.yaml"), *words]

@@ -93,9 +93,14 @@ class EnvironmentSession:
         self._graded: list[environment_pb2.CloseResponse | str] = []
 
     async def open(self) -> None:
-        """Asks what the environment is; a RoleCallError when it does not say so within seconds."""
+        """Asks what the environment is; a RoleCallError when it does not say so within seconds, or runs agents."""
         call = self.stub.Describe(environment_pb2.DescribeEnvironmentRequest(), timeout=CONNECT_S)
         self.spec = await told(call, self.peer.address, "Describe")
+        if self.spec.runs_episodes:
+            raise ConfigError(
+                f"environment {self.spec.name!r} runs episodes by an agent of its own, which this kit does not look at "
+                "yet; hold one that takes turns to it"
+            )
 
     async def close(self) -> None:
         """Closes the connection."""
