@@ -38,7 +38,12 @@ NAMES = ("rollout-0", "rollout-1", "rollout-2")
 PUBLISH_S = 60.0
 """Far more than any publish here takes; a longer one hangs."""
 faults = st.dictionaries(
-    st.sampled_from(NAMES), st.builds(Fault, st.sampled_from(PHASES), st.sampled_from(Kind)), max_size=2
+    st.sampled_from(NAMES),
+    # It still samples while it joins, and nothing shows a run that weights change in memory outside any load.
+    st.builds(Fault, st.sampled_from(PHASES), st.sampled_from(Kind)).filter(
+        lambda each: each != Fault("join", Kind.LIE)
+    ),
+    max_size=2,
 )
 
 
