@@ -16,7 +16,8 @@ from rolecall.conformance.environment.rows import read_file
 from rolecall.conformance.report import junit
 from rolecall.conformance.reward.pool import read_pool
 from rolecall.errors import ConfigError
-from tests.contract.kits import CONTRACTS, KITS, ROOT, broken, examined
+from tests.contract import environment_honest
+from tests.contract.kits import CONTRACTS, KITS, ROOT, broken, examined, played
 from tests.contract.reward_liars import LIARS, Honest
 from tests.ports import free_port
 
@@ -116,6 +117,13 @@ def test_the_command_writes_for_people_and_for_machines(
     assert len(whole["rules"]) == len(KITS[kit].checks)
     suite = ElementTree.parse(file).getroot()
     assert (suite.get("tests"), suite.get("failures")) == (str(len(KITS[kit].checks)), "0")
+
+
+async def test_an_environment_that_runs_agents_is_not_held_to_what_takes_turns(tmp_path: Path) -> None:
+    agent = environment_honest.Honest()
+    agent.spec.runs_episodes = True
+    with pytest.raises(ConfigError, match="'honest' runs episodes by an agent of its own"):
+        await played(agent, tmp_path)
 
 
 async def test_junit_tells_a_failure_with_its_rule() -> None:
