@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 LOCK ?= cpu
 SEED ?= 0
 KILLS ?= 100
-WORKERS ?= 3
+WORKERS ?= 4
 PART ?= 1
 ACCEPTANCE ?= build/gpu-acceptance
 BIN := .venv/bin
@@ -23,7 +23,7 @@ quickstart: setup ## Train the sort-digits example through the whole system (SEE
 # files in their order: those of long tests first, so that all workers end together
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder -n
 
-test: setup ## Keep every promise once: the whole system, every contract, a kill of each role (10 minutes on two cores; WORKERS=3 at a time, for each waits half of its time)
+test: setup ## Keep every promise once: the whole system, every contract, a kill of each role (10 minutes on two cores; WORKERS=4 at a time, for each waits half of its time)
 	@$(PYTEST) $(WORKERS) -m "not learning and not mesh and not engine and not languages and not megatron and not thorough"
 
 test-all: setup ## Pass every test that this machine can run but test-learning's (half an hour on two busy cores)
