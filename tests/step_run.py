@@ -45,6 +45,7 @@ from services.controller.loop import Loop
 from services.controller.parts import Parts
 from services.controller.recovered import Recovered
 from services.controller.step.adaptive import AdaptiveState
+from services.controller.step.shifts import DeviceShifts
 from services.controller.step.trainers import ActorTrainer, CriticTrainer, Trainer
 from services.controller.threads import StoreThreads
 from tests.fixtures_store import DIGEST, ForgetfulRedis
@@ -287,6 +288,7 @@ class StepRun:
             critic=critic,
             fleet=self.fleet,
             board=board,
+            shifts=DeviceShifts(self.settings, self.fleet, board, actor, critic),
             **doubles,
         )
 

@@ -140,23 +140,33 @@ def _add_ledger(command: AddCommand) -> None:
 
 
 def _add_conformance(command: AddCommand) -> None:
+    """Adds what calls a service that anybody wrote."""
     kit = command(
         "conformance",
         "hold a RewardService or EnvironmentService that anybody wrote to its contract; exit code 1 when it breaks it",
     )
-    kit.add_argument("address", metavar="ADDRESS", help="host:port, unix:/path or a gRPC target")
-    kit.add_argument("--ca-file", metavar="FILE|system", help="call over TLS, and trust these roots")
+    tasks = command("tasks", "print the tasks that an environment lists, as a data set: rolecall tasks ADDRESS > FILE")
+    tasks.add_argument("--split", metavar="NAME", help="which ones, where it has several splits")
+    for caller in (kit, tasks):
+        caller.add_argument("address", metavar="ADDRESS", help="host:port, unix:/path or a gRPC target")
+        caller.add_argument("--ca-file", metavar="FILE|system", help="call over TLS, and trust these roots")
+        caller.add_argument("--bearer-token-file", type=Path, metavar="FILE", help="send this token; over TLS alone")
     kit.add_argument(
         "--tls", type=Path, metavar="DIR", help="the folder of tls.crt, tls.key and ca.crt, for mutual TLS"
     )
-    kit.add_argument("--bearer-token-file", type=Path, metavar="FILE", help="send this token; over TLS alone")
     kit.add_argument(
         "--items",
         type=Path,
         metavar="FILE",
         help="score these (docs/scorers.md), or play these (docs/check_yours.md), one JSON object a line",
     )
-    kit.add_argument("--timeout", type=float, default=10.0, metavar="S", help="deadline of a call (default: 10)")
+    kit.add_argument(
+        "--timeout",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="deadline of a call, and of an episode that an agent runs (default: 10)",
+    )
     kit.add_argument(
         "--tolerance",
         type=float,
@@ -189,7 +199,11 @@ def _add_credentials(command: AddCommand) -> None:
     certificates.add_argument("directory", type=Path, metavar="DIR", help="where DIR/<role>/tls.crt and so on go")
     certificates.add_argument("--run", required=True, metavar="NAME", help="run.name, which the certificates hold")
     certificates.add_argument(
-        "--host", action="append", default=[], metavar="ROLE=NAME", help="a further host name or address of a role"
+        "--host",
+        action="append",
+        default=[],
+        metavar="ROLE=NAME",
+        help="a further host name or address of a role; of environment, one for that",
     )
     certificates.add_argument("--days", type=float, default=90.0, help="validity of the certificates (default: 90)")
     certificates.add_argument(

@@ -5,21 +5,19 @@ Refuses only what cannot be: what is counted is the least that a role needs, wit
 """
 
 import os
-import shutil
-import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from rolecall.commands.preflight import NOTE
 from rolecall.data.model_files import ModelFacts, num_adapter_parameters
+from rolecall.data.shift_plan import gpu_memory_bytes, plan_shifts
 from rolecall.errors import ConfigError
 from rolecall.settings import ActorSection, OptimizerSection, RunSettings, TrainerSection
 
 PROCESS_BYTES = 2**28
 """The least memory of a process with torch."""
-NVIDIA_SMI_TIMEOUT_S = 10.0
 _CGROUP_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 
 
@@ -43,22 +41,6 @@ def host_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/c
     return min(limits)
 
 
-def gpu_memory_bytes() -> Mapping[int, int]:
-    """Memory of each GPU by its index; empty where nvidia-smi does not tell."""
-    command = ["nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
-    if shutil.which(command[0]) is None:
-        return {}
-    try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
-        ).stdout
-        return {
-            int(index): int(mebibytes) * 2**20 for index, mebibytes in (line.split(",") for line in answer.splitlines())
-        }
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return {}
-
-
 def check_capacity(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     """ConfigError with figures when the local roles cannot fit; a line for what they have."""
     host, gpus, num_cores = host_memory_bytes(), gpu_memory_bytes(), len(os.sched_getaffinity(0))
@@ -80,6 +62,8 @@ def check_capacity(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
                 f"machine has more than {in_bytes(largest)}; "
                 "use more GPUs for it, a smaller model or dtype, or lower rollout.kv_cache_bytes"
             )
+    if settings.takes_shifts and settings.actor.devices:
+        plan_shifts(settings, facts, gpus).require_room()
     if settings.store.url is None and settings.store.max_bytes > host:
         raise ConfigError(
             f"store.max_bytes {in_bytes(settings.store.max_bytes)} exceeds the {in_bytes(host)} of this machine; "

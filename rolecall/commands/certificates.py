@@ -23,6 +23,10 @@ from rolecall.rpc.callers import Caller
 from rolecall.settings import RpcSection
 
 AUTHORITY_DAYS = 3650
+ENVIRONMENT = "environment"
+"""The folder of an environment that the run calls as its roles call each other: where it has a host, a certificate that
+names this alone, for it calls no role.
+"""
 _SKEW = datetime.timedelta(minutes=5)
 """Certificates are valid a little before now: clocks differ."""
 
@@ -111,6 +115,8 @@ def certificates(
             uri = template.removesuffix("/{instance}").replace("{run}", run).replace("{role}", role)
             names = [role, "localhost", "127.0.0.1", "::1", *named[role]]
             authority.issue(directory / role, [uri.replace("{instance}", role)], names, datetime.timedelta(days=days))
+        if named[ENVIRONMENT]:
+            authority.issue(directory / ENVIRONMENT, [], named[ENVIRONMENT], datetime.timedelta(days=days))
     sys.stdout.write(
         f"{len(Caller)} certificates of run {run}, valid for {days:g} days, in {directory}/<role>; in the "
         f"configuration: rpc.tls: {{certificate_file: {directory}/{{role}}/tls.crt, "
@@ -119,13 +125,13 @@ def certificates(
     return 0
 
 
-def _hosts(given: Sequence[str]) -> Mapping[Caller, list[str]]:
-    named: dict[Caller, list[str]] = {role: [] for role in Caller}
+def _hosts(given: Sequence[str]) -> Mapping[str, list[str]]:
+    named: dict[str, list[str]] = {role: [] for role in (*Caller, ENVIRONMENT)}
     for word in given:
         role, equals, name = word.partition("=")
-        if role not in set(Caller) or not equals or not name:
-            raise ConfigError(f"--host {word} is not ROLE=NAME; roles are {', '.join(Caller)}")
-        named[Caller(role)].append(name)
+        if role not in named or not equals or not name:
+            raise ConfigError(f"--host {word} is not ROLE=NAME; roles are {', '.join(named)}")
+        named[role].append(name)
     return named
 
 

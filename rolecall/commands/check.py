@@ -35,6 +35,7 @@ from rolecall.data.model_files import (
     read_model,
     vocab_size,
 )
+from rolecall.data.shift_plan import check_cpu_sleep
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.data.vllm_files import check_engine_arguments
 from rolecall.environment.checks import explain_environment
@@ -217,6 +218,7 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     if settings.rollout.num_replicas:
         check_engine_arguments(settings.rollout.engine)
     if settings.rollout.num_replicas and not settings.rollout.devices:
+        check_cpu_sleep(settings)
         check_cpu_attention(path)
         check_cpu_routing(settings.actor)
         if settings.actor.lora is not None:

@@ -13,7 +13,7 @@ from rolecall.address import check_address
 from rolecall.conformance import environment, reward
 from rolecall.conformance.check import run
 from rolecall.conformance.environment.rows import Rows, own_rows, read_file
-from rolecall.conformance.environment.session import EnvironmentSession
+from rolecall.conformance.environment.session import RUN_S, EnvironmentSession
 from rolecall.conformance.peer import CONNECT_S, Peer, peer
 from rolecall.conformance.report import Report, junit
 from rolecall.conformance.reward.pool import Pool, own_pool, read_pool
@@ -70,7 +70,8 @@ async def examine(service: Peer, items: Path | None, options: Options) -> list[R
     if scores:
         reports.append(await examine_scorer(service, read_pool(items) if items else own_pool(), options))
     if plays:
-        reports.append(await examine_environment(service, read_file(items) if items else own_rows()))
+        rows = read_file(items) if items else own_rows()
+        reports.append(await examine_environment(service, rows, options.timeout_s))
     if not reports:
         raise VersionMismatchError(
             f"{service.address} serves neither rolecall.v1.RewardService nor rolecall.v1.EnvironmentService; name the "
@@ -98,14 +99,16 @@ async def examine_scorer(service: Peer, pool: Pool, options: Options) -> Report:
     return Report("RewardService", service.address, described(session.spec), results, notes, tuple(session.load))
 
 
-async def examine_environment(service: Peer, rows: Rows) -> Report:
-    """Returns what the environment kit finds of a service. UnavailableError when nobody answers, or what else Describe
+async def examine_environment(service: Peer, rows: Rows, run_s: float = RUN_S) -> Report:
+    """Returns what the environment kit finds of a service, whose agent, if it runs one, has `run_s` seconds for an
+    episode. UnavailableError when nobody answers, or what else Describe
     raises; ConfigError for a row that the environment cannot begin.
     """
-    session = EnvironmentSession(service, rows)
+    session = EnvironmentSession(service, rows, run_s)
     try:
         await session.open()
-        results = await run(environment.CHECKS, session)
+        checks = environment.AGENT_CHECKS if session.spec.runs_episodes else environment.CHECKS
+        results = await run(checks, session)
     finally:
         await session.close()
     return Report("EnvironmentService", service.address, described_environment(session.spec), results)
@@ -139,6 +142,7 @@ def described_environment(spec: environment_pb2.DescribeEnvironmentResponse) -> 
         "lease_s": spec.lease_s,
         "roles": list(spec.roles),
         "deterministic": spec.deterministic,
+        "runs_episodes": spec.runs_episodes,
     }
 
 

@@ -11,6 +11,7 @@ from rolecall.checkpoint.storage import DiskStorage, open_storage
 from rolecall.commands.capacity import in_bytes
 from rolecall.data.dataset import RawPrompt
 from rolecall.data.model_files import ModelFacts, num_adapter_parameters
+from rolecall.data.shift_plan import ShiftPlan, gpu_memory_bytes, plan_shifts
 from rolecall.errors import ConfigError
 from rolecall.settings import OptimizerSection, RunSettings, TrainerSection
 from rolecall.store.budget import StoreBudget
@@ -56,7 +57,9 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         f"  rollout {in_bytes(weights / rollout.tensor_parallel_size)} weights + KV cache {kept}, x "
         f"{rollout.num_replicas} replicas"
     )
-    if rollout.devices and adapters is None:
+    if settings.takes_shifts and rollout.devices:
+        yield from _shifts(plan_shifts(settings, facts, gpu_memory_bytes()))
+    elif rollout.devices and adapters is None:
         left = (
             ""
             if cache
@@ -67,6 +70,17 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
             f"beside three buckets{left}"
         )
     yield from _disk(settings, facts)
+
+
+def _shifts(plan: ShiftPlan) -> Iterator[str]:
+    yield "  shared GPUs, each (estimates without activations), in every shift of a step:"
+    yield f"    training: {in_bytes(plan.training)}, rollouts asleep"
+    share = "" if plan.share is None else f", and rollouts take {plan.share:.0%} of the GPU"
+    yield (
+        f"    publishing: {in_bytes(plan.beside_rollouts)}, of which the actor's parameters are "
+        f"{in_bytes(plan.parameters)}, beside a rollout of at least {in_bytes(plan.rollout)}{share}"
+    )
+    yield f"    sampling: {in_bytes(plan.resident)} beside the rollouts, all state of the trainers in host memory"
 
 
 def _trained_per_rank(settings: RunSettings, section: TrainerSection, facts: ModelFacts) -> float:

@@ -106,13 +106,14 @@ def _as_json(report: Report) -> dict[str, object]:
         "live": dict(report.live),
         "undone": report.num_undone,
         "events": report.num_events,
+        "tokens": vars(report.tokens),
         "rows": asdict(report.rows),
         "problems": list(report.problems),
     }
 
 
 def _as_text(report: Report) -> str:
-    position, rows = report.position, report.rows
+    position, rows, tokens = report.position, report.rows, report.tokens
     lines = [
         f"run {report.run}, lineage {position.lineage}: {position.step} steps applied, policy version "
         f"{position.policy_version}",
@@ -129,6 +130,12 @@ def _as_text(report: Report) -> str:
         f"  {position.admitted} = {position.trained} + {position.num_dropped} + {report.num_live}, by name over "
         f"{report.num_events} events",
         f"  rows     {rows.needed:>8} needed, {rows.staged} staged, {rows.garbage} to be deleted",
+        "",
+        f"  sampled  {tokens.sampled:>8} tokens, in groups that were committed",
+        f"  trained  {tokens.trained:>8}",
+        f"  masked   {tokens.masked.total():>8}  {_parts(dict(sorted(tokens.masked.items())))}",
+        f"  dropped  {tokens.dropped.total():>8}  {_parts(dict(sorted(tokens.dropped.items())))}",
+        f"  live     {tokens.live:>8}",
         "",
     ]
     lines += [f"  {problem}" for problem in report.problems]

@@ -19,6 +19,7 @@ import grpc
 
 from rolecall.address import is_unix
 from rolecall.environment.checks import environment_fits
+from rolecall.environment.client import environment_channel
 from rolecall.environment.server import SERVICE_NAME as ENVIRONMENT
 from rolecall.errors import ConfigError, RoleCallError, UnauthenticatedError
 from rolecall.launcher.plan import metrics_binds, role_environment
@@ -225,7 +226,7 @@ def _named(settings: RunSettings) -> Iterator[_Place]:
             environment.address,
             ENVIRONMENT,
             environment_fits(settings),
-            _opener(environment.address, settings),
+            lambda: environment_channel(environment, rpc),
         )
     reward = "rolecall.v1.RewardService"
     if settings.reward.address is not None:

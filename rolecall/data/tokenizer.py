@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from rolecall.errors import ConfigError, InvalidInputError
 
 _JSON_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -68,7 +66,7 @@ class ChatTokenizer:
                     **self._template_kwargs,
                 )
             )
-        except TemplateError as error:
+        except Exception as error:  # the entry point of a template, which is somebody's code
             roles = ", ".join(message["role"] for message in messages)
             raise InvalidInputError(
                 f"the chat template cannot render the turns {roles} ({error}); mend the conversation or the template"

@@ -38,6 +38,8 @@ def spec_problem(spec: environment_pb2.DescribeEnvironmentResponse) -> str | Non
         return "declares negative deadlines"
     if not spec.HasField("reward") and (spec.components or spec.turn_rewards):
         return "declares components or turn_rewards and no reward; give the reward's range"
+    if len(set(spec.splits)) != len(spec.splits) or "" in spec.splits:
+        return f"declares the splits {list(spec.splits)}; names must be unique and not empty"
     if spec.runs_episodes and spec.turn_rewards:
         return "declares turn_rewards and runs_episodes; an episode that its agent runs has no turns to reward"
     return scores.spec_problem(scored_by(spec))
@@ -194,6 +196,18 @@ def task_of(task: environment_pb2.Task) -> Task:
         other_ground_truths=tuple(task.other_ground_truths),
         metadata=json_format.MessageToDict(task.metadata) if task.HasField("metadata") else {},
     )
+
+
+def message_of(task: Task) -> environment_pb2.Task:
+    """The message of a task."""
+    message = environment_pb2.Task(
+        uid=task.uid,
+        messages=[trajectory_pb2.Message(role=said.role, content=said.content) for said in task.messages],
+        ground_truth=task.ground_truth,
+        other_ground_truths=task.other_ground_truths,
+    )
+    message.metadata.update(task.metadata)
+    return message
 
 
 def action_of(action: environment_pb2.Action) -> Action:

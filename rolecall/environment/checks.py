@@ -31,6 +31,10 @@ def explain_environment(settings: RunSettings, tokenizer: ChatTokenizer) -> Iter
         f"{settings.sampling.max_tokens} tokens beyond its first prompt (sampling.max_tokens; its answers count) or "
         f"{budget_s:g} s ({section.budget_share:g} of rollout.generation_timeout_s)"
     )
+    yield (
+        f"  the branches of an agent's calls are trained up to {settings.max_row_tokens} tokens an episode "
+        "(environment.max_row_tokens)"
+    )
     continuation = Continuation(tokenizer)
     with_tools = section.tool_parser is not None
     problems = {role: continuation.problem(role, with_tools=with_tools) for role in ROLES}

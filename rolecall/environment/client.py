@@ -35,7 +35,8 @@ from rolecall.errors import (
 )
 from rolecall.rpc.channel import open_channel
 from rolecall.scoring.backoff import RateLimit
-from rolecall.settings import RpcSection
+from rolecall.scoring.client import read_token
+from rolecall.settings import EnvironmentSection, RpcSection
 from rolecall.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 
 logger = logging.getLogger(__name__)
@@ -350,6 +351,20 @@ def _meaning(spec: environment_pb2.DescribeEnvironmentResponse) -> Sequence[Any]
     )
 
 
-def open_environment(address: str, rpc: RpcSection) -> EnvironmentClient:
-    """Opens a client of the environment at `address`. ConfigError for one beyond this machine without TLS or a mesh."""
-    return EnvironmentClient(open_channel(address, rpc, ours=False), address)
+def open_environment(section: EnvironmentSection, rpc: RpcSection) -> EnvironmentClient:
+    """Opens a client of the run's environment. ConfigError as environment_channel."""
+    return EnvironmentClient(environment_channel(section, rpc), section.address)
+
+
+def environment_channel(section: EnvironmentSection, rpc: RpcSection) -> grpc.aio.Channel:
+    """A channel to the run's environment. ConfigError for one beyond this machine without TLS or a mesh, and for an
+    unreadable token or roots.
+    """
+    return open_channel(
+        section.address,
+        rpc,
+        tls=True if section.tls else None,
+        bearer_token=read_token(section.bearer_token_file),
+        ca_file=None if section.ca_file == "system" else section.ca_file,
+        ours=False,
+    )

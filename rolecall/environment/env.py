@@ -112,7 +112,7 @@ class Policy:
     """The place where an agent asks the policy, as OpenAI's clients take it."""
 
     base_url: str
-    """URL of chat completions and models, with its version."""
+    """URL of what is served there, with its version; Anthropic's clients add "/v1" themselves."""
     api_key: str = field(repr=False)
     """Good for this episode alone, while it runs."""
     model: str

@@ -10,8 +10,9 @@ import grpc
 
 from rolecall import telemetry
 from rolecall.environment.answers import ROLES, spec_problem
-from rolecall.environment.env import Env
+from rolecall.environment.env import Env, Task
 from rolecall.environment.sessions import Sessions
+from rolecall.environment.tasks import page_of
 from rolecall.errors import ConfigError
 from rolecall.rpc import role_process
 from rolecall.rpc.identity import Admission
@@ -49,6 +50,7 @@ def serve(
     reset_timeout_s: float = 0.0,
     step_timeout_s: float = 0.0,
     close_timeout_s: float = 0.0,
+    tasks: Mapping[str, Sequence[Task]] | None = None,
     bearer_token_file: Path | None = None,
     certificate_file: Path | None = None,
     key_file: Path | None = None,
@@ -61,9 +63,12 @@ def serve(
     turns before the last may earn something, too. max_sessions: episodes at a time, each with a thread. lease_s: a
     session that nobody calls for longer is closed. roles: those of its messages; text alone has the first.
     deterministic: whether task, seed and actions determine every answer. runs_episodes: `make` makes an Agent, which
-    calls the policy by itself. The three deadlines: 0 stands for 60, 30 and 10 s. bearer_token_file: refuse callers
-    without this token. certificate_file, key_file: serve TLS; needed beyond loopback, unless behind_mesh.
+    calls the policy by itself. The three deadlines: 0 stands for 60, 30 and 10 s. tasks: the data set that comes with
+    the environment, by split, which `rolecall tasks` makes a file of; slices of it are read in threads.
+    bearer_token_file: refuse callers without this token. certificate_file, key_file: serve TLS; needed beyond loopback,
+    unless behind_mesh.
     """
+    tasks = tasks or {}
     spec = description(
         name,
         range,
@@ -77,12 +82,13 @@ def serve(
         reset_timeout_s=reset_timeout_s,
         step_timeout_s=step_timeout_s,
         close_timeout_s=close_timeout_s,
+        splits=tuple(tasks),
     )
     rpc, token = rpc_section(certificate_file, key_file, behind_mesh), read_token(bearer_token_file)
 
     async def main() -> None:
         sessions = Sessions(make, spec)
-        server = new_server(sessions, address, rpc, token)
+        server = new_server(sessions, address, rpc, token, tasks)
         bound = await server.start()
         await server.set_serving(True)
         logger.info("environment %s serves on %s", name, bound)
@@ -111,6 +117,7 @@ def description(
     reset_timeout_s: float = 0.0,
     step_timeout_s: float = 0.0,
     close_timeout_s: float = 0.0,
+    splits: Sequence[str] = (),
 ) -> environment_pb2.DescribeEnvironmentResponse:
     """The answer to Describe. ConfigError when no caller would accept it."""
     spec = environment_pb2.DescribeEnvironmentResponse(
@@ -126,6 +133,7 @@ def description(
         reset_timeout_s=reset_timeout_s,
         step_timeout_s=step_timeout_s,
         close_timeout_s=close_timeout_s,
+        splits=splits,
     )
     problem = spec_problem(spec)
     if problem:
@@ -136,10 +144,13 @@ def description(
 
 
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
-    """The servicer of EnvironmentService: one call of the sessions per method."""
+    """The servicer of EnvironmentService: one call of the sessions per method, and pages of tasks."""
 
-    def __init__(self, sessions: Sessions, bearer_token: str | None = None) -> None:
+    def __init__(
+        self, sessions: Sessions, bearer_token: str | None = None, tasks: Mapping[str, Sequence[Task]] | None = None
+    ) -> None:
         self._sessions = sessions
+        self._tasks = tasks or {}
         self._admission = Admission(bearer_token, f"environment {sessions.spec.name!r}")
 
     async def Describe(
@@ -147,6 +158,12 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     ) -> environment_pb2.DescribeEnvironmentResponse:
         self._admission.check(context)
         return self._sessions.spec
+
+    async def ListTasks(
+        self, request: environment_pb2.ListTasksRequest, context: Context
+    ) -> environment_pb2.ListTasksResponse:
+        self._admission.check(context)
+        return await asyncio.to_thread(page_of, self._tasks, request)
 
     async def Reset(self, request: environment_pb2.ResetRequest, context: Context) -> environment_pb2.ResetResponse:
         self._admission.check(context)
@@ -173,9 +190,15 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         return environment_pb2.CloseOlderResponse(num_closed=self._sessions.close_older(request))
 
 
-def new_server(sessions: Sessions, address: str, rpc: RpcSection, bearer_token: str | None = None) -> Server:
-    """A server of `sessions`, not started: for a process that serves them beside other things."""
+def new_server(
+    sessions: Sessions,
+    address: str,
+    rpc: RpcSection,
+    bearer_token: str | None = None,
+    tasks: Mapping[str, Sequence[Task]] | None = None,
+) -> Server:
+    """A server of `sessions` and `tasks`, not started: for a process that serves them beside other things."""
     server = Server(rpc, address, setting="address", client_certificates=False)
-    servicer = EnvironmentServicer(sessions, bearer_token)
+    servicer = EnvironmentServicer(sessions, bearer_token, tasks)
     server.add(environment_pb2_grpc.add_EnvironmentServiceServicer_to_server, servicer, SERVICE_NAME)
     return server

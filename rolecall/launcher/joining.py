@@ -5,10 +5,15 @@ Pure bookkeeping over what the controller tells; `supervisor.py` kills the proce
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 
 from rolecall.launcher.processes import Start
 from rolecall.settings import ControllerSection
+from rolecall.shifts import Side, is_shift_of
 from rolecall.v1 import controller_pb2
+
+_SIDES: dict[str, Side] = {"rollout": "rollouts", "actor": "trainers", "critic": "trainers"}
+"""Roles that may wait for their shift."""
 
 REJOIN_GRACE_S = 5.0
 """Seconds beyond a lease for a worker that had joined to join a controller that was started again; a living one does
@@ -24,8 +29,14 @@ that hangs before is nobody's member.
 class Joining:
     """The processes that have joined the controller, and how long each worker takes to join."""
 
-    def __init__(self, section: ControllerSection) -> None:
+    def __init__(self, section: ControllerSection, shifts: Path | None = None) -> None:
+        """`shifts`: the run directory where rollouts and trainers share devices, each of which waits for its shift
+        before it loads: that time is not its own.
+        """
         self._section = section
+        self._shifts = shifts
+        self._off_shift: dict[str, float] = {}
+        """When a process was last seen to wait for its shift, by incarnation."""
         self._joined: set[str] = set()
         """Incarnations that the controller has told of."""
         self._longest_start_s: dict[str, float] = {}
@@ -47,10 +58,11 @@ class Joining:
         """
         workers = list(workers)
         done = set(condemned)
+        self._note_who_waits(running.values())
         for status in workers:
             start = running.get(status.worker)
             if start is not None and start.incarnation == status.incarnation not in self._joined:
-                took_s = time.monotonic() - start.at
+                took_s = time.monotonic() - self._begun_at(start)
                 self._longest_start_s[status.worker] = max(took_s, self._longest_start_s.get(status.worker, 0.0))
             self._joined.add(status.incarnation)
             is_ours = start is not None and status.incarnation == start.incarnation
@@ -61,13 +73,24 @@ class Joining:
         for name, start in running.items():
             if start.worker.role == "controller" or start.incarnation in members or name in done:
                 continue
-            waited_s = time.monotonic() - max(start.at, heard_since)
+            waited_s = time.monotonic() - max(self._begun_at(start), heard_since)
             if start.incarnation in self._joined:
                 limit_s = self._section.lease_s + REJOIN_GRACE_S
                 if waited_s > limit_s:
                     yield name, f"{name} did not join the controller again within {limit_s:g} s and was killed"
             elif waited_s > (limit_s := self._patience_s(name)):
                 yield name, f"{name} had not joined the controller after {limit_s:.0f} s and was killed"
+
+    def _note_who_waits(self, running: Iterable[Start]) -> None:
+        if self._shifts is None:
+            return
+        waiting = {side for side in _SIDES.values() if not is_shift_of(side, self._shifts)}
+        for start in running:
+            if start.incarnation not in self._joined and _SIDES.get(start.worker.role) in waiting:
+                self._off_shift[start.incarnation] = time.monotonic()
+
+    def _begun_at(self, start: Start) -> float:
+        return max(start.at, self._off_shift.get(start.incarnation, 0.0))
 
     def _patience_s(self, name: str) -> float:
         """Returns how long a worker may take to join: controller.start_timeout_s, less once it is known how long it

@@ -24,6 +24,7 @@ from rolecall.errors import ConfigError, NotFoundError, RunExistsError, RunLocke
 from rolecall.launcher.processes import Worker
 from rolecall.rpc.tokens import FOLDER
 from rolecall.settings import AddressSection, RunSettings, ServiceSection, SftSettings, TrainerSection
+from rolecall.shifts import FOLDER as SHIFTS
 from rolecall.store.embedded import discard_store
 from rolecall.store.users import ROLES as STORE_ROLES
 
@@ -52,6 +53,7 @@ _OF_AN_ATTEMPT = (
     "tensorboard",
     "memory",
     "checkpoints",
+    SHIFTS,
 )
 """Files of one attempt, beside the store and the logs, which go on."""
 
@@ -151,7 +153,10 @@ def _lock(directory: Path) -> int:
 
 
 def resolve(settings: RunSettings) -> RunSettings:
-    """`settings` with an address for every role, free ports of loopback for local ones."""
+    """`settings` with an address for every role, free ports of loopback for local ones. ConfigError when roles that
+    take shifts on shared devices are not all local.
+    """
+    _require_local_shifts(settings)
     ports = _free_ports(4 + len(settings.references))
     changes: dict[str, Any] = {
         "controller": _placed(settings.controller, ports),
@@ -162,6 +167,23 @@ def resolve(settings: RunSettings) -> RunSettings:
     if settings.critic is not None:
         changes["critic"] = _placed(settings.critic, ports)
     return settings.model_copy(update=changes)
+
+
+def _require_local_shifts(settings: RunSettings) -> None:
+    if not settings.takes_shifts:
+        return
+    sections: dict[str, AddressSection | None] = {
+        "controller": settings.controller,
+        "actor": settings.actor,
+        "critic": settings.critic,
+    }
+    elsewhere = [name for name, section in sections.items() if section is not None and section.address is not None]
+    if elsewhere or not settings.rollout.num_replicas:
+        raise ConfigError(
+            "rollout.sleep_mode: rollouts and trainers that take turns on devices are started by one `rolecall train`, "
+            f"with its controller; remove {elsewhere[0] + '.address' if elsewhere else 'rollout.num_replicas 0'}, or "
+            "give each role its own devices"
+        )
 
 
 def write_config(settings: RunSettings | SftSettings) -> Path:

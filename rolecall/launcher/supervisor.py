@@ -109,7 +109,7 @@ class Supervisor:
         """What is to be started again, and when (monotonic seconds); at most one entry a name."""
         self._verdicts: dict[str, str] = {}
         """Why a process was killed that has not been seen to end yet."""
-        self._joining = Joining(resolved.controller)
+        self._joining = Joining(resolved.controller, resolved.run.dir if resolved.takes_shifts else None)
         self._heard_since = 0.0
         """Monotonic seconds since when the controller, this start of it, is heard."""
         self._told_silent_since = 0.0

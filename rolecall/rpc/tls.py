@@ -1,5 +1,5 @@
 """Credentials from files, which rotate without a restart: servers read them again at each handshake when they changed,
-clients look before each call (`Renewal`).
+clients look before each call (`Renewal`), HTTP servers when they are told to (`HttpsCertificate`).
 """
 
 import logging
@@ -84,6 +84,30 @@ def _configuration(tls: TlsSection) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([_pair(tls)], read_roots(tls.ca_file, "rpc.tls.ca_file"))
 
 
+class HttpsCertificate:
+    """The certificate of an HTTP server of ours. Used from one thread."""
+
+    def __init__(self, tls: TlsSection) -> None:
+        """ConfigError when the files cannot be used."""
+        self._tls, self._renewal = tls, Renewal(tls)
+        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        """The server's side of TLS; connections made from now on show what `renew` last took."""
+        self._load()
+
+    def renew(self) -> None:
+        """Takes the files' certificate where they changed since the last look, and it fits its key."""
+        if not self._renewal.changed():
+            return
+        try:
+            self._load()
+        except ConfigError as error:
+            logger.warning("keeping the old TLS certificate for HTTP: %s", error)
+
+    def _load(self) -> None:
+        _pair(self._tls)  # a pair that does not fit must not reach the context that is in use
+        self.context.load_cert_chain(self._tls.certificate_file, self._tls.key_file)
+
+
 class Renewal:
     """A watch over the files of a section. Used from one thread."""
 
@@ -95,10 +119,8 @@ class Renewal:
         """New credentials when the files changed since the last look; None while they stay, and while they do not fit
         together: half-way through a rotation.
         """
-        now = self._stamp()
-        if now == self._seen:
+        if not self.changed():
             return None
-        self._seen = now
         try:
             credentials = mutual_credentials(self._tls)
         except ConfigError as error:
@@ -106,6 +128,11 @@ class Renewal:
             return None
         logger.info("calls use the new TLS certificate from %s", self._tls.certificate_file)
         return credentials
+
+    def changed(self) -> bool:
+        """Whether the files changed since the last look."""
+        before, self._seen = self._seen, self._stamp()
+        return self._seen != before
 
     def _stamp(self) -> tuple[int, ...]:
         return tuple(

@@ -127,8 +127,7 @@ class _Derivation:
     def _weights(self, generating_s: float) -> float:
         weights, rollout = self._settings.weights, self._settings.rollout
         # Rollouts join later: the slower back end to open is assumed of them.
-        backend = weights.backend_between(actor_on_gpus=bool(self._settings.actor.devices), receivers_on_gpus=True)
-        is_nccl = backend == "nccl"
+        is_nccl = self._settings.weight_backend(receivers_on_gpus=True) == "nccl"
         num_bytes, on = self._bytes[self._settings.model.path], "GPUs" if self._uses_gpus else "CPUs"
         probe_s = 2 * num_bytes / FILE_BYTES_PER_PARAMETER * PROBED_TOKENS / FLOPS_PER_S[on]
         first = (
@@ -164,7 +163,7 @@ class _Derivation:
         """The bounds of every trainer's calls: the longest that any of them may take."""
         actor, settings = self._settings.actor, self._settings
         rows = settings.algorithm.groups_per_batch * settings.responses_per_group
-        tokens = rows * (settings.data.max_prompt_tokens + settings.sampling.max_tokens)
+        tokens = rows * settings.max_row_tokens
         passes = [self._pass_s(section, path, tokens / section.num_ranks) for section, path in self._trainers]
         trained = [
             max(

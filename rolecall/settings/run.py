@@ -16,8 +16,9 @@ from rolecall.settings.algorithm.kl import ACTOR_BASE, KL_ERROR_BOUND
 from rolecall.settings.algorithm.losses import CustomLoss
 from rolecall.settings.data import DataSection, EvaluationSection, ModelSection, RunSection, SamplingSection
 from rolecall.settings.deadlines import Deadline, derive, filled_in
+from rolecall.settings.placement import check_devices
 from rolecall.settings.reward import ExternalScorer, FunctionScorer, RewardSection, shadows_of
-from rolecall.settings.section import Section, ServiceSection
+from rolecall.settings.section import Section
 from rolecall.settings.services import (
     ControllerSection,
     EnvironmentSection,
@@ -27,6 +28,7 @@ from rolecall.settings.services import (
     StoreSection,
     TelemetrySection,
     TrackersSection,
+    WeightBackend,
     WeightsSection,
 )
 from rolecall.settings.trainers import ActorSection, CriticSection, ReferenceSection, TrainerSection, check_backend
@@ -89,10 +91,28 @@ class RunSettings(Section):
         return tuple(found)
 
     @property
+    def takes_shifts(self) -> bool:
+        """Whether rollouts sleep while the trainers work, and the trainers wait in host memory while they sample."""
+        return bool(self.rollout.sleep_mode)
+
+    def weight_backend(self, *, receivers_on_gpus: bool) -> WeightBackend:
+        """The way of the weights to receivers that are, all of them, on GPUs or not. Not nccl on GPUs that are shared:
+        it has one rank on each.
+        """
+        actor_on_gpus = bool(self.actor.devices) and not self.takes_shifts
+        return self.weights.backend_between(actor_on_gpus=actor_on_gpus, receivers_on_gpus=receivers_on_gpus)
+
+    @property
     def longest_trajectory(self) -> int:
         """Tokens of the longest prompt with the longest response, of training or of evaluation."""
         evaluated = (part.max_tokens or 0 for part in self.evaluation.sets.values())
         return self.data.max_prompt_tokens + max(self.sampling.max_tokens, *evaluated, 0)
+
+    @property
+    def max_row_tokens(self) -> int:
+        """Most tokens of a row that is trained: those of a prompt and a response, or of an episode's segments."""
+        longest = self.data.max_prompt_tokens + self.sampling.max_tokens
+        return (self.environment.max_row_tokens or longest) if self.environment is not None else longest
 
     @property
     def _may_have_token_rewards(self) -> bool:
@@ -361,6 +381,18 @@ class RunSettings(Section):
                     "data.max_prompt_tokens + sampling.max_tokens = "
                     f"{longest}; raise it, or lower one of them"
                 )
+        if self.max_row_tokens < longest:
+            raise ValueError(
+                f"environment.max_row_tokens {self.max_row_tokens} is less than one conversation, "
+                f"data.max_prompt_tokens + sampling.max_tokens = {longest}; raise it"
+            )
+        if self.max_row_tokens > self.actor.token_budget and self.algorithm.sees_trajectories:
+            raise ValueError(
+                f"environment.max_row_tokens {self.max_row_tokens} exceeds actor.token_budget "
+                f"{self.actor.token_budget}, and the loss needs a whole trajectory in one microbatch (aggregation "
+                "seq_mean_token_mean, a loss or correction of sequences, or one of your own); lower it, or raise the "
+                "budget"
+            )
         return self
 
     @model_validator(mode="after")
@@ -386,24 +418,10 @@ class RunSettings(Section):
         return self
 
     @model_validator(mode="after")
-    def _devices_do_not_overlap(self) -> Self:
-        """A role with an `address` runs elsewhere, and so do rollouts where num_replicas is 0: their devices are other
-        machines'.
-        """
-        owners: dict[int, str] = {}
-        sections: dict[str, ServiceSection] = {"actor": self.actor, "reward": self.reward}
-        sections |= {"critic": self.critic} if self.critic else {}
-        sections |= {f"references.{name}": section for name, section in self.references.items()}
-        named = {name: section.devices for name, section in sections.items() if section.address is None}
-        named |= {f"rollout.devices[{i}]": devices for i, devices in enumerate(self.rollout.local_devices)}
-        for name, devices in named.items():
-            for device in devices:
-                if device in owners:
-                    raise ValueError(
-                        f"GPU {device} is given to {owners[device]} and to {name}; give each role its own, and the "
-                        "address to one on another machine"
-                    )
-                owners[device] = name
+    def _devices_fit_together(self) -> Self:
+        if check_devices(self):
+            # not by attribute: to everybody else the file is frozen
+            vars(self)["rollout"] = self.rollout.model_copy(update={"sleep_mode": True})
         if self.rollout.local_devices and len(self.rollout.devices) != self.rollout.num_replicas:
             raise ValueError(
                 f"rollout.devices has {len(self.rollout.devices)} entries, rollout.num_replicas is "

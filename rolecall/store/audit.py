@@ -2,9 +2,9 @@
 
 Three accounts are compared: the counters of the `run` hash, the keys of the groups (both at one instant, by one
 script), and the history, played back. It holds that every gid is exactly one of trained, dropped, live (or was undone
-by a new lineage), that streams, pending entries, batches and rows belong to the groups they should belong to, and that
-no transition happened twice or out of turn. It only reads, and may run beside a living run: what changes while rows are
-looked at is looked at again.
+by a new lineage), that streams, pending entries, batches and rows belong to the groups they should belong to, that no
+transition happened twice or out of turn, and that every sampled token was trained, masked or dropped. It only reads,
+and may run beside a living run: what changes while rows are looked at is looked at again.
 
 Bounds: it holds the history in memory, about 1 KB a group, and the names of all rows.
 """
@@ -19,7 +19,7 @@ from rolecall.store.audit_rows import RowCount, check_rows
 from rolecall.store.connection import Connection
 from rolecall.store.history import last_drained_id, last_event_id, order, read_history
 from rolecall.store.position import RunPosition, decode_position
-from rolecall.store.replay import LIVE, Findings, Replay
+from rolecall.store.replay import LIVE, Findings, Replay, TokenBalance
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Report:
     """Groups that a new lineage set back; they are in none of the other numbers."""
     num_events: int
     """Events of the history, each counted once."""
+    tokens: TokenBalance
+    """What became of the sampled tokens, of the same groups."""
     rows: RowCount
     problems: tuple[str, ...]
     """What does not balance, each with the offending ids. Empty: all is well."""
@@ -97,9 +99,8 @@ def audit(connection: Connection, run: str, run_dir: Path) -> Report:
         "committed": states.count("committed"),
         "sealed": states.count("sealed"),
     }
-    return Report(
-        run, store.position, live, len(replay.in_state("undone")), replay.num_events, rows, findings.problems()
-    )
+    tokens, num_undone = replay.token_balance(), len(replay.in_state("undone"))
+    return Report(run, store.position, live, num_undone, replay.num_events, tokens, rows, findings.problems())
 
 
 def _look(connection: Connection, run: str) -> _Store:

@@ -41,8 +41,8 @@ class StoreBudget:
         it is tokenized, when its turn comes.
         """
         algorithm = settings.algorithm
-        tokens = settings.data.max_prompt_tokens + settings.sampling.max_tokens
-        group_bytes = settings.responses_per_group * _row_bytes(settings, tokens, 1) + 2 * prompt_bytes
+        longest_bytes = _row_bytes(settings, settings.max_row_tokens, 1)
+        group_bytes = settings.responses_per_group * longest_bytes + 2 * prompt_bytes
         budget = cls(
             int(settings.store.max_bytes * STORE_SHARE),
             group_bytes,
@@ -57,8 +57,8 @@ class StoreBudget:
                 f"groups at their longest ({needed} bytes, of a group {group_bytes}, twice the largest prompt of "
                 f"{prompt_bytes} included; "
                 f"rows may take {STORE_SHARE:.0%} of the store); "
-                "raise it, or lower sampling.max_tokens, algorithm.groups_per_batch or what data.train says of a "
-                "prompt besides"
+                "raise it, or lower sampling.max_tokens, environment.max_row_tokens, algorithm.groups_per_batch or "
+                "what data.train says of a prompt besides"
             )
         return budget
 

@@ -12,19 +12,21 @@ twice in the file, counts once.
     abandoned  token, error: its generation failed in that worker
     reaped     token, error: the worker lives and did not renew it
     expelled   token, error: the worker died or was left behind
-    committed  token, versions (of its tokens, separated by spaces)
-    sealed     step (the batch)
+    committed  token, versions (of its tokens, separated by spaces), tokens (sampled, in its rows, masked by reason)
+    sealed     step (the batch), tokens (in its rows, and trained of them)
     trained    step, version (of the policy that it moved on from)
     dropped    reason, error, last_error (of its workers)
     lineage    lineage, step, first_gid, trained, dropped:<reason>: the run was set back to a checkpoint; it belongs to
     no group
 
 The four hand-backs also say whether the delivery was `excused` and whether the group is `held_back` to be dropped (1 or
-0). Other events come from `Ledger.note`. The file format is owned here: an object a line with `id` (of the stream),
-`time_s` (Unix, of the server's clock), `gid`, `event`, the fields.
+0). The counts of `tokens` are `name:count`, by commas. Other events come from `Ledger.note`. The file format is
+owned here: an object a line with `id` (of the stream), `time_s` (Unix, of the server's clock), `gid`, `event`, the
+fields.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -32,10 +34,13 @@ from pathlib import Path
 
 from rolecall.errors import InvalidInputError
 from rolecall.store.connection import Connection
+from rolecall.v1.trajectory_pb2 import CommittedGroup, TrainBatch
 
 PAGE = 1000
 """Stream entries read at a time."""
 
+SAMPLED, ROWS, TRAINED = "sampled", "rows", "trained"
+"""Names of counts in the `tokens` of an event."""
 _TAIL_BYTES = 2**20
 """More than any line has."""
 _OWN = ("id", "time_s", "gid", "event")
@@ -52,6 +57,28 @@ class Event:
     """None: an event of the whole run."""
     event: str
     fields: Mapping[str, str]
+
+
+def committed_tokens(group: CommittedGroup) -> str:
+    """The `tokens` of the event that commits `group`; empty where it says nothing of them."""
+    tokens = group.tokens
+    counts = {SAMPLED: tokens.num_sampled, ROWS: tokens.num_trained, **tokens.masked}
+    return _encoded(counts) if group.HasField("tokens") else ""
+
+
+def sealed_tokens(batch: TrainBatch) -> list[str]:
+    """The `tokens` of the events that seal `batch`, in the order of its gids; empty where it says nothing of them."""
+    said = [_encoded({ROWS: each.num_sampled, TRAINED: each.num_trained}) for each in batch.tokens]
+    return said or [""] * len(batch.gids)
+
+
+def decode_tokens(text: str) -> Counter[str]:
+    """The counts by name in the `tokens` of an event."""
+    return Counter({name: int(count) for name, _, count in (part.partition(":") for part in text.split(",") if part)})
+
+
+def _encoded(counts: Mapping[str, int]) -> str:
+    return ",".join(f"{name}:{count}" for name, count in counts.items())
 
 
 def to_line(entry: str, fields: Mapping[bytes, bytes]) -> str:

@@ -173,7 +173,8 @@ class Ledger:
         OutOfOrderError for another step, BatchMismatchError for another digest, ConflictError for a group that is not
         committed.
         """
-        return self._call("seal", batch.step, batch.SerializeToString(), batch.digest, *batch.gids).fresh
+        groups = [part for pair in zip(batch.gids, history.sealed_tokens(batch), strict=True) for part in pair]
+        return self._call("seal", batch.step, batch.SerializeToString(), batch.digest, *groups).fresh
 
     def sealed(self, step: int) -> TrainBatch | None:
         """The sealed batch of `step`, trained or not; None when there is none or it was freed."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from rolecall.errors import InvalidInputError, NotAttestedError, StoreUnavailableError
 from rolecall.store import scripts
 from rolecall.store.connection import CALL_DEADLINE_S, MAX_BLOCK_S, Connection
+from rolecall.store.history import committed_tokens
 from rolecall.trajectory import rows_of
 from rolecall.v1.trajectory_pb2 import CommittedGroup, PromptGroup
 
@@ -117,8 +118,9 @@ class PromptQueue:
                 f"group {asked.gid} needs {asked.num_responses} rows{beside} under token {claim.token} to be committed"
             )
         versions = [text for version, digest in sorted(spans) for text in (str(version), digest)]
+        message, tokens = group.SerializeToString(), committed_tokens(group)
         return self._call(
-            "commit", claim.entry_id, self._consumer, claim.delivery, group.gid, group.SerializeToString(), *versions
+            "commit", claim.entry_id, self._consumer, claim.delivery, group.gid, message, tokens, *versions
         ).fresh
 
     def release(self, claims: Sequence[Claim], why: str = "") -> int:

@@ -1,18 +1,23 @@
 """The history played back: where each group stands according to it, and every step of it that the protocol does not
 allow.
 
-Owns no store: it is fed events and says what they add up to. A new lineage undoes what came after its checkpoint:
-batches from its step on, and the drops that the checkpoint had not counted (each reason's first drops are those it
-had).
+Owns no store: it is fed events and says what they add up to. Of sampled tokens there are two accounts, by two
+processes: the rollout says with a commit what it sampled, how much of that is in the rows and why the rest is not; the
+controller says with a seal what it found in those rows, and how much of it is trained. What was sampled for attempts
+that never committed nobody counts: it never became part of the run. A new lineage undoes what came after its
+checkpoint: batches from its step on, and the drops that the checkpoint had not counted (each reason's first drops are
+those it had).
 """
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from rolecall.store.history import Event
+from rolecall.store.history import ROWS, SAMPLED, TRAINED, Event, decode_tokens
 
 LIVE = ("admitted", "committed", "sealed")
+LEFT_OUT = "truncated"
+"""Why tokens of a trained row are not trained: algorithm.shaping masks responses that were cut off."""
 MAX_NAMED = 50
 """Offending ids named in one problem."""
 
@@ -45,6 +50,74 @@ def _named(ids: list[str]) -> str:
 
 
 @dataclass
+class TokenBalance:
+    """Sums over groups: sampled = trained + masked + dropped + live."""
+
+    sampled: int = 0
+    trained: int = 0
+    masked: Counter[str] = field(default_factory=Counter)
+    """Sampled for groups that were trained, and not trained, by why."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Sampled for groups that were dropped, by why."""
+    live: int = 0
+    """Sampled for groups that are neither yet."""
+
+    def add(self, group: "ReplayedTokens", state: str, reason: str) -> None:
+        """Adds a group in its `state`, unless nobody counted its tokens; `reason`: why it was dropped."""
+        if not group.committed:
+            return
+        self.sampled += group.sampled
+        if state == "trained":
+            self.trained += group.trained
+            self.masked.update(group.masked)
+        elif state == "dropped":
+            self.dropped[reason] += group.sampled
+        else:
+            self.live += group.sampled
+
+    @property
+    def is_even(self) -> bool:
+        """Whether it adds up."""
+        return self.sampled == self.trained + self.masked.total() + self.dropped.total() + self.live
+
+
+@dataclass
+class ReplayedTokens:
+    """The tokens of one group, as its events say."""
+
+    committed: Counter[str] = field(default_factory=Counter)
+    sealed: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that were sampled for what was committed."""
+        return self.committed[SAMPLED]
+
+    @property
+    def trained(self) -> int:
+        """Tokens that were trained; where no seal says it, all of the rows."""
+        return self.sealed[TRAINED] if self.sealed else self.committed[ROWS]
+
+    @property
+    def masked(self) -> Counter[str]:
+        """Sampled tokens that were not trained, by why."""
+        return self._reasons + Counter({LEFT_OUT: self.committed[ROWS] - self.trained})
+
+    @property
+    def _reasons(self) -> Counter[str]:
+        return Counter({name: count for name, count in self.committed.items() if name not in (SAMPLED, ROWS)})
+
+    def problems(self) -> Iterable[str]:
+        """Says where the two accounts do not agree."""
+        if self.committed[SAMPLED] != self.committed[ROWS] + self._reasons.total():
+            yield "sampled other tokens than are in its rows or masked"
+        if self.committed and self.sealed and self.committed[ROWS] != self.sealed[ROWS]:
+            yield "sealed with other tokens in its rows than were committed"
+        if self.sealed[TRAINED] > self.sealed[ROWS]:
+            yield "trained more tokens than are in its rows"
+
+
+@dataclass
 class ReplayedGroup:
     """One group as its events left it."""
 
@@ -58,6 +131,7 @@ class ReplayedGroup:
     """Token of the claim under way."""
     tokens: set[str] = field(default_factory=set)
     """All tokens under which it was claimed."""
+    sampled: ReplayedTokens = field(default_factory=ReplayedTokens)
 
 
 class Replay:
@@ -91,6 +165,18 @@ class Replay:
         """Groups dropped, by reason."""
         return Counter(group.reason for group in self.groups.values() if group.state == "dropped")
 
+    def token_balance(self) -> TokenBalance:
+        """The sums over all groups that no lineage set back; what of them does not add up is found."""
+        balance = TokenBalance()
+        for gid, group in self.groups.items():
+            for problem in group.sampled.problems():
+                self._findings.add(problem, gid)
+            if group.state != "undone":
+                balance.add(group.sampled, group.state, group.reason)
+        if not balance.is_even:
+            self._findings.add(f"tokens do not balance: {balance}")
+        return balance
+
     def _admit(self, gid: int) -> None:
         if gid in self.groups and self.groups[gid].state != "undone":
             self._findings.add("admitted twice", gid)
@@ -113,9 +199,11 @@ class Replay:
             if group.holder != token:
                 self._findings.add("committed by a worker that did not hold it", f"{gid} ({token})")
             group.state, group.holder = "committed", None
+            group.sampled.committed = decode_tokens(event.fields.get("tokens", ""))
         elif event.event == "sealed":
             self._require(gid, group, event, "committed")
             group.state, group.step = "sealed", int(event.fields["step"])
+            group.sampled.sealed = decode_tokens(event.fields.get("tokens", ""))
         elif event.event == "trained":
             self._require(gid, group, event, "sealed")
             if group.step != int(event.fields["step"]):

@@ -37,10 +37,12 @@ class Rows:
         self._run = run
         self._num_shards = num_shards
 
-    def ref(self, id: str, token: str, num_tokens: int) -> RowRef:
-        """Names the row of trajectory `id` (`<gid>/<i>`) of T = `num_tokens` that the attempt `token` writes."""
-        group = id.rpartition("/")[0]
-        return RowRef(id=id, shard=zlib.crc32(group.encode()) % self._num_shards, token=token, num_tokens=num_tokens)
+    def ref(self, id: str, token: str, num_tokens: int, segment_starts: Sequence[int] = ()) -> RowRef:
+        """Names the row of trajectory `id` (`<gid>/<i>`) of T = `num_tokens` that the attempt `token` writes, and where
+        its segments but the first begin.
+        """
+        shard = zlib.crc32(id.rpartition("/")[0].encode()) % self._num_shards
+        return RowRef(id=id, shard=shard, token=token, num_tokens=num_tokens, segment_starts=segment_starts)
 
     def stage(self, ref: RowRef, columns: Mapping[str, Array], meta: TrajectoryMeta, expiry_s: int) -> None:
         """Writes one whole row that lives `expiry_s` seconds unless persisted. Safe to repeat. StoreFullError is

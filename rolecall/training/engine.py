@@ -14,6 +14,7 @@ from typing import Literal, Protocol, get_args
 
 import torch
 
+from rolecall.algorithms.aggregation import sequence_index
 from rolecall.algorithms.losses.router import Routing
 from rolecall.checkpoint.manifest import StoredFile
 from rolecall.checkpoint.storage import Storage
@@ -40,6 +41,10 @@ class Microbatch:
     """int32 [S + 1], starts of the sequences and N."""
     lengths: tuple[int, ...]
     """The S sequences' lengths on the host: planning attention must not wait for the device."""
+    trajectories: tuple[int, ...]
+    """The trajectory that each sequence is a segment of, by a number that means the same in all microbatches of a
+    rank.
+    """
     temperature_N: torch.Tensor
     """float32 [N], what the logits that predict token t are divided by."""
     score_mask_N: torch.Tensor
@@ -52,6 +57,20 @@ class Microbatch:
     """Per-token columns, [N] or [N, k], that the loss reads (advantages, old_logprobs, ...), by their names in the
     trajectory schema.
     """
+
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories that have a segment in it."""
+        return len(set(self.trajectories))
+
+    def trajectory_N(self) -> torch.Tensor:
+        """int64 [N]: the trajectory of each token, 0..num_trajectories - 1."""
+        sequence_N = sequence_index(self.cu_seqlens, self.token_ids_N.numel())
+        if self.num_trajectories == len(self.lengths):
+            return sequence_N
+        places = {number: place for place, number in enumerate(dict.fromkeys(self.trajectories))}
+        place_S = torch.tensor([places[number] for number in self.trajectories], device=sequence_N.device)
+        return place_S[sequence_N]
 
 
 @dataclass(frozen=True)
@@ -192,6 +211,9 @@ class EngineState(Protocol):
 
     def onload(self, *parts: StatePart) -> None:
         """Moves them back; idempotent."""
+
+    def num_bytes_away(self, *parts: StatePart) -> int:
+        """Bytes of the device that `onload` of `parts`, all where none is named, takes on this rank."""
 
 
 class SavedModel(Protocol):

@@ -145,7 +145,8 @@ class ActorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Onload(self, request, context):
-        """Moves them back. Idempotent. Every other call brings back what it needs by itself.
+        """Moves them back. Idempotent. Every other call brings back what it needs by itself. RESOURCE_EXHAUSTED (DEVICE_FULL),
+        and nothing is moved, without room on a device that is shared.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,7 +45,9 @@ class ActorServiceStub:
     Offload: _aio.UnaryUnaryMultiCallable[_training_pb2.OffloadRequest, _training_pb2.OffloadResponse]
     """Moves parts of the state to host memory. Idempotent."""
     Onload: _aio.UnaryUnaryMultiCallable[_training_pb2.OnloadRequest, _training_pb2.OnloadResponse]
-    """Moves them back. Idempotent. Every other call brings back what it needs by itself."""
+    """Moves them back. Idempotent. Every other call brings back what it needs by itself. RESOURCE_EXHAUSTED (DEVICE_FULL),
+    and nothing is moved, without room on a device that is shared.
+    """
     GetInfo: _aio.UnaryUnaryMultiCallable[_training_pb2.GetTrainerInfoRequest, _training_pb2.GetTrainerInfoResponse]
     """What the actor is. Idempotent. Blocks on nothing."""
 
@@ -126,7 +128,9 @@ class ActorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.OnloadRequest,
         context: _aio.ServicerContext[_training_pb2.OnloadRequest, _abc.Awaitable[_training_pb2.OnloadResponse]],
     ) -> _abc.Awaitable[_training_pb2.OnloadResponse]:
-        """Moves them back. Idempotent. Every other call brings back what it needs by itself."""
+        """Moves them back. Idempotent. Every other call brings back what it needs by itself. RESOURCE_EXHAUSTED (DEVICE_FULL),
+        and nothing is moved, without room on a device that is shared.
+        """
 
     @_abc_1.abstractmethod
     def GetInfo(

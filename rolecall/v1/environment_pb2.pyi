@@ -69,7 +69,7 @@ Global___DescribeEnvironmentRequest: _TypeAlias = DescribeEnvironmentRequest  # 
 
 @_typing.final
 class DescribeEnvironmentResponse(_message.Message):
-    """What the environment is. It has a name, components with names of their own, least values that do not exceed the greatest
+    """What the environment is. It has a name, components and splits with names of their own, least values that do not exceed the greatest
     ones, a lease, and no negative number of sessions or seconds. [describe.usable]
     """
 
@@ -88,6 +88,7 @@ class DescribeEnvironmentResponse(_message.Message):
     STEP_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     CLOSE_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     RUNS_EPISODES_FIELD_NUMBER: _builtins.int
+    SPLITS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name for logs."""
     version: _builtins.str
@@ -120,6 +121,10 @@ class DescribeEnvironmentResponse(_message.Message):
     def roles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Roles of the messages that Reset and Step answer with; none stands for "user" alone. [message.roles]"""
 
+    @_builtins.property
+    def splits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the splits that ListTasks lists, as "train"; none: it lists no tasks."""
+
     def __init__(
         self,
         *,
@@ -136,14 +141,75 @@ class DescribeEnvironmentResponse(_message.Message):
         step_timeout_s: _builtins.float = ...,
         close_timeout_s: _builtins.float = ...,
         runs_episodes: _builtins.bool = ...,
+        splits: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_timeout_s", b"close_timeout_s", "components", b"components", "deterministic", b"deterministic", "lease_s", b"lease_s", "max_sessions", b"max_sessions", "name", b"name", "reset_timeout_s", b"reset_timeout_s", "reward", b"reward", "roles", b"roles", "runs_episodes", b"runs_episodes", "step_timeout_s", b"step_timeout_s", "turn_rewards", b"turn_rewards", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_timeout_s", b"close_timeout_s", "components", b"components", "deterministic", b"deterministic", "lease_s", b"lease_s", "max_sessions", b"max_sessions", "name", b"name", "reset_timeout_s", b"reset_timeout_s", "reward", b"reward", "roles", b"roles", "runs_episodes", b"runs_episodes", "splits", b"splits", "step_timeout_s", b"step_timeout_s", "turn_rewards", b"turn_rewards", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeEnvironmentResponse: _TypeAlias = DescribeEnvironmentResponse  # noqa: Y015
+
+@_typing.final
+class ListTasksRequest(_message.Message):
+    """Asks for a page of tasks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPLIT_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    split: _builtins.str
+    """One of DescribeEnvironmentResponse.splits."""
+    page_size: _builtins.int
+    """Most tasks of the page; >= 1."""
+    page_token: _builtins.str
+    """ListTasksResponse.next_page_token of the page before; empty: the first page."""
+    def __init__(
+        self,
+        *,
+        split: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "split", b"split"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTasksRequest: _TypeAlias = ListTasksRequest  # noqa: Y015
+
+@_typing.final
+class ListTasksResponse(_message.Message):
+    """A page of tasks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASKS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """The next page's token; empty: this is the last one."""
+    @_builtins.property
+    def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Task]:
+        """Each with a uid that no other of the split has, and a message that says something, as a row of a data set. [tasks.rows]
+        Reset can begin every one. [tasks.begun]
+        """
+
+    def __init__(
+        self,
+        *,
+        tasks: _abc.Iterable[Global___Task] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "tasks", b"tasks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTasksResponse: _TypeAlias = ListTasksResponse  # noqa: Y015
 
 @_typing.final
 class Task(_message.Message):
@@ -522,7 +588,9 @@ class RunEpisodeRequest(_message.Message):
     session: _builtins.str
     """The session."""
     base_url: _builtins.str
-    """URL of the endpoint with its version, as "http://127.0.0.1:4711/v1": chat completions, streamed or not, and models."""
+    """URL of the endpoint with its version, as "http://127.0.0.1:4711/v1": OpenAI's chat completions, streamed or not, and
+    models; a caller may serve more there.
+    """
     api_key: _builtins.str
     """The bearer token of the endpoint, of this episode alone; a secret."""
     model: _builtins.str
@@ -561,10 +629,10 @@ class RunEpisodeResponse(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     state: Global___EpisodeState.ValueType
-    """EPISODE_STATE_TERMINATED or EPISODE_STATE_TRUNCATED."""
+    """EPISODE_STATE_TERMINATED or EPISODE_STATE_TRUNCATED. [run.state]"""
     @_builtins.property
     def reward(self) -> _trajectory_pb2.EpisodeReward:
-        """The episode's reward, there where Describe names a range and only there. Absent is not 0."""
+        """The episode's reward, there where Describe names a range and only there. [run.reward] Absent is not 0."""
 
     def __init__(
         self,

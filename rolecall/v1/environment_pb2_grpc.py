@@ -48,7 +48,7 @@ class EnvironmentServiceStub:
     What the caller makes of a status. "Repeated": the same call is made again until the call's deadline (of Describe's answer);
     then Describe is asked, and where it does not answer either, the environment is away: groups go back to the stream,
     nothing is counted against them, and nothing is claimed until it answers. "Again": the episode is lost, and another is
-    begun in its place, in another session, up to 3; then the group goes back, its delivery counted, and is dropped after
+    begun in its place, in another session, up to 8; then the group goes back, its delivery counted, and is dropped after
     controller.max_deliveries of them. No lost episode is trained on.
 
     status              | error code        | Reset             | Step, Close
@@ -78,6 +78,11 @@ class EnvironmentServiceStub:
                 '/rolecall.v1.EnvironmentService/Describe',
                 request_serializer=rolecall_dot_v1_dot_environment__pb2.DescribeEnvironmentRequest.SerializeToString,
                 response_deserializer=rolecall_dot_v1_dot_environment__pb2.DescribeEnvironmentResponse.FromString,
+                _registered_method=True)
+        self.ListTasks = channel.unary_unary(
+                '/rolecall.v1.EnvironmentService/ListTasks',
+                request_serializer=rolecall_dot_v1_dot_environment__pb2.ListTasksRequest.SerializeToString,
+                response_deserializer=rolecall_dot_v1_dot_environment__pb2.ListTasksResponse.FromString,
                 _registered_method=True)
         self.Reset = channel.unary_unary(
                 '/rolecall.v1.EnvironmentService/Reset',
@@ -129,7 +134,7 @@ class EnvironmentServiceServicer:
     What the caller makes of a status. "Repeated": the same call is made again until the call's deadline (of Describe's answer);
     then Describe is asked, and where it does not answer either, the environment is away: groups go back to the stream,
     nothing is counted against them, and nothing is claimed until it answers. "Again": the episode is lost, and another is
-    begun in its place, in another session, up to 3; then the group goes back, its delivery counted, and is dropped after
+    begun in its place, in another session, up to 8; then the group goes back, its delivery counted, and is dropped after
     controller.max_deliveries of them. No lost episode is trained on.
 
     status              | error code        | Reset             | Step, Close
@@ -151,6 +156,18 @@ class EnvironmentServiceServicer:
 
     def Describe(self, request, context):
         """Says what the environment is. Idempotent. Blocks on nothing. The answer stays the same while a run uses it. [describe.stable]
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTasks(self, request, context):
+        """Lists the tasks of a split, page by page: a data set that comes with the environment. Optional: whoever names no splits
+        need not serve it. Idempotent. No run calls it: `rolecall tasks` makes a file of it, which is the run's data set.
+
+        - Whoever asks, whenever, and in pages of whatever size, gets the same tasks in the same order. [tasks.stable]
+        - Each page but that of an empty split has 1 to page_size tasks. [tasks.pages]
+        - INVALID_ARGUMENT for a split that Describe does not name. [tasks.split]
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -186,12 +203,19 @@ class EnvironmentServiceServicer:
     def RunEpisode(self, request, context):
         """Runs the whole episode of a session that Reset opened, by an agent of the environment's own, which asks the policy at
         an OpenAI-compatible endpoint; blocks until the episode is over. It stands in place of Step where Describe says
-        runs_episodes; the one that is not offered is FAILED_PRECONDITION or UNIMPLEMENTED. Idempotent: repeated it is waited
-        for, or gets the answer that was given; with another request, FAILED_PRECONDITION (TURN_CONFLICT).
+        runs_episodes; the one that is not offered is FAILED_PRECONDITION or UNIMPLEMENTED. [run.instead] Of the policy:
 
-        The key is good while this call is under way in its caller's eyes: afterwards, also when the session is closed or the
-        caller died, the endpoint refuses it (401) or does not answer, so that the agent ends. A budget that is spent is
-        refused with 403. What fails in the agent is a status; INVALID_ARGUMENT for a task that it can never do.
+        - It is asked at least once. [run.asks]
+        - A budget that is spent is refused with 403: the agent ends by itself. [run.budget]
+        - The key is good while this call is under way in its caller's eyes. Afterwards, also when the session is closed or
+        the caller died, the endpoint refuses it (401) or does not answer: the agent ends. [run.revoked] Closed while it
+        runs, a session keeps its place until then, and no longer. [run.closed]
+        - What fails in the agent or at the endpoint is a status, never a reward. [run.failure] INVALID_ARGUMENT for a task
+        that it can never do.
+
+        Idempotent: an episode is run once. Repeated, it gets the answer that was given, and nothing is done again. [run.repeated]
+        One that is still under way is waited for. [run.attached] With another request, FAILED_PRECONDITION (TURN_CONFLICT),
+        and nothing is done. [run.conflict] It may take longer than lease_s. [run.lease]
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -221,6 +245,11 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=rolecall_dot_v1_dot_environment__pb2.DescribeEnvironmentRequest.FromString,
                     response_serializer=rolecall_dot_v1_dot_environment__pb2.DescribeEnvironmentResponse.SerializeToString,
+            ),
+            'ListTasks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTasks,
+                    request_deserializer=rolecall_dot_v1_dot_environment__pb2.ListTasksRequest.FromString,
+                    response_serializer=rolecall_dot_v1_dot_environment__pb2.ListTasksResponse.SerializeToString,
             ),
             'Reset': grpc.unary_unary_rpc_method_handler(
                     servicer.Reset,
@@ -278,7 +307,7 @@ class EnvironmentService:
     What the caller makes of a status. "Repeated": the same call is made again until the call's deadline (of Describe's answer);
     then Describe is asked, and where it does not answer either, the environment is away: groups go back to the stream,
     nothing is counted against them, and nothing is claimed until it answers. "Again": the episode is lost, and another is
-    begun in its place, in another session, up to 3; then the group goes back, its delivery counted, and is dropped after
+    begun in its place, in another session, up to 8; then the group goes back, its delivery counted, and is dropped after
     controller.max_deliveries of them. No lost episode is trained on.
 
     status              | error code        | Reset             | Step, Close
@@ -315,6 +344,33 @@ class EnvironmentService:
             '/rolecall.v1.EnvironmentService/Describe',
             rolecall_dot_v1_dot_environment__pb2.DescribeEnvironmentRequest.SerializeToString,
             rolecall_dot_v1_dot_environment__pb2.DescribeEnvironmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTasks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rolecall.v1.EnvironmentService/ListTasks',
+            rolecall_dot_v1_dot_environment__pb2.ListTasksRequest.SerializeToString,
+            rolecall_dot_v1_dot_environment__pb2.ListTasksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,7 +35,7 @@ class EnvironmentServiceStub:
     What the caller makes of a status. "Repeated": the same call is made again until the call's deadline (of Describe's answer);
     then Describe is asked, and where it does not answer either, the environment is away: groups go back to the stream,
     nothing is counted against them, and nothing is claimed until it answers. "Again": the episode is lost, and another is
-    begun in its place, in another session, up to 3; then the group goes back, its delivery counted, and is dropped after
+    begun in its place, in another session, up to 8; then the group goes back, its delivery counted, and is dropped after
     controller.max_deliveries of them. No lost episode is trained on.
 
       status              | error code        | Reset             | Step, Close
@@ -58,6 +58,14 @@ class EnvironmentServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_environment_pb2.DescribeEnvironmentRequest, _environment_pb2.DescribeEnvironmentResponse]
     """Says what the environment is. Idempotent. Blocks on nothing. The answer stays the same while a run uses it. [describe.stable]"""
+    ListTasks: _aio.UnaryUnaryMultiCallable[_environment_pb2.ListTasksRequest, _environment_pb2.ListTasksResponse]
+    """Lists the tasks of a split, page by page: a data set that comes with the environment. Optional: whoever names no splits
+    need not serve it. Idempotent. No run calls it: `rolecall tasks` makes a file of it, which is the run's data set.
+
+      - Whoever asks, whenever, and in pages of whatever size, gets the same tasks in the same order. [tasks.stable]
+      - Each page but that of an empty split has 1 to page_size tasks. [tasks.pages]
+      - INVALID_ARGUMENT for a split that Describe does not name. [tasks.split]
+    """
     Reset: _aio.UnaryUnaryMultiCallable[_environment_pb2.ResetRequest, _environment_pb2.ResetResponse]
     """Opens a session and begins its episode; blocks while that boots. Idempotent: named again, also while it boots or after
     turns were taken, a session is as it was and the answer is the first one's. [reset.repeated]
@@ -80,12 +88,19 @@ class EnvironmentServiceStub:
     RunEpisode: _aio.UnaryUnaryMultiCallable[_environment_pb2.RunEpisodeRequest, _environment_pb2.RunEpisodeResponse]
     """Runs the whole episode of a session that Reset opened, by an agent of the environment's own, which asks the policy at
     an OpenAI-compatible endpoint; blocks until the episode is over. It stands in place of Step where Describe says
-    runs_episodes; the one that is not offered is FAILED_PRECONDITION or UNIMPLEMENTED. Idempotent: repeated it is waited
-    for, or gets the answer that was given; with another request, FAILED_PRECONDITION (TURN_CONFLICT).
+    runs_episodes; the one that is not offered is FAILED_PRECONDITION or UNIMPLEMENTED. [run.instead] Of the policy:
 
-    The key is good while this call is under way in its caller's eyes: afterwards, also when the session is closed or the
-    caller died, the endpoint refuses it (401) or does not answer, so that the agent ends. A budget that is spent is
-    refused with 403. What fails in the agent is a status; INVALID_ARGUMENT for a task that it can never do.
+      - It is asked at least once. [run.asks]
+      - A budget that is spent is refused with 403: the agent ends by itself. [run.budget]
+      - The key is good while this call is under way in its caller's eyes. Afterwards, also when the session is closed or
+        the caller died, the endpoint refuses it (401) or does not answer: the agent ends. [run.revoked] Closed while it
+        runs, a session keeps its place until then, and no longer. [run.closed]
+      - What fails in the agent or at the endpoint is a status, never a reward. [run.failure] INVALID_ARGUMENT for a task
+        that it can never do.
+
+    Idempotent: an episode is run once. Repeated, it gets the answer that was given, and nothing is done again. [run.repeated]
+    One that is still under way is waited for. [run.attached] With another request, FAILED_PRECONDITION (TURN_CONFLICT),
+    and nothing is done. [run.conflict] It may take longer than lease_s. [run.lease]
     """
     Close: _aio.UnaryUnaryMultiCallable[_environment_pb2.CloseRequest, _environment_pb2.CloseResponse]
     """Ends a session and frees its place; a call under way ends first. [close.place] Idempotent: a repeated Close answers as
@@ -120,7 +135,7 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
     What the caller makes of a status. "Repeated": the same call is made again until the call's deadline (of Describe's answer);
     then Describe is asked, and where it does not answer either, the environment is away: groups go back to the stream,
     nothing is counted against them, and nothing is claimed until it answers. "Again": the episode is lost, and another is
-    begun in its place, in another session, up to 3; then the group goes back, its delivery counted, and is dropped after
+    begun in its place, in another session, up to 8; then the group goes back, its delivery counted, and is dropped after
     controller.max_deliveries of them. No lost episode is trained on.
 
       status              | error code        | Reset             | Step, Close
@@ -147,6 +162,20 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_environment_pb2.DescribeEnvironmentRequest, _abc.Awaitable[_environment_pb2.DescribeEnvironmentResponse]],
     ) -> _abc.Awaitable[_environment_pb2.DescribeEnvironmentResponse]:
         """Says what the environment is. Idempotent. Blocks on nothing. The answer stays the same while a run uses it. [describe.stable]"""
+
+    @_abc_1.abstractmethod
+    def ListTasks(
+        self,
+        request: _environment_pb2.ListTasksRequest,
+        context: _aio.ServicerContext[_environment_pb2.ListTasksRequest, _abc.Awaitable[_environment_pb2.ListTasksResponse]],
+    ) -> _abc.Awaitable[_environment_pb2.ListTasksResponse]:
+        """Lists the tasks of a split, page by page: a data set that comes with the environment. Optional: whoever names no splits
+        need not serve it. Idempotent. No run calls it: `rolecall tasks` makes a file of it, which is the run's data set.
+
+          - Whoever asks, whenever, and in pages of whatever size, gets the same tasks in the same order. [tasks.stable]
+          - Each page but that of an empty split has 1 to page_size tasks. [tasks.pages]
+          - INVALID_ARGUMENT for a split that Describe does not name. [tasks.split]
+        """
 
     @_abc_1.abstractmethod
     def Reset(
@@ -187,12 +216,19 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_environment_pb2.RunEpisodeResponse]:
         """Runs the whole episode of a session that Reset opened, by an agent of the environment's own, which asks the policy at
         an OpenAI-compatible endpoint; blocks until the episode is over. It stands in place of Step where Describe says
-        runs_episodes; the one that is not offered is FAILED_PRECONDITION or UNIMPLEMENTED. Idempotent: repeated it is waited
-        for, or gets the answer that was given; with another request, FAILED_PRECONDITION (TURN_CONFLICT).
+        runs_episodes; the one that is not offered is FAILED_PRECONDITION or UNIMPLEMENTED. [run.instead] Of the policy:
 
-        The key is good while this call is under way in its caller's eyes: afterwards, also when the session is closed or the
-        caller died, the endpoint refuses it (401) or does not answer, so that the agent ends. A budget that is spent is
-        refused with 403. What fails in the agent is a status; INVALID_ARGUMENT for a task that it can never do.
+          - It is asked at least once. [run.asks]
+          - A budget that is spent is refused with 403: the agent ends by itself. [run.budget]
+          - The key is good while this call is under way in its caller's eyes. Afterwards, also when the session is closed or
+            the caller died, the endpoint refuses it (401) or does not answer: the agent ends. [run.revoked] Closed while it
+            runs, a session keeps its place until then, and no longer. [run.closed]
+          - What fails in the agent or at the endpoint is a status, never a reward. [run.failure] INVALID_ARGUMENT for a task
+            that it can never do.
+
+        Idempotent: an episode is run once. Repeated, it gets the answer that was given, and nothing is done again. [run.repeated]
+        One that is still under way is waited for. [run.attached] With another request, FAILED_PRECONDITION (TURN_CONFLICT),
+        and nothing is done. [run.conflict] It may take longer than lease_s. [run.lease]
         """
 
     @_abc_1.abstractmethod

@@ -137,9 +137,9 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Frees the engine's GPU memory (KV cache, and weights at level 2): ASLEEP until WakeUp. The engine must be paused.
-        Idempotent at one level; FAILED_PRECONDITION (ASLEEP) at another. UNIMPLEMENTED (NOT_ON_THIS_DEVICE) on CPUs and
-        without rollout.sleep_mode.
+        """Frees the engine's GPU memory (KV cache and weights): ASLEEP until WakeUp. The engine must be paused.
+        Idempotent at one level; FAILED_PRECONDITION (ASLEEP) at another. UNIMPLEMENTED (NOT_ON_THIS_DEVICE) where rollouts
+        and trainers share no device.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -147,7 +147,9 @@ class RolloutServiceServicer:
 
     def WakeUp(self, request, context):
         """Takes the memory back: what was held before Sleep is held again; after level 2 the engine is TORN until a full load.
-        Idempotent. UNIMPLEMENTED (NOT_ON_THIS_DEVICE) as in Sleep.
+        Keys and values come back when the engine next computes. Idempotent. FAILED_PRECONDITION (CONFLICT) while trainers
+        are on the device; RESOURCE_EXHAUSTED (DEVICE_FULL) without room, and the engine sleeps on; UNIMPLEMENTED
+        (NOT_ON_THIS_DEVICE) as in Sleep.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,13 +40,15 @@ class RolloutServiceStub:
     Drain: _aio.UnaryUnaryMultiCallable[_rollout_pb2.DrainRequest, _rollout_pb2.DrainResponse]
     """Stops claiming, finishes or hands back what is held, then answers; the process may be ended after it. Idempotent."""
     Sleep: _aio.UnaryUnaryMultiCallable[_rollout_pb2.SleepRequest, _rollout_pb2.SleepResponse]
-    """Frees the engine's GPU memory (KV cache, and weights at level 2): ASLEEP until WakeUp. The engine must be paused.
-    Idempotent at one level; FAILED_PRECONDITION (ASLEEP) at another. UNIMPLEMENTED (NOT_ON_THIS_DEVICE) on CPUs and
-    without rollout.sleep_mode.
+    """Frees the engine's GPU memory (KV cache and weights): ASLEEP until WakeUp. The engine must be paused.
+    Idempotent at one level; FAILED_PRECONDITION (ASLEEP) at another. UNIMPLEMENTED (NOT_ON_THIS_DEVICE) where rollouts
+    and trainers share no device.
     """
     WakeUp: _aio.UnaryUnaryMultiCallable[_rollout_pb2.WakeUpRequest, _rollout_pb2.WakeUpResponse]
     """Takes the memory back: what was held before Sleep is held again; after level 2 the engine is TORN until a full load.
-    Idempotent. UNIMPLEMENTED (NOT_ON_THIS_DEVICE) as in Sleep.
+    Keys and values come back when the engine next computes. Idempotent. FAILED_PRECONDITION (CONFLICT) while trainers
+    are on the device; RESOURCE_EXHAUSTED (DEVICE_FULL) without room, and the engine sleeps on; UNIMPLEMENTED
+    (NOT_ON_THIS_DEVICE) as in Sleep.
     """
     GetInfo: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetRolloutInfoRequest, _rollout_pb2.GetRolloutInfoResponse]
     """What the replica is and holds. Idempotent. Blocks on nothing."""
@@ -118,9 +120,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.SleepRequest,
         context: _aio.ServicerContext[_rollout_pb2.SleepRequest, _abc.Awaitable[_rollout_pb2.SleepResponse]],
     ) -> _abc.Awaitable[_rollout_pb2.SleepResponse]:
-        """Frees the engine's GPU memory (KV cache, and weights at level 2): ASLEEP until WakeUp. The engine must be paused.
-        Idempotent at one level; FAILED_PRECONDITION (ASLEEP) at another. UNIMPLEMENTED (NOT_ON_THIS_DEVICE) on CPUs and
-        without rollout.sleep_mode.
+        """Frees the engine's GPU memory (KV cache and weights): ASLEEP until WakeUp. The engine must be paused.
+        Idempotent at one level; FAILED_PRECONDITION (ASLEEP) at another. UNIMPLEMENTED (NOT_ON_THIS_DEVICE) where rollouts
+        and trainers share no device.
         """
 
     @_abc_1.abstractmethod
@@ -130,7 +132,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_rollout_pb2.WakeUpRequest, _abc.Awaitable[_rollout_pb2.WakeUpResponse]],
     ) -> _abc.Awaitable[_rollout_pb2.WakeUpResponse]:
         """Takes the memory back: what was held before Sleep is held again; after level 2 the engine is TORN until a full load.
-        Idempotent. UNIMPLEMENTED (NOT_ON_THIS_DEVICE) as in Sleep.
+        Keys and values come back when the engine next computes. Idempotent. FAILED_PRECONDITION (CONFLICT) while trainers
+        are on the device; RESOURCE_EXHAUSTED (DEVICE_FULL) without room, and the engine sleeps on; UNIMPLEMENTED
+        (NOT_ON_THIS_DEVICE) as in Sleep.
         """
 
     @_abc_1.abstractmethod

@@ -401,12 +401,12 @@ class Episode(_message.Message):
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """The conversation after the prompt's messages: what the environment said first, then the policy's turns and the
-        environment's answers in order, up to the last turn, which is TrajectoryMeta.response_text.
+        environment's answers in order, up to the last turn, which is TrajectoryMeta.response_text. Of several segments: the last one's.
         """
 
     @_builtins.property
     def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___Turn]:
-        """The policy's turns in order; at least one."""
+        """The policy's turns in order, each once over all segments; at least one."""
 
     @_builtins.property
     def reward(self) -> Global___EpisodeReward:
@@ -438,7 +438,7 @@ Global___Episode: _TypeAlias = Episode  # noqa: Y015
 
 @_typing.final
 class EpisodeTokens(_message.Message):
-    """The token ledger of an episode whose agent called the policy by itself: num_sampled = num_trained + those of masked."""
+    """The token ledger of an episode, or the sums over a group's responses: num_sampled = num_trained + those of masked."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -495,7 +495,9 @@ class EpisodeTokens(_message.Message):
     """Those in the row, with response_mask 1."""
     @_builtins.property
     def masked(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Those that are not, by why: "branch", in another branch than the row's; "unseen", in an answer that reached nobody."""
+        """Those that are not, by why: "row_full", in a branch that the row had no room for; "unseen", in an answer that reached nobody; "greedy", of a
+        group's greedy response.
+        """
 
     @_builtins.property
     def branches(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
@@ -608,6 +610,7 @@ class RowRef(_message.Message):
     SHARD_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    SEGMENT_STARTS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Trajectory id, "<gid>/<i>"."""
     shard: _builtins.int
@@ -615,7 +618,13 @@ class RowRef(_message.Message):
     token: _builtins.str
     """Fence of the attempt that wrote it, "<consumer>-<delivery count>"."""
     num_tokens: _builtins.int
-    """T: prompt + response tokens."""
+    """T: prompt + response tokens, of all segments."""
+    @_builtins.property
+    def segment_starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where each segment but the first begins in token_ids, ascending. A segment is one conversation with the policy, first prompt included: what is
+        computed of its tokens depends on nothing before it. Empty: the row is one.
+        """
+
     def __init__(
         self,
         *,
@@ -623,10 +632,11 @@ class RowRef(_message.Message):
         shard: _builtins.int = ...,
         token: _builtins.str = ...,
         num_tokens: _builtins.int = ...,
+        segment_starts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "num_tokens", b"num_tokens", "shard", b"shard", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "num_tokens", b"num_tokens", "segment_starts", b"segment_starts", "shard", b"shard", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -644,6 +654,7 @@ class CommittedGroup(_message.Message):
     MAX_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     GREEDY_ROW_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     gid: _builtins.int
     """Admission number of the group."""
     min_policy_version: _builtins.int
@@ -660,6 +671,10 @@ class CommittedGroup(_message.Message):
     def greedy_row(self) -> Global___RowRef:
         """The row of the greedy response, "<gid>/<G>"; present exactly when the PromptGroup asked for it."""
 
+    @_builtins.property
+    def tokens(self) -> Global___EpisodeTokens:
+        """What came of all that was sampled for it, summed over its responses; absent: the committer counts no tokens, and the audit none of the group."""
+
     def __init__(
         self,
         *,
@@ -669,14 +684,41 @@ class CommittedGroup(_message.Message):
         max_policy_version: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         greedy_row: Global___RowRef | None = ...,
+        tokens: Global___EpisodeTokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["greedy_row", b"greedy_row"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["greedy_row", b"greedy_row", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gid", b"gid", "greedy_row", b"greedy_row", "max_policy_version", b"max_policy_version", "min_policy_version", b"min_policy_version", "rows", b"rows", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gid", b"gid", "greedy_row", b"greedy_row", "max_policy_version", b"max_policy_version", "min_policy_version", b"min_policy_version", "rows", b"rows", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommittedGroup: _TypeAlias = CommittedGroup  # noqa: Y015
+
+@_typing.final
+class GroupTokens(_message.Message):
+    """The tokens of a group's rows in a train batch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_SAMPLED_FIELD_NUMBER: _builtins.int
+    NUM_TRAINED_FIELD_NUMBER: _builtins.int
+    num_sampled: _builtins.int
+    """Those with response_mask 1."""
+    num_trained: _builtins.int
+    """Those with loss_mask 1."""
+    def __init__(
+        self,
+        *,
+        num_sampled: _builtins.int = ...,
+        num_trained: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_sampled", b"num_sampled", "num_trained", b"num_trained"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupTokens: _TypeAlias = GroupTokens  # noqa: Y015
 
 @_typing.final
 class TrainBatch(_message.Message):
@@ -691,6 +733,7 @@ class TrainBatch(_message.Message):
     COEFFICIENTS_FIELD_NUMBER: _builtins.int
     GREEDY_ROWS_FIELD_NUMBER: _builtins.int
     STATISTICS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step this batch makes; 0 for the first."""
     digest: _builtins.str
@@ -715,6 +758,10 @@ class TrainBatch(_message.Message):
     def statistics(self) -> Global___BatchStatistics:
         """What the algorithm measured of the batch and carries into the next step."""
 
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupTokens]:
+        """The tokens of the groups' rows, in the order of gids; or empty, and the audit compares none."""
+
     def __init__(
         self,
         *,
@@ -725,10 +772,11 @@ class TrainBatch(_message.Message):
         coefficients: Global___Coefficients | None = ...,
         greedy_rows: _abc.Iterable[Global___RowRef] | None = ...,
         statistics: Global___BatchStatistics | None = ...,
+        tokens: _abc.Iterable[Global___GroupTokens] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coefficients", b"coefficients", "statistics", b"statistics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coefficients", b"coefficients", "digest", b"digest", "gids", b"gids", "greedy_rows", b"greedy_rows", "rows", b"rows", "statistics", b"statistics", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coefficients", b"coefficients", "digest", b"digest", "gids", b"gids", "greedy_rows", b"greedy_rows", "rows", b"rows", "statistics", b"statistics", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

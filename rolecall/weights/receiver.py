@@ -240,6 +240,10 @@ class WorkerExtension:
         """Returns Receiver.report."""
         return self._weights_receiver().report()
 
+    def free_bytes(self) -> int:
+        """Returns the memory of this worker's device that nobody has."""
+        return int(torch.accelerator.get_memory_info()[0])
+
     def _weights_receiver(self) -> Receiver:
         if not isinstance(self.weight_transfer_engine, Receiver):
             raise TypeError(f"weight_transfer_config must name the backend {BACKEND!r}")

@@ -59,9 +59,7 @@ class ActorRanks(TrainerRanks):
         """WeightPublishingTrainer.open_channel; on rank 0, from any thread."""
         assert self._publisher is not None
         weights = self._settings.weights
-        backend = weights.backend_between(
-            actor_on_gpus=bool(self._settings.actor.devices), receivers_on_gpus=request.receivers_on_gpus
-        )
+        backend = self._settings.weight_backend(receivers_on_gpus=request.receivers_on_gpus)
         address = self._publisher.open(
             request.epoch,
             request.world_size,

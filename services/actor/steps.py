@@ -125,9 +125,7 @@ class PolicySteps:
         for minibatch in share.minibatches:
             seen.add_to(minibatch)
         metrics = per_update(metrics, _SUMS, section.num_minibatches * section.num_epochs)
-        _add_mismatch(
-            context, metrics, [microbatch for microbatch in share.microbatches if microbatch.lengths], seen.column
-        )
+        _add_mismatch(context, metrics, share, seen.column)
         if context.group.is_leader:
             metrics.mean("actor/read_s", read_s)
         cost.add_to(metrics, "actor", share.num_tokens)
@@ -139,7 +137,16 @@ class PolicySteps:
         own = [*(name for name in policy_columns(section) if name not in (OLD, BASE)), "policy_versions"]
         seed, derive = seed_of(self._seed, batch.step, 0), self._derive(batch.step, versions)
         columns = [*own, *self.reads]
-        return read_share(context, batch, columns, section.num_minibatches, seed, optional=self._kept, derive=derive)
+        return read_share(
+            context,
+            batch,
+            columns,
+            section.num_minibatches,
+            seed,
+            optional=self._kept,
+            derive=derive,
+            between_segments=not section.sees_trajectories,
+        )
 
     def _loss(
         self, context: StoreRankContext, minibatch: Minibatch, coefficients: Coefficients, counter: MicrobatchCounter
@@ -239,16 +246,15 @@ class _FirstPasses:
         return loss
 
 
-def _add_mismatch(
-    context: StoreRankContext, metrics: Metrics, microbatches: Sequence[Microbatch], measured: str
-) -> None:
+def _add_mismatch(context: StoreRankContext, metrics: Metrics, share: TrainShare, measured: str) -> None:
     """How far sampler and actor are apart: over trajectories sampled with these very weights (`mismatch_*`), and over
     all. A collective.
 
     `measured` is the column of the actor's logprobs. What adds up is summed over the slots and reported by rank 0,
     exact; order statistics are each rank's own, of which the extreme is kept.
     """
-    sums = sum((_mismatch_sums(each, measured) for each in microbatches), MismatchSums())
+    microbatches = [microbatch for microbatch in share.microbatches if microbatch.lengths]
+    sums = _mismatch_sums(microbatches, measured, len(share.rows)) if microbatches else MismatchSums()
     whole = mismatch(MismatchSums(*context.group.sum_over_slots(np.array(sums.numbers())).tolist()))
     if whole is not None and context.group.is_leader:
         for name, value in vars(whole).items():
@@ -276,8 +282,17 @@ def _add_mismatch(
         metrics.max("actor/sampler_ratio_max", everything.ratio_max)
 
 
-def _mismatch_sums(microbatch: Microbatch, measured: str) -> MismatchSums:
-    columns, index_N = microbatch.columns, sequence_index(microbatch.cu_seqlens, microbatch.token_ids_N.numel())
-    return mismatch_sums(
-        columns["rollout_logprobs"], columns[measured], microbatch.score_mask_N, index_N, len(microbatch.lengths)
+def _mismatch_sums(microbatches: Sequence[Microbatch], measured: str, num_trajectories: int) -> MismatchSums:
+    """The sums over all of them at once: a trajectory may have segments in several."""
+    trajectory_N = torch.cat(
+        [
+            torch.tensor(each.trajectories, device=each.cu_seqlens.device)[
+                sequence_index(each.cu_seqlens, each.token_ids_N.numel())
+            ]
+            for each in microbatches
+        ]
     )
+    sampled_N = torch.cat([each.columns["rollout_logprobs"] for each in microbatches])
+    trained_N = torch.cat([each.columns[measured] for each in microbatches])
+    mask_N = torch.cat([each.score_mask_N for each in microbatches])
+    return mismatch_sums(sampled_N, trained_N, mask_N, trajectory_N, num_trajectories)

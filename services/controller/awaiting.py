@@ -53,7 +53,9 @@ class NextBatches:
         if sealed is not None:
             groups = asyncio.create_task(self.assembly.groups(sealed.gids))
         else:
-            groups = asyncio.create_task(self.assembly.next_batch(step, begun))
+            # Where rollouts are to leave the devices for this batch, what they have begun comes to its end first.
+            at_rest = self.settings.takes_shifts
+            groups = asyncio.create_task(self.assembly.next_batch(step, begun, at_rest=at_rest))
         ending = asyncio.create_task(self.end.wait())
         stall = StallClock(_patience_s(self.settings))
         away = StallClock(self.settings.reward.away_timeout_s or math.inf)

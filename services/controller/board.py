@@ -30,6 +30,7 @@ LOOP_STATES = (
     "publishing",
     "evaluating",
     "saving",
+    "switching",
     "working",
 )
 """What the loop waits for, or that it works itself: prepares, seals, counts, reports."""

@@ -22,7 +22,7 @@ from rolecall.scoring.scores import Score, chunked, score_item
 from rolecall.settings import EvaluationSet, RunSettings
 from rolecall.settings.deadlines import TOKENS_PER_S
 from rolecall.telemetry import Metrics
-from rolecall.trajectory import is_truncated
+from rolecall.trajectory import is_truncated, seed_of
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.wire import Array
 from services.controller.fleet.liveness import Rollout
@@ -115,7 +115,7 @@ class Evaluation:
         async def work(rollout: Rollout) -> None:
             while queue:
                 index, prompt = queue.pop()
-                request = self._request(held_out, f"eval/{step}/{held_out.name}/{index}", prompt, policy_version)
+                request = self._request(held_out, step, index, policy_version)
                 try:
                     results[index] = [
                         _Response(prompt, answer) async for answer in rollout.stub.Generate(request, timeout=timeout_s)
@@ -138,9 +138,10 @@ class Evaluation:
     def _max_tokens(self, held_out: HeldOutSet) -> int:
         return held_out.section.max_tokens or self._settings.sampling.max_tokens
 
-    def _request(
-        self, held_out: HeldOutSet, request_id: str, prompt: trajectory_pb2.Prompt, policy_version: int
-    ) -> rollout_pb2.GenerateRequest:
+    def _request(self, held_out: HeldOutSet, step: int, index: int, policy_version: int) -> rollout_pb2.GenerateRequest:
+        """A prompt's request, with a seed of its own: the same at every step, and not that of other prompts, whose
+        errors would add up.
+        """
         section = held_out.section
         sampling = trajectory_pb2.SamplingParams(
             temperature=section.temperature,
@@ -151,11 +152,11 @@ class Evaluation:
             stop_token_ids=self._settings.sampling.stop_token_ids,
         )
         return rollout_pb2.GenerateRequest(
-            id=request_id,
-            prompt=prompt,
+            id=f"eval/{step}/{held_out.name}/{index}",
+            prompt=held_out.prompts[index],
             num_responses=section.num_responses,
             sampling=sampling,
-            seed=self._settings.run.seed,
+            seed=seed_of(self._settings.run.seed, index, 0),
             policy_version=policy_version,
         )
 

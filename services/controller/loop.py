@@ -12,8 +12,7 @@ passes a named instant, at which tests make things fail.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
 
 from rolecall.errors import BudgetSpentError, DiskFullError, RoleCallError
 from rolecall.store.budget import batch_bytes
@@ -35,11 +34,9 @@ from services.controller.recovered import Recovered
 from services.controller.step import measures, preparation
 from services.controller.step.adaptive import AdaptiveState
 from services.controller.step.sealing import Sealing
-from services.controller.tasks import first_error
+from services.controller.tasks import at_once, first_error
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def pass_by(instant: str) -> None:
@@ -124,8 +121,11 @@ class Loop:
             await parts.threads.call(parts.ledger.pause, parts.board.paused)
         elif position.paused:
             parts.board.pause()
+        if parts.shifts.are_taken:  # no batch would come, and so no shift, where all room waits for a checkpoint
+            await self._save_if_due()
         attested = position.begun_version == position.policy_version == self._recovered.policy_version
-        if self._recovered.is_actor_restored or not (attested and self._publisher.holds(self._step)):
+        is_served = attested and parts.shifts.is_sampling and self._publisher.holds(self._step)
+        if self._recovered.is_actor_restored or not is_served:
             await self._publish()
 
     async def _run_activities(self) -> None:
@@ -191,6 +191,10 @@ class Loop:
         due = step in (0, self._settings.run.num_steps) or (every and step % every == 0)
         if due and self._parts.board.evaluated_step != step:
             await self._evaluate()
+        if not self._parts.shifts.are_taken:
+            await self._save_if_due()
+
+    async def _save_if_due(self) -> None:
         try:
             await self._saver.raise_if_failed()
             if self._wants_checkpoint():
@@ -198,13 +202,18 @@ class Loop:
         except NO_ROOM as error:
             logger.error(
                 "no checkpoint before step %d: %s; the last one stands, and the next step tries again",
-                step + 1,
+                self._step + 1,
                 error.message,
             )
 
     async def _one_step(self, batch: NextBatch) -> None:
         parts, clock, groups = self._parts, self._clock, batch.groups
         self._step_metrics = clock.waited(groups)
+        if parts.shifts.are_taken:
+            await parts.shifts.to_training(self._recovered.ctl)
+            clock.lap("shift")
+            await self._save_if_due()  # of the step before: not earlier, for the state was not on the devices
+            clock.leave_out()
         if batch.sealed is not None:
             step = await self._sealing.take_up(batch.sealed, groups, self._state)
         else:
@@ -250,7 +259,7 @@ class Loop:
         # columns for a later step.
         await parts.threads.call(parts.ledger.begin_batch, self._step, [group.gid for group in groups])
         rows = [ref for group in groups for ref in group.rows]
-        await _at_once([trainer.compute(self._recovered.ctl, rows, self._step) for trainer in asked])
+        await at_once([trainer.compute(self._recovered.ctl, rows, self._step) for trainer in asked])
         parts.board.states.enter("working")
         self._at("values are computed")
         self._clock.lap("values")
@@ -268,16 +277,20 @@ class Loop:
         """Has actor and critic train `batch`, at the same time."""
         ctl, board = self._recovered.ctl, self._parts.board
         board.wait_for(f"training of step {batch.step}", "training")
-        results = await _at_once(
+        results = await at_once(
             [trainer.train(ctl, batch.step, batch.digest, board.wait_for) for trainer in self._parts.trainers]
         )
         board.states.enter("working")
         return results
 
     async def _publish(self) -> None:
+        shifts, ctl = self._parts.shifts, self._recovered.ctl
+        await shifts.to_publishing(ctl)
         self._parts.board.wait_for(f"the fleet to take the weights of step {self._step}", "publishing")
         self._step_metrics.merge(await self._publisher.publish(self._step))
         self._parts.board.published(self._step, self._publisher.policy_version)
+        await shifts.to_sampling(ctl)
+        self._step_metrics.merge(shifts.take_seconds())
         self._parts.board.states.enter("working")
         self._at("weights are published")
         self._intake.wake()
@@ -331,14 +344,20 @@ class Loop:
     def _wants_checkpoint(self) -> bool:
         every = self._settings.run.checkpoint_every_steps
         due = self._step // every > self._saver.step // every
-        crowded = self._intake.retained_bytes > self._parts.policy.max_bytes // 2 and not self._saver.is_in_flight
-        return self._step < self._settings.run.num_steps and (
-            due or crowded or bool(self._parts.board.checkpoint_requests)
-        )
+        wanted = due or self._is_crowded() or bool(self._parts.board.checkpoint_requests)
+        return wanted and self._step < self._settings.run.num_steps
+
+    def _is_crowded(self) -> bool:
+        """Whether trained rows must be freed: in shifts, before this batch and the next may not fit beside them."""
+        retained, policy = self._intake.retained_bytes, self._parts.policy
+        if self._parts.shifts.are_taken:
+            return retained + 2 * policy.groups_per_batch * policy.group_bytes > policy.max_bytes
+        return retained > policy.max_bytes // 2 and not self._saver.is_in_flight
 
     async def _checkpoint(self) -> None:
         """Begins the checkpoint of this step; returns when the steps may go on."""
         parts, step = self._parts, self._step
+        await parts.shifts.to_training(self._recovered.ctl)
         parts.board.wait_for(f"the checkpoint of step {step}", "saving")
         await self._saver.finish()  # frees what it covers, or leaves the requests to the next
         covered_bytes, requests = self._intake.retained_bytes, parts.board.take_checkpoint_requests()
@@ -379,13 +398,3 @@ def _prompt_sequence(parts: Parts, recovered: Recovered) -> PromptSequence:
         cursor=Cursor.decode(recovered.position.cursor),
         rates=recovered.rates,
     )
-
-
-async def _at_once(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Returns what `calls` return; the first error ends the others."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(call) for call in calls]
-    except BaseExceptionGroup as group:
-        raise first_error(group) from group
-    return [task.result() for task in running]

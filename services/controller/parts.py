@@ -21,6 +21,7 @@ from services.controller.evaluation import Evaluation
 from services.controller.fleet.members import Fleet
 from services.controller.groups.admission import AdmissionPolicy
 from services.controller.groups.prompts import PromptRenderer
+from services.controller.step.shifts import DeviceShifts
 from services.controller.step.trainers import ActorTrainer, CriticTrainer, Trainer
 from services.controller.threads import StoreThreads
 
@@ -50,6 +51,7 @@ class Parts:
     evaluation: Evaluation
     fleet: Fleet
     board: RunBoard
+    shifts: DeviceShifts
 
     @property
     def trainers(self) -> list[Trainer]:

@@ -108,9 +108,7 @@ class ControllerRun:
         budget = RecoveryBudget(self._settings.controller)
         while True:
             try:
-                if await self._wait_for_roles():
-                    budget.recovered()
-                    await Loop(self._parts, await self._recovery.run(ctl)).run()
+                await self._live(ctl, budget)
                 return
             except RoleCallError as error:
                 if not (starts_over(error) or await self._store_went_back(error)):
@@ -119,6 +117,25 @@ class ControllerRun:
                 logger.warning("starting over from the store after step %d: %s", self._board.step, error.message)
                 self._board.start_over(error.message)
             await self._threads.settle()
+
+    async def _live(self, ctl: int, budget: RecoveryBudget) -> None:
+        """One life of the loop, to its end; none when a stop is asked for before it begins. Rollouts that share the
+        trainers' devices begin to load when the trainers have, and stand where the store does.
+        """
+        parts = self._parts
+        shifts, recovering = parts.shifts, self._board.num_recoveries > 0
+        first, then = {"store", *parts.references, *(trainer.name for trainer in parts.trainers)}, {"rollouts"}
+        # A scorer that is away is waited for by its groups, and the run has started with it.
+        first |= set() if recovering else {"reward"}
+        await shifts.begin(ctl)
+        if not await self._wait_for_roles(first if shifts.are_taken else first | then):
+            return
+        budget.recovered()
+        recovered = await self._recovery.run(ctl)
+        await shifts.to_publishing(ctl)
+        if shifts.are_taken and not await self._wait_for_roles(then):
+            return
+        await Loop(parts, recovered).run()
 
     async def _store_went_back(self, error: RoleCallError) -> bool:
         """Whether the loop failed because the store lost what it had acknowledged, or may have: it is away now. Then a
@@ -134,9 +151,9 @@ class ControllerRun:
             pass  # of this kind, or of another
         return self._ledger.fenced.take_set_back()
 
-    async def _wait_for_roles(self) -> bool:
-        """True when the store and every role answer, false when a stop is asked for meanwhile. BudgetSpentError names
-        those that did not in time.
+    async def _wait_for_roles(self, missing: set[str]) -> bool:
+        """True when every role of `missing`, and the store where it is one, answers; false when a stop is asked for
+        meanwhile. BudgetSpentError names those that did not in time.
         """
         controller, recovering = self._settings.controller, self._board.num_recoveries > 0
         name, timeout_s = (
@@ -144,14 +161,6 @@ class ControllerRun:
             if recovering
             else ("start_timeout_s", controller.start_timeout_s)
         )
-        # A scorer that is away is waited for by its groups, and the run has started with it.
-        missing = {
-            "store",
-            *(() if recovering else ("reward",)),
-            "rollouts",
-            *self._parts.references,
-            *(trainer.name for trainer in self._parts.trainers),
-        }
         self._unanswered.clear()
         try:
             async with asyncio.timeout(timeout_s):

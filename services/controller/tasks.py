@@ -1,6 +1,20 @@
-"""One error out of many: what a TaskGroup raises, reduced to the leaf that caused the rest."""
+"""Calls at once, and one error out of many: what a TaskGroup raises, reduced to the leaf that caused the rest."""
 
 import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def at_once(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Returns what `calls` return; the first error ends the others."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(call) for call in calls]
+    except BaseExceptionGroup as group:
+        raise first_error(group) from group
+    return [task.result() for task in running]
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -31,6 +31,7 @@ from services.controller.fleet.members import Fleet
 from services.controller.groups.prompts import PromptRenderer, PromptSequence
 from services.controller.parts import Parts
 from services.controller.publish.probe import make_probe
+from services.controller.step.shifts import DeviceShifts
 from services.controller.step.trainers import ActorTrainer, CriticTrainer
 from services.controller.threads import StoreThreads
 
@@ -50,6 +51,7 @@ class Wiring:
         for channel in self.channels:
             await channel.close()
         self.parts.threads.close()
+        self.parts.shifts.close()
         self.connection.close()
 
 
@@ -72,6 +74,7 @@ def wire(settings: RunSettings) -> Wiring:
     references, channels = _references(settings)
     actor, actor_channel = _actor(settings)
     critic, critic_channels = _critic(settings)
+    board = RunBoard()
     parts = Parts(
         settings=settings,
         raw_prompts=raw_prompts,
@@ -90,7 +93,8 @@ def wire(settings: RunSettings) -> Wiring:
         critic=critic,
         evaluation=Evaluation(settings, fleet, reward, load_sets(settings, renderer)),
         fleet=fleet,
-        board=RunBoard(),
+        board=board,
+        shifts=DeviceShifts(settings, fleet, board, actor, critic),
     )
     return Wiring(parts, (reward_channel, *channels, actor_channel, *critic_channels), connection)
 

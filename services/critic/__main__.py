@@ -32,10 +32,12 @@ async def _serve(args: ServiceArgs) -> None:
     section = config.section(settings)
     connection = await asyncio.to_thread(connect, settings.store, verify=False)
     if rank_of_process()[0] > 0:
-        await follow(args, lambda hooks: build(settings, connection, hooks))
+        await follow(args, lambda hooks: build(settings, connection, hooks), takes_shifts=settings.takes_shifts)
         return
     device_thread = DeviceThread()
-    trainer = await load(args, device_thread, lambda hooks: build(settings, connection, hooks))
+    trainer = await load(
+        args, device_thread, lambda hooks: build(settings, connection, hooks), takes_shifts=settings.takes_shifts
+    )
     fence = Fence(lambda: read_ctl(connection, settings.run.name))
     consumer = f"{args.worker}.{args.incarnation}"
     calls = TrainerCalls(

@@ -18,7 +18,8 @@ from rolecall.rpc.listening import advertised
 from rolecall.rpc.membership import Membership
 from rolecall.rpc.role_process import ServiceArgs, parse_args, run, serve, tie_to_parent
 from rolecall.rpc.server import Server
-from rolecall.settings import EnvironmentSection, parent_to_die_with, tied_to_this_process
+from rolecall.settings import EnvironmentSection, RunSettings, parent_to_die_with, tied_to_this_process
+from rolecall.shifts import Post
 from rolecall.store.connection import connect
 from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
@@ -56,6 +57,7 @@ async def _main(args: ServiceArgs) -> None:
     connection = await asyncio.to_thread(connect, settings.store, verify=False)
     fence = Fence(lambda: read_ctl(connection, settings.run.name))
     launched = parent_to_die_with() is not None  # before this process says what its own children shall read
+    post = await on_shift(settings)
     engine = await _start_engine(config)
     server = Server(settings.rpc, settings.rollout.bind, setting="rollout.bind")
     replica = Replica(
@@ -64,6 +66,7 @@ async def _main(args: ServiceArgs) -> None:
         load_timeout_s=settings.weights.publish_timeout_s,
         keep_timeout_s=settings.weights.bucket_timeout_s,
         on_serving=server.set_serving,
+        post=post,
     )
     telemetry.show_states(replica.states)
     sampler = sampler_of(settings, replica, tokenizer, _tool_calls(settings.environment, tokenizer))
@@ -105,6 +108,17 @@ async def _main(args: ServiceArgs) -> None:
         await sampler.close()
         await engine.close()
         connection.close()
+
+
+async def on_shift(settings: RunSettings) -> Post | None:
+    """Returns once the rollouts may be on the device that they share, the post that says so; None where they share
+    none.
+    """
+    if not settings.takes_shifts:
+        return None
+    post = Post(settings.run.dir, "rollouts")
+    await post.wait_until_due()
+    return post
 
 
 async def _start_engine(config: RolloutConfig) -> "VllmEngine":

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.data.mixture import Mixture, check_cpu_routing, read_mixture
-from rolecall.data.model_files import check_cpu_adapters, check_cpu_attention, eos_token_ids, max_model_tokens
+from rolecall.data.model_files import (
+    check_cpu_adapters,
+    check_cpu_attention,
+    eos_token_ids,
+    max_model_tokens,
+    read_model,
+)
+from rolecall.data.shift_plan import check_cpu_sleep, gpu_memory_bytes, plan_shifts
 from rolecall.data.vllm_files import check_engine_arguments
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection, RunSettings
@@ -70,6 +77,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
     path = settings.model.path
     check_engine_arguments(section.engine)
     if not devices:
+        check_cpu_sleep(settings)
         check_cpu_attention(path)
         check_cpu_routing(settings.actor)
         if settings.actor.lora is not None:
@@ -86,9 +94,9 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
         cores=() if devices else _cores(settings, index, machine_cores),
         tensor_parallel_size=section.tensor_parallel_size,
         kv_cache_bytes=section.kv_cache_bytes or (None if devices else CPU_KV_CACHE_BYTES),
-        gpu_memory_utilization=section.gpu_memory_utilization,
+        gpu_memory_utilization=_share(settings) if devices else section.gpu_memory_utilization,
         enforce_eager=(not devices) if section.enforce_eager is None else section.enforce_eager,
-        sleep_mode=section.sleep_mode and bool(devices),
+        sleep_mode=settings.takes_shifts,
         engine=section.engine,
         in_one_process=section.tensor_parallel_size == 1,
         lora=settings.actor.lora,
@@ -154,6 +162,17 @@ def _devices(settings: RunSettings, index: int) -> tuple[int, ...]:
             f"{settings.rollout.tensor_parallel_size}; they must agree"
         )
     return devices
+
+
+def _share(settings: RunSettings) -> float:
+    """rollout.gpu_memory_utilization, or what other roles leave of a GPU that they share. ConfigError when that is too
+    little.
+    """
+    if not settings.takes_shifts:
+        return settings.rollout.gpu_memory_utilization
+    plan = plan_shifts(settings, read_model(settings.model.path), gpu_memory_bytes())
+    plan.require_room()
+    return plan.configured if plan.share is None else plan.share
 
 
 def _cores(settings: RunSettings, index: int, machine: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -47,6 +47,7 @@ from services.rollout.sampling import (
     SampleRequest,
     VersionSpan,
 )
+from services.rollout.sleeper import Sleeper
 
 _FINISH_REASONS = {"stop": trajectory_pb2.FINISH_REASON_STOP, "length": trajectory_pb2.FINISH_REASON_LENGTH}
 _PROBE_PRIORITY, _PRIORITY = -1, 0
@@ -84,6 +85,7 @@ class VllmEngine:
         self._takes_adapters = config.lora is not None
         self._adapter: LoRARequest | None = None
         """What every request names, once it is installed."""
+        self._sleeper = Sleeper(self._llm, self._alive)
         self._info = EngineInfo(
             max_model_tokens=config.max_model_tokens,
             num_weight_ranks=config.tensor_parallel_size,
@@ -186,6 +188,7 @@ class VllmEngine:
 
     async def resume(self) -> None:
         """Implements SamplingEngine.resume."""
+        await self._sleeper.wake_whole()
         await self._alive(self._llm.resume_generation())
 
     # --- weights ----------------------------------------------------------------------------------
@@ -219,12 +222,11 @@ class VllmEngine:
 
     async def sleep(self, level: int) -> None:
         """Implements EngineWeights.sleep."""
-        await self._alive(self._llm.sleep(level))
+        await self._sleeper.sleep(level)
 
     async def wake_up(self) -> None:
-        """Implements EngineWeights.wake_up. vLLM resumes its scheduler with it, so it is paused again at once."""
-        await self._alive(self._llm.wake_up())
-        await self.pause(PauseMode.KEEP)
+        """Implements EngineWeights.wake_up."""
+        await self._sleeper.wake_up()
 
     async def watch(self) -> None:
         """Runs while the engine lives, and asks it every WATCH_S for a sign. WorkerLostError when it died, also when

@@ -52,6 +52,8 @@ class EpisodeSettings:
     max_prompt_tokens: int
     """Longest first prompt: the row's messages and what the environment says first."""
     max_turns: int
+    max_row_tokens: int
+    """Most tokens of the segments of an episode that an agent runs."""
     max_malformed: int
     """Turns in a row whose calls of tools cannot be read, with which an episode ends."""
     max_attempts: int
@@ -112,7 +114,7 @@ class Episodes:
         self._tool_calls = tool_calls
         self._continuation = Continuation(tokenizer)
         self._runs = AgentRuns(
-            RunLimits(settings.max_prompt_tokens, settings.max_turns, settings.budget_s),
+            RunLimits(settings.max_prompt_tokens, settings.max_turns, settings.max_row_tokens, settings.budget_s),
             replica,
             tokenizer,
             tool_calls,
@@ -365,12 +367,13 @@ def sampler_of(
         responses_per_group=settings.responses_per_group,
         max_prompt_tokens=settings.data.max_prompt_tokens,
         max_turns=section.max_turns,
+        max_row_tokens=settings.max_row_tokens,
         max_malformed=section.max_malformed,
         max_attempts=section.max_attempts,
         budget_s=section.budget_share * settings.rollout.generation_timeout_s,
     )
     endpoint = Endpoint(section.endpoint_bind, settings.rpc, host=settings.rollout.advertise_host, peer=section.address)
-    environment = open_environment(section.address, settings.rpc)
+    environment = open_environment(section, settings.rpc)
     return Episodes(episodes, replica, environment, tokenizer, tool_calls, endpoint)
 
 

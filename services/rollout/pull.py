@@ -45,6 +45,7 @@ from services.rollout.replica import Replica, Response
 from services.rollout.sampling import SampleRequest
 from services.rollout.single_turn import GroupSampler
 from services.rollout.staging import Staging
+from services.rollout.trajectories import token_ledger
 
 logger = logging.getLogger(__name__)
 
@@ -345,6 +346,7 @@ class PullLoop:
             min_policy_version=versions[0],
             max_policy_version=versions[-1],
             traceparent=claim.traceparent,
+            tokens=token_ledger(responses, group.num_responses),
         )
         if group.greedy_response:
             committed.greedy_row.CopyFrom(refs[-1])

@@ -30,12 +30,13 @@ from rolecall.errors import (
     TornWeightsError,
     UnavailableError,
 )
+from rolecall.shifts import Post
 from rolecall.telemetry.states import StateClock
 from rolecall.v1 import trajectory_pb2
 from rolecall.weights.transferred import Transferred
 from services.rollout.activity import Activity
 from services.rollout.gate import Gate
-from services.rollout.sampling import MeetingPlace, PauseMode, Probed, RolloutEngine, Sample, SampleRequest
+from services.rollout.sampling import MeetingPlace, PauseMode, Probed, RolloutEngine, Sample, SampleRequest, Transfer
 from services.rollout.state import HeldWeights
 
 logger = logging.getLogger(__name__)
@@ -52,20 +53,8 @@ class Response:
     """Seconds from submission to the last token."""
     episode: trajectory_pb2.Episode | None = None
     """What is known of it as an episode, whose sample holds what the environment said, too; None: a single response."""
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A version that is about to arrive, and how it is taken in."""
-
-    epoch: int
-    policy_version: int
-    pause_mode: PauseMode
-    bucket_timeout_s: float
-    probe_token_ids: Sequence[int] | None
-    """Tokens to run on the loaded weights; None: no probe."""
-    num_decoded: int = 0
-    """Tokens to sample after them."""
+    segment_starts: tuple[int, ...] = ()
+    """Where each segment but the first begins, in the tokens of prompt and sample together."""
 
 
 class Replica:
@@ -79,12 +68,14 @@ class Replica:
         load_timeout_s: float,
         keep_timeout_s: float,
         on_serving: Callable[[bool], Awaitable[None]],
+        post: Post | None = None,
     ) -> None:
         """`pause_timeout_s` bounds one pause (mode WAIT finishes what runs), `load_timeout_s` one load; requests kept
         over a load are given up when Resume does not come within `keep_timeout_s` of it; `on_serving` is told whether
-        the replica serves.
+        the replica serves. `post`, where the device is shared, is held while the engine is awake, as it is now.
         """
         self._engine = engine
+        self._post = post
         self._pause_timeout_s = pause_timeout_s
         self._load_timeout_s = load_timeout_s
         self._keep_timeout_s = keep_timeout_s
@@ -370,20 +361,25 @@ class Replica:
         async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
             if self.gate.is_open:
                 raise ConflictError("the engine is serving; Pause it before Sleep")
-            if self.held.sleep_level == level:
-                return
             # first: a caller that leaves meanwhile must not leave an engine that only seems awake
-            self.held.fall_asleep(level)
-            await self._engine.sleep(level)
+            if self.held.sleep_level != level:
+                self.held.fall_asleep(level)
+            with self._activity.asking():  # again, too: that caller may have left before it was done
+                await self._engine.sleep(level)
             self._stop_keeping()
             await self.gate.give_up()
+            if self._post is not None:
+                self._post.leave()
 
     async def wake_up(self) -> None:
-        """Takes the memory back. Idempotent. NotOnThisDeviceError."""
+        """Takes the memory back. Idempotent. ConflictError in the trainers' shift; DeviceFullError."""
         self._require_sleep()
         async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
             if self.held.sleep_level:
-                await self._engine.wake_up()
+                if self._post is not None and not self._post.take():
+                    raise ConflictError("the trainers are on the device; wake the engine when they have left it")
+                with self._activity.asking():
+                    await self._engine.wake_up()
                 self.held.wake()
 
     def _require_sleep(self) -> None:

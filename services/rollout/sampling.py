@@ -97,6 +97,20 @@ class MeetingPlace:
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """A version that is about to arrive, and how it is taken in."""
+
+    epoch: int
+    policy_version: int
+    pause_mode: PauseMode
+    bucket_timeout_s: float
+    probe_token_ids: Sequence[int] | None
+    """Tokens to run on the loaded weights; None: no probe."""
+    num_decoded: int = 0
+    """Tokens to sample after them."""
+
+
+@dataclass(frozen=True)
 class Probed:
     """The answer of an engine to a probe of T tokens, at temperature 1, and to D tokens that it samples after them."""
 
@@ -157,10 +171,14 @@ class EngineWeights(Protocol):
         """
 
     async def sleep(self, level: int) -> None:
-        """Level 1 keeps the weights in host memory, level 2 drops them. Awake, and only at the levels of `info`."""
+        """Level 1 keeps the weights in host memory, level 2 drops them. Only at the levels of `info`; again at the same
+        one does nothing.
+        """
 
     async def wake_up(self) -> None:
-        """Takes the memory back."""
+        """Takes the weights' memory back, and by the next resume all of it. DeviceFullError, and nothing is taken, when
+        the device has too little.
+        """
 
     async def close(self) -> None:
         """Ends the engine and its processes within seconds."""

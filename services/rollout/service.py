@@ -20,8 +20,8 @@ from rolecall.weights.transferred import encode_fingerprints
 from rolecall.wire import decode_tensor, encode_tensor
 from services.rollout.episodes import Episodes
 from services.rollout.pull import PullLoop
-from services.rollout.replica import Replica, Response, Transfer
-from services.rollout.sampling import MeetingPlace, PauseMode, SampleRequest
+from services.rollout.replica import Replica, Response
+from services.rollout.sampling import MeetingPlace, PauseMode, SampleRequest, Transfer
 from services.rollout.single_turn import SingleTurns
 from services.rollout.trajectories import check_sampling, prompt_token_ids, trajectory_meta
 

@@ -51,7 +51,8 @@ class Staging:
             if index:
                 meta.ClearField("prompt")  # once a group: it may be a megabyte of tests
             ids = request.prompt_token_ids
-            refs.append(self._rows.ref(id, claim.token, len(ids) + len(response.sample.token_ids)))
+            num_tokens = len(ids) + len(response.sample.token_ids)
+            refs.append(self._rows.ref(id, claim.token, num_tokens, response.segment_starts))
             arrays.append(columns(ids, response))
             metas.append(meta)
         loop = asyncio.get_running_loop()

@@ -2,6 +2,7 @@
 rows. Pure functions.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -88,6 +89,33 @@ def columns(ids: Sequence[int], response: Response) -> dict[str, Array]:
         "policy_versions": versions,
         **routed,
     }
+
+
+def token_ledger(responses: Sequence[Response], num_responses: int) -> trajectory_pb2.EpisodeTokens:
+    """Sums the token ledgers of a group's responses; those after the first `num_responses` are greedy."""
+    total = trajectory_pb2.EpisodeTokens()
+    masked: Counter[str] = Counter()
+    for index, response in enumerate(responses):
+        tokens = _tokens(response)
+        total.num_calls += tokens.num_calls
+        total.num_sampled += tokens.num_sampled
+        if index >= num_responses:
+            masked["greedy"] += tokens.num_sampled
+            continue
+        total.num_trained += tokens.num_trained
+        masked.update(tokens.masked)
+    total.masked.update(masked)
+    return total
+
+
+def _tokens(response: Response) -> trajectory_pb2.EpisodeTokens:
+    """The token ledger of one response: what its episode says, else all that was sampled is in its row."""
+    episode = response.episode
+    if episode is not None and episode.HasField("tokens"):
+        return episode.tokens
+    num_sampled = sum(span.end - span.start for span in response.sample.spans)
+    num_calls = 1 if episode is None else len(episode.turns)
+    return trajectory_pb2.EpisodeTokens(num_calls=num_calls, num_sampled=num_sampled, num_trained=num_sampled)
 
 
 def trajectory_meta(

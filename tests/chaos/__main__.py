@@ -17,7 +17,7 @@ from typing import get_args
 from rolecall.commands.ledger import ledger
 from rolecall.settings.trainers import TrainingBackend
 from tests.chaos.checker import Verdict
-from tests.chaos.faults import PHASES, REAL_PHASES
+from tests.chaos.faults import PHASES, REAL_PHASES, SHIFT_PHASES
 from tests.chaos.observer import Story
 from tests.chaos.report import coverage, table
 from tests.chaos.runs import light_chaos, real_chaos
@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument("--lease", type=float, default=2.0, help="controller.lease_s")
     parser.add_argument("--hang", type=float, default=6.0, help="hang_s of every role")
     parser.add_argument("--down", type=int, default=3, help="targets that are down, or about to be, at a time")
+    parser.add_argument("--shifts", action="store_true", help="rollouts and trainers share a device")
     parser.add_argument("--folder", type=Path, default=None, help="where to work; absent: a temporary folder")
     parser.add_argument("--keep", action="store_true", help="keep the folder of a run in which every promise held")
     arguments = parser.parse_args()
@@ -49,9 +50,16 @@ def main() -> int:
         story, verdict = real_chaos(folder, arguments.seed, arguments.kills, arguments.real)
     else:
         story, verdict = light_chaos(
-            folder, arguments.seed, arguments.kills, staleness, arguments.lease, arguments.hang, arguments.down
+            folder,
+            arguments.seed,
+            arguments.kills,
+            staleness,
+            arguments.lease,
+            arguments.hang,
+            arguments.down,
+            takes_shifts=arguments.shifts,
         )
-    say(story, verdict, REAL_PHASES if arguments.real else PHASES)
+    say(story, verdict, REAL_PHASES if arguments.real else SHIFT_PHASES if arguments.shifts else PHASES)
     ledger(str(folder / "run" if arguments.real else folder / "killed" / "run"), None, False, sys.stdout)
     if not verdict.problems and not arguments.keep:
         shutil.rmtree(folder)

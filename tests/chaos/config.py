@@ -27,7 +27,15 @@ ALGORITHM: dict[str, Any] = {
 
 
 def write_config(
-    folder: Path, *, seed: int, num_steps: int, max_staleness: int, lease_s: float, hang_s: float, num_rollouts: int = 3
+    folder: Path,
+    *,
+    seed: int,
+    num_steps: int,
+    max_staleness: int,
+    lease_s: float,
+    hang_s: float,
+    num_rollouts: int = 3,
+    takes_shifts: bool = False,
 ) -> Path:
     """The file, with all that it names, in `folder`. Budgets are out of the way: what is counted here are losses, not
     patience.
@@ -71,7 +79,13 @@ def write_config(
             "timeout_s": 5.0,
             "max_failed_groups": 1000,
         },
-        "rollout": {"num_replicas": num_rollouts, "max_groups": 2, "generation_timeout_s": 60.0, "hang_s": hang_s},
+        "rollout": {
+            "num_replicas": num_rollouts,
+            "max_groups": 2,
+            "generation_timeout_s": 60.0,
+            "hang_s": hang_s,
+            "sleep_mode": takes_shifts,
+        },
         "weights": {"bucket_timeout_s": 5.0, "publish_timeout_s": 60.0},
         "launcher": {"max_restarts": 100_000, "backoff_s": 0.01},
         "store": {"num_shards": 2, "max_bytes": 2**28},

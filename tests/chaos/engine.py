@@ -7,6 +7,7 @@ from rolecall.weights.transferred import Transferred
 from services.rollout.sampling import MeetingPlace, Probed, Sample, SampleRequest
 from tests.chaos.channel import SocketReceiver
 from tests.chaos.wiring import Hook
+from tests.twins.device import EngineMemory, TwinDevice
 from tests.twins.engine import DigestEngine
 from tests.twins.weights import digest_of, fingerprints_of
 
@@ -16,9 +17,10 @@ TOKEN_S = 0.008
 class ChaosEngine(DigestEngine):
     """A rollout engine that samples by the weights it really received."""
 
-    def __init__(self, hook: Hook, max_model_tokens: int) -> None:
-        super().__init__(max_model_tokens, TOKEN_S)
+    def __init__(self, hook: Hook, max_model_tokens: int, device: TwinDevice | None = None) -> None:
+        super().__init__(max_model_tokens, TOKEN_S, sleep_levels=(1, 2) if device is not None else ())
         self._hook = hook
+        self._memory = EngineMemory(device)
         self._channel = SocketReceiver()
 
     async def sample(self, request: SampleRequest) -> Sample:
@@ -38,7 +40,19 @@ class ChaosEngine(DigestEngine):
 
     async def resume(self) -> None:
         self._hook.at("resume")
+        self._memory.resume()
         await super().resume()
+
+    async def sleep(self, level: int) -> None:
+        self._hook.at("sleep:start")
+        await super().sleep(level)
+        self._memory.sleep()
+        self._hook.at("sleep:end")
+
+    async def wake_up(self) -> None:
+        self._hook.at("wake:start")
+        self._memory.wake_up()
+        self._hook.at("wake:end")
 
     async def join(self, place: MeetingPlace) -> None:
         self._hook.at("join:start")

@@ -73,6 +73,19 @@ PHASES: dict[str, tuple[str, ...]] = {
 service's calls.
 """
 
+SHIFT_PHASES: dict[str, tuple[str, ...]] = {
+    "controller": PHASES["controller"],
+    "rollout": ("sleep:start", "sleep:end", "wake:start", "wake:end", "receive:bucket-1", "sample:middle"),
+    "actor": ("move:offload", "move:offloaded", "move:onload", "move:onloaded", "train:middle", "publish:bucket-1"),
+    "critic": ("move:offload", "move:offloaded", "move:onload", "move:onloaded", "train:middle", "compute:start"),
+    "reference": PHASES["reference"],
+    "reward": PHASES["reward"],
+    "scorer": (),
+}
+"""Phases of a run whose rollouts and trainers share a device: those in which it changes hands, and one of each
+shift.
+"""
+
 REAL_PHASES: dict[str, tuple[str, ...]] = {
     "controller": (),
     "rollout": ("says generating", "says weights", "says idle"),
@@ -115,7 +128,7 @@ def draw(seed: int, targets: list[str], phases: Mapping[str, tuple[str, ...]] = 
     """
     rng, number = random.Random(seed), 0
     workers = [target for target in targets if "/" not in target and target != "scorer"]
-    wired = phases is PHASES
+    wired = phases is not REAL_PHASES
     while True:
         target = rng.choice([*targets, "store"])
         kind = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]

@@ -10,10 +10,11 @@ from tests.chaos import real_config
 from tests.chaos.checker import Verdict, check_run
 from tests.chaos.config import write_config
 from tests.chaos.driver import Driver, Plan
-from tests.chaos.faults import REAL_PHASES, draw
+from tests.chaos.faults import PHASES, REAL_PHASES, SHIFT_PHASES, draw
 from tests.chaos.observer import OUTSIDE, Story
 from tests.chaos.processes import Outside
 from tests.chaos.report import table
+from tests.twins.device import OVERFLOW
 
 WORKERS = ["controller", "actor", "critic", "ref", "reward", "rollout-0", "rollout-1", "rollout-2"]
 TARGETS = [*WORKERS, "reward/worker", OUTSIDE]
@@ -21,14 +22,32 @@ TARGETS = [*WORKERS, "reward/worker", OUTSIDE]
 
 
 def light_chaos(
-    folder: Path, seed: int, kills: int, staleness: int, lease_s: float, hang_s: float, max_down: int = 3
+    folder: Path,
+    seed: int,
+    kills: int,
+    staleness: int,
+    lease_s: float,
+    hang_s: float,
+    max_down: int = 3,
+    *,
+    takes_shifts: bool = False,
 ) -> tuple[Story, Verdict]:
-    """One light run with faults, checked; without staleness also against an undisturbed one."""
+    """One light run with faults, checked; without staleness also against an undisturbed one, whose rollouts and
+    trainers share no device.
+    """
     place = folder / "killed"
     config = write_config(
-        place, seed=seed, num_steps=1_000_000, max_staleness=staleness, lease_s=lease_s, hang_s=hang_s
+        place,
+        seed=seed,
+        num_steps=1_000_000,
+        max_staleness=staleness,
+        lease_s=lease_s,
+        hang_s=hang_s,
+        takes_shifts=takes_shifts,
     )
-    story, verdict = drive(Plan(place, config, WORKERS, draw(seed, TARGETS), kills, lease_s, max_down=max_down))
+    faults = draw(seed, TARGETS, SHIFT_PHASES if takes_shifts else PHASES)
+    story, verdict = drive(Plan(place, config, WORKERS, faults, kills, lease_s, max_down=max_down))
+    require_room(place, verdict)
     if staleness == 0:
         compare(folder / "calm", seed, verdict, lease_s, hang_s)
     return story, verdict
@@ -57,6 +76,12 @@ def real_chaos(folder: Path, seed: int, kills: int, backend: TrainingBackend) ->
             breath_s=60.0,
         )
     )
+
+
+def require_room(place: Path, verdict: Verdict) -> None:
+    """Nobody ever found a shared device full."""
+    overflow = place / "device" / OVERFLOW
+    verdict.require(not overflow.exists(), overflow.read_text() if overflow.exists() else "")
 
 
 def drive(plan: Plan) -> tuple[Story, Verdict]:

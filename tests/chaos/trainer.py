@@ -28,6 +28,7 @@ from rolecall.wire import decode_tensor, encode_tensor
 from tests import attestation
 from tests.chaos.channel import SocketSender
 from tests.chaos.wiring import Hook, checker_connection, wire_of
+from tests.twins.device import REFERENCE, TrainerState, device_of
 from tests.twins.trainer import ActorTwin, ColumnTwin, Row, TrainerTwin
 from tests.twins.weights import bits_of, digest_of, fingerprints_of, initial, numbers_of, token_of, trained
 
@@ -58,6 +59,9 @@ class ChaosReference(WeightedColumn):
     def __init__(self, settings: RunSettings, connection: Connection, hook: Hook, instance: str) -> None:
         super().__init__(settings, connection, hook)
         self.column = reference_column(instance)
+        self._device = device_of(settings, instance)
+        if self._device is not None:
+            self._device.hold("weights", REFERENCE)
 
 
 class Journal:
@@ -80,6 +84,7 @@ class WeightedTrainer(WeightedColumn, TrainerTwin):
 
     def __init__(self, settings: RunSettings, connection: Connection, hook: Hook, incarnation: str) -> None:
         super().__init__(settings, connection, hook)
+        self.state = TrainerState(device_of(settings, hook.worker))
         self._amnesia = settings.run.dir.parent / AMNESIA
         self.journal = Journal(settings.run.dir / "journal" / f"{hook.worker}.jsonl", incarnation)
         self.journal.note("started", weights=digest_of(self.weights))

@@ -28,6 +28,8 @@ from rolecall.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 SERVICE_NAME = "rolecall.v1.EnvironmentService"
 NUM_TURNS = 4
 """Turns of an episode."""
+NUM_TASKS = 20
+"""Tasks of its split "train"."""
 WORK_S = 0.02
 """Seconds that Reset and Step of one take which a second call is to meet at work; of others they take none."""
 LEASE_S = 1.5
@@ -41,6 +43,8 @@ StepCall: TypeAlias = environment_pb2.StepRequest
 Answer: TypeAlias = environment_pb2.StepResponse
 CloseCall: TypeAlias = environment_pb2.CloseRequest
 Closed: TypeAlias = environment_pb2.CloseResponse
+ListCall: TypeAlias = environment_pb2.ListTasksRequest
+Listed: TypeAlias = environment_pb2.ListTasksResponse
 OlderCall: TypeAlias = environment_pb2.CloseOlderRequest
 
 
@@ -75,7 +79,12 @@ class Honest(environment_pb2_grpc.EnvironmentServiceServicer):
             lease_s=lease_s,
             roles=["user", "tool"],
             deterministic=True,
+            splits=["train", "test"],
         )
+        self.tasks = [
+            environment_pb2.Task(uid=str(i), messages=[trajectory_pb2.Message(role="user", content=f"Go {i}.")])
+            for i in range(NUM_TASKS)
+        ]
         self.open: dict[str, Kept] = {}
         self.closed: dict[str, Closed | None] = {}
         self.fences: dict[str, int] = {}
@@ -85,6 +94,17 @@ class Honest(environment_pb2_grpc.EnvironmentServiceServicer):
 
     async def Describe(self, request: Any, context: Any) -> Spec:
         return self.spec
+
+    async def ListTasks(self, request: ListCall, context: Any) -> Listed:
+        if request.split not in self.spec.splits:
+            raise InvalidInputError("there is no such split")
+        start = int(request.page_token or 0)
+        end = start + request.page_size
+        page = [] if request.split == "test" else self.page(start, end)  # a split without tasks
+        return Listed(tasks=page, next_page_token=str(end) if page and end < NUM_TASKS else "")
+
+    def page(self, start: int, end: int) -> list[environment_pb2.Task]:
+        return self.tasks[start:end]
 
     async def Reset(self, request: ResetCall, context: Any) -> Opening:
         kept = self.open.get(request.session)

@@ -7,7 +7,20 @@ from typing import Any
 
 from rolecall.errors import RateLimitedError, RoleCallError
 from rolecall.v1 import reward_pb2
-from tests.contract.environment_honest import Answer, Closed, Honest, Kept, Opening, ResetCall, Spec, State, message
+from rolecall.v1.environment_pb2 import Task
+from tests.contract.environment_honest import (
+    Answer,
+    Closed,
+    Honest,
+    Kept,
+    ListCall,
+    Listed,
+    Opening,
+    ResetCall,
+    Spec,
+    State,
+    message,
+)
 from tests.contract.liars import Liars
 
 LIARS = Liars(Honest)
@@ -36,6 +49,61 @@ def its_components_share_a_name(spec: Spec) -> None:
 @LIARS.describing
 def its_deadline_is_negative(spec: Spec) -> None:
     spec.step_timeout_s = -1
+
+
+@LIARS.describing
+def its_splits_share_a_name(spec: Spec) -> None:
+    spec.splits.append("train")
+
+
+@LIARS.being("tasks.pages")
+class Overfull(Honest):
+    """More tasks a page than were asked for."""
+
+    def page(self, start: int, end: int) -> list[Task]:
+        return self.tasks[start : end + 1]
+
+
+@LIARS.being("tasks.rows")
+class Twins(Honest):
+    """Two tasks of one name."""
+
+    def page(self, start: int, end: int) -> list[Task]:
+        return [Task(uid=str(int(task.uid) // 2), messages=task.messages) for task in super().page(start, end)]
+
+
+@LIARS.being("tasks.rows")
+class Speechless(Honest):
+    """Tasks that say nothing."""
+
+    def page(self, start: int, end: int) -> list[Task]:
+        return [Task(uid=task.uid) for task in super().page(start, end)]
+
+
+@LIARS.being("tasks.stable")
+class Shuffling(Honest):
+    """Another order each time that somebody begins."""
+
+    def page(self, start: int, end: int) -> list[Task]:
+        if start == 0:
+            self.tasks = [*self.tasks[1:], self.tasks[0]]
+        return super().page(start, end)
+
+
+@LIARS.being("tasks.split")
+class Accommodating(Honest):
+    """Whatever split is asked for is there."""
+
+    async def ListTasks(self, request: ListCall, context: Any) -> Listed:
+        return Listed() if request.split not in self.spec.splits else await super().ListTasks(request, context)
+
+
+@LIARS.being("tasks.begun")
+class Advertising(Honest):
+    """It lists what it cannot begin."""
+
+    def page(self, start: int, end: int) -> list[Task]:
+        return [Task(uid=task.uid, messages=task.messages, ground_truth="never") for task in super().page(start, end)]
 
 
 @LIARS.being("describe.stable")

@@ -5,7 +5,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from rolecall.environment.client import EnvironmentClient, open_environment
 from rolecall.environment.server import description, new_server
 from rolecall.environment.sessions import Sessions
 from rolecall.errors import DeadlineError, UnavailableError
-from rolecall.settings import RpcSection
+from rolecall.settings import EnvironmentSection, RpcSection
 from rolecall.v1 import environment_pb2
 
 State = environment_pb2.EpisodeState
@@ -67,12 +67,17 @@ class Counting(Env):
 
 @asynccontextmanager
 async def environment(
-    make: Callable[[], Env] = Counting, address: str = "127.0.0.1:0", token: str | None = None, **described: Any
+    make: Callable[[], Env] = Counting,
+    address: str = "127.0.0.1:0",
+    token: str | None = None,
+    rpc: RpcSection = RpcSection(),
+    tasks: Mapping[str, Sequence[Task]] = {},
+    **described: Any,
 ) -> AsyncIterator[tuple[str, Sessions]]:
     """Serves an environment; gives its address and its sessions."""
-    spec = description("counting", (0.0, 1.0), **{**DESCRIBED, **described})
+    spec = description("counting", (0.0, 1.0), splits=tuple(tasks), **{**DESCRIBED, **described})
     sessions = Sessions(make, spec)
-    server = new_server(sessions, address, RpcSection(), token)
+    server = new_server(sessions, address, rpc, token, tasks)
     bound = await server.start()
     await server.set_serving(True)
     reaping = asyncio.create_task(sessions.run())
@@ -85,9 +90,9 @@ async def environment(
 
 
 @asynccontextmanager
-async def client_of(address: str) -> AsyncIterator[EnvironmentClient]:
-    """A client that has asked what the environment is."""
-    client = open_environment(address, RpcSection())
+async def client_of(address: str, rpc: RpcSection = RpcSection(), **reached: Any) -> AsyncIterator[EnvironmentClient]:
+    """A client that has asked what the environment is, with further fields of the run's section."""
+    client = open_environment(EnvironmentSection(address=address, **reached), rpc)
     try:
         await client.describe()
         yield client
@@ -129,8 +134,13 @@ class BadWire:
                     raise DeadlineError("lost on the way back")
                 case "twice":
                     first = asyncio.create_task(_awaited(call(request, timeout=timeout)))
-                    answer = await call(request, timeout=timeout)
-                    assert answer == await first
+                    try:
+                        answer = await call(request, timeout=timeout)
+                    finally:
+                        await asyncio.wait({first})
+                        failed = first.exception()
+                    assert failed is None
+                    assert method == "CloseOlder" or answer == first.result(), "only what it closed by then differs"
                     return answer
                 case _:
                     self._later.add(asyncio.create_task(self._again(call, request)))

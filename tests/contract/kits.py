@@ -10,11 +10,14 @@ from rolecall.commands.conformance import examine_environment, examine_scorer
 from rolecall.conformance import environment, reward
 from rolecall.conformance.check import Check, Status
 from rolecall.conformance.environment.rows import read_file
+from rolecall.conformance.environment.session import RUN_S
 from rolecall.conformance.peer import Peer
 from rolecall.conformance.report import Report
 from rolecall.conformance.reward.pool import Pool, own_pool
 from rolecall.conformance.reward.session import Options
 from tests.contract import (
+    agent_honest,
+    agent_liars,
     environment_honest,
     environment_liars_answers,
     environment_liars_sessions,
@@ -27,6 +30,10 @@ CONTRACTS = "proto/rolecall/v1"
 QUICK = Options(timeout_s=30.0, load_s=0.01, abandoned_work_s=0.01, slack_s=30.0)
 ABANDONED = Options(load_s=0.01, abandoned_work_s=0.01, slack_s=0.1)
 ROWS: tuple[Mapping[str, object], ...] = ({}, {"uid": "b", "prompt": "Go."}, {"fails": True, "actions": ["a", "fail"]})
+UNLISTED = {check.rule.name for check in environment.CHECKS if check.rule.name.startswith("tasks.")}
+"""Rules of which nothing shows where an environment lists no tasks."""
+ENDS = ("run.budget", "run.revoked")
+"""Rules whose liars are waited for as long as a run may take."""
 NEVER = {"cannot_begin": True, "ground_truth": "never"}
 
 
@@ -43,11 +50,11 @@ async def examined(servicer: reward_liars.Honest, options: Options = QUICK, pool
         return await examine_scorer(Peer(address), pool or own_pool(), options)
 
 
-async def played(servicer: environment_honest.Honest, folder: Path) -> Report:
+async def played(servicer: environment_honest.Honest, folder: Path, run_s: float = RUN_S) -> Report:
     """What the kit finds of an environment, with rows that show failures."""
     rows = read_file(written(folder, *ROWS, NEVER))
     async with environment_honest.serving(servicer) as address:
-        return await examine_environment(Peer(address), rows)
+        return await examine_environment(Peer(address), rows, run_s)
 
 
 def written(folder: Path, *rows: Mapping[str, object]) -> Path:
@@ -89,7 +96,16 @@ KITS = {
         lambda servicer, _, folder: played(servicer, folder),
         lambda: environment_honest.Honest(environment_honest.LEASE_S, environment_honest.WORK_S),
         {"calls.token"},
-        {"calls.bytes", "calls.health", "calls.token"},
+        {"calls.bytes", "calls.health", "calls.token", "run.instead"},
+        {f"{CONTRACTS}/environment.proto", f"{CONTRACTS}/trajectory.proto"},
+    ),
+    "agent": Kit(
+        environment.AGENT_CHECKS,
+        agent_liars.LIARS.named,
+        lambda servicer, rule, folder: played(servicer, folder, 5.0 if rule in ENDS else RUN_S),
+        lambda: agent_honest.HonestAgent(environment_honest.LEASE_S),
+        {"calls.token"},
+        {check.rule.name for check in environment.CHECKS} - {"run.instead", "reward.value", "reward.components"},
         {f"{CONTRACTS}/environment.proto", f"{CONTRACTS}/trajectory.proto"},
     ),
 }

@@ -16,8 +16,7 @@ from rolecall.conformance.environment.rows import read_file
 from rolecall.conformance.report import junit
 from rolecall.conformance.reward.pool import read_pool
 from rolecall.errors import ConfigError
-from tests.contract import environment_honest
-from tests.contract.kits import CONTRACTS, KITS, ROOT, broken, examined, played
+from tests.contract.kits import CONTRACTS, KITS, ROOT, broken, examined
 from tests.contract.reward_liars import LIARS, Honest
 from tests.ports import free_port
 
@@ -92,6 +91,7 @@ def test_a_line_that_is_no_row_is_named(text: str, said: str, tmp_path: Path) ->
         ("external_reward/scorer.py", "reward"),
         ("environment/game.py", "environment"),
         ("guess_number/game.py", "environment"),
+        ("guess_number/agent.py", "agent"),
     ],
 )
 def test_the_command_writes_for_people_and_for_machines(
@@ -117,13 +117,6 @@ def test_the_command_writes_for_people_and_for_machines(
     assert len(whole["rules"]) == len(KITS[kit].checks)
     suite = ElementTree.parse(file).getroot()
     assert (suite.get("tests"), suite.get("failures")) == (str(len(KITS[kit].checks)), "0")
-
-
-async def test_an_environment_that_runs_agents_is_not_held_to_what_takes_turns(tmp_path: Path) -> None:
-    agent = environment_honest.Honest()
-    agent.spec.runs_episodes = True
-    with pytest.raises(ConfigError, match="'honest' runs episodes by an agent of its own"):
-        await played(agent, tmp_path)
 
 
 async def test_junit_tells_a_failure_with_its_rule() -> None:

@@ -23,7 +23,7 @@ from rolecall.errors import (
     UnauthenticatedError,
 )
 from rolecall.rpc.channel import open_channel
-from rolecall.settings import RpcSection
+from rolecall.settings import EnvironmentSection, RpcSection
 from rolecall.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 from tests.contract.environment_peers import BadWire, Counting, State, client_of, environment, task
 from tests.waiting import until
@@ -306,7 +306,7 @@ async def test_whatever_the_wire_loses_repeats_or_delays_no_answer_is_shifted(se
 
 async def test_an_environment_that_is_away_is_no_episode_s_fault_and_is_asked_again() -> None:
     async with environment(reset_timeout_s=0.5, close_timeout_s=0.2) as (address, _):
-        client = open_environment(address, RpcSection())
+        client = open_environment(EnvironmentSection(address=address), RpcSection())
         assert await client.num_free() == 8
     session = client.session("run/7/0/a-1", GROUP, 1)
     with pytest.raises(EnvironmentAwayError, match="does not describe itself"):
@@ -334,7 +334,7 @@ async def test_an_environment_that_hangs_on_an_episode_loses_that_one_alone() ->
 
 async def test_an_environment_that_was_started_again_lost_its_episodes() -> None:
     async with environment() as (address, _):
-        client = open_environment(address, RpcSection())
+        client = open_environment(EnvironmentSection(address=address), RpcSection())
         await client.describe()
         session = client.session("run/7/0/a-1", GROUP, 1)
         await session.reset(task(), 1)
@@ -383,7 +383,7 @@ async def test_a_client_that_ends_closes_what_it_opened() -> None:
 
 async def test_another_environment_at_the_address_is_not_believed() -> None:
     async with environment() as (address, _):
-        client = open_environment(address, RpcSection())
+        client = open_environment(EnvironmentSection(address=address), RpcSection())
         await client.describe()
     async with environment(address=address, turn_rewards=True):
         async with asyncio.timeout(60):  # gRPC needs a moment to connect again

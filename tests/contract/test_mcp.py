@@ -56,6 +56,15 @@ def test_a_server_that_does_not_start_is_said_in_words() -> None:
         McpServer([sys.executable, "-c", "pass"])
 
 
+def test_a_server_that_says_nothing_is_ended_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    silent = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    with pytest.raises(EpisodeLostError, match="did not start: TimeoutError"):
+        McpServer([sys.executable, "-c", silent], start_s=3.0)
+    assert not [thread for thread in threading.enumerate() if thread.name == "mcp"]
+    assert not Path("/proc", pid.read_text()).exists()
+
+
 def test_a_server_that_only_reads_may_be_shared_and_leaves_nothing_behind() -> None:
     server = McpServer(COMMAND)
     one, other = (ToolEpisode(server.tools, lambda task, answer: 0.0) for _ in range(2))

@@ -19,7 +19,7 @@ from rolecall.environment import Action, Answer, Env, Task
 from rolecall.environment.client import open_environment
 from rolecall.errors import ConfigError, EpisodeLostError, PromptTooLongError
 from rolecall.scoring.scores import score_item
-from rolecall.settings import RpcSection
+from rolecall.settings import EnvironmentSection, RpcSection
 from rolecall.trajectory import SAMPLED_COLUMNS
 from rolecall.v1 import trajectory_pb2
 from rolecall.wire import decode_tensor
@@ -83,12 +83,20 @@ def _well() -> None:
 
 def sampler(folder: Path, address: str, **settings: Any) -> Callable[[Replica], Episodes]:
     """Episodes of groups of 4 in the environment at `address`."""
-    sizes = {"responses_per_group": 4, "max_prompt_tokens": 64, "max_turns": 16, "max_malformed": 3, "max_attempts": 3}
+    sizes = {
+        "responses_per_group": 4,
+        "max_prompt_tokens": 64,
+        "max_turns": 16,
+        "max_row_tokens": 10**5,
+        "max_malformed": 3,
+        "max_attempts": 3,
+    }
     chosen = EpisodeSettings(run="test", **{**sizes, "budget_s": 60.0, **settings})
 
     def of(replica: Replica) -> Episodes:
-        endpoint, client = Endpoint("127.0.0.1:0", RpcSection(), host=None, peer=address), RpcSection()
-        return Episodes(chosen, replica, open_environment(address, client), ChatTokenizer(folder), None, endpoint)
+        endpoint = Endpoint("127.0.0.1:0", RpcSection(), host=None, peer=address)
+        client = open_environment(EnvironmentSection(address=address), RpcSection())
+        return Episodes(chosen, replica, client, ChatTokenizer(folder), None, endpoint)
 
     return of
 
@@ -126,6 +134,7 @@ async def test_an_episodes_row_is_its_transcript_token_by_token(store: StoreUnde
                 rows = store.rows.read(group.rows, SAMPLED_COLUMNS)
                 for row, meta, ref in zip(rows, store.rows.read_meta(group.rows), group.rows, strict=True):
                     check_row(row, meta)
+                    check_messages(meta)
                     last = trajectory_pb2.Message(role="assistant", content=meta.response_text)
                     spoken = [{"role": each.role, "content": each.content} for each in [*meta.episode.messages, last]]
                     oracle = tokenizer.encode(tokenizer.render(spoken, generate=False).removesuffix("\n"))
@@ -163,6 +172,10 @@ def check_row(row: Any, meta: trajectory_pb2.TrajectoryMeta) -> None:
     assert ((row["policy_versions"] >= 0) == mask).all()
     assert mask[-1], "nothing stands after the last turn"
     assert not mask[: meta.num_prompt_tokens].any()
+
+
+def check_messages(meta: trajectory_pb2.TrajectoryMeta) -> None:
+    """The conversation of an episode of one segment has all of its turns."""
     assert [message.role for message in meta.episode.messages] == [
         "user",
         *["assistant", "user"] * (len(meta.episode.turns) - 1),
@@ -177,6 +190,7 @@ async def test_rewards_travel_to_the_scorer_on_the_turns_last_tokens(store: Stor
             rows = store.rows.read(group.rows, SAMPLED_COLUMNS)
             for row, meta in zip(rows, store.rows.read_meta(group.rows), strict=True):
                 check_row(row, meta)
+                check_messages(meta)
                 item = score_item(meta, row["token_ids"])
                 mask = row["response_mask"].astype(bool)
                 assert item.num_response_tokens == mask.sum()
@@ -229,6 +243,7 @@ async def test_a_publish_in_the_middle_keeps_episodes_and_their_tokens_say_who_s
                 rows = store.rows.read(group.rows, [*SAMPLED_COLUMNS, ROUTED_EXPERTS])
                 for row, meta in zip(rows, store.rows.read_meta(group.rows), strict=True):
                     check_row(row, meta)
+                    check_messages(meta)
                     versions |= {(len(meta.episode.turns) > 1, span.policy_version) for span in meta.spans}
                     check_routing(row, meta)
             assert {(True, 1), (True, 2)} <= versions

@@ -3,6 +3,7 @@ scripted engine, and OpenAI's own client in the agent.
 """
 
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rolecall.environment import Agent, Answer, Policy
 from rolecall.trajectory import SAMPLED_COLUMNS
 from rolecall.v1 import trajectory_pb2
 from tests.contract.environment_peers import environment
-from tests.contract.test_rollout_episodes import check_row, rollout_in
+from tests.contract.test_rollout_episodes import check_messages, check_row, rollout_in
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_tokenizer import write_tokenizer
 from tests.waiting import until
@@ -82,10 +83,15 @@ async def played(
 
 
 async def test_an_agents_row_is_its_conversation_token_by_token(store: StoreUnderTest, folder: Path) -> None:
+    are_conversations(await played(store, folder, Talker), folder)
+
+
+def are_conversations(rows: list[tuple[Any, trajectory_pb2.TrajectoryMeta]], folder: Path) -> None:
     """Against the slow oracle: the whole conversation rendered and tokenized once more."""
     tokenizer = ChatTokenizer(folder)
-    for row, meta in await played(store, folder, Talker):
+    for row, meta in rows:
         check_row(row, meta)
+        check_messages(meta)
         last = trajectory_pb2.Message(role="assistant", content=meta.response_text)
         spoken = [{"role": each.role, "content": each.content} for each in [*meta.episode.messages, last]]
         oracle = tokenizer.encode(tokenizer.render(spoken, generate=False).removesuffix("\n"))
@@ -98,6 +104,41 @@ async def test_an_agents_row_is_its_conversation_token_by_token(store: StoreUnde
         assert tokens.num_sampled == tokens.num_trained == row["response_mask"].sum()
         assert dict(tokens.branches) == {"first": 1}
         assert not tokens.masked
+
+
+class Steady(Agent):
+    """An agent that talks for four turns, every other streamed."""
+
+    def run(self, policy: Policy) -> float | Answer | None:
+        said: list[Any] = [{"role": "user", "content": "talk"}]
+        with OpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+            for turn in range(4):
+                said.append({"role": "assistant", "content": asked(client, said, streams=turn % 2 == 1)})
+                said.append({"role": "user", "content": "go on"})
+        return 0.5
+
+
+async def test_a_publish_in_the_middle_of_a_run_keeps_it_and_its_tokens_say_who_sampled_them(
+    store: StoreUnderTest, folder: Path
+) -> None:
+    async with environment(Steady, **RUNS) as (address, sessions):
+        async with rollout_in(store, folder, address, token_s=0.02) as rollout:
+            rollout.admit(2, max_tokens=600)
+            await rollout.publish(1)
+            await until(lambda: rollout.replica.num_sampled_tokens > 40)
+            await rollout.publish(2)
+            groups = await rollout.committed(2)
+            await until(lambda: sessions.num_open == 0)
+    rows = [row for group in groups for row in store.rows.read(group.rows, SAMPLED_COLUMNS)]
+    metas = [meta for group in groups for meta in store.rows.read_meta(group.rows)]
+    for row, meta in zip(rows, metas, strict=True):
+        check_row(row, meta)
+        assert len(meta.episode.turns) == 4
+        assert meta.episode.tokens.num_sampled == meta.episode.tokens.num_trained == row["response_mask"].sum()
+        sampled = row["policy_versions"][row["response_mask"].astype(bool)].tolist()
+        assert sampled == sorted(sampled), "versions never go back"
+    assert any({span.policy_version for span in meta.spans} == {1, 2} for meta in metas)
+    assert store.balance() == (2, 0, 0, 2)
 
 
 class Compacting(Agent):
@@ -117,15 +158,41 @@ class Compacting(Agent):
         return 0.5
 
 
-async def test_every_sampled_token_is_accounted_for_over_forks(store: StoreUnderTest, folder: Path) -> None:
-    for row, meta in await played(store, folder, Compacting):
+async def test_every_branch_is_a_segment_and_every_sampled_token_is_trained_once(
+    store: StoreUnderTest, folder: Path
+) -> None:
+    tokenizer = ChatTokenizer(folder)
+    found = await played(store, folder, Compacting)
+    refs = [ref for _, group in store.ledger.read_committed("0", 10, 0) for ref in group.rows]
+    for ref, row in zip(refs, store.rows.read(refs, SAMPLED_COLUMNS), strict=True):
+        bounds = [0, *ref.segment_starts, ref.num_tokens]
+        texts = [tokenizer.spell(row["token_ids"][start:end].tolist()) for start, end in pairwise(bounds)]
+        assert [text.count("<|im_start|>assistant") for text in texts] == [2, 3, 1]
+        asked_for = [
+            [word for word in ("first", "one", "other", "more", "title") if f"{word}" in text] for text in texts
+        ]
+        assert [words[-1] for words in asked_for] == ["one", "more", "title"]
+        assert len({text.split("<|im_end|>")[1] for text in texts[:2]}) == 1, "what they share stands in both"
+    for row, meta in found:
         check_row(row, meta)
         tokens = meta.episode.tokens
-        assert tokens.num_calls == 5
+        assert tokens.num_calls == len(meta.episode.turns) == 5
         assert dict(tokens.branches) == {"first": 1, "fork": 1, "history": 1}
-        assert tokens.num_trained == row["response_mask"].sum() > 0
-        assert tokens.num_sampled == tokens.num_trained + sum(tokens.masked.values())
-        assert set(tokens.masked) == {"branch"}
+        assert tokens.num_trained == tokens.num_sampled == row["response_mask"].sum() > 0
+        assert not tokens.masked
+        assert [each.content for each in meta.episode.messages] == ["a title, please"]
+
+
+async def test_a_row_without_room_says_what_it_leaves_out(store: StoreUnderTest, folder: Path) -> None:
+    full = 0
+    for row, meta in await played(store, folder, Compacting, max_row_tokens=150):
+        check_row(row, meta)
+        tokens = meta.episode.tokens
+        assert len(row["token_ids"]) <= 150 or len(meta.episode.turns) == 1
+        assert tokens.num_sampled == tokens.num_trained + tokens.masked["row_full"]
+        assert tokens.num_trained == row["response_mask"].sum()
+        full += tokens.masked["row_full"] > 0
+    assert full
 
 
 class Greedy(Agent):

@@ -1,9 +1,10 @@
 """Calls of an agent at the rollout's endpoint: what is one and the same, what is refused, and what a failure leaves."""
 
 import asyncio
+import ssl
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -12,12 +13,16 @@ from openai import OpenAI
 
 from rolecall.environment import Agent, Answer, Policy
 from rolecall.errors import UnavailableError
+from rolecall.settings import RpcSection
+from services.rollout.harness.endpoint import Endpoint
+from services.rollout.harness.retries import Exchanges
 from tests.contract.environment_peers import environment
 from tests.contract.rollout_replica import ReplicaUnderTest
 from tests.contract.test_rollout_episodes import rollout_in
 from tests.contract.test_rollout_harness import RUNS, asked, played
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_tokenizer import write_tokenizer
+from tests.twins.rotation import Rotation
 from tests.waiting import until
 
 SAID: list[Any] = [{"role": "user", "content": "hello"}]
@@ -60,8 +65,53 @@ async def test_a_repeated_call_is_answered_once_and_another_sample_is_another(
     for _, meta in await played(store, folder, Repeating, num=1, token_s=0.05):
         tokens = meta.episode.tokens
         assert tokens.num_calls == 4
-        assert tokens.num_sampled == tokens.num_trained + tokens.masked["branch"]
-        assert len(meta.episode.turns) == 1
+        assert tokens.num_sampled == tokens.num_trained, "four thoughts about one question are four segments"
+        assert len(meta.episode.turns) == 4
+
+
+async def test_a_call_without_an_answer_is_forgotten_and_tried_again() -> None:
+    exchanges = Exchanges[str]()
+
+    async def refused() -> str:
+        raise UnavailableError("not now")
+
+    for _ in range(3):
+        assert exchanges.earlier(b"a", "", 1) is None
+        work = asyncio.create_task(refused())
+        exchanges.add(b"a", "", 1, work, lambda: False)
+        await asyncio.wait({work})
+        await asyncio.sleep(0)
+
+
+async def test_a_call_that_comes_after_its_own_repetition_takes_no_later_one_from_it() -> None:
+    exchanges = Exchanges[str]()
+    work = asyncio.create_task(asyncio.sleep(0, "an answer"))
+    repetition = exchanges.add(b"a", "", 1, work, lambda: False)
+    repetition.is_delivered = True
+    assert exchanges.earlier(b"a", "", 0) is None
+    late = exchanges.add(b"a", "", 0, work, lambda: False)
+    assert exchanges.earlier(b"a", "", 2) is repetition
+    late.is_delivered = True
+    again = exchanges.add(b"a", "", 0, work, lambda: False)
+    assert exchanges.earlier(b"a", "", 1) is again, "the same on purpose, and its repetition"
+    assert exchanges.earlier(b"b", "", 1) is None
+    await work
+
+
+async def test_the_endpoint_shows_the_certificate_that_its_files_hold_now(folder: Path) -> None:
+    rotation, no_attempt = Rotation(folder / "tls"), cast(Any, None)
+    tls = rotation.tls("rollout")
+    endpoint = Endpoint("127.0.0.1:0", RpcSection(tls=tls), host=None, peer="127.0.0.1:1")
+    await endpoint.start()
+    try:
+        for _ in range(2):
+            trusted = ssl.create_default_context(cafile=str(tls.ca_file))
+            endpoint.open(no_attempt)
+            async with httpx.AsyncClient(verify=trusted) as client:
+                assert (await client.get(f"{endpoint.base_url}/models")).status_code == 401
+            await rotation.turn()
+    finally:
+        await endpoint.close()
 
 
 class Impatient(Agent):

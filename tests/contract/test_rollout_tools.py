@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.environment import Action, Answer, Env, Message, Opening, Task, Tool
+from rolecall.environment import Action, Agent, Answer, Env, Message, Opening, Task, Tool
 from rolecall.environment.client import open_environment
-from rolecall.errors import ConfigError
-from rolecall.settings import RpcSection
+from rolecall.errors import ConfigError, EpisodeLostError
+from rolecall.settings import EnvironmentSection, RpcSection
 from rolecall.v1 import trajectory_pb2
 from services.rollout.episodes import Episodes, EpisodeSettings
 from services.rollout.harness.endpoint import Endpoint
 from services.rollout.replica import Replica
 from services.rollout.sampling import SampleRequest
 from services.rollout.scripted import ScriptedEngine
-from services.rollout.turns.tool_calls import ToolCalls, ToolSchema
+from services.rollout.turns.tool_calls import ReadCalls, ToolCalls, ToolSchema
 from tests.contract.environment_peers import environment
 from tests.contract.rollout_replica import ReplicaUnderTest, replica_under_test
 from tests.fixtures_store import StoreUnderTest
@@ -98,12 +98,20 @@ async def rollout(
     store: StoreUnderTest, folder: Path, texts: Sequence[str], make: Callable[[], Env] = Adder, **settings: Any
 ) -> AsyncIterator[ReplicaUnderTest]:
     tokenizer = ChatTokenizer(folder)
-    sizes = {"responses_per_group": 4, "max_prompt_tokens": 400, "max_turns": 16, "max_malformed": 3, "max_attempts": 3}
+    sizes = {
+        "responses_per_group": 4,
+        "max_prompt_tokens": 400,
+        "max_turns": 16,
+        "max_row_tokens": 10**5,
+        "max_malformed": 3,
+        "max_attempts": 3,
+    }
     chosen = EpisodeSettings(run="test", **{**sizes, "budget_s": 60.0, **settings})
-    async with environment(make, roles=("user", "tool")) as (address, _):
+    runs_episodes = isinstance(make, type) and issubclass(make, Agent)
+    async with environment(make, roles=("user", "tool"), runs_episodes=runs_episodes) as (address, _):
 
         def sampler(replica: Replica) -> Episodes:
-            client = open_environment(address, RpcSection())
+            client = open_environment(EnvironmentSection(address=address), RpcSection())
             endpoint = Endpoint("127.0.0.1:0", RpcSection(), host=None, peer=address)
             return Episodes(chosen, replica, client, tokenizer, ToolCalls(tokenizer, read, "test"), endpoint)
 
@@ -193,3 +201,44 @@ async def test_three_in_a_row_end_the_episode_graded_as_it_stands(store: StoreUn
 def test_a_parser_that_does_not_read_what_the_template_shows_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="xml does not read what the chat template shows as a call, '<tool_call>"):
         ToolCalls(ChatTokenizer(folder), lambda text, tools: [], "xml")
+
+
+def heard(folder: Path, text: str, tool: Tool = ADD, read: ReadCalls = read) -> str:
+    """What the policy is told of a turn."""
+    tokenizer = ChatTokenizer(folder)
+    schema = {"name": tool.name, "description": "", "parameters": tool.input_schema}
+    session = ToolCalls(tokenizer, read, "test").of_session([{"type": "function", "function": schema}])
+    return session.hear(tokenizer.encode(text), is_cut=True).problem
+
+
+def test_a_parser_that_raises_and_arguments_without_end_are_the_policys_fault(folder: Path) -> None:
+    def raising(text: str, tools: Sequence[ToolSchema]) -> list[tuple[str, str]]:
+        if "a text that nobody foresaw" in text:
+            raise IndexError
+        return read(text, tools)
+
+    def nested(text: str, tools: Sequence[ToolSchema]) -> list[tuple[str, str]]:
+        return [("add", "[" * 100_000)] if "deep" in text else read(text, tools)
+
+    assert heard(folder, "a text that nobody foresaw", read=raising) == "The call could not be read."
+    assert heard(folder, "deep", read=nested).startswith("The arguments of add are too deep")
+    price = Tool("price", "", {"type": "object", "properties": {"of": {"type": "number", "multipleOf": 0.01}}})
+    large = '<tool_call>\n{"name": "price", "arguments": {"of": %s}}\n</tool_call>'
+    assert heard(folder, large % ("1" * 400), price).startswith("The arguments of price are too deep")
+    assert heard(folder, large % "1e999", price).startswith("The arguments of price are no JSON")
+    assert heard(folder, large % '"\\ud83d"', price).startswith("The arguments of price are no JSON")
+    assert not heard(folder, large % "0.25", price)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "a thing"}, "is no JSON Schema"),
+        ({"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}, "refers to nothing"),
+    ],
+)
+def test_a_tool_whose_schema_is_none_is_the_environments_fault(
+    folder: Path, schema: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(EpisodeLostError, match=words):
+        heard(folder, call(a=1), Tool("add", "", schema))

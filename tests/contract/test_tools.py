@@ -48,6 +48,7 @@ def test_a_calculator_is_exact(expression: str, value: str) -> None:
         ("1\x00", "is no arithmetic expression"),
         ("1" * 201, "at most 200 are read"),
         ("1e400", "is no arithmetic expression"),
+        ("10**400/3", "too large"),
     ],
 )
 def test_a_calculator_says_what_it_does_not_compute(expression: str, words: str) -> None:

@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.ports import free_port
 
-HERE = Path(__file__).parents[2] / "examples" / "guess_number"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 ACCURACY = "eval/heldout/accuracy"
 
 
@@ -19,20 +20,30 @@ ACCURACY = "eval/heldout/accuracy"
 @pytest.mark.parametrize("player", ["game.py", "agent.py"])
 def test_a_policy_learns_to_guess_a_number_in_four_turns(tmp_path: Path, player: str) -> None:
     """Stepped by the rollout, and called by an agent that owns its loop."""
+    metrics = trained(tmp_path, EXAMPLES / "guess_number", player)
+    first, *_, last = [row[ACCURACY] for row in metrics if ACCURACY in row]
+    assert first < 0.6
+    assert last >= 0.9
+
+
+def trained(folder: Path, example: Path, server: str) -> list[dict[str, Any]]:
+    """Prepares the run of an example in `folder`, trains it in the environment that the example's file `server` serves,
+    and looks whether its ledger balances; its metrics.
+    """
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     address = f"127.0.0.1:{free_port()}"
-    subprocess.run([sys.executable, str(HERE / "prepare.py"), str(tmp_path)], check=True, env=environment, timeout=600)
+    subprocess.run([sys.executable, str(example / "prepare.py"), str(folder)], check=True, env=environment, timeout=600)
     paths = {
         "run.dir": "run",
         "model.path": "model",
         "data.train": "train.jsonl",
         "evaluation.sets.heldout.path": "heldout.jsonl",
     }
-    words = [f"--{key}={tmp_path / name}" for key, name in paths.items()]
-    game = subprocess.Popen([sys.executable, str(HERE / player), address], env=environment)
+    words = [f"--{key}={folder / name}" for key, name in paths.items()]
+    game = subprocess.Popen([sys.executable, str(example / server), address], env=environment)
     try:
         subprocess.run(
-            [sys.executable, "-m", "rolecall", "train", str(HERE / "task.yaml"), *words]
+            [sys.executable, "-m", "rolecall", "train", str(example / "task.yaml"), *words]
             + [f"--environment.address={address}"],
             check=True,
             env=environment,
@@ -41,11 +52,6 @@ def test_a_policy_learns_to_guess_a_number_in_four_turns(tmp_path: Path, player:
     finally:
         game.terminate()
         game.wait(30)
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    first, *_, last = [row[ACCURACY] for row in metrics if ACCURACY in row]
-    assert first < 0.6
-    assert last >= 0.9
-    ledger = subprocess.run(
-        [sys.executable, "-m", "rolecall", "ledger", str(tmp_path / "run")], check=False, timeout=60
-    )
+    ledger = subprocess.run([sys.executable, "-m", "rolecall", "ledger", str(folder / "run")], check=False, timeout=60)
     assert ledger.returncode == 0
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -19,7 +19,9 @@ def note(line: str) -> None:
 
 
 class Talker(Agent):
-    """Talks for three calls, streamed in turns; in the task "endless", for ever."""
+    """Talks for three calls, streamed in turns; in the task "endless", for ever; in the task "forking", then goes back
+    to its first answer and asks aside.
+    """
 
     def run(self, policy: Policy) -> float:
         note("begun")
@@ -29,6 +31,9 @@ class Talker(Agent):
                 for turn in range(10**9 if self.task.ground_truth == "endless" else 3):
                     said.append({"role": "assistant", "content": self.asked(client, said, streams=turn % 2 == 1)})
                     said.append({"role": "user", "content": f"go on {turn}"})
+                if self.task.ground_truth == "forking":
+                    self.asked(client, [*said[:2], {"role": "user", "content": "or so"}], streams=False)
+                    self.asked(client, [{"role": "user", "content": "in short"}], streams=True)
             except OpenAIError as error:
                 note(f"left {type(error).__name__}")
                 raise

@@ -5,12 +5,17 @@ trainers that count.
 from contextlib import AsyncExitStack
 from typing import Any
 
-from rolecall.environment import Action, Answer, Env, Task
+import pytest
+from openai import APITimeoutError, OpenAI
+
+from rolecall.environment import Action, Agent, Answer, Env, Policy, Task
 from rolecall.scoring.scores import Item, Score
+from rolecall.store.audit import audit
 from services.rollout.scripted import ScriptedEngine
 from tests.contract.environment_peers import environment
+from tests.contract.test_rollout_harness import asked
 from tests.ports import free_port
-from tests.twins.run import LightRun, balance, check_trained_once
+from tests.twins.run import LightRun, TwinRun, balance, check_trained_once
 from tests.waiting import until
 
 
@@ -41,6 +46,56 @@ def given(item: Item) -> Score:
     assert item.environment_reward is not None
     assert item.environment_reward.value in (0.0, 0.5, 1.0)
     return item.environment_reward
+
+
+def check_tokens(run: TwinRun, *masked: str) -> None:
+    """Every sampled token of the run is accounted for by `rolecall ledger`, and masked for these reasons alone, all of
+    which occur.
+    """
+    report = audit(run.store.connection, run.settings.run.name, run.settings.run.dir)
+    assert report.problems == ()
+    tokens = report.tokens
+    assert tokens.is_even
+    assert tokens.trained > 0
+    assert tokens.sampled == tokens.trained + tokens.masked.total()
+    assert sorted(tokens.masked) == sorted(masked)
+
+
+class Forking(Agent):
+    """An agent that talks, thinks aside, and forgets one answer before it came."""
+
+    def run(self, policy: Policy) -> float | Answer | None:
+        first: list[Any] = [{"role": "user", "content": "talk"}]
+        with OpenAI(base_url=policy.base_url, api_key=policy.api_key, max_retries=0, timeout=60) as client:
+            said = asked(client, first)
+            for aside in ("one", "two", "three", "four", "five", "six"):
+                asked(client, [*first, {"role": "assistant", "content": said}, {"role": "user", "content": aside}])
+                asked(client, [{"role": "user", "content": f"{aside}, in short"}])
+            with pytest.raises(APITimeoutError):
+                asked(client.with_options(timeout=0.001), [{"role": "user", "content": "never mind"}])
+            asked(client, [{"role": "user", "content": "talk on"}])
+        return float(len(said) % 2)
+
+
+async def test_a_run_of_an_agent_that_forks_trains_segments_and_accounts_for_every_token(light_run: LightRun) -> None:
+    def engine() -> ScriptedEngine:
+        return ScriptedEngine(vocab_size=200, max_model_tokens=320)
+
+    async with AsyncExitStack() as stack, environment(Forking, runs_episodes=True) as (address, _):
+        run = await stack.enter_async_context(
+            light_run(
+                score=given,
+                run={"num_steps": 3},
+                environment={"address": address, "max_row_tokens": 400},
+                sampling={"num_responses": 2, "max_tokens": 200},
+                data={"max_prompt_tokens": 120},
+            )
+        )
+        await run.to_the_end("rollout-0", engine=engine())
+        balance(run)
+        check_trained_once(run.actor.trainer, 24)
+        check_tokens(run, "row_full", "unseen")
+        assert all(line["episode/segments"] > 1 for line in run.metrics())
 
 
 async def test_a_run_in_an_environment_trains_what_was_played_and_loses_nothing(light_run: LightRun) -> None:
@@ -77,6 +132,7 @@ async def test_a_run_in_an_environment_trains_what_was_played_and_loses_nothing(
         _, trained, dropped, _ = balance(run)
         assert (trained, dropped) == (16, 0), "what was lost was played again"
         check_trained_once(run.actor.trainer, 32)
+        check_tokens(run)
         rewards = [line["reward/mean"] for line in run.metrics()]
         assert len(rewards) == 4
         assert all(0 <= reward <= 1 for reward in rewards)

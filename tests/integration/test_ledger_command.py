@@ -62,6 +62,8 @@ def test_it_balances_beside_a_living_store_and_after_a_crash(
     code, living = ask(capsys, str(run_dir))
     assert (code, living.splitlines()[-1]) == (0, "balanced")
     assert "2 = 1 + 1 + 0" in living
+    assert "sampled         4 tokens, in groups that were committed" in living
+    assert "masked          2  2 truncated" in living
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
     while server.alive:
@@ -75,6 +77,7 @@ def test_it_balances_beside_a_living_store_and_after_a_crash(
         1,
         {"scorer_error": 1},
     )
+    assert report["tokens"] == {"sampled": 4, "trained": 2, "masked": {"truncated": 2}, "dropped": {}, "live": 0}
     assert ask(capsys, str(run_dir))[0] == 0, "what it started it also stopped"
 
 

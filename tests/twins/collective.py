@@ -17,8 +17,8 @@ from rolecall.trajectory import seed_of
 from rolecall.v1 import actor_pb2, actor_pb2_grpc, trajectory_pb2, weights_pb2
 from rolecall.weights.transferred import Transferred, encode_fingerprints
 from rolecall.wire import decode_tensor, encode_tensor
-from services.rollout.replica import Replica, Transfer
-from services.rollout.sampling import MeetingPlace, Probed
+from services.rollout.replica import Replica
+from services.rollout.sampling import MeetingPlace, Probed, Transfer
 from services.rollout.state import State
 from tests.twins.engine import DigestEngine
 from tests.twins.weights import numbers_of, token_of

@@ -14,9 +14,19 @@ from tests.twins.weights import END_TOKEN_ID, VOCABULARY, numbers_of, token_of
 class DigestEngine(ScriptedEngine):
     """The scripted engine's scheduling; tokens hashed from (prompt, seed, weights digest)."""
 
-    def __init__(self, max_model_tokens: int = 64, token_s: float = 0.0, eos_token_id: int = END_TOKEN_ID) -> None:
+    def __init__(
+        self,
+        max_model_tokens: int = 64,
+        token_s: float = 0.0,
+        eos_token_id: int = END_TOKEN_ID,
+        sleep_levels: tuple[int, ...] = (),
+    ) -> None:
         super().__init__(
-            vocab_size=VOCABULARY, eos_token_id=eos_token_id, max_model_tokens=max_model_tokens, token_s=token_s
+            vocab_size=VOCABULARY,
+            eos_token_id=eos_token_id,
+            max_model_tokens=max_model_tokens,
+            token_s=token_s,
+            sleep_levels=sleep_levels,
         )
         self.digest = ""
 

@@ -10,6 +10,7 @@ from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.rpc.fence import Fence
 from rolecall.rpc.server import Server
 from rolecall.settings import RunSettings
+from rolecall.shifts import Post
 from rolecall.store.connection import Connection
 from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
@@ -51,6 +52,7 @@ class RolloutTwin:
         pause_timeout_s: float = 5.0,
         load_timeout_s: float = 5.0,
         keep_timeout_s: float = 5.0,
+        post: Post | None = None,
     ) -> None:
         self.server = server
         self.on_turn: Callable[[str], None] = lambda phase: None
@@ -61,6 +63,7 @@ class RolloutTwin:
             load_timeout_s=load_timeout_s,
             keep_timeout_s=keep_timeout_s,
             on_serving=server.set_serving,
+            post=post,
         )
         self.sampler = sampler(self.replica)
         self.pull = PullLoop(
@@ -88,6 +91,7 @@ class RolloutTwin:
         connection: Connection,
         bind: str = "127.0.0.1:0",
         fence: Fence | None = None,
+        post: Post | None = None,
     ) -> Self:
         """Makes the rollout `consumer` ("<worker>.<incarnation>") with the deadlines and sizes of `settings`."""
         pull = PullSettings(
@@ -110,6 +114,7 @@ class RolloutTwin:
             pause_timeout_s=settings.rollout.generation_timeout_s,
             load_timeout_s=settings.weights.publish_timeout_s,
             keep_timeout_s=settings.weights.bucket_timeout_s,
+            post=post,
         )
 
     async def start(self) -> str:

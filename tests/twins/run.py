@@ -46,6 +46,7 @@ from services.controller.durable.run_point import Checkpoints, RunPoint
 from services.controller.run import ControllerRun
 from services.controller.service import ControllerServicer
 from services.critic.service import CriticServicer
+from services.rollout.__main__ import on_shift
 from services.rollout.scripted import ScriptedEngine
 from tests.fixtures_store import StoreUnderTest
 from tests.ports import free_port
@@ -201,9 +202,12 @@ class TwinRun:
         is.
         """
         incarnation = f"{id(object()):x}"
+        post = await on_shift(self.settings)
         engine = engine or ScriptedEngine(token_s=token_s, vocab_size=200)
         chat = ChatTokenizer(self.settings.model.path)
-        twin = RolloutTwin.of_run(self.settings, f"{worker}.{incarnation}", engine, chat, self.store.connect())
+        twin = RolloutTwin.of_run(
+            self.settings, f"{worker}.{incarnation}", engine, chat, self.store.connect(), post=post
+        )
         address = await twin.start()
         membership = Membership(
             playing(self.settings, Caller.ROLLOUT),
@@ -220,6 +224,8 @@ class TwinRun:
         finally:
             membership.stop()
             await twin.close()
+            if post is not None:
+                post.close()
 
     def metrics(self) -> list[dict[str, float]]:
         """Lines of metrics.jsonl that are of a step, not of an evaluation."""
@@ -245,7 +251,12 @@ async def twin_run(
             "".join(json.dumps({"prompt": f"number {i}", "ground_truth": str(i)}) + "\n" for i in range(30))
         )
         spec = description(
-            "parity", (0, 1), ("response_text", "ground_truth", "environment_reward"), {}, False, max_items=0
+            "parity",
+            (0, 1),
+            ("response_text", "ground_truth", "environment_reward", "messages"),
+            {},
+            False,
+            max_items=0,
         )
         of_run = {"dir": folder / "run", **sections.get("run", {})}
         checkpoints = of_run.get("checkpoint_url") or str(Path(of_run["dir"]) / "checkpoints")

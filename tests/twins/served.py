@@ -25,6 +25,7 @@ from rolecall.rpc.tokens import FOLDER
 from rolecall.settings import RunSettings
 from rolecall.store.connection import Connection
 from rolecall.store.sealed import read_ctl
+from rolecall.training.packing.pieces import join
 from rolecall.training.ranks.device import stop_rank
 from rolecall.training.serving.calls import ColumnCalls, TrainerCalls
 from rolecall.training.serving.device_thread import DeviceThread
@@ -114,6 +115,7 @@ class Batches:
     temperature: float = 0.8
     num_groups: int = 4
     num_responses: int = 2
+    num_segments: int = 1
     policy_version: int = 0
     coefficients: Coefficients = field(default_factory=Coefficients)
 
@@ -129,9 +131,11 @@ class Batches:
         groups = []
         for claim in queue.claim(num_groups):
             rng = np.random.default_rng(claim.group.gid)
-            rows = [self._row(rng) for _ in range(self.num_responses)]
+            drawn = [[self._row(rng) for _ in range(self.num_segments)] for _ in range(self.num_responses)]
+            rows = [join(segments) for segments in drawn]
+            starts = [np.cumsum([each["token_ids"].size for each in segments])[:-1].tolist() for segments in drawn]
             refs = [
-                self.store.rows.ref(f"{claim.group.gid}/{i}", claim.token, row["token_ids"].size)
+                self.store.rows.ref(f"{claim.group.gid}/{i}", claim.token, row["token_ids"].size, starts[i])
                 for i, row in enumerate(rows)
             ]
             metas = [

@@ -28,6 +28,7 @@ from rolecall.v1 import actor_pb2, training_pb2, weights_pb2
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch, TrajectoryMeta
 from rolecall.wire import Array, encode_tensor
 from services.rollout.scripted import digest_of
+from tests.twins.device import TrainerState
 
 Row = Mapping[str, Array]
 
@@ -84,6 +85,8 @@ class TrainerTwin(ColumnTwin):
 
     def __init__(self, rows: Rows, at: Callable[[str], None] = lambda phase: None) -> None:
         super().__init__(rows, at)
+        self.state = TrainerState(None)
+        """Its place on a device that it shares, if any."""
         self.applied = Applied()
         self.trained: list[str] = []
         """Row ids in the order trained."""
@@ -116,6 +119,7 @@ class TrainerTwin(ColumnTwin):
         if self.failures:
             raise self.failures.popleft()
         self.at("train:start")
+        self.state.need()
         rows, metas = self.rows.read_with_meta(list(batch.rows), self.trains_on)
         self.learn(batch, rows, metas, progress)
         self.trained += [ref.id for ref in batch.rows]
@@ -139,6 +143,7 @@ class TrainerTwin(ColumnTwin):
         self.at("save:start")
         if self.disk_is_full:
             raise DiskFullError("no space for a checkpoint")
+        self.state.need(training_pb2.STATE_PART_PARAMETERS, training_pb2.STATE_PART_OPTIMIZER)
         step = self.applied.step
         files = {FILE: self.applied.to_json(), "rows.json": json.dumps(self.trained).encode()}
         weights = self.weights_bytes()
@@ -160,6 +165,7 @@ class TrainerTwin(ColumnTwin):
 
     def load(self, path: str, files: Sequence[StoredFile]) -> None:
         self.at("load:start")
+        self.state.need()
         storage = open_storage(path)
         verify(storage, files, nothing)
         applied = Applied.read(storage)
@@ -170,7 +176,13 @@ class TrainerTwin(ColumnTwin):
         self.at("load:end")
 
     def move(self, parts: Sequence[training_pb2.StatePart.ValueType], *, to_host: bool) -> None:
-        """Does nothing: there is no device."""
+        self.at(f"move:{'offload' if to_host else 'onload'}")
+        self.state.move(parts, to_host=to_host)
+        self.at(f"move:{'offloaded' if to_host else 'onloaded'}")
+
+    def compute(self, rows: Sequence[RowRef], prefix: str) -> frozenset[str]:
+        self.state.need(training_pb2.STATE_PART_PARAMETERS)
+        return super().compute(rows, prefix)
 
 
 class ActorTwin(TrainerTwin):
@@ -200,6 +212,7 @@ class ActorTwin(TrainerTwin):
             raise OutOfOrderError(f"weights of step {request.step} were asked for at step {step}", step=str(step))
         if request.policy_version <= version:
             raise StaleVersionError(f"version {request.policy_version} is not higher than {version}")
+        self.state.need(training_pb2.STATE_PART_PARAMETERS)
         self.applied = self.applied.after_publish(request.policy_version)
         return self.send(request)
 

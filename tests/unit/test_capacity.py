@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.commands.capacity import check_capacity, gpu_memory_bytes, host_memory_bytes
+from rolecall.commands.capacity import check_capacity, host_memory_bytes
+from rolecall.commands.footprint import memory_and_disk
 from rolecall.data.model_files import ModelFacts
+from rolecall.data.shift_plan import CONTEXT_BYTES, ShiftPlan, check_cpu_sleep, gpu_memory_bytes, plan_shifts
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 from tests.conftest import MakeSettings
@@ -62,3 +64,66 @@ def test_roles_on_gpus_are_held_against_the_memory_of_each(make_settings: MakeSe
 def test_gpus_that_nobody_tells_of_are_not_judged(make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     lines(make_settings(actor={"devices": [0]}, rollout={"devices": [[1]]}))
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_shared_gpu_is_held_against_each_shift_with_the_bytes_that_are_missing(make_settings: MakeSettings) -> None:
+    def shared(num_gpus: int, **rollout: float) -> RunSettings:
+        devices = list(range(num_gpus))
+        rollouts = {"devices": [devices], "tensor_parallel_size": num_gpus, **rollout}
+        return make_settings(actor={"devices": devices, "num_ranks": num_gpus}, rollout=rollouts)
+
+    both = make_settings(
+        actor={"devices": [0], "optimizer": {"offload": True}},
+        rollout={"devices": [[0]]},
+        critic={"devices": [0]},
+        algorithm={"groups_per_batch": 2, "advantage": {"kind": "gae"}},
+    )
+    with pytest.raises(ConfigError, match=r"they take 113,610,612,736 bytes of each, 27,711,266,816 more than it has"):
+        lines(both)
+    lines(shared(2))
+    with pytest.raises(
+        ConfigError, match=r"while the actor publishes, its parameters \(14,000,000,000 bytes\), a roll"
+    ):
+        lines(shared(2, kv_cache_bytes=64 * 2**30))
+    plan = plan_shifts(shared(2), SEVEN_B, gpu_memory_bytes())
+    assert plan.training == 7e9 * 16 / 2 + CONTEXT_BYTES
+    assert plan.beside_rollouts == 7e9 * 4 / 2 + CONTEXT_BYTES
+    assert plan.share == pytest.approx(1 - (plan.beside_rollouts + CONTEXT_BYTES) / (80 * 2**30))
+    assert plan_shifts(shared(4, gpu_memory_utilization=0.8), SEVEN_B, gpu_memory_bytes()).share == 0.8
+
+
+@pytest.mark.usefixtures("gpus")
+def test_the_plan_of_a_shared_gpu_counts_who_stays_and_who_leaves(make_settings: MakeSettings) -> None:
+    gae = {"groups_per_batch": 2, "advantage": {"kind": "gae"}, "kl": {"reference": "ref", "kl_coef": 0.1}}
+
+    def planned(critic: list[int], reference: list[int]) -> ShiftPlan:
+        settings = make_settings(
+            actor={"devices": [0]},
+            rollout={"devices": [[0]]},
+            critic={"devices": critic},
+            algorithm=gae,
+            references={"ref": {"devices": reference}},
+        )
+        return plan_shifts(settings, SEVEN_B, gpu_memory_bytes())
+
+    apart, together = planned([1], [2]), planned([0], [0])
+    assert together.trained == 2 * apart.trained
+    assert together.resident - apart.resident == 7e9 * 2 + 2 * CONTEXT_BYTES
+    assert together.parameters == apart.parameters
+
+
+@pytest.mark.usefixtures("gpus")
+def test_rolecall_check_says_what_each_shift_takes(make_settings: MakeSettings, tmp_path: Path) -> None:
+    run = {"name": "test", "dir": str(tmp_path), "num_steps": 1, "checkpoint_url": "memory://checkpoints"}
+    settings = make_settings(run=run, actor={"devices": [0]}, rollout={"devices": [[0]]})
+    said = "\n".join(memory_and_disk(settings, SEVEN_B))
+    for line in ("training: 105.1 GiB, rollouts asleep", "publishing: 26.8 GiB", "sampling: 768.0 MiB beside"):
+        assert line in said
+    assert "rollouts take 66% of the GPU" in said
+
+
+def test_rollouts_on_cpus_are_not_told_to_sleep(make_settings: MakeSettings) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.sleep_mode: vLLM gives memory up on GPUs only"):
+        check_cpu_sleep(make_settings(rollout={"sleep_mode": True}))
+    check_cpu_sleep(make_settings())

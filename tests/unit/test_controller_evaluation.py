@@ -24,6 +24,7 @@ class Replica:
     failing: dict[str, RoleCallError] = field(default_factory=dict)
     """By the uid of a prompt."""
     asked: list[str] = field(default_factory=list)
+    seeds: set[int] = field(default_factory=set)
 
     @property
     def stub(self) -> "Replica":
@@ -35,6 +36,7 @@ class Replica:
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         """RolloutService.Generate."""
         self.asked.append(request.prompt.uid)
+        self.seeds.add(request.seed)
         for index in range(request.num_responses):
             if request.prompt.uid in self.failing:
                 raise self.failing[request.prompt.uid]
@@ -105,3 +107,13 @@ def test_an_evaluation_gets_the_time_of_all_prompts_of_all_its_sets(make_setting
     )
     one_round_s, seven_rounds_s = 4000 / 2, 7 * 1000 / 2
     assert evaluation.timeout_s == 600 + one_round_s + seven_rounds_s
+
+
+async def test_each_prompt_is_sampled_by_a_seed_of_its_own_at_every_step(
+    make_settings: Callable[..., RunSettings],
+) -> None:
+    first, later = Replica("r.0"), Replica("r.0")
+    await evaluated(make_settings, first)
+    await evaluated(make_settings, later)
+    assert first.seeds == later.seeds
+    assert len(first.seeds) == NUM_PROMPTS

@@ -47,9 +47,11 @@ def test_what_is_left_out_is_in_no_lap_and_not_in_the_step() -> None:
 def test_episodes_are_told_by_their_turns_and_by_what_ended_them() -> None:
     settings = run_settings(algorithm={"groups_per_batch": 1})
     played = replace(group(1, 1.0, 0.0), episodes=(EpisodeEnd(3, 2, 0, "terminated"), EpisodeEnd(5, 4, 1, "turns")))
+    played.rows[0].segment_starts.extend([5, 9])
     values = of_batch(settings, 0, [played], [row(1), row(1)], {}).values()
     told = {name: value for name, value in values.items() if name.startswith("episode/")}
     assert told == {
+        "episode/segments": 2.0,
         "episode/turns": 4.0,
         "episode/turns_max": 5.0,
         "episode/tool_calls": 3.0,

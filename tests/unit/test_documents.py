@@ -183,8 +183,9 @@ def test_a_decision_has_a_number_a_status_with_a_date_and_three_parts(page: Path
 
 
 def test_decisions_have_numbers_of_their_own() -> None:
-    numbers = [page.stem[:4] for page in sorted((ROOT / "docs" / "adr").glob("*.md"))]
-    assert numbers == [f"{number:04d}" for number in range(1, len(numbers) + 1)]
+    numbers = [page.stem[:4] for page in (ROOT / "docs" / "adr").glob("*.md")]
+    assert all(number.isdigit() for number in numbers)
+    assert len(set(numbers)) == len(numbers)  # not in a row: some are given before they are written
 
 
 @pytest.mark.parametrize("page", sorted(set(PAGES) - {LOG}), ids=lambda path: str(path.relative_to(ROOT)))

@@ -10,6 +10,7 @@ from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment.checks import explain_environment
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
+from rolecall.store.budget import StoreBudget
 from tests.smallest import smallest_tree
 from tests.tiny_tokenizer import write_tokenizer
 
@@ -34,6 +35,15 @@ def settings(folder: Path, scorer: dict[str, Any], **sections: Any) -> RunSettin
         ({"kind": "environment", "scope": "group"}, {"environment": ADDRESS}, "each episode a reward by itself"),
         ({"kind": "environment"}, {"environment": {**ADDRESS, "max_turns": 0}}, "greater than 0"),
         ({"kind": "environment"}, {"environment": {}}, "Field required"),
+        ({"kind": "environment"}, {"environment": {**ADDRESS, "max_row_tokens": 1000}}, "less than one conversation"),
+        (
+            {"kind": "environment"},
+            {
+                "environment": {**ADDRESS, "max_row_tokens": 20_000},
+                "algorithm": {"groups_per_batch": 1, "aggregation": "seq_mean_token_mean"},
+            },
+            "exceeds actor.token_budget 16384, and the loss needs a whole trajectory",
+        ),
     ],
 )
 def test_sections_that_do_not_fit_are_refused(
@@ -43,12 +53,25 @@ def test_sections_that_do_not_fit_are_refused(
         settings(tmp_path, scorer, **sections)
 
 
+def test_a_row_is_as_long_as_a_conversation_unless_it_is_said_and_the_store_is_budgeted_for_it(tmp_path: Path) -> None:
+    run = settings(tmp_path, {"kind": "environment"}, environment=ADDRESS)
+    longest = run.data.max_prompt_tokens + run.sampling.max_tokens
+    assert run.max_row_tokens == longest
+    longer = settings(tmp_path, {"kind": "environment"}, environment={**ADDRESS, "max_row_tokens": 4 * longest})
+    assert longer.max_row_tokens == 4 * longest
+    grown = StoreBudget.of(longer, 0).group_bytes / StoreBudget.of(run, 0).group_bytes
+    assert 3 < grown < 4, "what a row takes beside its tokens stays"
+
+
 def test_check_says_what_ends_an_episode_and_that_the_template_is_prefix_stable(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     run = settings(tmp_path, {"kind": "environment"}, environment=ADDRESS)
     lines = list(explain_environment(run, ChatTokenizer(tmp_path)))
     assert "after 16 turns, 1024 tokens" in lines[0]
-    assert lines[1:] == ["  the chat template is prefix-stable for messages of user and tool"]
+    assert lines[1:] == [
+        "  the branches of an agent's calls are trained up to 2048 tokens an episode (environment.max_row_tokens)",
+        "  the chat template is prefix-stable for messages of user and tool",
+    ]
 
 
 def test_check_refuses_a_template_that_rewrites_earlier_turns_and_says_which_text_changes(tmp_path: Path) -> None:
@@ -64,7 +87,7 @@ def test_check_names_the_parser_of_calls_and_refuses_one_that_vllm_does_not_have
     write_tokenizer(tmp_path)
     run = settings(tmp_path, {"kind": "environment"}, environment={**ADDRESS, "tool_parser": "hermes"})
     lines = list(explain_environment(run, ChatTokenizer(tmp_path)))
-    assert lines[1:] == [
+    assert lines[2:] == [
         "  the chat template is prefix-stable for messages of user and tool, with tools in the prompt, too",
         "  calls of tools are read by vLLM's parser hermes",
     ]

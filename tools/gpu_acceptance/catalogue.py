@@ -1,4 +1,4 @@
-"""The 18 checks: where each is found, to which part it belongs and how long it may take. Imports nothing heavy."""
+"""The 19 checks: where each is found, to which part it belongs and how long it may take. Imports nothing heavy."""
 
 from dataclasses import dataclass
 
@@ -40,6 +40,7 @@ CATALOGUE = (
     Check(16, 3, "longest silence in one long row", f"{_CHECKS}.speed:check_silence", 70),
     Check(17, 3, "profile of a microbatch", f"{_CHECKS}.kernels:check_profile", 85),
     Check(18, 3, "running out of memory", f"{_CHECKS}.memory:check_out_of_memory", 60),
+    Check(19, 3, "one device in shifts; a sampler killed", f"{_CHECKS}.shifts:check_shifts", 60),
 )
 
 

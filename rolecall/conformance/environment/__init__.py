@@ -1,11 +1,12 @@
-"""The kit for an EnvironmentService: `CHECKS`, in the order in which they are made, over an `EnvironmentSession`.
+"""The kit for an EnvironmentService: `CHECKS` or `AGENT_CHECKS`, in the order in which they are made, over an
+`EnvironmentSession`.
 
 Rules that others build on come first; what waits for leases comes last. It wants the environment's places for itself,
 and closes every session that it opened.
 """
 
 from rolecall.conformance.check import Check
-from rolecall.conformance.environment import answers, calls, describing, failing, leases, lives, turns
+from rolecall.conformance.environment import answers, calls, describing, failing, leases, lives, runs, tasks, turns
 from rolecall.conformance.environment.session import EnvironmentSession
 
 CHECKS: tuple[Check[EnvironmentSession], ...] = (
@@ -39,7 +40,13 @@ CHECKS: tuple[Check[EnvironmentSession], ...] = (
     lives.older_closed,
     lives.older_others,
     lives.close_again,
+    runs.instead,
     describing.full,
+    tasks.pages,
+    tasks.rows,
+    tasks.stable,
+    tasks.split,
+    tasks.begun,
     failing.task,
     failing.as_status,
     failing.for_good,
@@ -50,4 +57,42 @@ CHECKS: tuple[Check[EnvironmentSession], ...] = (
     leases.lease,
     leases.reaped,
 )
-"""Every check of the contract."""
+"""Every check of an environment that takes turns."""
+AGENT_CHECKS: tuple[Check[EnvironmentSession], ...] = (
+    describing.usable,
+    describing.sessions,
+    describing.place,
+    runs.asks,
+    runs.instead,
+    runs.state,
+    runs.reward,
+    answers.value,
+    answers.components,
+    runs.repeated,
+    runs.attached,
+    runs.conflict,
+    runs.budget,
+    runs.failure,
+    runs.revoked,
+    runs.closed,
+    lives.unknown,
+    lives.close_unknown,
+    lives.reset_late,
+    lives.fenced,
+    lives.older_closed,
+    lives.older_others,
+    describing.full,
+    failing.task,
+    tasks.pages,
+    tasks.rows,
+    tasks.stable,
+    tasks.split,
+    tasks.begun,
+    calls.token,
+    calls.health,
+    describing.stable,
+    runs.lease,
+    leases.lease,
+    leases.reaped,
+)
+"""Every check of one that runs episodes by an agent of its own."""

@@ -34,6 +34,9 @@ async def _turns(session: EnvironmentSession) -> list[tuple[str, environment_pb2
 
 async def _rewards(session: EnvironmentSession) -> list[tuple[str, trajectory_pb2.EpisodeReward]]:
     """Every reward of an episode, with where it stands."""
+    if session.spec.runs_episodes:
+        runs = await session.runs()
+        return [(f"{run.row.name}, its run", run.answer.reward) for run in runs if run.answer.HasField("reward")]
     ends = [(where, answer) for where, answer in await _turns(session) if answer.state in OVER]
     found = [(where, answer.reward) for where, answer in ends if answer.HasField("reward")]
     for response in await session.graded():

@@ -24,8 +24,10 @@ async def token(session: EnvironmentSession) -> Verdict:
         stub = environment_pb2_grpc.EnvironmentServiceStub(channel)
         reset = environment_pb2.ResetRequest(session=name, group="conformance/0", fence=1)
         older = environment_pb2.CloseOlderRequest(group="conformance/0")
+        listing = stub.ListTasks(environment_pb2.ListTasksRequest(page_size=1), timeout=timeout_s)
         return await refuses(
             {
+                **({"ListTasks": listing} if session.spec.splits else {}),
                 "Describe": stub.Describe(environment_pb2.DescribeEnvironmentRequest(), timeout=timeout_s),
                 "Reset": stub.Reset(reset, timeout=timeout_s),
                 "Step": stub.Step(environment_pb2.StepRequest(session=name, turn=1), timeout=timeout_s),

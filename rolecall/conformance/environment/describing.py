@@ -20,8 +20,8 @@ NUM_ASKED = 8
 @CONTRACT.rule(
     "describe.usable",
     "DescribeEnvironmentResponse",
-    "It has a name, components with names of their own, least values that do not exceed the greatest ones, a lease, "
-    "and no negative number of sessions or seconds.",
+    "It has a name, components and splits with names of their own, least values that do not exceed the greatest ones, "
+    "a lease, and no negative number of sessions or seconds.",
 )
 async def usable(session: EnvironmentSession) -> Verdict:
     """Looks for a description that contradicts itself."""
@@ -43,7 +43,7 @@ def _too_many(session: EnvironmentSession) -> Verdict | None:
 )
 async def sessions(session: EnvironmentSession) -> Verdict:
     """Opens as many sessions at once as it says it has places."""
-    return _too_many(session) or unless(await _filled(session), f"{session.spec.max_sessions} at a time")
+    return _too_many(session) or unless(await filled(session), f"{session.spec.max_sessions} at a time")
 
 
 @CONTRACT.rule(
@@ -54,10 +54,10 @@ async def sessions(session: EnvironmentSession) -> Verdict:
 )
 async def place(session: EnvironmentSession) -> Verdict:
     """Opens as many once more, after all were closed."""
-    return _too_many(session) or unless(await _filled(session), f"{session.spec.max_sessions} again")
+    return _too_many(session) or unless(await filled(session), f"{session.spec.max_sessions} again")
 
 
-async def _filled(session: EnvironmentSession) -> str | None:
+async def filled(session: EnvironmentSession) -> str | None:
     """Fills every place at once, and empties them; returns what went wrong."""
     async with session.episodes(session.spec.max_sessions) as episodes:
         opening = [asyncio.create_task(session.opened(episode)) for episode in episodes]
@@ -86,7 +86,7 @@ async def full(session: EnvironmentSession) -> Verdict:
         code = await last.reset().code()  # bounded: by the call's deadline
         if code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
             return failed(f"session {len(others) + 1} of {len(others)} ended with {code.name}")
-        code = await last.step(1, last.row.actions[0] if last.row.actions else "").code()  # bounded: by the deadline
+        code = await last.act().code()  # bounded: by the call's deadline
         if code is not grpc.StatusCode.NOT_FOUND:
             return failed(f"a turn of the session that was refused ended with {code.name}")
         await others[0].close()

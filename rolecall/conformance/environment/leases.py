@@ -8,7 +8,6 @@ import grpc
 from rolecall.conformance.check import Verdict, failed, passed, skipped
 from rolecall.conformance.environment.contract import CONTRACT
 from rolecall.conformance.environment.describing import MOST_SESSIONS
-from rolecall.conformance.environment.lives import UNDUE
 from rolecall.conformance.environment.session import EnvironmentSession
 from rolecall.conformance.environment.turns import REPEATED
 
@@ -18,7 +17,8 @@ SLACK_S = 1.0
 """Seconds after a session must have ended that it may take on a busy machine."""
 
 
-def _too_long(session: EnvironmentSession) -> Verdict | None:
+def too_long(session: EnvironmentSession) -> Verdict | None:
+    """Skipped where a lease is too long to be waited for."""
     lease_s = session.spec.lease_s
     if lease_s <= LONGEST_LEASE_S:
         return None
@@ -34,7 +34,7 @@ def _too_long(session: EnvironmentSession) -> Verdict | None:
 )
 async def lease(session: EnvironmentSession) -> Verdict:
     """Repeats a call for two leases. A pause of the kit's own that was longer than a lease proves nothing."""
-    unseen = _too_long(session)
+    unseen = too_long(session)
     if unseen:
         return unseen
     lease_s, started = session.spec.lease_s, time.monotonic()
@@ -60,7 +60,7 @@ async def lease(session: EnvironmentSession) -> Verdict:
 )
 async def reaped(session: EnvironmentSession) -> Verdict:
     """Leaves every place's session for two leases: they are gone, and their places are free."""
-    unseen = _too_long(session)
+    unseen = too_long(session)
     if unseen:
         return unseen
     num = session.spec.max_sessions if session.spec.max_sessions <= MOST_SESSIONS else 1
@@ -72,7 +72,7 @@ async def reaped(session: EnvironmentSession) -> Verdict:
         codes = [await call.code() for call in calls]  # bounded: by the calls' deadline
         if any(code is not grpc.StatusCode.OK for code in codes):
             return failed(f"{2 * lease_s + SLACK_S:g} s after the last call, places were not free: {codes[-1].name}")
-        code = await left[0].step(UNDUE, "").code()  # bounded: by the call's deadline
+        code = await left[0].act().code()  # bounded: by the call's deadline
         if code is not grpc.StatusCode.NOT_FOUND:
             return failed(f"{2 * lease_s + SLACK_S:g} s after the last call, a turn ended with {code.name}")
     return passed(f"{len(codes)} sessions were gone after {2 * lease_s + SLACK_S:g} s")

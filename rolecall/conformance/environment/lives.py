@@ -81,13 +81,13 @@ async def unknown(session: EnvironmentSession) -> Verdict:
     """Takes turns in a session that was never opened, and in one that was closed."""
     row = session.rows.played[0]
     async with session.episode(row) as episode:
-        problem = await _ends(episode.step(1, "hello"), grpc.StatusCode.NOT_FOUND, "a turn of one never opened")
+        problem = await _ends(episode.act(), grpc.StatusCode.NOT_FOUND, "a turn of one never opened")
         if problem:
             return failed(problem)
     async with session.episode(row) as episode:
         await episode.reset()
         await episode.close()
-        problem = await _ends(episode.step(1, "hello"), grpc.StatusCode.NOT_FOUND, "a turn of a closed one")
+        problem = await _ends(episode.act(), grpc.StatusCode.NOT_FOUND, "a turn of a closed one")
         return failed(problem) if problem else passed("NOT_FOUND, twice")
 
 
@@ -150,7 +150,7 @@ async def older_closed(session: EnvironmentSession) -> Verdict:
         await episode.reset()
         await episode.close_older(episode.fence + 1)
         until = time.monotonic() + CLOSED_S
-        while await episode.step(UNDUE, "").code() is not grpc.StatusCode.NOT_FOUND:  # bounded: by the call's deadline
+        while await episode.act(UNDUE).code() is not grpc.StatusCode.NOT_FOUND:  # bounded: by the call's deadline
             if time.monotonic() > until:
                 return failed(f"the session was there {CLOSED_S:g} s after CloseOlder named a higher fence")
             await asyncio.sleep(LOOK_S)
@@ -161,7 +161,7 @@ async def older_closed(session: EnvironmentSession) -> Verdict:
     "older.others",
     "EnvironmentService.CloseOlder",
     "Sessions of other groups, and those of the fence itself or higher ones, stay.",
-    (*TURNS, "step.conflict", "older.closed"),
+    (*TURNS, "reset.repeated", "older.closed"),
 )
 async def older_others(session: EnvironmentSession) -> Verdict:
     """Names the fence of an open session, and a higher one of a group that it is not of."""
@@ -172,8 +172,7 @@ async def older_others(session: EnvironmentSession) -> Verdict:
                 return failed(f"CloseOlder with {what} says that it closed a session")
         async with session.episode(session.rows.played[0]) as other:
             await other.close_older(9)
-        code = grpc.StatusCode.FAILED_PRECONDITION
-        problem = await _ends(episode.step(UNDUE, ""), code, "a turn of a session that was to stay")
+        problem = await _ends(episode.reset(), grpc.StatusCode.OK, "a repeated Reset of a session that was to stay")
         return failed(problem) if problem else passed("one session stayed, thrice")
 
 

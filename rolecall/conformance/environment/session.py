@@ -2,6 +2,7 @@
 again, and the first play of every row, with which later ones are compared.
 """
 
+import asyncio
 import itertools
 import secrets
 from collections.abc import AsyncIterator, Sequence
@@ -10,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import Message
 
 from rolecall.conformance.check import said
+from rolecall.conformance.environment.policy import MODEL, PolicyEndpoint, Script
 from rolecall.conformance.environment.rows import Row, Rows
 from rolecall.conformance.peer import CONNECT_S, Peer, told
 from rolecall.environment.answers import CONTINUES
@@ -21,6 +24,14 @@ from rolecall.v1 import environment_pb2, environment_pb2_grpc
 
 Call: TypeAlias = "grpc.aio.UnaryUnaryCall[Any, Any]"
 Turns: TypeAlias = Sequence[environment_pb2.StepResponse]
+NOWHERE = "http://127.0.0.1:1/v1"
+"""A URL on this machine where nobody listens."""
+RUN_S = 30.0
+"""Seconds that an agent has for an episode."""
+MAX_CALLS = 16
+"""Calls of the policy that it has."""
+MAX_TOKENS = 100_000
+"""Tokens of a conversation that it is told; none are counted here."""
 OVER = (environment_pb2.EPISODE_STATE_TERMINATED, environment_pb2.EPISODE_STATE_TRUNCATED)
 
 
@@ -41,6 +52,16 @@ class Play:
     def is_as(self, other: "Play") -> bool:
         """Whether both went the same way, to the bit."""
         return same(self.opening, other.opening) and list(map(_bytes, self.turns)) == list(map(_bytes, other.turns))
+
+
+@dataclass(frozen=True)
+class Run:
+    """An episode that its agent ran."""
+
+    row: Row
+    answer: environment_pb2.RunEpisodeResponse
+    script: Script
+    """The policy that it asked."""
 
 
 class Episode:
@@ -66,6 +87,31 @@ class Episode:
         request = environment_pb2.StepRequest(session=self.name, turn=turn, action=action)
         return self._session.stub.Step(request, timeout=self._session.step_s)
 
+    def run(self, script: Script, *, longer_s: float = 0.0) -> Call:
+        """Calls RunEpisode, for a policy by its key, with so much time more than runs have."""
+        return self._run(self._session.policy.base_url, script.key, script.max_calls, longer_s)
+
+    def run_nowhere(self) -> Call:
+        """Calls RunEpisode with an endpoint where nobody listens."""
+        return self._run(NOWHERE, "nobody", MAX_CALLS, 0.0)
+
+    def _run(self, base_url: str, key: str, max_calls: int, longer_s: float) -> Call:
+        deadline_s = self._session.run_s + longer_s
+        request = environment_pb2.RunEpisodeRequest(
+            session=self.name,
+            base_url=base_url,
+            api_key=key,
+            model=MODEL,
+            max_calls=max_calls,
+            max_tokens=MAX_TOKENS,
+            deadline_s=deadline_s,
+        )
+        return self._session.stub.RunEpisode(request, timeout=deadline_s + self._session.close_s)
+
+    def act(self, turn: int = 1) -> Call:
+        """Takes a turn, or runs the episode without a policy: tells whether the session is there."""
+        return self.run_nowhere() if self._session.spec.runs_episodes else self.step(turn, "hello")
+
     def close(self, *, grade: bool = False) -> Call:
         """Calls Close."""
         request = environment_pb2.CloseRequest(session=self.name, grade=grade)
@@ -80,8 +126,10 @@ class Episode:
 class EnvironmentSession:
     """A session with one EnvironmentService. `open` before anything else, `close` at the end."""
 
-    def __init__(self, peer: Peer, rows: Rows) -> None:
+    def __init__(self, peer: Peer, rows: Rows, run_s: float = RUN_S) -> None:
+        """`run_s`: seconds that an agent has for an episode."""
         self.peer = peer
+        self.run_s = run_s
         self.rows = rows
         self.failed: set[str] = set()
         self.spec = environment_pb2.DescribeEnvironmentResponse()
@@ -91,20 +139,20 @@ class EnvironmentSession:
         self._numbers = itertools.count()
         self._plays: list[Play] = []
         self._graded: list[environment_pb2.CloseResponse | str] = []
+        self._runs: list[Run] = []
+        self.policy = PolicyEndpoint()
 
     async def open(self) -> None:
-        """Asks what the environment is; a RoleCallError when it does not say so within seconds, or runs agents."""
+        """Asks what the environment is; a RoleCallError when it does not say so within seconds."""
         call = self.stub.Describe(environment_pb2.DescribeEnvironmentRequest(), timeout=CONNECT_S)
         self.spec = await told(call, self.peer.address, "Describe")
         if self.spec.runs_episodes:
-            raise ConfigError(
-                f"environment {self.spec.name!r} runs episodes by an agent of its own, which this kit does not look at "
-                "yet; hold one that takes turns to it"
-            )
+            self.policy.start()
 
     async def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection, and the endpoint of the policy."""
         await self.channel.close(grace=0.0)
+        await asyncio.to_thread(self.policy.close)
 
     async def is_there(self) -> bool:
         """Whether Describe is answered, asked within CONNECT_S."""
@@ -174,6 +222,19 @@ class EnvironmentSession:
             self._plays = [await self.play(row) for row in self.rows.played]
         return self._plays
 
+    def script(self, row: Row, *, max_calls: int | None = None, status: int = 0, is_held: bool = False) -> Script:
+        """A policy that says the actions of a row."""
+        return self.policy.script(row.actions, max_calls=max_calls or MAX_CALLS, status=status, is_held=is_held)
+
+    async def runs(self) -> Sequence[Run]:
+        """The first run of every row."""
+        for row in self.rows.played[len(self._runs) :]:
+            script = self.script(row)
+            async with self.episode(row) as episode:
+                await self.opened(episode)
+                self._runs.append(Run(row, await episode.run(script), script))
+        return self._runs
+
     async def longest(self) -> Play:
         """The first play that has most turns."""
         return max(await self.plays(), key=lambda play: len(play.turns))
@@ -211,7 +272,7 @@ def _bytes(message: Any) -> bytes:
     return bytes(message.SerializeToString(deterministic=True))
 
 
-def short(answer: environment_pb2.StepResponse | environment_pb2.ResetResponse | environment_pb2.CloseResponse) -> str:
+def short(answer: Message) -> str:
     """An answer on one line, for people."""
     text = " ".join(str(answer).split())
     return f"{text[:120]}..." if len(text) > 120 else text or "nothing"

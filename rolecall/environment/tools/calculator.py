@@ -54,7 +54,12 @@ def evaluated(expression: str) -> str:
         raise InvalidInputError("division by zero") from None
     except (SyntaxError, ValueError, MemoryError):  # what the parser makes of text that is none
         raise InvalidInputError(f"{expression!r} is no arithmetic expression") from None
-    return str(value.numerator) if value.denominator == 1 else f"{float(value):.{MAX_DIGITS}g}"
+    if value.denominator == 1:
+        return str(value.numerator)
+    try:
+        return f"{float(value):.{MAX_DIGITS}g}"
+    except OverflowError:
+        raise _too_large() from None
 
 
 def _value(node: ast.expr) -> Fraction:
@@ -72,7 +77,7 @@ def _value(node: ast.expr) -> Fraction:
         case _:
             raise InvalidInputError("only numbers, + - * / // % ** and parentheses are read")
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-        raise InvalidInputError("the result is too large")
+        raise _too_large()
     return value
 
 
@@ -81,5 +86,9 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
         raise InvalidInputError("exponents are whole numbers")
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
     if (bits > 1 and bits * abs(exponent) > 2 * MAX_BITS) or bits > MAX_BITS:
-        raise InvalidInputError("the result is too large")
+        raise _too_large()
     return Fraction(base**exponent.numerator)
+
+
+def _too_large() -> InvalidInputError:
+    return InvalidInputError("the result is too large")

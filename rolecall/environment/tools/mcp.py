@@ -7,6 +7,8 @@ is made once and never repeated. Bounds: START_S for a server to say its tools, 
 
 import asyncio
 import concurrent.futures
+import contextlib
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ from rolecall.environment.tools.episode import ToolEpisode
 from rolecall.errors import EpisodeLostError
 from rolecall.scoring.scores import Score
 
+logger = logging.getLogger(__name__)
+
 START_S = 30.0
 """Longest time until a server has said its tools."""
 CALL_S = 20.0
@@ -31,16 +35,16 @@ CLOSE_S = 5.0
 class McpServer:
     """A running server. `close` ends it; so does the end of this process, which closes its streams."""
 
-    def __init__(self, command: Sequence[str]) -> None:
-        """Starts `command` and asks for its tools. EpisodeLostError when it does not say them within START_S."""
+    def __init__(self, command: Sequence[str], start_s: float = START_S) -> None:
+        """Starts `command` and asks for its tools. EpisodeLostError when it does not say them within `start_s`."""
         self._parameters = StdioServerParameters(command=command[0], args=list(command[1:]))
         self._ready: concurrent.futures.Future[tuple[McpTool, ...]] = concurrent.futures.Future()
         self._loop = asyncio.new_event_loop()
-        self._over = asyncio.Event()
+        self._serving = self._loop.create_task(self._serve())
         self._thread = threading.Thread(target=self._run, name="mcp", daemon=True)
         self._thread.start()
         try:
-            self.tools = self._ready.result(START_S)
+            self.tools = self._ready.result(start_s)
             """What the server offers."""
         except Exception as error:  # the entry point of a process that is not ours
             self.close()
@@ -56,14 +60,16 @@ class McpServer:
             raise EpisodeLostError(f"the MCP server did not answer a call of {name}: {error!r}") from error
 
     def close(self) -> None:
-        """Ends the server. Idempotent."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._over.set)
-            self._thread.join(CLOSE_S)
+        """Ends the server, wherever it stands. Idempotent."""
+        with contextlib.suppress(RuntimeError):  # its loop has ended by itself
+            self._loop.call_soon_threadsafe(self._serving.cancel)
+        self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         try:
-            self._loop.run_until_complete(self._serve())
+            self._loop.run_until_complete(self._serving)
+        except asyncio.CancelledError:
+            logger.debug("an MCP server was ended")
         except Exception as error:  # the entry point of a thread
             if not self._ready.done():
                 self._ready.set_exception(error)
@@ -76,7 +82,7 @@ class McpServer:
             await session.initialize()  # bounded: by START_S of whoever waits
             self._session = session
             self._ready.set_result(await self._listed(session))
-            await self._over.wait()  # bounded: by the episode
+            await self._loop.create_future()  # bounded: by the episode, whose end cancels it
 
     async def _listed(self, session: ClientSession) -> "tuple[McpTool, ...]":
         found: list[McpTool] = []

@@ -63,6 +63,17 @@ class AlgorithmSection(Section):
         """Whether the sampler's logprobs stand for the old policy's."""
         return self.correction is not None and self.correction.proximal == "bypass"
 
+    @property
+    def sees_trajectories(self) -> bool:
+        """Whether something in the loss of a token depends on other tokens of its trajectory, so that a trajectory must
+        be in one microbatch.
+        """
+        correction = self.correction
+        weighs = correction is not None and correction.weight is not None and correction.weight.kind == "sequence"
+        rejects = correction is not None and any(each.over != "token" for each in correction.reject)
+        of_ratio = self.policy_loss.kind in ("gspo", "gmpo", "custom")
+        return weighs or rejects or of_ratio or self.aggregation == "seq_mean_token_mean"
+
     @model_validator(mode="after")
     def _bypass_has_a_ratio(self) -> Self:
         if self.sampler_is_old and isinstance(self.policy_loss, ReinforceLoss):

@@ -245,6 +245,10 @@ class FsdpEngine:
         for part in parts or STATE_PARTS:
             self._on_host.give_back(part)
 
+    def num_bytes_away(self, *parts: StatePart) -> int:
+        """EngineState.num_bytes_away."""
+        return self._on_host.num_bytes(parts or STATE_PARTS)
+
     def _traced(self) -> ModelFlops:
         """Counts a pass, on the meta device, which also shows whether every layer chooses experts as it is told to."""
         trace = TracedAttention()

@@ -249,6 +249,10 @@ class MegatronEngine:
         for part in parts or STATE_PARTS:
             self._on_host.give_back(part)
 
+    def num_bytes_away(self, *parts: StatePart) -> int:
+        """EngineState.num_bytes_away."""
+        return self._on_host.num_bytes(parts or STATE_PARTS)
+
     def _read(self) -> None:
         """Fills the parameters, by way of the gradients' float32 memory where half-precision ones have others beneath
         them.

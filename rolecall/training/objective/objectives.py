@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rolecall.algorithms.aggregation import Counts, sequence_index, token_weights
+from rolecall.algorithms.aggregation import Counts, token_weights
 from rolecall.algorithms.correction import correct
 from rolecall.algorithms.kl import kl_N
 from rolecall.algorithms.losses import PolicyBatch, token_losses
@@ -84,7 +84,7 @@ class PolicyObjective:
         assert isinstance(outputs, TokenOutputs)
         algorithm, columns = self.algorithm, microbatch.columns
         mask_N = columns["loss_mask"] & microbatch.score_mask_N
-        sequence_N, num_sequences = _sequences(microbatch), len(microbatch.lengths)
+        sequence_N, num_sequences = microbatch.trajectory_N(), microbatch.num_trajectories
         weights_N = token_weights(mask_N, sequence_N, num_sequences, algorithm.aggregation, self.counts, self.length)
         logprobs_N, rollout_N = outputs.logprobs_N, columns["rollout_logprobs"]
         old_N = columns["old_logprobs"] if "old_logprobs" in columns else logprobs_N.detach()
@@ -140,7 +140,8 @@ class ValueObjective:
         assert isinstance(outputs, ValueOutputs)
         columns = microbatch.columns
         mask_N = columns["loss_mask"] & microbatch.score_mask_N
-        weights_N = token_weights(mask_N, _sequences(microbatch), len(microbatch.lengths), "token_mean", self.counts)
+        sequence_N, num_sequences = microbatch.trajectory_N(), microbatch.num_trajectories
+        weights_N = token_weights(mask_N, sequence_N, num_sequences, "token_mean", self.counts)
         loss, terms = value_loss(
             outputs.values_N, columns["returns"], columns["values"], weights_N, clip_eps=self.clip_eps
         )
@@ -167,9 +168,8 @@ class SftObjective:
         """A Loss."""
         assert isinstance(outputs, TokenOutputs)
         mask_N = microbatch.columns["loss_mask"] & microbatch.score_mask_N
-        weights_N = token_weights(
-            mask_N, _sequences(microbatch), len(microbatch.lengths), self.aggregation, self.counts
-        )
+        sequence_N, num_sequences = microbatch.trajectory_N(), microbatch.num_trajectories
+        weights_N = token_weights(mask_N, sequence_N, num_sequences, self.aggregation, self.counts)
         loss = sft_loss(outputs.logprobs_N, weights_N)
         metrics = Metrics()
         metrics.sum("sft/loss", float(loss.detach()))
@@ -184,10 +184,6 @@ def _teacher_kl_N(
         return forward_topk_kl_N(outputs.target_logprobs_Nk, columns[TOPK_LOGPROBS])
     # The sampled token's own estimate as the value; its gradient on-policy is 0 on average, k2's that of the KL.
     return kl_N(outputs.logprobs_N, columns[reference_column(TEACHER)], "k1", "k2")
-
-
-def _sequences(microbatch: Microbatch) -> torch.Tensor:
-    return sequence_index(microbatch.cu_seqlens, microbatch.token_ids_N.numel())
 
 
 def _add_rejected_sequences(metrics: Metrics, batch: PolicyBatch, weights_N: torch.Tensor) -> None:

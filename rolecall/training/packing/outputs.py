@@ -21,6 +21,7 @@ def stand_in(device: torch.device) -> Microbatch:
         position_ids_N=torch.arange(2, device=device),
         cu_seqlens=torch.tensor([0, 2], dtype=torch.int32, device=device),
         lengths=(2,),
+        trajectories=(0,),
         temperature_N=torch.ones(2, device=device),
         score_mask_N=torch.tensor([False, True], device=device),
         num_scored=1,

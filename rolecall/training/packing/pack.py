@@ -14,7 +14,9 @@ not depend on the plan (see algorithms/aggregation.py).
                   for indices in microbatches]
         # their losses are divided by local_counts, summed over the ranks
 
-Shapes: N tokens of one microbatch; S its sequences; T tokens of one trajectory.
+Where rows have several segments, what is planned are pieces of rows (pieces.py), and what is packed are segments.
+
+Shapes: N tokens of one microbatch; S its sequences; T tokens of one sequence.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,10 +32,11 @@ from rolecall.training.account.flops import CostModel
 from rolecall.training.engine import Microbatch
 from rolecall.training.model.prefixes import find_prefixes
 from rolecall.training.packing.balance import fill, partition
+from rolecall.training.packing.pieces import Piece, whole
 from rolecall.wire import Array
 
 Row = Mapping[str, Array]
-"""A trajectory's columns by name, as numpy arrays."""
+"""The columns of a trajectory, or of one of its segments, by name, as numpy arrays."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,13 @@ class RankPlan:
     """One rank's share of a batch."""
 
     minibatches: tuple[tuple[tuple[int, ...], ...], ...]
-    """[mini-batch][microbatch] -> row indices into the batch; an empty microbatch keeps the ranks in step."""
+    """[mini-batch][microbatch] -> indices of rows, or of pieces where these were planned; an empty microbatch keeps the
+    ranks in step.
+    """
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The rows this rank reads, in the order it computes them; each once."""
+        """The rows or pieces that this rank computes, in order; each once."""
         return tuple(row for microbatches in self.minibatches for indices in microbatches for row in indices)
 
     @property
@@ -57,14 +62,39 @@ class RankPlan:
 def plan_batch(
     num_tokens: Sequence[int], *, num_minibatches: int, token_budget: int, world_size: int, cost: CostModel, seed: int
 ) -> list[RankPlan]:
-    """One plan per rank. Rows are shuffled into mini-batches of nearly equal size by `seed`; each mini-batch is
-    balanced over the ranks by cost.
+    """One plan per rank for rows of one segment each. Rows are shuffled into mini-batches of nearly equal size by
+    `seed`; each mini-batch is balanced over the ranks by cost.
     """
-    order = np.random.default_rng(seed).permutation(len(num_tokens))
-    costs = cost.costs(num_tokens)
+    return plan_pieces(
+        whole(num_tokens),
+        num_minibatches=num_minibatches,
+        token_budget=token_budget,
+        world_size=world_size,
+        cost=cost,
+        seed=seed,
+    )
+
+
+def plan_pieces(
+    pieces: Sequence[Piece], *, num_minibatches: int, token_budget: int, world_size: int, cost: CostModel, seed: int
+) -> list[RankPlan]:
+    """One plan per rank for the `pieces` of rows, at least one, a row's one after another, as `plan_batch` makes them.
+    A row's pieces are in the same mini-batch on the same rank.
+    """
+    num_tokens = [piece.num_tokens for piece in pieces]
+    costs = np.array([cost.costs(piece.lengths).sum() for piece in pieces])
+    of_row: dict[int, list[int]] = {}
+    for index, piece in enumerate(pieces):
+        of_row.setdefault(piece.row, []).append(index)
+    row_costs = np.array([costs[indices].sum() for indices in of_row.values()])
+    members = list(of_row.values())
+    order = np.random.default_rng(seed).permutation(len(members))
     shares: list[list[tuple[tuple[int, ...], ...]]] = [[] for _ in range(world_size)]
     for rows in np.array_split(order, num_minibatches):
-        parts = [rows[part].tolist() for part in partition(costs[rows], world_size)]
+        parts = [
+            [index for row in rows[part].tolist() for index in members[row]]
+            for part in partition(row_costs[rows], world_size)
+        ]
         for share, microbatches in zip(shares, cut_microbatches(parts, num_tokens, costs, token_budget), strict=True):
             share.append(microbatches)
     return [RankPlan(tuple(share)) for share in shares]
@@ -102,8 +132,10 @@ def pack(
     temperature: float | Sequence[float],
     device: torch.device,
     score: str = "response_mask",
+    trajectories: Sequence[int] | None = None,
 ) -> Microbatch:
-    """Rows one after another as tensors on `device`. `score` names the mask of tokens whose outputs are wanted.
+    """Rows one after another as tensors on `device`, a sequence each. `score` names the mask of tokens whose outputs
+    are wanted; `trajectories` the trajectory that each row is a segment of, by any number (absent: each is one).
 
     Masks arrive as bool, other columns as they are. Sequences share a beginning only as far as they were routed alike.
 
@@ -126,6 +158,7 @@ def pack(
         position_ids_N=torch.from_numpy(np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)).to(device),
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)).to(device),
         lengths=tuple(lengths),
+        trajectories=tuple(range(len(rows)) if trajectories is None else trajectories),
         temperature_N=torch.from_numpy(np.repeat(np.asarray(temperatures, np.float32), lengths)).to(device),
         score_mask_N=torch.from_numpy(score_mask_N).to(device),
         num_scored=int(np.count_nonzero(score_mask_N)),
@@ -142,10 +175,13 @@ def unpack(values_N: torch.Tensor, lengths: Sequence[int]) -> list[Array]:
     return [part.copy() for part in np.split(flat_N, np.cumsum(lengths)[:-1])] if lengths else []
 
 
-def local_counts(rows: Sequence[Row], mask: str = "loss_mask") -> Counts:
-    """Trained tokens (a sequence's first token is never one) and sequences that have any."""
+def local_counts(rows: Sequence[Row], mask: str = "loss_mask", trajectories: Sequence[int] | None = None) -> Counts:
+    """Trained tokens (a sequence's first token is never one) and trajectories that have any. `trajectories` as
+    in `pack`.
+    """
     per_row = [int(np.count_nonzero(row[mask][1:])) for row in rows]
-    return Counts(sum(per_row), sum(count > 0 for count in per_row))
+    of_row = range(len(rows)) if trajectories is None else trajectories
+    return Counts(sum(per_row), len({number for number, count in zip(of_row, per_row, strict=True) if count}))
 
 
 def _identity(row: Row, columns: Sequence[str]) -> Array:

@@ -10,6 +10,7 @@ CUDA's own. Streams and events need no word here: torch's are of any device.
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,10 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rolecall.errors import ConfigError, NotOnThisDeviceError
+from rolecall.errors import ConfigError, DeviceFullError, NotOnThisDeviceError
 
 logger = logging.getLogger(__name__)
 
+ROOM_TIMEOUT_S = 5.0
+"""Longest wait for memory that a process which has just ended is yet to give back."""
 _CPU_IS_FULL = "DefaultCPUAllocator: can't allocate memory"
 """How torch says it of host memory: in a RuntimeError."""
 COLLECTIVE_TIMEOUT_S = 300.0
@@ -239,6 +242,21 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(device)
         return total - free, total
     return _resident_bytes("VmRSS"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def require_room(device: torch.device, num_bytes: int) -> None:
+    """DeviceFullError when a GPU has no room for `num_bytes` more, nor gets it within ROOM_TIMEOUT_S. Of a host nothing
+    is asked: its memory is paged.
+    """
+    give_up_at = time.monotonic() + ROOM_TIMEOUT_S
+    while device.type == "cuda" and (missing := num_bytes - torch.cuda.mem_get_info(device)[0]) > 0:
+        if time.monotonic() > give_up_at:
+            raise DeviceFullError(
+                f"{device} lacks {missing:,} of the {num_bytes:,} bytes that this trainer's state takes there, beside "
+                "what other roles keep; move references to other devices, set actor.optimizer.offload, or use a "
+                "smaller model (`rolecall check` says what each takes)"
+            )
+        time.sleep(0.1)
 
 
 def allocator_state(device: torch.device) -> dict[str, Any]:

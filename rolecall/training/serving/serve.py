@@ -3,7 +3,8 @@ Torch-free, the same for every role.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Protocol, TypeVar
 
 from rolecall.errors import DeadlineError
@@ -11,6 +12,7 @@ from rolecall.rpc.membership import Membership
 from rolecall.rpc.role_process import ServiceArgs, serve, stop_requested, way_out
 from rolecall.rpc.server import Server
 from rolecall.settings import RunSettings, TrainerSection
+from rolecall.shifts import Post
 from rolecall.telemetry import show_states
 from rolecall.training.serving.calls import DRAIN_S, ColumnCalls
 from rolecall.training.serving.device_thread import DeviceThread
@@ -28,14 +30,16 @@ class Follower(Protocol):
 E = TypeVar("E")
 
 
-async def load(args: ServiceArgs, device_thread: DeviceThread, build: Callable[[ProcessHooks], E]) -> E:
-    """Rank 0: builds the role in the device thread. DeadlineError when the model is not loaded within
-    controller.start_timeout_s.
+async def load(
+    args: ServiceArgs, device_thread: DeviceThread, build: Callable[[ProcessHooks], E], *, takes_shifts: bool = False
+) -> E:
+    """Rank 0: builds the role in the device thread, once it is the trainers' shift where it `takes_shifts`.
+    DeadlineError when the model is not loaded within controller.start_timeout_s.
     """
     timeout_s = args.settings.controller.start_timeout_s
     hooks = ProcessHooks(args.worker, device_thread.progressed, way_out(args.worker))
     try:
-        async with asyncio.timeout(timeout_s):
+        async with on_shift(args.settings, takes_shifts), asyncio.timeout(timeout_s):
             return await device_thread.run(lambda: build(hooks), "loading the model")
     except TimeoutError as error:
         raise DeadlineError(
@@ -43,13 +47,29 @@ async def load(args: ServiceArgs, device_thread: DeviceThread, build: Callable[[
         ) from error
 
 
-async def follow(args: ServiceArgs, build: Callable[[ProcessHooks], Follower]) -> None:
-    """The other ranks: builds and obeys rank 0 until it stops the group. They leave when rank 0 says so, not at a
-    signal, and at once when it is lost.
+async def follow(args: ServiceArgs, build: Callable[[ProcessHooks], Follower], *, takes_shifts: bool = False) -> None:
+    """The other ranks: builds, as rank 0 does, and obeys it until it stops the group. They leave when rank 0 says so,
+    not at a signal, and at once when it is lost.
     """
     stop_requested()
     hooks = ProcessHooks(args.worker, lost=way_out(args.worker))
-    await asyncio.to_thread(lambda: build(hooks).follow())
+    async with on_shift(args.settings, takes_shifts):
+        role = await asyncio.to_thread(build, hooks)
+    await asyncio.to_thread(role.follow)
+
+
+@asynccontextmanager
+async def on_shift(settings: RunSettings, takes_shifts: bool) -> AsyncIterator[None]:
+    """Entered in the trainers' shift; while inside, it goes on."""
+    if not takes_shifts:
+        yield
+        return
+    post = Post(settings.run.dir, "trainers")
+    try:
+        await post.wait_until_due()
+        yield
+    finally:
+        post.close()
 
 
 def make_server(settings: RunSettings, section: TrainerSection, name: str) -> Server:

@@ -22,6 +22,7 @@ from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.objective.routing import RouterLosses, router_load
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, local_counts, pack
+from rolecall.training.packing.pieces import whole
 from rolecall.training.serving.hooks import ProcessHooks, nothing
 from rolecall.training.serving.trainer import Progress
 from rolecall.training.sft.checkpoints import SftCheckpoints
@@ -166,7 +167,7 @@ class SftRank:
 
     def _minibatch(self, rows: Sequence[Row]) -> Minibatch:
         """This rank's microbatches of `rows`, which every rank has, with the counts of all."""
-        plan = self._context.plan([len(row["token_ids"]) for row in rows], 1, 0)
+        plan = self._context.plan(whole([len(row["token_ids"]) for row in rows]), 1, 0)
         microbatches = [
             pack([rows[i] for i in indices], ["loss_mask"], temperature=1.0, device=self._context.device)
             for indices in plan.microbatches

@@ -3,7 +3,8 @@ in place.
 
 A tensor keeps its identity: its storage shrinks to nothing and grows back, so that parameters, DTensors, views that
 FSDP holds and the optimizer's state stay the same objects. In between nobody may read one: the engine brings back what
-a call needs first. The same on CPUs, where it moves memory but frees none.
+a call needs first. The same on CPUs, where it moves memory but frees none. Only storages that were once seen as numpy
+arrays, as by a publish, cannot shrink there, and stay where they are.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,7 +30,7 @@ class HostCopies:
         storages = {
             storage.data_ptr(): storage
             for storage in (tensor.untyped_storage() for tensor in tensors)
-            if storage.nbytes()
+            if storage.nbytes() and (storage.resizable() or storage.device.type != "cpu")
         }
         copies = self._copies[part] = []
         for storage in storages.values():
@@ -44,9 +45,9 @@ class HostCopies:
             _bytes_of(storage).copy_(copy)
             self._progressed()
 
-    def holds(self, part: StatePart) -> bool:
-        """Whether the part is on the host."""
-        return part in self._copies
+    def num_bytes(self, parts: Iterable[StatePart]) -> int:
+        """Bytes that giving `parts` back takes on the device."""
+        return sum(copy.numel() for part in parts for _, copy in self._copies.get(part, ()))
 
 
 def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:

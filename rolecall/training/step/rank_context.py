@@ -11,7 +11,8 @@ import torch
 from rolecall.store.rows import Rows
 from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.engine import EngineState, TrainingEngine
-from rolecall.training.packing.pack import RankPlan, plan_batch
+from rolecall.training.packing.pack import RankPlan, plan_pieces
+from rolecall.training.packing.pieces import Piece
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.serving.hooks import nothing
 
@@ -31,10 +32,12 @@ class RankContext:
     progressed: Callable[[], None] = nothing
     """Called whenever a part of the work is done."""
 
-    def plan(self, lengths: Sequence[int], num_minibatches: int, seed: int) -> RankPlan:
-        """Returns this rank's part of rows of `lengths` tokens, which is its slot's. All find the same partition."""
-        plans = plan_batch(
-            lengths,
+    def plan(self, pieces: Sequence[Piece], num_minibatches: int, seed: int) -> RankPlan:
+        """Returns this rank's part of the rows that `pieces` are of, which is its slot's. All find the same
+        partition.
+        """
+        plans = plan_pieces(
+            pieces,
             num_minibatches=num_minibatches,
             token_budget=self.token_budget,
             world_size=self.group.num_slots,

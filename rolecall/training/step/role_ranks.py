@@ -18,6 +18,7 @@ from rolecall.telemetry import Metrics
 from rolecall.training.engine import Microbatch, StatePart, TokenOutputs, ValueOutputs
 from rolecall.training.model.logprobs import Wanted
 from rolecall.training.ranks.command_group import CommandGroup
+from rolecall.training.ranks.device import require_room
 from rolecall.training.serving.applied import FILE, Applied
 from rolecall.training.serving.background import in_background
 from rolecall.training.serving.hooks import nothing
@@ -232,4 +233,6 @@ class TrainerRanks(ColumnRanks):
         if to_host:
             self.context.state.offload(*named)
         else:
+            needed = self.context.state.num_bytes_away(*named)
+            self.group.agree(lambda: require_room(self.context.device, needed))
             self.context.state.onload(*named)

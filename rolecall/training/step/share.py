@@ -17,9 +17,11 @@ from rolecall.algorithms.aggregation import Counts
 from rolecall.errors import InvalidInputError
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.model.logprobs import Wanted
-from rolecall.training.packing.pack import Row, local_counts, pack
+from rolecall.training.packing.pack import RankPlan, Row, local_counts, pack
+from rolecall.training.packing.pieces import Piece, cut, join
 from rolecall.training.serving.column_batcher import row_key
 from rolecall.training.step.rank_context import StoreRankContext
+from rolecall.trajectory import segment_lengths
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 from rolecall.wire import Array
 
@@ -55,7 +57,7 @@ class TrainShare:
     """A rank's share of a sealed batch."""
 
     rows: list[dict[str, Array]]
-    """Rows in the order of the plan."""
+    """Rows in the order of the plan; a trajectory's number in `Microbatch.trajectories` is its place here."""
     minibatches: list[Minibatch]
     num_tokens: int
     """Tokens of the whole batch."""
@@ -82,15 +84,19 @@ def read_share(
     *,
     optional: Sequence[str] = (),
     derive: Derive | None = None,
+    between_segments: bool = True,
 ) -> TrainShare:
     """This rank's share of `batch` with `columns` (beside token_ids and response_mask) packed, and what `derive` adds
     to them.
 
-    The columns `optional` are packed, on all ranks, when every row of the batch holds all of them. RowMissingError on
-    every rank when a row or column is gone.
+    The columns `optional` are packed, on all ranks, when every row of the batch holds all of them. A row above the
+    token budget is cut `between_segments`; else it has a microbatch of its own. RowMissingError on every rank when a
+    row or column is gone.
     """
-    plan = context.plan([row.num_tokens for row in batch.rows], num_minibatches, seed)
-    refs = [batch.rows[index] for index in plan.rows]
+    pieces = cut([segment_lengths(ref) for ref in batch.rows], context.token_budget, between_segments=between_segments)
+    plan = context.plan(pieces, num_minibatches, seed)
+    mine = _rows_of(plan, pieces)
+    refs = [batch.rows[index] for index in mine]
     wanted = list(dict.fromkeys(["token_ids", "response_mask", *columns]))
     read, temperatures = _read(context, refs, wanted, optional)
     num_lacking = context.group.sum(np.array([sum(not row.keys() >= set(optional) for row in read)]))[0]
@@ -98,14 +104,12 @@ def read_share(
     for row, more in zip(read, derived, strict=False):
         row.update(more)
     packed_columns = [*columns, *(derived[0] if derived else ()), *(() if num_lacking else optional)]
-    by_index = dict(zip(plan.rows, zip(read, temperatures, strict=True), strict=True))
-    own = [
-        local_counts([by_index[i][0] for indices in microbatches for i in indices]) for microbatches in plan.minibatches
-    ]
+    rows = _RowsRead(pieces, mine, read, temperatures)
+    own = [rows.counts([i for indices in microbatches for i in indices]) for microbatches in plan.minibatches]
     totals = context.group.sum_over_slots(np.array([[counts.num_tokens, counts.num_sequences] for counts in own]))
     minibatches = []
     for microbatches, (num_tokens, num_sequences) in zip(plan.minibatches, totals, strict=True):
-        packed = [_pack(context, [by_index[i] for i in indices], packed_columns) for indices in microbatches]
+        packed = [rows.pack(context, indices, packed_columns) for indices in microbatches]
         minibatches.append(Minibatch(packed, Counts(int(num_tokens), int(num_sequences))))
     return TrainShare(read, minibatches, sum(row.num_tokens for row in batch.rows))
 
@@ -124,28 +128,75 @@ def compute_column(
     beside logprobs. The engine gets the columns `reads`, too. Rows that hold the columns are left out of the
     computation.
     """
-    plan = context.plan([ref.num_tokens for ref in refs], 1, 0)
-    mine = [refs[index] for index in plan.rows]
-    read, temperatures = _read(context, mine, ["token_ids", "response_mask", *reads], names)
-    by_index = dict(zip(plan.rows, zip(read, temperatures, strict=True), strict=True))
-    seen = "\n".join(row_key(refs[index]) for index, (row, _) in by_index.items() if all(name in row for name in names))
+    pieces = cut([segment_lengths(ref) for ref in refs], context.token_budget, between_segments=True)
+    plan = context.plan(pieces, 1, 0)
+    mine = _rows_of(plan, pieces)
+    read, temperatures = _read(context, [refs[index] for index in mine], ["token_ids", "response_mask", *reads], names)
+    rows = _RowsRead(pieces, mine, read, temperatures)
+    keys = {index: row_key(refs[index]) for index in mine}
+    seen = "\n".join(keys[i] for i, row in zip(mine, read, strict=True) if all(name in row for name in names))
     # agreed: a slot computes the same rows
     held = frozenset(key for part in context.group.gather(seen.encode()) for key in part.decode().split("\n") if key)
-    todo = [tuple(index for index in indices if row_key(refs[index]) not in held) for indices in plan.microbatches]
-    packed = [_pack(context, [by_index[i] for i in indices], reads) for indices in todo]
+    todo = [tuple(i for i in indices if keys[pieces[i].row] not in held) for indices in plan.microbatches]
+    packed = [rows.pack(context, indices, reads) for indices in todo]
     outputs = context.engine.forward(packed, wanted=wanted)
-    encoded = [
-        columns for microbatch, output in zip(packed, outputs, strict=True) for columns in encode(microbatch, output)
-    ]
-    written = [refs[index] for indices in todo for index in indices]
-    context.group.agree(lambda: context.rows.put(written, encoded) if context.group.is_slot_leader else None)
+    computed = [each for pair in zip(packed, outputs, strict=True) for each in encode(*pair)]
+    written = rows.joined([i for indices in todo for i in indices], computed)
+    context.group.agree(
+        lambda: (
+            context.rows.put([refs[index] for index in written], list(written.values()))
+            if context.group.is_slot_leader
+            else None
+        )
+    )
     return held
 
 
-def _pack(context: StoreRankContext, rows: Sequence[tuple[Row, float]], columns: Sequence[str]) -> Microbatch:
-    return pack(
-        [row for row, _ in rows], columns, temperature=[temperature for _, temperature in rows], device=context.device
-    )
+@dataclass(frozen=True)
+class _RowsRead:
+    """The rows that a rank read, as the pieces that it packs."""
+
+    pieces: Sequence[Piece]
+    """The pieces of the whole batch."""
+    numbers: Sequence[int]
+    """The rows' numbers in the batch."""
+    rows: Sequence[Row]
+    temperatures: Sequence[float]
+
+    def pack(self, context: StoreRankContext, indices: Sequence[int], columns: Sequence[str]) -> Microbatch:
+        """The pieces `indices` as a microbatch."""
+        segments, places = self._segments(indices)
+        temperatures = [self.temperatures[place] for place in places]
+        return pack(segments, columns, temperature=temperatures, device=context.device, trajectories=places)
+
+    def counts(self, indices: Sequence[int]) -> Counts:
+        """Counts what is trained of the pieces `indices`."""
+        segments, places = self._segments(indices)
+        return local_counts(segments, trajectories=places)
+
+    def joined(self, indices: Sequence[int], computed: Sequence[Row]) -> dict[int, dict[str, Array]]:
+        """Columns of rows, by number, from those `computed` of every segment of the pieces `indices`, in order."""
+        found: dict[int, dict[int, Row]] = {}
+        source = iter(computed)
+        for piece in (self.pieces[index] for index in indices):
+            starts = np.cumsum([piece.start, *piece.lengths[:-1]]).tolist()
+            found.setdefault(piece.row, {}).update((start, next(source)) for start in starts)
+        return {row: join([parts[start] for start in sorted(parts)]) for row, parts in found.items()}
+
+    def _segments(self, indices: Sequence[int]) -> tuple[list[Row], list[int]]:
+        """The segments of the pieces `indices`, each with the place of its row."""
+        place_of = {number: place for place, number in enumerate(self.numbers)}
+        segments, places = list[Row](), list[int]()
+        for piece in (self.pieces[index] for index in indices):
+            place = place_of[piece.row]
+            segments += piece.segments(self.rows[place])
+            places += [place] * len(piece.lengths)
+        return segments, places
+
+
+def _rows_of(plan: RankPlan, pieces: Sequence[Piece]) -> list[int]:
+    """Numbers of the rows that this rank computes, in the order of their first pieces."""
+    return list(dict.fromkeys(pieces[index].row for index in plan.rows))
 
 
 def _read(

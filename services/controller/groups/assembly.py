@@ -127,11 +127,11 @@ class Assembly:
         """Groups that could be trained."""
         return len(self._ready)
 
-    async def next_batch(self, batch: int, begun: Collection[int] = ()) -> list[ScoredGroup]:
+    async def next_batch(self, batch: int, begun: Collection[int] = (), *, at_rest: bool = False) -> list[ScoredGroup]:
         """The groups of batch number `batch`, oldest first, of which those in `begun` that are live must be; they stay
-        live until `trained`.
+        live until `trained`. `at_rest`: once all that live are ready.
         """
-        while (
+        while (at_rest and len(self._ready) < len(self._live)) or (
             gids := self._policy.choose(batch, self._ready.keys(), self._live, self._live.keys() & set(begun))
         ) is None:
             await self._change()

@@ -33,7 +33,7 @@ EPISODE_ENDS = {
     "malformed": "out_of_calls",
 }
 """Names of the shares of episodes by what ended them."""
-MASKED = ("branch", "unseen")
+MASKED = ("row_full", "unseen")
 """Reasons why tokens of an episode that an agent ran are not trained on."""
 BRANCHES = ("history", "fork", "tools", "template")
 """Reasons why a call of an agent began a branch, beside the first."""
@@ -126,7 +126,8 @@ def of_batch(
         metrics.mean("response/tokens", float(group.num_response_tokens_G.mean()), size)
         metrics.max("response/tokens_max", float(group.num_response_tokens_G.max()))
         metrics.mean("response/truncated", float(group.truncated_G.mean()), size)
-        for episode in group.episodes:
+        for ref, episode in zip(group.rows, group.episodes, strict=False):
+            metrics.mean("episode/segments", 1 + len(ref.segment_starts))
             metrics.mean("episode/turns", episode.num_turns)
             metrics.max("episode/turns_max", episode.num_turns)
             metrics.mean("episode/tool_calls", episode.num_tool_calls)

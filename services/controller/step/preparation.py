@@ -5,8 +5,9 @@ the same bits. assembly.py says which groups a batch has; the numbers are those 
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 
 import numpy as np
 
@@ -126,9 +127,21 @@ def prepare(
         coefficients=control.coefficients(algorithm, state.control),
         statistics=statistics,
     )
+    train_batch.tokens.extend(_tokens(groups, masks, loss_masks))
     train_batch.greedy_rows.extend(group.greedy.row for group in groups if group.greedy is not None)
     train_batch.digest = _digest(train_batch, rows, raw_B, columns)
     return train_batch, columns
+
+
+def _tokens(
+    groups: Sequence[ScoredGroup], masks: Sequence[Array], loss_masks: Sequence[Array]
+) -> Iterator[trajectory_pb2.GroupTokens]:
+    """The tokens that the rows of each group bring to training."""
+    pairs = zip(masks, loss_masks, strict=True)
+    for group in groups:
+        own = [(np.count_nonzero(mask), np.count_nonzero(trained)) for mask, trained in islice(pairs, len(group.rows))]
+        sampled, trained = np.sum(own, axis=0).tolist()
+        yield trajectory_pb2.GroupTokens(num_sampled=sampled, num_trained=trained)
 
 
 def _moments(

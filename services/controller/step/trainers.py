@@ -27,6 +27,9 @@ RETRY_PAUSE_S = 0.5
 INFO_TIMEOUT_S = 10.0
 """Deadline of GetInfo, which blocks on nothing."""
 
+MOVE_TIMEOUT_S = 600.0
+"""Deadline of one move between a shared device and host memory: 600 GB over a bus that does 1 GB/s."""
+
 TrainerStub: TypeAlias = ActorServiceStub | CriticServiceStub
 
 
@@ -89,6 +92,14 @@ class Trainer:
                 ]
             taken()
         raise WorkerLostError(f"{self.name} ended the checkpoint of step {step} without an answer")
+
+    async def offload(self, ctl: int, *parts: training_pb2.StatePart.ValueType) -> None:
+        """Has it move `parts` of its state, all where none is named, to host memory."""
+        await self.stub.Offload(training_pb2.OffloadRequest(ctl=ctl, parts=parts), timeout=MOVE_TIMEOUT_S)
+
+    async def onload(self, ctl: int, *parts: training_pb2.StatePart.ValueType) -> None:
+        """Has it take them back. DeviceFullError where the device has no room for them."""
+        await self.stub.Onload(training_pb2.OnloadRequest(ctl=ctl, parts=parts), timeout=MOVE_TIMEOUT_S)
 
     async def load(self, ctl: int, checkpoint: Committed) -> training_pb2.LoadTrainerCheckpointResponse:
         """Restores its share of a checkpoint."""

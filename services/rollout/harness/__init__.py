@@ -1,1 +1,1 @@
-"""An OpenAI-compatible endpoint for agents that run an episode by themselves, with exact tokens."""
+"""An endpoint for agents that run an episode by themselves, in the APIs that they know, with exact tokens."""

@@ -2,16 +2,18 @@
 
 Owns what a call goes on from. A call whose messages are those of an earlier one, what the policy said to it, and new
 ones behind that, extends the ids of that one: nothing that was sampled is rendered again. Any other begins a branch,
-rendered anew and counted by cause. At the end one branch is the trajectory; what was sampled elsewhere is counted by
-reason and not trained on. Knows no HTTP and no environment. Bound: max_calls calls.
+rendered anew and counted by cause. At the end every branch that the agent saw is a segment of the trajectory, with each
+call trained in the first that has it; what is not trained is counted by reason. Knows no HTTP and no environment.
+Bound: max_calls calls.
 """
 
 import asyncio
 import hashlib
+import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,10 +22,10 @@ from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import EpisodeLostError, InvalidInputError
 from rolecall.trajectory import turn_seed
 from rolecall.v1 import trajectory_pb2
-from services.rollout.harness.chat import ChatCall, ChatMessage, RefusedError, Reply, as_key
+from services.rollout.harness.calls import ChatCall, ChatMessage, RefusedError, Reply, as_key
 from services.rollout.replica import Replica, Response
 from services.rollout.sampling import SampleRequest
-from services.rollout.turns.tool_calls import ToolCalls
+from services.rollout.turns.tool_calls import SessionCalls, ToolCalls
 from services.rollout.turns.transcript import Transcript
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,8 @@ class Limits:
     max_prompt_tokens: int
     """Longest first prompt of a branch."""
     max_calls: int
+    max_row_tokens: int
+    """Most tokens of all segments together, at least those of one."""
     ends_at: float
     """Monotonic time after which no call is taken, and the one under way ends."""
 
@@ -72,7 +76,10 @@ class _Node:
 
     def path(self) -> "list[_Node]":
         """The calls of its branch, from the first on."""
-        return [*(self.parent.path() if self.parent is not None else []), self]
+        above = [self]
+        while above[-1].parent is not None:
+            above.append(above[-1].parent)
+        return above[::-1]
 
 
 class Attempt:
@@ -96,6 +103,8 @@ class Attempt:
         self._tokenizer = tokenizer
         self._continuation = continuation
         self._tool_calls = tool_calls
+        self._readers: dict[str, SessionCalls] = {}
+        """Readers of calls of tools, by the tools."""
         self._nodes: list[_Node] = []
         self._ends: dict[tuple[bytes, str], _Node] = {}
         """The youngest call by what must stand before one that goes on from it, and by its tools."""
@@ -109,7 +118,12 @@ class Attempt:
     async def answer(self, call: ChatCall) -> Reply:
         """Samples what the policy says to `call`. RefusedError where it may say nothing; errors as Replica.sample."""
         self._take()
-        parent, ids = self._prompt(call)
+        parent, ids, branch = self._prompt(call)
+        if parent is None and len(ids) > self._limits.max_prompt_tokens:
+            raise _too_long(
+                f"the first prompt of a conversation has {len(ids)} tokens, and may have "
+                f"{self._limits.max_prompt_tokens} (data.max_prompt_tokens)"
+            )
         longest = parent.longest if parent is not None else len(ids) + self._first.sampling.max_tokens
         longest = min(longest, self._replica.info.max_model_tokens)
         room = longest - len(ids)
@@ -118,6 +132,10 @@ class Attempt:
         sampling = trajectory_pb2.SamplingParams()
         sampling.CopyFrom(self._first.sampling)
         sampling.max_tokens = room if call.max_tokens is None else min(room, call.max_tokens)
+        if branch:
+            self._branches[branch] += 1
+        if parent is not None:
+            parent.num_children += 1
         self._num_begun += 1
         number = self._num_begun
         request = SampleRequest(
@@ -135,6 +153,11 @@ class Attempt:
         node = _Node(number, parent, call, ids, longest, response, self._tokenizer.decode(response.sample.token_ids))
         return self._answered(node)
 
+    def num_prompt_tokens(self, call: ChatCall) -> int:
+        """Tokens of the prompt that `call` would have, which is not made. RefusedError where it cannot be rendered."""
+        _, ids, _ = self._prompt(call)
+        return len(ids)
+
     def seen(self, number: int) -> None:
         """The agent got the whole answer to a call."""
         for node in self._nodes:
@@ -147,19 +170,24 @@ class Attempt:
         prompt: Sequence[trajectory_pb2.Message],
         generation_s: float,
     ) -> tuple[SampleRequest, Response]:
-        """Returns what the trajectory began with, and the whole of it: the branch in which most was sampled, of equal
-        ones the youngest. `prompt`: the row's messages, which are left out where the branch begins with them.
-        EpisodeLostError when the policy was not heard once.
+        """Returns what the trajectory began with, and the whole of it: its segments in the order in which their last
+        calls came. `prompt`: the row's messages, which are left out where a segment begins with them. EpisodeLostError
+        when the policy was not heard once.
         """
-        leaves = [node for node in self._nodes if node.is_seen]
-        if not leaves:
+        seen = self._seen()
+        if not seen:
             raise EpisodeLostError("the environment's agent ended without an answer of the policy")
-        path = max(leaves, key=lambda node: (_num_sampled(node.path()), node.number)).path()
-        transcript = self._transcript(path, prompt)
+        paths = self._segments(seen)
+        transcript, kept = Transcript(paths[0][0].prompt_token_ids, _opening(paths[0], prompt)), set[_Node]()
+        for number, path in enumerate(paths):
+            if number:
+                transcript.turned(path[0].prompt_token_ids, _opening(path, prompt))
+            _tell(transcript, path, kept)
+            kept |= set(path)
         response = transcript.ended(ended_by, reward, turn_rewards=False, generation_s=generation_s)
         assert response.episode is not None
-        response.episode.tokens.CopyFrom(self._ledger(path))
-        return replace(self._first, prompt_token_ids=path[0].prompt_token_ids), response
+        response.episode.tokens.CopyFrom(self._ledger(kept, seen))
+        return replace(self._first, prompt_token_ids=paths[0][0].prompt_token_ids), response
 
     # --- one call -----------------------------------------------------------------------------------
 
@@ -174,8 +202,10 @@ class Attempt:
         what = "time is" if budget == "time" else f"{self._limits.max_calls} calls are"
         return RefusedError(403, "episode_over", f"the episode's {what} spent; end it as it stands")
 
-    def _prompt(self, call: ChatCall) -> tuple[_Node | None, list[int]]:
-        """The call that this one goes on from, None where it begins a branch, and its whole prompt."""
+    def _prompt(self, call: ChatCall) -> tuple[_Node | None, list[int], str]:
+        """The call that this one goes on from, None where it begins a branch; its whole prompt; and, where it is one of
+        several that go on from there or from nothing, why.
+        """
         parent, cause = self._parent(call)
         if parent is not None:
             said = [dict(message) for message in call.messages[len(parent.call.messages) + 1 :]]
@@ -186,13 +216,8 @@ class Attempt:
                 logger.warning("a call begins a branch: %s", error.message)
                 cause = "template"
             else:
-                if parent.num_children:
-                    self._branches["fork"] += 1
-                parent.num_children += 1
-                return parent, ids
-        ids = self._rendered(call)
-        self._branches[cause] += 1
-        return None, ids
+                return parent, ids, "fork" if parent.num_children else ""
+        return None, self._rendered(call), cause
 
     def _parent(self, call: ChatCall) -> tuple[_Node | None, str]:
         """The longest conversation that `call` goes on from; else None and why there is none."""
@@ -207,15 +232,10 @@ class Attempt:
 
     def _rendered(self, call: ChatCall) -> list[int]:
         try:
-            text = self._tokenizer.render([dict(each) for each in call.messages], tools=call.tools or None)
+            text = self._tokenizer.render([_shown(each) for each in call.messages], tools=call.tools or None)
             ids = self._tokenizer.encode(text)
         except InvalidInputError as error:
             raise RefusedError(400, "invalid_request", error.message) from error
-        if len(ids) > self._limits.max_prompt_tokens:
-            raise _too_long(
-                f"the first prompt of a conversation has {len(ids)} tokens, and may have "
-                f"{self._limits.max_prompt_tokens} (data.max_prompt_tokens)"
-            )
         return ids
 
     def _answered(self, node: _Node) -> Reply:
@@ -242,7 +262,10 @@ class Attempt:
         """
         if self._tool_calls is None or not node.call.tools:
             return []
-        heard = self._tool_calls.of_session(node.call.tools).hear(node.response.sample.token_ids, is_cut=is_cut)
+        tools = as_key(node.call.tools)
+        if tools not in self._readers:
+            self._readers[tools] = self._tool_calls.of_session(node.call.tools)
+        heard = self._readers[tools].hear(node.response.sample.token_ids, is_cut=is_cut)
         node.is_malformed = bool(heard.problem)
         node.num_tool_calls = len(heard.calls)
         return [
@@ -256,32 +279,81 @@ class Attempt:
 
     # --- the end ------------------------------------------------------------------------------------
 
-    def _transcript(self, path: Sequence[_Node], prompt: Sequence[trajectory_pb2.Message]) -> Transcript:
-        opening = _plain(path[0].said)
-        if opening[: len(prompt)] == list(prompt):
-            opening = opening[len(prompt) :]
-        transcript = Transcript(path[0].prompt_token_ids, opening)
-        for node in path:
-            if node.parent is not None:
-                transcript.heard(node.prompt_token_ids[len(transcript.token_ids) :], _plain(node.said))
-            transcript.sampled(node.response, node.text)
-            transcript.called(node.num_tool_calls)
-            if node.is_malformed:
-                transcript.malformed()
-        return transcript
+    def _seen(self) -> set[_Node]:
+        """The calls whose answers the agent got: it says so, or went on from them."""
+        found = set[_Node]()
+        for leaf in self._nodes:
+            node = leaf if leaf.is_seen else None
+            while node is not None and node not in found:
+                found.add(node)
+                node = node.parent
+        return found
 
-    def _ledger(self, path: Sequence[_Node]) -> trajectory_pb2.EpisodeTokens:
+    def _segments(self, seen: Set[_Node]) -> list[list[_Node]]:
+        """The branches of the calls `seen` that the row has room for: the one in which most was sampled, which always
+        has, the one that ended last, then again those in which most was sampled.
+        """
+        paths = [node.path() for node in seen - {node.parent for node in seen}]
+        most, *others = sorted(paths, key=lambda path: (-_num_sampled(path), -path[-1].number))
+        last = max(paths, key=lambda path: path[-1].number)
+        room, kept = self._limits.max_row_tokens, list[list[_Node]]()
+        for path in [most, *sorted(others, key=lambda path: path is not last)]:
+            num_tokens = len(path[-1].token_ids)
+            if num_tokens <= room:
+                kept.append(path)
+                room -= num_tokens
+        return sorted(kept, key=lambda path: path[-1].number)
+
+    def _ledger(self, kept: Set[_Node], seen: Set[_Node]) -> trajectory_pb2.EpisodeTokens:
         masked: Counter[str] = Counter()
         for node in self._nodes:
-            if node not in path:
-                masked["branch" if node.is_seen else "unseen"] += len(node.response.sample.token_ids)
+            if node not in kept:
+                masked["row_full" if node in seen else "unseen"] += len(node.response.sample.token_ids)
         return trajectory_pb2.EpisodeTokens(
             num_calls=len(self._nodes),
             num_sampled=_num_sampled(self._nodes),
-            num_trained=_num_sampled(path),
+            num_trained=_num_sampled(kept),
             masked=masked,
             branches=self._branches,
         )
+
+
+def _shown(message: ChatMessage) -> dict[str, Any]:
+    """A message as chat templates are given it: arguments of calls as values, which they spell as the policy does."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _value(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else dict(message)
+
+
+def _value(arguments: str) -> Any:
+    """The object in the arguments of a call; text that is none stays what the agent sent."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _opening(path: Sequence[_Node], prompt: Sequence[trajectory_pb2.Message]) -> Sequence[trajectory_pb2.Message]:
+    """The messages before the first turn of a branch, without those of the prompt where it begins with them."""
+    opening = _plain(path[0].said)
+    return opening[len(prompt) :] if opening[: len(prompt)] == list(prompt) else opening
+
+
+def _tell(transcript: Transcript, path: Sequence[_Node], kept: Set[_Node]) -> None:
+    """Adds the calls of a branch to a transcript at its first prompt; those `kept` before are not trained again."""
+    for node in path:
+        if node.parent is not None:
+            transcript.heard(node.prompt_token_ids[len(node.parent.token_ids) :], _plain(node.said))
+        if node in kept:
+            transcript.recalled(node.response, node.text)
+            continue
+        transcript.sampled(node.response, node.text)
+        transcript.called(node.num_tool_calls)
+        if node.is_malformed:
+            transcript.malformed()
 
 
 def _beginnings(messages: Sequence[ChatMessage]) -> Iterator[tuple[bytes, int]]:
@@ -292,7 +364,7 @@ def _beginnings(messages: Sequence[ChatMessage]) -> Iterator[tuple[bytes, int]]:
         yield digest.digest(), number
 
 
-def _num_sampled(nodes: Sequence[_Node]) -> int:
+def _num_sampled(nodes: Iterable[_Node]) -> int:
     return sum(len(node.response.sample.token_ids) for node in nodes)
 
 

@@ -1,38 +1,36 @@
-"""The HTTP server that agents call: OpenAI's `POST /v1/chat/completions` and `GET /v1/models`. Decode, one call of the
-attempt, encode.
+"""The HTTP server that agents call, in any of DIALECTS. Decode, one call of the attempt, encode.
 
 Owns who may call: a key names one episode, and is good from `open` to `seal`. An answer that streams is sampled whole
-and then told in OpenAI's own events, with comments meanwhile that keep the connection. Bounds: MAX_BODY_BYTES a
-request; calls wait for the engine, within the episode's deadline.
+and then told in the dialect's own events, with comments meanwhile that keep the connection. Bounds: MAX_BODY_BYTES a
+request; calls wait for the engine, within the episode's deadline; answers are kept while their episode is open.
 """
 
 import asyncio
 import json
 import logging
 import secrets
-import ssl
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from aiohttp import web
 
 from rolecall.errors import ConfigError, RoleCallError
 from rolecall.rpc.listening import advertised, require_tls, why_not
+from rolecall.rpc.tls import HttpsCertificate
 from rolecall.settings import RpcSection
+from services.rollout.harness import chat, messages, responses
 from services.rollout.harness.attempt import Attempt
-from services.rollout.harness.chat import (
-    RefusedError,
-    Reply,
-    chunks,
-    completion,
-    models,
-    read_call,
-    refusal,
-)
+from services.rollout.harness.calls import ChatCall, Dialect, Event, RefusedError, Reply
 from services.rollout.harness.retries import Exchange, Exchanges
 
 logger = logging.getLogger(__name__)
 
+DIALECTS: Mapping[str, Dialect] = {
+    "/v1/chat/completions": chat,
+    "/v1/messages": messages,
+    "/v1/responses": responses,
+}
+"""What is spoken, by path."""
 MAX_BODY_BYTES = 16 * 2**20
 """Largest request."""
 KEEP_ALIVE_S = 5.0
@@ -48,6 +46,7 @@ class _Open:
 
     attempt: Attempt
     exchanges: Exchanges[Reply] = field(default_factory=Exchanges)
+    answered: dict[int, tuple[ChatCall, Reply]] = field(default_factory=dict)
     failed: "asyncio.Future[RoleCallError]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     working: "set[asyncio.Task[Reply]]" = field(default_factory=set)
 
@@ -57,10 +56,11 @@ class Endpoint:
 
     def __init__(self, bind: str, rpc: RpcSection, *, host: str | None, peer: str) -> None:
         """`host`: what others reach it by; None: found out from the way to `peer`. ConfigError for a `bind` that others
-        could listen in on.
+        could listen in on, or a certificate that cannot be used.
         """
         require_tls(bind, rpc, "environment.endpoint_bind")
-        self._bind, self._rpc, self._host, self._peer = bind, rpc, host, peer
+        self._bind, self._host, self._peer = bind, host, peer
+        self._certificate = None if rpc.tls is None else HttpsCertificate(rpc.tls)
         self._open: dict[str, _Open] = {}
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
@@ -74,12 +74,14 @@ class Endpoint:
             if self.base_url:
                 return
             app = web.Application(client_max_size=MAX_BODY_BYTES)
-            app.router.add_post("/v1/chat/completions", self._chat)
+            for path, dialect in DIALECTS.items():
+                app.router.add_post(path, self._answers(dialect))
+            app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
             app.router.add_get("/v1/models", self._models)
             runner = self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
             await runner.setup()  # bounded: reads its own routes
             host, _, port = self._bind.rpartition(":")
-            context = _tls(self._rpc)
+            context = None if self._certificate is None else self._certificate.context
             try:
                 await web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=context).start()
             except OSError as error:
@@ -98,6 +100,8 @@ class Endpoint:
 
     def open(self, attempt: Attempt) -> "tuple[str, asyncio.Future[RoleCallError]]":
         """Makes a key for the calls of an episode; also returns what tells when the policy itself fails in one."""
+        if self._certificate is not None:
+            self._certificate.renew()
         key = secrets.token_urlsafe(32)
         self._open[key] = opened = _Open(attempt)
         return key, opened.failed
@@ -114,52 +118,72 @@ class Endpoint:
         try:
             self._opened(request)
         except RefusedError as error:
-            return _refused(error)
-        return web.json_response(models())
+            return _refused(chat, error)
+        return web.json_response(chat.models())
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+        """Anthropic's question how long a prompt would be, which takes no call."""
         try:
             opened = self._opened(request)
-            body = await request.read()
-            call = read_call(body)
-            self._tell(call.unheeded)
-            exchange = self._exchange(opened, request, body)
-            streams = _Stream(request, wants_usage=call.wants_usage) if call.streams else _Whole(request)
-            return await streams.answer(opened, exchange)
+            call = messages.read(await _body(request), opened.answered)
+            return web.json_response({"input_tokens": opened.attempt.num_prompt_tokens(call)})
         except RefusedError as error:
-            return _refused(error)
+            return _refused(messages, error)
+
+    def _answers(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """A handler of the calls of one dialect."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            try:
+                opened = self._opened(request)
+                body = await _body(request)
+                call = dialect.read(body, opened.answered)
+                self._tell(call.unheeded)
+                exchange = self._exchange(opened, request, body, call)
+                told = (_Stream if call.streams else _Whole)(request, dialect, call)
+                return await told.answer(opened, exchange)
+            except RefusedError as error:
+                return _refused(dialect, error)
+
+        return answer
 
     def _opened(self, request: web.Request) -> _Open:
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        opened = self._open.get(key.strip()) if scheme.lower() == "bearer" else None
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        key = bearer if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        opened = self._open.get(key.strip())
         if opened is None:
             raise RefusedError(401, "invalid_api_key", "the key is of no episode that is under way")
         return opened
 
-    def _exchange(self, opened: _Open, request: web.Request, body: bytes) -> Exchange[Reply]:
-        """The call that this request makes, or makes again."""
+    def _exchange(self, opened: _Open, request: web.Request, body: bytes, call: ChatCall) -> Exchange[Reply]:
+        """The exchange of a call that this request makes, or makes again."""
         key = request.headers.get("Idempotency-Key", "")
+        count = request.headers.get("x-stainless-retry-count", "")
+        retry_count = int(count) if count.isdecimal() and len(count) < 10 else 0
+        asked = request.path.encode() + b"\n" + body
 
         def is_waited_for() -> bool:
             return request.transport is not None and not request.transport.is_closing()
 
-        earlier = opened.exchanges.earlier(body, key, request.headers.get("x-stainless-retry-count", ""))
+        earlier = opened.exchanges.earlier(asked, key, retry_count)
         if earlier is not None:
             earlier.is_waited_for = is_waited_for
             return earlier
-        work = asyncio.create_task(self._answer(opened, body))
+        work = asyncio.create_task(self._answer(opened, call))
         opened.working.add(work)
         work.add_done_callback(opened.working.discard)
-        return opened.exchanges.add(body, key, work, is_waited_for)
+        return opened.exchanges.add(asked, key, retry_count, work, is_waited_for)
 
-    async def _answer(self, opened: _Open, body: bytes) -> Reply:
+    async def _answer(self, opened: _Open, call: ChatCall) -> Reply:
         """Samples the answer, whoever still waits for it. What fails in the engine fails the whole episode."""
         try:
-            return await opened.attempt.answer(read_call(body))
+            reply = await opened.attempt.answer(call)
         except RoleCallError as error:
             if not opened.failed.done():
                 opened.failed.set_result(error)
             raise RefusedError(503, "unavailable", error.message) from error
+        opened.answered[reply.number] = call, reply
+        return reply
 
     def _tell(self, unheeded: tuple[str, ...]) -> None:
         """Says once of each field that it is left unheeded."""
@@ -171,12 +195,12 @@ class Endpoint:
 class _Whole:
     """An answer in one piece."""
 
-    def __init__(self, request: web.Request) -> None:
-        self._request = request
+    def __init__(self, request: web.Request, dialect: Dialect, call: ChatCall) -> None:
+        self._request, self._dialect, self._call = request, dialect, call
 
     async def answer(self, opened: _Open, exchange: Exchange[Reply]) -> web.StreamResponse:
         reply = await _worked(exchange.work)
-        response = web.json_response(completion(reply))
+        response = web.json_response(self._dialect.whole(self._call, reply))
         try:
             await response.prepare(self._request)
             await response.write_eof()  # bounded: by its client's patience, or its connection's end
@@ -189,9 +213,8 @@ class _Whole:
 class _Stream:
     """An answer told in events, as a client that streams expects it."""
 
-    def __init__(self, request: web.Request, *, wants_usage: bool) -> None:
-        self._request = request
-        self._wants_usage = wants_usage
+    def __init__(self, request: web.Request, dialect: Dialect, call: ChatCall) -> None:
+        self._request, self._dialect, self._call = request, dialect, call
 
     async def answer(self, opened: _Open, exchange: Exchange[Reply]) -> web.StreamResponse:
         await asyncio.wait({exchange.work}, timeout=0)  # what is refused at once has a status of its own
@@ -205,11 +228,10 @@ class _Stream:
             try:
                 reply = await _worked(exchange.work)
             except RefusedError as error:
-                await response.write(_event(refusal(error)))
+                await response.write(_event(self._dialect.failure(error)))
                 return response
-            for chunk in chunks(reply, wants_usage=self._wants_usage):
-                await response.write(_event(chunk))
-            await response.write(b"data: [DONE]\n\n")
+            for event in self._dialect.events(self._call, reply):
+                await response.write(_event(event))
             await response.write_eof()  # bounded: by its client's patience, or its connection's end
         except ConnectionResetError:
             return response
@@ -232,17 +254,18 @@ def _deliver(opened: _Open, exchange: Exchange[Reply], reply: Reply) -> None:
     opened.attempt.seen(reply.number)
 
 
-def _refused(error: RefusedError) -> web.Response:
-    return web.json_response(refusal(error), status=error.status)
+async def _body(request: web.Request) -> bytes:
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise RefusedError(413, "request_too_large", f"a request may have {MAX_BODY_BYTES:,} bytes") from error
 
 
-def _event(data: Any) -> bytes:
-    return f"data: {json.dumps(data)}\n\n".encode()
+def _refused(dialect: Dialect, error: RefusedError) -> web.Response:
+    return web.json_response(dialect.refusal(error), status=error.status)
 
 
-def _tls(rpc: RpcSection) -> ssl.SSLContext | None:
-    if rpc.tls is None:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(rpc.tls.certificate_file, rpc.tls.key_file)
-    return context
+def _event(event: Event) -> bytes:
+    name, data = event
+    told = data if isinstance(data, str) else json.dumps(data)
+    return (f"event: {name}\n" if name else "").encode() + f"data: {told}\n\n".encode()

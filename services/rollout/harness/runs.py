@@ -16,7 +16,7 @@ from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment.client import EpisodeSession
 from rolecall.v1 import environment_pb2, trajectory_pb2
 from services.rollout.harness.attempt import Attempt, Limits
-from services.rollout.harness.chat import MODEL
+from services.rollout.harness.calls import MODEL
 from services.rollout.harness.endpoint import Endpoint
 from services.rollout.replica import Replica, Response
 from services.rollout.sampling import SampleRequest
@@ -29,6 +29,7 @@ class RunLimits:
 
     max_prompt_tokens: int
     max_calls: int
+    max_row_tokens: int
     budget_s: float
     """Seconds from Reset on after which no call is taken."""
 
@@ -61,7 +62,8 @@ class AgentRuns:
         """The episode of a session that is open. Errors as EpisodeSession.run and Replica.sample."""
         await self.endpoint.start()
         ends_at = began_at + self._limits.budget_s
-        limits = Limits(self._limits.max_prompt_tokens, self._limits.max_calls, ends_at)
+        own = self._limits
+        limits = Limits(own.max_prompt_tokens, own.max_calls, own.max_row_tokens, ends_at)
         attempt = Attempt(first, limits, self._replica, self._tokenizer, self._continuation, self._tool_calls)
         key, failed = self.endpoint.open(attempt)
         asked = environment_pb2.RunEpisodeRequest(

@@ -6,18 +6,23 @@ run's chat template shows is tried once, at the start.
 """
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from jsonschema import Draft202012Validator
-from jsonschema.exceptions import ValidationError
+from jsonschema.exceptions import SchemaError, ValidationError
 from referencing import Registry
+from referencing.exceptions import Unresolvable
 
 from rolecall.data.continuation import PROBE_TOOL, SAID
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.errors import ConfigError, EpisodeLostError, InvalidInputError
 from rolecall.v1 import environment_pb2
+
+logger = logging.getLogger(__name__)
 
 ToolSchema: TypeAlias = Mapping[str, Any]
 """A tool as chat templates are given it: {"type": "function", "function": {name, description, parameters}}."""
@@ -63,6 +68,7 @@ class SessionCalls:
     def __init__(
         self, tokenizer: ChatTokenizer, read: ReadCalls, marker: str | None, tools: Sequence[ToolSchema]
     ) -> None:
+        """EpisodeLostError when the schema of a tool is none: whoever shows it is to blame, not the policy."""
         self._tokenizer = tokenizer
         self._read = read
         self._marker = marker
@@ -70,13 +76,22 @@ class SessionCalls:
         self._validators: dict[str, Draft202012Validator] = {}
         for tool in tools:
             function = tool["function"]
+            problem = schema_problem(function["parameters"])
+            if problem:
+                raise EpisodeLostError(
+                    f"the input_schema of the environment's tool {function['name']!r} is no JSON Schema: {problem}"
+                )
             # an empty registry: references to elsewhere are not followed
             self._validators[function["name"]] = Draft202012Validator(function["parameters"], registry=Registry())
 
     def hear(self, token_ids: Sequence[int], *, is_cut: bool) -> Heard:
         """The calls in a turn that was sampled as `token_ids`, whose last one ended it unless it `is_cut`."""
         text = self._tokenizer.spell(token_ids if is_cut else token_ids[:-1])
-        calls = self._read(text, self._tools)
+        try:
+            calls = self._read(text, self._tools)
+        except Exception as error:  # the entry point of a parser that is not ours, at text that nobody foresaw
+            logger.warning("a parser of tool calls raised %r", error)
+            return Heard(problem="The call could not be read.")
         if not calls and self._marker is not None and self._marker in text:
             return Heard(problem=f"The call after {self._marker} could not be read.")
         for name, arguments in calls:
@@ -92,15 +107,38 @@ class SessionCalls:
             return f"There is no tool {name!r}; there are {', '.join(sorted(self._validators))}."
         try:
             value = json.loads(arguments)
+            if not isinstance(value, dict):
+                return f"The arguments of {name} are no object."
+            # what no JSON has, numbers that are not finite and half characters, reaches no environment
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+            validator.validate(value)
+        except (ArithmeticError, RecursionError):
+            return f"The arguments of {name} are too deep, or their numbers too large."
         except ValueError as error:
             return f"The arguments of {name} are no JSON: {error}."
-        if not isinstance(value, dict):
-            return f"The arguments of {name} are no object."
-        try:
-            validator.validate(value)
         except ValidationError as error:
             return f"The arguments of {name} do not fit: {error.message}."
+        except Unresolvable as error:
+            raise EpisodeLostError(
+                f"the schema of the environment's tool {name!r} refers to nothing: {error}"
+            ) from error
         return ""
+
+
+def schema_problem(schema: Mapping[str, Any]) -> str | None:
+    """Returns why a schema is no JSON Schema; None when it is one."""
+    return _schema_problem(json.dumps(schema, sort_keys=True))
+
+
+@lru_cache(maxsize=1024)  # an agent shows its tools at each call, and a check takes milliseconds
+def _schema_problem(schema: str) -> str | None:
+    try:
+        Draft202012Validator.check_schema(json.loads(schema))
+    except SchemaError as error:
+        return str(error.message)
+    except RecursionError:
+        return "it is nested too deeply"
+    return None
 
 
 def tool_schemas(tools: Sequence[environment_pb2.Tool]) -> list[ToolSchema]:

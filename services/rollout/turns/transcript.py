@@ -1,7 +1,7 @@
 """The tokens of one episode as they come: turns that were sampled, and what the environment said between them.
 
-Owns the exactness of an episode: each turn's prompt is the ids so far, what was sampled stands where it was sampled,
-and spans cover exactly that. Knows no engine and no environment.
+Owns the exactness of an episode: each turn's prompt is the ids of its segment so far, what was sampled stands where it
+was sampled, and spans cover exactly that, each token once. Knows no engine and no environment.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,14 @@ class Transcript:
         """`opening`: what the environment said first, which is in the prompt's ids."""
         self._num_prompt_tokens = len(prompt_token_ids)
         self.token_ids = list(prompt_token_ids)
-        """Every id so far."""
+        """Every id so far, of all segments."""
+        self._starts: list[int] = []
         self.episode = trajectory_pb2.Episode(messages=opening)
         self._logprobs: list[Array] = []
         self._spans: list[VersionSpan] = []
         self._digests: dict[int, str] = {}
-        self._routing: Array | None = None
+        self._routing: list[Array] = []
+        """The routing of each segment."""
         self._last_text = ""
 
     @property
@@ -46,10 +48,22 @@ class Transcript:
         for span in sample.spans:
             self._spans.append(replace(span, start=span.start + offset, end=span.end + offset))
         self._digests |= response.digests
-        if sample.routing is not None:
-            # what was sampled last, nobody had routed; the turn after it did, with what stands behind it
-            known = sample.routing[:0] if self._routing is None else self._routing[:-1]
-            self._routing = np.concatenate([known, sample.routing[len(known) :]])
+        self._routed(response)
+
+    def recalled(self, response: Response, text: str) -> None:
+        """A turn that an earlier segment holds stands in this one, too, as something that was said."""
+        self._last_text = text
+        self.token_ids += response.sample.token_ids
+        self._logprobs.append(np.zeros(len(response.sample.token_ids), np.float32))
+        self._routed(response)
+
+    def turned(self, prompt_token_ids: Sequence[int], opening: Sequence[trajectory_pb2.Message]) -> None:
+        """Another segment begins, whose first prompt is `prompt_token_ids`; `opening` as at the start."""
+        self._starts.append(len(self.token_ids))
+        self.token_ids += prompt_token_ids
+        self._logprobs.append(np.zeros(len(prompt_token_ids), np.float32))
+        del self.episode.messages[:]
+        self.episode.messages.extend(opening)
 
     def malformed(self) -> None:
         """The last turn's calls of tools could not be read."""
@@ -84,6 +98,18 @@ class Transcript:
             np.concatenate(self._logprobs),
             tuple(self._spans),
             trajectory_pb2.FINISH_REASON_STOP if stopped else trajectory_pb2.FINISH_REASON_LENGTH,
-            self._routing,
+            np.concatenate(self._routing) if self._routing else None,
         )
-        return Response(sample, self._digests, generation_s, self.episode)
+        return Response(sample, self._digests, generation_s, self.episode, tuple(self._starts))
+
+    def _routed(self, response: Response) -> None:
+        """Keeps where the turn's prompt and its tokens were sent, if the engine says so."""
+        routing = response.sample.routing
+        if routing is None:
+            return
+        if len(self._routing) == len(self._starts):
+            self._routing.append(routing)
+            return
+        # what was sampled last, nobody had routed; the turn after it did, with what stands behind it
+        known = self._routing[-1][:-1]
+        self._routing[-1] = np.concatenate([known, routing[len(known) :]])

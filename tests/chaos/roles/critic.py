@@ -5,7 +5,7 @@ import sys
 from rolecall.rpc.fence import Fence
 from rolecall.rpc.role_process import ServiceArgs
 from rolecall.store.connection import Connection
-from rolecall.training.serving.serve import make_server, serve_role
+from rolecall.training.serving.serve import make_server, on_shift, serve_role
 from rolecall.v1 import controller_pb2, critic_pb2_grpc
 from services.critic import config
 from services.critic.service import CriticServicer
@@ -18,7 +18,8 @@ from tests.twins.calls import trainer_calls
 async def serve(args: ServiceArgs, hook: Hook, connection: Connection, fence: Fence) -> None:
     """Serves until it is stopped."""
     settings, section, consumer = args.settings, config.section(args.settings), f"{args.worker}.{args.incarnation}"
-    critic = ChaosCritic(settings, connection, hook, args.incarnation)
+    async with on_shift(settings, settings.takes_shifts):
+        critic = ChaosCritic(settings, connection, hook, args.incarnation)
     run = settings.run
     calls = trainer_calls(critic, connection, run.name, fence, run.checkpoints, section.token_budget, consumer)
     server = make_server(settings, section, "critic")

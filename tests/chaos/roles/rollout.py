@@ -10,19 +10,23 @@ from rolecall.rpc.role_process import ServiceArgs, serve
 from rolecall.store.connection import Connection
 from rolecall.telemetry import show_states
 from rolecall.v1 import controller_pb2
+from services.rollout.__main__ import on_shift
 from services.rollout.heartbeat import feed_heartbeat
 from tests.chaos.engine import ChaosEngine
 from tests.chaos.roles.process import run_role
 from tests.chaos.wiring import Hook, wire_of
+from tests.twins.device import device_of
 from tests.twins.rollout import NumberTokenizer, RolloutTwin
 
 
 async def serve_rollout(args: ServiceArgs, hook: Hook, connection: Connection, fence: Fence) -> None:
     """Serves until it is stopped."""
     settings, wire, consumer = args.settings, wire_of(args.settings), f"{args.worker}.{args.incarnation}"
-    engine = ChaosEngine(hook, settings.data.max_prompt_tokens + settings.sampling.max_tokens)
+    post = await on_shift(settings)
+    device, longest = device_of(settings, args.worker), settings.data.max_prompt_tokens + settings.sampling.max_tokens
+    engine = ChaosEngine(hook, longest, device)
     bind = f"unix:{wire / args.worker}.real" if wire.is_dir() else settings.rollout.bind
-    twin = RolloutTwin.of_run(settings, consumer, engine, NumberTokenizer(), connection, bind, fence)
+    twin = RolloutTwin.of_run(settings, consumer, engine, NumberTokenizer(), connection, bind, fence, post)
     show_states(twin.replica.states)
     bound = await twin.start()
     reachable = advertised(bound, settings.rollout.advertise_host, settings.controller.address)

@@ -1,0 +1,135 @@
+"""The memory that each role takes of a GPU which rollouts and trainers share, in each shift: what `rolecall check`
+says, and the share that a rollout asks vLLM for.
+
+Estimates, without activations: from the model's files, the layout and the sections, and what nvidia-smi says of the
+GPUs.
+"""
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rolecall.data.model_files import ModelFacts, num_adapter_parameters
+from rolecall.errors import ConfigError
+from rolecall.settings import RunSettings, TrainerSection
+
+NVIDIA_SMI_TIMEOUT_S = 10.0
+CONTEXT_BYTES = 3 * 2**28
+"""What CUDA and its libraries take of a GPU in each process, whatever that keeps there."""
+_MASTER, _MOMENTS = 4, 12
+"""Bytes per trained parameter: the float32 weight; its gradient and two moments."""
+
+
+@dataclass(frozen=True)
+class ShiftPlan:
+    """Bytes on each shared GPU."""
+
+    resident: float
+    """References there, and each process's CUDA, in every shift."""
+    parameters: float
+    """The actor's parameters, which it has while it trains and while it publishes."""
+    trained: float
+    """All of the trainers' state, while they train."""
+    rollout: float
+    """The least of a rollout that is awake."""
+    gpu: int | None
+    """The smallest GPU; None where nvidia-smi does not tell."""
+    configured: float
+    """The most that a rollout may take, of a GPU: rollout.gpu_memory_utilization."""
+
+    @property
+    def training(self) -> float:
+        """Bytes in use while the trainers work."""
+        return self.resident + self.trained
+
+    @property
+    def beside_rollouts(self) -> float:
+        """Bytes that others have while a rollout is awake, at most: while the actor publishes."""
+        return self.resident + self.parameters
+
+    @property
+    def share(self) -> float | None:
+        """The share of a GPU that a rollout takes: what is left of it, at most what is configured. vLLM holds it
+        against what is free once its own CUDA is up.
+        """
+        if self.gpu is None:
+            return None
+        return min(self.configured, 1 - (self.beside_rollouts + CONTEXT_BYTES) / self.gpu)
+
+    def require_room(self) -> None:
+        """ConfigError that says how many bytes a shift lacks, and which settings free them."""
+        if self.gpu is None:
+            return
+        if self.training > self.gpu:
+            raise ConfigError(
+                f"shared GPUs: while the trainers work they take {self.training:,.0f} bytes of each, "
+                f"{self.training - self.gpu:,.0f} more than it has; use more GPUs (num_ranks), actor.optimizer.offload"
+                ", actor.lora or a smaller model, or move critic and references to other GPUs"
+            )
+        missing = self.beside_rollouts + self.rollout - self.gpu
+        if missing > 0:
+            raise ConfigError(
+                f"shared GPUs: while the actor publishes, its parameters ({self.parameters:,.0f} bytes), a rollout "
+                f"({self.rollout:,.0f}) and what stays ({self.resident:,.0f}) lack {missing:,.0f} bytes; use more GPUs "
+                "(num_ranks, rollout.tensor_parallel_size) or a smaller model, or move references to other GPUs"
+            )
+
+
+def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int]) -> ShiftPlan:
+    """The plan of a run that takes shifts on GPUs; `gpus` as gpu_memory_bytes says."""
+    actor, rollout, critic = settings.actor, settings.rollout, settings.critic
+    size = 4 if settings.model.dtype == "float32" else 2
+    weights, shared = facts.num_parameters * size, set(actor.devices)
+    references = [section for section in settings.references.values() if shared & set(section.devices)]
+    moments = 4 if actor.optimizer.offload else _MOMENTS
+    adapters = (
+        None
+        if actor.lora is None
+        else num_adapter_parameters(settings.model.path, actor.lora.rank, actor.lora.target_modules)
+    )
+    num_trained, base = (facts.num_parameters, 0.0) if adapters is None else (adapters, weights)
+    parameters = _per_rank(actor, base + num_trained * _MASTER)
+    trained = parameters + _per_rank(actor, num_trained * moments)
+    num_processes = 1 + len(references)
+    if critic is not None and shared & set(critic.devices):
+        trained += _per_rank(critic, facts.num_parameters * (_MASTER + moments))
+        num_processes += 1
+    received = facts.largest_layer * size if adapters is None else 0
+    return ShiftPlan(
+        resident=sum(_per_rank(section, weights) for section in references) + num_processes * CONTEXT_BYTES,
+        parameters=parameters,
+        trained=trained,
+        rollout=weights / rollout.tensor_parallel_size + (rollout.kv_cache_bytes or 0) + received + CONTEXT_BYTES,
+        gpu=min(gpus.values()) if gpus else None,
+        configured=rollout.gpu_memory_utilization,
+    )
+
+
+def check_cpu_sleep(settings: RunSettings) -> None:
+    """ConfigError where rollouts on CPUs are to sleep."""
+    if settings.takes_shifts:
+        raise ConfigError(
+            "rollout.sleep_mode: vLLM gives memory up on GPUs only; leave it out, or give rollout.devices the GPUs of "
+            "the actor"
+        )
+
+
+def gpu_memory_bytes() -> Mapping[int, int]:
+    """Memory of each GPU by its index; empty where nvidia-smi does not tell."""
+    command = ["nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
+    if shutil.which(command[0]) is None:
+        return {}
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
+        ).stdout
+        return {
+            int(index): int(mebibytes) * 2**20 for index, mebibytes in (line.split(",") for line in answer.splitlines())
+        }
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return {}
+
+
+def _per_rank(section: TrainerSection, num_bytes: float) -> float:
+    return num_bytes / section.num_shards

@@ -1,0 +1,182 @@
+"""The shifts on devices that rollouts and trainers share: which side holds their memory, and how it changes hands.
+
+    training     rollouts asleep; actor and critic hold all their state, or take it as they need it
+    publishing   rollouts awake; the actor holds its parameters, which it sends, and nothing else of the trainers
+    sampling     rollouts awake; everything of actor and critic is in host memory
+
+    training ──Offload──▶ publishing ──Offload──▶ sampling ──Pause, Sleep──▶ training
+
+`begin` brings the devices to `training` from whatever an earlier life of the loop, another controller or a kill left
+behind: every call may be repeated, and the locks of rolecall/shifts.py, not the calls, say when a side has left. No
+shift is remembered anywhere else. Where nothing is shared, no method does anything.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal
+
+from rolecall.errors import DeadlineError, DeviceFullError, FencedError, RoleCallError, UnavailableError
+from rolecall.settings import RunSettings
+from rolecall.shifts import ShiftLocks, Side
+from rolecall.telemetry import Metrics
+from rolecall.v1 import rollout_pb2, training_pb2
+from services.controller.board import RunBoard
+from services.controller.fleet.liveness import Loss, Rollout
+from services.controller.fleet.members import Fleet
+from services.controller.step.trainers import MOVE_TIMEOUT_S, ActorTrainer, CriticTrainer
+from services.controller.tasks import at_once
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.05
+"""Seconds between two looks at whether a side has left the devices."""
+
+
+class DeviceShifts:
+    """The shifts of one controller: it directs who holds the memory of shared devices."""
+
+    def __init__(
+        self, settings: RunSettings, fleet: Fleet, board: RunBoard, actor: ActorTrainer, critic: CriticTrainer | None
+    ) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._board = board
+        self._actor, self._critic = actor, critic
+        self._locks = ShiftLocks(settings.run.dir) if settings.takes_shifts else None
+        self._shift: Literal["none", "training", "publishing", "sampling"] = "none"
+        # The base of adapters comes from model.path, and nobody would send it.
+        self._level = 2 if settings.actor.lora is None else 1
+        self._seconds = Metrics()
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether anything is shared."""
+        return self._locks is not None
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether rollouts may sample."""
+        return self._locks is None or self._shift == "sampling"
+
+    def take_seconds(self) -> Metrics:
+        """Returns what the changes since the last call took."""
+        seconds, self._seconds = self._seconds, Metrics()
+        return seconds
+
+    async def begin(self, ctl: int) -> None:
+        """Sends every rollout to sleep: trainers may load their models, and hold what they like."""
+        self._shift = "none"
+        await self._to_training(ctl)
+
+    async def to_training(self, ctl: int) -> None:
+        """The trainers' shift. DeviceFullError where they lack memory."""
+        if self._locks is not None and self._shift != "training":
+            started = time.monotonic()
+            await self._to_training(ctl)
+            parts = [training_pb2.STATE_PART_PARAMETERS, training_pb2.STATE_PART_GRADIENTS]
+            if not self._settings.actor.optimizer.offload:
+                parts.append(training_pb2.STATE_PART_OPTIMIZER)
+            self._board.wait_for("the trainers to take the shared devices", "switching")
+            await at_once([trainer.onload(ctl, *parts) for trainer in self._trainers])
+            self._took("to_training", started)
+
+    async def _to_training(self, ctl: int) -> None:
+        if self._locks is None:
+            return
+        self._board.wait_for("the rollouts to leave the shared devices", "switching")
+        self._fleet.revoke()
+        asleep: set[str] = set()
+
+        async def ask() -> None:
+            awake = [rollout for rollout in self._fleet.rollouts() if rollout.consumer not in asleep]
+            answered = await self._each(awake, lambda rollout: self._put_to_sleep(ctl, rollout))
+            asleep.update(rollout.consumer for rollout in answered)
+
+        await self._give_to("trainers", ask)
+        self._shift = "training"
+
+    async def _put_to_sleep(self, ctl: int, rollout: Rollout) -> None:
+        pause = rollout_pb2.PauseRequest(ctl=ctl, mode=rollout_pb2.PAUSE_MODE_ABORT)
+        await rollout.stub.Pause(pause, timeout=MOVE_TIMEOUT_S)
+        await rollout.stub.Sleep(rollout_pb2.SleepRequest(ctl=ctl, level=self._level), timeout=MOVE_TIMEOUT_S)
+
+    async def to_publishing(self, ctl: int) -> None:
+        """Rollouts awake, beside the actor's parameters. DeviceFullError where they lack memory."""
+        if self._locks is None or self._shift == "publishing":
+            return
+        started = time.monotonic()
+        self._board.wait_for("the trainers to leave the shared devices", "switching")
+        moves = [self._actor.offload(ctl, training_pb2.STATE_PART_OPTIMIZER, training_pb2.STATE_PART_GRADIENTS)]
+        moves += [self._critic.offload(ctl)] if self._critic else []
+        await at_once(moves)
+
+        async def nobody() -> None:
+            """A trainer that loads is waited for: the loss of the one before ends this wait."""
+
+        await self._give_to("rollouts", nobody)
+        self._board.wait_for("the rollouts to wake", "switching")
+        wake_up = rollout_pb2.WakeUpRequest(ctl=ctl)
+        await self._each(self._fleet.rollouts(), lambda rollout: rollout.stub.WakeUp(wake_up, timeout=MOVE_TIMEOUT_S))
+        self._shift = "publishing"
+        self._took("to_publishing", started)
+
+    async def to_sampling(self, ctl: int) -> None:
+        """Nothing of the trainers is left on the devices."""
+        if self._locks is not None and self._shift != "sampling":
+            started = time.monotonic()
+            await at_once([trainer.offload(ctl) for trainer in self._trainers])
+            self._shift = "sampling"
+            self._took("to_sampling", started)
+
+    @property
+    def _trainers(self) -> list[ActorTrainer | CriticTrainer]:
+        return [self._actor, self._critic] if self._critic else [self._actor]
+
+    def _took(self, change: str, started: float) -> None:
+        self._seconds.sum(f"shift/{change}_s", time.monotonic() - started)
+
+    async def _give_to(self, side: Side, ask: Callable[[], Awaitable[None]]) -> None:
+        """Returns when nobody of the other side is on the devices; `ask`s them meanwhile. Who is about to load there
+        is waited for. DeadlineError.
+        """
+        assert self._locks is not None
+        timeout_s = MOVE_TIMEOUT_S + self._settings.controller.start_timeout_s
+        give_up_at = time.monotonic() + timeout_s
+        await ask()
+        while not self._locks.give_to(side):
+            if time.monotonic() > give_up_at:
+                raise DeadlineError(
+                    f"the shared devices could not be given to the {side} within {timeout_s:.0f} s: a process of the "
+                    "other side is on them and does not leave; see the logs of those that `rolecall status` names"
+                )
+            await asyncio.sleep(LOOK_S)
+            await ask()
+
+    async def _each(self, rollouts: Sequence[Rollout], call: Callable[[Rollout], Awaitable[object]]) -> list[Rollout]:
+        """Returns those that answered. One that cannot do it is given up, and started again; the fleet sees to who is
+        gone. DeviceFullError, FencedError.
+        """
+        outcomes = await asyncio.gather(*(_outcome(call(rollout)) for rollout in rollouts))
+        for rollout, error in zip(rollouts, outcomes, strict=True):
+            if isinstance(error, FencedError | DeviceFullError):
+                raise error
+            if isinstance(error, UnavailableError):
+                logger.warning("%s does not answer: %s", rollout.consumer, error.message)
+            elif error is not None and rollout in self._fleet.rollouts():
+                self._fleet.give_up(rollout, Loss(f"it cannot sleep or wake: {error.message}", is_final=True))
+        return [rollout for rollout, error in zip(rollouts, outcomes, strict=True) if error is None]
+
+    def close(self) -> None:
+        """Lets go of the devices."""
+        if self._locks is not None:
+            self._locks.close()
+
+
+async def _outcome(call: Awaitable[object]) -> RoleCallError | None:
+    try:
+        await call  # bounded: each is a call, and a call has a deadline
+    except RoleCallError as error:
+        return error
+    return None

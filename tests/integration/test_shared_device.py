@@ -1,0 +1,248 @@
+"""Whole light runs whose rollouts and trainers share a device of the tests: what a healthy run does between its shifts,
+and what becomes of one that finds the device full.
+"""
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.data.dataset import load_prompts
+from rolecall.errors import BudgetSpentError
+from rolecall.store.budget import STORE_SHARE, StoreBudget
+from rolecall.training.serving.trainer import Progress
+from rolecall.v1 import controller_pb2
+from rolecall.v1.trajectory_pb2 import TrainBatch, TrajectoryMeta
+from services.rollout.sampling import Sample, SampleRequest
+from services.rollout.scripted import ScriptedEngine
+from tests.twins.device import MIB, EngineMemory, TrainerState, TwinDevice, device_of, held_by
+from tests.twins.run import LightRun, TwinRun, balance, check_trained_once
+from tests.twins.trainer import ActorTwin, Row, TrainerTwin
+
+
+class SharingEngine(ScriptedEngine):
+    """A rollout engine on the run's device, which notes who else is there while it samples."""
+
+    def __init__(self, run: TwinRun) -> None:
+        super().__init__(vocab_size=200, sleep_levels=(1, 2))
+        self._memory = EngineMemory(device_of(run.settings, "rollout-0"))
+        self._device = run.settings.run.dir.parent / "device"
+        self.levels: list[int] = []
+        """Of its sleeps."""
+        self.beside: set[int] = set()
+        """Bytes of the trainers while it sampled."""
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        self.beside.add(sum(number for who, number in held_by(self._device).items() if not who.startswith("rollout")))
+        return await super().sample(request)
+
+    async def resume(self) -> None:
+        self._memory.resume()
+        await super().resume()
+
+    async def sleep(self, level: int) -> None:
+        self.levels.append(level)
+        await super().sleep(level)
+        self._memory.sleep()
+
+    async def wake_up(self) -> None:
+        self._memory.wake_up()
+
+
+class SharingTrainer(TrainerTwin):
+    """A trainer on the run's device, which notes what rollouts have there while it learns."""
+
+    def share(self, run: TwinRun, who: str) -> None:
+        """Takes its place."""
+        self.state = TrainerState(device_of(run.settings, who))
+        self.device = run.settings.run.dir.parent / "device"
+        self.beside: set[int] = set()
+
+    def learn(
+        self, batch: TrainBatch, rows: Sequence[Row], metas: Sequence[TrajectoryMeta], progress: Progress
+    ) -> None:
+        self.beside.add(held_by(self.device).get("rollout-0", 0))
+        super().learn(batch, rows, metas, progress)
+
+
+class SharingActor(SharingTrainer, ActorTwin):
+    """An actor that does so."""
+
+
+def share(run: TwinRun) -> SharingActor:
+    """Puts the actor of `run` on its device."""
+    actor = SharingActor(run.store.rows)
+    actor.share(run, "actor")
+    run.actor.restart(actor)
+    return actor
+
+
+SHARED: dict[str, Any] = {"sleep_mode": True, "max_groups": 4, "generation_timeout_s": 30.0}
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+async def test_a_side_is_alone_on_the_device_and_nothing_else_of_a_run_changes(
+    light_run: LightRun, tmp_path: Path, max_staleness: int
+) -> None:
+    (tmp_path / "held.jsonl").write_text('{"prompt": "number 7", "ground_truth": "7"}\n')
+    async with light_run(
+        rollout=SHARED,
+        run={"num_steps": 4, "checkpoint_every_steps": 2},
+        algorithm={"groups_per_batch": 4, "max_staleness": max_staleness},
+        evaluation={"every_steps": 1, "sets": {"held": {"path": str(tmp_path / "held.jsonl"), "max_tokens": 12}}},
+    ) as run:
+        actor = share(run)
+        async with run.controller() as life:
+            engine = SharingEngine(run)
+            async with run.rollout("rollout-0", engine=engine):
+                await life.ends()
+        assert engine.beside == {0}
+        assert actor.beside == {0}
+        assert engine.levels[0] == 2
+        assert len(engine.levels) >= 4
+        check_trained_once(actor, 4 * 4 * 2)
+        assert balance(run)[1] == 16
+        assert run.newest().step == 4
+        steps = run.metrics()
+        assert [step["step"] for step in steps] == [1, 2, 3, 4]
+        for step in steps:
+            assert {
+                "shift/to_training_s",
+                "shift/to_publishing_s",
+                "shift/to_sampling_s",
+                "time/shift_s",
+            } <= step.keys()
+            assert 0 < step["shift/to_training_s"] < step["time/step_s"]
+        assert max(step["staleness/max"] for step in steps) <= max_staleness
+        versions = [version for _, version in actor.publishes]
+        assert [step for step, _ in actor.publishes] == [0, 1, 2, 3, 4]
+        assert versions == sorted(versions)
+
+
+async def test_people_pause_resume_and_stop_a_run_that_shares_a_device(light_run: LightRun) -> None:
+    async with light_run(rollout=SHARED, run={"num_steps": 50, "checkpoint_every_steps": 50}) as run:
+        actor = share(run)
+        async with run.controller() as life:
+            async with run.rollout("rollout-0", engine=SharingEngine(run)):
+                await life.reaches(1)
+                await life.stub.PauseRun(controller_pb2.PauseRunRequest())
+                paused = await life.shows(lambda status: status.state == controller_pb2.RUN_STATE_PAUSED)
+                await life.stub.ResumeRun(controller_pb2.ResumeRunRequest())
+                await life.reaches(paused.step + 2)
+                saved = await life.saved()
+                assert saved.step > paused.step
+                await life.stub.StopRun(controller_pb2.StopRunRequest(checkpoint=True))
+                await life.ends()
+        assert run.newest().step == len(actor.records)
+
+
+async def test_a_controller_that_starts_again_finds_the_device_in_any_shift(light_run: LightRun) -> None:
+    async with light_run(rollout=SHARED, run={"num_steps": 4}) as run:
+        actor, engine = share(run), SharingEngine(run)
+        async with AsyncExitStack() as stack:
+            async with run.controller() as life:
+                await stack.enter_async_context(run.rollout("rollout-0", engine=engine))
+                await life.reaches(1)
+            async with run.controller() as life:
+                await life.ends()
+        check_trained_once(actor, 4 * 4 * 2)
+        assert engine.beside == {0}
+        assert actor.beside == {0}
+
+
+@pytest.mark.parametrize("num_batches", [2.0, 2.5])
+async def test_a_store_of_two_batches_is_enough_with_shifts(light_run: LightRun, num_batches: float) -> None:
+    settings = {
+        "rollout": SHARED,
+        "run": {"num_steps": 8, "checkpoint_every_steps": 50},
+        "controller": {"stall_timeout_s": 5.0},
+    }
+    async with light_run(**settings) as run:
+        _leave_room_for(run, num_batches)
+        actor = share(run)
+        async with run.controller() as life, run.rollout("rollout-0", engine=SharingEngine(run)):
+            await life.ends()
+        check_trained_once(actor, 8 * 4 * 2)
+
+
+async def test_a_controller_that_finds_the_store_full_of_trained_rows_frees_them_first(light_run: LightRun) -> None:
+    """A checkpoint was being written when its controller was killed."""
+    settings = {
+        "rollout": SHARED,
+        "run": {"num_steps": 12, "checkpoint_every_steps": 50},
+        "controller": {"stall_timeout_s": 5.0},
+    }
+    async with light_run(**settings) as run:
+        actor, engine = share(run), SharingEngine(run)
+        async with AsyncExitStack() as stack:
+            async with run.controller() as life:
+                await stack.enter_async_context(run.rollout("rollout-0", engine=engine))
+                await life.reaches(6)
+            _leave_room_for(run, 2.0)
+            async with run.controller() as life:
+                await life.ends()
+        check_trained_once(actor, 12 * 4 * 2)
+
+
+def _leave_room_for(run: TwinRun, num_batches: float) -> None:
+    """Gives the next controller a store of so many batches at their longest."""
+    prompt_bytes = max(
+        prompt.num_bytes for prompt in load_prompts(run.settings.data.train, run.settings.data, run.settings.reward)
+    )
+    longest = StoreBudget.of(run.settings, prompt_bytes).batch_bytes
+    max_bytes = int(num_batches * longest / STORE_SHARE) + 8
+    run.settings = run.settings.model_copy(
+        update={"store": run.settings.store.model_copy(update={"max_bytes": max_bytes})}
+    )
+
+
+async def test_adapters_keep_their_base_in_host_memory(light_run: LightRun) -> None:
+    async with light_run(rollout=SHARED, run={"num_steps": 2}) as run:
+        settings = run.settings.model_copy(
+            update={"actor": run.settings.actor.model_validate({**run.settings.actor.model_dump(), "lora": {}})}
+        )
+        run.settings = settings
+        share(run)
+        async with run.controller() as life:
+            engine = SharingEngine(run)
+            async with run.rollout("rollout-0", engine=engine):
+                await life.ends()
+        assert set(engine.levels) == {1}
+
+
+async def test_a_rollout_that_finds_the_device_full_says_so_and_the_run_goes_on_when_it_is_not(
+    light_run: LightRun,
+) -> None:
+    async with light_run(rollout=SHARED, run={"num_steps": 3}) as run:
+        actor = share(run)
+        async with run.controller() as life:
+            async with run.rollout("rollout-0", engine=SharingEngine(run)):
+                await life.reaches(1)
+                other = _takes_the_rest(run)
+                status = await life.shows(lambda status: status.num_recoveries >= 1)
+                assert "the device lacks" in status.last_failure
+                other.close()
+                await life.ends()
+        check_trained_once(actor, 3 * 4 * 2)
+
+
+async def test_a_device_that_stays_full_ends_the_run_with_the_bytes_that_are_missing(light_run: LightRun) -> None:
+    controller = {"max_recoveries": 1}
+    async with light_run(rollout=SHARED, run={"num_steps": 50}, controller=controller) as run:
+        share(run)
+        async with run.controller() as life:
+            async with run.rollout("rollout-0", engine=SharingEngine(run)):
+                await life.reaches(1)
+                other = _takes_the_rest(run)
+                with pytest.raises(BudgetSpentError, match=r"controller\.max_recoveries.*the device lacks \d+ bytes"):
+                    await life.ends()
+                other.close()
+
+
+def _takes_the_rest(run: TwinRun) -> TwinDevice:
+    """Somebody else on the device, who leaves it to one side's memory less a little."""
+    other = TwinDevice(run.settings.run.dir.parent / "device", "other", 2**40)
+    other.hold("memory", 12 * MIB)
+    return other

@@ -1,0 +1,99 @@
+"""A run of a real model whose rollouts and trainer take shifts: the FSDP actor in a process of its own, whose state is
+moved to the host and back, and plain transformers in vLLM's place, whose weights are gone while they sleep.
+
+vLLM gives no memory up on CPUs. What arrives after a sleep came over the real channel, or it would not be a number.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rolecall.launcher.plan import write_config
+from rolecall.settings import RunSettings
+from tests.chaos.scorer import score
+from tests.fixtures_store import StoreUnderTest
+from tests.ports import free_port
+from tests.tiny_models import write_qwen3
+from tests.tiny_tokenizer import write_tokenizer
+from tests.twins.channel_engine import PolicyEngine
+from tests.twins.processes import ranks_together, started
+from tests.twins.run import twin_run
+
+NUM_STEPS = 3
+SAME = ("reward/mean", "actor/grad_norm", "actor/policy_loss", "actor/mismatch_max")
+
+
+class SleepingPolicy(PolicyEngine):
+    """Plain transformers whose parameters have no memory while they sleep, and no values when they wake."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(model)
+        self._info = replace(self._info, sleep_levels=(2,))
+        for parameter in self._model.parameters():
+            parameter.data = parameter.data.clone()  # of its file's memory, which cannot be given back
+        self._storages = {tensor.data_ptr(): tensor.untyped_storage() for tensor in self._model.parameters()}
+        self._sizes = {pointer: storage.nbytes() for pointer, storage in self._storages.items()}
+        self.num_bytes: list[int] = []
+        """Bytes of its weights after each sleep."""
+
+    async def sleep(self, level: int) -> None:
+        await super().sleep(level)
+        for storage in self._storages.values():
+            storage.resize_(0)
+        self._known.clear()
+        self.num_bytes.append(sum(storage.nbytes() for storage in self._storages.values()))
+
+    async def wake_up(self) -> None:
+        for pointer, storage in self._storages.items():
+            storage.resize_(self._sizes[pointer])
+            torch.empty(0).set_(storage).fill_(torch.nan)
+
+
+@pytest.mark.timeout(600)
+async def test_a_model_trained_in_shifts_becomes_what_it_becomes_without(
+    make_store: Callable[[str, str], StoreUnderTest],
+    store: StoreUnderTest,
+    tmp_path: Path,
+    make_settings: Callable[..., RunSettings],
+) -> None:
+    model = write_qwen3(tmp_path / "model", vocab=288)
+    write_tokenizer(model)
+
+    async def run_of(name: str, *, in_shifts: bool) -> list[dict[str, float]]:
+        sections: dict[str, Any] = {
+            "run": {"num_steps": NUM_STEPS, "checkpoint_every_steps": 2},
+            "model": {"path": str(model), "dtype": "float32"},
+            "actor": {"address": f"127.0.0.1:{free_port()}", "num_threads": 1, "optimizer": {"learning_rate": 1e-3}},
+            "sampling": {"num_responses": 2, "max_tokens": 8},
+            "algorithm": {"groups_per_batch": 4, "num_minibatches": 2},
+            "rollout": {"sleep_mode": in_shifts, "max_groups": 4},
+            # the machine may be busy with other tests
+            "controller": {"lease_s": 4.0, "start_timeout_s": 300.0, "stall_timeout_s": 100.0},
+        }
+        of_its_own = make_store(store.url, f"{store.run}-{name}")
+        async with twin_run(of_its_own, tmp_path / name, make_settings, score=score, **sections) as run:
+            config = write_config(run.settings)
+            engine = SleepingPolicy(model)
+            commands = [
+                each._replace(environment={"ROLECALL_STORE_URL": store.url}) for each in ranks_together(config, 1)
+            ]
+            try:
+                async with started(config, commands), run.controller() as life:
+                    async with run.rollout("rollout-0", engine=engine):
+                        await life.ends()
+            finally:
+                await engine.close()
+            assert engine.num_bytes == [0] * len(engine.num_bytes)
+            assert (len(engine.num_bytes) >= NUM_STEPS) == in_shifts
+            assert run.newest().step == NUM_STEPS
+        return run.metrics()
+
+    apart, shared = await run_of("apart", in_shifts=False), await run_of("shared", in_shifts=True)
+    assert [step["step"] for step in shared] == [step["step"] for step in apart] == [1, 2, 3]
+    for alone, together in zip(apart, shared, strict=True):
+        assert together["actor/grad_norm"] > 0
+        assert {name: together[name] for name in SAME} == {name: alone[name] for name in SAME}

@@ -1,0 +1,83 @@
+"""Which roles may be given the same GPUs, and what follows from it for the rest of the file."""
+
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from rolecall.errors import ConfigError
+from rolecall.launcher.plan import resolve, write_config
+from rolecall.settings import load_settings
+from tests.conftest import MakeSettings
+
+SHARED: dict[str, Any] = {"actor": {"devices": [0]}, "rollout": {"devices": [[0]]}}
+SCORER: dict[str, Any] = {"components": {"correct": {"scorer": {"kind": "exact_match"}}}}
+GAE = {"algorithm": {"groups_per_batch": 2, "advantage": {"kind": "gae"}}}
+
+
+def test_the_same_gpu_for_actor_and_rollout_is_all_that_takes_shifts_need(make_settings: MakeSettings) -> None:
+    assert make_settings(**SHARED).takes_shifts
+    assert not make_settings(actor={"devices": [0]}, rollout={"devices": [[1]]}).takes_shifts
+    assert not make_settings().takes_shifts
+    assert make_settings(rollout={"sleep_mode": True}).takes_shifts
+
+
+def test_roles_read_from_the_resolved_file_that_they_take_shifts(make_settings: MakeSettings) -> None:
+    settings = make_settings(**SHARED)
+    settings.run.dir.mkdir(parents=True)
+    written = load_settings(write_config(resolve(settings)))
+    assert written.actor.address is not None
+    assert written.takes_shifts
+    assert yaml.safe_load((settings.run.dir / "config.yaml").read_text())["rollout"]["sleep_mode"] is True
+
+
+def test_weights_go_through_shared_memory_where_nccl_would_have_two_ranks_on_a_gpu(make_settings: MakeSettings) -> None:
+    apart = make_settings(actor={"devices": [0]}, rollout={"devices": [[1]]})
+    assert apart.weight_backend(receivers_on_gpus=True) == "nccl"
+    assert make_settings(**SHARED).weight_backend(receivers_on_gpus=True) == "shared"
+    with pytest.raises(ValidationError, match=r"weights\.backend nccl: NCCL cannot have"):
+        make_settings(**SHARED, weights={"backend": "nccl"})
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"actor": {"devices": [0, 1], "num_ranks": 2}, "rollout": {"devices": [[0], [1]], "num_replicas": 2}},
+        {"actor": {"devices": [0, 1], "num_ranks": 2}, "rollout": {"devices": [[0, 1]], "tensor_parallel_size": 2}},
+        {**SHARED, **GAE, "critic": {"devices": [0]}},
+        {**SHARED, **GAE, "critic": {"devices": [1]}},
+        {
+            **SHARED,
+            "algorithm": {"groups_per_batch": 2, "kl": {"reference": "ref", "kl_coef": 0.1}},
+            "references": {"ref": {"devices": [0]}},
+        },
+    ],
+)
+def test_all_trainers_and_rollouts_of_a_machine_may_share(make_settings: MakeSettings, sections: Any) -> None:
+    assert make_settings(**sections).takes_shifts
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"actor": {"devices": [0, 1], "num_ranks": 2}, "rollout": {"devices": [[0]]}}, "share some and not others"),
+        ({"actor": {"devices": [0]}, "rollout": {"devices": [[0], [1]], "num_replicas": 2}}, "share some and not"),
+        ({"actor": {"devices": [0]}, "rollout": {"devices": [[0], [0]], "num_replicas": 2}}, r"rollout\.devices\[0\]"),
+        ({**SHARED, **GAE, "critic": {"devices": [0, 1], "num_ranks": 2}}, r"critic\.devices \[0, 1\] are shared"),
+        ({**GAE, "actor": {"devices": [0]}, "critic": {"devices": [0]}}, "GPU 0 is given to actor and to critic"),
+        ({**SHARED, "reward": {"devices": [0], **SCORER}}, "GPU 0 is given to actor and to reward"),
+        ({"actor": {"devices": [0]}, "rollout": {"devices": [[0]], "sleep_mode": False}}, "sleep_mode is false"),
+    ],
+)
+def test_what_cannot_share_a_gpu_is_refused_in_words(make_settings: MakeSettings, sections: Any, told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        make_settings(**sections)
+
+
+def test_who_takes_shifts_is_started_by_one_launcher(make_settings: MakeSettings) -> None:
+    for sections in ({"actor": {"address": "elsewhere:1"}}, {"controller": {"address": "elsewhere:1"}}):
+        with pytest.raises(ConfigError, match=r"started by one `rolecall train`.*remove \w+\.address"):
+            resolve(make_settings(**sections, rollout={"sleep_mode": True}))
+    with pytest.raises(ConfigError, match=r"remove rollout\.num_replicas 0"):
+        resolve(make_settings(rollout={"sleep_mode": True, "num_replicas": 0}))

@@ -1,0 +1,85 @@
+"""Shifts on shared devices: the locks by which nobody is on a device together with the other side."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rolecall.shifts import Post, ShiftLocks, Side, is_shift_of
+
+TAKES = "import sys; from rolecall.shifts import Post; from pathlib import Path\n"
+TAKES += "print(Post(Path(sys.argv[1]), 'rollouts').take(), flush=True); sys.stdin.read()"
+
+
+@pytest.fixture
+def locks(tmp_path: Path) -> Iterator[ShiftLocks]:
+    locks = ShiftLocks(tmp_path)
+    yield locks
+    locks.close()
+
+
+def test_nobody_begins_without_a_controller(tmp_path: Path) -> None:
+    assert not Post(tmp_path, "rollouts").take()
+    assert not Post(tmp_path, "trainers").take()
+    assert not is_shift_of("rollouts", tmp_path)
+    assert not is_shift_of("trainers", tmp_path)
+
+
+@pytest.mark.parametrize(("side", "other"), [("rollouts", "trainers"), ("trainers", "rollouts")])
+def test_a_side_has_the_devices_to_itself_until_all_of_it_have_left(
+    tmp_path: Path, locks: ShiftLocks, side: Side, other: Side
+) -> None:
+    first, second, opposite = Post(tmp_path, side), Post(tmp_path, side), Post(tmp_path, other)
+    assert locks.give_to(side)
+    assert is_shift_of(side, tmp_path)
+    assert first.take()
+    assert second.take()
+    assert first.take()  # again
+    assert not opposite.take()
+    first.leave()
+    assert not locks.give_to(other)
+    assert is_shift_of(side, tmp_path)  # nothing has changed
+    assert first.take()
+    first.leave()
+    second.leave()
+    assert locks.give_to(other)
+    assert is_shift_of(other, tmp_path)
+    assert not first.take()
+    assert opposite.take()
+
+
+def test_who_looks_is_not_on_the_devices(tmp_path: Path, locks: ShiftLocks) -> None:
+    assert locks.give_to("rollouts")
+    post = Post(tmp_path, "trainers")
+    for _ in range(3):
+        assert not post.take()
+        assert locks.give_to("trainers")
+        assert locks.give_to("rollouts")
+
+
+def test_a_process_that_is_killed_leaves(tmp_path: Path, locks: ShiftLocks) -> None:
+    assert locks.give_to("rollouts")
+    command = [sys.executable, "-c", TAKES, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as rollout:
+        assert rollout.stdout is not None
+        assert rollout.stdout.readline() == "True\n"
+        assert not locks.give_to("trainers")
+        rollout.kill()
+        rollout.wait(timeout=60)
+        assert locks.give_to("trainers")
+
+
+def test_the_next_controller_finds_who_is_on_the_devices(tmp_path: Path) -> None:
+    locks = ShiftLocks(tmp_path)
+    assert locks.give_to("rollouts")
+    awake = Post(tmp_path, "rollouts")
+    assert awake.take()
+    locks.close()
+    following = ShiftLocks(tmp_path)
+    assert not Post(tmp_path, "rollouts").take()  # before it has said whose shift it is
+    assert not following.give_to("trainers")
+    awake.leave()
+    assert following.give_to("trainers")
+    following.close()

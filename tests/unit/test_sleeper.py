@@ -1,0 +1,89 @@
+"""The sleep of a vLLM engine: in what order its memory comes and goes. The engine is a fake that does what vLLM says of
+itself, and fails where it would.
+"""
+
+from collections.abc import Awaitable
+from typing import Any
+
+import pytest
+
+from rolecall.errors import DeviceFullError
+from services.rollout.sleeper import Sleeper
+
+TOTAL, WEIGHTS, CACHE = 100, 10, 60
+
+
+class FakeEngine:
+    """Weights and cache on a device of 100 bytes, of which others hold some."""
+
+    def __init__(self) -> None:
+        self.awake = {"weights": WEIGHTS, "kv_cache": CACHE}
+        self.others = 0
+        self.runs_scheduler = False
+
+    async def sleep(self, level: int) -> None:
+        if not self.awake:
+            return  # "already sleeping"
+        assert len(self.awake) == 2, "vLLM unmaps what is unmapped"
+        self.awake, self.runs_scheduler = {}, False
+
+    async def wake_up(self, tags: list[str]) -> bool:
+        self.awake |= {tag: {"weights": WEIGHTS, "kv_cache": CACHE}[tag] for tag in tags}
+        assert sum(self.awake.values()) + self.others <= TOTAL, "out of memory"
+        self.runs_scheduler = len(self.awake) == 2
+        return self.runs_scheduler
+
+    async def collective_rpc(self, method: str) -> list[Any]:
+        assert method == "free_bytes"
+        return [TOTAL - self.others - sum(self.awake.values())]
+
+
+async def alive(call: Awaitable[Any]) -> Any:
+    return await call
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+async def test_weights_come_first_and_the_scheduler_with_the_rest(engine: FakeEngine) -> None:
+    sleeper = Sleeper(engine, alive)
+    await sleeper.wake_whole()  # it is
+    assert not engine.runs_scheduler
+    await sleeper.sleep(2)
+    assert engine.awake == {}
+    engine.others = 25
+    await sleeper.wake_up()
+    assert engine.awake == {"weights": WEIGHTS}
+    assert not engine.runs_scheduler
+    await sleeper.wake_whole()
+    assert engine.runs_scheduler
+
+
+async def test_without_room_for_all_of_it_nothing_is_taken(engine: FakeEngine) -> None:
+    sleeper = Sleeper(engine, alive)
+    await sleeper.sleep(2)
+    engine.others = 45
+    with pytest.raises(DeviceFullError, match=r"lacks 15 of the 70 bytes.*rollout\.gpu_memory_utilization"):
+        await sleeper.wake_up()
+    assert engine.awake == {}
+    engine.others = 30
+    await sleeper.wake_up()
+    assert engine.awake == {"weights": WEIGHTS}
+
+
+async def test_every_call_may_be_repeated_and_an_engine_half_awake_sleeps_again(engine: FakeEngine) -> None:
+    sleeper = Sleeper(engine, alive)
+    for _ in range(2):
+        await sleeper.sleep(1)
+    for _ in range(2):
+        await sleeper.wake_up()
+    await sleeper.sleep(1)
+    assert engine.awake == {}
+    await sleeper.wake_up()
+    for _ in range(2):
+        await sleeper.wake_whole()
+    assert engine.runs_scheduler
+    await sleeper.sleep(1)
+    assert engine.awake == {}
