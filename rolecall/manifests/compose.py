@@ -17,6 +17,7 @@ from rolecall.manifests.completed import (
     require_paths_under,
     with_certificates,
 )
+from rolecall.manifests.environment import place_of
 from rolecall.manifests.pods import torchrun
 from rolecall.manifests.render import flow, render
 from rolecall.settings import RunSettings, TrainerSection, validated
@@ -41,6 +42,9 @@ def compose(tree: dict[str, Any], file: Path) -> dict[str, str]:
     done = complete(tree, {name: _address(name, here, services[name]) for name in local}, _PORTS["rollout"])
     done["weights"] = {**(tree.get("weights") or {}), "host": _WEIGHTS_HOST}
     done["rpc"] = with_certificates(tree)
+    place = place_of(here)
+    if place is not None and place.agents_port is not None:
+        done["rollout"]["advertise_host"] = "rollout"  # a name of its certificate, and of nobody else
     require_paths_under(tree, validated(done, file), (JOB, RUN, TLS_FOLDER))
     sections = {"actor": here.actor, "critic": here.critic, **here.references}
     trainers = [_trainer(name, section, here, services[name]) for name, section in sections.items()
@@ -48,6 +52,8 @@ def compose(tree: dict[str, Any], file: Path) -> dict[str, str]:
     values = {
         "run": here.run.name,
         "certificates": _certificates(tree, here, services),
+        "environment_tls": "- tls-environment:/run/rolecall/certificates/environment" if _is_ours(here) else "",
+        "environment_volume": "tls-environment: {}" if _is_ours(here) else "",
         "maxmemory": f"{here.store.max_bytes // 2**20}mb",
         "port": _PORTS["controller"],
         "trainers": "".join(trainers),
@@ -65,6 +71,12 @@ def _require_one_machine(settings: RunSettings, local: list[str]) -> None:
         raise ConfigError(f"run.name {settings.run.name!r} names the project: use lower case letters, digits, '-', '_'")
     if settings.rpc.behind_mesh:
         raise ConfigError("rpc.behind_mesh: the roles of a Compose project have no sidecars; leave it out")
+    place, rollouts = place_of(settings), settings.rollout.num_replicas
+    if place is not None and place.agents_port is not None and rollouts > 1:
+        raise ConfigError(
+            f"environment.endpoint_bind: agents call the rollout of their episode by its name, and the containers of "
+            f"{rollouts} share one; use one rollout, or write it --to kubernetes"
+        )
     for name in {"controller", "actor"} - set(local):
         raise ConfigError(f"{name}.address: the project has its own {name}, and says where; leave it out")
     sections = {"actor": settings.actor, "critic": settings.critic, **settings.references}
@@ -74,6 +86,12 @@ def _require_one_machine(settings: RunSettings, local: list[str]) -> None:
                 f"{name} has {section.num_ranks} ranks on {len(section.devices)} devices, so it needs several "
                 "machines, and a Compose project has one; give it as many devices, or write it --to kubernetes"
             )
+
+
+def _is_ours(settings: RunSettings) -> bool:
+    """Whether the run's environment is a service of the project, with a certificate of the run's."""
+    place = place_of(settings)
+    return place is not None and place.is_ours
 
 
 def _service(name: str, settings: RunSettings, local: list[str]) -> str:
@@ -94,6 +112,9 @@ def _certificates(tree: dict[str, Any], settings: RunSettings, services: dict[st
     for name in settings.references:
         if services.get(name, "reference") != "reference":
             command += ["--host", f"reference={services[name]}"]
+    place = place_of(settings)
+    if place is not None and place.is_ours:
+        command += ["--host", f"environment={place.host}"]
     if "spiffe_id" in (tree.get("rpc") or {}):
         command += ["--spiffe-id", settings.rpc.spiffe_id]
     return flow(command)

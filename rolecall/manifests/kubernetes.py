@@ -21,6 +21,8 @@ from rolecall.manifests.completed import (
     replicas_of,
     require_paths_under,
 )
+from rolecall.manifests.environment import FOLDER as ENVIRONMENT_FOLDER
+from rolecall.manifests.environment import NAME, are_named, place_of
 from rolecall.manifests.mesh import certificates, istio
 from rolecall.manifests.pods import DATA, RUNS, Pod, light, pod_template, rollout, trainer
 from rolecall.manifests.policies import network_policies
@@ -55,19 +57,20 @@ def kubernetes(tree: dict[str, Any], file: Path) -> dict[str, str]:
     settings = validated(done, file)
     done["controller"]["start_timeout_s"] = settings.controller.start_timeout_s  # what the probes wait, roles wait
     _require_names(settings)
-    require_paths_under(tree, settings, (DATA, RUNS, TLS_FOLDER))
+    require_paths_under(tree, settings, (DATA, RUNS, TLS_FOLDER, ENVIRONMENT_FOLDER))
     jobs, scaled = _pods(settings, local)
+    place = place_of(settings)
     run, roles = settings.run.name, sorted({"rollout", *(pod.role for pod in (*jobs, *scaled))})
     files = {
         "run.yaml": as_text(done, "Made by `rolecall manifests`: the run's file, and what the cluster decides."),
         "namespace.yaml": render("namespace.yaml", {"namespace": run}),
-        "accounts.yaml": _accounts([*roles, "store"]),
+        "accounts.yaml": _accounts([*roles, "store", *([NAME] if place is not None and place.is_beside else [])]),
         "volumes.yaml": render("volumes.yaml", _volumes(settings)),
         "store.yaml": render("store.yaml", _store(settings)),
         "run-jobset.yaml": render("jobset.yaml", {"jobs": "".join(_job(pod, settings) for pod in jobs)}),
         "rollout.yaml": _fleet(replicas_of(tree), settings),
         **{f"{pod.name}.yaml": _deployment(pod, settings) for pod in scaled},
-        "services.yaml": _services(jobs, scaled, mesh),
+        "services.yaml": _services(jobs, scaled, mesh, place.agents_port if place is not None else None),
         "budgets.yaml": _budgets(scaled),
         "network-policies.yaml": network_policies(settings, roles),
     }
@@ -76,7 +79,7 @@ def kubernetes(tree: dict[str, Any], file: Path) -> dict[str, str]:
     values = {"namespace": run, "resources": resources, "secrets": secrets}
     files["kustomization.yaml"] = render("kustomization.yaml", values)
     hosts = ["rollout", *(pod.name for pod in (*jobs, *scaled))]
-    return files | (istio(run, roles, hosts) if mesh else certificates(run, roles, settings))
+    return files | (istio(run, roles, hosts, place) if mesh else certificates(run, roles, settings))
 
 
 def _host(name: str, mesh: bool) -> str:
@@ -112,11 +115,11 @@ def _job(pod: Pod, settings: RunSettings) -> str:
 
 
 def _fleet(replicas: int, settings: RunSettings) -> str:
-    """The rollouts. A mesh sends a call to a name, and only a StatefulSet's pods have one each."""
+    """The rollouts. Only a StatefulSet's pods have a name each."""
     # ready with its first weights: once all have started, and a step at the most later
     within_s = settings.controller.start_timeout_s + settings.actor.train_timeout_s
     values = {"replicas": replicas, "update": "{maxSurge: 0, maxUnavailable: 25%}"}
-    template = "statefulset.yaml" if settings.rpc.behind_mesh else "deployment.yaml"
+    template = "statefulset.yaml" if are_named(settings) else "deployment.yaml"
     return _workload(template, rollout(settings), settings, _FLEET, within_s, values)
 
 
@@ -139,15 +142,27 @@ def _workload(
     return render(template, common | values)
 
 
-def _services(jobs: list[Pod], scaled: list[Pod], mesh: bool) -> str:
+def _services(jobs: list[Pod], scaled: list[Pod], mesh: bool, agents_port: int | None) -> str:
     made = [_service(pod, _FIRST, first=True, unready=True) for pod in jobs]
-    made.append(_service(Pod("rollout", "rollout", "rollout"), _JOINED, headless=True, unready=True))
+    fleet = Pod("rollout", "rollout", "rollout")
+    agents = f"- {{name: agents, port: {agents_port}, appProtocol: {'http' if mesh else 'https'}}}"
+    agents = "" if agents_port is None else agents
+    made.append(_service(fleet, _JOINED, headless=True, unready=True, agents=agents))
     made += [_service(pod, _ONE if mesh else _ALL, headless=not mesh) for pod in scaled]
     return "---\n".join(made)
 
 
-def _service(pod: Pod, why: str, *, first: bool = False, headless: bool = False, unready: bool = False) -> str:
+def _service(
+    pod: Pod,
+    why: str,
+    *,
+    first: bool = False,
+    headless: bool = False,
+    unready: bool = False,
+    agents: str = "",
+) -> str:
     values = {
+        "agents": agents,
         "why": comment(why),
         "name": pod.name,
         "role": pod.role,

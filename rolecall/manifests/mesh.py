@@ -5,6 +5,7 @@ base.
 from typing import Any
 
 from rolecall.manifests.completed import PORT
+from rolecall.manifests.environment import NAME, Place, are_named, place_of
 from rolecall.manifests.policies import COMPONENT, PEOPLE, callers_by_role
 from rolecall.manifests.render import comment, dump_all, render
 from rolecall.rpc.callers import rules
@@ -21,16 +22,20 @@ def certificates(run: str, roles: list[str], settings: RunSettings) -> dict[str,
         }),
         _object("cert-manager.io/v1", "Issuer", "run", {"ca": {"secretName": "tls-ca"}}),
     ]  # fmt: skip
-    references = [f"reference-{name}" for name in settings.references]
-    for role in (*roles, *PEOPLE):
-        names = references if role == "reference" else [role]
+    place = place_of(settings)
+    names = {"reference": [f"reference-{name}" for name in settings.references]}
+    if place is not None and place.is_ours:
+        names[NAME] = [place.host]
+    if are_named(settings):
+        names["rollout"] = ["rollout", f"*.rollout.{run}.svc.cluster.local"]
+    for role in (*roles, *PEOPLE, *([NAME] if NAME in names else [])):
         identity = settings.rpc.spiffe_id.removesuffix("/{instance}").replace("{run}", run).replace("{role}", role)
         spec = {
             "secretName": f"tls-{role}",
             "duration": "24h",
             "renewBefore": "8h",
-            "dnsNames": [*names, "localhost"],
-            "uris": [identity],
+            "dnsNames": [*names.get(role, [role]), "localhost"],
+            **({} if role == NAME else {"uris": [identity]}),  # an environment calls no role
             "usages": ["server auth", "client auth"],
             "privateKey": {"algorithm": "ECDSA", "size": 256, "rotationPolicy": "Always"},
             "issuerRef": {"name": "run", "kind": "Issuer"},
@@ -47,22 +52,26 @@ def certificates(run: str, roles: list[str], settings: RunSettings) -> dict[str,
     }
 
 
-def istio(run: str, roles: list[str], hosts: list[str]) -> dict[str, str]:
-    """Istio's words for the services `hosts`: who may call what, by the same table, and no timeout, no retry of the
-    mesh's.
+def istio(run: str, roles: list[str], hosts: list[str], place: Place | None) -> dict[str, str]:
+    """Istio's words for the services `hosts` and the environment: who may call what, by the same table, and no timeout,
+    no retry of the mesh's.
     """
     callers = callers_by_role(roles)
     policies = [_object("security.istio.io/v1", "AuthorizationPolicy", "deny-all", {})]
     policies += [_allowed(run, role, sorted(callers[role])) for role in roles if callers[role]]
+    policies += _ways(run, place)
     routes = []
-    for host in hosts:
-        route = {"route": [{"destination": {"host": host}}], "timeout": "0s", "retries": {"attempts": 0}}
+    for host in [*hosts, *([place.host] if place is not None and place.is_ours else [])]:
         names = [host, *([f"*.rollout.{run}.svc.cluster.local"] if host == "rollout" else [])]
-        routes.append(_object("networking.istio.io/v1", "VirtualService", host, {"hosts": names, "http": [route]}))
+        ways = [_route(host)]
+        if host == "rollout" and place is not None and place.agents_port is not None:
+            ways = [_route(host, PORT), _route(host, place.agents_port)]
+        routes.append(_object("networking.istio.io/v1", "VirtualService", host, {"hosts": names, "http": ways}))
     traffic = {
         "connectionPool": {"http": {"http2MaxRequests": 10000}},
         "tls": {"mode": "ISTIO_MUTUAL"},
     }
+    ports = [PORT, *(place.mesh_ports if place is not None else [])]
     host = f"*.{run}.svc.cluster.local"
     rest = [
         _object("security.istio.io/v1", "PeerAuthentication", "strict", {"mtls": {"mode": "STRICT"}}),
@@ -77,10 +86,43 @@ def istio(run: str, roles: list[str], hosts: list[str]) -> dict[str, str]:
     )
     return {
         "istio/kustomization.yaml": render("istio-kustomization.yaml", {}),
-        "istio/annotations.yaml": render("istio-annotations.yaml", {"port": PORT}),
+        "istio/annotations.yaml": render("istio-annotations.yaml", {"ports": ",".join(map(str, ports))}),
         "istio/network.yaml": render("istio-network.yaml", {}),
         "istio/authorization.yaml": rules_head + dump_all(policies),
         "istio/traffic.yaml": traffic_head + dump_all(rest + routes),
+    }
+
+
+def _route(host: str, port: int | None = None) -> dict[str, Any]:
+    """The way to a service; `port`: of one that has several."""
+    matched = {} if port is None else {"match": [{"port": port}]}
+    to = {"host": host, **({} if port is None else {"port": {"number": port}})}
+    return {**matched, "route": [{"destination": to}], "timeout": "0s", "retries": {"attempts": 0}}
+
+
+def _ways(run: str, place: Place | None) -> list[dict[str, Any]]:
+    """Returns what rollouts and the environment may ask of each other; AuthorizationPolicies of a pod add up."""
+    made = []
+    if place is not None and place.is_ours:
+        rule = _rule(run, "rollout", place.port, "/rolecall.v1.EnvironmentService/*")
+        made.append((NAME, NAME, rule))
+    if place is not None and place.agents_port is not None:
+        made.append(("agents", "rollout", _rule(run, NAME, place.agents_port, "/v1/*")))
+    return [
+        _object(
+            "security.istio.io/v1",
+            "AuthorizationPolicy",
+            name,
+            {"selector": {"matchLabels": {COMPONENT: role}}, "action": "ALLOW", "rules": [rule]},
+        )
+        for name, role, rule in made
+    ]
+
+
+def _rule(run: str, caller: str, port: int, path: str) -> dict[str, Any]:
+    return {
+        "from": [{"source": {"principals": [f"cluster.local/ns/{run}/sa/{caller}"]}}],
+        "to": [{"operation": {"ports": [str(port)], "paths": [path]}}],
     }
 
 

@@ -4,9 +4,12 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rolecall.launcher.plan import role_environment
 from rolecall.manifests.completed import PORT, RANKS_PORT, TLS_FOLDER, nodes_of
+from rolecall.manifests.environment import FOLDER as ENVIRONMENT_FOLDER
+from rolecall.manifests.environment import are_named
 from rolecall.manifests.render import render
 from rolecall.settings import RunSettings, TrainerSection
 
@@ -93,9 +96,9 @@ def rollout(settings: RunSettings) -> Pod:
         name="rollout",
         image="rollout",
         devices=tuple(range(gpus)),
-        overrides=(named,) if settings.rpc.behind_mesh else (),
+        overrides=(named,) if are_named(settings) else (),
         # not rollout-0, by which a launcher numbers the replicas of one machine
-        own_name=host if settings.rpc.behind_mesh else "$(POD_NAME)",
+        own_name=host if are_named(settings) else "$(POD_NAME)",
         cpu=max(2, 4 * gpus),
         memory_gib=max(8, 32 * gpus),
     )
@@ -132,10 +135,12 @@ def _mounts(pod: Pod, settings: RunSettings) -> dict[str, str]:
     """The lines of mounts and volumes, those that the pod does not have empty."""
     secret = f"secret: {{secretName: tls-{pod.role}, defaultMode: 0440}}"
     store = f"secret: {{secretName: store, defaultMode: 0440, items: [{{key: {pod.role}, path: url}}]}}"
+    secret_of_environment = "secret: {secretName: environment, defaultMode: 0440}"
     claim = "persistentVolumeClaim: {claimName: %s}"
     shares_files = pod.role == "controller" or settings.run.checkpoint_url is None
     mounts = [
         ("tls", f"{TLS_FOLDER}, readOnly: true", secret, not settings.rpc.behind_mesh),
+        ("environment", f"{ENVIRONMENT_FOLDER}, readOnly: true", secret_of_environment, _reads_files(pod, settings)),
         ("store", "/run/rolecall/store, readOnly: true", store, pod.role != "reward"),
         ("shm", "/dev/shm", "emptyDir: {medium: Memory}", pod.image != "light"),
         ("data", f"{DATA}, readOnly: true", claim % "data", pod.role != "reward"),
@@ -146,6 +151,15 @@ def _mounts(pod: Pod, settings: RunSettings) -> dict[str, str]:
         lines[f"{name}_mount"] = f"- {{name: {name}, mountPath: {path}}}" if has else ""
         lines[f"{name}_volume"] = f"- {{name: {name}, {source}}}" if has else ""
     return lines
+
+
+def _reads_files(pod: Pod, settings: RunSettings) -> bool:
+    """Whether it calls an environment by files of its secret."""
+    section = settings.environment
+    files = [] if section is None else [section.ca_file, section.bearer_token_file]
+    return pod.role == "rollout" and any(
+        isinstance(file, Path) and file.is_relative_to(ENVIRONMENT_FOLDER) for file in files
+    )
 
 
 def _has_run_dir(pod: Pod) -> bool:

@@ -5,7 +5,9 @@ the store and hold weights.
 from collections.abc import Iterable
 from typing import Any
 
+from rolecall.manifests import environment
 from rolecall.manifests.completed import PORT, RANKS_PORT
+from rolecall.manifests.environment import place_of
 from rolecall.manifests.render import comment, dump_all
 from rolecall.rpc.callers import Caller, rules
 from rolecall.settings import RunSettings
@@ -38,6 +40,7 @@ def network_policies(settings: RunSettings, roles: list[str]) -> str:
     first, last = map(int, (settings.weights.ports or "").split("-"))
     weights = [_port(first, last)]
     ranks = [_port(RANKS_PORT), *weights]
+    place = place_of(settings)
     policies = [_policy("deny-all", {}, [], [(_NAMES, _DNS)])]
     for role in (*roles, *PEOPLE):
         opens = [(_peers([other for other in roles if role in callers[other]]), [_port(PORT)])]
@@ -52,12 +55,26 @@ def network_policies(settings: RunSettings, roles: list[str]) -> str:
         if role in ("actor", "critic", "reference"):
             opens.append((_peers([role]), ranks))
             takes.append((_peers([role]), ranks))
+        if role == "rollout" and place is not None:
+            opens.append((list(place.peers), [_port(place.port)]))
+            takes.append((list(place.peers), [_port(place.agents_port)] if place.agents_port else []))
         policies.append(_policy(role, {COMPONENT: role}, takes, opens))
     storing = [role for role in roles if role != "reward"]
     policies.append(_policy("store", {COMPONENT: "store"}, [(_peers(storing), [_port(STORE_PORT)])], []))
+    if place is not None and place.is_beside:
+        rollouts = _peers(["rollout"])
+        policies.append(
+            _policy(
+                environment.NAME,
+                {COMPONENT: environment.NAME},
+                [(rollouts, [_port(place.port)])],
+                [(rollouts, [_port(place.agents_port)] if place.agents_port else [])],
+            )
+        )
     head = comment(
         "Who may connect to whom: the table of who may call what (proto/rolecall/v1), the store, the weight channel "
-        "between actor and rollouts, and the ranks of a trainer among themselves. Names are looked up in kube-system. "
+        "between actor and rollouts, the ranks of a trainer among themselves, and the environment, where there is one. "
+        "Names are looked up in kube-system. "
         "Scorers elsewhere, trackers, collectors and object stores need an egress rule of your own, in an overlay. A "
         "pod of people's carries app.kubernetes.io/component: operator or viewer; `kubectl port-forward` needs none."
     )
@@ -72,8 +89,8 @@ def _policy(name: str, selected: dict[str, str], takes: list[Any], opens: list[A
         "spec": {
             "podSelector": {"matchLabels": selected} if selected else {},
             "policyTypes": ["Ingress", "Egress"],
-            "ingress": [{"from": peers, "ports": ports} for peers, ports in takes if peers],
-            "egress": [{"to": peers, "ports": ports} for peers, ports in opens if peers],
+            "ingress": [{"from": peers, "ports": ports} for peers, ports in takes if peers and ports],
+            "egress": [{"to": peers, "ports": ports} for peers, ports in opens if peers and ports],
         },
     }
 
