@@ -84,7 +84,10 @@ def commands(folder: Path) -> list[list[str]]:
     return [line.split() for line in lines if line.startswith("    ")]
 
 
-@pytest.mark.parametrize(("what", "name"), [*(("scorer", name) for name in LANGUAGES), ("environment", "node")])
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [*(("scorer", name) for name in LANGUAGES), *(("environment", name) for name in ("go", "node"))],
+)
 def test_a_service_of_another_language_is_made_and_passes_by_three_commands(
     what: str, name: str, tmp_path: Path
 ) -> None:
