@@ -95,6 +95,12 @@ def test_the_algorithms_benchmark_agrees_with_its_plain_loops(quick: Quick) -> N
     assert [kind for kind in kinds if not re.search(rf"^{kind}\b.* \d", output, re.MULTILINE)] == []
 
 
+def test_the_benchmark_of_turns_has_the_same_loss_in_every_way(quick: Quick) -> None:
+    output = quick("turns.py")
+    found = re.findall(r"^(merged|a row a turn|shared) +\d+ ", output, re.MULTILINE)
+    assert found == ["merged", "a row a turn", "shared"]
+
+
 def test_the_comparison_with_peers_makes_our_side_of_every_row(quick: Quick) -> None:
     output = quick("vs_peers.py", "--dtype", "float32", smoke="--batches=1")
     found = re.match(r"(\d+) comparisons, float32", output)
