@@ -334,15 +334,19 @@ class Sessions:
         return work
 
     async def _believed(self, session: _Session, call: Callable[[], T], what: str) -> T:
-        try:
-            return await self._in_thread(call)
-        except RoleCallError:
-            raise
-        except Exception as error:  # the entry point of code that is not ours
-            logger.warning("session %s: %s raised", session.name, what, exc_info=error)
-            raise EpisodeLostError(
-                f"environment {self.spec.name!r} raised {type(error).__name__} in {what}: {error}"
-            ) from error
+        def work() -> T:
+            try:
+                return call()
+            except RoleCallError:
+                raise
+            # the entry point of code that is not ours; the loop would end with a SystemExit that it raised
+            except BaseException as error:
+                logger.warning("session %s: %s raised", session.name, what, exc_info=error)
+                raise EpisodeLostError(
+                    f"environment {self.spec.name!r} raised {type(error).__name__} in {what}: {error}"
+                ) from error
+
+        return await self._in_thread(work)
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()

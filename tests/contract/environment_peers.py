@@ -47,6 +47,8 @@ class Counting(Env):
                 return Answer("over", float(value[0]) if value else 1.0, is_over=True)
             case ["cut"]:
                 return Answer("cut", 0.25, is_truncated=True)
+            case ["exit"]:
+                raise SystemExit("bye")
             case ["raise"]:
                 raise RuntimeError("lost it")
             case ["sleep", seconds]:

@@ -173,6 +173,7 @@ async def test_work_that_lasts_longer_than_a_lease_keeps_its_session() -> None:
     ("text", "message"),
     [
         ("raise", "raised RuntimeError in step, turn 1: lost it"),
+        ("exit", "raised SystemExit in step, turn 1: bye"),
         ("mute", "no message that the policy could read"),
         ("end 7", "outside its declared range"),
         ("end nan", "not finite"),
