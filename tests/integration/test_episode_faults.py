@@ -145,8 +145,10 @@ def check(row: Any, meta: trajectory_pb2.TrajectoryMeta) -> None:
     assert meta.episode.reward.value == worth(meta.response_text)
     spoken = [message.content for message in meta.episode.messages]
     assert spoken[0] == "talk"
-    for turn in range(1, len(meta.episode.turns)):
-        assert spoken[2 * turn] == heard(turn, spoken[2 * turn - 1])
+    # an answer to a call that was left a moment ago may still be written, and is a branch of its own then
+    if sum(meta.episode.tokens.branches.values()) <= 1:
+        for turn in range(1, len(meta.episode.turns)):
+            assert spoken[2 * turn] == heard(turn, spoken[2 * turn - 1])
     if meta.episode.HasField("tokens"):
         tokens = meta.episode.tokens  # a call that was left may come after its own repetition, and is sampled then
         assert tokens.num_trained == row["response_mask"].sum()
