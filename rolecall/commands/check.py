@@ -125,6 +125,9 @@ def _run(settings: RunSettings) -> Iterator[str]:
         f"run {settings.run.name}: {settings.run.num_steps} steps, seed {settings.run.seed}, directory "
         f"{directory} ({state})"
     )
+    if settings.run.deterministic:
+        how = "by batch-invariant kernels" if settings.rollout.devices else "one at a time, some ten times slower"
+        yield f"deterministic: rollouts compute responses {how}; the same machine gives the same weights again"
     parent = next(folder for folder in [directory, *directory.parents] if folder.exists())
     try:
         with tempfile.TemporaryFile(dir=parent) as probe:

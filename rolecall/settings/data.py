@@ -38,6 +38,11 @@ class RunSection(JobSection):
 
     num_steps: NonNegativeInt
     """Train batches to apply; with 0 the run is its evaluation of the model, and leaves no checkpoint."""
+    deterministic: bool = False
+    """Whether a run that is made again ends in the same weights, bit for bit, whoever was killed in it: nothing depends
+    on which responses are computed together. On CPUs rollouts then compute one response at a time, on GPUs by kernels
+    that do not see the batch (vLLM's VLLM_BATCH_INVARIANT). docs/configuration.md says what else must be the same.
+    """
 
 
 def _the_templates_own(given: dict[str, JsonValue]) -> dict[str, JsonValue]:

@@ -178,6 +178,15 @@ class RunSettings(Section):
         return self
 
     @model_validator(mode="after")
+    def _determinism_is_possible(self) -> Self:
+        if self.run.deterministic and self.algorithm.max_staleness:
+            raise ValueError(
+                f"run.deterministic: with algorithm.max_staleness {self.algorithm.max_staleness} the clock decides "
+                "which weights sample a response; set max_staleness 0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _backend_has_every_layout(self) -> Self:
         if self.critic is not None:
             check_backend(self.actor, self.critic.parallel, "critic.parallel")

@@ -48,5 +48,7 @@ class EngineOptions:
     it would have to hold (TokenOutputs.routed_experts_NW); one of the base without its adapters does neither.
     ConfigError when the model has no routers, or they cannot be told what to choose.
     """
+    deterministic: bool = False
+    """Take only kernels that compute the same bits from the same numbers."""
     seed: int = 0
     """Seed of new heads and of torch's generators."""

@@ -56,6 +56,8 @@ class RolloutConfig:
     enforce_eager: bool
     sleep_mode: bool
     """Whether Sleep can free the GPU's memory."""
+    batch_invariant: bool
+    """Whether a response may not depend on what is computed beside it, to the last bit (run.deterministic)."""
     engine: Mapping[str, Any]
     """Further arguments of vLLM's engine."""
     in_one_process: bool
@@ -97,6 +99,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
         gpu_memory_utilization=_share(settings) if devices else section.gpu_memory_utilization,
         enforce_eager=(not devices) if section.enforce_eager is None else section.enforce_eager,
         sleep_mode=settings.takes_shifts,
+        batch_invariant=settings.run.deterministic,
         engine=section.engine,
         in_one_process=section.tensor_parallel_size == 1,
         lora=settings.actor.lora,
@@ -117,7 +120,8 @@ def start_environment(config: RolloutConfig) -> dict[str, str]:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     if config.devices:
-        return {**common, "CUDA_VISIBLE_DEVICES": ",".join(map(str, config.devices))}
+        invariant = {"VLLM_BATCH_INVARIANT": "1"} if config.batch_invariant else {}
+        return {**common, **invariant, "CUDA_VISIBLE_DEVICES": ",".join(map(str, config.devices))}
     # vLLM's "auto" knows nothing of a second engine on the machine and would give both the same cores.
     lists = [",".join(map(str, cores)) for cores in config.cores]
     on_cpus = {

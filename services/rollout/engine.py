@@ -294,7 +294,11 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         worker_extension_cls="rolecall.weights.receiver.WorkerExtension",
         enable_return_routed_experts=config.mixture is not None,
     )
-    return replace(arguments, **config.engine, **(_for_adapters(config.lora) if config.lora is not None else {}))
+    arguments = replace(arguments, **config.engine, **(_for_adapters(config.lora) if config.lora is not None else {}))
+    if config.batch_invariant and not config.devices:
+        # No kernel on CPUs is batch-invariant: the batch is one response, whose prompt is computed like any other's.
+        return replace(arguments, max_num_seqs=1, enable_prefix_caching=False)
+    return arguments
 
 
 def _know_the_model(path: Path) -> None:

@@ -55,6 +55,18 @@ def test_one_setting_says_what_logits_are_computed_in_on_both_sides(tmp_path: Pa
     assert configure(wide, "rollout-0", range(4)).float32_head
 
 
+def test_a_deterministic_run_sees_no_batch(tmp_path: Path) -> None:
+    run = settings(tmp_path, devices=[[0]])
+    assert "VLLM_BATCH_INVARIANT" not in start_environment(configure(run, "rollout-0", range(4)))
+    again = run.model_copy(update={"run": run.run.model_copy(update={"deterministic": True})})
+    assert start_environment(configure(again, "rollout-0", range(4)))["VLLM_BATCH_INVARIANT"] == "1"
+    on_cpus = again.model_copy(update={"rollout": run.rollout.model_copy(update={"devices": ()})})
+    config = configure(on_cpus, "rollout-0", range(4))
+    assert config.batch_invariant
+    assert config.max_groups == configure(settings(tmp_path), "rollout-0", range(4)).max_groups, "claims as much"
+    assert "VLLM_BATCH_INVARIANT" not in start_environment(config), "vLLM has no such kernels there"
+
+
 def test_ranks_of_a_replica_split_its_cores(tmp_path: Path) -> None:
     run = settings(tmp_path, num_replicas=2, tensor_parallel_size=2)
     config = configure(run, "rollout-1", range(8))

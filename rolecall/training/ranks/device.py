@@ -52,6 +52,8 @@ class RankSpec:
     """Intra-op threads on CPUs; None leaves torch's own choice."""
     timeout_s: float
     """Deadline of forming the group and of each collective in it."""
+    deterministic: bool = False
+    """Whether torch may take only what computes the same bits from the same numbers."""
 
 
 def start_rank(spec: RankSpec) -> torch.device:
@@ -62,6 +64,10 @@ def start_rank(spec: RankSpec) -> torch.device:
     """
     if spec.num_threads is not None:
         torch.set_num_threads(spec.num_threads)
+    if spec.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it at its first product, torch insists on it
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is a property
     device = pick_device(spec.devices, spec.local_rank)
     stay_near(device)
     if spec.rendezvous is None and spec.world_size > 1:

@@ -67,6 +67,7 @@ def start_store_context(
         activation_offload=actor.activation_offload and optimizer is not None,
         routers=moe is not None,
         router_replay=router_replay,
+        deterministic=settings.run.deterministic,
         seed=settings.run.seed,
     )
     context = start_context(options, section, actor, settings.run.dir, settings.controller.start_timeout_s, hooks)
@@ -96,6 +97,7 @@ def start_context(
         rendezvous="env://" if world_size > 1 else None,
         num_threads=actor.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size),
         timeout_s=COLLECTIVE_TIMEOUT_S,
+        deterministic=options.deterministic,
     )
     # Held until the ranks have met: without torchrun rank 0 is its server, and a rank may ask it after rank 0 went on.
     store = _meeting_store(rank, world_size, timeout_s) if world_size > 1 else None
