@@ -21,7 +21,8 @@ TOOLS_TEMPLATE = (
 """The same with tools, and calls of them as Hermes and Qwen3 spell them."""
 THINKING_TEMPLATE = (
     "{% set last = namespace(asked=-1) %}"
-    "{% for message in messages if message.role == 'user' %}{% set last.asked = messages.index(message) %}{% endfor %}"
+    "{% for message in messages %}{% if message.role == 'user' %}{% set last.asked = loop.index0 %}{% endif %}"
+    "{% endfor %}"
     "{% for message in messages %}{% set parts = message['content'].split('</think>') %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message.role != 'assistant' %}{{ message['content'] }}{% else %}"

@@ -104,14 +104,15 @@ def sampler(folder: Path, address: str, **settings: Any) -> Callable[[Replica], 
 @asynccontextmanager
 async def rollout_in(
     store: StoreUnderTest, folder: Path, address: str, *, consumer: str = CONSUMER, mixture: Mixture | None = None,
-    token_s: float = 0.0, lease_s: float = 1.5, generation_timeout_s: float = 10.0, **settings: Any,
+    token_s: float = 0.0, lease_s: float = 1.5, generation_timeout_s: float = 10.0,
+    engine: type[LetterEngine] = LetterEngine, **settings: Any,
 ) -> AsyncIterator[ReplicaUnderTest]:  # fmt: skip
-    engine = LetterEngine(ChatTokenizer(folder), mixture=mixture, token_s=token_s)
+    made = engine(ChatTokenizer(folder), mixture=mixture, token_s=token_s)
     chosen = sampler(folder, address, **settings)
     async with replica_under_test(
         store,
         folder,
-        engine,
+        made,
         lease_s=lease_s,
         consumer=consumer,
         sampler=chosen,
