@@ -123,8 +123,8 @@ class Continuation:
         return None
 
     def _looked_at(self, before: Sequence[int], conversation: Sequence[ChatMessage], tools: Tools) -> list[int] | None:
-        """The ids that extend `before` where the whole conversation, rendered anew, begins with exactly their text, and
-        goes on at a token that merges with no neighbour; else None.
+        """The ids that extend `before`; None where it cannot be extended. It can where the whole conversation, rendered
+        anew, begins with exactly its text, and a token at the seam merges with no neighbour.
         """
         text, pieces = self._tokenizer.spell(before), self._shown(conversation, tools)
         if not "".join(piece for piece, _ in pieces).startswith(text):
@@ -141,8 +141,8 @@ class Continuation:
         )
 
     def _pieces(self, messages: Sequence[ChatMessage], render: Callable[[Sequence[ChatMessage]], str]) -> list[Piece]:
-        """What is rendered of messages. Where they spell special tokens it is text and nothing else: the template is
-        shown marks in their place.
+        """The text of messages as they are rendered. Special tokens that they spell are text and nothing else: the
+        template is shown marks in their place.
         """
         said = "".join(message["content"] for message in messages)
         spelled = [token for token in self._special if token in said]
@@ -189,7 +189,7 @@ class Continuation:
 
 
 def _behind(pieces: Sequence[Piece], num_chars: int) -> list[Piece]:
-    """What stands behind the first `num_chars` characters."""
+    """Leaves out the first `num_chars` characters."""
     behind: list[Piece] = []
     for text, is_plain in pieces:
         if num_chars < len(text):

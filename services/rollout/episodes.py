@@ -76,12 +76,12 @@ class _Place:
 
 @dataclass(frozen=True)
 class _First:
-    """Where an episode that the rollout steps begins."""
+    """The beginning of an episode that the rollout steps."""
 
     prompt: TurnPrompt
     """What its first turn is sampled from."""
     tools: Sequence[ToolSchema]
-    """Those that the first prompt shows."""
+    """The tools that the first prompt shows."""
     calls: SessionCalls | None
     """Reads its calls of tools; None: it has no tools, or the run no parser."""
 

@@ -121,7 +121,7 @@ class Attempt:
         return RefusedError(403, "episode_over", f"the episode's {what} spent; end it as it stands")
 
     def _allowed(self, call: ChatCall) -> TurnPrompt:
-        """What the answer to `call` is sampled from. RefusedError where a conversation begins with too much."""
+        """The prompt of the answer to `call`. RefusedError where a conversation begins with too much."""
         asked = self._prompt(call)
         begins = asked.branch in ("first", "history", "tools")
         if begins and len(asked.token_ids) > self._limits.max_prompt_tokens:
@@ -132,7 +132,7 @@ class Attempt:
         return asked
 
     def _prompt(self, call: ChatCall) -> TurnPrompt:
-        """What the answer to `call` would be sampled from, however long that is."""
+        """The prompt of the answer to `call`, however long it is. RefusedError where it cannot be rendered."""
         messages = tuple(_shown(each) for each in call.messages)
         above, cause = self._above(call)
         try:

@@ -22,7 +22,7 @@ from services.rollout.turns.transcript import Transcript
 
 @dataclass(frozen=True)
 class TurnPrompt:
-    """What a turn is sampled from."""
+    """A prompt of the policy for one turn."""
 
     parent: "Turn | None"
     """The turn whose ids it extends; None: it begins a branch."""
@@ -46,7 +46,7 @@ class Turn:
     """A turn of the policy that was sampled."""
 
     number: int
-    """Its number within the episode, by when it was asked for, from 1 on."""
+    """Number within the episode, by when the turn was asked for, from 1 on."""
     prompt: TurnPrompt
     response: Response
     text: str
@@ -111,7 +111,7 @@ class Tree:
         return self._continuation.opening(messages, tools, self._num_own_messages)
 
     def after(self, turn: Turn, messages: Sequence[ChatMessage], tools: Tools) -> TurnPrompt:
-        """What the turn after `turn` is sampled from. `messages`: the whole conversation, which begins with those of
+        """The prompt of the turn after `turn`. `messages`: the whole conversation, which begins with those of
         `turn` and, as it was told, the turn itself. InvalidInputError when the template cannot render it.
         """
         heard = messages[len(turn.prompt.messages) + 1 :]
@@ -215,8 +215,8 @@ class Tree:
         return sorted(kept, key=lambda path: path[-1].number)
 
     def _earned(self, kept: Set[Turn]) -> dict[Turn, float]:
-        """What the turns `kept` earned. What one without room earned is the latest one's before it, or where there is
-        none the first one's: the sum stays, and time does where it can.
+        """The rewards of the turns `kept`. What one without room earned is the latest one's before it, or where there
+        is none the first one's: the sum stays, and time does where it can.
         """
         earned = dict[Turn, float]()
         for turn in self._turns:
