@@ -19,6 +19,19 @@ TOOLS_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """The same with tools, and calls of them as Hermes and Qwen3 spell them."""
+THINKING_TEMPLATE = (
+    "{% set last = namespace(asked=-1) %}"
+    "{% for message in messages %}{% if message.role == 'user' %}{% set last.asked = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+    "{% for message in messages %}{% set parts = message['content'].split('</think>') %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message.role != 'assistant' %}{{ message['content'] }}{% else %}"
+    "{% set thought = parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 else '' %}"
+    "{% if loop.index0 > last.asked and (loop.last or thought) %}{{ '<think>\n' + thought + '\n</think>\n\n' }}"
+    "{% endif %}{{ parts[-1].lstrip('\n') }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The same as Qwen3 has it: thinking is shown of the turns after the last question, and dropped from earlier ones."""
 SPECIAL_TOKENS = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
 EOS_TOKEN_ID = SPECIAL_TOKENS.index("<|im_end|>")
 

@@ -1,23 +1,31 @@
 """The tokens that extend an episode: what a chat template puts between a turn of the policy and its next one.
 
-Nothing that was sampled is rendered again: the engine's own ids are extended by the difference of two renderings of a
-conversation that nobody had. That is right for a template that is prefix-stable: a message that follows changes nothing
-of what stands before it. `problem` proves it of a template, or says what breaks it. Pure functions of a tokenizer.
+Nothing that was sampled is rendered again: the engine's own ids are extended. A template is prefix-stable when a
+message that follows changes nothing of what stands before it. `problem` proves it of a template, or says what breaks
+it. What is appended is then the difference of two renderings of a conversation that nobody had. With any other template
+each conversation is looked at as it stands: its ids are extended where the template, asked for all of it, shows exactly
+their text before the new messages; else it must be begun anew. Pure functions of a tokenizer.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
 
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import InvalidInputError
 
-Turn = dict[str, str]
+ChatMessage: TypeAlias = Mapping[str, Any]
+"""A message as chat templates are given it."""
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+"""Tools as chat templates are given them."""
+Piece: TypeAlias = tuple[str, bool]
+"""Text, and whether it is read as text alone, special tokens in it included."""
 SAID = "xyzzy"
 """What the policy says in the conversation that nobody had."""
 HEARD = "plugh"
-"""What stands for a message whose text must not be read as special tokens."""
+"""What it hears there."""
 THOUGHT = f"<think>\nhm\n</think>\n\n{SAID}"
 """The same after thinking, as models spell it; templates are known to drop that from earlier turns."""
 PROBE_TOOL: Mapping[str, Any] = {
@@ -29,7 +37,10 @@ PROBE_TOOL: Mapping[str, Any] = {
     },
 }
 """A tool that nobody has, as chat templates are given it."""
-_ASKED: Turn = {"role": "user", "content": "a"}
+_ASKED: ChatMessage = {"role": "user", "content": "a"}
+_SYSTEM: ChatMessage = {"role": "system", "content": "c"}
+_MARKS = (0xF0000, 0xFFFFE)
+"""Characters that Unicode leaves without a meaning: they stand for special tokens that somebody spelled."""
 
 
 class Continuation:
@@ -39,21 +50,40 @@ class Continuation:
         self._tokenizer = tokenizer
         self._problems: dict[tuple[str, bool], str | None] = {}
 
-    def ids(self, last_token_id: int, messages: Sequence[Turn], *, with_tools: bool = False) -> list[int]:
-        """Token ids between a turn that ended with `last_token_id` and the next one: the turn's close where it was not
-        sampled, `messages`, and the generation prompt. `with_tools`: the first prompt shows some. InvalidInputError
-        when the template is not prefix-stable for the messages' roles.
+    def ids(
+        self, before: Sequence[int], conversation: Sequence[ChatMessage], num_heard: int, tools: Tools = ()
+    ) -> list[int] | None:
+        """Token ids between a turn that ends the ids `before` and the policy's next one: the turn's close where it was
+        not sampled, the last `num_heard` messages of the whole `conversation`, and the generation prompt. None when the
+        template, which is not prefix-stable for them, shows otherwise what stands before. InvalidInputError when it
+        cannot render them. `tools`: those that the first prompt shows.
         """
-        for role in {message["role"] for message in messages}:
-            problem = self.problem(role, with_tools=with_tools)
-            if problem:
-                raise InvalidInputError(f"the chat template {problem}")
-        ids = self._encoded(messages)
-        return ids[1:] if ids[0] == last_token_id else ids
+        heard = conversation[len(conversation) - num_heard :]
+        if any(self.problem(role, with_tools=bool(tools)) for role in {message["role"] for message in heard}):
+            return self._looked_at(before, conversation, tools)
+        ids = self._encoded(self._pieces(heard, self._tail))
+        return ids[1:] if ids[0] == before[-1] else ids
+
+    def opening(self, conversation: Sequence[ChatMessage], tools: Tools = (), num_own: int = 0) -> list[int]:
+        """Token ids of a conversation rendered anew, up to where the policy goes on. Special tokens that a message
+        spells are text, but in the first `num_own`, which are the run's own. InvalidInputError when the template cannot
+        render it.
+        """
+        return self._encoded(self._shown(conversation, tools, num_own))
+
+    def refusal(self, role: str) -> str | None:
+        """Returns why the template lets nobody speak as `role` after a turn of the policy, as the end of a sentence;
+        None when it does.
+        """
+        try:
+            self._tokenizer.render([_ASKED, _said(SAID), {"role": role, "content": HEARD}])
+        except InvalidInputError as error:
+            return f"cannot be used with messages of the role {role!r}: {error.message}"
+        return None
 
     def problem(self, role: str, *, with_tools: bool = False) -> str | None:
-        """Returns what makes the template unfit for messages of `role` after a turn of the policy, as the end of a
-        sentence; None when it is prefix-stable for them. `with_tools`: in conversations with tools, too.
+        """Returns what breaks conversations in which messages of `role` follow turns of the policy, as the end of a
+        sentence; None when the template is prefix-stable for them. `with_tools`: in conversations with tools, too.
         """
         key = role, with_tools
         if key not in self._problems:
@@ -63,11 +93,11 @@ class Continuation:
                 self._problems[key] = f"cannot be used with messages of the role {role!r}: {error.message}"
         return self._problems[key]
 
-    def _problem(self, role: str, tools_shown: Sequence[Sequence[Mapping[str, Any]] | None]) -> str | None:
-        heard: Turn = {"role": role, "content": HEARD}
-        before: list[list[Turn]] = [[_ASKED], [_ASKED, _said(SAID), heard, _said("b"), heard]]
-        if role != "system":
-            before.append([{"role": "system", "content": "c"}, _ASKED])
+    def _problem(self, role: str, tools_shown: Sequence[Tools | None]) -> str | None:
+        heard: ChatMessage = {"role": role, "content": HEARD}
+        before: list[list[ChatMessage]] = [[_ASKED], [_ASKED, _said(SAID), heard, _said("b"), heard]]
+        if role != "system" and self._takes_system:
+            before.append([_SYSTEM, _ASKED])
         tails = set()
         for said, tools in product((SAID, THOUGHT), tools_shown):
             for turns in before:
@@ -92,28 +122,81 @@ class Continuation:
             return f"puts different things before a message of the role {role!r}: {sorted(tails)}"
         return None
 
-    def _encoded(self, messages: Sequence[Turn]) -> list[int]:
-        """The ids after what the policy said. Where a message spells special tokens it is text and nothing else."""
-        if not any(token in message["content"] for message in messages for token in self._special):
-            return self._tokenizer.encode(self._tail(messages))
-        parts = self._tail([{**message, "content": HEARD} for message in messages]).split(HEARD)
-        if len(parts) != len(messages) + 1:
-            raise InvalidInputError("the chat template does not show every message once; use another template")
-        ids = self._tokenizer.encode(parts[0])
-        for message, part in zip(messages, parts[1:], strict=True):
-            ids += [*self._tokenizer.encode_plain(message["content"]), *self._tokenizer.encode(part)]
-        return ids
+    def _looked_at(self, before: Sequence[int], conversation: Sequence[ChatMessage], tools: Tools) -> list[int] | None:
+        """The ids that extend `before`; None where it cannot be extended. It can where the whole conversation, rendered
+        anew, begins with exactly its text, and a token at the seam merges with no neighbour.
+        """
+        text, pieces = self._tokenizer.spell(before), self._shown(conversation, tools)
+        if not "".join(piece for piece, _ in pieces).startswith(text):
+            return None
+        ids = self._encoded(_behind(pieces, len(text)))
+        added = self._tokenizer.added_ids
+        return ids if ids and (before[-1] in added or ids[0] in added) else None
 
-    def _tail(self, messages: Sequence[Turn]) -> str:
+    def _shown(self, conversation: Sequence[ChatMessage], tools: Tools, num_own: int = 0) -> list[Piece]:
+        """A conversation as the template shows it, up to where the policy goes on."""
+        own = conversation[:num_own]
+        return self._pieces(
+            conversation[num_own:], lambda rest: self._tokenizer.render([*own, *rest], tools=tools or None)
+        )
+
+    def _pieces(self, messages: Sequence[ChatMessage], render: Callable[[Sequence[ChatMessage]], str]) -> list[Piece]:
+        """The text of messages as they are rendered. Special tokens that they spell are text and nothing else: the
+        template is shown marks in their place.
+        """
+        said = "".join(message["content"] for message in messages)
+        spelled = [token for token in self._special if token in said]
+        if not spelled:
+            return [(render(messages), False)]
+        free = (chr(code) for code in range(*_MARKS) if chr(code) not in said)
+        marks = dict(zip(spelled, free, strict=False))
+        tokens = {mark: token for token, mark in marks.items()}
+        by_length = "|".join(re.escape(token) for token in spelled)
+        hidden = [
+            {**message, "content": re.sub(by_length, lambda found: marks[found[0]], message["content"])}
+            for message in messages
+        ]
+        parts = re.split(f"([{''.join(tokens)}])", render(hidden))
+        return [(tokens.get(part, part), part in tokens) for part in parts if part]
+
+    def _encoded(self, pieces: Sequence[Piece]) -> list[int]:
+        """The ids of pieces one after another."""
+        return [
+            token
+            for text, is_plain in pieces
+            for token in (self._tokenizer.encode_plain(text) if is_plain else self._tokenizer.encode(text))
+        ]
+
+    def _tail(self, messages: Sequence[ChatMessage]) -> str:
         """The text after what the policy said, up to where it goes on."""
         said = [_ASKED, _said(SAID)]
         closed = self._tokenizer.render(said, generate=False)
         return self._tokenizer.render([*said, *messages], generate=True)[closed.rindex(SAID) + len(SAID) :]
 
     @cached_property
-    def _special(self) -> frozenset[str]:
-        return self._tokenizer.special_tokens
+    def _special(self) -> Sequence[str]:
+        """The texts of special tokens, the longest first."""
+        return sorted(self._tokenizer.special_tokens, key=len, reverse=True)
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether the template renders conversations that begin with a system message."""
+        try:
+            self._tokenizer.render([_SYSTEM, _ASKED])
+        except InvalidInputError:
+            return False
+        return True
 
 
-def _said(text: str) -> Turn:
+def _behind(pieces: Sequence[Piece], num_chars: int) -> list[Piece]:
+    """Leaves out the first `num_chars` characters."""
+    behind: list[Piece] = []
+    for text, is_plain in pieces:
+        if num_chars < len(text):
+            behind.append((text[num_chars:], is_plain))
+        num_chars = max(0, num_chars - len(text))
+    return behind
+
+
+def _said(text: str) -> ChatMessage:
     return {"role": "assistant", "content": text}

@@ -98,6 +98,11 @@ class ChatTokenizer:
         return frozenset(token.content for token in self.backend.added_tokens_decoder.values() if token.special)
 
     @property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of the tokens that merge with no neighbour, special or not."""
+        return frozenset(self.backend.added_tokens_decoder)
+
+    @property
     def eos_token_id(self) -> int | None:
         """The tokenizer's own end-of-sequence id."""
         token_id = self.backend.eos_token_id

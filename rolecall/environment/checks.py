@@ -12,7 +12,7 @@ from rolecall.data.vllm_files import check_tool_parser
 from rolecall.environment.answers import roles_of, spec_problem
 from rolecall.errors import ConfigError
 from rolecall.rpc.presence import LOOK_S
-from rolecall.settings import FunctionScorer, RunSettings
+from rolecall.settings import EnvironmentSection, FunctionScorer, RunSettings
 from rolecall.v1 import environment_pb2, environment_pb2_grpc
 
 ROLES = ("user", "tool")
@@ -32,26 +32,45 @@ def explain_environment(settings: RunSettings, tokenizer: ChatTokenizer) -> Iter
         f"{budget_s:g} s ({section.budget_share:g} of rollout.generation_timeout_s)"
     )
     yield (
-        f"  the branches of an agent's calls are trained up to {settings.max_row_tokens} tokens an episode "
+        f"  the branches of its conversation are trained up to {settings.max_row_tokens} tokens an episode "
         "(environment.max_row_tokens)"
     )
-    continuation = Continuation(tokenizer)
-    with_tools = section.tool_parser is not None
-    problems = {role: continuation.problem(role, with_tools=with_tools) for role in ROLES}
-    stable = [role for role, problem in problems.items() if problem is None]
-    for role, problem in problems.items():
-        if problem is not None and stable:
-            yield f"  the chat template {problem}; an environment may not speak as {role!r}"
-    if not stable:
-        raise ConfigError(
-            f"environment: the chat template {problems[ROLES[0]]}; and it {problems[ROLES[1]]}. Use a template that "
-            "leaves earlier turns as they are; conversations that are rendered anew cannot be trained on"
-        )
-    shown = ", with tools in the prompt, too" if with_tools else ""
-    yield f"  the chat template is prefix-stable for messages of {' and '.join(stable)}{shown}"
+    yield from _explain_template(settings, section, Continuation(tokenizer))
     if section.tool_parser is not None:
         check_tool_parser(section.tool_parser)
         yield f"  calls of tools are read by vLLM's parser {section.tool_parser}"
+
+
+def _explain_template(settings: RunSettings, section: EnvironmentSection, continuation: Continuation) -> Iterator[str]:
+    """The lines on what the chat template makes of messages that follow a turn."""
+    refusals = {role: continuation.refusal(role) for role in ROLES}
+    if all(refusals.values()):
+        raise ConfigError(
+            f"environment: the chat template {refusals[ROLES[0]]}; and it {refusals[ROLES[1]]}. Use a template that "
+            "lets somebody speak after the policy"
+        )
+    with_tools = section.tool_parser is not None
+    stable, forks = list[str](), False
+    for role, refusal in refusals.items():
+        if refusal is not None:
+            yield f"  the chat template {refusal}; an environment may not speak as {role!r}"
+        elif (problem := continuation.problem(role, with_tools=with_tools)) is None:
+            stable.append(role)
+        else:
+            forks = True
+            yield f"  the chat template {problem}; where that happens, a message of {role!r} begins a segment"
+    if stable:
+        shown = ", with tools in the prompt, too" if with_tools else ""
+        yield f"  the chat template is prefix-stable for messages of {' and '.join(stable)}{shown}"
+    if forks:
+        first, more, num_turns = settings.data.max_prompt_tokens, settings.sampling.max_tokens, section.max_turns
+        evenly = num_turns * first + more * (num_turns + 1) // 2
+        yield (
+            f"  each segment shows the conversation anew: where every turn begins one, an episode that grows evenly in "
+            f"{num_turns} turns to the {first + more} tokens of one conversation has {evenly} in its row, "
+            f"{evenly / (first + more):.1f} times as many, and none more than {num_turns * (first + more)}; what is "
+            f"beyond environment.max_row_tokens is masked (episode/masked_row_full_tokens)"
+        )
 
 
 def environment_fits(settings: RunSettings) -> Callable[[grpc.aio.Channel], Awaitable[None]]:
@@ -71,9 +90,8 @@ def environment_fits(settings: RunSettings) -> Callable[[grpc.aio.Channel], Awai
             )
         _check_reward(settings, spec)
         continuation = Continuation(ChatTokenizer(settings.model.path, settings.model.chat_template_kwargs))
-        with_tools = settings.environment is not None and settings.environment.tool_parser is not None
         for role in roles_of(spec):
-            if (unfit := continuation.problem(role, with_tools=with_tools)) is not None:
+            if (unfit := continuation.refusal(role)) is not None:
                 raise ConfigError(f"is environment {spec.name!r}, which speaks as {role!r}: the chat template {unfit}")
 
     return ask

@@ -13,11 +13,11 @@ import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
-from rolecall.data.continuation import Continuation
+from rolecall.data.continuation import ChatMessage, Continuation
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment.answers import CONTINUES, plain, roles_of
 from rolecall.environment.client import EnvironmentClient, EpisodeSession, open_environment
@@ -25,7 +25,6 @@ from rolecall.errors import ConfigError, EnvironmentAwayError, EpisodeLostError,
 from rolecall.settings import RunSettings
 from rolecall.store.prompts import Claim
 from rolecall.telemetry import Metrics, export
-from rolecall.trajectory import turn_seed
 from rolecall.v1 import environment_pb2, trajectory_pb2
 from services.rollout.harness.endpoint import Endpoint
 from services.rollout.harness.runs import AgentRuns, RunLimits
@@ -33,8 +32,8 @@ from services.rollout.replica import Replica, Response
 from services.rollout.sampling import SampleRequest
 from services.rollout.single_turn import SingleTurns
 from services.rollout.trajectories import group_requests
-from services.rollout.turns.tool_calls import Heard, SessionCalls, ToolCalls, tool_schemas
-from services.rollout.turns.transcript import Transcript
+from services.rollout.turns.tool_calls import Heard, SessionCalls, ToolCalls, ToolSchema, tool_schemas
+from services.rollout.turns.tree import Tree, Turn, TurnPrompt
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,30 +52,13 @@ class EpisodeSettings:
     """Longest first prompt: the row's messages and what the environment says first."""
     max_turns: int
     max_row_tokens: int
-    """Most tokens of the segments of an episode that an agent runs."""
+    """Most tokens of an episode's segments together."""
     max_malformed: int
     """Turns in a row whose calls of tools cannot be read, with which an episode ends."""
     max_attempts: int
     """Episodes begun for one trajectory."""
     budget_s: float
     """Seconds from Reset on after which an episode has no further turn."""
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """An episode whose session is open."""
-
-    request: SampleRequest
-    """What its first turn is sampled from."""
-    session: EpisodeSession
-    transcript: Transcript
-    has_tools: bool
-    """Whether the first prompt shows tools."""
-    calls: SessionCalls | None
-    """Reads its calls of tools; None: it has no tools, or the run no parser."""
-    began_at: float
-    attempt: int
-    """Episodes of its place that were lost before."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +72,30 @@ class _Place:
     prompt: trajectory_pb2.Prompt
     request: SampleRequest
     """The request for a single response; its prompt is not used."""
+
+
+@dataclass(frozen=True)
+class _First:
+    """The beginning of an episode that the rollout steps."""
+
+    prompt: TurnPrompt
+    """What its first turn is sampled from."""
+    tools: Sequence[ToolSchema]
+    """The tools that the first prompt shows."""
+    calls: SessionCalls | None
+    """Reads its calls of tools; None: it has no tools, or the run no parser."""
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """An episode whose session is open."""
+
+    session: EpisodeSession
+    first: _First | None
+    """None: the environment's own agent runs it."""
+    began_at: float
+    attempt: int
+    """Episodes of its place that were lost before."""
 
 
 class Episodes:
@@ -212,9 +218,8 @@ class Episodes:
             began_at = time.monotonic()
             try:
                 opening = await session.reset(_task(place.prompt), place.request.seed)
-                if self._environment.spec.runs_episodes:
-                    return _Begun(place.request, session, Transcript((), ()), False, None, began_at, attempt)
-                return self._first(place, session, opening, began_at, attempt)
+                runs = self._environment.spec.runs_episodes
+                return _Begun(session, None if runs else self._first(place, opening), began_at, attempt)
             except EpisodeLostError as error:
                 session.leave()
                 attempt += 1
@@ -226,10 +231,10 @@ class Episodes:
         """A whole episode, of this attempt or a later one."""
         while True:
             try:
-                if self._environment.spec.runs_episodes:
+                if begun.first is None:
                     said = place.prompt.messages
-                    return await self._runs.play(begun.request, said, begun.session, begun.began_at)
-                return begun.request, await self._play(begun)
+                    return await self._runs.play(place.request, said, begun.session, begun.began_at)
+                return await self._play(place, begun, begun.first)
             except EpisodeLostError as error:
                 self._may_try(place, begun.attempt + 1, error)
             finally:
@@ -246,58 +251,64 @@ class Episodes:
         if attempt >= self._settings.max_attempts:
             raise error
 
-    def _first(
-        self,
-        place: _Place,
-        session: EpisodeSession,
-        opening: environment_pb2.ResetResponse,
-        began_at: float,
-        attempt: int,
-    ) -> _Begun:
+    def _first(self, place: _Place, opening: environment_pb2.ResetResponse) -> _First:
         """The first prompt: the row's messages and what the environment said, rendered once."""
-        said = plain(opening.messages)
-        messages = [{"role": message.role, "content": message.content} for message in [*place.prompt.messages, *said]]
+        messages = _spoken([*place.prompt.messages, *plain(opening.messages)])
         tools = tool_schemas(opening.tools)
         calls = self._tool_calls.of_session(tools) if self._tool_calls is not None and tools else None
-        ids = self._tokenizer.encode(self._tokenizer.render(messages, tools=tools or None))
+        ids = self._continuation.opening(messages, tools, len(place.prompt.messages))
         if len(ids) > self._settings.max_prompt_tokens:
             raise PromptTooLongError(
                 f"the first prompt of episode {place.name} has {len(ids)} tokens, data.max_prompt_tokens is "
                 f"{self._settings.max_prompt_tokens}; raise it, or have the environment say less"
             )
         self._replica.require_room(ids, f"episode {place.name}")
-        first = replace(place.request, prompt_token_ids=ids)
-        return _Begun(first, session, Transcript(ids, said), bool(tools), calls, began_at, attempt)
+        longest = min(len(ids) + place.request.sampling.max_tokens, self._replica.info.max_model_tokens)
+        return _First(TurnPrompt(None, messages, ids, longest, "first"), tools, calls)
 
-    async def _play(self, begun: _Begun) -> Response:
+    async def _play(self, place: _Place, begun: _Begun, first: _First) -> tuple[SampleRequest, Response]:
         """Turns until the episode is over or a budget is spent."""
-        transcript, first = begun.transcript, begun.request
-        longest = min(len(first.prompt_token_ids) + first.sampling.max_tokens, self._replica.info.max_model_tokens)
-        num_malformed = 0
+        tree = Tree(place.request, self._continuation, self._settings.max_row_tokens, len(place.prompt.messages))
+        prompt, num_malformed = first.prompt, 0
+
+        def ended(ended_by: str, reward: trajectory_pb2.EpisodeReward | None) -> tuple[SampleRequest, Response]:
+            return tree.ended(
+                ended_by,
+                reward,
+                turn_rewards=self._environment.spec.turn_rewards,
+                row_messages=place.prompt.messages,
+                generation_s=time.monotonic() - begun.began_at,
+            )
+
         while True:
-            response = await self._turn(transcript, first, longest)
-            text = self._tokenizer.decode(response.sample.token_ids)
-            transcript.sampled(response, text)
-            is_cut = response.sample.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH
-            calls = Heard() if begun.calls is None else begun.calls.hear(response.sample.token_ids, is_cut=is_cut)
+            turn, calls = await self._turn(tree, prompt, first)
             if calls.problem:
-                transcript.malformed()
                 num_malformed += 1
                 said = [trajectory_pb2.Message(role=self._tool_role, content=calls.problem)]
             else:
                 num_malformed = 0
-                transcript.called(len(calls.calls))
-                answer = await begun.session.step(text, is_cut=is_cut, tool_calls=calls.calls)
+                answer = await begun.session.step(turn.text, is_cut=turn.is_cut, tool_calls=calls.calls)
                 if answer.state != CONTINUES:
                     over = "terminated" if answer.state == environment_pb2.EPISODE_STATE_TERMINATED else "truncated"
-                    return self._ended(begun, over, answer.reward if answer.HasField("reward") else None)
-                transcript.earned(answer)
+                    return ended(over, answer.reward if answer.HasField("reward") else None)
+                if answer.HasField("reward"):
+                    turn.reward = answer.reward.value
                 said = plain(answer.messages)
-            ids = self._continued(begun, said)
-            spent = self._spent(begun, len(transcript.token_ids) + len(ids), longest, num_malformed)
+            told = trajectory_pb2.Message(role="assistant", content=turn.text)
+            prompt = tree.after(turn, (*prompt.messages, *_spoken([told, *said])), first.tools)
+            spent = self._spent(begun, turn.number, prompt, num_malformed)
             if spent:
-                return self._ended(begun, spent, await begun.session.grade())
-            transcript.heard(ids, said)
+                return ended(spent, await begun.session.grade())
+
+    async def _turn(self, tree: Tree, prompt: TurnPrompt, first: _First) -> tuple[Turn, Heard]:
+        """Samples a turn, and reads its calls of tools."""
+        number, request = tree.request(prompt, prompt.room, self._replica.cache_salt)
+        response = await self._replica.sample(request)
+        turn = tree.sampled(number, prompt, response, self._tokenizer.decode(response.sample.token_ids))
+        turn.is_seen = True
+        calls = Heard() if first.calls is None else first.calls.hear(response.sample.token_ids, is_cut=turn.is_cut)
+        turn.is_malformed, turn.num_tool_calls = bool(calls.problem), len(calls.calls)
+        return turn, calls
 
     @property
     def _tool_role(self) -> str:
@@ -305,42 +316,15 @@ class Episodes:
         roles = roles_of(self._environment.spec)
         return "tool" if "tool" in roles else roles[0]
 
-    async def _turn(self, transcript: Transcript, first: SampleRequest, longest: int) -> Response:
-        turn = transcript.num_turns + 1
-        sampling = trajectory_pb2.SamplingParams()
-        sampling.CopyFrom(first.sampling)
-        sampling.max_tokens = longest - len(transcript.token_ids)
-        return await self._replica.sample(
-            SampleRequest(
-                f"{first.request_id}.{turn}",
-                tuple(transcript.token_ids),
-                sampling,
-                turn_seed(first.seed, turn),
-                self._replica.cache_salt,
-            )
-        )
-
-    def _continued(self, begun: _Begun, said: Sequence[trajectory_pb2.Message]) -> list[int]:
-        messages = [{"role": message.role, "content": message.content} for message in said]
-        return self._continuation.ids(begun.transcript.token_ids[-1], messages, with_tools=begun.has_tools)
-
-    def _spent(self, begun: _Begun, num_tokens: int, longest: int, num_malformed: int) -> str:
-        """The budget that leaves no further turn, whose prompt would have `num_tokens`; empty while there is none."""
+    def _spent(self, begun: _Begun, num_turns: int, prompt: TurnPrompt, num_malformed: int) -> str:
+        """The budget that leaves no turn from `prompt` after the `num_turns` there were; empty while there is none."""
         if num_malformed >= self._settings.max_malformed:
             return "malformed"
-        if begun.transcript.num_turns >= self._settings.max_turns:
+        if num_turns >= self._settings.max_turns:
             return "turns"
-        if num_tokens >= longest:
+        if prompt.room < 1:
             return "tokens"
         return "time" if time.monotonic() - begun.began_at >= self._settings.budget_s else ""
-
-    def _ended(self, begun: _Begun, ended_by: str, reward: trajectory_pb2.EpisodeReward | None) -> Response:
-        return begun.transcript.ended(
-            ended_by,
-            reward,
-            turn_rewards=self._environment.spec.turn_rewards,
-            generation_s=time.monotonic() - begun.began_at,
-        )
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -385,3 +369,8 @@ def _task(prompt: trajectory_pb2.Prompt) -> environment_pb2.Task:
         metadata=prompt.metadata if prompt.HasField("metadata") else None,
         other_ground_truths=prompt.other_ground_truths,
     )
+
+
+def _spoken(messages: Iterable[trajectory_pb2.Message]) -> tuple[ChatMessage, ...]:
+    """Messages as chat templates are given them."""
+    return tuple({"role": message.role, "content": message.content} for message in messages)

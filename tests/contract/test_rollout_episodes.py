@@ -21,7 +21,7 @@ from rolecall.errors import ConfigError, EpisodeLostError, PromptTooLongError
 from rolecall.scoring.scores import score_item
 from rolecall.settings import EnvironmentSection, RpcSection
 from rolecall.trajectory import SAMPLED_COLUMNS
-from rolecall.v1 import trajectory_pb2
+from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.wire import decode_tensor
 from services.rollout.episodes import Episodes, EpisodeSettings
 from services.rollout.harness.endpoint import Endpoint
@@ -104,14 +104,15 @@ def sampler(folder: Path, address: str, **settings: Any) -> Callable[[Replica], 
 @asynccontextmanager
 async def rollout_in(
     store: StoreUnderTest, folder: Path, address: str, *, consumer: str = CONSUMER, mixture: Mixture | None = None,
-    token_s: float = 0.0, lease_s: float = 1.5, generation_timeout_s: float = 10.0, **settings: Any,
+    token_s: float = 0.0, lease_s: float = 1.5, generation_timeout_s: float = 10.0,
+    engine: type[LetterEngine] = LetterEngine, **settings: Any,
 ) -> AsyncIterator[ReplicaUnderTest]:  # fmt: skip
-    engine = LetterEngine(ChatTokenizer(folder), mixture=mixture, token_s=token_s)
+    made = engine(ChatTokenizer(folder), mixture=mixture, token_s=token_s)
     chosen = sampler(folder, address, **settings)
     async with replica_under_test(
         store,
         folder,
-        engine,
+        made,
         lease_s=lease_s,
         consumer=consumer,
         sampler=chosen,
@@ -247,6 +248,23 @@ async def test_a_publish_in_the_middle_keeps_episodes_and_their_tokens_say_who_s
                     versions |= {(len(meta.episode.turns) > 1, span.policy_version) for span in meta.spans}
                     check_routing(row, meta)
             assert {(True, 1), (True, 2)} <= versions
+
+
+@pytest.mark.parametrize("mode", [rollout_pb2.PAUSE_MODE_ABORT, rollout_pb2.PAUSE_MODE_WAIT])
+async def test_a_publish_in_the_middle_may_hand_episodes_back_or_let_turns_end(
+    store: StoreUnderTest, folder: Path, mode: rollout_pb2.PauseMode.ValueType
+) -> None:
+    async with environment(Plain, **TURNS) as (address, sessions):
+        async with rollout_in(store, folder, address, token_s=0.01) as rollout:
+            rollout.admit(4, max_tokens=600)
+            await rollout.publish(1)
+            await until(lambda: rollout.replica.num_sampled_tokens > 40)
+            await rollout.publish(2, mode=mode)
+            metas = [meta for group in await rollout.committed(4) for meta in store.rows.read_meta(group.rows)]
+        await until(lambda: sessions.num_open == 0)
+    assert {2} <= {span.policy_version for meta in metas for span in meta.spans} <= {1, 2}
+    assert all(meta.episode.ended_by == "terminated" for meta in metas)
+    assert store.balance() == (4, 0, 0, 4), "no delivery was counted"
 
 
 def check_routing(row: Any, meta: trajectory_pb2.TrajectoryMeta) -> None:

@@ -14,7 +14,7 @@ from openai import OpenAI
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment import Agent, Answer, Policy
 from rolecall.trajectory import SAMPLED_COLUMNS
-from rolecall.v1 import trajectory_pb2
+from rolecall.v1 import rollout_pb2, trajectory_pb2
 from tests.contract.environment_peers import environment
 from tests.contract.test_rollout_episodes import check_messages, check_row, rollout_in
 from tests.fixtures_store import StoreUnderTest
@@ -138,6 +138,20 @@ async def test_a_publish_in_the_middle_of_a_run_keeps_it_and_its_tokens_say_who_
         sampled = row["policy_versions"][row["response_mask"].astype(bool)].tolist()
         assert sampled == sorted(sampled), "versions never go back"
     assert any({span.policy_version for span in meta.spans} == {1, 2} for meta in metas)
+    assert store.balance() == (2, 0, 0, 2)
+
+
+async def test_a_publish_that_aborts_hands_a_run_back_and_it_is_run_again(store: StoreUnderTest, folder: Path) -> None:
+    async with environment(Steady, **RUNS) as (address, sessions):
+        async with rollout_in(store, folder, address, token_s=0.02) as rollout:
+            rollout.admit(2, max_tokens=600)
+            await rollout.publish(1)
+            await until(lambda: rollout.replica.num_sampled_tokens > 40)
+            await rollout.publish(2, mode=rollout_pb2.PAUSE_MODE_ABORT)
+            metas = [meta for group in await rollout.committed(2) for meta in store.rows.read_meta(group.rows)]
+        await until(lambda: sessions.num_open == 0)
+    assert all(len(meta.episode.turns) == 4 for meta in metas)
+    assert any({span.policy_version for span in meta.spans} == {2} for meta in metas)
     assert store.balance() == (2, 0, 0, 2)
 
 

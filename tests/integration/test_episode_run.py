@@ -5,15 +5,19 @@ trainers that count.
 from contextlib import AsyncExitStack
 from typing import Any
 
+import pytest
 from openai import APITimeoutError, OpenAI
 
-from rolecall.environment import Action, Agent, Answer, Env, Policy, Task
+from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.environment import Action, Agent, Answer, Env, Message, Policy, Task
 from rolecall.scoring.scores import Item, Score
 from rolecall.store.audit import audit
+from services.rollout.sampling import SampleRequest
 from services.rollout.scripted import ScriptedEngine
 from tests.contract.environment_peers import environment
 from tests.contract.test_rollout_harness import asked
 from tests.ports import free_port
+from tests.tiny_tokenizer import THINKING_TEMPLATE
 from tests.twins.run import LightRun, TwinRun, balance, check_trained_once
 from tests.waiting import until
 
@@ -103,6 +107,57 @@ async def test_a_run_of_an_agent_that_forks_trains_segments_and_accounts_for_eve
         check_trained_once(run.actor.trainer, 24)
         check_tokens(run, "row_full", "unseen")
         assert all(line["episode/segments"] > 1 for line in run.metrics())
+
+
+class Thinker(ScriptedEngine):
+    """A scripted engine that thinks before it says anything."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        super().__init__(vocab_size=200, max_model_tokens=640)
+        self._thought = tokenizer.encode("<think>\nhm\n</think>\n\n")
+
+    def _next(self, request: SampleRequest, position: int) -> tuple[int, float]:
+        said, logprob = super()._next(request, position)
+        return (self._thought[position], logprob) if position < len(self._thought) else (said, logprob)
+
+
+class Asked(Env):
+    """Four turns, between which a user, a tool and a user speak."""
+
+    def reset(self, task: Task, seed: int) -> str:
+        self.turns = 0
+        return task.messages[0].content
+
+    def step(self, action: Action) -> Answer:
+        self.turns += 1
+        if self.turns == 4:
+            return Answer(reward=float(len(action.text) % 2), is_over=True)
+        return Answer([Message("tool" if self.turns == 2 else "user", "on")])
+
+
+@pytest.mark.parametrize(("room", "masked"), [(2000, []), (400, ["row_full"])])
+async def test_a_run_whose_template_drops_thinking_trains_its_segments_and_accounts_for_every_token(
+    light_run: LightRun, room: int, masked: list[str]
+) -> None:
+    async with AsyncExitStack() as stack, environment(Asked, roles=("user", "tool")) as (address, _):
+        run = await stack.enter_async_context(
+            light_run(
+                score=given,
+                template=THINKING_TEMPLATE,
+                run={"num_steps": 3},
+                environment={"address": address, "max_turns": 6, "max_row_tokens": room},
+                sampling={"num_responses": 2, "max_tokens": 300},
+                data={"max_prompt_tokens": 100},
+            )
+        )
+        await run.to_the_end("rollout-0", engine=Thinker(ChatTokenizer(run.settings.model.path)))
+        balance(run)
+        check_trained_once(run.actor.trainer, 24)
+        check_tokens(run, *masked)
+        for line in run.metrics():
+            assert line["episode/branches_template"] == 2, "two of the three answers are a user's"
+            assert line["episode/calls"] == line["episode/turns"] == 4 or masked
+            assert line["episode/segments"] == 3 or masked
 
 
 async def test_a_run_in_an_environment_trains_what_was_played_and_loses_nothing(light_run: LightRun) -> None:

@@ -86,7 +86,7 @@ async def test_a_run_of_no_steps_evaluates_and_trains_nothing(
 ) -> None:
     (tmp_path / "held.jsonl").write_text('{"prompt": "held", "ground_truth": "1"}\n' * 3)
     sets = {"many": {"path": str(tmp_path / "held.jsonl"), "num_responses": 2, "temperature": 1.0}}
-    sections = {"run": {"num_steps": 0}, "evaluation": {"sets": sets}}
+    sections: dict[str, Any] = {"run": {"num_steps": 0}, "evaluation": {"sets": sets}}
     async with twin_run(store, tmp_path, make_settings, score=answering, **sections) as run:
         await run.to_the_end("rollout-0")
         counts = run.ledger.counts()

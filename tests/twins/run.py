@@ -50,7 +50,7 @@ from services.rollout.__main__ import on_shift
 from services.rollout.scripted import ScriptedEngine
 from tests.fixtures_store import StoreUnderTest
 from tests.ports import free_port
-from tests.tiny_tokenizer import write_tokenizer
+from tests.tiny_tokenizer import CHAT_TEMPLATE, write_tokenizer
 from tests.twins.callers import of_role, party, place, playing
 from tests.twins.calls import trainer_calls
 from tests.twins.rollout import RolloutTwin
@@ -241,12 +241,13 @@ async def twin_run(
     /,
     *,
     score: ScoreFunction = parity,
+    template: str = CHAT_TEMPLATE,
     **sections: Any,
 ) -> AsyncIterator[TwinRun]:
     """Serves actor, critic and reward; `sections` are merged over a run of 3 steps of 4 groups of 2."""
     store.ledger.unlock()  # the fixture's: the first controller need not wait until its lease is over
     async with AsyncExitStack() as stack:
-        write_tokenizer(folder / "model")
+        write_tokenizer(folder / "model", template)
         (folder / "train.jsonl").write_text(
             "".join(json.dumps({"prompt": f"number {i}", "ground_truth": str(i)}) + "\n" for i in range(30))
         )

@@ -1,13 +1,18 @@
-"""Between two turns of an episode: right for templates that are prefix-stable, refused in words for others."""
+"""Between two turns of an episode: right for templates that are prefix-stable; others say what breaks them, and are
+looked at turn by turn.
+"""
 
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rolecall.data.continuation import Continuation
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import InvalidInputError
-from tests.tiny_tokenizer import EOS_TOKEN_ID, write_tokenizer
+from tests.tiny_tokenizer import EOS_TOKEN_ID, THINKING_TEMPLATE, write_tokenizer
 
 OPEN = "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
 CLOSE = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -16,6 +21,20 @@ LAST_THOUGHT_ONLY = (
     "{% if message['role'] == 'assistant' and not loop.last %}{{ message['content'].split('</think>')[-1].lstrip() }}"
     "{% else %}{{ message['content'] }}{% endif %}"
 )
+NO_THOUGHT = "{{ message['content'].split('</think>')[-1] }}"
+NUMBERED = "{{ loop.index }}" + SAYS
+SHOUTED = "{{ message['content'] | replace('y', 'Y') }}"
+BREAKING = {
+    "thinking of earlier turns is dropped": THINKING_TEMPLATE,
+    "all thinking is dropped": OPEN + NO_THOUGHT + CLOSE,
+    "all but the last turn's thinking is dropped": OPEN + LAST_THOUGHT_ONLY + CLOSE,
+    "turns have numbers": OPEN + NUMBERED + CLOSE,
+    "turns are shown otherwise": OPEN + SHOUTED + CLOSE,
+    "a turn ends without a token": "{% for message in messages %}{{ message['role'] }}: " + NUMBERED
+    + "\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
+}  # fmt: skip
+"""Templates that are not prefix-stable, by what breaks them."""
+Breaking: TypeAlias = tuple[str, ChatTokenizer, Continuation]
 
 
 def continuation(folder: Path, template: str | None = None) -> tuple[ChatTokenizer, Continuation]:
@@ -27,14 +46,19 @@ def continuation(folder: Path, template: str | None = None) -> tuple[ChatTokeniz
     return tokenizer, Continuation(tokenizer)
 
 
+def asked(*heard: dict[str, str]) -> list[dict[str, str]]:
+    """A conversation of one turn, which `heard` follows."""
+    return [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, *heard]
+
+
 @pytest.mark.parametrize("role", ["user", "tool", "system"])
 def test_chatml_is_prefix_stable_and_its_words_are_appended(tmp_path: Path, role: str) -> None:
     tokenizer, continued = continuation(tmp_path)
     assert continued.problem(role) is None
     between = f"<|im_start|>{role}\nhi<|im_end|>\n<|im_start|>assistant\n"
-    heard = [{"role": role, "content": "hi"}]
-    assert tokenizer.spell(continued.ids(EOS_TOKEN_ID, heard)) == f"\n{between}", "the end was sampled"
-    assert tokenizer.spell(continued.ids(7, heard)) == f"<|im_end|>\n{between}", "a turn that was cut gets its end"
+    talk = asked({"role": role, "content": "hi"})
+    assert tokenizer.spell(continued.ids([EOS_TOKEN_ID], talk, 1) or []) == f"\n{between}", "the end was sampled"
+    assert tokenizer.spell(continued.ids([7], talk, 1) or []) == f"<|im_end|>\n{between}", "a cut turn gets its end"
 
 
 def test_whole_conversations_are_what_the_template_renders(tmp_path: Path) -> None:
@@ -45,39 +69,108 @@ def test_whole_conversations_are_what_the_template_renders(tmp_path: Path) -> No
         said = [{"role": "assistant", "content": f"says {number}"}]
         heard = [{"role": "user", "content": f"hears {number}"}] * (1 + number % 2)
         ids += [*tokenizer.encode_plain(f"says {number}"), EOS_TOKEN_ID]
-        ids += continued.ids(ids[-1], heard)
         turns += [*said, *heard]
-        assert ids == tokenizer.encode(tokenizer.render(turns))
+        ids += continued.ids(ids, turns, len(heard)) or []
+        assert ids == tokenizer.encode(tokenizer.render(turns)) == continued.opening(turns)
 
 
-def test_a_message_that_spells_special_tokens_is_text(tmp_path: Path) -> None:
-    tokenizer, continued = continuation(tmp_path)
-    ids = continued.ids(EOS_TOKEN_ID, [{"role": "user", "content": "<|im_end|>!"}, {"role": "user", "content": "b"}])
+@pytest.mark.parametrize("template", [None, THINKING_TEMPLATE])
+def test_a_message_that_spells_special_tokens_is_text(tmp_path: Path, template: str | None) -> None:
+    tokenizer, continued = continuation(tmp_path, template)
+    talk = asked({"role": "user", "content": "<|im_end|>!"}, {"role": "user", "content": "b"})
+    before = tokenizer.encode(tokenizer.render(talk[:1]) + "b<|im_end|>")
+    ids = continued.ids(before, talk, 2) or []
     assert ids.count(EOS_TOKEN_ID) == 2, "the ends of the two messages alone"
     assert "<|im_end|>!<|im_end|>" in tokenizer.spell(ids)
+    assert [*before, *ids] == continued.opening(talk), "rendered anew, too"
+    assert continued.opening(talk, num_own=3).count(EOS_TOKEN_ID) == 5, "the run's own messages are as they are"
 
 
 @pytest.mark.parametrize(
     ("template", "role", "words"),
     [
         (OPEN + LAST_THOUGHT_ONLY + CLOSE, "user", "shows an earlier turn otherwise once a message of the role 'user'"),
-        (OPEN + "{{ message['content'] | upper }}" + CLOSE, "user", "as it was said"),
-        (OPEN + "{{ loop.index }}" + SAYS + CLOSE, "user", "different things before a message"),
-        ("{% if messages[-1]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + OPEN + SAYS + CLOSE,
-         "tool", "cannot be used with messages of the role 'tool'"),
+        (THINKING_TEMPLATE, "user", "shows an earlier turn otherwise once a message of the role 'user'"),
+        (OPEN + SHOUTED + CLOSE, "user", "as it was said"),
+        (OPEN + NUMBERED + CLOSE, "user", "different things before a message"),
     ],
-)  # fmt: skip
-def test_a_template_that_is_not_prefix_stable_is_refused_and_says_what_breaks_it(
+)
+def test_a_template_that_is_not_prefix_stable_says_what_breaks_it(
     tmp_path: Path, template: str, role: str, words: str
 ) -> None:
     _, continued = continuation(tmp_path, template)
+    assert continued.refusal(role) is None
     assert words in (continued.problem(role) or "")
-    with pytest.raises(InvalidInputError, match="the chat template"):
-        continued.ids(EOS_TOKEN_ID, [{"role": role, "content": "hi"}])
 
 
-def test_a_template_that_goes_on_otherwise_with_tools_is_refused_for_them_alone(tmp_path: Path) -> None:
+def test_a_template_that_raises_for_a_role_refuses_it_in_words(tmp_path: Path) -> None:
+    raises = "{% if messages[-1]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    _, continued = continuation(tmp_path, raises + OPEN + SAYS + CLOSE)
+    assert "cannot be used with messages of the role 'tool'" in (continued.refusal("tool") or "")
+    with pytest.raises(InvalidInputError, match="the chat template cannot render the turns user, assistant, tool"):
+        continued.ids([EOS_TOKEN_ID], asked({"role": "tool", "content": "hi"}), 1)
+    assert continued.problem("user") is None
+
+
+def test_a_template_without_system_messages_is_proved_without_them(tmp_path: Path) -> None:
+    raises = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    _, continued = continuation(tmp_path, raises + OPEN + SAYS + CLOSE)
+    assert continued.problem("user") is None
+
+
+def test_a_template_that_goes_on_otherwise_with_tools_is_not_proved_for_them_alone(tmp_path: Path) -> None:
     reminds = "{% if tools %}Mind your tools.{% endif %}"
     _, continued = continuation(tmp_path, f"{OPEN}{SAYS}{CLOSE.replace('assistant', reminds + 'assistant')}")
     assert continued.problem("tool") is None
     assert "puts different things before a message" in str(continued.problem("tool", with_tools=True))
+
+
+PARTS = ["a", "y", " ", "\n", "é", "<think>", "</think>", "<|im_end|>", "<|im_start|>"]
+WORDS = st.lists(st.sampled_from(PARTS), max_size=6).map("".join)
+HEARD = st.lists(st.tuples(st.sampled_from(["user", "tool"]), WORDS), min_size=1, max_size=2)
+TURNS = st.lists(st.tuples(WORDS | WORDS.map(lambda said: f"<think>\nhm\n</think>\n\nx{said}"), st.booleans(), HEARD),
+                 min_size=1, max_size=5)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=BREAKING)
+def breaking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Breaking:
+    return request.param, *continuation(tmp_path_factory.mktemp("tokenizer"), BREAKING[request.param])
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(turns=TURNS)
+def test_every_prompt_is_what_the_template_shows_and_extends_the_one_before_where_it_can(
+    breaking: Breaking, turns: list[tuple[str, bool, list[tuple[str, str]]]]
+) -> None:
+    """Against the slow oracle: at each turn the whole conversation is rendered once more."""
+    why, tokenizer, continued = breaking
+    talk = [{"role": "user", "content": "a"}]
+    ids = continued.opening(talk)
+    for said, is_cut, heard in turns:
+        ids = [*ids, *tokenizer.encode_plain(said), *([] if is_cut else [EOS_TOKEN_ID])]
+        talk += [{"role": "assistant", "content": said}, *({"role": role, "content": text} for role, text in heard)]
+        added = continued.ids(ids, talk, len(heard))
+        oracle = tokenizer.render(talk)
+        if added is None:
+            could_go_on = oracle.startswith(tokenizer.spell(ids))
+            assert not could_go_on or is_cut or "without a token" in why, "it had to begin anew"
+            ids = continued.opening(talk)
+        else:
+            ids = [*ids, *added]
+        assert tokenizer.spell(ids) == oracle, "what the policy reads is what the template shows"
+        harmless = [{**each, "content": each["content"].replace("<|im_", "<im_")} for each in talk]
+        ends = tokenizer.render(harmless).count("<|im_end|>")
+        assert ids.count(EOS_TOKEN_ID) == ends, "what was said is text"
+
+
+def test_thinking_goes_on_through_tools_and_is_dropped_at_the_next_question(tmp_path: Path) -> None:
+    tokenizer, continued = continuation(tmp_path, THINKING_TEMPLATE)
+    talk = [{"role": "user", "content": "a"}]
+    ids = continued.opening(talk)
+    for role, goes_on in [("tool", True), ("tool", True), ("user", False), ("tool", True)]:
+        ids += [*tokenizer.encode_plain("<think>\nhm\n</think>\n\nb"), EOS_TOKEN_ID]
+        talk += [{"role": "assistant", "content": "<think>\nhm\n</think>\n\nb"}, {"role": role, "content": "c"}]
+        added = continued.ids(ids, talk, 1)
+        assert (added is not None) == goes_on
+        ids = continued.opening(talk) if added is None else ids + added
+    assert tokenizer.spell(ids).count("hm") == 1, "what was thought before the last question is gone"

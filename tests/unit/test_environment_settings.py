@@ -12,13 +12,10 @@ from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 from rolecall.store.budget import StoreBudget
 from tests.smallest import smallest_tree
-from tests.tiny_tokenizer import write_tokenizer
+from tests.tiny_tokenizer import THINKING_TEMPLATE, write_tokenizer
 
 ADDRESS = {"address": "127.0.0.1:50080"}
-FORGETS = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if loop.last %}{{ message['content'] }}"
-    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+MUTE = "{% if messages | length > 1 %}{{ raise_exception('one question alone') }}{% endif %}{{ messages[0].content }}"
 
 
 def settings(folder: Path, scorer: dict[str, Any], **sections: Any) -> RunSettings:
@@ -69,17 +66,26 @@ def test_check_says_what_ends_an_episode_and_that_the_template_is_prefix_stable(
     lines = list(explain_environment(run, ChatTokenizer(tmp_path)))
     assert "after 16 turns, 1024 tokens" in lines[0]
     assert lines[1:] == [
-        "  the branches of an agent's calls are trained up to 2048 tokens an episode (environment.max_row_tokens)",
+        "  the branches of its conversation are trained up to 2048 tokens an episode (environment.max_row_tokens)",
         "  the chat template is prefix-stable for messages of user and tool",
     ]
 
 
-def test_check_refuses_a_template_that_rewrites_earlier_turns_and_says_which_text_changes(tmp_path: Path) -> None:
-    fast = write_tokenizer(tmp_path)
-    fast.chat_template = FORGETS
-    fast.save_pretrained(tmp_path)
+def test_check_says_which_text_a_template_changes_and_what_that_costs(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, THINKING_TEMPLATE)
     run = settings(tmp_path, {"kind": "environment"}, environment=ADDRESS)
-    with pytest.raises(ConfigError, match="shows an earlier turn otherwise once a message of the role 'user' follows"):
+    user, tool, cost = list(explain_environment(run, ChatTokenizer(tmp_path)))[2:]
+    assert "shows an earlier turn otherwise once a message of the role 'user' follows: " in user
+    assert user.endswith("where that happens, a message of 'user' begins a segment")
+    assert "once a message of the role 'tool' follows: " in tool, "it shows that there was no thinking, at first"
+    assert "in 16 turns to the 2048 tokens of one conversation has 25088 in its row, 12.2 times as many" in cost
+    assert "none more than 32768" in cost
+
+
+def test_check_refuses_a_template_in_which_nobody_may_answer_the_policy(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, MUTE)
+    run = settings(tmp_path, {"kind": "environment"}, environment=ADDRESS)
+    with pytest.raises(ConfigError, match=r"cannot be used with messages of the role 'user': .*one question alone"):
         list(explain_environment(run, ChatTokenizer(tmp_path)))
 
 

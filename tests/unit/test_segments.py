@@ -27,7 +27,7 @@ from services.rollout.harness.calls import ChatCall, RefusedError
 from services.rollout.replica import Response
 from services.rollout.sampling import EngineInfo, Sample, SampleRequest, VersionSpan
 from services.rollout.trajectories import columns
-from tests.tiny_tokenizer import EOS_TOKEN_ID, TOOLS_TEMPLATE, write_tokenizer
+from tests.tiny_tokenizer import EOS_TOKEN_ID, THINKING_TEMPLATE, TOOLS_TEMPLATE, write_tokenizer
 
 LONGEST = 600
 
@@ -45,12 +45,14 @@ class Sampler:
 
     tokenizer: ChatTokenizer
     info: EngineInfo = EngineInfo(LONGEST, 1, (EOS_TOKEN_ID,), ())
+    thought: str = ""
+    """What it says before anything else."""
     cache_salt: str = ""
     calls: list[list[int]] = field(default_factory=list)
     """Every id up to the end of each answer."""
 
     async def sample(self, request: SampleRequest) -> Response:
-        said = [*self.tokenizer.encode(f"said {len(self.calls)}"), EOS_TOKEN_ID]
+        said = [*self.tokenizer.encode(f"{self.thought}said {len(self.calls)}"), EOS_TOKEN_ID]
         ids = [*request.prompt_token_ids, *said]
         self.calls.append(ids)
         logprobs = -(len(self.calls) + np.arange(len(said), dtype=np.float32) / 1000)
@@ -89,10 +91,10 @@ KINDS = ["root", "on", "again", "rewritten"]
 STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 99), st.booleans()), max_size=9)
 
 
-def attempt_of(sampler: Sampler, room: int) -> Attempt:
+def attempt_of(sampler: Sampler, room: int, max_prompt_tokens: int | None = None) -> Attempt:
     longest = sampler.info.max_model_tokens
     first = SampleRequest("r", (), trajectory_pb2.SamplingParams(temperature=1, max_tokens=longest), 1, "")
-    limits, tokenizer = Limits(longest, 2000, room, time.monotonic() + 600), sampler.tokenizer
+    limits, tokenizer = Limits(max_prompt_tokens or longest, 2000, room, time.monotonic() + 600), sampler.tokenizer
     return Attempt(first, limits, cast(Any, sampler), tokenizer, Continuation(tokenizer), None)
 
 
@@ -157,6 +159,29 @@ def test_every_token_that_the_agent_saw_is_trained_once(tokenizer: ChatTokenizer
     assert tokens.masked.get("row_full", 0) == sum(sampled[i] for i in seen if i not in in_row)
     assert tokens.num_sampled == tokens.num_trained + sum(tokens.masked.values())
     assert room < 10**6 or not tokens.masked.get("row_full", 0)
+
+
+async def test_a_template_that_drops_thinking_begins_a_segment_at_a_question_and_none_at_a_tools_answer(
+    tmp_path: Path,
+) -> None:
+    write_tokenizer(tmp_path, THINKING_TEMPLATE)
+    sampler = Sampler(ChatTokenizer(tmp_path), thought="<think>\nhm\n</think>\n\n")
+    attempt, said = attempt_of(sampler, 10**6, max_prompt_tokens=60), [{"role": "user", "content": "a"}]
+    for role in ("tool", "user", "tool", "user"):
+        reply = await attempt.answer(ChatCall(tuple(said)))
+        said = [*said, dict(reply.message), {"role": role, "content": "and then?"}]
+    await attempt.answer(ChatCall(tuple(said)))
+    for number in range(1, 6):
+        attempt.seen(number)
+    shown = [sampler.tokenizer.spell(ids).count("hm") for ids in sampler.calls]
+    assert shown == [1, 2, 1, 2, 1], "thinking of earlier questions is dropped, of tools' answers kept"
+    assert len(sampler.calls[-1]) > 60, "a conversation that goes on is held to no first prompt's length"
+    _, response = attempt.ended("terminated", None, [], 1.0)
+    assert response.episode is not None
+    assert len(response.segment_starts) == 2
+    tokens = response.episode.tokens
+    assert dict(tokens.branches) == {"first": 1, "template": 2}
+    assert tokens.num_sampled == tokens.num_trained
 
 
 async def test_a_conversation_of_more_calls_than_a_stack_holds_comes_to_its_end(tokenizer: ChatTokenizer) -> None:

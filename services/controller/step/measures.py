@@ -90,8 +90,8 @@ class Stopwatch:
         return metrics
 
 
-def _of_agent(metrics: Metrics, tokens: trajectory_pb2.EpisodeTokens) -> None:
-    """The token ledger of an episode whose agent called the policy by itself."""
+def _of_tokens(metrics: Metrics, tokens: trajectory_pb2.EpisodeTokens) -> None:
+    """The token ledger of an episode."""
     metrics.mean("episode/calls", tokens.num_calls)
     metrics.sum("episode/sampled_tokens", tokens.num_sampled)
     metrics.sum("episode/trained_tokens", tokens.num_trained)
@@ -133,7 +133,7 @@ def of_batch(
             metrics.mean("episode/tool_calls", episode.num_tool_calls)
             metrics.mean("episode/malformed", episode.num_malformed)
             if episode.tokens is not None:
-                _of_agent(metrics, episode.tokens)
+                _of_tokens(metrics, episode.tokens)
             for end, name in EPISODE_ENDS.items():
                 metrics.mean(f"episode/{name}", float(episode.ended_by == end))
         metrics.mean("groups/without_signal", float(not group.has_signal))

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rolecall.v1 import environment_pb2, trajectory_pb2
+from rolecall.v1 import trajectory_pb2
 from rolecall.wire import Array
 from services.rollout.replica import Response
 from services.rollout.sampling import Sample, VersionSpan
@@ -32,17 +32,14 @@ class Transcript:
         """The routing of each segment."""
         self._last_text = ""
 
-    @property
-    def num_turns(self) -> int:
-        """Turns that were sampled."""
-        return len(self.episode.turns)
-
-    def sampled(self, response: Response, text: str) -> None:
-        """The policy took a turn, whose prompt was `token_ids`: `text`, as people read it."""
+    def sampled(self, response: Response, text: str, reward: float | None) -> None:
+        """The policy took a turn, whose prompt was `token_ids`: `text`, as people read it, which earned `reward`; None:
+        nothing was said of that.
+        """
         sample, start = response.sample, len(self.token_ids)
         self._last_text = text
         self.token_ids += sample.token_ids
-        self.episode.turns.add(start=start, end=len(self.token_ids))
+        self.episode.turns.add(start=start, end=len(self.token_ids), reward=reward)
         self._logprobs.append(sample.logprobs)
         offset = start - self._num_prompt_tokens
         for span in sample.spans:
@@ -79,11 +76,6 @@ class Transcript:
         self.episode.messages.extend(messages)
         self.token_ids += token_ids
         self._logprobs.append(np.zeros(len(token_ids), np.float32))
-
-    def earned(self, answer: environment_pb2.StepResponse) -> None:
-        """The last turn earned what an answer that goes on says, if it says anything."""
-        if answer.HasField("reward"):
-            self.episode.turns[-1].reward = answer.reward.value
 
     def ended(
         self, ended_by: str, reward: trajectory_pb2.EpisodeReward | None, *, turn_rewards: bool, generation_s: float
