@@ -152,9 +152,9 @@ class WeightsSection(Section):
     """Bytes per broadcast."""
     deltas: bool = False
     """Send only what changed since the weights that the rollouts hold, bit for bit, where that is less; said by the
-    actor's file. Worth it where the wire is slower than comparing, about 10 Gbit/s: the actor and every rollout worker
-    keep one copy of the whole model in host memory. Over gloo alone: memory that is shared needs none, and nccl would
-    need the copies on GPUs.
+    actor's file. Worth it where the wire is slower than comparing, below some 4 Gbit/s: the actor and every rollout
+    worker keep one copy of the whole model in host memory. Over gloo alone: memory that is shared needs none, and nccl
+    would need the copies on GPUs.
     """
     bucket_timeout_s: PositiveFloat = 10.0
     """Deadline of one step of a transfer: of forming an epoch, of one bucket, and of a receiver's last load and probe.

@@ -43,8 +43,8 @@ class Channel(Protocol):
     world_size: int
     device: torch.device
     """Where buckets must lie."""
-    has_wire: bool
-    """Whether bytes leave the machine's memory, so that fewer of them are worth computing."""
+    takes_deltas: bool
+    """Whether fewer bytes are worth computing: they leave the machine, and buckets lie in host memory."""
 
     def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> Transfer:
         """Begins to copy rank 0's `bucket` (uint8 [n]) into everyone's; several may be under way, in order.
@@ -96,7 +96,7 @@ class GlooChannel:
     memory.
     """
 
-    has_wire = True
+    takes_deltas = True
 
     def __init__(self, rendezvous: Rendezvous, world_size: int, timeout_s: float) -> None:
         self.rendezvous, self.world_size, self.device = rendezvous, world_size, torch.device("cpu")

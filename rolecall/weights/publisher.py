@@ -140,9 +140,11 @@ class Publisher:
         if agreed is None:
             agreed = weights_pb2.WeightManifest()
             agreed.CopyFrom(manifest)
-            agreed.deltas = manifest.deltas and channel.has_wire
+            agreed.deltas = manifest.deltas and channel.takes_deltas
             offer_manifest(rendezvous, agreed)
-            self._manifest = agreed
+            with self._lock:
+                if rendezvous is self._rendezvous:  # no newer epoch, which agrees on its own
+                    self._manifest = agreed
         try:
             return send(channel, weights, agreed, bucket_timeout_s, base)
         except RoleCallError as error:

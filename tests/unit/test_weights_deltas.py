@@ -65,6 +65,11 @@ class Member:
         return {name: tensor for named in reception for name, tensor in named}, reception.result()
 
 
+def take(member: Future[Member]) -> tuple[dict[str, torch.Tensor], Transferred]:
+    """The next transfer, once the member has joined."""
+    return member.result().take()
+
+
 class Fleet:
     """A publisher and its receivers, whose epochs and transfers a test asks for one after the other."""
 
@@ -87,7 +92,7 @@ class Fleet:
     ) -> tuple[Transferred, list[tuple[dict[str, torch.Tensor], Transferred]]]:
         """What the root sent and every receiver got."""
         self.version += 1
-        taking = [self._pool.submit(lambda member=member: member.result().take()) for member in self.members]
+        taking = [self._pool.submit(take, member) for member in self.members]
         try:
             sent = self.root.publish(
                 iter(named), manifest_of(like), epoch=self.epoch, policy_version=self.version, bucket_timeout_s=MEET_S

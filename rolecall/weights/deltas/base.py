@@ -60,7 +60,7 @@ class Base:
         self._whole = 1 + int(digest[:15], 16)  # 60 bits: positive, and not _NOTHING
 
     def delta_of(self, number: int, bucket: Bucket, memory: torch.Tensor) -> tuple[Header, torch.Tensor]:
-        """At the root: what travels of bucket `number`, whose bytes are `memory`: a delta, or `memory` itself where a
+        """Returns what the root sends of bucket `number`, whose bytes are `memory`: a delta, or `memory` itself where a
         delta is not shorter or there is no base.
         """
         after = memory.numpy()
@@ -71,7 +71,7 @@ class Base:
         return Header(self._under, len(delta.data), delta.num_changed), torch.from_numpy(delta.data)
 
     def bucket_of(self, number: int, bucket: Bucket, header: Header, memory: torch.Tensor) -> torch.Tensor:
-        """At a receiver: the whole bucket `number`, of which `memory` travelled, in memory that is the caller's.
+        """Returns the whole bucket `number` to a receiver, in memory of its own, from `memory`, which travelled.
         WeightsMismatchError when that is a delta upon other weights than this end holds.
         """
         if header.base == _NOTHING:

@@ -43,12 +43,11 @@ def encode(before: Bytes, after: Bytes, word_bytes: int) -> Delta | None:
     map_bytes = _map_bytes(new)
     if num_changed * word_bytes + min(num_changed, map_bytes) >= len(after):
         return None
-    positions = np.flatnonzero(changed)
-    gaps = _gaps(positions) if num_changed < map_bytes else None
+    gaps = _gaps(np.flatnonzero(changed)) if num_changed < map_bytes else None
     places = gaps if gaps is not None and len(gaps) < map_bytes else np.packbits(changed)
     if num_changed * word_bytes + len(places) >= len(after):
         return None
-    return Delta(num_changed, np.concatenate([places, new[positions].view(np.uint8)]))
+    return Delta(num_changed, np.concatenate([places, new[changed].view(np.uint8)]))
 
 
 def apply(bucket: Bytes, delta: Delta, word_bytes: int) -> None:
@@ -57,14 +56,19 @@ def apply(bucket: Bytes, delta: Delta, word_bytes: int) -> None:
     """
     words = _words(bucket, word_bytes)
     places, values = np.split(delta.data, [max(0, len(delta.data) - delta.num_changed * word_bytes)])
-    is_map = len(places) == _map_bytes(words)
-    positions = np.flatnonzero(np.unpackbits(places, count=len(words))) if is_map else _positions(places)
-    if len(positions) != delta.num_changed or (len(positions) and positions[-1] >= len(words)):
+    where: npt.NDArray[np.bool_] | npt.NDArray[np.int64]
+    if len(places) == _map_bytes(words):
+        where = np.unpackbits(places, count=len(words)).view(np.bool_)
+        num_places, fits = int(np.count_nonzero(where)), True
+    else:
+        where = _positions(places)
+        num_places, fits = len(where), not len(where) or bool(where[-1] < len(words))
+    if num_places != delta.num_changed or not fits:
         raise WeightsMismatchError(
-            f"a delta names {len(positions)} places for {delta.num_changed} values in a bucket of {len(words)} words; "
+            f"a delta names {num_places} places for {delta.num_changed} values in a bucket of {len(words)} words; "
             "both sides must run the same release"
         )
-    words[positions] = _words(values, word_bytes)
+    words[where] = _words(values, word_bytes)
 
 
 def _words(data: Bytes, word_bytes: int) -> Words:
