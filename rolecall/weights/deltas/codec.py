@@ -22,6 +22,7 @@ MORE = 255
 """Byte of a gap that goes on."""
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.unsignedinteger]
+Where = npt.NDArray[np.bool_] | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,15 @@ def encode(before: Bytes, after: Bytes, word_bytes: int) -> Delta | None:
     map_bytes = _map_bytes(new)
     if num_changed * word_bytes + min(num_changed, map_bytes) >= len(after):
         return None
-    gaps = _gaps(np.flatnonzero(changed)) if num_changed < map_bytes else None
-    places = gaps if gaps is not None and len(gaps) < map_bytes else np.packbits(changed)
+    where: Where = changed
+    places = np.packbits(changed)
+    if num_changed < map_bytes:  # else gaps are no shorter, and positions take much memory
+        where = np.flatnonzero(changed)
+        gaps = _gaps(where)
+        places = gaps if len(gaps) < map_bytes else places
     if num_changed * word_bytes + len(places) >= len(after):
         return None
-    return Delta(num_changed, np.concatenate([places, new[changed].view(np.uint8)]))
+    return Delta(num_changed, np.concatenate([places, new[where].view(np.uint8)]))
 
 
 def apply(bucket: Bytes, delta: Delta, word_bytes: int) -> None:
@@ -56,7 +61,7 @@ def apply(bucket: Bytes, delta: Delta, word_bytes: int) -> None:
     """
     words = _words(bucket, word_bytes)
     places, values = np.split(delta.data, [max(0, len(delta.data) - delta.num_changed * word_bytes)])
-    where: npt.NDArray[np.bool_] | npt.NDArray[np.int64]
+    where: Where
     if len(places) == _map_bytes(words):
         where = np.unpackbits(places, count=len(words)).view(np.bool_)
         num_places, fits = int(np.count_nonzero(where)), True
