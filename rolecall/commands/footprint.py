@@ -57,6 +57,11 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         f"  rollout {in_bytes(weights / rollout.tensor_parallel_size)} weights + KV cache {kept}, x "
         f"{rollout.num_replicas} replicas"
     )
+    if settings.weights.deltas:
+        yield (
+            f"  weights.deltas: over gloo, one copy more of the model in host memory, {in_bytes(weights)} "
+            f"at the actor's first rank and as much at each of {rollout.tensor_parallel_size} workers of a rollout"
+        )
     if settings.takes_shifts and rollout.devices:
         yield from _shifts(plan_shifts(settings, facts, gpu_memory_bytes()))
     elif rollout.devices and adapters is None:

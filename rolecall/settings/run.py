@@ -136,6 +136,15 @@ class RunSettings(Section):
         )
 
     @model_validator(mode="after")
+    def _deltas_are_of_whole_models(self) -> Self:
+        if self.weights.deltas and self.actor.lora is not None:
+            raise ValueError(
+                "weights.deltas: adapters are small and all of them change, so they travel whole; leave weights.deltas "
+                "or actor.lora out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _roles_fit_the_algorithm(self) -> Self:
         advantage = self.algorithm.advantage
         if advantage.reads_values and self.critic is None:

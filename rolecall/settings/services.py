@@ -139,7 +139,7 @@ class WeightsSection(Section):
 
     backend: WeightBackend | None = None
     """The way of the weights, said by the actor's file; absent: nccl while the actor and every rollout that has joined
-    are on GPUs of their own, else shared if all of them prove that they share memory, else gloo.
+    are on GPUs of their own, but not with deltas; else shared if all of them prove that they share memory, else gloo.
     """
     host: str = "127.0.0.1"
     """Interface on which the actor opens the rendezvous; reachable from every rollout."""
@@ -150,6 +150,12 @@ class WeightsSection(Section):
     """
     bucket_bytes: Annotated[int, Field(ge=1024)] = 16 * 2**20
     """Bytes per broadcast."""
+    deltas: bool = False
+    """Send only what changed since the weights that the rollouts hold, bit for bit, where that is less; said by the
+    actor's file. Worth it where the wire is slower than comparing, below some 4 Gbit/s: the actor and every rollout
+    worker keep one copy of the whole model in host memory. Over gloo alone: memory that is shared needs none, and nccl
+    would need the copies on GPUs.
+    """
     bucket_timeout_s: PositiveFloat = 10.0
     """Deadline of one step of a transfer: of forming an epoch, of one bucket, and of a receiver's last load and probe.
     It is what a rollout that hangs then costs the others; unless set, longer over nccl, and for models whose probe
@@ -168,7 +174,17 @@ class WeightsSection(Section):
         """The way from an actor to its receivers: as configured, else nccl when all of them are on GPUs, else shared,
         which becomes gloo where they turn out not to share memory.
         """
-        return self.backend or ("nccl" if actor_on_gpus and receivers_on_gpus else "shared")
+        return self.backend or ("nccl" if actor_on_gpus and receivers_on_gpus and not self.deltas else "shared")
+
+    @model_validator(mode="after")
+    def _deltas_go_over_a_wire(self) -> Self:
+        if self.deltas and self.backend in ("nccl", "shared"):
+            why = {"nccl": "what it compares lies in host memory", "shared": "memory that is shared has no wire"}
+            raise ValueError(
+                f"weights.deltas: {why[self.backend]}, so it does nothing over {self.backend}; leave weights.backend "
+                "out, or use weights.backend: gloo"
+            )
+        return self
 
 
 class ControllerSection(AddressSection):

@@ -74,12 +74,15 @@ class PublishWeightsResponse(_message.Message):
     PROBE_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_S_FIELD_NUMBER: _builtins.int
+    WIRE_BYTES_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     """Hex digest over names, dtypes, shapes and fingerprints."""
     num_bytes: _builtins.int
-    """Bytes sent to each receiver."""
+    """Bytes of the weights."""
     transfer_s: _builtins.float
     """Seconds from the first bucket to the last."""
+    wire_bytes: _builtins.int
+    """Bytes that travelled to each receiver: fewer than num_bytes with deltas."""
     @_builtins.property
     def fingerprints(self) -> _containers.RepeatedCompositeFieldContainer[_weights_pb2.Fingerprint]:
         """Fingerprints of what was sent, in order."""
@@ -96,10 +99,11 @@ class PublishWeightsResponse(_message.Message):
         probe: _weights_pb2.Probe | None = ...,
         num_bytes: _builtins.int = ...,
         transfer_s: _builtins.float = ...,
+        wire_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["probe", b"probe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "fingerprints", b"fingerprints", "num_bytes", b"num_bytes", "probe", b"probe", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "fingerprints", b"fingerprints", "num_bytes", b"num_bytes", "probe", b"probe", "transfer_s", b"transfer_s", "wire_bytes", b"wire_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

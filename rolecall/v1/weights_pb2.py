@@ -25,31 +25,31 @@ _sym_db = _symbol_database.Default()
 from rolecall.v1 import tensor_pb2 as rolecall_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolecall/v1/weights.proto\x12\x0brolecall.v1\x1a\x18rolecall/v1/tensor.proto\"O\n\rParameterSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12!\n\x05\x64type\x18\x02 \x01(\x0e\x32\x12.rolecall.v1.DType\x12\r\n\x05shape\x18\x03 \x03(\x03\"*\n\x0bLoraAdapter\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\r\n\x05\x61lpha\x18\x02 \x01(\x01\"\x81\x01\n\x0eWeightManifest\x12.\n\nparameters\x18\x01 \x03(\x0b\x32\x1a.rolecall.v1.ParameterSpec\x12\x14\n\x0c\x62ucket_bytes\x18\x02 \x01(\x03\x12)\n\x07\x61\x64\x61pter\x18\x03 \x01(\x0b\x32\x18.rolecall.v1.LoraAdapter\"*\n\x0b\x46ingerprint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x06\"\xef\x01\n\x05Probe\x12&\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x13.rolecall.v1.Tensor\x12%\n\x08logprobs\x18\x02 \x01(\x0b\x32\x13.rolecall.v1.Tensor\x12\"\n\x05\x61gain\x18\x03 \x01(\x0b\x32\x13.rolecall.v1.Tensor\x12\x13\n\x0bnum_decoded\x18\x04 \x01(\x05\x12-\n\x10\x64\x65\x63oded_logprobs\x18\x05 \x01(\x0b\x32\x13.rolecall.v1.Tensor\x12/\n\x12prefilled_logprobs\x18\x06 \x01(\x0b\x32\x13.rolecall.v1.Tensor\"x\n\x18OpenWeightChannelRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\x12\x19\n\x11receivers_on_gpus\x18\x05 \x01(\x08\"Y\n\x19OpenWeightChannelResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12+\n\x07\x62\x61\x63kend\x18\x02 \x01(\x0e\x32\x1a.rolecall.v1.WeightBackend\"\xa9\x01\n\x18JoinWeightChannelRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\x12\n\nworld_size\x18\x05 \x01(\x05\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x12+\n\x07\x62\x61\x63kend\x18\x07 \x01(\x0e\x32\x1a.rolecall.v1.WeightBackend\"0\n\x19JoinWeightChannelResponse\x12\x13\n\x0bnum_workers\x18\x01 \x01(\x05*|\n\rWeightBackend\x12\x1e\n\x1aWEIGHT_BACKEND_UNSPECIFIED\x10\x00\x12\x17\n\x13WEIGHT_BACKEND_GLOO\x10\x01\x12\x17\n\x13WEIGHT_BACKEND_NCCL\x10\x02\x12\x19\n\x15WEIGHT_BACKEND_SHARED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolecall/v1/weights.proto\x12\x0brolecall.v1\x1a\x18rolecall/v1/tensor.proto\"O\n\rParameterSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12!\n\x05\x64type\x18\x02 \x01(\x0e\x32\x12.rolecall.v1.DType\x12\r\n\x05shape\x18\x03 \x03(\x03\"*\n\x0bLoraAdapter\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\r\n\x05\x61lpha\x18\x02 \x01(\x01\"\x91\x01\n\x0eWeightManifest\x12.\n\nparameters\x18\x01 \x03(\x0b\x32\x1a.rolecall.v1.ParameterSpec\x12\x14\n\x0c\x62ucket_bytes\x18\x02 \x01(\x03\x12)\n\x07\x61\x64\x61pter\x18\x03 \x01(\x0b\x32\x18.rolecall.v1.LoraAdapter\x12\x0e\n\x06\x64\x65ltas\x18\x04 \x01(\x08\"*\n\x0b\x46ingerprint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x06\"\xef\x01\n\x05Probe\x12&\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x13.rolecall.v1.Tensor\x12%\n\x08logprobs\x18\x02 \x01(\x0b\x32\x13.rolecall.v1.Tensor\x12\"\n\x05\x61gain\x18\x03 \x01(\x0b\x32\x13.rolecall.v1.Tensor\x12\x13\n\x0bnum_decoded\x18\x04 \x01(\x05\x12-\n\x10\x64\x65\x63oded_logprobs\x18\x05 \x01(\x0b\x32\x13.rolecall.v1.Tensor\x12/\n\x12prefilled_logprobs\x18\x06 \x01(\x0b\x32\x13.rolecall.v1.Tensor\"x\n\x18OpenWeightChannelRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\x12\x19\n\x11receivers_on_gpus\x18\x05 \x01(\x08\"Y\n\x19OpenWeightChannelResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12+\n\x07\x62\x61\x63kend\x18\x02 \x01(\x0e\x32\x1a.rolecall.v1.WeightBackend\"\xa9\x01\n\x18JoinWeightChannelRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\x12\n\nworld_size\x18\x05 \x01(\x05\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x12+\n\x07\x62\x61\x63kend\x18\x07 \x01(\x0e\x32\x1a.rolecall.v1.WeightBackend\"0\n\x19JoinWeightChannelResponse\x12\x13\n\x0bnum_workers\x18\x01 \x01(\x05*|\n\rWeightBackend\x12\x1e\n\x1aWEIGHT_BACKEND_UNSPECIFIED\x10\x00\x12\x17\n\x13WEIGHT_BACKEND_GLOO\x10\x01\x12\x17\n\x13WEIGHT_BACKEND_NCCL\x10\x02\x12\x19\n\x15WEIGHT_BACKEND_SHARED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rolecall.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WEIGHTBACKEND']._serialized_start=1046
-  _globals['_WEIGHTBACKEND']._serialized_end=1170
+  _globals['_WEIGHTBACKEND']._serialized_start=1062
+  _globals['_WEIGHTBACKEND']._serialized_end=1186
   _globals['_PARAMETERSPEC']._serialized_start=68
   _globals['_PARAMETERSPEC']._serialized_end=147
   _globals['_LORAADAPTER']._serialized_start=149
   _globals['_LORAADAPTER']._serialized_end=191
   _globals['_WEIGHTMANIFEST']._serialized_start=194
-  _globals['_WEIGHTMANIFEST']._serialized_end=323
-  _globals['_FINGERPRINT']._serialized_start=325
-  _globals['_FINGERPRINT']._serialized_end=367
-  _globals['_PROBE']._serialized_start=370
-  _globals['_PROBE']._serialized_end=609
-  _globals['_OPENWEIGHTCHANNELREQUEST']._serialized_start=611
-  _globals['_OPENWEIGHTCHANNELREQUEST']._serialized_end=731
-  _globals['_OPENWEIGHTCHANNELRESPONSE']._serialized_start=733
-  _globals['_OPENWEIGHTCHANNELRESPONSE']._serialized_end=822
-  _globals['_JOINWEIGHTCHANNELREQUEST']._serialized_start=825
-  _globals['_JOINWEIGHTCHANNELREQUEST']._serialized_end=994
-  _globals['_JOINWEIGHTCHANNELRESPONSE']._serialized_start=996
-  _globals['_JOINWEIGHTCHANNELRESPONSE']._serialized_end=1044
+  _globals['_WEIGHTMANIFEST']._serialized_end=339
+  _globals['_FINGERPRINT']._serialized_start=341
+  _globals['_FINGERPRINT']._serialized_end=383
+  _globals['_PROBE']._serialized_start=386
+  _globals['_PROBE']._serialized_end=625
+  _globals['_OPENWEIGHTCHANNELREQUEST']._serialized_start=627
+  _globals['_OPENWEIGHTCHANNELREQUEST']._serialized_end=747
+  _globals['_OPENWEIGHTCHANNELRESPONSE']._serialized_start=749
+  _globals['_OPENWEIGHTCHANNELRESPONSE']._serialized_end=838
+  _globals['_JOINWEIGHTCHANNELREQUEST']._serialized_start=841
+  _globals['_JOINWEIGHTCHANNELREQUEST']._serialized_end=1010
+  _globals['_JOINWEIGHTCHANNELRESPONSE']._serialized_start=1012
+  _globals['_JOINWEIGHTCHANNELRESPONSE']._serialized_end=1060
 # @@protoc_insertion_point(module_scope)

@@ -119,8 +119,13 @@ class WeightManifest(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     BUCKET_BYTES_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    DELTAS_FIELD_NUMBER: _builtins.int
     bucket_bytes: _builtins.int
     """Most bytes of one bucket; a larger tensor has a bucket of its own."""
+    deltas: _builtins.bool
+    """A header goes ahead of each bucket and says whether the bucket comes whole or as what changed since the last transfer of
+    the epoch (rolecall/weights/deltas).
+    """
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParameterSpec]:
         """Parameters in the order they are sent."""
@@ -135,10 +140,11 @@ class WeightManifest(_message.Message):
         parameters: _abc.Iterable[Global___ParameterSpec] | None = ...,
         bucket_bytes: _builtins.int = ...,
         adapter: Global___LoraAdapter | None = ...,
+        deltas: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "bucket_bytes", b"bucket_bytes", "parameters", b"parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "bucket_bytes", b"bucket_bytes", "deltas", b"deltas", "parameters", b"parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -43,6 +43,8 @@ class Channel(Protocol):
     world_size: int
     device: torch.device
     """Where buckets must lie."""
+    takes_deltas: bool
+    """Whether fewer bytes are worth computing: they leave the machine, and buckets lie in host memory."""
 
     def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> Transfer:
         """Begins to copy rank 0's `bucket` (uint8 [n]) into everyone's; several may be under way, in order.
@@ -93,6 +95,8 @@ class GlooChannel:
     """A Gloo group built directly on the epoch's store, independent of the default group. Buckets lie in host
     memory.
     """
+
+    takes_deltas = True
 
     def __init__(self, rendezvous: Rendezvous, world_size: int, timeout_s: float) -> None:
         self.rendezvous, self.world_size, self.device = rendezvous, world_size, torch.device("cpu")

@@ -62,14 +62,18 @@ class Bucket:
 
 
 def build_manifest(
-    weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int, adapter: weights_pb2.LoraAdapter | None = None
+    weights: Iterable[tuple[str, torch.Tensor]],
+    bucket_bytes: int,
+    adapter: weights_pb2.LoraAdapter | None = None,
+    *,
+    deltas: bool = False,
 ) -> weights_pb2.WeightManifest:
     """The manifest of `weights` in their order, consuming the iterator; meta tensors will do. With `adapter` they are
-    LoRA tensors by peft's names.
+    LoRA tensors by peft's names. `deltas`: where there is a wire, what did not change stays at home.
 
     InvalidInputError for a name that comes twice (a tied tensor is sent once) or a dtype outside the contract.
     """
-    manifest = weights_pb2.WeightManifest(bucket_bytes=bucket_bytes, adapter=adapter)
+    manifest = weights_pb2.WeightManifest(bucket_bytes=bucket_bytes, adapter=adapter, deltas=deltas)
     for name, tensor in weights:
         if tensor.dtype not in _CODES:
             raise InvalidInputError(

@@ -125,6 +125,8 @@ class NcclLibrary:
 class NcclChannel:
     """A raw NCCL communicator on a stream of its own. Buckets lie on the GPU."""
 
+    takes_deltas = False
+
     def __init__(self, rendezvous: Rendezvous, world_size: int, device: torch.device, timeout_s: float) -> None:
         """Meets the other ranks, as rolecall.weights.channel.join says."""
         self.rendezvous, self.world_size, self.device = rendezvous, world_size, device

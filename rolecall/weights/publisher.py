@@ -25,6 +25,7 @@ from rolecall.errors import RoleCallError, StaleEpochError, StaleVersionError
 from rolecall.settings import WeightBackend
 from rolecall.v1 import weights_pb2
 from rolecall.weights.channel import Channel, join
+from rolecall.weights.deltas.base import Base
 from rolecall.weights.rendezvous import Rendezvous, RendezvousServer
 from rolecall.weights.transfer import offer_manifest, send
 from rolecall.weights.transferred import Transferred
@@ -54,6 +55,7 @@ class Publisher:
         self._rendezvous: Rendezvous | None = None
         self._channel: Future[Channel] = Future()
         self._manifest: weights_pb2.WeightManifest | None = None
+        self._base = Base()
         self._meeting_deadline = 0.0
 
     def open(
@@ -81,7 +83,7 @@ class Publisher:
             if epoch != self._epoch:
                 raise StaleEpochError(f"epoch {epoch} was overtaken by {self._epoch} while it was opened")
             self._stores = (*self._stores[-1:], store)
-            self._rendezvous, self._channel, self._manifest = rendezvous, channel, None
+            self._rendezvous, self._channel, self._manifest, self._base = rendezvous, channel, None, Base()
             self._meeting_deadline = time.monotonic() + timeout_s
         threading.Thread(
             target=self._meet,
@@ -133,13 +135,18 @@ class Publisher:
                     "published already; versions never go back"
                 )
             self._policy_version = policy_version
-            rendezvous, meeting, agreed = self._rendezvous, self._channel, self._manifest
-        if agreed is None:
-            offer_manifest(rendezvous, manifest)
-            self._manifest = manifest
+            rendezvous, meeting, agreed, base = self._rendezvous, self._channel, self._manifest, self._base
         channel = self._met(rendezvous, meeting)
+        if agreed is None:
+            agreed = weights_pb2.WeightManifest()
+            agreed.CopyFrom(manifest)
+            agreed.deltas = manifest.deltas and channel.takes_deltas
+            offer_manifest(rendezvous, agreed)
+            with self._lock:
+                if rendezvous is self._rendezvous:  # no newer epoch, which agrees on its own
+                    self._manifest = agreed
         try:
-            return send(channel, weights, agreed or manifest, bucket_timeout_s)
+            return send(channel, weights, agreed, bucket_timeout_s, base)
         except RoleCallError as error:
             late = rendezvous.laggards(channel.world_size)
             rendezvous.abort(error.message)

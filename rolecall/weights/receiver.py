@@ -32,6 +32,7 @@ from rolecall.training.ranks.device import wait_for
 from rolecall.v1 import weights_pb2
 from rolecall.weights import adapter, reload
 from rolecall.weights.channel import Channel, join
+from rolecall.weights.deltas.base import Base
 from rolecall.weights.rendezvous import Rendezvous
 from rolecall.weights.report import State, wire_error
 from rolecall.weights.transfer import Reception, agreed_manifest
@@ -87,6 +88,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         self._rendezvous: Rendezvous | None = None
         self._joined: Future[Channel] = Future()
         self._manifest: weights_pb2.WeightManifest | None = None
+        self._base = Base()
         self._arrived: Transferred | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -103,7 +105,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         with self._lock:
             self._epoch = init_info.epoch
         self.shutdown()
-        self._joined, self._manifest = Future(), None
+        self._joined, self._manifest, self._base = Future(), None, Base()
         threading.Thread(
             target=self._join, args=(init_info, self._joined), name=f"weights-join-{init_info.epoch}", daemon=True
         ).start()
@@ -192,7 +194,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
     def _load(self, channel: Channel, info: UpdateInfo) -> Transferred:
         if self._manifest is None:
             self._manifest = agreed_manifest(channel.rendezvous, info.bucket_timeout_s)
-        reception = Reception(channel, self._manifest, info.bucket_timeout_s)
+        reception = Reception(channel, self._manifest, info.bucket_timeout_s, self._base)
         if self._manifest.HasField("adapter") or self.vllm_config.lora_config is not None:
             self._load_adapter(reception, self._manifest)
         else:

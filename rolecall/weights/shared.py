@@ -80,6 +80,8 @@ class Ring:
 class SharedRoot:
     """Rank 0's end: copies buckets into the ring and waits for receipts. Buckets lie in host memory."""
 
+    takes_deltas = False
+
     def __init__(self, rendezvous: Rendezvous, ring: Ring, peers: Mapping[int, socket.socket]) -> None:
         """`peers`: by rank, the socket of each receiver, which has the ring's descriptor. This channel closes all."""
         self.rendezvous, self.world_size, self.device = rendezvous, 1 + len(peers), torch.device("cpu")
@@ -169,6 +171,8 @@ class SharedSending:
 
 class SharedReceiver:
     """A receiver's end: copies chunks out of the ring into its own buckets, in host memory."""
+
+    takes_deltas = False
 
     def __init__(self, rendezvous: Rendezvous, world_size: int, root: socket.socket, ring_fd: int) -> None:
         """`root`: a socket to rank 0; `ring_fd`: the ring, as it gave it. This channel closes both."""

@@ -19,7 +19,9 @@ class Transferred:
     digest: str
     """Hex digest over names, dtypes, shapes and fingerprints."""
     num_bytes: int
-    """Bytes of the buckets."""
+    """Bytes of the buckets, whole."""
+    wire_bytes: int
+    """Bytes that travelled to each receiver: fewer with deltas."""
     transfer_s: float
     """Seconds from the first bucket to the last; at a receiver, to the last tensor loaded."""
 

@@ -52,7 +52,10 @@ class ActorRanks(TrainerRanks):
         self._settings = settings
         lora = settings.actor.lora
         adapter = weights_pb2.LoraAdapter(rank=lora.rank, alpha=lora.alpha) if lora is not None else None
-        self._manifest = build_manifest(context.engine.named_weights(), settings.weights.bucket_bytes, adapter)
+        weights = settings.weights
+        self._manifest = build_manifest(
+            context.engine.named_weights(), weights.bucket_bytes, adapter, deltas=weights.deltas
+        )
         self._publisher = Publisher(context.device) if context.group.is_leader else None
 
     def open_channel(self, request: weights_pb2.OpenWeightChannelRequest) -> weights_pb2.OpenWeightChannelResponse:
@@ -106,6 +109,7 @@ class ActorRanks(TrainerRanks):
             probe=probe,
             num_bytes=sent.num_bytes,
             transfer_s=sent.transfer_s,
+            wire_bytes=sent.wire_bytes,
         )
 
     def abort_publish(self, epoch: int, reason: str) -> None:

@@ -205,7 +205,7 @@ class ScriptedEngine:
         if self.failures:
             raise self.failures.popleft()
         self._version = policy_version
-        return Transferred({"model.weight": policy_version}, digest_of(policy_version), num_bytes=8, transfer_s=0.001)
+        return Transferred({"model.weight": policy_version}, digest_of(policy_version), 8, 8, transfer_s=0.001)
 
     async def sleep(self, level: int) -> None:
         """Implements EngineWeights.sleep."""

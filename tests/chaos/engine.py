@@ -66,4 +66,5 @@ class ChaosEngine(DigestEngine):
         weights = await self._channel.receive(epoch, policy_version, bucket_timeout_s, self._hook.at)
         self._version, self.digest = policy_version, digest_of(weights)
         self._hook.at("receive:loaded")
-        return Transferred(fingerprints_of(weights), self.digest, weights.nbytes, time.monotonic() - started)
+        taken_s = time.monotonic() - started
+        return Transferred(fingerprints_of(weights), self.digest, weights.nbytes, weights.nbytes, taken_s)

@@ -91,6 +91,12 @@ def test_a_mixture_of_experts_in_buckets_smaller_than_a_layer_is_exact_after_eve
     assert is_exact(moe["second"]), moe["second"]
 
 
+def test_an_engine_is_exact_after_what_changed_and_after_a_change_of_everything(dense: Outcomes) -> None:
+    for name, least, most in (("whole", 1.0, 1.001), ("delta", 0.02, 0.03), ("all changed", 1.0, 1.001)):
+        assert is_exact(dense[name]), dense[name]
+        assert least < dense[name]["wire_share"] < most
+
+
 def test_swapped_queries_and_keys_show_in_exactly_their_fingerprints_and_in_the_probe(dense: Outcomes) -> None:
     outcome = dense["swapped on the way"]
     assert outcome["different"] == ["model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.q_proj.weight"]
@@ -162,7 +168,8 @@ def test_tensor_parallel_workers_receive_exact_weights_and_end_when_the_service_
         finally:
             service.kill()
     assert outcomes["num_ranks"] == num_workers
-    for version, name in enumerate(("first", "second"), start=1):
+    for version, name in enumerate(("first", "second", "whole", "delta"), start=1):
         assert is_exact(outcomes[name]), outcomes[name]
         assert outcomes[name]["versions"] == [[str(version), 0, 12]]
+    assert outcomes["delta"]["wire_share"] < 0.1 * outcomes["whole"]["wire_share"]
     assert wait_until_gone(children, 100.0) == []

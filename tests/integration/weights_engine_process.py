@@ -6,7 +6,8 @@ Owns nothing but the scenarios: the tests say what should come of them. One star
 all. It runs in this process; that of `workers` in processes of its own, and waits to be killed at the end. Every
 outcome holds: `agreed` (digest equal to the sender's), `greedy` (tokens equal to Hugging Face's), `gap` (largest
 logprob difference over the shared tokens), `versions` (spans of the tokens), `different` (names whose fingerprints are
-not those of the true weights) or `error` ([class, message]), and `state`.
+not those of the true weights), `wire_share` (bytes that travelled by bytes of the weights) or `error` ([class,
+message]), and `state`.
 """
 
 import os
@@ -55,6 +56,8 @@ NUM_TOKENS = 12
 TIMEOUT_S = 60.0
 VOCAB = 150
 """Not a multiple of vLLM's padding."""
+ALMOST = 2
+"""The model that is model 0 but for an element in fifty."""
 Weights = list[tuple[str, torch.Tensor]]
 
 
@@ -87,6 +90,7 @@ class Bench:
 
     def __init__(self, kind: str, directory: Path, bucket_bytes: int, num_workers: int) -> None:
         paths = [write_model(kind, directory / str(seed), seed) for seed in (0, 1)]
+        paths.append(write_almost(paths[0], directory / "almost"))
         self.models: list[PreTrainedModel] = [
             AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in paths
         ]
@@ -167,6 +171,7 @@ class Bench:
             outcome = {
                 "agreed": report.digest == digest,
                 "different": self._different(report, truth),
+                "wire_share": report.wire_bytes / report.num_bytes,
                 **await self._compare(truth),
             }
         except RoleCallError as error:
@@ -178,7 +183,7 @@ class Bench:
 
     def _send(self, named: Weights, version: int) -> str:
         try:
-            manifest = build_manifest(named, self.bucket_bytes)
+            manifest = build_manifest(named, self.bucket_bytes, deltas=True)
             return self.root.publish(
                 iter(named), manifest, epoch=self.epoch, policy_version=version, bucket_timeout_s=TIMEOUT_S
             ).digest
@@ -209,6 +214,16 @@ def write_model(kind: str, path: Path, seed: int) -> Path:
     if kind == "moe":
         return write_qwen3_moe(path, vocab=VOCAB, seed=seed, head_dim=32, expert_hidden=64)
     return write_qwen3(path, tied=kind == "tied", vocab=VOCAB, hidden=128, kv_heads=4, seed=seed)
+
+
+@torch.no_grad()
+def write_almost(path: Path, almost: Path) -> Path:
+    """The model at `path` but for an element in fifty."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.view(-1)[::50] *= 1.5
+    model.save_pretrained(almost)
+    return almost
 
 
 @torch.no_grad()
@@ -246,6 +261,10 @@ async def dense(bench: Bench) -> None:
     await bench.publish("wrong shape", 0, bent)
     await bench.open()
     await bench.publish("healed again", 1)
+    await bench.open()
+    await bench.publish("whole", 0)
+    await bench.publish("delta", ALMOST)
+    await bench.publish("all changed", 1)
 
 
 async def tied(bench: Bench) -> None:
@@ -273,6 +292,9 @@ async def workers(bench: Bench) -> None:
     """An AsyncLLM with processes of its own."""
     await bench.publish("first", 0)
     await bench.publish("second", 1)
+    await bench.open()
+    await bench.publish("whole", 0)
+    await bench.publish("delta", ALMOST)
 
 
 SCENARIOS = {

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
 from rolecall.data.mixture import Mixture, read_mixture
 from rolecall.weights.channel import Channel, join
+from rolecall.weights.deltas.base import Base
 from rolecall.weights.rendezvous import Rendezvous
 from rolecall.weights.transfer import Reception, agreed_manifest
 from rolecall.weights.transferred import Transferred
@@ -34,12 +35,13 @@ class ChannelEngine(DigestEngine):
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval().to(device)
         super().__init__(eos_token_id=self._model.config.eos_token_id)
         self._channel: Channel | None = None
+        self._base = Base()
 
     async def join(self, place: MeetingPlace) -> None:
         """Meets the actor in a new epoch."""
         await super().join(place)
         self._let_go()
-        self._channel = await asyncio.to_thread(self._meet, place)
+        self._channel, self._base = await asyncio.to_thread(self._meet, place), Base()
 
     def _meet(self, place: MeetingPlace) -> Channel:
         rendezvous = Rendezvous(place.address, place.epoch, place.rank, place.timeout_s)
@@ -58,7 +60,7 @@ class ChannelEngine(DigestEngine):
     def _load(self, timeout_s: float) -> Transferred:
         assert self._channel is not None
         manifest = agreed_manifest(self._channel.rendezvous, timeout_s)
-        reception = Reception(self._channel, manifest, timeout_s)
+        reception = Reception(self._channel, manifest, timeout_s, self._base)
         for named in reception:
             self._model.load_state_dict(dict(named), strict=False)
         return reception.result()

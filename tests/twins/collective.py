@@ -70,7 +70,7 @@ def weights_after(step: int) -> list[str]:
 def transferred(buckets: Sequence[str]) -> Transferred:
     """Returns what either side of a whole transfer says of it."""
     fingerprints = {f"bucket-{i}": int(digest_of([bucket])[:8], 16) for i, bucket in enumerate(buckets)}
-    return Transferred(fingerprints, digest_of(buckets), num_bytes=8, transfer_s=0.001)
+    return Transferred(fingerprints, digest_of(buckets), num_bytes=8, wire_bytes=8, transfer_s=0.001)
 
 
 def oracle(meta: trajectory_pb2.TrajectoryMeta, token_ids: Sequence[int], index: int, digest: str) -> int:

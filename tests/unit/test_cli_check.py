@@ -53,6 +53,11 @@ def test_a_users_estimator_is_found_and_takes_its_options(config: Path) -> None:
     assert (code, "the options ['size']" in text) == (2, True), text
 
 
+def test_the_copies_that_deltas_take_are_told_for_each_end(config: Path) -> None:
+    told = findings(load_settings(config, ["weights.deltas=true", "rollout.tensor_parallel_size=2"]))[1]
+    assert "at the actor's first rank and as much at each of 2 workers of a rollout" in told
+
+
 def test_moments_that_wait_on_the_host_are_told(config: Path) -> None:
     assert "moments, are in host memory" not in findings(load_settings(config))[1]
     assert "moments, are in host memory" in findings(load_settings(config, ["actor.optimizer.offload=true"]))[1]

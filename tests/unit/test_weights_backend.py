@@ -1,6 +1,6 @@
 """Which way the weights take: one rule, from what is so on both sides, and the ways' names on the wire."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -36,3 +36,23 @@ def test_every_back_end_has_a_value_on_the_wire(backend: WeightBackend) -> None:
 def test_a_value_that_names_no_back_end_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="backend 0"):
         decode_backend(weights_pb2.WEIGHT_BACKEND_UNSPECIFIED)
+
+
+def test_deltas_go_through_host_memory_also_where_all_are_on_gpus(make_settings: MakeSettings) -> None:
+    weights = make_settings(actor={"devices": [0]}, weights={"deltas": True}).weights
+    assert weights.backend_between(actor_on_gpus=True, receivers_on_gpus=True) == "shared"
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"weights": {"deltas": True, "backend": "shared"}}, "does nothing over shared"),
+        ({"weights": {"deltas": True, "backend": "nccl"}}, "does nothing over nccl"),
+        ({"weights": {"deltas": True}, "actor": {"lora": {}}}, "adapters are small"),
+    ],
+)
+def test_deltas_are_refused_where_they_mean_nothing(
+    make_settings: MakeSettings, sections: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        make_settings(**sections)

@@ -334,6 +334,7 @@ class SkippingChannel:
 
     def __init__(self, channel: Channel, skipped: int) -> None:
         self.rendezvous, self.world_size, self.device = channel.rendezvous, channel.world_size, channel.device
+        self.takes_deltas = channel.takes_deltas
         self._channel, self._skipped, self._count = channel, skipped, -1
 
     def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> Transfer:

@@ -10,13 +10,13 @@ from rolecall.weights.transferred import Transferred
 
 
 def worker(digest: str = "d", **more: Any) -> dict[str, Any]:
-    arrived = {"fingerprints": {"q": 1, "k": 2}, "digest": digest, "num_bytes": 8, "transfer_s": 0.5}
+    arrived = {"fingerprints": {"q": 1, "k": 2}, "digest": digest, "num_bytes": 8, "wire_bytes": 6, "transfer_s": 0.5}
     return {"state": "loaded", "error": None, "arrived": arrived, **more}
 
 
 def test_workers_that_agree_make_one_report() -> None:
     arrived = agreed_report(7, [worker(), worker()])
-    assert arrived == Transferred({"q": 1, "k": 2}, "d", num_bytes=8, transfer_s=0.5)
+    assert arrived == Transferred({"q": 1, "k": 2}, "d", num_bytes=8, wire_bytes=6, transfer_s=0.5)
     assert list(arrived.fingerprints) == ["q", "k"]
 
 

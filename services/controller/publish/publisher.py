@@ -384,6 +384,7 @@ def _metrics(sent: actor_pb2.PublishWeightsResponse, version: int, time_s: float
     metrics.max("publish/time_s", time_s)
     metrics.max("publish/transfer_s", sent.transfer_s)
     metrics.max("publish/num_bytes", sent.num_bytes)
+    metrics.max("publish/wire_bytes", sent.wire_bytes)
     metrics.max("publish/mb_per_s", sent.num_bytes / max(sent.transfer_s, 1e-9) / 1e6)
     metrics.max("publish/policy_version", version)
     metrics.max("publish/left_out", num_left_out)

@@ -21,8 +21,10 @@ from rolecall.v1.training_pb2 import (
 )
 from rolecall.weights.backends import decode_backend
 from rolecall.weights.channel import join
+from rolecall.weights.deltas.base import Base
 from rolecall.weights.rendezvous import Rendezvous
 from rolecall.weights.transfer import Reception, agreed_manifest
+from rolecall.weights.transferred import Transferred
 from rolecall.wire import decode_tensor
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.served import PROBE, MakeRun, publish_request, served_actor, true_logprobs
@@ -94,6 +96,37 @@ async def test_the_actor_says_by_which_way_its_weights_come(
             asyncio.to_thread(receive, opened, 1),
         )
     assert (opened.backend, published.digest) == (answered, digest)
+
+
+async def test_with_deltas_weights_that_did_not_change_do_not_travel_again(
+    store: StoreUnderTest, make_run: MakeRun
+) -> None:
+    ctl, run = store.ledger.ctl, make_run()
+    run = run.model_copy(update={"weights": run.weights.model_copy(update={"backend": "gloo", "deltas": True})})
+
+    def receive_twice(address: str) -> list[Transferred]:
+        rendezvous, base = Rendezvous(address, 1, 1, 10.0), Base()
+        channel = join(rendezvous, 2, "gloo", torch.device("cpu"), 10.0)
+        arrived = []
+        for _ in range(2):
+            reception = Reception(channel, agreed_manifest(rendezvous, 10.0), 20.0, base)
+            for _ in reception:
+                pass
+            arrived.append(reception.result())
+        return arrived
+
+    async with served_actor(run, store) as (_, actor):
+        opened = await actor.OpenWeightChannel(
+            weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=2, timeout_s=10), timeout=10
+        )
+        receiving = asyncio.create_task(asyncio.to_thread(receive_twice, opened.address))
+        sent = [
+            await actor.PublishWeights(publish_request(ctl, step=0, version=version), timeout=30) for version in (5, 6)
+        ]
+        arrived = await receiving
+    assert [each.digest for each in sent] == [each.digest for each in arrived]
+    assert [each.wire_bytes for each in sent] == [each.wire_bytes for each in arrived]
+    assert sent[0].wire_bytes > sent[0].num_bytes == sent[1].num_bytes > 100 * sent[1].wire_bytes > 0
 
 
 async def test_in_bfloat16_the_probe_is_computed_twice_and_differs_by_rounding(
