@@ -152,7 +152,7 @@ class WeightsSection(Section):
     """Bytes per broadcast."""
     deltas: bool = False
     """Send only what changed since the weights that the rollouts hold, bit for bit, where that is less; said by the
-    actor's file. Worth it where the wire is slower than comparing, below some 4 Gbit/s: the actor and every rollout
+    actor's file. Worth it where the wire is slower than comparing, below some 3 Gbit/s: the actor and every rollout
     worker keep one copy of the whole model in host memory. Over gloo alone: memory that is shared needs none, and nccl
     would need the copies on GPUs.
     """
