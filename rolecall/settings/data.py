@@ -131,5 +131,9 @@ class EvaluationSection(Section):
 
     every_steps: NonNegativeInt = 0
     """Steps between evaluations; 0 evaluates only at step 0 and at the end."""
+    beside: bool = False
+    """Whether the next step is sampled and trained meanwhile; its publish waits for the evaluation. Not with rollouts
+    that sleep while the trainers work (rollout.sleep_mode).
+    """
     sets: dict[str, EvaluationSet] = {}
     """Held-out sets by name."""

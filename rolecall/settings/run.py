@@ -448,6 +448,15 @@ class RunSettings(Section):
         return self
 
     @model_validator(mode="after")
+    def _evaluation_has_rollouts(self) -> Self:
+        if self.evaluation.beside and self.takes_shifts:
+            raise ValueError(
+                "evaluation.beside: rollouts sleep while the trainers work (rollout.sleep_mode, which follows from "
+                "shared devices); leave beside out, or give rollouts devices of their own"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _deadlines_are_derived(self) -> Self:
         self._derived_deadlines = derive(self)
         # not by attribute: to everybody else the file is frozen

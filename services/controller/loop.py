@@ -21,6 +21,7 @@ from rolecall.v1 import controller_pb2, training_pb2, trajectory_pb2
 from services.controller.awaiting import NextBatch, NextBatches
 from services.controller.durable.run_point import RunPoint, take_point
 from services.controller.durable.saving import NO_ROOM, CheckpointSaver
+from services.controller.evaluating import Evaluations
 from services.controller.groups.assembly import Assembly, ScoredGroup
 from services.controller.groups.collection import Collection
 from services.controller.groups.failures import RunEnd
@@ -97,6 +98,7 @@ class Loop:
         self._batches = NextBatches(
             settings, recovered, self._assembly, parts.fleet, board, parts.reward, self._end, self._reach_others
         )
+        self._evaluations = Evaluations(parts)
         self._step_metrics = Metrics()
         self._clock = measures.Stopwatch()
 
@@ -111,6 +113,7 @@ class Loop:
             await self._run_activities()
             await self._finish()
         finally:
+            await self._evaluations.cancel()
             await self._saver.cancel()
 
     async def _begin(self) -> None:
@@ -135,6 +138,7 @@ class Loop:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(activity) for activity in activities]
                 await self._train()
+                await self._evaluations.over()
                 for task in running:
                     task.cancel()
         except BaseExceptionGroup as group:
@@ -184,13 +188,8 @@ class Loop:
             self._clock.leave_out()
 
     async def _between_steps(self) -> None:
-        """The evaluation and the checkpoint that are due after this many steps: also when the loop that applied the
-        last of them did not get to it.
-        """
-        every, step = self._settings.evaluation.every_steps, self._step
-        due = step in (0, self._settings.run.num_steps) or (every and step % every == 0)
-        if due and self._parts.board.evaluated_step != step:
-            await self._evaluate()
+        """The evaluation and the checkpoint that are due after this many steps."""
+        await self._evaluations.after(self._step, self._publisher.policy_version)
         if not self._parts.shifts.are_taken:
             await self._save_if_due()
 
@@ -238,6 +237,8 @@ class Loop:
         self._collection.begin_step()
         clock.lap("commit")
         self._step += 1
+        await self._evaluations.over()
+        clock.lap("evaluation")
         await self._publish()
         clock.lap("publish")
         self._clock = measures.Stopwatch()
@@ -300,6 +301,7 @@ class Loop:
         come.
         """
         if self._publisher.nobody_serves():
+            await self._evaluations.over()
             await self._publish()
 
     async def _report(
@@ -323,21 +325,6 @@ class Loop:
         await parts.threads.call(parts.trackers.keep_samples, self._step, samples)
         export(metrics)
         parts.board.applied(self._step, metrics)
-
-    async def _evaluate(self) -> None:
-        parts = self._parts
-        parts.board.wait_for(f"the evaluation of step {self._step}", "evaluating")
-        try:
-            metrics, samples = await parts.evaluation.run(self._step, self._publisher.policy_version)
-        except TimeoutError:
-            logger.warning("the evaluation of step %d took longer than its deadline and is left out", self._step)
-            return
-        finally:
-            parts.board.states.enter("working")
-        await parts.threads.call(parts.trackers.log, self._step, metrics.values())
-        await parts.threads.call(parts.trackers.keep_samples, self._step, samples)
-        export(metrics)
-        parts.board.evaluated(self._step, metrics)
 
     # --- checkpoints ------------------------------------------------------------------------------
 

@@ -15,11 +15,28 @@ import pytest
 from rolecall.algorithms.pass_and_majority import pass_at_k
 from rolecall.scoring.scores import Item, Score, ScoreFunction
 from rolecall.settings import RunSettings
+from rolecall.v1 import controller_pb2
+from services.rollout.sampling import Sample, SampleRequest
+from services.rollout.scripted import ScriptedEngine
 from tests.fixtures_store import StoreUnderTest
-from tests.twins.run import parity, twin_run
+from tests.twins.run import TwinRun, parity, twin_run
 
 MakeSettings = Callable[..., RunSettings]
 RUN_S = 60.0
+
+
+class SlowlyEvaluated(ScriptedEngine):
+    """An engine that keeps what evaluations ask for until it may answer."""
+
+    def __init__(self) -> None:
+        super().__init__(token_s=0.0, vocab_size=200)
+        self.may_answer = asyncio.Event()
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        """Implements SamplingEngine.sample."""
+        if request.request_id.startswith("eval/"):
+            await self.may_answer.wait()  # bounded: by the run's end
+        return await super().sample(request)
 
 
 def answering(item: Item) -> Score:
@@ -96,3 +113,59 @@ async def test_a_run_of_no_steps_evaluates_and_trains_nothing(
     (line,) = (json.loads(line) for line in (run.settings.run.dir / "metrics.jsonl").read_text().splitlines())
     assert line["eval/many/missing"] == 0
     assert {"eval/many/mean@2", "eval/many/pass@2", "eval/many/maj@2"} <= line.keys()
+
+
+def beside(folder: Path) -> dict[str, Any]:
+    """The section of an evaluation after every step, beside the next."""
+    (folder / "held.jsonl").write_text('{"prompt": "held", "ground_truth": "1"}\n' * 3)
+    return {"every_steps": 1, "beside": True, "sets": {"held": {"path": str(folder / "held.jsonl")}}}
+
+
+def evaluated_steps(run: TwinRun) -> dict[int, float]:
+    """Responses missing in each evaluation, by its step."""
+    lines = [json.loads(line) for line in (run.settings.run.dir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["eval/held/missing"] for line in lines if "eval/held/missing" in line}
+
+
+async def test_beside_training_an_evaluation_is_waited_for_by_the_next_publish_alone(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    engine = SlowlyEvaluated()
+    async with twin_run(store, tmp_path, make_settings, evaluation=beside(tmp_path)) as run:
+        async with run.controller() as life, run.rollout("rollout-0", engine=engine):
+            await life.shows(lambda status: status.waiting_for == "the evaluation of step 0")
+            assert run.ledger.counts().trained == 4  # groups: one step was sampled, trained and counted meanwhile
+            assert [step for step, _ in run.actor.trainer.publishes] == [0]
+            engine.may_answer.set()
+            await life.ends()
+        assert evaluated_steps(run) == {0: 0, 1: 0, 2: 0, 3: 0}  # nobody was asked who held other weights
+        assert [line["step"] for line in run.metrics()] == [1, 2, 3]
+        assert run.metrics()[0]["time/evaluation_s"] > 0
+
+
+async def test_a_stop_waits_for_the_evaluation_beside(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    engine = SlowlyEvaluated()
+    async with twin_run(store, tmp_path, make_settings, evaluation=beside(tmp_path)) as run:
+        async with run.controller() as life, run.rollout("rollout-0", engine=engine):
+            await life.shows(lambda status: status.waiting_for == "the evaluation of step 0")
+            await life.stub.StopRun(controller_pb2.StopRunRequest())
+            engine.may_answer.set()
+            await life.ends()
+        assert evaluated_steps(run) == {0: 0, 1: 0}
+
+
+async def test_a_controller_killed_beside_an_evaluation_goes_on_with_the_next(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    engine = SlowlyEvaluated()
+    async with twin_run(store, tmp_path, make_settings, evaluation=beside(tmp_path)) as run:
+        async with run.rollout("rollout-0", engine=engine):
+            async with run.controller() as life:
+                await life.shows(lambda status: status.waiting_for == "the evaluation of step 0")
+            engine.may_answer.set()
+            async with run.controller() as life:
+                await life.ends()
+        assert evaluated_steps(run) == {1: 0, 2: 0, 3: 0}  # the weights of step 0 were gone
+        assert run.ledger.counts().trained == 12

@@ -23,6 +23,13 @@ def test_the_same_gpu_for_actor_and_rollout_is_all_that_takes_shifts_need(make_s
     assert make_settings(rollout={"sleep_mode": True}).takes_shifts
 
 
+def test_no_evaluation_goes_on_while_rollouts_sleep(make_settings: MakeSettings) -> None:
+    beside = {"evaluation": {"beside": True}}
+    assert make_settings(**beside).evaluation.beside
+    with pytest.raises(ValidationError, match=r"evaluation\.beside: rollouts sleep while the trainers work"):
+        make_settings(**SHARED, **beside)
+
+
 def test_roles_read_from_the_resolved_file_that_they_take_shifts(make_settings: MakeSettings) -> None:
     settings = make_settings(**SHARED)
     settings.run.dir.mkdir(parents=True)

@@ -3,7 +3,7 @@
 from rolecall.settings import RunSettings
 from tools.settings_keys import leaves
 
-MAX_KEYS = 309
+MAX_KEYS = 310
 """249 when they were last cut (ADR 44); the rest is room for new capabilities, not for new knobs of old ones. The 300th
 names the parser of tool calls, the 301st where agents call the policy, the 302nd what chat templates are given, the
 303rd and 304th whom an environment outside the run trusts and is trusted by, the 305th how often a lost episode is
