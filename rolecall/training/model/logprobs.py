@@ -311,6 +311,7 @@ class _BlockedLogprobs(torch.autograd.Function):
         cut: _Cut,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.entropy, ctx.vocab, ctx.cut = entropy, vocab, cut
+        ctx.set_materialize_grads(False)  # an entropy that is shown and in no loss costs the backward pass nothing
         ctx.kept_VH = (
             torch.empty(weight_VH.shape, dtype=weight_VH.dtype, device=weight_VH.device) if cut.keeps else None
         )
@@ -327,12 +328,17 @@ class _BlockedLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Returns the gradients. For z = logits / temperature and p = softmax(z), d logp(target) / dz = onehot - p, d
-        entropy / dz = -p (log p + entropy).
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Returns the gradients; one of `grads` is None where the loss does not read that output. For z = logits /
+        temperature and p = softmax(z), d logp(target) / dz = onehot - p, d entropy / dz = -p (log p + entropy).
         """
         hidden_MH, weight_VH, targets_MK, temperature_M1, log_norm_M1, entropy_M1 = ctx.saved_tensors
-        grad_logprobs_MK, grad_entropy_M1 = grads[0] / temperature_M1, grads[1][:, None] / temperature_M1
+        given_MK, given_M = grads
+        num_tokens, num_targets = targets_MK.shape
+        grad_logprobs_MK = (
+            temperature_M1.new_zeros(num_tokens, num_targets) if given_MK is None else given_MK / temperature_M1
+        )
+        grad_entropy_M1 = None if given_M is None or not ctx.entropy else given_M[:, None] / temperature_M1
         total_M1 = grad_logprobs_MK.sum(1, keepdim=True)
         grad_hidden_MH = torch.zeros(hidden_MH.shape, dtype=temperature_M1.dtype, device=hidden_MH.device)
         # overwritten here: another backward pass over the same graph computes all logits again
@@ -348,7 +354,7 @@ class _BlockedLogprobs(torch.autograd.Function):
             logits_MB = block.logits(hidden_MH) if block.kept_MB is None else block.kept_MB
             log_p_MB = (logits_MB / temperature_M1).sub_(log_norm_M1)
             del logits_MB
-            if ctx.entropy:
+            if grad_entropy_M1 is not None:
                 p_MB = log_p_MB.exp()
                 grad_MB = log_p_MB.add_(entropy_M1).mul_(-grad_entropy_M1).sub_(total_M1).mul_(p_MB)
             else:

@@ -58,6 +58,17 @@ def test_any_blocks_agree_with_the_whole_logits_forward_and_backward(block_eleme
             torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("read", [0, 1])
+def test_a_loss_may_read_one_of_the_two_outputs(read: int) -> None:
+    hidden, weight, targets, temperature = inputs(torch.float32)
+    ours = logprobs_and_entropy(hidden, weight, targets, temperature, block_elements=28)[read]
+    theirs = oracle(hidden, weight, targets, temperature)[read]
+    mixture = torch.linspace(-1, 1, len(targets))
+    gradients = (torch.autograd.grad((each * mixture).sum(), (hidden, weight)) for each in (ours, theirs))
+    for gradient, reference in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("entropy", [True, False])
 def test_the_hand_written_backward_passes_gradcheck(entropy: bool) -> None:
     hidden, weight, targets, temperature = inputs(torch.float64)
