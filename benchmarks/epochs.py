@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, though not in __all__
 
 from benchmarks.machine import describe
 from rolecall.settings import WeightsSection
@@ -55,7 +55,7 @@ class Joined:
     """Monotonic time; one clock on one machine."""
     num_sockets: int
     added_bytes: int
-    """Memory of its own that joining took."""
+    """Sockets, and memory of its own, that joining took."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,11 @@ def take_part(end: Connection, begin: Callable[[int], None], number: int) -> Non
     torch.set_num_threads(1)
     while True:
         place: Place = end.recv()  # bounded: by its parent, which ends it
-        before = own_bytes()
+        before, num_before = own_bytes(), len(open_sockets())
         rendezvous = Rendezvous(place.address, place.epoch, place.rank, TIMEOUT_S)
         channel = join(rendezvous, place.world_size, "gloo", CPU, TIMEOUT_S)
         at = time.monotonic()
-        end.send(Joined(at, len(open_sockets()), own_bytes() - before))
+        end.send(Joined(at, len(open_sockets()) - num_before, own_bytes() - before))
         manifest = agreed_manifest(rendezvous, TIMEOUT_S)
         for _ in range(NUM_VERSIONS):
             for _ in Reception(channel, manifest, TIMEOUT_S):
