@@ -133,6 +133,11 @@ WeightBackend = Literal["gloo", "nccl", "shared"]
 the processes of one machine share, on any device.
 """
 
+MEETING_S_PER_RANK = 0.2
+"""What each rank adds to the deadline of forming an epoch: over Gloo each connects to all the others. The slowest
+meeting of 64 that was seen, on two busy cores, took 12.3 s (docs/log.md, 2026-11-25).
+"""
+
 
 class WeightsSection(Section):
     """The weight channel from the actor to the rollouts."""
@@ -157,9 +162,9 @@ class WeightsSection(Section):
     would need the copies on GPUs.
     """
     bucket_timeout_s: PositiveFloat = 10.0
-    """Deadline of one step of a transfer: of forming an epoch, of one bucket, and of a receiver's last load and probe.
-    It is what a rollout that hangs then costs the others; unless set, longer over nccl, and for models whose probe
-    takes long on CPUs.
+    """Deadline of one step of a transfer: of forming an epoch, which has MEETING_S_PER_RANK more for each rank, of one
+    bucket, and of a receiver's last load and probe. It is what a rollout that hangs then costs the others; unless set,
+    longer over nccl, and for models whose probe takes long on CPUs.
     """
     publish_timeout_s: PositiveFloat = 600.0
     """Deadline of one publish, pause and probe included; unless set, longer for larger models, and with pause_mode
@@ -169,6 +174,10 @@ class WeightsSection(Section):
     """Nats by which the probe's logprobs may differ: at every token in float32, absent: 1e-4; at 90% of them in
     bfloat16, absent: four times the actor's own noise.
     """
+
+    def meeting_timeout_s(self, num_ranks: int) -> float:
+        """Deadline of forming an epoch of `num_ranks`."""
+        return self.bucket_timeout_s + MEETING_S_PER_RANK * num_ranks
 
     def backend_between(self, *, actor_on_gpus: bool, receivers_on_gpus: bool) -> WeightBackend:
         """The way from an actor to its receivers: as configured, else nccl when all of them are on GPUs, else shared,

@@ -1,5 +1,5 @@
-"""The benchmarks of store, controller, training, back ends and algorithms still run, and our side of the comparison
-with peers.
+"""The benchmarks of store, controller, training, back ends, algorithms and large fleets still run, and our side of the
+comparison with peers.
 
 What they measure is no test's business.
 """
@@ -99,6 +99,17 @@ def test_the_benchmark_of_turns_has_the_same_loss_in_every_way(quick: Quick) -> 
     output = quick("turns.py")
     found = re.findall(r"^(merged|a row a turn|shared) +\d+ ", output, re.MULTILINE)
     assert found == ["merged", "a row a turn", "shared"]
+
+
+def test_the_benchmark_of_epochs_forms_some_and_only_the_last_two_stores_are_left(quick: Quick) -> None:
+    output = quick("epochs.py")
+    assert re.findall(r"^ +(\d+) +\d+\.\d+ ", output, re.MULTILINE) == ["2", "4"]
+    assert "after 4 epochs rank 0 listens at 2 ports" in output
+
+
+def test_the_simulated_tree_costs_as_many_times_the_bytes_as_rank_0_has_children(quick: Quick) -> None:
+    output = quick("topology.py")
+    assert re.findall(r"^\| (\d+) \| 1 \| (\d+)\.", output, re.MULTILINE) == [("4", "3"), ("16", "5")]
 
 
 def test_the_comparison_with_peers_makes_our_side_of_every_row(quick: Quick) -> None:

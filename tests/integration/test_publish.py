@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rolecall.errors import DeadlineError, NotAttestedError, StaleVersionError, UnavailableError, WorkerLostError
+from rolecall.settings.services import MEETING_S_PER_RANK
 from rolecall.v1 import controller_pb2
 from services.rollout.replica import Replica
 from services.rollout.state import State
@@ -79,6 +80,15 @@ async def test_every_receiver_is_told_the_backend_that_the_actor_chose_for_all_o
     second = await rig.rollout("rollout-1")
     await rig.publisher.publish(0)
     assert (first.engine.backend, second.engine.backend) == ("gloo", "gloo")
+
+
+async def test_the_ranks_of_a_larger_fleet_have_longer_to_meet(rig: Publishing) -> None:
+    await rig.rollout("rollout-0")
+    await rig.publisher.publish(0)
+    alone_s = rig.actor.meeting_timeout_s
+    await rig.rollout("rollout-1")
+    await rig.publisher.publish(0)
+    assert rig.actor.meeting_timeout_s == pytest.approx(alone_s + MEETING_S_PER_RANK)
 
 
 @pytest.mark.parametrize("kind", KINDS)

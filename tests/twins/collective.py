@@ -259,6 +259,8 @@ class CollectiveActor(actor_pb2_grpc.ActorServiceServicer):
         self.version = -1
         self.aborted: list[int] = []
         """Epochs whose publish was cancelled."""
+        self.meeting_timeout_s = 0.0
+        """Deadline of the last meeting."""
         self.failures: dict[str, RoleCallError] = {}
         """Errors that the next call of a phase ("open", "publish") answers."""
 
@@ -268,6 +270,7 @@ class CollectiveActor(actor_pb2_grpc.ActorServiceServicer):
         if error := self.failures.pop("open", None):
             raise error
         self._collective.open(request.epoch, request.world_size)
+        self.meeting_timeout_s = request.timeout_s
         backend = weights_pb2.WEIGHT_BACKEND_NCCL if request.receivers_on_gpus else weights_pb2.WEIGHT_BACKEND_GLOO
         return weights_pb2.OpenWeightChannelResponse(address="127.0.0.1:1", backend=backend)
 

@@ -93,6 +93,12 @@ def test_what_the_file_gives_stands_and_is_not_called_derived(make_settings: Mak
     assert {"weights.bucket_timeout_s", "actor.hang_s", "controller.start_timeout_s"}.isdisjoint(of(settings))
 
 
+def test_every_rank_adds_to_the_time_in_which_an_epoch_forms(make_settings: MakeSettings) -> None:
+    weights = make_settings(weights={"bucket_timeout_s": 5.0}).weights
+    assert weights.meeting_timeout_s(2) == 5.4
+    assert weights.meeting_timeout_s(65) >= 5 + 12.3, "the slowest meeting of 64 that was seen"
+
+
 def test_calls_of_every_trainer_get_the_time_of_the_slowest(make_settings: MakeSettings, model_32b: str) -> None:
     references = {"small": {}, "large": {"path": model_32b}}
     algorithm = {

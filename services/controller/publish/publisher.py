@@ -254,10 +254,10 @@ class PolicyPublisher:
         return self._policy_version
 
     async def _open_epoch(self, members: Sequence[Rollout]) -> Epoch:
-        timeout_s = self._settings.weights.bucket_timeout_s
         number, root = await self._threads.call(self._ledger.next_epoch), self._fleet.actors()
         ranks = [rollout.consumer for rollout in members for _ in range(rollout.join.num_weight_ranks)]
         world_size = 1 + len(ranks)
+        timeout_s = self._settings.weights.meeting_timeout_s(world_size)
         on_gpus = all(rollout.join.on_gpus for rollout in members)
         request = weights_pb2.OpenWeightChannelRequest(
             ctl=self._ctl, epoch=number, world_size=world_size, timeout_s=timeout_s, receivers_on_gpus=on_gpus
