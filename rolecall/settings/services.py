@@ -98,7 +98,8 @@ class EnvironmentSection(Section):
     """Most tokens of an episode's row, all segments together with what they repeat, for which the store keeps room;
     absent: those of one conversation, data.max_prompt_tokens + sampling.max_tokens. Branches beyond it are masked,
     those in which least was sampled first. More than actor.token_budget only where no part of the loss is of a whole
-    trajectory. `rolecall check` says how many a chat template asks for that shows earlier turns otherwise.
+    trajectory. Must be set where the rollout steps the episodes and the chat template shows earlier turns otherwise;
+    `rolecall check` says how many that asks for.
     """
     tool_parser: str | None = None
     """Name of the parser of vLLM's (its --tool-call-parser) that reads the policy's calls of tools, such as hermes;

@@ -11,7 +11,7 @@ does.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from rolecall.data.continuation import ChatMessage, Continuation
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment.answers import CONTINUES, plain, roles_of
+from rolecall.environment.checks import row_problem
 from rolecall.environment.client import EnvironmentClient, EpisodeSession, open_environment
 from rolecall.errors import ConfigError, EnvironmentAwayError, EpisodeLostError, PromptTooLongError
 from rolecall.settings import RunSettings
@@ -109,9 +110,10 @@ class Episodes:
         tokenizer: ChatTokenizer,
         tool_calls: ToolCalls | None,
         endpoint: Endpoint,
+        problem: Callable[[environment_pb2.DescribeEnvironmentResponse], str | None],
     ) -> None:
         """`tool_calls`: None where the run names no parser of them. `endpoint`: where the environment's own agents call
-        the policy, if it has some.
+        the policy, if it has some. `problem`: what keeps the run from an environment that says this of itself.
         """
         self._settings = settings
         self._replica = replica
@@ -119,6 +121,7 @@ class Episodes:
         self._tokenizer = tokenizer
         self._tool_calls = tool_calls
         self._continuation = Continuation(tokenizer)
+        self._problem = problem
         self._runs = AgentRuns(
             RunLimits(settings.max_prompt_tokens, settings.max_turns, settings.max_row_tokens, settings.budget_s),
             replica,
@@ -131,10 +134,12 @@ class Episodes:
 
     async def room(self, num_in_hand: int, max_groups: int) -> int:
         """Implements GroupSampler.room: as many groups as there are places for all their episodes. ConfigError when the
-        environment never has places for one.
+        environment never has places for one, or the run cannot play in it.
         """
         if max_groups == 0 or await self._environment.num_free() == 0:
             return 0
+        if (problem := self._problem(self._environment.spec)) is not None:
+            raise ConfigError(problem)
         if self._environment.spec.runs_episodes:
             await self._runs.endpoint.start()
         places, needed = self._environment.spec.max_sessions, self._settings.responses_per_group
@@ -358,7 +363,16 @@ def sampler_of(
     )
     endpoint = Endpoint(section.endpoint_bind, settings.rpc, host=settings.rollout.advertise_host, peer=section.address)
     environment = open_environment(section, settings.rpc)
-    return Episodes(episodes, replica, environment, tokenizer, tool_calls, endpoint)
+    continuation = Continuation(tokenizer)
+    return Episodes(
+        episodes,
+        replica,
+        environment,
+        tokenizer,
+        tool_calls,
+        endpoint,
+        lambda spec: row_problem(settings, spec, continuation),
+    )
 
 
 def _task(prompt: trajectory_pb2.Prompt) -> environment_pb2.Task:

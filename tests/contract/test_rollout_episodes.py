@@ -81,8 +81,8 @@ def _well() -> None:
     Talk.failing = staticmethod(lambda: None)
 
 
-def sampler(folder: Path, address: str, **settings: Any) -> Callable[[Replica], Episodes]:
-    """Episodes of groups of 4 in the environment at `address`."""
+def sampler(folder: Path, address: str, problem: str | None = None, **settings: Any) -> Callable[[Replica], Episodes]:
+    """Episodes of groups of 4 in the environment at `address`, with which the run has this `problem`."""
     sizes = {
         "responses_per_group": 4,
         "max_prompt_tokens": 64,
@@ -96,7 +96,7 @@ def sampler(folder: Path, address: str, **settings: Any) -> Callable[[Replica], 
     def of(replica: Replica) -> Episodes:
         endpoint = Endpoint("127.0.0.1:0", RpcSection(), host=None, peer=address)
         client = open_environment(EnvironmentSection(address=address), RpcSection())
-        return Episodes(chosen, replica, client, ChatTokenizer(folder), None, endpoint)
+        return Episodes(chosen, replica, client, ChatTokenizer(folder), None, endpoint, lambda _: problem)
 
     return of
 

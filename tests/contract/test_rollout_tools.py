@@ -113,7 +113,9 @@ async def rollout(
         def sampler(replica: Replica) -> Episodes:
             client = open_environment(EnvironmentSection(address=address), RpcSection())
             endpoint = Endpoint("127.0.0.1:0", RpcSection(), host=None, peer=address)
-            return Episodes(chosen, replica, client, tokenizer, ToolCalls(tokenizer, read, "test"), endpoint)
+            return Episodes(
+                chosen, replica, client, tokenizer, ToolCalls(tokenizer, read, "test"), endpoint, lambda _: None
+            )
 
         engine = Saying(tokenizer, texts)
         async with replica_under_test(store, folder, engine, lease_s=1.5, sampler=sampler) as replica:
