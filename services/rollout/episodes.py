@@ -33,6 +33,7 @@ from services.rollout.replica import Replica, Response
 from services.rollout.sampling import SampleRequest
 from services.rollout.single_turn import SingleTurns
 from services.rollout.trajectories import group_requests
+from services.rollout.turns.observations import Observations
 from services.rollout.turns.tool_calls import Heard, SessionCalls, ToolCalls, ToolSchema, tool_schemas
 from services.rollout.turns.tree import Tree, Turn, TurnPrompt
 
@@ -110,10 +111,12 @@ class Episodes:
         tokenizer: ChatTokenizer,
         tool_calls: ToolCalls | None,
         endpoint: Endpoint,
+        observations: Observations,
         problem: Callable[[environment_pb2.DescribeEnvironmentResponse], str | None],
     ) -> None:
         """`tool_calls`: None where the run names no parser of them. `endpoint`: where the environment's own agents call
-        the policy, if it has some. `problem`: what keeps the run from an environment that says this of itself.
+        the policy, if it has some. `observations`: shortens what the environment answers. `problem`: what keeps the run
+        from an environment that says this of itself.
         """
         self._settings = settings
         self._replica = replica
@@ -121,6 +124,7 @@ class Episodes:
         self._tokenizer = tokenizer
         self._tool_calls = tool_calls
         self._continuation = Continuation(tokenizer)
+        self._observations = observations
         self._problem = problem
         self._runs = AgentRuns(
             RunLimits(settings.max_prompt_tokens, settings.max_turns, settings.max_row_tokens, settings.budget_s),
@@ -298,7 +302,8 @@ class Episodes:
                     return ended(over, answer.reward if answer.HasField("reward") else None)
                 if answer.HasField("reward"):
                     turn.reward = answer.reward.value
-                said = plain(answer.messages)
+                said, num_left_out = self._observations.shortened(plain(answer.messages))
+                tree.num_cut_observation_tokens += num_left_out
             told = trajectory_pb2.Message(role="assistant", content=turn.text)
             prompt = tree.after(turn, (*prompt.messages, *_spoken([told, *said])), first.tools)
             spent = self._spent(begun, turn.number, prompt, num_malformed)
@@ -371,6 +376,7 @@ def sampler_of(
         tokenizer,
         tool_calls,
         endpoint,
+        Observations(tokenizer, section.max_observation_tokens, section.observation_cut),
         lambda spec: row_problem(settings, spec, continuation),
     )
 

@@ -23,6 +23,7 @@ from services.rollout.harness.endpoint import Endpoint
 from services.rollout.replica import Replica
 from services.rollout.sampling import SampleRequest
 from services.rollout.scripted import ScriptedEngine
+from services.rollout.turns.observations import Observations
 from services.rollout.turns.tool_calls import ReadCalls, ToolCalls, ToolSchema
 from tests.contract.environment_peers import environment
 from tests.contract.rollout_replica import ReplicaUnderTest, replica_under_test
@@ -113,8 +114,9 @@ async def rollout(
         def sampler(replica: Replica) -> Episodes:
             client = open_environment(EnvironmentSection(address=address), RpcSection())
             endpoint = Endpoint("127.0.0.1:0", RpcSection(), host=None, peer=address)
+            uncut = Observations(tokenizer, None, "middle")
             return Episodes(
-                chosen, replica, client, tokenizer, ToolCalls(tokenizer, read, "test"), endpoint, lambda _: None
+                chosen, replica, client, tokenizer, ToolCalls(tokenizer, read, "test"), endpoint, uncut, lambda _: None
             )
 
         engine = Saying(tokenizer, texts)

@@ -105,6 +105,8 @@ class Tree:
         self._branches: Counter[str] = Counter()
         self.num_begun = 0
         """Turns that were asked for."""
+        self.num_cut_observation_tokens = 0
+        """Tokens that were left out of what the environment answered."""
 
     def rendered(self, messages: Sequence[ChatMessage], tools: Tools) -> list[int]:
         """The prompt of a conversation rendered anew. InvalidInputError when the template cannot render it."""
@@ -187,6 +189,7 @@ class Tree:
         response = transcript.ended(ended_by, reward, turn_rewards=turn_rewards, generation_s=generation_s)
         assert response.episode is not None
         response.episode.tokens.CopyFrom(self._ledger(kept, seen))
+        response.episode.num_cut_observation_tokens = self.num_cut_observation_tokens
         return replace(self._first, prompt_token_ids=tuple(paths[0][0].prompt.token_ids)), response
 
     def _seen(self) -> set[Turn]:
