@@ -278,7 +278,7 @@ class Episodes:
     async def _play(self, place: _Place, begun: _Begun, first: _First) -> tuple[SampleRequest, Response]:
         """Turns until the episode is over or a budget is spent."""
         tree = Tree(place.request, self._continuation, self._settings.max_row_tokens, len(place.prompt.messages))
-        prompt, num_malformed = first.prompt, 0
+        prompt, shown, num_malformed = first.prompt, first.prompt.messages, 0
 
         def ended(ended_by: str, reward: trajectory_pb2.EpisodeReward | None) -> tuple[SampleRequest, Response]:
             return tree.ended(
@@ -304,8 +304,9 @@ class Episodes:
                     turn.reward = answer.reward.value
                 said, num_left_out = self._observations.shortened(plain(answer.messages))
                 tree.num_cut_observation_tokens += num_left_out
-            told = trajectory_pb2.Message(role="assistant", content=turn.text)
-            prompt = tree.after(turn, (*prompt.messages, *_spoken([told, *said])), first.tools)
+            told, heard = {"role": "assistant", "content": turn.text}, _spoken(said)
+            shown = (*shown, turn.told, *heard)
+            prompt = tree.after(turn, (*prompt.messages, told, *heard), first.tools, shown)
             spent = self._spent(begun, turn.number, prompt, num_malformed)
             if spent:
                 return ended(spent, await begun.session.grade())
@@ -317,7 +318,7 @@ class Episodes:
         turn = tree.sampled(number, prompt, response, self._tokenizer.decode(response.sample.token_ids))
         turn.is_seen = True
         calls = Heard() if first.calls is None else first.calls.hear(response.sample.token_ids, is_cut=turn.is_cut)
-        turn.is_malformed, turn.num_tool_calls = bool(calls.problem), len(calls.calls)
+        turn.is_malformed, turn.num_tool_calls, turn.calls_told = bool(calls.problem), len(calls.calls), calls.told
         return turn, calls
 
     @property
