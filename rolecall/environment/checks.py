@@ -81,8 +81,8 @@ def _tokens_of_forks(settings: RunSettings, section: EnvironmentSection) -> tupl
 def row_problem(
     settings: RunSettings, spec: environment_pb2.DescribeEnvironmentResponse, continuation: Continuation
 ) -> str | None:
-    """Returns what keeps a run from an environment whose turns the rollout steps, where the chat template begins
-    segments for what it speaks as and the run does not say for how many tokens of them a row has room; None: nothing.
+    """Returns why the run must say how many tokens a row may have; None: it says so, or need not. It must where the
+    rollout steps the turns and the chat template begins segments for what the environment speaks as.
     """
     section = settings.environment
     if section is None or section.max_row_tokens is not None or section.max_turns == 1 or spec.runs_episodes:

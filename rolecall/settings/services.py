@@ -114,7 +114,7 @@ class EnvironmentSection(Section):
     marker of a few tokens says how many. Not of its first messages, nor of an agent's own. Absent: nothing is cut.
     """
     observation_cut: Literal["left", "middle", "right"] = "middle"
-    """Which part of a message with more than max_observation_tokens is left out."""
+    """Part of a message with more than max_observation_tokens that is left out."""
     endpoint_bind: Address = "127.0.0.1:0"
     """`host:port` on which each rollout lets agents of the environment call the policy, where it runs some; port 0
     takes a free one. Agents elsewhere reach it at rollout.advertise_host; beyond loopback it speaks TLS, unless

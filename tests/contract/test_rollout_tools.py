@@ -166,7 +166,10 @@ class Asking(Adder):
 
     def step(self, action: Action) -> Answer:
         answer = super().step(action)
-        return answer if answer.is_over else Answer([*answer.messages, Message("user", "and now?")])
+        if answer.is_over:
+            return answer
+        assert isinstance(answer.messages, list)
+        return Answer([*answer.messages, Message("user", "and now?")])
 
 
 async def test_calls_that_special_tokens_mark_are_shown_again_in_a_segment(

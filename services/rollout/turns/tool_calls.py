@@ -103,8 +103,9 @@ class SessionCalls:
             if problem:
                 return Heard(problem=problem)
         found = tuple(environment_pb2.ToolCall(name=name, arguments=arguments) for name, arguments in calls)
-        is_marked = self._marker is not None and self._marker in text
-        is_lost = is_marked and self._marker not in self._tokenizer.decode(token_ids)
+        if not found or self._marker is None or self._marker not in text:
+            return Heard(found)
+        is_lost = self._marker not in self._tokenizer.decode(token_ids)
         return Heard(found, told=_told(text.partition(self._marker)[0], calls) if is_lost else None)
 
     def _problem(self, name: str, arguments: str) -> str:
