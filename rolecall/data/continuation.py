@@ -8,7 +8,7 @@ their text before the new messages; else it must be begun anew. Pure functions o
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import product
 from typing import Any, TypeAlias
@@ -144,7 +144,7 @@ class Continuation:
         """The text of messages as they are rendered. Special tokens that they spell are text and nothing else: the
         template is shown marks in their place.
         """
-        said = "".join(message["content"] for message in messages)
+        said = "".join(text for message in messages for text in _texts(message))
         spelled = [token for token in self._special if token in said]
         if not spelled:
             return [(render(messages), False)]
@@ -153,8 +153,7 @@ class Continuation:
         tokens = {mark: token for token, mark in marks.items()}
         by_length = "|".join(re.escape(token) for token in spelled)
         hidden = [
-            {**message, "content": re.sub(by_length, lambda found: marks[found[0]], message["content"])}
-            for message in messages
+            _mapped(message, lambda text: re.sub(by_length, lambda at: marks[at[0]], text)) for message in messages
         ]
         parts = re.split(f"([{''.join(tokens)}])", render(hidden))
         return [(tokens.get(part, part), part in tokens) for part in parts if part]
@@ -186,6 +185,29 @@ class Continuation:
         except InvalidInputError:
             return False
         return True
+
+
+def _texts(said: Any) -> Iterator[str]:
+    """Every text in a message, or in a part of one: its content, and names and arguments of its calls of tools."""
+    if isinstance(said, str):
+        yield said
+    elif isinstance(said, Mapping):
+        for name, part in said.items():
+            yield from (*_texts(name), *_texts(part))
+    elif isinstance(said, list | tuple):
+        for part in said:
+            yield from _texts(part)
+
+
+def _mapped(said: Any, change: Callable[[str], str]) -> Any:
+    """A message, or a part of one, with `change` made to every text in it."""
+    if isinstance(said, str):
+        return change(said)
+    if isinstance(said, Mapping):
+        return {_mapped(name, change): _mapped(part, change) for name, part in said.items()}
+    if isinstance(said, list | tuple):
+        return [_mapped(part, change) for part in said]
+    return said
 
 
 def _behind(pieces: Sequence[Piece], num_chars: int) -> list[Piece]:

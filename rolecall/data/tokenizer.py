@@ -84,6 +84,13 @@ class ChatTokenizer:
         ids = self.backend(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return [int(token) for token in ids]
 
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """The characters of `text`, as [start, end), that each id of `encode_plain` stands for. Several ids of one
+        character have the same.
+        """
+        read = self.backend(text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True)
+        return [(int(start), int(end)) for start, end in read["offset_mapping"]]
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens: for people and scorers."""
         return str(self.backend.decode(list(token_ids), skip_special_tokens=True))

@@ -63,14 +63,42 @@ def _explain_template(settings: RunSettings, section: EnvironmentSection, contin
         shown = ", with tools in the prompt, too" if with_tools else ""
         yield f"  the chat template is prefix-stable for messages of {' and '.join(stable)}{shown}"
     if forks:
-        first, more, num_turns = settings.data.max_prompt_tokens, settings.sampling.max_tokens, section.max_turns
-        evenly = num_turns * first + more * (num_turns + 1) // 2
+        longest, evenly = _tokens_of_forks(settings, section)
         yield (
             f"  each segment shows the conversation anew: where every turn begins one, an episode that grows evenly in "
-            f"{num_turns} turns to the {first + more} tokens of one conversation has {evenly} in its row, "
-            f"{evenly / (first + more):.1f} times as many, and none more than {num_turns * (first + more)}; what is "
-            f"beyond environment.max_row_tokens is masked (episode/masked_row_full_tokens)"
+            f"{section.max_turns} turns to the {longest} tokens of one conversation has {evenly} in its row, "
+            f"{evenly / longest:.1f} times as many, and none more than {section.max_turns * longest}; what is "
+            f"beyond environment.max_row_tokens, which then must be set, is masked (episode/masked_row_full_tokens)"
         )
+
+
+def _tokens_of_forks(settings: RunSettings, section: EnvironmentSection) -> tuple[int, int]:
+    """Tokens of the longest conversation, and of the row of one that grows evenly to it, each turn a segment."""
+    first, more, num_turns = settings.data.max_prompt_tokens, settings.sampling.max_tokens, section.max_turns
+    return first + more, num_turns * first + more * (num_turns + 1) // 2
+
+
+def row_problem(
+    settings: RunSettings, spec: environment_pb2.DescribeEnvironmentResponse, continuation: Continuation
+) -> str | None:
+    """Returns why the run must say how many tokens a row may have; None: it says so, or need not. It must where the
+    rollout steps the turns and the chat template begins segments for what the environment speaks as.
+    """
+    section = settings.environment
+    if section is None or section.max_row_tokens is not None or section.max_turns == 1 or spec.runs_episodes:
+        return None
+    with_tools = section.tool_parser is not None
+    problems = (continuation.problem(role, with_tools=with_tools) for role in roles_of(spec))
+    problem = next((found for found in problems if found is not None), None)
+    if problem is None:
+        return None
+    longest, evenly = _tokens_of_forks(settings, section)
+    return (
+        f"environment.max_row_tokens is not set: the chat template {problem}, so that a turn may begin a segment which "
+        f"shows the conversation anew, and an episode of {section.max_turns} turns (environment.max_turns) may take "
+        f"{evenly} tokens, if it grows evenly. Set it to {evenly}, and what is beyond is masked and counted; or to "
+        f"{longest}, to train no more than the tokens of one conversation"
+    )
 
 
 def environment_fits(settings: RunSettings) -> Callable[[grpc.aio.Channel], Awaitable[None]]:
@@ -93,6 +121,8 @@ def environment_fits(settings: RunSettings) -> Callable[[grpc.aio.Channel], Awai
         for role in roles_of(spec):
             if (unfit := continuation.refusal(role)) is not None:
                 raise ConfigError(f"is environment {spec.name!r}, which speaks as {role!r}: the chat template {unfit}")
+        if (problem := row_problem(settings, spec, continuation)) is not None:
+            raise ConfigError(f"is environment {spec.name!r}; {problem}")
 
     return ask
 

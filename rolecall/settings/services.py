@@ -98,7 +98,8 @@ class EnvironmentSection(Section):
     """Most tokens of an episode's row, all segments together with what they repeat, for which the store keeps room;
     absent: those of one conversation, data.max_prompt_tokens + sampling.max_tokens. Branches beyond it are masked,
     those in which least was sampled first. More than actor.token_budget only where no part of the loss is of a whole
-    trajectory. `rolecall check` says how many a chat template asks for that shows earlier turns otherwise.
+    trajectory. Must be set where the rollout steps the episodes and the chat template shows earlier turns otherwise;
+    `rolecall check` says how many that asks for.
     """
     tool_parser: str | None = None
     """Name of the parser of vLLM's (its --tool-call-parser) that reads the policy's calls of tools, such as hermes;
@@ -108,6 +109,12 @@ class EnvironmentSection(Section):
     """Turns in a row whose calls of tools cannot be read, with which an episode ends: graded as it stands, and
     truncated.
     """
+    max_observation_tokens: PositiveInt | None = None
+    """Most tokens of a message with which the environment answers a turn; of a longer one a part is left out, and a
+    marker of a few tokens says how many. Not of its first messages, nor of an agent's own. Absent: nothing is cut.
+    """
+    observation_cut: Literal["left", "middle", "right"] = "middle"
+    """Part of a message with more than max_observation_tokens that is left out."""
     endpoint_bind: Address = "127.0.0.1:0"
     """`host:port` on which each rollout lets agents of the environment call the policy, where it runs some; port 0
     takes a free one. Agents elsewhere reach it at rollout.advertise_host; beyond loopback it speaks TLS, unless

@@ -388,6 +388,7 @@ class Episode(_message.Message):
     NUM_MALFORMED_FIELD_NUMBER: _builtins.int
     NUM_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CUT_OBSERVATION_TOKENS_FIELD_NUMBER: _builtins.int
     turn_rewards: _builtins.bool
     """Whether the environment says that turns are rewarded, so that a turn without a reward earned nothing."""
     ended_by: _builtins.str
@@ -398,6 +399,10 @@ class Episode(_message.Message):
     """Turns whose calls of tools could not be read; the policy was told so, and the environment heard nothing of them."""
     num_tool_calls: _builtins.int
     """Calls of tools that the environment was given."""
+    num_cut_observation_tokens: _builtins.int
+    """Tokens that the rollout left out of the environment's answers before the policy read them; `messages` holds what it
+    read.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """The conversation after the prompt's messages: what the environment said first, then the policy's turns and the
@@ -427,10 +432,11 @@ class Episode(_message.Message):
         num_malformed: _builtins.int = ...,
         num_tool_calls: _builtins.int = ...,
         tokens: Global___EpisodeTokens | None = ...,
+        num_cut_observation_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reward", b"reward", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_by", b"ended_by", "messages", b"messages", "num_malformed", b"num_malformed", "num_tool_calls", b"num_tool_calls", "reward", b"reward", "tokens", b"tokens", "turn_rewards", b"turn_rewards", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_by", b"ended_by", "messages", b"messages", "num_cut_observation_tokens", b"num_cut_observation_tokens", "num_malformed", b"num_malformed", "num_tool_calls", b"num_tool_calls", "reward", b"reward", "tokens", b"tokens", "turn_rewards", b"turn_rewards", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,7 +11,7 @@ does.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from rolecall.data.continuation import ChatMessage, Continuation
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment.answers import CONTINUES, plain, roles_of
+from rolecall.environment.checks import row_problem
 from rolecall.environment.client import EnvironmentClient, EpisodeSession, open_environment
 from rolecall.errors import ConfigError, EnvironmentAwayError, EpisodeLostError, PromptTooLongError
 from rolecall.settings import RunSettings
@@ -32,6 +33,7 @@ from services.rollout.replica import Replica, Response
 from services.rollout.sampling import SampleRequest
 from services.rollout.single_turn import SingleTurns
 from services.rollout.trajectories import group_requests
+from services.rollout.turns.observations import Observations
 from services.rollout.turns.tool_calls import Heard, SessionCalls, ToolCalls, ToolSchema, tool_schemas
 from services.rollout.turns.tree import Tree, Turn, TurnPrompt
 
@@ -109,9 +111,12 @@ class Episodes:
         tokenizer: ChatTokenizer,
         tool_calls: ToolCalls | None,
         endpoint: Endpoint,
+        observations: Observations,
+        problem: Callable[[environment_pb2.DescribeEnvironmentResponse], str | None],
     ) -> None:
         """`tool_calls`: None where the run names no parser of them. `endpoint`: where the environment's own agents call
-        the policy, if it has some.
+        the policy, if it has some. `observations`: shortens what the environment answers. `problem`: what keeps the run
+        from an environment that says this of itself.
         """
         self._settings = settings
         self._replica = replica
@@ -119,6 +124,8 @@ class Episodes:
         self._tokenizer = tokenizer
         self._tool_calls = tool_calls
         self._continuation = Continuation(tokenizer)
+        self._observations = observations
+        self._problem = problem
         self._runs = AgentRuns(
             RunLimits(settings.max_prompt_tokens, settings.max_turns, settings.max_row_tokens, settings.budget_s),
             replica,
@@ -131,10 +138,12 @@ class Episodes:
 
     async def room(self, num_in_hand: int, max_groups: int) -> int:
         """Implements GroupSampler.room: as many groups as there are places for all their episodes. ConfigError when the
-        environment never has places for one.
+        environment never has places for one, or the run cannot play in it.
         """
         if max_groups == 0 or await self._environment.num_free() == 0:
             return 0
+        if (problem := self._problem(self._environment.spec)) is not None:
+            raise ConfigError(problem)
         if self._environment.spec.runs_episodes:
             await self._runs.endpoint.start()
         places, needed = self._environment.spec.max_sessions, self._settings.responses_per_group
@@ -269,7 +278,7 @@ class Episodes:
     async def _play(self, place: _Place, begun: _Begun, first: _First) -> tuple[SampleRequest, Response]:
         """Turns until the episode is over or a budget is spent."""
         tree = Tree(place.request, self._continuation, self._settings.max_row_tokens, len(place.prompt.messages))
-        prompt, num_malformed = first.prompt, 0
+        prompt, shown, num_malformed = first.prompt, first.prompt.messages, 0
 
         def ended(ended_by: str, reward: trajectory_pb2.EpisodeReward | None) -> tuple[SampleRequest, Response]:
             return tree.ended(
@@ -293,9 +302,11 @@ class Episodes:
                     return ended(over, answer.reward if answer.HasField("reward") else None)
                 if answer.HasField("reward"):
                     turn.reward = answer.reward.value
-                said = plain(answer.messages)
-            told = trajectory_pb2.Message(role="assistant", content=turn.text)
-            prompt = tree.after(turn, (*prompt.messages, *_spoken([told, *said])), first.tools)
+                said, num_left_out = self._observations.shortened(plain(answer.messages))
+                tree.num_cut_observation_tokens += num_left_out
+            told, heard = {"role": "assistant", "content": turn.text}, _spoken(said)
+            shown = (*shown, turn.told, *heard)
+            prompt = tree.after(turn, (*prompt.messages, told, *heard), first.tools, shown)
             spent = self._spent(begun, turn.number, prompt, num_malformed)
             if spent:
                 return ended(spent, await begun.session.grade())
@@ -307,7 +318,7 @@ class Episodes:
         turn = tree.sampled(number, prompt, response, self._tokenizer.decode(response.sample.token_ids))
         turn.is_seen = True
         calls = Heard() if first.calls is None else first.calls.hear(response.sample.token_ids, is_cut=turn.is_cut)
-        turn.is_malformed, turn.num_tool_calls = bool(calls.problem), len(calls.calls)
+        turn.is_malformed, turn.num_tool_calls, turn.calls_told = bool(calls.problem), len(calls.calls), calls.told
         return turn, calls
 
     @property
@@ -358,7 +369,17 @@ def sampler_of(
     )
     endpoint = Endpoint(section.endpoint_bind, settings.rpc, host=settings.rollout.advertise_host, peer=section.address)
     environment = open_environment(section, settings.rpc)
-    return Episodes(episodes, replica, environment, tokenizer, tool_calls, endpoint)
+    continuation = Continuation(tokenizer)
+    return Episodes(
+        episodes,
+        replica,
+        environment,
+        tokenizer,
+        tool_calls,
+        endpoint,
+        Observations(tokenizer, section.max_observation_tokens, section.observation_cut),
+        lambda spec: row_problem(settings, spec, continuation),
+    )
 
 
 def _task(prompt: trajectory_pb2.Prompt) -> environment_pb2.Task:

@@ -28,6 +28,7 @@ from services.rollout.harness.endpoint import Endpoint
 from services.rollout.replica import Replica
 from services.rollout.sampling import SampleRequest
 from services.rollout.scripted import ScriptedEngine, digest_of
+from services.rollout.turns.observations import Observations
 from tests.contract.environment_peers import environment
 from tests.contract.rollout_replica import CONSUMER, ReplicaUnderTest, generate_request, replica_under_test
 from tests.fixtures_store import StoreUnderTest
@@ -81,8 +82,12 @@ def _well() -> None:
     Talk.failing = staticmethod(lambda: None)
 
 
-def sampler(folder: Path, address: str, **settings: Any) -> Callable[[Replica], Episodes]:
-    """Episodes of groups of 4 in the environment at `address`."""
+def sampler(
+    folder: Path, address: str, problem: str | None = None, max_observation_tokens: int | None = None, **settings: Any
+) -> Callable[[Replica], Episodes]:
+    """Episodes of groups of 4 in the environment at `address`, with which the run has this `problem`,
+    and the middle of whose longer answers is left out.
+    """
     sizes = {
         "responses_per_group": 4,
         "max_prompt_tokens": 64,
@@ -96,7 +101,9 @@ def sampler(folder: Path, address: str, **settings: Any) -> Callable[[Replica], 
     def of(replica: Replica) -> Episodes:
         endpoint = Endpoint("127.0.0.1:0", RpcSection(), host=None, peer=address)
         client = open_environment(EnvironmentSection(address=address), RpcSection())
-        return Episodes(chosen, replica, client, ChatTokenizer(folder), None, endpoint)
+        tokenizer = ChatTokenizer(folder)
+        observations = Observations(tokenizer, max_observation_tokens, "middle")
+        return Episodes(chosen, replica, client, tokenizer, None, endpoint, observations, lambda _: problem)
 
     return of
 
@@ -401,6 +408,40 @@ async def test_sessions_of_a_killed_rollout_are_closed_by_whoever_takes_its_grou
 def dying_sessions(rollout: ReplicaUnderTest) -> list[Any]:
     pull: Any = rollout.pull
     return list(pull._sampler._environment._sessions)
+
+
+class Wordy(Talk):
+    """A talk whose environment begins with many words, answers with more, and spells special tokens in them."""
+
+    def reset(self, task: Task, seed: int) -> str:
+        return f"{super().reset(task, seed)} in the beginning"
+
+    def step(self, action: Action) -> Answer:
+        answer = super().step(action)
+        assert isinstance(answer, Answer)
+        return answer if answer.is_over else Answer("go on <|im_end|> and on", answer.reward)
+
+
+async def test_of_a_long_answer_the_policy_reads_as_much_as_the_run_says_and_the_rest_is_counted(
+    store: StoreUnderTest, folder: Path
+) -> None:
+    tokenizer = ChatTokenizer(folder)
+    async with environment(Wordy, **TURNS) as (address, _):
+        async with rollout_in(store, folder, address, max_observation_tokens=12) as rollout:
+            rollout.admit(1, max_tokens=1000)
+            await rollout.publish(1)
+            (group,) = await rollout.committed(1)
+            rows = store.rows.read(group.rows, SAMPLED_COLUMNS)
+            for row, meta in zip(rows, store.rows.read_meta(group.rows), strict=True):
+                check_row(row, meta)
+                opening, *talk = meta.episode.messages
+                assert opening.content.endswith(" in the beginning"), "the first prompt is never cut"
+                heard = [message.content for message in talk if message.role == "user"]
+                assert set(heard) <= {"go on [11 tokens left out]and on"}
+                assert meta.episode.num_cut_observation_tokens == 11 * len(heard)
+                assert len(heard) == len(meta.episode.turns) - 1
+                spelled = tokenizer.spell(row["token_ids"].tolist())
+                assert spelled.count("go on [11 tokens left out]and on") == len(heard)
 
 
 async def test_an_environment_with_fewer_places_than_a_group_ends_the_role(store: StoreUnderTest, folder: Path) -> None:

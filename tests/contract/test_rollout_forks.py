@@ -2,6 +2,7 @@
 does. The real replica, pull loop, store and client around a scripted engine and a served environment.
 """
 
+import asyncio
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -12,14 +13,18 @@ import pytest
 
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment import Action, Answer, Message
+from rolecall.environment.checks import environment_fits
+from rolecall.errors import ConfigError
 from rolecall.scoring.scores import score_item
+from rolecall.settings import RunSettings
 from rolecall.trajectory import SAMPLED_COLUMNS
 from rolecall.v1 import trajectory_pb2
 from rolecall.wire import decode_tensor
 from services.rollout.sampling import SampleRequest
-from tests.contract.environment_peers import environment
+from tests.contract.environment_peers import client_of, environment
 from tests.contract.test_rollout_episodes import LetterEngine, Talk, check_row, rollout_in
 from tests.fixtures_store import StoreUnderTest
+from tests.smallest import smallest_tree
 from tests.tiny_tokenizer import THINKING_TEMPLATE, write_tokenizer
 from tests.waiting import until
 
@@ -145,6 +150,28 @@ async def test_what_a_row_has_no_room_for_is_counted_and_its_rewards_stay(store:
         assert sum(turn.reward for turn in meta.episode.turns) == 0.25 * (num_turns // 2)
         full += len(meta.episode.turns) < num_turns
     assert full
+
+
+async def test_a_run_that_does_not_say_for_what_a_row_has_room_is_refused_before_it_samples(
+    store: StoreUnderTest, folder: Path
+) -> None:
+    async with environment(Asking, **TURNS) as (address, _):
+        settings = RunSettings.model_validate(
+            smallest_tree(
+                folder,
+                model={"path": str(folder)},
+                environment={"address": address},
+                reward={"components": {"won": {"scorer": {"kind": "environment", "token_rewards": True}}}},
+            )
+        )
+        async with client_of(address) as client:
+            with pytest.raises(ConfigError, match=r"'counting'; environment\.max_row_tokens is not set: the chat"):
+                await environment_fits(settings)(client._channel)
+        async with rollout_in(store, folder, address, engine=Thinker, problem="it does not say so") as rollout:
+            rollout.admit(1)
+            await rollout.publish(1)
+            with pytest.raises(ConfigError, match="it does not say so"):
+                await asyncio.wait_for(rollout.pulling, 60)
 
 
 async def test_a_conversation_as_it_is_shown_has_the_budget_of_tokens(store: StoreUnderTest, folder: Path) -> None:

@@ -1,6 +1,8 @@
 """Calls of an agent at the rollout's endpoint: what is one and the same, what is refused, and what a failure leaves."""
 
 import asyncio
+import logging
+import socket
 import ssl
 from itertools import count
 from pathlib import Path
@@ -169,6 +171,48 @@ async def test_what_cannot_be_answered_is_refused_in_words_and_takes_no_call(
 ) -> None:
     for _, meta in await played(store, folder, Refused, num=1):
         assert meta.episode.tokens.num_calls == 1
+
+
+class Keyless(Agent):
+    """An agent whose clients can set a URL and no key."""
+
+    kept: list[str] = []
+
+    def run(self, policy: Policy) -> float | Answer | None:
+        root = policy.base_url.removesuffix("/v1")
+        url, wrong = f"{root}/episodes/{policy.api_key}/v1", f"{root}/episodes/guessed/v1"
+        right_key = {"Authorization": f"Bearer {policy.api_key}", "x-api-key": policy.api_key}
+        with OpenAI(base_url=url, api_key="none") as client:
+            asked(client, SAID)
+        with httpx.Client(timeout=60) as client:
+            assert client.get(f"{url}/models").status_code == 200
+            assert client.post(f"{url}/messages/count_tokens", json={"messages": SAID}).status_code == 200
+            for answer in (
+                client.get(f"{wrong}/models", headers=right_key),
+                client.post(f"{wrong}/chat/completions", json={"messages": SAID}, headers=right_key),
+            ):
+                assert answer.status_code == 401, "the key in the path counts"
+        host, _, port = root.removeprefix("http://").rpartition(":")
+        for line in ("HTTP/9.x", " HTTP/1.1", "x" * 10_000):
+            with socket.create_connection((host, int(port)), timeout=60) as connection:
+                connection.sendall(f"GET /episodes/{policy.api_key}/v1/models {line}\r\n\r\n".encode())
+                assert b"400" in connection.recv(1000)
+        Keyless.kept.append(policy.api_key)
+        return 0.5
+
+
+async def test_a_key_in_the_path_is_as_good_as_one_in_a_header_and_is_in_no_log(
+    store: StoreUnderTest, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Keyless.kept.clear()
+    with caplog.at_level(logging.DEBUG):
+        for _, meta in await played(store, folder, Keyless, num=1):
+            assert meta.episode.tokens.num_calls == 1
+    assert "refused a malformed request from 127.0.0.1" in caplog.messages
+    clients = ("httpx", "httpcore", "openai")  # what they log of their own URLs is the agent's affair
+    rollouts = [caplog.handler.format(each) for each in caplog.records if not each.name.startswith(clients)]
+    assert len(Keyless.kept) == 4
+    assert not [key for key in Keyless.kept if any(key in line for line in rollouts)]
 
 
 class Late(Agent):

@@ -17,12 +17,14 @@ from rolecall.environment import Action, Agent, Answer, Env, Message, Opening, T
 from rolecall.environment.client import open_environment
 from rolecall.errors import ConfigError, EpisodeLostError
 from rolecall.settings import EnvironmentSection, RpcSection
+from rolecall.trajectory import SAMPLED_COLUMNS
 from rolecall.v1 import trajectory_pb2
 from services.rollout.episodes import Episodes, EpisodeSettings
 from services.rollout.harness.endpoint import Endpoint
 from services.rollout.replica import Replica
 from services.rollout.sampling import SampleRequest
 from services.rollout.scripted import ScriptedEngine
+from services.rollout.turns.observations import Observations
 from services.rollout.turns.tool_calls import ReadCalls, ToolCalls, ToolSchema
 from tests.contract.environment_peers import environment
 from tests.contract.rollout_replica import ReplicaUnderTest, replica_under_test
@@ -95,7 +97,12 @@ def folder(tmp_path: Path) -> Path:
 
 @asynccontextmanager
 async def rollout(
-    store: StoreUnderTest, folder: Path, texts: Sequence[str], make: Callable[[], Env] = Adder, **settings: Any
+    store: StoreUnderTest,
+    folder: Path,
+    texts: Sequence[str],
+    make: Callable[[], Env] = Adder,
+    reads: ReadCalls = read,
+    **settings: Any,
 ) -> AsyncIterator[ReplicaUnderTest]:
     tokenizer = ChatTokenizer(folder)
     sizes = {
@@ -113,7 +120,10 @@ async def rollout(
         def sampler(replica: Replica) -> Episodes:
             client = open_environment(EnvironmentSection(address=address), RpcSection())
             endpoint = Endpoint("127.0.0.1:0", RpcSection(), host=None, peer=address)
-            return Episodes(chosen, replica, client, tokenizer, ToolCalls(tokenizer, read, "test"), endpoint)
+            uncut = Observations(tokenizer, None, "middle")
+            return Episodes(
+                chosen, replica, client, tokenizer, ToolCalls(tokenizer, reads, "test"), endpoint, uncut, lambda _: None
+            )
 
         engine = Saying(tokenizer, texts)
         async with replica_under_test(store, folder, engine, lease_s=1.5, sampler=sampler) as replica:
@@ -126,6 +136,60 @@ async def played(store: StoreUnderTest, under_test: ReplicaUnderTest) -> list[tr
     await under_test.publish(1)
     (group,) = await under_test.committed(1)
     return store.rows.read_meta(group.rows)
+
+
+MARKED_TEMPLATE = (
+    "{% set last = namespace(asked=-1) %}"
+    "{% for message in messages %}{% if message.role == 'user' %}{% set last.asked = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message.role == 'assistant' and loop.index0 < last.asked %}{{ 'then: ' }}{% endif %}{{ message['content'] }}"
+    "{% for call in message.tool_calls or [] %}{{ '<|pad|> ' + "
+    "({'name': call.function.name, 'arguments': call.function.arguments} | tojson) }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""A template whose calls a special token marks, and which shows turns before a question otherwise."""
+
+
+def read_marked(text: str, tools: Sequence[ToolSchema]) -> list[tuple[str, str]]:
+    """Reads calls as that template shows them."""
+    found = [json.loads(body) for body in text.removesuffix("<|im_end|>").split("<|pad|>")[1:]]
+    return [
+        (each["name"], each["arguments"] if isinstance(each["arguments"], str) else json.dumps(each["arguments"]))
+        for each in found
+    ]
+
+
+class Asking(Adder):
+    """It answers a call as a tool, and asks on."""
+
+    def step(self, action: Action) -> Answer:
+        answer = super().step(action)
+        if answer.is_over:
+            return answer
+        assert isinstance(answer.messages, list)
+        return Answer([*answer.messages, Message("user", "and now?")])
+
+
+async def test_calls_that_special_tokens_mark_are_shown_again_in_a_segment(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path, MARKED_TEMPLATE)
+    tokenizer, marked = ChatTokenizer(tmp_path), '<|pad|> {"name": "add", "arguments": {"a": 1, "b": 2}}'
+    texts = [f"I call {marked}", f"{marked}{marked}", "3"]
+    async with rollout(store, tmp_path, texts, Asking, reads=read_marked) as under_test:
+        under_test.admit(1, max_tokens=2000)
+        await under_test.publish(1)
+        (group,) = await under_test.committed(1)
+        (row, *_), (meta, *_) = store.rows.read(group.rows, SAMPLED_COLUMNS), store.rows.read_meta(group.rows)
+    assert dict(meta.episode.tokens.branches) == {"first": 1, "template": 2}
+    *_, start = group.rows[0].segment_starts
+    shown = tokenizer.spell(row["token_ids"][start:].tolist())
+    assert f"assistant\nthen: I call {marked}<|im_end|>" in shown, "what was said, and its call with its mark"
+    assert f"assistant\nthen: {marked}{marked}<|im_end|>" in shown
+    spoken = [message.content for message in meta.episode.messages if message.role == "assistant"]
+    assert spoken[0] == 'I call  {"name": "add", "arguments": {"a": 1, "b": 2}}', "as people read it"
 
 
 async def test_calls_reach_the_environment_and_its_answers_the_policy(store: StoreUnderTest, folder: Path) -> None:

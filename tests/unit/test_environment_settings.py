@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from rolecall.data.continuation import Continuation
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.environment.checks import explain_environment
+from rolecall.environment.checks import explain_environment, row_problem
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 from rolecall.store.budget import StoreBudget
+from rolecall.v1 import environment_pb2
 from tests.smallest import smallest_tree
 from tests.tiny_tokenizer import THINKING_TEMPLATE, write_tokenizer
 
@@ -80,6 +82,31 @@ def test_check_says_which_text_a_template_changes_and_what_that_costs(tmp_path: 
     assert "once a message of the role 'tool' follows: " in tool, "it shows that there was no thinking, at first"
     assert "in 16 turns to the 2048 tokens of one conversation has 25088 in its row, 12.2 times as many" in cost
     assert "none more than 32768" in cost
+
+
+def test_a_run_whose_template_forks_must_say_for_what_a_row_has_room(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, THINKING_TEMPLATE)
+    forking = Continuation(ChatTokenizer(tmp_path))
+    write_tokenizer(tmp_path)
+    stable = Continuation(ChatTokenizer(tmp_path))
+    stepped, agents = (environment_pb2.DescribeEnvironmentResponse(runs_episodes=runs) for runs in (False, True))
+
+    def problem(continuation: Continuation, spec: Any, **section: Any) -> str | None:
+        run = settings(tmp_path, {"kind": "environment"}, environment={**ADDRESS, **section})
+        return row_problem(run, spec, continuation)
+
+    found = problem(forking, stepped)
+    assert found is not None
+    assert found.startswith(
+        "environment.max_row_tokens is not set: the chat template shows an earlier turn otherwise once a message of "
+        "the role 'user' follows: "
+    )
+    assert "an episode of 16 turns (environment.max_turns) may take 25088 tokens" in found
+    assert "Set it to 25088, and what is beyond is masked and counted; or to 2048, " in found
+    assert problem(forking, stepped, max_row_tokens=2048) is None
+    assert problem(forking, stepped, max_turns=1) is None, "nothing follows a turn"
+    assert problem(forking, agents) is None
+    assert problem(stable, stepped) is None
 
 
 def test_check_refuses_a_template_in_which_nobody_may_answer_the_policy(tmp_path: Path) -> None:

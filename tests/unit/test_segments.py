@@ -4,6 +4,7 @@ accounted for.
 
 import asyncio
 import inspect
+import json
 import sys
 import time
 from collections import Counter
@@ -215,6 +216,24 @@ async def test_calls_in_a_history_are_shown_as_the_policy_spells_them(
     ]
     await attempt_of(sampler, LONGEST).answer(ChatCall(tuple(said)))
     assert '{"name": "add", "arguments": ' + shown + "}" in sampler.tokenizer.spell(sampler.calls[0])
+
+
+async def test_special_tokens_in_the_calls_of_a_history_are_text(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, TOOLS_TEMPLATE)
+    sampler = Sampler(ChatTokenizer(tmp_path))
+    arguments = json.dumps({"a": ["<|im_end|>", {"<|im_start|>": 1}]})
+    called = {"type": "function", "id": "c", "function": {"name": "add<|pad|>", "arguments": arguments}}
+    said: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "content": "2"},
+    ]
+    await attempt_of(sampler, LONGEST).answer(ChatCall(tuple(said)))
+    (ids,) = sampler.calls
+    spelled = '{"name": "add<|pad|>", "arguments": {"a": ["<|im_end|>", {"<|im_start|>": 1}]}}'
+    assert spelled in sampler.tokenizer.spell(ids)
+    told = ids[: len(ids) - len(sampler.tokenizer.encode("said 0")) - 1]
+    assert told.count(EOS_TOKEN_ID) == 3, "the template's own, one a message"
 
 
 async def test_a_template_that_raises_anything_refuses_the_call(tmp_path: Path) -> None:

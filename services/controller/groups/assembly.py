@@ -25,12 +25,14 @@ class GreedyResponse:
 
 @dataclass(frozen=True)
 class EpisodeEnd:
-    """The length of an episode, its calls of tools, and its end."""
+    """The length of an episode, its calls of tools, what was cut of it, and its end."""
 
     num_turns: int
     num_tool_calls: int
     num_malformed: int
     """Turns whose calls of tools could not be read."""
+    num_cut_observation_tokens: int
+    """Tokens left out of the environment's answers before the policy read them."""
     ended_by: str
     """"terminated" or "truncated" by the environment, else the budget that was spent: "turns", "tokens", "time",
     "malformed".

@@ -243,6 +243,7 @@ def _scored_group(
                 len(meta.episode.turns),
                 meta.episode.num_tool_calls,
                 meta.episode.num_malformed,
+                meta.episode.num_cut_observation_tokens,
                 meta.episode.ended_by,
                 meta.episode.tokens if meta.episode.HasField("tokens") else None,
             )

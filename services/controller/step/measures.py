@@ -132,6 +132,7 @@ def of_batch(
             metrics.max("episode/turns_max", episode.num_turns)
             metrics.mean("episode/tool_calls", episode.num_tool_calls)
             metrics.mean("episode/malformed", episode.num_malformed)
+            metrics.mean("episode/cut_observation_tokens", episode.num_cut_observation_tokens)
             if episode.tokens is not None:
                 _of_tokens(metrics, episode.tokens)
             for end, name in EPISODE_ENDS.items():

@@ -183,6 +183,7 @@ class Attempt:
         heard = self._readers[tools].hear(turn.response.sample.token_ids, is_cut=turn.is_cut)
         turn.is_malformed = bool(heard.problem)
         turn.num_tool_calls = len(heard.calls)
+        turn.calls_told = heard.told
         return [
             {
                 "id": f"call_{turn.number}_{index}",

@@ -1,6 +1,7 @@
 """The HTTP server that agents call, in any of DIALECTS. Decode, one call of the attempt, encode.
 
-Owns who may call: a key names one episode, and is good from `open` to `seal`. An answer that streams is sampled whole
+Owns who may call: a key names one episode, and is good from `open` to `seal`. It comes in a header or in the path,
+and into no log. An answer that streams is sampled whole
 and then told in the dialect's own events, with comments meanwhile that keep the connection. Bounds: MAX_BODY_BYTES a
 request; calls wait for the engine, within the episode's deadline; answers are kept while their episode is open.
 """
@@ -13,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from rolecall.errors import ConfigError, RoleCallError
 from rolecall.rpc.listening import advertised, require_tls, why_not
@@ -31,6 +33,8 @@ DIALECTS: Mapping[str, Dialect] = {
     "/v1/responses": responses,
 }
 """What is spoken, by path."""
+KEYED = "/episodes/{key}"
+"""What stands before a path that holds the key itself, for clients that can set none."""
 MAX_BODY_BYTES = 16 * 2**20
 """Largest request."""
 KEEP_ALIVE_S = 5.0
@@ -74,11 +78,12 @@ class Endpoint:
             if self.base_url:
                 return
             app = web.Application(client_max_size=MAX_BODY_BYTES)
-            for path, dialect in DIALECTS.items():
-                app.router.add_post(path, self._answers(dialect))
-            app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
-            app.router.add_get("/v1/models", self._models)
-            runner = self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
+            for prefix in ("", KEYED):
+                for path, dialect in DIALECTS.items():
+                    app.router.add_post(prefix + path, self._answers(dialect))
+                app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._count_tokens)
+                app.router.add_get(f"{prefix}/v1/models", self._models)
+            runner = self._runner = web.AppRunner(app, access_log=None, logger=_malformed, shutdown_timeout=SHUTDOWN_S)
             await runner.setup()  # bounded: reads its own routes
             host, _, port = self._bind.rpartition(":")
             context = None if self._certificate is None else self._certificate.context
@@ -150,7 +155,7 @@ class Endpoint:
     def _opened(self, request: web.Request) -> _Open:
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         key = bearer if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        opened = self._open.get(key.strip())
+        opened = self._open.get(request.match_info.get("key", key.strip()))
         if opened is None:
             raise RefusedError(401, "invalid_api_key", "the key is of no episode that is under way")
         return opened
@@ -190,6 +195,18 @@ class Endpoint:
         for name in sorted(set(unheeded) - self._told):
             self._told.add(name)
             logger.warning("an agent asks for %s, which is left unheeded: the run's own sampling settings decide", name)
+
+
+def _unquoted(record: logging.LogRecord) -> bool:
+    """Leaves out of aiohttp's record of a malformed request what it quotes of that, which may be a key."""
+    if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
+        record.exc_info = None
+        record.msg = "refused a malformed request from %s"
+    return True
+
+
+_malformed = logger.getChild("http")
+_malformed.addFilter(_unquoted)
 
 
 class _Whole:

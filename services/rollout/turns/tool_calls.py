@@ -17,7 +17,7 @@ from jsonschema.exceptions import SchemaError, ValidationError
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from rolecall.data.continuation import PROBE_TOOL, SAID
+from rolecall.data.continuation import PROBE_TOOL, SAID, ChatMessage
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, EpisodeLostError, InvalidInputError
 from rolecall.v1 import environment_pb2
@@ -39,6 +39,10 @@ class Heard:
     calls: tuple[environment_pb2.ToolCall, ...] = ()
     problem: str = ""
     """What the policy is told in place of an answer; empty: nothing is wrong."""
+    told: ChatMessage | None = None
+    """The turn as chat templates are given it, where special tokens mark its calls, which its text has not; None: its
+    text says it all.
+    """
 
 
 class ToolCalls:
@@ -98,7 +102,11 @@ class SessionCalls:
             problem = self._problem(name, arguments)
             if problem:
                 return Heard(problem=problem)
-        return Heard(tuple(environment_pb2.ToolCall(name=name, arguments=text) for name, text in calls))
+        found = tuple(environment_pb2.ToolCall(name=name, arguments=arguments) for name, arguments in calls)
+        if not found or self._marker is None or self._marker not in text:
+            return Heard(found)
+        is_lost = self._marker not in self._tokenizer.decode(token_ids)
+        return Heard(found, told=_told(text.partition(self._marker)[0], calls) if is_lost else None)
 
     def _problem(self, name: str, arguments: str) -> str:
         """Returns what the policy is told of a call that no tool can take; empty for one that can be taken."""
@@ -171,6 +179,16 @@ def _shown(tokenizer: ChatTokenizer) -> str:
     if not shown.startswith(head + said) or name not in shown[len(head) :]:
         return ""
     return shown[len(head + said) :].removesuffix(tail).strip()
+
+
+def _told(content: str, calls: Sequence[tuple[str, str]]) -> ChatMessage:
+    """A turn that said `content` and then made these calls, as chat templates are given it."""
+    shown = [
+        # nine letters and digits: there are templates that take no other id
+        {"type": "function", "id": f"call{number:05}", "function": {"name": name, "arguments": json.loads(arguments)}}
+        for number, (name, arguments) in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": shown}
 
 
 def _plain(calls: Sequence[tuple[str, str]]) -> list[tuple[str, Any]]:

@@ -51,6 +51,8 @@ class Turn:
     response: Response
     text: str
     """What was said, as people read it."""
+    calls_told: ChatMessage | None = None
+    """The turn as chat templates are given it, where special tokens mark its calls, which `text` has not."""
     reward: float | None = None
     """What it earned by itself; None: nothing was said of it."""
     num_tool_calls: int = 0
@@ -69,6 +71,11 @@ class Turn:
     def token_ids(self) -> list[int]:
         """Every id up to the end of what was sampled."""
         return [*self.prompt.token_ids, *self.response.sample.token_ids]
+
+    @property
+    def told(self) -> ChatMessage:
+        """The turn as chat templates are given it when it is shown again."""
+        return self.calls_told or {"role": "assistant", "content": self.text}
 
     @property
     def heard(self) -> Sequence[ChatMessage]:
@@ -105,22 +112,30 @@ class Tree:
         self._branches: Counter[str] = Counter()
         self.num_begun = 0
         """Turns that were asked for."""
+        self.num_cut_observation_tokens = 0
+        """Tokens that were left out of what the environment answered."""
 
     def rendered(self, messages: Sequence[ChatMessage], tools: Tools) -> list[int]:
         """The prompt of a conversation rendered anew. InvalidInputError when the template cannot render it."""
         return self._continuation.opening(messages, tools, self._num_own_messages)
 
-    def after(self, turn: Turn, messages: Sequence[ChatMessage], tools: Tools) -> TurnPrompt:
+    def after(
+        self,
+        turn: Turn,
+        messages: Sequence[ChatMessage],
+        tools: Tools,
+        shown: Sequence[ChatMessage] | None = None,
+    ) -> TurnPrompt:
         """The prompt of the turn after `turn`. `messages`: the whole conversation, which begins with those of
-        `turn` and, as it was told, the turn itself. InvalidInputError when the template cannot render it.
+        `turn` and, as it was told, the turn itself; `shown`: the same as the template is given it, where its turns are
+        not text alone. InvalidInputError when the template cannot render it.
         """
         heard = messages[len(turn.prompt.messages) + 1 :]
-        said = [
-            message for each in turn.path() for message in (*each.heard, {"role": "assistant", "content": each.text})
-        ]
-        added = self._continuation.ids(turn.token_ids, [*said, *heard], len(heard), tools)
+        said = [message for each in turn.path() for message in (*each.heard, each.told)]
+        added = self._continuation.ids(turn.token_ids, shown or [*said, *heard], len(heard), tools)
         if added is None:
-            return TurnPrompt(None, tuple(messages), self.rendered(messages, tools), turn.prompt.longest, "template")
+            ids = self.rendered(shown or messages, tools)
+            return TurnPrompt(None, tuple(messages), ids, turn.prompt.longest, "template")
         branch = "fork" if turn.num_children else ""
         return TurnPrompt(turn, tuple(messages), [*turn.token_ids, *added], turn.prompt.longest, branch)
 
@@ -187,6 +202,7 @@ class Tree:
         response = transcript.ended(ended_by, reward, turn_rewards=turn_rewards, generation_s=generation_s)
         assert response.episode is not None
         response.episode.tokens.CopyFrom(self._ledger(kept, seen))
+        response.episode.num_cut_observation_tokens = self.num_cut_observation_tokens
         return replace(self._first, prompt_token_ids=tuple(paths[0][0].prompt.token_ids)), response
 
     def _seen(self) -> set[Turn]:

@@ -1,0 +1,45 @@
+"""The length of what an environment answers: of a longer message a part is left out, and a marker says how much.
+
+Owns which part that is. The same text is always cut alike, so that an episode that is begun again reads as before. It
+is cut between characters, and stays text: who renders it sees to special tokens that it spells. Pure functions of a
+tokenizer.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.v1 import trajectory_pb2
+
+Side: TypeAlias = Literal["left", "middle", "right"]
+
+
+class Observations:
+    """The shortener of one run's messages."""
+
+    def __init__(self, tokenizer: ChatTokenizer, max_tokens: int | None, cut: Side) -> None:
+        """`max_tokens`: most of a message, beside the marker; None: nothing is cut. `cut`: which part is left out."""
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._cut = cut
+
+    def shortened(self, messages: Sequence[trajectory_pb2.Message]) -> tuple[list[trajectory_pb2.Message], int]:
+        """The messages as the policy reads them, and how many tokens were left out of them."""
+        cut = [self._of_text(message.content) for message in messages]
+        short = [
+            trajectory_pb2.Message(role=message.role, content=text)
+            for message, (text, _) in zip(messages, cut, strict=True)
+        ]
+        return short, sum(num_left_out for _, num_left_out in cut)
+
+    def _of_text(self, text: str) -> tuple[str, int]:
+        if self._max_tokens is None:
+            return text, 0
+        spans = self._tokenizer.spans(text)
+        num_left_out = len(spans) - self._max_tokens
+        if num_left_out <= 0:
+            return text, 0
+        first = {"left": 0, "middle": (self._max_tokens + 1) // 2, "right": self._max_tokens}[self._cut]
+        # a character of which a token is left out is left out whole
+        begins, ends = spans[first][0], spans[first + num_left_out - 1][1]
+        return f"{text[:begins]}[{num_left_out:,} tokens left out]{text[ends:]}", num_left_out
