@@ -9,7 +9,7 @@ names the parser of tool calls, the 301st where agents call the policy, the 302n
 303rd and 304th whom an environment outside the run trusts and is trusted by, the 305th how often a lost episode is
 begun again, the 306th how long an agent's row may be, the 307th whether a run that is made again ends in the same
 weights, the 308th whether only what changed travels to the rollouts, the 309th and 310th how much of an environment's
-answer the policy reads, and which part.
+answer the policy reads, and which part, the 311th whether training goes on beside an evaluation.
 """
 
 
