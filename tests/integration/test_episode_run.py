@@ -135,9 +135,11 @@ class Asked(Env):
         return Answer([Message("tool" if self.turns == 2 else "user", "on")])
 
 
-@pytest.mark.parametrize(("room", "masked"), [(2000, []), (400, ["row_full"])])
+@pytest.mark.parametrize(
+    ("room", "masked", "estimator"), [(2000, [], "grpo"), (2000, [], "gae"), (400, ["row_full"], "gae")]
+)
 async def test_a_run_whose_template_drops_thinking_trains_its_segments_and_accounts_for_every_token(
-    light_run: LightRun, room: int, masked: list[str]
+    light_run: LightRun, room: int, masked: list[str], estimator: str
 ) -> None:
     async with AsyncExitStack() as stack, environment(Asked, roles=("user", "tool")) as (address, _):
         run = await stack.enter_async_context(
@@ -145,6 +147,7 @@ async def test_a_run_whose_template_drops_thinking_trains_its_segments_and_accou
                 score=given,
                 template=THINKING_TEMPLATE,
                 run={"num_steps": 3},
+                algorithm={"groups_per_batch": 4, "advantage": {"kind": estimator}},
                 environment={"address": address, "max_turns": 6, "max_row_tokens": room},
                 sampling={"num_responses": 2, "max_tokens": 300},
                 data={"max_prompt_tokens": 100},
@@ -153,6 +156,8 @@ async def test_a_run_whose_template_drops_thinking_trains_its_segments_and_accou
         await run.to_the_end("rollout-0", engine=Thinker(ChatTokenizer(run.settings.model.path)))
         balance(run)
         check_trained_once(run.actor.trainer, 24)
+        if estimator == "gae":
+            check_trained_once(run.critic.trainer, 24)
         check_tokens(run, *masked)
         for line in run.metrics():
             assert line["episode/branches_template"] == 2, "two of the three answers are a user's"
