@@ -38,6 +38,7 @@ class ColumnTwin:
 
     num_parameters = 1
     world_size = 1
+    num_slots = 1
     prefixes = ("",)
     reads: tuple[str, ...] = ("response_mask",)
     """The columns that `columns_of` needs."""

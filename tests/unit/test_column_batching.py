@@ -7,7 +7,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from rolecall.errors import RowMissingError, WorkerLostError
+from rolecall.rpc.fence import Fence
+from rolecall.training.serving.calls import ColumnCalls
 from rolecall.training.serving.column_batcher import ColumnBatcher, row_key
+from rolecall.training.serving.device_thread import DeviceThread
+from rolecall.v1.training_pb2 import ComputeColumnRequest
 from rolecall.v1.trajectory_pb2 import RowRef
 from tests.waiting import until
 
@@ -29,6 +33,27 @@ class Device:
         already = frozenset(row_key(row) for row in rows if row.id in self.written)
         self.written |= {row.id for row in rows}
         return already
+
+
+class Ranks:
+    """A ColumnComputer in one process that stands for several, and remembers how many rows it was given at a time."""
+
+    num_parameters = world_size = 1
+    prefixes = ("",)
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.computed: list[int] = []
+
+    def compute(self, rows: Sequence[RowRef], prefix: str) -> frozenset[str]:
+        self.computed.append(len(rows))
+        return frozenset()
+
+    def keep_alive(self) -> None:
+        """Has no other rank."""
+
+    def stop(self) -> None:
+        """Has no other rank."""
 
 
 @asynccontextmanager
@@ -60,6 +85,17 @@ async def test_a_batch_stays_within_the_budget_and_a_larger_call_goes_alone() ->
             *(batcher.compute([row(f"{i}/0", tokens)]) for i, tokens in enumerate([10, 10, 10, 90, 10]))
         )
     assert device.calls == [["0/0", "1/0"], ["2/0"], ["3/0"], ["4/0"]]
+
+
+@pytest.mark.parametrize(("num_slots", "computed"), [(1, [1, 1, 1, 1]), (2, [2, 2]), (4, [4])])
+async def test_each_slot_of_ranks_gets_a_budget_of_its_own(num_slots: int, computed: list[int]) -> None:
+    role, device_thread = Ranks(num_slots), DeviceThread()
+    calls = ColumnCalls(role, device_thread, Fence(lambda: 1), token_budget=10)
+    calls.start()
+    requests = (ComputeColumnRequest(ctl=1, rows=[row(f"{i}/0")]) for i in range(4))
+    await asyncio.gather(*(calls.compute(request) for request in requests))
+    await calls.close()
+    assert role.computed == computed
 
 
 async def test_calls_gather_while_the_device_is_busy() -> None:

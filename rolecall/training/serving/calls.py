@@ -30,10 +30,12 @@ class ColumnCalls:
     """The calls of a role that computes columns."""
 
     def __init__(self, role: ColumnComputer, device_thread: DeviceThread, fence: Fence, token_budget: int) -> None:
+        """`token_budget`: tokens that a rank computes at a time; calls are gathered until each has so many."""
         self._role = role
         self.device_thread = device_thread
         self.fence = fence
-        self._batchers = {prefix: ColumnBatcher(self._computing(prefix), token_budget) for prefix in role.prefixes}
+        budget = token_budget * role.num_slots
+        self._batchers = {prefix: ColumnBatcher(self._computing(prefix), budget) for prefix in role.prefixes}
 
     def _computing(self, prefix: str) -> Compute:
         async def on_device(rows: Sequence[RowRef]) -> frozenset[str]:

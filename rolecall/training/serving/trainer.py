@@ -44,6 +44,10 @@ class ColumnComputer(Protocol):
         """The number of its ranks."""
 
     @property
+    def num_slots(self) -> int:
+        """How many rows, or packed batches of them, its ranks compute at a time."""
+
+    @property
     def prefixes(self) -> Sequence[str]:
         """The prefixes of the columns it computes: "" for the role's own."""
 

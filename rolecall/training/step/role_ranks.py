@@ -90,6 +90,11 @@ class ColumnRanks:
         return self.group.world_size
 
     @property
+    def num_slots(self) -> int:
+        """ColumnComputer.num_slots."""
+        return self.group.num_slots
+
+    @property
     def prefixes(self) -> Sequence[str]:
         """ColumnComputer.prefixes."""
         return list(self._columns)
