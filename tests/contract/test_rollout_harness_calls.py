@@ -314,7 +314,8 @@ def fails_once(rollout: ReplicaUnderTest) -> None:
 
 async def test_a_rollout_that_is_gone_leaves_nothing_behind(store: StoreUnderTest, folder: Path) -> None:
     async with environment(Impatient, max_sessions=16, **RUNS) as (address, sessions):
-        async with rollout_in(store, folder, address, token_s=0.2, consumer="rollout-9.dead") as dying:
+        async with rollout_in(store, folder, address, consumer="rollout-9.dead") as dying:
+            dying.engine.hold = True  # else some may end before all agents have come through
             dying.admit(2, max_tokens=600)
             await dying.publish(1)
             await until(lambda: dying.engine.num_running == 8)
