@@ -150,6 +150,8 @@ def _data(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Iterator[It
             else "and at the end"
         )
         about = f", {section.num_responses} response(s) at temperature {section.temperature}, at step 0, {when}"
+        if settings.evaluation.beside:
+            about += ", beside the next step, whose publish waits"
         yield _prompts(settings, tokenizer, f"evaluation.sets.{name}.path", section.path, about, [])
 
 

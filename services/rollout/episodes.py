@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -112,11 +113,11 @@ class Episodes:
         tool_calls: ToolCalls | None,
         endpoint: Endpoint,
         observations: Observations,
-        problem: Callable[[environment_pb2.DescribeEnvironmentResponse], str | None],
+        problem: Callable[[environment_pb2.DescribeEnvironmentResponse, Continuation], str | None],
     ) -> None:
         """`tool_calls`: None where the run names no parser of them. `endpoint`: where the environment's own agents call
         the policy, if it has some. `observations`: shortens what the environment answers. `problem`: what keeps the run
-        from an environment that says this of itself.
+        from an environment that says this of itself, by the run's template.
         """
         self._settings = settings
         self._replica = replica
@@ -142,7 +143,7 @@ class Episodes:
         """
         if max_groups == 0 or await self._environment.num_free() == 0:
             return 0
-        if (problem := self._problem(self._environment.spec)) is not None:
+        if (problem := self._problem(self._environment.spec, self._continuation)) is not None:
             raise ConfigError(problem)
         if self._environment.spec.runs_episodes:
             await self._runs.endpoint.start()
@@ -369,7 +370,6 @@ def sampler_of(
     )
     endpoint = Endpoint(section.endpoint_bind, settings.rpc, host=settings.rollout.advertise_host, peer=section.address)
     environment = open_environment(section, settings.rpc)
-    continuation = Continuation(tokenizer)
     return Episodes(
         episodes,
         replica,
@@ -378,7 +378,7 @@ def sampler_of(
         tool_calls,
         endpoint,
         Observations(tokenizer, section.max_observation_tokens, section.observation_cut),
-        lambda spec: row_problem(settings, spec, continuation),
+        partial(row_problem, settings),
     )
 
 

@@ -103,7 +103,7 @@ def sampler(
         client = open_environment(EnvironmentSection(address=address), RpcSection())
         tokenizer = ChatTokenizer(folder)
         observations = Observations(tokenizer, max_observation_tokens, "middle")
-        return Episodes(chosen, replica, client, tokenizer, None, endpoint, observations, lambda _: problem)
+        return Episodes(chosen, replica, client, tokenizer, None, endpoint, observations, lambda *_: problem)
 
     return of
 

@@ -122,7 +122,14 @@ async def rollout(
             endpoint = Endpoint("127.0.0.1:0", RpcSection(), host=None, peer=address)
             uncut = Observations(tokenizer, None, "middle")
             return Episodes(
-                chosen, replica, client, tokenizer, ToolCalls(tokenizer, reads, "test"), endpoint, uncut, lambda _: None
+                chosen,
+                replica,
+                client,
+                tokenizer,
+                ToolCalls(tokenizer, reads, "test"),
+                endpoint,
+                uncut,
+                lambda *_: None,
             )
 
         engine = Saying(tokenizer, texts)

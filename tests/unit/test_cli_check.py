@@ -167,6 +167,14 @@ def test_prompts_that_are_too_long_are_counted_and_all_of_them_are_a_problem(con
     assert "have more tokens than data.max_prompt_tokens 19, the shortest 20; raise it or shorten the prompts" in text
 
 
+def test_an_evaluation_beside_the_steps_is_said(config: Path) -> None:
+    (config.parent / "held.jsonl").write_text('{"prompt": "1 + 1", "ground_truth": "2"}\n')
+    held = "sets: {held: {path: held.jsonl}}"
+    for section, is_said in ((f"{{{held}}}", False), (f"{{{held}, beside: true}}", True)):
+        _, text = findings(load_settings(config, [f"evaluation={section}"]))
+        assert ("beside the next step, whose publish waits" in text) is is_said
+
+
 def test_the_rows_of_held_out_sets_are_read_too(config: Path) -> None:
     (config.parent / "held.jsonl").write_text('{"prompt": "1 + 1"}\n')
     _, text = findings(load_settings(config, ["evaluation.sets={held: {path: held.jsonl}}"]))
