@@ -38,7 +38,7 @@ class PublishWeightsRequest(_message.Message):
     step: _builtins.int
     """Steps applied in the weights to send; the actor refuses any other than its own."""
     policy_version: _builtins.int
-    """Version to send them under; higher than any before."""
+    """Version to send them under; higher than any before, or the last one while `step` is still its step."""
     bucket_timeout_s: _builtins.float
     """Seconds each bucket may take."""
     @_builtins.property

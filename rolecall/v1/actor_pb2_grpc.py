@@ -114,7 +114,8 @@ class ActorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PublishWeights(self, request, context):
-        """Sends the parameters after exactly `step` steps over the open channel under a new version. Not idempotent. Blocks until the last bucket.
+        """Sends the parameters after exactly `step` steps over the open channel under a new version, or once more under the last one while they are the same,
+        over another epoch: to receivers that came later. Not idempotent. Blocks until the last bucket.
         FAILED_PRECONDITION: OUT_OF_ORDER, STALE_EPOCH, STALE_VERSION, FENCED. UNAVAILABLE: CHANNEL_BROKEN (open a new epoch).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -32,7 +32,8 @@ class ActorServiceStub:
     FAILED_PRECONDITION: STALE_EPOCH, FENCED.
     """
     PublishWeights: _aio.UnaryUnaryMultiCallable[_actor_pb2.PublishWeightsRequest, _actor_pb2.PublishWeightsResponse]
-    """Sends the parameters after exactly `step` steps over the open channel under a new version. Not idempotent. Blocks until the last bucket.
+    """Sends the parameters after exactly `step` steps over the open channel under a new version, or once more under the last one while they are the same,
+    over another epoch: to receivers that came later. Not idempotent. Blocks until the last bucket.
     FAILED_PRECONDITION: OUT_OF_ORDER, STALE_EPOCH, STALE_VERSION, FENCED. UNAVAILABLE: CHANNEL_BROKEN (open a new epoch).
     """
     SaveCheckpoint: _aio.UnaryStreamMultiCallable[_training_pb2.SaveTrainerCheckpointRequest, _training_pb2.SaveTrainerCheckpointResponse]
@@ -91,7 +92,8 @@ class ActorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _actor_pb2.PublishWeightsRequest,
         context: _aio.ServicerContext[_actor_pb2.PublishWeightsRequest, _abc.Awaitable[_actor_pb2.PublishWeightsResponse]],
     ) -> _abc.Awaitable[_actor_pb2.PublishWeightsResponse]:
-        """Sends the parameters after exactly `step` steps over the open channel under a new version. Not idempotent. Blocks until the last bucket.
+        """Sends the parameters after exactly `step` steps over the open channel under a new version, or once more under the last one while they are the same,
+        over another epoch: to receivers that came later. Not idempotent. Blocks until the last bucket.
         FAILED_PRECONDITION: OUT_OF_ORDER, STALE_EPOCH, STALE_VERSION, FENCED. UNAVAILABLE: CHANNEL_BROKEN (open a new epoch).
         """
 

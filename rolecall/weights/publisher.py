@@ -51,7 +51,8 @@ class Publisher:
         ones are gone with all their keys.
         """
         self._epoch = -1
-        self._policy_version = -1
+        self._last_sent = (-1, -1)
+        """The highest version that was to be sent, and the highest epoch it was to be sent over."""
         self._rendezvous: Rendezvous | None = None
         self._channel: Future[Channel] = Future()
         self._manifest: weights_pb2.WeightManifest | None = None
@@ -107,9 +108,10 @@ class Publisher:
 
         `weights` is always run to its end, also when sending fails: producing them is a collective of the actor's
         ranks, and the others run theirs to the end too. StaleEpochError for another epoch than the open one,
-        StaleVersionError for a version not higher than all before, ChannelBrokenError when the ranks did not meet, a
-        receiver was lost or a bucket took longer than `bucket_timeout_s`, WeightsMismatchError when `weights` are not
-        as in `manifest`; after the last two the epoch is broken.
+        StaleVersionError for a version lower than one before, or that went out over this epoch already,
+        ChannelBrokenError when the ranks did not meet, a receiver was lost or a bucket took longer than
+        `bucket_timeout_s`, WeightsMismatchError when `weights` are not as in `manifest`; after the last two the epoch
+        is broken.
         """
         try:
             return self._publish(weights, manifest, epoch, policy_version, bucket_timeout_s)
@@ -129,12 +131,13 @@ class Publisher:
         with self._lock:
             if epoch != self._epoch or self._rendezvous is None:
                 raise StaleEpochError(f"epoch {epoch} of the weight channel is not the open one ({self._epoch})")
-            if policy_version <= self._policy_version:
+            if (policy_version, epoch) <= self._last_sent:
+                version, over = self._last_sent
                 raise StaleVersionError(
-                    f"policy version {policy_version} is not higher than {self._policy_version}, which was "
-                    "published already; versions never go back"
+                    f"policy version {policy_version} is lower than {version}, or went out over epoch {over} already; "
+                    "versions never go back"
                 )
-            self._policy_version = policy_version
+            self._last_sent = (policy_version, epoch)
             rendezvous, meeting, agreed, base = self._rendezvous, self._channel, self._manifest, self._base
         channel = self._met(rendezvous, meeting)
         if agreed is None:

@@ -81,10 +81,10 @@ class ActorRanks(TrainerRanks):
                 f"weights of step {request.step} were asked for at step {self.applied.step}",
                 step=str(self.applied.step),
             )
-        if request.policy_version <= self.applied.policy_version:
+        if not self.applied.may_publish(request.policy_version):
             raise StaleVersionError(
-                f"version {request.policy_version} is not higher than {self.applied.policy_version}; versions never "
-                "go back"
+                f"version {request.policy_version} is not higher than {self.applied.policy_version}, nor the weights "
+                "that this is the version of; versions never go back"
             )
         token_ids = (
             decode_tensor(request.probe.token_ids, "probe.token_ids").astype("<i4")

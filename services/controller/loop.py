@@ -30,6 +30,7 @@ from services.controller.groups.intake import Intake
 from services.controller.groups.prompts import Cursor, PromptSequence
 from services.controller.groups.reaping import Reaper
 from services.controller.parts import Parts
+from services.controller.publish.joiners import Joiners
 from services.controller.publish.publisher import PolicyPublisher
 from services.controller.recovered import Recovered
 from services.controller.step import measures, preparation
@@ -99,6 +100,7 @@ class Loop:
             settings, recovered, self._assembly, parts.fleet, board, parts.reward, self._end, self._reach_others
         )
         self._evaluations = Evaluations(parts)
+        self._joiners = Joiners(self._publisher, settings.controller.heartbeat_s)
         self._step_metrics = Metrics()
         self._clock = measures.Stopwatch()
 
@@ -115,6 +117,7 @@ class Loop:
         finally:
             await self._evaluations.cancel()
             await self._saver.cancel()
+            await self._joiners.stop()
 
     async def _begin(self) -> None:
         """Takes over people's wish for a pause, and publishes unless the fleet holds the weights of this step."""
@@ -130,6 +133,8 @@ class Loop:
         is_served = attested and parts.shifts.is_sampling and self._publisher.holds(self._step)
         if self._recovered.is_actor_restored or not is_served:
             await self._publish()
+        else:
+            self._serve_joiners()
 
     async def _run_activities(self) -> None:
         """The steps, beside the activities that run until cancelled."""
@@ -207,7 +212,9 @@ class Loop:
 
     async def _one_step(self, batch: NextBatch) -> None:
         parts, clock, groups = self._parts, self._clock, batch.groups
+        await self._joiners.stop()
         self._step_metrics = clock.waited(groups)
+        self._step_metrics.merge(self._joiners.take_metrics())
         if parts.shifts.are_taken:
             await parts.shifts.to_training(self._recovered.ctl)
             clock.lap("shift")
@@ -286,6 +293,7 @@ class Loop:
 
     async def _publish(self) -> None:
         shifts, ctl = self._parts.shifts, self._recovered.ctl
+        await self._joiners.stop()
         await shifts.to_publishing(ctl)
         self._parts.board.wait_for(f"the fleet to take the weights of step {self._step}", "publishing")
         self._step_metrics.merge(await self._publisher.publish(self._step))
@@ -294,7 +302,13 @@ class Loop:
         self._step_metrics.merge(shifts.take_seconds())
         self._parts.board.states.enter("working")
         self._at("weights are published")
+        self._serve_joiners()
         self._intake.wake()
+
+    def _serve_joiners(self) -> None:
+        """Lets joiners have the weights from here until the next step. In shifts the actor is off the devices."""
+        if not self._parts.shifts.are_taken:
+            self._joiners.serve()
 
     async def _reach_others(self) -> None:
         """Publishes again when all that held the weights are gone and others wait for theirs: no step boundary would

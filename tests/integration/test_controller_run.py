@@ -135,6 +135,7 @@ async def test_a_rollout_that_replaces_the_only_one_inside_a_step_gets_the_weigh
     async with light_run(run={"num_steps": 4}) as run, run.controller() as life:
         async with run.rollout("rollout-0", token_s=0.1):
             await life.shows(lambda status: status.ledger.generating)
+        await life.shows(lambda status: any(worker.lost for worker in status.workers))
         async with run.rollout("rollout-1"):
             await life.ends()
     assert balance(run) == (16, 16, 0, 0)

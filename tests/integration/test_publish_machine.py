@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 
 from rolecall.errors import DeadlineError, RoleCallError, WorkerLostError
 from rolecall.store.embedded import EmbeddedStore
+from services.controller.publish.receivers import AttemptFailed
 from services.rollout.replica import Replica
 from tests.attestation import read_attested
 from tests.fixtures_store import StoreUnderTest
@@ -177,6 +178,26 @@ class PublishMachine(RuleBasedStateMachine):
         await asyncio.sleep(after_s)
         publishing.cancel()
         await outcomes(publishing)
+        await self.rig.threads.settle()
+
+    @rule(faults=faults, after_s=st.sampled_from([0.02, 0.3, 5.0]))
+    def catch_up(self, faults: dict[str, Fault], after_s: float) -> None:
+        """Whoever has no weights gets those of the others, who go on; left after a while."""
+        joiners, rig = self.rig.publisher.joiners(), self.rig
+        names = {rollout.join.worker for rollout in joiners}
+        for twin in rig.alive:
+            twin.engine.fault = faults.get(twin.name) if twin.name in names else None
+        serving = [twin for twin in rig.alive if twin.replica.gate.is_open]
+        if joiners:
+            self.do(self.catch_up_and_leave(after_s))
+        assert all(twin.replica.gate.is_open for twin in serving if twin.is_alive)
+
+    async def catch_up_and_leave(self, after_s: float) -> None:
+        with suppress(AttemptFailed, RoleCallError, TimeoutError):
+            async with asyncio.timeout(after_s):
+                await self.rig.publisher.catch_up(self.rig.publisher.joiners())
+        for twin in self.rig.alive:
+            twin.engine.fault = None
         await self.rig.threads.settle()
 
     @precondition(lambda self: self.rig.alive)

@@ -257,6 +257,10 @@ class CollectiveActor(actor_pb2_grpc.ActorServiceServicer):
         self._collective = collective
         self.step = 0
         self.version = -1
+        self.published = (-1, -1)
+        """The last version, and the step of its weights."""
+        self.false_buckets: list[str] = []
+        """What it sends instead of its weights, if any."""
         self.aborted: list[int] = []
         """Epochs whose publish was cancelled."""
         self.meeting_timeout_s = 0.0
@@ -278,12 +282,12 @@ class CollectiveActor(actor_pb2_grpc.ActorServiceServicer):
         self, request: actor_pb2.PublishWeightsRequest, context: Any
     ) -> actor_pb2.PublishWeightsResponse:
         assert request.step == self.step
-        assert request.policy_version > self.version
-        self.version = request.policy_version
+        assert request.policy_version > self.version or (request.policy_version, request.step) == self.published
+        self.version, self.published = request.policy_version, (request.policy_version, request.step)
         if error := self.failures.pop("publish", None):
             self._collective.meetings[request.epoch].broken = "the actor died"
             raise error
-        buckets = weights_after(self.step)
+        buckets = self.false_buckets or weights_after(self.step)
         try:
             await self._collective.send(request.epoch, buckets, request.bucket_timeout_s)
         except asyncio.CancelledError:

@@ -4,7 +4,7 @@ tests/twins/collective.py.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,6 +156,8 @@ class Publishing:
     actor: CollectiveActor
     fleet: Fleet
     publisher: PolicyPublisher
+    publisher_from: Callable[[Recovered], PolicyPublisher]
+    """Makes the publisher of another life of the loop."""
     threads: StoreThreads
     twins: list[RolloutProcess] = field(default_factory=list)
     ending: set[asyncio.Task[None]] = field(default_factory=set)
@@ -243,8 +245,12 @@ async def publishing_run(store: StoreUnderTest, tree: dict[str, Any], folder: Pa
     threads = StoreThreads()
     fleet = Fleet(settings, store.ledger, threads)
     stub = actor_pb2_grpc.ActorServiceStub(channel)
-    publisher = PolicyPublisher(settings, store.ledger, threads, fleet, stub, PROBE, at_the_start(store.ledger.ctl))
-    rig = Publishing(settings, store, collective, actor, fleet, publisher, threads)
+
+    def publisher_from(recovered: Recovered) -> PolicyPublisher:
+        return PolicyPublisher(settings, store.ledger, threads, fleet, stub, PROBE, recovered)
+
+    publisher = publisher_from(at_the_start(store.ledger.ctl))
+    rig = Publishing(settings, store, collective, actor, fleet, publisher, publisher_from, threads)
     watching = asyncio.create_task(fleet.watch())
     try:
         yield rig

@@ -208,11 +208,11 @@ class ActorTwin(TrainerTwin):
         return weights_pb2.OpenWeightChannelResponse(address="127.0.0.1:1", backend=weights_pb2.WEIGHT_BACKEND_GLOO)
 
     def publish(self, request: actor_pb2.PublishWeightsRequest) -> actor_pb2.PublishWeightsResponse:
-        step, version = self.applied.step, self.applied.policy_version
+        step = self.applied.step
         if request.step != step:
             raise OutOfOrderError(f"weights of step {request.step} were asked for at step {step}", step=str(step))
-        if request.policy_version <= version:
-            raise StaleVersionError(f"version {request.policy_version} is not higher than {version}")
+        if not self.applied.may_publish(request.policy_version):
+            raise StaleVersionError(f"version {request.policy_version} may not be published any more")
         self.state.need(training_pb2.STATE_PART_PARAMETERS)
         self.applied = self.applied.after_publish(request.policy_version)
         return self.send(request)

@@ -50,6 +50,11 @@ class Applied:
             records=_newest({**self.records, result.step: result}),
         )
 
+    def may_publish(self, policy_version: int) -> bool:
+        """Whether the present weights may go out as `policy_version`: it is new, or the last one, and theirs."""
+        is_theirs = self.published.get(policy_version) == self.step
+        return policy_version > self.policy_version or (policy_version == self.policy_version and is_theirs)
+
     def after_publish(self, policy_version: int) -> Self:
         """Returns the record with the present step published as `policy_version`."""
         return replace(

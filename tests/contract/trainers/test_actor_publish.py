@@ -71,6 +71,28 @@ async def test_published_weights_are_those_of_the_step_with_their_probe(
     assert not published.probe.HasField("again")
 
 
+async def test_the_last_version_goes_out_again_over_another_epoch_while_the_weights_are_the_same(
+    store: StoreUnderTest, make_run: MakeRun
+) -> None:
+    ctl = store.ledger.ctl
+    async with served_actor(make_run(), store) as (_, actor):
+
+        async def publish(epoch: int, version: int) -> str:
+            opened = await actor.OpenWeightChannel(
+                weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=epoch, world_size=2, timeout_s=10), timeout=10
+            )
+            request = publish_request(ctl, step=0, version=version, epoch=epoch)
+            published, (_, digest) = await asyncio.gather(
+                actor.PublishWeights(request, timeout=30), asyncio.to_thread(receive, opened, epoch)
+            )
+            assert published.digest == digest
+            return digest
+
+        assert await publish(1, 5) == await publish(2, 5) == await publish(3, 6)
+        with pytest.raises(StaleVersionError, match="never go back"):
+            await actor.PublishWeights(publish_request(ctl, step=0, version=5, epoch=3), timeout=30)
+
+
 @pytest.mark.parametrize(
     ("configured", "answered"),
     [
