@@ -2,8 +2,9 @@
 abortable.
 
 Versions never go back. The rule is one script of the ledger, begin_publish: a version that it accepted once is higher
-than all before, whatever became of its publish. Everybody else who holds a version checks again, as a guard at a border
-of trust, because calls may come late, twice or from a controller that was replaced:
+than all before, whatever became of its publish. The last one goes out again, over another epoch, to receivers that
+joined later; the script attest holds them to the digest that the others have. Everybody else who holds a version checks
+again, as a guard at a border of trust, because calls may come late, twice or from a controller that was replaced:
 
     PolicyPublisher        controller/publish/publisher.py   asks for versions in order
     ActorRanks.publish     actor/ranks.py                    its checkpoint remembers the version across restarts
