@@ -13,6 +13,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models.utils import is_pp_missing_parameter
 
 from rolecall.errors import TornWeightsError
 from rolecall.v1 import weights_pb2
@@ -56,10 +57,10 @@ def _require_pairs(adapter: LoRAModel, rank: int) -> None:
 
 def _require_places(names: Iterable[str], manager: LoRAModelManager) -> None:
     """Every module that the adapter changes is one that the engine gives an adapter to, alone or fused with others (q,
-    k and v).
+    k and v), or one of another stage.
     """
     places = {part for module in manager.modules for part in manager.packed_modules.get(module, [module])}
-    homeless = sorted(set(names) - places)
+    homeless = sorted(name for name in set(names) - places if not is_pp_missing_parameter(f"{name}.", manager.model))
     if homeless:
         more = f" and {len(homeless) - 3} more" if len(homeless) > 3 else ""
         raise TornWeightsError(

@@ -3,7 +3,7 @@
 The workers' end is receiver.py. Neither decides to serve: the caller compares what was received with what the actor
 sent, and resumes.
 
-Every worker of an `AsyncLLM`, i.e. every TP rank, takes a rank of its own:
+Every worker of an `AsyncLLM`, i.e. every TP rank of every stage, takes a rank of its own:
 
     AsyncEngineArgs(
         ..., load_format="dummy", weight_transfer_config=WeightTransferConfig(backend="rolecall"),

@@ -90,6 +90,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         self._manifest: weights_pb2.WeightManifest | None = None
         self._base = Base()
         self._arrived: Transferred | None = None
+        self._unread: list[str] = []
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Leaves the epoch before and begins to join the new one on a thread: requests go on meanwhile. `joined` tells
@@ -153,11 +154,14 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         self._state, self._policy_version = "loaded", update_info.policy_version
 
     def report(self) -> dict[str, Any]:
-        """Returns state, error ([reason, message] or None) and what arrived (Transferred or None), of plain types."""
+        """Returns state, error ([reason, message] or None), what arrived (Transferred or None) and the names of it that
+        have no place in this worker, of plain types.
+        """
         return {
             "state": self._state,
             "error": wire_error(self._error),
             "arrived": asdict(self._arrived) if self._arrived else None,
+            "unread": self._unread,
         }
 
     def shutdown(self) -> None:
@@ -195,10 +199,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         if self._manifest is None:
             self._manifest = agreed_manifest(channel.rendezvous, info.bucket_timeout_s)
         reception = Reception(channel, self._manifest, info.bucket_timeout_s, self._base)
+        self._unread = []
         if self._manifest.HasField("adapter") or self.vllm_config.lora_config is not None:
             self._load_adapter(reception, self._manifest)
         else:
-            reload.load_model(self.model, self.model_config, self.device, reception)
+            self._unread = reload.load_model(self.model, self.model_config, self.device, reception)
         wait_for(self.device)
         return reception.result()  # bounded: counts what has arrived, waits for nothing
 
@@ -227,6 +232,7 @@ class WorkerExtension:
     """
 
     weight_transfer_engine: WeightTransferEngine[Any, Any] | None
+    model_runner: Any
 
     def weights_joined(self) -> dict[str, Any]:
         """Returns Receiver.joined."""
@@ -241,6 +247,15 @@ class WorkerExtension:
     def weights_report(self) -> dict[str, Any]:
         """Returns Receiver.report."""
         return self._weights_receiver().report()
+
+    def make_stage_buffers(self) -> None:
+        """Makes what a stage of a pipeline gets its input in, on CPUs: there vLLM makes it in a first pass that it
+        leaves out where nothing is compiled.
+        """
+        runner = self.model_runner
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
     def free_bytes(self) -> int:
         """Returns the memory of this worker's device that nobody has."""

@@ -24,9 +24,9 @@ from rolecall.weights.transfer import Reception
 logger = logging.getLogger(__name__)
 
 
-def load_model(model: torch.nn.Module, config: ModelConfig, device: torch.device, reception: Reception) -> None:
-    """Loads all of `reception`. Requests must be paused. TornWeightsError when a tensor was refused or a parameter not
-    written whole.
+def load_model(model: torch.nn.Module, config: ModelConfig, device: torch.device, reception: Reception) -> list[str]:
+    """Loads all of `reception` and returns the names that this worker left unread, as they have no place in its stage.
+    Requests must be paused. TornWeightsError when a tensor was refused or a parameter not written whole.
     """
     tied = _tied_groups(model)
     _rebuild_moe_kernels(model, device)
@@ -51,6 +51,7 @@ def load_model(model: torch.nn.Module, config: ModelConfig, device: torch.device
         with _without_false_alarms():
             finalize_layerwise_reload(model, config)
     _repack_tied_heads(model, tied)
+    return coverage.unread()
 
 
 def _load_bucket(model: torch.nn.Module, named: list[tuple[str, torch.Tensor]], coverage: Coverage) -> Exception | None:
@@ -58,7 +59,7 @@ def _load_bucket(model: torch.nn.Module, named: list[tuple[str, torch.Tensor]], 
     the channel and no peer has to wait for this worker.
     """
     try:
-        with coverage.watch():
+        with coverage.watch(named):
             model.load_weights(named)  # type: ignore[operator]  # every model of vLLM has it
     except Exception as error:  # an edge: vLLM's loaders raise whatever they like
         logger.exception("loading %s .. %s failed", named[0][0], named[-1][0])

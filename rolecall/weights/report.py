@@ -19,7 +19,8 @@ def agreed_report(policy_version: int, workers: Sequence[dict[str, Any]]) -> Tra
     """Returns what all workers received, from each one's Receiver.report.
 
     TornWeightsError when any of them is torn, whatever the others say; else the first error; WeightsMismatchError when
-    they received different weights.
+    they received different weights; TornWeightsError when a tensor has a place in none of them. Each has proved that
+    its own parameters are whole.
     """
     failed = [worker for worker in workers if worker["error"] is not None]
     for worker in failed:
@@ -32,6 +33,13 @@ def agreed_report(policy_version: int, workers: Sequence[dict[str, Any]]) -> Tra
     if any(worker["arrived"]["digest"] != arrived["digest"] for worker in workers):
         raise WeightsMismatchError(
             f"the workers of one replica received different weights for policy version {policy_version}"
+        )
+    homeless = sorted(set.intersection(*(set(worker["unread"]) for worker in workers)))
+    if homeless:
+        more = f" and {len(homeless) - 3} more" if len(homeless) > 3 else ""
+        raise TornWeightsError(
+            f"policy version {policy_version}: no worker of the engine has a place for {', '.join(homeless[:3])}{more}"
+            "; the model and the actor's export disagree"
         )
     return Transferred(**arrived)
 

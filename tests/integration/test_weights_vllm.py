@@ -151,15 +151,15 @@ def test_a_version_that_goes_back_is_refused_before_anything_is_touched(dense: O
 
 
 @pytest.mark.thorough("test_a_dense_engine_started_on_dummy_weights_is_exact_after_the_first_and_the_second_publish")
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_tensor_parallel_workers_receive_exact_weights_and_end_when_the_service_is_killed(
-    tmp_path: Path, num_workers: int
+@pytest.mark.parametrize(("scenario", "num_workers"), [("worker", 1), ("workers", 2), ("stages", 2)])
+def test_parallel_workers_receive_exact_weights_and_end_when_the_service_is_killed(
+    tmp_path: Path, scenario: str, num_workers: int
 ) -> None:
     """A real AsyncLLM, whose engine runs in processes of its own: each worker is a rank."""
     if num_workers > len(os.sched_getaffinity(0)):
         pytest.skip("each worker needs a core of its own")
     module = "tests.integration.weights_engine_process"
-    command = [sys.executable, "-m", module, "workers", str(tmp_path), str(num_workers)]
+    command = [sys.executable, "-m", module, scenario, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as service:
         assert service.stdout is not None
         try:
@@ -173,3 +173,18 @@ def test_tensor_parallel_workers_receive_exact_weights_and_end_when_the_service_
         assert outcomes[name]["versions"] == [[str(version), 0, 12]]
     assert outcomes["delta"]["wire_share"] < 0.1 * outcomes["whole"]["wire_share"]
     assert wait_until_gone(children, 100.0) == []
+    if scenario == "stages":
+        stages_prove_together_that_all_was_loaded(outcomes)
+
+
+def stages_prove_together_that_all_was_loaded(outcomes: Outcomes) -> None:
+    """Each stage answers for its own parameters, and a tensor that is none's is named."""
+    for name, torn in (
+        ("dropped own", "model.layers.1.mlp.down_proj.weight got 0 of 32768 elements"),
+        ("dropped both", "model.embed_tokens.weight got "),
+        ("nowhere", "no worker of the engine has a place for model.layers.0.self_attn.rotary_emb.inv_freq"),
+    ):
+        assert outcomes[name]["error"][0] == "TornWeightsError"
+        assert torn in outcomes[name]["error"][1]
+    assert is_exact(outcomes["dropped other"]), "it was never this stage's"
+    assert is_exact(outcomes["healed"]), outcomes["healed"]

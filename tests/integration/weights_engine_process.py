@@ -1,9 +1,9 @@
 """A vLLM engine that takes publishes, good and planted-bad ones, and prints what came of each as one JSON document.
 
-    python -m tests.integration.weights_engine_process dense|tied|moe|workers DIRECTORY [TENSOR_PARALLEL_SIZE]
+    python -m tests.integration.weights_engine_process dense|tied|moe|worker|workers|stages DIRECTORY
 
 Owns nothing but the scenarios: the tests say what should come of them. One start of the engine (some 10 s) serves them
-all. It runs in this process; that of `workers` in processes of its own, and waits to be killed at the end. Every
+all. It runs in this process; that of the last three in processes of its own, and waits to be killed at the end. Every
 outcome holds: `agreed` (digest equal to the sender's), `greedy` (tokens equal to Hugging Face's), `gap` (largest
 logprob difference over the shared tokens), `versions` (spans of the tokens), `different` (names whose fingerprints are
 not those of the true weights), `wire_share` (bytes that travelled by bytes of the weights) or `error` ([class,
@@ -28,6 +28,7 @@ os.environ.update(
 
 import asyncio
 import json
+import math
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -88,7 +89,7 @@ class InProcess:
 class Bench:
     """One engine, one publisher, and the outcomes so far."""
 
-    def __init__(self, kind: str, directory: Path, bucket_bytes: int, num_workers: int) -> None:
+    def __init__(self, kind: str, directory: Path, bucket_bytes: int, layout: dict[str, int]) -> None:
         paths = [write_model(kind, directory / str(seed), seed) for seed in (0, 1)]
         paths.append(write_almost(paths[0], directory / "almost"))
         self.models: list[PreTrainedModel] = [
@@ -96,7 +97,7 @@ class Bench:
         ]
         self.weights: list[Weights] = [sorted(load_file(path / "model.safetensors").items()) for path in paths]
         """As they would be published: tied tensors once, experts one by one."""
-        self.bucket_bytes, self.world_size = bucket_bytes, 1 + max(num_workers, 1)
+        self.bucket_bytes, self.world_size = bucket_bytes, 1 + math.prod(layout.values())
         arguments: dict[str, Any] = {
             "model": str(paths[0]),
             "load_format": "dummy",
@@ -107,15 +108,14 @@ class Bench:
             "logprobs_mode": "processed_logprobs",
             "max_model_len": 128,
             "weight_transfer_config": WeightTransferConfig(backend="rolecall"),
-            "worker_extension_cls": "rolecall.weights.receiver.WorkerExtension",
+            "worker_extension_cls": "tests.integration.dropping_worker.DroppingWorker",
         }
         self.engine: Any
-        if num_workers:
+        if layout:
             cores = sorted(os.sched_getaffinity(0))
-            of_workers = [str(cores[rank % len(cores)]) for rank in range(num_workers)]
+            of_workers = [str(cores[rank % len(cores)]) for rank in range(self.world_size - 1)]
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(of_workers)
-            args = AsyncEngineArgs(**arguments, tensor_parallel_size=num_workers)
-            self.engine = AsyncLLM.from_engine_args(args)
+            self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, **layout))
         else:
             self.engine = InProcess(LLM(**arguments))
         self.root = Publisher(torch.device("cpu"))
@@ -297,27 +297,48 @@ async def workers(bench: Bench) -> None:
     await bench.publish("delta", ALMOST)
 
 
-SCENARIOS = {
-    "dense": (dense, 16 * 2**20),
-    "tied": (tied, 30_000),
-    "moe": (moe, 20_000),
-    "workers": (workers, 30_000),
+async def stages(bench: Bench) -> None:
+    """Two stages of a tied model, the embedding in both: what `workers` plays, and a stage that drops what is its own
+    or what the other has, too.
+    """
+    await bench.engine.collective_rpc("make_stage_buffers")
+    await workers(bench)
+    last, embedding = "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"
+    for title, name, stage in (("own", last, 1), ("both", embedding, 1), ("other", last, 0)):
+        await bench.engine.collective_rpc("drop", args=(name, stage))
+        await bench.publish(f"dropped {title}", 0)
+        await bench.engine.collective_rpc("drop", args=("", stage))
+        await bench.open()
+    rotary = ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(16))
+    await bench.publish("nowhere", 0, sorted([*bench.weights[0], rotary]))
+    await bench.open()
+    await bench.publish("healed", 1)
+
+
+SCENARIOS: dict[str, tuple[Callable[[Bench], Awaitable[None]], str, int, dict[str, int]]] = {
+    "dense": (dense, "dense", 16 * 2**20, {}),
+    "tied": (tied, "tied", 30_000, {}),
+    "moe": (moe, "moe", 20_000, {}),
+    "worker": (workers, "dense", 30_000, {"tensor_parallel_size": 1}),
+    "workers": (workers, "dense", 30_000, {"tensor_parallel_size": 2}),
+    "stages": (stages, "tied", 30_000, {"pipeline_parallel_size": 2}),
 }
+"""What is played, on which kind of model, in buckets of how many bytes, and the layout of an engine of its own."""
 
 
-async def main(kind: str, directory: Path, num_workers: int) -> None:
-    """Runs the scenarios of one kind of model."""
-    scenario, bucket_bytes = SCENARIOS[kind]
-    bench = Bench(kind, directory, bucket_bytes, num_workers)
+async def main(name: str, directory: Path) -> None:
+    """Runs the scenarios of that name."""
+    scenario, kind, bucket_bytes, layout = SCENARIOS[name]
+    bench = Bench(kind, directory, bucket_bytes, layout)
     await bench.open()
     await scenario(bench)
     children = [process.pid for process in psutil.Process().children(recursive=True)]
     found = {"num_ranks": bench.num_ranks, "children": children, **bench.outcomes}
     sys.stdout.write(f"OUTCOMES {json.dumps(found)}\n")
     sys.stdout.flush()
-    await asyncio.sleep(600 if num_workers else 0)
+    await asyncio.sleep(600 if layout else 0)
     bench.root.close()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], Path(sys.argv[2]), int((*sys.argv, "0")[3])))
+    asyncio.run(main(sys.argv[1], Path(sys.argv[2])))

@@ -68,6 +68,20 @@ def test_writes_outside_the_watch_and_into_other_tensors_do_not_count() -> None:
     assert coverage.missing() == {"qkv": (0, 48)}
 
 
+def test_a_tensor_of_which_no_element_is_read_is_named_whatever_its_bucket_is_read_for() -> None:
+    parameter, coverage = _fused()
+    bucket = torch.zeros(256, dtype=torch.uint8)
+    query, other, key = (bucket[start : start + 64].view(torch.float32).view(4, 4) for start in (0, 64, 128))
+    value = torch.zeros(2, 64, dtype=torch.uint8)[1].view(torch.float32).view(4, 4)
+    with coverage.watch([("q", query), ("of another stage", other)]):
+        parameter.data[:4].copy_(query.view(-1).view(4, 4)[:, 2:].repeat(1, 2))
+        assert other.shape == (4, 4), "to look at a shape is no reading"
+    with coverage.watch([("k", key), ("v", value)]):
+        parameter.data[4:].copy_(torch.cat([key.t(), torch.zeros(4, 4)]))
+    assert coverage.unread() == ["of another stage", "v"]
+    assert coverage.missing() == {}
+
+
 def test_a_tied_parameter_is_whole_under_any_of_its_names_and_is_named_when_it_is_under_none() -> None:
     embedding, head, norm = (
         torch.nn.Parameter(torch.empty(*shape, device="meta"), requires_grad=False) for shape in ((6, 4), (6, 4), (4,))

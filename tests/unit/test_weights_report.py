@@ -11,7 +11,7 @@ from rolecall.weights.transferred import Transferred
 
 def worker(digest: str = "d", **more: Any) -> dict[str, Any]:
     arrived = {"fingerprints": {"q": 1, "k": 2}, "digest": digest, "num_bytes": 8, "wire_bytes": 6, "transfer_s": 0.5}
-    return {"state": "loaded", "error": None, "arrived": arrived, **more}
+    return {"state": "loaded", "error": None, "arrived": arrived, "unread": [], **more}
 
 
 def test_workers_that_agree_make_one_report() -> None:
@@ -37,3 +37,17 @@ def test_an_error_before_anything_was_touched_keeps_its_kind() -> None:
 def test_workers_that_received_different_weights_are_refused() -> None:
     with pytest.raises(WeightsMismatchError, match="different weights"):
         agreed_report(7, [worker("d"), worker("e")])
+
+
+def test_stages_leave_each_other_what_is_the_others() -> None:
+    agreed_report(7, [worker(unread=["k"]), worker(unread=["q"])])
+    agreed_report(7, [worker(unread=["k", "q"]), worker(unread=["q"]), worker(unread=["k"])])
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_tensor_that_every_worker_left_unread_is_named_and_tears_the_replica(num_workers: int) -> None:
+    with pytest.raises(TornWeightsError, match="no worker of the engine has a place for k; the model and the actor"):
+        agreed_report(7, [worker(unread=["k"]), worker(unread=["q", "k"])][:num_workers])
+    names = [f"k{number}" for number in range(5)]
+    with pytest.raises(TornWeightsError, match="a place for k0, k1, k2 and 2 more;"):
+        agreed_report(7, [worker(unread=names), worker(unread=names)])
