@@ -45,11 +45,11 @@ def check_capacity(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     """ConfigError with figures when the local roles cannot fit; a line for what they have."""
     host, gpus, num_cores = host_memory_bytes(), gpu_memory_bytes(), len(os.sched_getaffinity(0))
     rollout = settings.rollout
-    if not rollout.devices and rollout.tensor_parallel_size > num_cores:
+    if not rollout.devices and rollout.workers_per_replica > num_cores:
         raise ConfigError(
-            f"rollout.tensor_parallel_size {rollout.tensor_parallel_size}: each worker of a replica needs a core of "
-            "its own, and this machine has "
-            f"{num_cores}; lower it"
+            f"rollout.tensor_parallel_size {rollout.tensor_parallel_size} x pipeline_parallel_size "
+            f"{rollout.pipeline_parallel_size}: each worker of a replica needs a core of its own, and this machine has "
+            f"{num_cores}; lower one of them"
         )
     needs = _needs(settings, facts)
     _check_host(needs, host)
@@ -70,7 +70,7 @@ def check_capacity(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
             "lower it, or set store.url"
         )
     named = ", ".join(f"GPU {device} {in_bytes(num_bytes)}" for device, num_bytes in gpus.items())
-    if not rollout.devices and rollout.num_replicas * rollout.tensor_parallel_size > num_cores:
+    if not rollout.devices and rollout.num_replicas * rollout.workers_per_replica > num_cores:
         yield (
             f"{NOTE} rollout.num_replicas {rollout.num_replicas}: they take turns on the {num_cores} cores of "
             "this machine"
@@ -113,12 +113,12 @@ def _needs(settings: RunSettings, facts: ModelFacts) -> list[Need]:
     rollout = settings.rollout
     cache = rollout.kv_cache_bytes or 0
     for i in range(rollout.num_replicas):
-        for rank in range(rollout.tensor_parallel_size):
+        for rank in range(rollout.workers_per_replica):
             device = rollout.devices[i][rank : rank + 1] if rollout.devices else ()
             needs.append(
                 Need(
                     "rollout",
-                    weights / rollout.tensor_parallel_size + cache + (received if device else PROCESS_BYTES),
+                    weights / rollout.workers_per_replica + cache + (received if device else PROCESS_BYTES),
                     device,
                 )
             )

@@ -321,7 +321,7 @@ def _placement(settings: RunSettings) -> Iterator[str]:
         (name, section.devices, section.num_ranks) for name, section in trainers.items() if section.address is None
     ]
     placed += [
-        (f"rollout-{i}", devices, settings.rollout.tensor_parallel_size)
+        (f"rollout-{i}", devices, settings.rollout.workers_per_replica)
         for i, devices in enumerate(settings.rollout.local_devices)
     ]
     for name, section in trainers.items():

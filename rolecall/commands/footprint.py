@@ -48,19 +48,19 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     for name, section in settings.references.items():
         parts = section.num_shards if settings.actor.backend == "fsdp" else _num_parts(section)
         yield f"  reference {name} {in_bytes(weights / parts)} per rank x {section.num_ranks}"
-    rollout = settings.rollout
+    rollout, num_workers = settings.rollout, settings.rollout.workers_per_replica
     cache = rollout.kv_cache_bytes or (None if rollout.devices else CPU_KV_CACHE_BYTES)
     kept = (
         in_bytes(cache) if cache else f"vLLM's own: {rollout.gpu_memory_utilization:.0%} of each GPU, weights included"
     )
     yield (
-        f"  rollout {in_bytes(weights / rollout.tensor_parallel_size)} weights + KV cache {kept}, x "
-        f"{rollout.num_replicas} replicas"
+        f"  rollout {in_bytes(weights / num_workers)} weights + KV cache {kept}, x "
+        f"{rollout.num_replicas} replicas" + (f" of {num_workers} workers" if num_workers > 1 else "")
     )
     if settings.weights.deltas:
         yield (
             f"  weights.deltas: over gloo, one copy more of the model in host memory, {in_bytes(weights)} "
-            f"at the actor's first rank and as much at each of {rollout.tensor_parallel_size} workers of a rollout"
+            f"at the actor's first rank and as much at each of {num_workers} workers of a rollout"
         )
     if settings.takes_shifts and rollout.devices:
         yield from _shifts(plan_shifts(settings, facts, gpu_memory_bytes()))

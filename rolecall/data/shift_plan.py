@@ -72,7 +72,8 @@ class ShiftPlan:
             raise ConfigError(
                 f"shared GPUs: while the actor publishes, its parameters ({self.parameters:,.0f} bytes), a rollout "
                 f"({self.rollout:,.0f}) and what stays ({self.resident:,.0f}) lack {missing:,.0f} bytes; use more GPUs "
-                "(num_ranks, rollout.tensor_parallel_size) or a smaller model, or move references to other GPUs"
+                "(num_ranks, rollout.tensor_parallel_size, rollout.pipeline_parallel_size) or a smaller model, or move "
+                "references to other GPUs"
             )
 
 
@@ -100,7 +101,7 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
         resident=sum(_per_rank(section, weights) for section in references) + num_processes * CONTEXT_BYTES,
         parameters=parameters,
         trained=trained,
-        rollout=weights / rollout.tensor_parallel_size + (rollout.kv_cache_bytes or 0) + received + CONTEXT_BYTES,
+        rollout=weights / rollout.workers_per_replica + (rollout.kv_cache_bytes or 0) + received + CONTEXT_BYTES,
         gpu=min(gpus.values()) if gpus else None,
         configured=rollout.gpu_memory_utilization,
     )

@@ -88,7 +88,7 @@ def trainer(name: str, section: TrainerSection, settings: RunSettings, *, in_job
 
 def rollout(settings: RunSettings) -> Pod:
     """A replica, with the GPUs of the first that the file describes."""
-    gpus = settings.rollout.tensor_parallel_size if settings.rollout.devices else 0
+    gpus = settings.rollout.workers_per_replica if settings.rollout.devices else 0
     host = "$(POD_NAME).rollout"
     named = f"--rollout.advertise_host={host}.{settings.run.name}.svc.cluster.local"
     return Pod(

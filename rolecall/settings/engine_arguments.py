@@ -17,6 +17,7 @@ _BY_SETTING = {
     "max_model_len": "data.max_prompt_tokens and sampling.max_tokens",
     "max_num_seqs": "rollout.max_num_seqs",
     "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "pipeline_parallel_size": "rollout.pipeline_parallel_size",
     "device_ids": "rollout.devices",
     "kv_cache_memory_bytes": "rollout.kv_cache_bytes",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
@@ -30,14 +31,17 @@ _BY_SETTING = {
 """Arguments that follow from a setting of the run."""
 
 _BECAUSE = {
-    "a replica takes one rank of the weight channel for each of its tensor-parallel workers, and has no others; run "
-    "more replicas (rollout.num_replicas)": (
-        "pipeline_parallel_size",
-        "data_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
+    "replicas are the data parallelism of a run, each with weights that are attested by themselves; run more of them "
+    "(rollout.num_replicas)": ("data_parallel_size",),
+    "vLLM's kernels on CPUs compute as if each worker had every expert, so that nothing shows whether experts that lie "
+    "on one worker alone are the actor's; split each of them, with rollout.tensor_parallel_size": (
         "enable_expert_parallel",
         "enable_eplb",
+    ),
+    "a replica takes one rank of the weight channel for each of its tensor x pipeline workers, which are processes of "
+    "its machine, and has no others; set rollout.tensor_parallel_size and rollout.pipeline_parallel_size": (
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
         "nnodes",
         "distributed_executor_backend",
     ),

@@ -355,6 +355,12 @@ class RunSettings(Section):
 
     @model_validator(mode="after")
     def _routing_can_be_replayed(self) -> Self:
+        if self.actor.router_replay == "r3" and self.rollout.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"actor.router_replay r3: vLLM does not say which experts it samples with where "
+                f"rollout.pipeline_parallel_size is {self.rollout.pipeline_parallel_size}; make it 1 and raise "
+                "rollout.tensor_parallel_size, or use r2"
+            )
         if self.actor.router_replay == "r2" and self.algorithm.sampler_is_old:
             raise ValueError(
                 "actor.router_replay r2 replays the pass that gives the old logprobs, and with "

@@ -39,7 +39,9 @@ class RolloutSection(Section):
     CPUs.
     """
     tensor_parallel_size: PositiveInt = 1
-    """GPUs a layer is split over."""
+    """Workers a layer is split over."""
+    pipeline_parallel_size: PositiveInt = 1
+    """Stages that the layers are split into, one after another, each of tensor_parallel_size workers."""
     max_num_seqs: PositiveInt = 256
     """Most responses the engine samples at a time."""
     max_groups: PositiveInt | None = None
@@ -68,6 +70,11 @@ class RolloutSection(Section):
     """Longest time with requests in the engine and no token from any before the replica is taken for hung and replaced;
     unless set, longer on GPUs and for larger models.
     """
+
+    @property
+    def workers_per_replica(self) -> int:
+        """Workers of one engine: each has a GPU, or cores, and a rank of the weight channel of its own."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def local_devices(self) -> tuple[tuple[int, ...], ...]:

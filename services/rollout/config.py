@@ -48,8 +48,11 @@ class RolloutConfig:
     devices: tuple[int, ...]
     """GPUs; empty: CPUs."""
     cores: tuple[tuple[int, ...], ...]
-    """CPU cores of each tensor-parallel rank; empty on GPUs."""
+    """CPU cores of each worker; empty on GPUs."""
     tensor_parallel_size: int
+    pipeline_parallel_size: int
+    num_workers: int
+    """Workers of the engine, in all stages together."""
     kv_cache_bytes: int | None
     """Absent: vLLM takes gpu_memory_utilization."""
     gpu_memory_utilization: float
@@ -95,13 +98,15 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
         devices=devices,
         cores=() if devices else _cores(settings, index, machine_cores),
         tensor_parallel_size=section.tensor_parallel_size,
+        pipeline_parallel_size=section.pipeline_parallel_size,
+        num_workers=section.workers_per_replica,
         kv_cache_bytes=section.kv_cache_bytes or (None if devices else CPU_KV_CACHE_BYTES),
         gpu_memory_utilization=_share(settings) if devices else section.gpu_memory_utilization,
         enforce_eager=(not devices) if section.enforce_eager is None else section.enforce_eager,
         sleep_mode=settings.takes_shifts,
         batch_invariant=settings.run.deterministic,
         engine=section.engine,
-        in_one_process=section.tensor_parallel_size == 1,
+        in_one_process=section.workers_per_replica == 1,
         lora=settings.actor.lora,
         mixture=read_mixture(path) if settings.actor.router_replay == "r3" else None,
     )
@@ -160,10 +165,10 @@ def _devices(settings: RunSettings, index: int) -> tuple[int, ...]:
             f"rollout.devices names {len(settings.rollout.devices)} replicas; there is no entry for replica {index}"
         )
     devices = settings.rollout.devices[index]
-    if len(devices) != settings.rollout.tensor_parallel_size:
+    if len(devices) != settings.rollout.workers_per_replica:
         raise ConfigError(
-            f"rollout.devices[{index}] names {len(devices)} GPUs, rollout.tensor_parallel_size is "
-            f"{settings.rollout.tensor_parallel_size}; they must agree"
+            f"rollout.devices[{index}] names {len(devices)} GPUs, rollout.tensor_parallel_size x "
+            f"pipeline_parallel_size is {settings.rollout.workers_per_replica}; they must agree"
         )
     return devices
 
@@ -180,16 +185,14 @@ def _share(settings: RunSettings) -> float:
 
 
 def _cores(settings: RunSettings, index: int, machine: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """A slice of the machine's cores for each rank. Replicas overlap only when there are fewer cores than they ask
+    """A slice of the machine's cores for each worker. Replicas overlap only when there are fewer cores than they ask
     for.
     """
     section = settings.rollout
     num_replicas = max(section.num_replicas, 1)
     per_replica = max(1, len(machine) // num_replicas)
-    per_rank = max(1, per_replica // section.tensor_parallel_size)
-    first = index * per_rank * section.tensor_parallel_size
-    taken = [machine[(first + i) % len(machine)] for i in range(per_rank * section.tensor_parallel_size)]
-    return tuple(
-        tuple(sorted(set(taken[rank * per_rank : (rank + 1) * per_rank])))
-        for rank in range(section.tensor_parallel_size)
-    )
+    num_workers = section.workers_per_replica
+    per_worker = max(1, per_replica // num_workers)
+    first = index * per_worker * num_workers
+    taken = [machine[(first + i) % len(machine)] for i in range(per_worker * num_workers)]
+    return tuple(tuple(sorted(set(taken[rank * per_worker : (rank + 1) * per_worker]))) for rank in range(num_workers))

@@ -81,6 +81,7 @@ class VllmEngine:
             )
         self._num_probes = 0
         self._num_moves = 0
+        self._makes_stage_buffers = config.pipeline_parallel_size > 1 and not config.devices
         self._mixture = config.mixture
         self._takes_adapters = config.lora is not None
         self._adapter: LoRARequest | None = None
@@ -88,7 +89,7 @@ class VllmEngine:
         self._sleeper = Sleeper(self._llm, self._alive)
         self._info = EngineInfo(
             max_model_tokens=config.max_model_tokens,
-            num_weight_ranks=config.tensor_parallel_size,
+            num_weight_ranks=config.num_workers,
             eos_token_ids=config.eos_token_ids,
             # The base of an adapter comes from model.path and not over the weight channel: level 2 would lose it.
             sleep_levels=() if not config.sleep_mode else (1, 2) if config.lora is None else (1,),
@@ -111,6 +112,8 @@ class VllmEngine:
         nobody's deadline runs. For the probe's logprobs torch compiles kernels, which takes tens of seconds where they
         are in no cache yet.
         """
+        if self._makes_stage_buffers:
+            await self._alive(self._llm.collective_rpc("make_stage_buffers"))
         sampling = trajectory_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=2)
         await self.probe(WARM_UP_TOKENS, num_decoded=2)
         request = SampleRequest("warm-up", WARM_UP_TOKENS, sampling, seed=0, cache_salt="warm-up")
@@ -278,6 +281,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         max_model_len=config.max_model_tokens,
         max_num_seqs=config.max_num_seqs,
         tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
         distributed_executor_backend="uni" if config.in_one_process else "mp",
         kv_cache_memory_bytes=config.kv_cache_bytes,
         gpu_memory_utilization=config.gpu_memory_utilization,

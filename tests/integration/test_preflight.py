@@ -155,8 +155,8 @@ LOCAL = {"actor": {}, "rollout": {"num_replicas": 1}}
         ),
         ("rollout.num_replicas=5000", "the roles on CPUs need at least 1,2"),
         (
-            "rollout.tensor_parallel_size=1000",
-            "rollout.tensor_parallel_size 1000: each worker of a replica needs a core of its own",
+            "rollout.pipeline_parallel_size=1000",
+            "rollout.tensor_parallel_size 1 x pipeline_parallel_size 1000: each worker of a replica needs a core",
         ),
         ("rollout.kv_cache_bytes=1000000000000000", "the roles on CPUs need at least 931,323."),
         ("actor.num_ranks=100000", "the roles on CPUs need at least "),

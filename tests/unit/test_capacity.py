@@ -90,6 +90,8 @@ def test_a_shared_gpu_is_held_against_each_shift_with_the_bytes_that_are_missing
     assert plan.training == 7e9 * 16 / 2 + CONTEXT_BYTES
     assert plan.beside_rollouts == 7e9 * 4 / 2 + CONTEXT_BYTES
     assert plan.share == pytest.approx(1 - (plan.beside_rollouts + CONTEXT_BYTES) / (80 * 2**30))
+    stages = shared(2, tensor_parallel_size=1, pipeline_parallel_size=2)
+    assert plan_shifts(stages, SEVEN_B, gpu_memory_bytes()).rollout == plan.rollout
     assert plan_shifts(shared(4, gpu_memory_utilization=0.8), SEVEN_B, gpu_memory_bytes()).share == 0.8
 
 

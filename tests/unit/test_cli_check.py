@@ -56,6 +56,7 @@ def test_a_users_estimator_is_found_and_takes_its_options(config: Path) -> None:
 def test_the_copies_that_deltas_take_are_told_for_each_end(config: Path) -> None:
     told = findings(load_settings(config, ["weights.deltas=true", "rollout.tensor_parallel_size=2"]))[1]
     assert "at the actor's first rank and as much at each of 2 workers of a rollout" in told
+    assert "replicas of 2 workers" in told
 
 
 def test_moments_that_wait_on_the_host_are_told(config: Path) -> None:

@@ -91,6 +91,13 @@ def test_a_pass_that_is_not_made_cannot_be_replayed(make_settings: Callable[...,
     make_settings(algorithm=bypass, actor={"router_replay": "r3"})
 
 
+def test_no_stage_of_a_sampler_says_what_experts_all_of_them_took(make_settings: Callable[..., RunSettings]) -> None:
+    stages = {"pipeline_parallel_size": 2}
+    with pytest.raises(ValidationError, match=r"router_replay r3: .* rollout.pipeline_parallel_size is 2; make it 1"):
+        make_settings(actor={"router_replay": "r3"}, rollout=stages)
+    make_settings(actor={"router_replay": "r2"}, rollout=stages)
+
+
 def test_other_trainers_have_no_such_setting(make_settings: Callable[..., RunSettings]) -> None:
     with pytest.raises(ValidationError, match=r"critic\.router_replay"):
         make_settings(algorithm={"groups_per_batch": 2, "advantage": {"kind": "gae"}}, critic={"router_replay": "r3"})

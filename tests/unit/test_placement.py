@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from rolecall.errors import ConfigError
 from rolecall.launcher.plan import resolve, write_config
+from rolecall.manifests import pods
 from rolecall.settings import load_settings
 from tests.conftest import MakeSettings
 
@@ -21,6 +22,12 @@ def test_the_same_gpu_for_actor_and_rollout_is_all_that_takes_shifts_need(make_s
     assert not make_settings(actor={"devices": [0]}, rollout={"devices": [[1]]}).takes_shifts
     assert not make_settings().takes_shifts
     assert make_settings(rollout={"sleep_mode": True}).takes_shifts
+
+
+def test_the_pod_of_a_rollout_has_a_gpu_for_each_of_its_workers(make_settings: MakeSettings) -> None:
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    assert pods.rollout(make_settings(rollout={"devices": [[0, 1, 2, 3]], **sizes})).devices == (0, 1, 2, 3)
+    assert pods.rollout(make_settings(rollout=sizes)).devices == ()
 
 
 def test_no_evaluation_goes_on_while_rollouts_sleep(make_settings: MakeSettings) -> None:
@@ -52,6 +59,7 @@ def test_weights_go_through_shared_memory_where_nccl_would_have_two_ranks_on_a_g
     [
         {"actor": {"devices": [0, 1], "num_ranks": 2}, "rollout": {"devices": [[0], [1]], "num_replicas": 2}},
         {"actor": {"devices": [0, 1], "num_ranks": 2}, "rollout": {"devices": [[0, 1]], "tensor_parallel_size": 2}},
+        {"actor": {"devices": [0, 1], "num_ranks": 2}, "rollout": {"devices": [[0, 1]], "pipeline_parallel_size": 2}},
         {**SHARED, **GAE, "critic": {"devices": [0]}},
         {**SHARED, **GAE, "critic": {"devices": [1]}},
         {

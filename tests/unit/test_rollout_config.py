@@ -77,6 +77,17 @@ def test_ranks_of_a_replica_split_its_cores(tmp_path: Path) -> None:
     assert "OMP_PLACES" not in environment
 
 
+def test_each_worker_of_each_stage_has_cores_and_a_rank_of_its_own(tmp_path: Path) -> None:
+    run = settings(tmp_path, num_replicas=2, tensor_parallel_size=2, pipeline_parallel_size=2)
+    config = configure(run, "rollout-1", range(8))
+    assert config.cores == ((4,), (5,), (6,), (7,))
+    assert (config.tensor_parallel_size, config.pipeline_parallel_size, config.num_workers) == (2, 2, 4)
+    alone = configure(settings(tmp_path, pipeline_parallel_size=2), "rollout-0", range(4))
+    assert alone.cores == ((0, 1), (2, 3))
+    assert not alone.in_one_process
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in start_environment(alone)
+
+
 def test_an_eager_engine_on_cpus_needs_no_compiler(tmp_path: Path) -> None:
     environment = start_environment(configure(settings(tmp_path), "rollout-0", range(4)))
     assert environment["TORCHDYNAMO_DISABLE"] == "1"
@@ -98,7 +109,7 @@ def test_a_replica_without_a_number_is_the_first_of_its_machine(tmp_path: Path) 
     assert configure(settings(tmp_path, num_replicas=2), "rollout-1f3a9c2e", range(4)).cores == ((0, 1),)
 
 
-def test_gpus_go_by_the_index_and_must_match_the_tensor_parallel_size(tmp_path: Path) -> None:
+def test_gpus_go_by_the_index_and_there_is_one_for_each_worker(tmp_path: Path) -> None:
     run = settings(tmp_path, num_replicas=2, devices=[[0, 1], [2, 3]], tensor_parallel_size=2)
     config = configure(run, "rollout-1", range(4))
     assert start_environment(config)["CUDA_VISIBLE_DEVICES"] == "2,3"
@@ -106,8 +117,11 @@ def test_gpus_go_by_the_index_and_must_match_the_tensor_parallel_size(tmp_path: 
     assert config.kv_cache_bytes is None
     with pytest.raises(ConfigError, match="no entry for replica 2"):
         configure(run, "rollout-2", range(4))
-    with pytest.raises(ConfigError, match="tensor_parallel_size"):
-        configure(settings(tmp_path, num_replicas=1, devices=[[0]], tensor_parallel_size=2), "rollout-0", range(4))
+    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        with pytest.raises(ConfigError, match=r"names 1 GPUs, rollout.tensor_parallel_size x pipeline_paral.* is 2"):
+            configure(settings(tmp_path, num_replicas=1, devices=[[0]], **sizes), "rollout-0", range(4))
+    both = settings(tmp_path, devices=[[0, 1, 2, 3]], tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert configure(both, "rollout-0", range(4)).devices == (0, 1, 2, 3)
 
 
 def test_eos_ids_are_those_of_both_configuration_files(tmp_path: Path) -> None:
@@ -143,10 +157,14 @@ def test_an_argument_of_vllm_reaches_the_engine_and_an_unknown_one_is_named(tmp_
 
 
 def test_no_argument_of_vllm_breaks_a_promise(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValidationError, match=r"pipeline_parallel_size: a replica takes one rank .*rollout.num_replicas"
-    ):
-        settings(tmp_path, engine={"pipeline_parallel_size": 2})
+    for name, told in {
+        "pipeline_parallel_size": "it follows from rollout.pipeline_parallel_size; set that",
+        "data_parallel_size": r"replicas are the data parallelism .* run more of them \(rollout.num_replicas\)",
+        "enable_expert_parallel": r".* as if each worker had every expert, .* rollout.tensor_parallel_size",
+        "decode_context_parallel_size": r"a replica takes one rank .* rollout.pipeline_parallel_size",
+    }.items():
+        with pytest.raises(ValidationError, match=f"{name}: {told}"):
+            settings(tmp_path, engine={name: 2})
     with pytest.raises(ValidationError, match=r"max_model_len: it follows from data.max_prompt_tokens"):
         settings(tmp_path, engine={"max_model_len": 64})
     with pytest.raises(ValidationError, match=r"kv_cache_dtype fp8 .* algorithm.correction"):
