@@ -110,9 +110,10 @@ class RolloutProcess:
         """Epochs take turns through shared memory and over Gloo."""
         self.epoch += 1
         backend: WeightBackend = "shared" if self.epoch % 2 else "gloo"
-        address = self.publisher.open(self.epoch, 2, "127.0.0.1", backend, 20.0)
+        world_size = 1 + self.join.num_weight_ranks
+        address = self.publisher.open(self.epoch, world_size, "127.0.0.1", backend, 20.0)
         place = weights_pb2.JoinWeightChannelRequest(
-            ctl=1, epoch=self.epoch, address=address, rank=1, world_size=2, timeout_s=20.0
+            ctl=1, epoch=self.epoch, address=address, rank=1, world_size=world_size, timeout_s=20.0
         )
         place.backend = encode_backend(backend)
         self.stub.JoinWeightChannel(place, timeout=30)

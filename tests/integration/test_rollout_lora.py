@@ -40,9 +40,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_qwen3(tmp_path_factory.mktemp("lora") / "model", hidden=128)
 
 
+@pytest.fixture(scope="module", params=[1, 2])
+def num_stages(request: pytest.FixtureRequest) -> int:
+    """Stages of the rollout's engine. Each holds the adapters of its own layers."""
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
-def actor(one_rank: None, model: Path) -> FsdpEngine:
-    """The engine of an actor with adapters, in this process."""
+def actor(one_rank: None, model: Path, num_stages: int) -> FsdpEngine:
+    """The engine of an actor with new adapters, in this process."""
     optimizer = OptimizerSection(learning_rate=1e-2)
     return FsdpEngine(
         EngineOptions(path=model, head="policy", dtype="float32", optimizer=optimizer, lora=LORA), device=CPU
@@ -50,9 +56,12 @@ def actor(one_rank: None, model: Path) -> FsdpEngine:
 
 
 @pytest.fixture(scope="module")
-def rollout(actor: FsdpEngine, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutProcess]:
+def rollout(
+    actor: FsdpEngine, model: Path, num_stages: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RolloutProcess]:
     """One process for the whole file; its tests run in order."""
-    with rollout_process(tmp_path_factory.mktemp("rollout"), model, actor={"lora": LORA.model_dump()}) as running:
+    sections = {"actor": {"lora": LORA.model_dump()}, "rollout": {"pipeline_parallel_size": num_stages}}
+    with rollout_process(tmp_path_factory.mktemp("rollout"), model, **sections) as running:
         running.adapter = weights_pb2.LoraAdapter(rank=LORA.rank, alpha=LORA.alpha)
         running.weights = list(weights_of(actor).items())
         running.open_epoch()

@@ -178,7 +178,11 @@ def test_parallel_workers_receive_exact_weights_and_end_when_the_service_is_kill
 
 
 def stages_prove_together_that_all_was_loaded(outcomes: Outcomes) -> None:
-    """Each stage answers for its own parameters, and a tensor that is none's is named."""
+    """Each stage answers for its own parameters and leaves the other's; a tensor that is none's is named."""
+    first, last = outcomes["first"]["unread"]
+    assert {".".join(name.split(".")[1:3]) for name in first} == {"layers.1", "norm.weight"}
+    assert {".".join(name.split(".")[1:3]) for name in last} == {"layers.0"}
+    assert len(first) == len(last) + len(["model.norm.weight"])
     for name, torn in (
         ("dropped own", "model.layers.1.mlp.down_proj.weight got 0 of 32768 elements"),
         ("dropped both", "model.embed_tokens.weight got "),

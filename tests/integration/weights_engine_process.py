@@ -7,7 +7,7 @@ all. It runs in this process; that of the last three in processes of its own, an
 outcome holds: `agreed` (digest equal to the sender's), `greedy` (tokens equal to Hugging Face's), `gap` (largest
 logprob difference over the shared tokens), `versions` (spans of the tokens), `different` (names whose fingerprints are
 not those of the true weights), `wire_share` (bytes that travelled by bytes of the weights) or `error` ([class,
-message]), and `state`.
+message]), and of the workers `state`, the first's, and `unread`, each one's.
 """
 
 import os
@@ -178,8 +178,9 @@ class Bench:
             outcome = {"error": [type(error).__name__, error.message]}
             self.root.abort("the test's receiver failed")
             await sending
-        report_now, *_ = await self.engine.collective_rpc("weights_report")
-        self.outcomes[name] = {**outcome, "state": report_now["state"]}
+        reports = await self.engine.collective_rpc("weights_report")
+        unread = [report["unread"] for report in reports]
+        self.outcomes[name] = {**outcome, "state": reports[0]["state"], "unread": unread}
 
     def _send(self, named: Weights, version: int) -> str:
         try:
