@@ -117,7 +117,8 @@ def test_gpus_go_by_the_index_and_there_is_one_for_each_worker(tmp_path: Path) -
     assert config.kv_cache_bytes is None
     with pytest.raises(ConfigError, match="no entry for replica 2"):
         configure(run, "rollout-2", range(4))
-    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+    split: list[dict[str, Any]] = [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
+    for sizes in split:
         with pytest.raises(ConfigError, match=r"names 1 GPUs, rollout.tensor_parallel_size x pipeline_paral.* is 2"):
             configure(settings(tmp_path, num_replicas=1, devices=[[0]], **sizes), "rollout-0", range(4))
     both = settings(tmp_path, devices=[[0, 1, 2, 3]], tensor_parallel_size=2, pipeline_parallel_size=2)
