@@ -28,6 +28,7 @@ from rolecall.data.model_files import (
     check_cpu_attention,
     check_parallel,
     check_routers,
+    check_stages,
     check_tokenizer,
     check_trainable,
     eos_token_ids,
@@ -222,6 +223,7 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         )
     if settings.rollout.num_replicas:
         check_engine_arguments(settings.rollout.engine)
+        check_stages(path, settings.rollout.pipeline_parallel_size)
     if settings.rollout.num_replicas and not settings.rollout.devices:
         check_cpu_sleep(settings)
         check_cpu_attention(path)

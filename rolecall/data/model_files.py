@@ -103,6 +103,15 @@ def check_tokenizer(path: Path, num_ids: int, setting: str = "model.path") -> No
         )
 
 
+def check_stages(path: Path, num_stages: int) -> None:
+    """ConfigError when a rollout of the model at `path` would have stages without a layer."""
+    num_layers = _text(_json(path / "config.json")).get("num_hidden_layers", 0)
+    if num_stages > max(num_layers, 1):
+        raise ConfigError(
+            f"rollout.pipeline_parallel_size {num_stages}: the model at {path} has {num_layers} layers; lower it"
+        )
+
+
 def check_cpu_attention(path: Path) -> None:
     """ConfigError when vLLM cannot run the model at `path` on CPUs."""
     head_dim = _head_dim(_text(_json(path / "config.json")))

@@ -357,7 +357,7 @@ class RunSettings(Section):
     def _routing_can_be_replayed(self) -> Self:
         if self.actor.router_replay == "r3" and self.rollout.pipeline_parallel_size > 1:
             raise ValueError(
-                f"actor.router_replay r3: vLLM does not say which experts it samples with where "
+                "actor.router_replay r3: vLLM does not say which experts it samples with where "
                 f"rollout.pipeline_parallel_size is {self.rollout.pipeline_parallel_size}; make it 1 and raise "
                 "rollout.tensor_parallel_size, or use r2"
             )

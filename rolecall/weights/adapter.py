@@ -56,8 +56,8 @@ def _require_pairs(adapter: LoRAModel, rank: int) -> None:
 
 
 def _require_places(names: Iterable[str], manager: LoRAModelManager) -> None:
-    """Every module that the adapter changes is one that the engine gives an adapter to, alone or fused with others (q,
-    k and v), or one of another stage.
+    """Every module that the adapter changes is another stage's, or one that the engine gives an adapter to. That may be
+    fused with others (q, k and v).
     """
     places = {part for module in manager.modules for part in manager.packed_modules.get(module, [module])}
     homeless = sorted(name for name in set(names) - places if not is_pp_missing_parameter(f"{name}.", manager.model))

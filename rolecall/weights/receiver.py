@@ -154,8 +154,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         self._state, self._policy_version = "loaded", update_info.policy_version
 
     def report(self) -> dict[str, Any]:
-        """Returns state, error ([reason, message] or None), what arrived (Transferred or None) and the names of it that
-        have no place in this worker, of plain types.
+        """Returns what came of the last load, in plain types: state, error ([reason, message] or None), what arrived
+        (Transferred or None). `unread` are the names of it that have no place in this worker.
         """
         return {
             "state": self._state,

@@ -16,6 +16,7 @@ from rolecall.data.mixture import Mixture, check_cpu_routing, read_mixture
 from rolecall.data.model_files import (
     check_cpu_adapters,
     check_cpu_attention,
+    check_stages,
     eos_token_ids,
     max_model_tokens,
     read_model,
@@ -81,6 +82,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
     devices = _devices(settings, index)
     path = settings.model.path
     check_engine_arguments(section.engine)
+    check_stages(path, section.pipeline_parallel_size)
     if not devices:
         check_cpu_sleep(settings)
         check_cpu_attention(path)

@@ -5,6 +5,7 @@ own, version after version.
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -60,7 +61,7 @@ def rollout(
     actor: FsdpEngine, model: Path, num_stages: int, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RolloutProcess]:
     """One process for the whole file; its tests run in order."""
-    sections = {"actor": {"lora": LORA.model_dump()}, "rollout": {"pipeline_parallel_size": num_stages}}
+    sections: dict[str, Any] = {"actor": {"lora": LORA.model_dump()}, "rollout": {"pipeline_parallel_size": num_stages}}
     with rollout_process(tmp_path_factory.mktemp("rollout"), model, **sections) as running:
         running.adapter = weights_pb2.LoraAdapter(rank=LORA.rank, alpha=LORA.alpha)
         running.weights = list(weights_of(actor).items())

@@ -15,6 +15,7 @@ from rolecall.settings.engine_arguments import REFUSED
 from services.rollout.config import configure, start_environment
 from tests.smallest import smallest_tree
 
+TWO_LAYERS = {"max_position_embeddings": 128, "eos_token_id": 7, "num_hidden_layers": 2}
 ENGINE = importlib.util.find_spec("services.rollout.engine")
 
 
@@ -78,14 +79,23 @@ def test_ranks_of_a_replica_split_its_cores(tmp_path: Path) -> None:
 
 
 def test_each_worker_of_each_stage_has_cores_and_a_rank_of_its_own(tmp_path: Path) -> None:
-    run = settings(tmp_path, num_replicas=2, tensor_parallel_size=2, pipeline_parallel_size=2)
+    run = settings(tmp_path, model=TWO_LAYERS, num_replicas=2, tensor_parallel_size=2, pipeline_parallel_size=2)
     config = configure(run, "rollout-1", range(8))
     assert config.cores == ((4,), (5,), (6,), (7,))
     assert (config.tensor_parallel_size, config.pipeline_parallel_size, config.num_workers) == (2, 2, 4)
-    alone = configure(settings(tmp_path, pipeline_parallel_size=2), "rollout-0", range(4))
+    alone = configure(settings(tmp_path, model=TWO_LAYERS, pipeline_parallel_size=2), "rollout-0", range(4))
     assert alone.cores == ((0, 1), (2, 3))
     assert not alone.in_one_process
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in start_environment(alone)
+
+
+def test_a_stage_without_a_layer_is_refused(tmp_path: Path) -> None:
+    assert (
+        configure(settings(tmp_path, model=TWO_LAYERS, pipeline_parallel_size=2), "rollout-0", range(4)).num_workers
+        == 2
+    )
+    with pytest.raises(ConfigError, match=r"rollout.pipeline_parallel_size 3: the model at .* has 2 layers; lower it"):
+        configure(settings(tmp_path, model=TWO_LAYERS, pipeline_parallel_size=3), "rollout-0", range(4))
 
 
 def test_an_eager_engine_on_cpus_needs_no_compiler(tmp_path: Path) -> None:
@@ -121,7 +131,9 @@ def test_gpus_go_by_the_index_and_there_is_one_for_each_worker(tmp_path: Path) -
     for sizes in split:
         with pytest.raises(ConfigError, match=r"names 1 GPUs, rollout.tensor_parallel_size x pipeline_paral.* is 2"):
             configure(settings(tmp_path, num_replicas=1, devices=[[0]], **sizes), "rollout-0", range(4))
-    both = settings(tmp_path, devices=[[0, 1, 2, 3]], tensor_parallel_size=2, pipeline_parallel_size=2)
+    both = settings(
+        tmp_path, model=TWO_LAYERS, devices=[[0, 1, 2, 3]], tensor_parallel_size=2, pipeline_parallel_size=2
+    )
     assert configure(both, "rollout-0", range(4)).devices == (0, 1, 2, 3)
 
 
