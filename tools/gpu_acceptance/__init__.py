@@ -1,8 +1,9 @@
-"""The checks that a GPU must pass before a run is trusted to it: 18 checks of the product's own code.
+"""The checks that a GPU must pass before a run is trusted to it: 22 checks of the product's own code.
 
     python -m tools.gpu_acceptance --part 1 --out DIR          # kernels and the trainer
     python -m tools.gpu_acceptance --part 2 --out DIR          # memory, streams, NCCL
     python -m tools.gpu_acceptance --part 3 --out DIR          # a whole run, and the numbers that decide defaults
+    python -m tools.gpu_acceptance --part 4 --out DIR          # speed beside others' figures
     python -m tools.gpu_acceptance --part 1 --out DIR --dry    # the same code on CPUs, nothing judged by its speed
 
 A part takes nine minutes at most. One GPU is enough: where two ranks share it, NCCL is told that they are on two hosts

@@ -1,4 +1,4 @@
-"""The 19 checks: where each is found, to which part it belongs and how long it may take. Imports nothing heavy."""
+"""The 22 checks: where each is found, to which part it belongs and how long it may take. Imports nothing heavy."""
 
 from dataclasses import dataclass
 
@@ -41,6 +41,9 @@ CATALOGUE = (
     Check(17, 3, "profile of a microbatch", f"{_CHECKS}.kernels:check_profile", 85),
     Check(18, 3, "running out of memory", f"{_CHECKS}.memory:check_out_of_memory", 60),
     Check(19, 3, "one device in shifts; a sampler killed", f"{_CHECKS}.shifts:check_shifts", 60),
+    Check(20, 4, "0.6B as it is trained: tokens/s and MFU", f"{_CHECKS}.trained:check_trained", 150),
+    Check(21, 4, "a publish of 0.6B and 8B on the actor's side", f"{_CHECKS}.published:check_publish", 120),
+    Check(22, 4, "weights by way of host memory; deltas", f"{_CHECKS}.published:check_host_ways", 150),
 )
 
 

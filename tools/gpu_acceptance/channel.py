@@ -9,7 +9,6 @@ from statistics import median
 import torch
 
 from rolecall.settings import WeightBackend
-from rolecall.training.ranks.device import backend_of
 from rolecall.v1 import weights_pb2
 from rolecall.weights.fingerprint import fingerprint_on_device
 from rolecall.weights.manifest import build_manifest
@@ -17,22 +16,23 @@ from rolecall.weights.publisher import Publisher
 from rolecall.weights.transferred import Transferred
 from tests.nccl_hosts import as_host
 from tools.gpu_acceptance.findings import Findings
-from tools.gpu_acceptance.receiver import MEET_S, START_S, Receiver, receivers
+from tools.gpu_acceptance.receiver import MEET_S, START_S, Receiver, own_backend, receivers
 from tools.gpu_acceptance.stage import Size, Stage, weight_shapes
 
 BUCKET_TIMEOUT_S = 30.0
 MIB = 2**20
-_TRANSFER_S = 100.0
+TRANSFER_S = 100.0
 """Deadline of what a receiver says of one transfer."""
 
 
 class Root:
     """The actor's end, with epochs and versions that rise by themselves."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, backend: WeightBackend | None = None) -> None:
+        """`backend`: by default the device's own."""
         os.environ.update(as_host("root"))  # before the first communicator of this process
         self._publisher = Publisher(stage.device)
-        self._backend: WeightBackend = "nccl" if backend_of(stage.device) == "nccl" else "gloo"
+        self._backend = backend or own_backend(stage.device)
         self.epoch = self._version = 0
 
     def open(self, world_size: int) -> str:
@@ -113,7 +113,7 @@ def _publish_model(stage: Stage, root: Root, receiver: Receiver, size: Size) -> 
     manifest = build_manifest(iter(weights.items()), 16 * MIB)
     receiver.ask(root.open(2), root.epoch, timeout_s=BUCKET_TIMEOUT_S)
     sent = root.publish(iter(weights.items()), manifest)
-    arrived = receiver.answer(_TRANSFER_S)
+    arrived = receiver.answer(TRANSFER_S)
     stage.found.require(f"{size}: {arrived} is not what was sent", arrived.get("digest") == sent.digest)
     stage.found.figure(
         f"{size}, GB and GB/s over loopback, one GPU for both",

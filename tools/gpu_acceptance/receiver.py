@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from rolecall.errors import RoleCallError
-from rolecall.settings import child_environment
+from rolecall.settings import WeightBackend, child_environment
 from rolecall.training.ranks.device import backend_of
 from rolecall.weights.channel import join
+from rolecall.weights.deltas.base import Base
 from rolecall.weights.rendezvous import Rendezvous
 from rolecall.weights.transfer import Reception, agreed_manifest
 from tests.nccl_hosts import as_host
@@ -53,15 +54,15 @@ def main() -> None:
 
 
 def _serve(job: dict[str, Any], device: torch.device) -> None:
-    """{"address", "epoch", "transfers", "timeout_s", "stop_after": buckets or null, "hold_cycles"}."""
+    """{"address", "epoch", "backend", "transfers", "timeout_s", "stop_after": buckets or null, "hold_cycles"}."""
     started = time.monotonic()
     try:
         rendezvous = Rendezvous(job["address"], job["epoch"], 1, MEET_S)
         try:
-            channel = join(rendezvous, 2, "nccl" if backend_of(device) == "nccl" else "gloo", device, MEET_S)
-            manifest = agreed_manifest(rendezvous, MEET_S)
+            channel = join(rendezvous, 2, job["backend"], device, MEET_S)
+            manifest, base = agreed_manifest(rendezvous, MEET_S), Base()
             for _ in range(job["transfers"]):
-                reception = Reception(channel, manifest, job["timeout_s"])
+                reception = Reception(channel, manifest, job["timeout_s"], base)
                 for count, _named in enumerate(reception, start=1):
                     if count == job["stop_after"]:
                         say({"stopped": count})
@@ -77,6 +78,11 @@ def _serve(job: dict[str, Any], device: torch.device) -> None:
         say({"error": error.reason, "message": error.message, "after_s": time.monotonic() - started})
 
 
+def own_backend(device: torch.device) -> WeightBackend:
+    """Returns the way on which weights do not leave the device's memory, where there is one."""
+    return "nccl" if backend_of(device) == "nccl" else "gloo"
+
+
 def say(what: object) -> None:
     """One line of JSON on stdout, at once."""
     sys.stdout.write(json.dumps(what) + "\n")
@@ -87,6 +93,7 @@ class Receiver:
     """One such process, seen from outside."""
 
     def __init__(self, device: torch.device, host: str) -> None:
+        self._device = device
         command = [sys.executable, "-m", "tools.gpu_acceptance.receiver", "--device", str(device)]
         self.process = subprocess.Popen(
             command, env=child_environment(as_host(host)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -105,14 +112,16 @@ class Receiver:
         transfers: int = 1,
         stop_after: int | None = None,
         hold_cycles: int = 0,
+        backend: WeightBackend | None = None,
     ) -> None:
-        """Gives it a job, once it has started."""
+        """Gives it a job, once it has started. `backend`: by default the device's own."""
         if not self._ready:
             assert self.answer(START_S) == "ready"
             self._ready = True
         job = {
             "address": address,
             "epoch": epoch,
+            "backend": backend or own_backend(self._device),
             "transfers": transfers,
             "timeout_s": timeout_s,
             "stop_after": stop_after,
