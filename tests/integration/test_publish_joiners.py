@@ -179,3 +179,16 @@ async def test_a_rollout_that_joins_while_a_batch_is_sampled_samples_for_that_ba
     # version 0 went out once more, for the joiner alone, and no further version was made for it
     assert run.actor.trainer.publishes == [(0, 0), (1, 1), (2, 2)]
     assert run.metrics()[0]["publish/caught_up"] == 1
+
+
+async def test_nothing_is_sent_to_joiners_while_a_step_trains(light_run: LightRun) -> None:
+    running, served = asyncio.get_running_loop(), dict[str, bool]()
+    async with light_run(run={"num_steps": 2}) as run:
+
+        def note(phase: str) -> None:
+            served[phase] = any(task.get_name() == "joiners" for task in asyncio.all_tasks(running))
+
+        run.actor.trainer.at = note
+        await run.to_the_end("rollout-0")
+    assert served["train:start"] is served["train:applied"] is False
+    assert served["save:start"] is True  # a checkpoint is of the weights that are published

@@ -28,7 +28,7 @@ class Joiners:
 
     def serve(self) -> None:
         """The actor holds the published weights: whoever joins gets them, until `stop`."""
-        self._serving = asyncio.create_task(self._serve())
+        self._serving = asyncio.create_task(self._serve(), name="joiners")
 
     async def stop(self) -> None:
         """Ends that: the actor is about to train, or to publish. Returns once nothing is sent any more."""
