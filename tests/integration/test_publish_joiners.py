@@ -96,6 +96,15 @@ async def test_a_joiner_that_fails_in_any_phase_disturbs_nobody_and_is_asked_aga
     assert joiner.replica.gate.is_open or not joiner.is_alive or kind is Kind.LIE
 
 
+async def test_a_joiner_that_is_gone_again_costs_the_next_publish_no_attempt(rig: Publishing) -> None:
+    joiner = await two_and_a_joiner(rig)
+    await rig.publisher.catch_up(rig.publisher.joiners())
+    await joiner.kill()
+    await until(lambda: bool(rig.fleet.is_lost("rollout-2")))
+    await rig.publisher.publish(0)
+    assert rig.publisher.policy_version == 1
+
+
 async def test_two_joiners_of_which_one_fails(rig: Publishing) -> None:
     first = await two_and_a_joiner(rig)
     second = await rig.rollout("rollout-3")
