@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.machine import describe
@@ -27,6 +26,7 @@ from benchmarks.training_measures import make_row, memory
 from rolecall.settings import OptimizerSection, ParallelSection, TrainingBackend
 from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.backends import make_engine
+from rolecall.training.model.box import local_part
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import local_counts, pack, plan_batch
@@ -109,8 +109,7 @@ def find_libraries(backend: TrainingBackend) -> None:
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return own.nbytes
+    return local_part(tensor).nbytes
 
 
 def together(folder: Path, backend: TrainingBackend, parallel: Mapping[str, int], quick: bool) -> list[dict[str, Any]]:

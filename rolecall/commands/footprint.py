@@ -39,6 +39,7 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     yield from _moments(
         settings.actor, settings.actor.optimizer, facts.num_parameters if adapters is None else adapters
     )
+    yield from _gathered(settings, weights)
     if adapters is not None:
         yield f"  adapters: {adapters / 1e6:,.2f}M parameters are trained, published and kept; the base stays as it is"
     if settings.critic is not None:
@@ -75,6 +76,23 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
             f"beside three buckets{left}"
         )
     yield from _disk(settings, facts)
+
+
+def _gathered(settings: RunSettings, weights: float) -> Iterator[str]:
+    """Yields a line on the whole parameters, where any are gathered or cast. One rank casts no base of adapters."""
+    actor = settings.actor
+    nothing_cast = settings.model.dtype == "float32" or actor.lora is not None
+    if actor.backend != "fsdp" or (actor.num_ranks == 1 and nothing_cast):
+        return
+    how = {
+        None: "kept from pass to pass where an eighth of the device is left beside them, as measured",
+        True: "kept from pass to pass",
+        False: "given back after each pass",
+    }[actor.parallel.keep_gathered]
+    yield (
+        f"  actor's gathered parameters, up to {in_bytes(weights / actor.parallel.tensor)} per rank: {how} "
+        "(actor.parallel.keep_gathered)"
+    )
 
 
 def _shifts(plan: ShiftPlan) -> Iterator[str]:

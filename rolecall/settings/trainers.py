@@ -104,6 +104,12 @@ class ParallelSection(LayoutSection):
     microbatch, at the price of a whole gradient in `reduce_dtype` on every rank (float32: 4 bytes per parameter left by
     `tensor`).
     """
+    keep_gathered: bool | None = None
+    """Whether parameters that were gathered from the ranks, or cast, stay whole until the optimizer changes them, not
+    for one layer's pass alone: gathered once per mini-batch, at the price of a copy in model.dtype on every rank
+    (bfloat16: 2 bytes per parameter left by `tensor`). Unset: where an eighth of the device is left beside it, as
+    measured. One rank that computes in its parameters' own type copies nothing in any case.
+    """
 
 
 class TrainerSection(ServiceSection):
@@ -242,6 +248,7 @@ class ActorSection(TrainerSection):
             ("activation_offload", self.activation_offload, "set gradient_checkpointing"),
             ("optimizer.kind muon", self.optimizer.kind != "adamw", "set adamw"),
             ("parallel.reduce_dtype bfloat16", self.parallel.reduce_dtype != "float32", "set float32"),
+            ("parallel.keep_gathered", self.parallel.keep_gathered is not None, "leave it out"),
         ]
         for name, found, remedy in only_fsdp:
             if found:

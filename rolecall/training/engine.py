@@ -129,6 +129,8 @@ class StepOutcome:
     """Rate that was (or would have been) applied."""
     applied: bool
     """False when the gradient was not finite: nothing was changed but the count of skipped steps."""
+    num_bytes_kept: int = 0
+    """Bytes of whole parameters that stayed on this rank from pass to pass, beside the part that it keeps."""
 
 
 StatePart = Literal["parameters", "optimizer", "gradients"]

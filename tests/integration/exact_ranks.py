@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 
 from rolecall.algorithms.aggregation import Counts
 from rolecall.algorithms.selection import token_keys
@@ -39,6 +38,7 @@ from rolecall.settings import (
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Loss, Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
+from rolecall.training.model.box import whole
 from rolecall.training.model.logprobs import Wanted
 from rolecall.training.objective.objectives import (
     VALUE_COLUMNS,
@@ -399,8 +399,8 @@ def _gradients(engine: FsdpEngine) -> dict[str, torch.Tensor]:
     """Of the whole model, by the parameters' names; a collective."""
     gradients = {}
     for name, parameter in engine._model.hf.named_parameters():
-        assert isinstance(parameter.grad, DTensor), f"{name} has no sharded gradient"
-        gradients[name] = parameter.grad.full_tensor()
+        assert parameter.grad is not None, f"{name} has no gradient"
+        gradients[name] = whole(parameter.grad)
     return gradients
 
 

@@ -13,6 +13,7 @@ from rolecall.errors import CheckpointMismatchError
 from rolecall.settings import OptimizerSection
 from rolecall.training.engine import STATE_PARTS, StatePart, TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
+from rolecall.training.model.box import local_part
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, local_counts, pack
@@ -208,7 +209,7 @@ def test_an_engine_moves_activations_and_no_weights(
 
 
 def local_bytes(engine: FsdpEngine, part: StatePart) -> int:
-    return sum(tensor.to_local().untyped_storage().nbytes() for tensor in engine._part(part).values())
+    return sum(local_part(tensor).untyped_storage().nbytes() for tensor in engine._part(part).values())
 
 
 def test_moments_that_live_on_the_host_train_and_are_kept_alike(

@@ -59,6 +59,24 @@ def test_the_copies_that_deltas_take_are_told_for_each_end(config: Path) -> None
     assert "replicas of 2 workers" in told
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["actor.num_ranks=2"], "kept from pass to pass where an eighth of the device is left beside them"),
+        (["model.dtype=bfloat16"], "kept from pass to pass where an eighth of the device is left beside them"),
+        (["actor.num_ranks=2", "actor.parallel.keep_gathered=true"], "kept from pass to pass (actor.parallel.keep_g"),
+        (["actor.num_ranks=2", "actor.parallel.keep_gathered=false"], "given back after each pass"),
+        (["model.dtype=float32"], None),
+        (["model.dtype=bfloat16", "actor.lora={}"], None),
+    ],
+)
+def test_what_becomes_of_gathered_parameters_is_told_where_there_are_any(
+    config: Path, overrides: list[str], told: str | None
+) -> None:
+    memory = findings(load_settings(config, overrides))[1]
+    assert told in memory if told else "gathered parameters" not in memory
+
+
 def test_moments_that_wait_on_the_host_are_told(config: Path) -> None:
     assert "moments, are in host memory" not in findings(load_settings(config))[1]
     assert "moments, are in host memory" in findings(load_settings(config, ["actor.optimizer.offload=true"]))[1]

@@ -155,6 +155,7 @@ def test_a_layout_that_the_model_does_not_fit_is_told(
         ("lora={}", "lora is not there with backend megatron; leave it out, or use backend fsdp"),
         ("optimizer.kind=muon", "optimizer.kind muon is not there with backend megatron; set adamw, or use"),
         ("activation_offload=true", "activation_offload is not there with backend megatron; set gradient_checkpoint"),
+        ("parallel.keep_gathered=true", "parallel.keep_gathered is not there with backend megatron; leave it out, or"),
         ("parallel.reduce_dtype=bfloat16", "parallel.reduce_dtype bfloat16 is not there with backend megatron; set f"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

@@ -79,7 +79,8 @@ def unit_loss(microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> t
 
 def test_every_minibatch_of_every_epoch_is_one_update_and_skipped_ones_are_counted() -> None:
     done, nan = StepOutcome(0.5, 1e-3, True), StepOutcome(float("nan"), 1e-3, False)
-    engine, progress = ScriptedEngine(done, nan, done, done), Progress(lambda: None)
+    kept = StepOutcome(0.5, 1e-3, True, num_bytes_kept=64)
+    engine, progress = ScriptedEngine(done, nan, done, kept), Progress(lambda: None)
     metrics, skipped = optimize(
         context_of(engine), share_of([1, 2], [3]), lambda _: unit_loss, 2, MicrobatchCounter(progress, 6), "actor"
     )
@@ -89,6 +90,7 @@ def test_every_minibatch_of_every_epoch_is_one_update_and_skipped_ones_are_count
         "actor/grad_norm": 0.5,
         "actor/grad_norm_max": 0.5,
         "actor/learning_rate": 1e-3,
+        "actor/gathered_bytes": 64.0,
         "actor/loss": 6.0,
         "actor/skipped_steps": 1.0,
     }

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from rolecall.settings import OptimizerSection, ParallelSection, child_environment
 from rolecall.training.fsdp.engine import FsdpEngine
+from rolecall.training.model.box import whole
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import local_counts as counts_of
@@ -104,7 +105,7 @@ def make_engine(path: Path, dtype: Dtype, device: torch.device, parallel: dict[s
 def weights_of(engine: FsdpEngine) -> dict[str, torch.Tensor]:
     """Returns what the engine trains, whole, float32, on the host; a collective."""
     parameters = engine._model.hf.named_parameters()
-    return {name: parameter.detach().full_tensor().cpu().contiguous() for name, parameter in parameters}
+    return {name: whole(parameter.detach()).cpu().contiguous() for name, parameter in parameters}
 
 
 def check_ranks(found: Findings, folder: Path) -> None:

@@ -20,6 +20,7 @@ from rolecall.settings import LoraSection, OptimizerSection
 from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.engine import Microbatch
 from rolecall.training.fsdp.engine import FsdpEngine
+from rolecall.training.model.box import local_part
 from rolecall.training.model.lora import checkpoint_name, is_adapter
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, pack
@@ -210,13 +211,13 @@ def fill_random(engine: FsdpEngine) -> None:
 def local_parameters(engine: FsdpEngine) -> dict[str, torch.Tensor]:
     """This rank's parts by name: the engine's own memory."""
     engine.onload("parameters")
-    return {name: parameter.detach().to_local() for name, parameter in engine._model.hf.named_parameters()}
+    return {name: local_part(parameter.detach()) for name, parameter in engine._model.hf.named_parameters()}
 
 
 def local_gradients(engine: FsdpEngine) -> dict[str, torch.Tensor]:
     """This rank's parts of the gradients, between forward_backward and step."""
     return {
-        name: parameter.grad.to_local()
+        name: local_part(parameter.grad)
         for name, parameter in engine._model.hf.named_parameters()
         if parameter.grad is not None
     }
@@ -225,7 +226,7 @@ def local_gradients(engine: FsdpEngine) -> dict[str, torch.Tensor]:
 def local_moments(engine: FsdpEngine) -> dict[str, torch.Tensor]:
     """This rank's parts of what the optimizer keeps, by "<kind>/<parameter>"."""
     assert engine._optimizer is not None
-    return {name: tensor.to_local() for name, tensor in engine._optimizer.tensors().items()}
+    return {name: local_part(tensor) for name, tensor in engine._optimizer.tensors().items()}
 
 
 def make_row(rng: np.random.Generator, length: int, vocab: int, prompt: np.ndarray[Any, Any] | None = None) -> Row:

@@ -27,10 +27,17 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from rolecall.errors import OutOfMemoryError
-from rolecall.training.ranks.device import allocator_state, is_out_of_memory, memory_bytes, name_of, take_peak_bytes
+from rolecall.training.model.box import local_part
+from rolecall.training.ranks.device import (
+    allocator_state,
+    bytes_above,
+    is_out_of_memory,
+    memory_bytes,
+    name_of,
+    take_peak_bytes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +126,12 @@ class PhaseMemory:
         peaks, self._peaks = self._peaks, {}
         return peaks
 
+    def room(self, *phases: Phase) -> int:
+        """Bytes that the device had left at the height of `phases` since peaks were last taken. Others are taken to use
+        it as they do now; negative where they have taken more.
+        """
+        return bytes_above(self.device, max(self._peaks.get(phase, 0) for phase in phases))
+
     def _note(self) -> None:
         peak = take_peak_bytes(self.device)
         for phase in self._open:
@@ -186,7 +199,7 @@ def held_tensors(device: torch.device, holdings: Mapping[str, Mapping[str, torch
 
 
 def _add(seen: dict[int, Held], device: torch.device, kind: str, name: str, tensor: torch.Tensor) -> None:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     if local.device != device or local.layout != torch.strided:
         return
     storage = local.untyped_storage()

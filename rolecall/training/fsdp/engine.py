@@ -21,8 +21,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from rolecall.checkpoint.storage import Storage
@@ -38,8 +36,10 @@ from rolecall.training.fsdp.gradients import clip_gradients, gradient_norm
 from rolecall.training.fsdp.layout import Layout
 from rolecall.training.fsdp.load import load_model
 from rolecall.training.fsdp.optimizer import Optimizer
+from rolecall.training.fsdp.shards import Shards
 from rolecall.training.model.activation_offload import ActivationOffload, Copies
 from rolecall.training.model.attention import TracedAttention, plan_attention
+from rolecall.training.model.box import local_part, whole
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.huggingface import ModelFiles
 from rolecall.training.model.logprobs import Wanted
@@ -121,7 +121,7 @@ class FsdpEngine:
             self._model.hf.gradient_checkpointing_enable({"use_reentrant": False})
         if self.layout.tensor_mesh is not None:
             split_tensors(self._model.hf, self.layout.tensor_mesh)
-        self._modules = self._shard()
+        self._shards = Shards(self._model, self.layout, options, self._memory)
         self._progress.follow(layers(self._model))
         self._activations = (
             ActivationOffload(layers(self._model), Copies(device)) if options.activation_offload else None
@@ -152,9 +152,10 @@ class FsdpEngine:
             outputs = [
                 narrow(self._run(microbatch, entropy, wanted, plain, base), microbatch) for microbatch in microbatches
             ]
-        # After a pass without backward the parameters stay gathered, and an optimizer step would then change copies.
-        for module in self._modules:
-            module.reshard()
+        if self._optimizer is None:
+            self._shards.choose()
+        if self._optimizer is None or not self._shards.num_bytes_kept:
+            self._shards.release()
         return outputs
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss, *, entropy: bool = False) -> Metrics:
@@ -163,7 +164,7 @@ class FsdpEngine:
         metrics = Metrics()
         for index, microbatch in enumerate(microbatches):
             if index in (0, len(microbatches) - 1):
-                self._reduce_gradients(index == len(microbatches) - 1)
+                self._shards.begin_backward(is_last=index == len(microbatches) - 1)
             with self._memory.phase("forward"), self._activations.recording() if self._activations else nullcontext():
                 outputs = self._run(microbatch, entropy)
                 if microbatch.lengths:
@@ -181,6 +182,7 @@ class FsdpEngine:
         section = self._options.optimizer
         if self._optimizer is None or section is None:
             raise ConfigError("this engine is frozen; give it an optimizer to train it")
+        self._shards.release()
         self.onload()
         norm = gradient_norm(self._model.parameters(), self.layout)
         rate = learning_rate(section, self.num_updates, self._options.total_steps)
@@ -197,24 +199,28 @@ class FsdpEngine:
         self._optimizer.zero_grad()
         self._progress.mark()
         self._store_moments()
-        return StepOutcome(float(norm), rate, applied)
+        kept = self._shards.num_bytes_kept
+        self._shards.choose()
+        return StepOutcome(float(norm), rate, applied, kept)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """TrainingEngine.named_weights. A tensor may share the engine's memory: use it before the next call, do not
         write to it.
         """
+        self._shards.release()
         self.onload("parameters")
         for name, parameter in self._model.hf.named_parameters():
             self._progressed()
             with torch.no_grad():
                 if self._options.lora is not None:
                     if is_adapter(name):
-                        yield peft_name(name), parameter.detach().to(self.dtype).full_tensor()
+                        yield peft_name(name), whole(parameter.detach().to(self.dtype))
                     continue
-                yield from self._conversion.to_checkpoint(name, parameter.detach().to(self.dtype).full_tensor()).items()
+                yield from self._conversion.to_checkpoint(name, whole(parameter.detach().to(self.dtype))).items()
 
     def snapshot(self) -> checkpoint.Snapshot:
         """EngineState.snapshot."""
+        self._shards.release()
         self.onload("parameters", "optimizer")
         self._settle()
         self._snapshot = snapshot = checkpoint.Snapshot(
@@ -226,6 +232,7 @@ class FsdpEngine:
     def load(self, storage: Storage) -> None:
         """EngineState.load."""
         self._settle()
+        self._shards.release()
         self.onload()
         counters = checkpoint.load(
             storage, self._state(), self.device, self.layout.rank, self.layout.world_size, self._progressed
@@ -236,6 +243,7 @@ class FsdpEngine:
     def offload(self, *parts: StatePart) -> None:
         """EngineState.offload."""
         self._settle()
+        self._shards.release()
         for part in parts or STATE_PARTS:
             self._to_host(part)
         free_cached_memory(self.device)
@@ -309,32 +317,6 @@ class FsdpEngine:
             return with_record(outputs, routes.record(self._mixture), mb, packed)
         return with_rerouted(outputs, routes.num_differing_n / len(routes.chosen), mb, packed)
 
-    def _reduce_gradients(self, now: bool) -> None:
-        """Whether the next backward reduces all the way: over replicas only in the last microbatch, over shards too
-        where gradients wait unsharded.
-        """
-        root = self._modules[-1]
-        if self._options.parallel.accumulate == "unsharded":
-            root.set_requires_gradient_sync(now)
-        else:
-            root.set_requires_all_reduce(now)
-
-    def _shard(self) -> list[FSDPModule]:
-        policy = MixedPrecisionPolicy(
-            param_dtype=self.dtype, reduce_dtype=DTYPES[self._options.parallel.reduce_dtype], cast_forward_inputs=False
-        )
-        modules = [
-            fully_shard(module, mesh=self.layout.fsdp_mesh, mp_policy=policy)
-            for module in (*layers(self._model), self._model)
-        ]
-        if self.layout.fsdp_mesh.size() == 1:
-            return modules  # there is nothing to add up, and to divide by 1 would copy every gradient
-        for module in modules:
-            # Losses hold global counts: gradients add up, they are not averaged; and Gloo knows only the plain sum.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-        return modules
-
     def _store_moments(self) -> None:
         """Sends the moments to the host where they live there between steps."""
         if self._options.optimizer is not None and self._options.optimizer.offload:
@@ -342,7 +324,7 @@ class FsdpEngine:
             self._to_host("optimizer")
 
     def _to_host(self, part: StatePart) -> None:
-        self._on_host.take(part, [tensor.to_local() for tensor in self._part(part).values()])
+        self._on_host.take(part, [local_part(tensor) for tensor in self._part(part).values()])
 
     def _settle(self) -> None:
         """Lets the last snapshot copy what it has yet to copy: before anything is changed in place."""
@@ -370,19 +352,17 @@ class FsdpEngine:
         tensors = {} if self._optimizer is None else self._optimizer.tensors()
         for name, parameter in self._model.hf.named_parameters():
             if parameter.requires_grad:
-                assert isinstance(parameter, DTensor)
                 tensors[checkpoint.PARAMETER + name] = parameter
         return {key: self.layout.part(tensor) for key, tensor in tensors.items()}
 
-    def _part(self, part: StatePart) -> dict[str, DTensor]:
-        """The sharded tensors that the part is made of now."""
+    def _part(self, part: StatePart) -> dict[str, torch.Tensor]:
+        """The tensors that the part is made of now."""
         if part == "optimizer":
             return self._optimizer.tensors() if self._optimizer is not None else {}
-        tensors: dict[str, DTensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, parameter in self._model.hf.named_parameters():
             tensor = parameter if part == "parameters" else parameter.grad
             if tensor is not None:
-                assert isinstance(tensor, DTensor)
                 tensors[name] = tensor
         return tensors
 

@@ -10,10 +10,10 @@ from itertools import groupby
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from rolecall.training.fsdp.layout import Layout
+from rolecall.training.model.box import local_part
 
 
 def gradient_norm(parameters: Iterable[torch.nn.Parameter], layout: Layout) -> torch.Tensor:
@@ -23,7 +23,7 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter], layout: Layout) -> t
     gradients = sorted(_gradients(parameters), key=layout.num_holders)
     squares = torch.zeros((), dtype=torch.float64, device=layout.device)
     for num_holders, group in groupby(gradients, key=layout.num_holders):
-        squares += get_total_norm([gradient.to_local() for gradient in group]).double() ** 2 / num_holders
+        squares += get_total_norm([local_part(gradient) for gradient in group]).double() ** 2 / num_holders
     dist.all_reduce(squares, group=layout.group)
     return squares.sqrt()
 
@@ -31,12 +31,10 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter], layout: Layout) -> t
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
     """Scales the gradients, whose norm is `norm`, down to `max_norm`. Not a collective."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    local = [gradient.to_local() for gradient in _gradients(parameters)]
+    local = [local_part(gradient) for gradient in _gradients(parameters)]
     if local:
         torch._foreach_mul_(local, scale.to(local[0].dtype))
 
 
-def _gradients(parameters: Iterable[torch.nn.Parameter]) -> list[DTensor]:
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    assert all(isinstance(gradient, DTensor) for gradient in gradients)
-    return [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+def _gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

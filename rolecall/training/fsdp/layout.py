@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from rolecall.errors import ConfigError
 from rolecall.settings import ParallelSection
-from rolecall.training.model.box import Box
+from rolecall.training.model.box import Box, local_part
 from rolecall.training.model.sequence_parallel import SequenceShare
 from rolecall.training.ranks.device import COLLECTIVE_TIMEOUT_S
 from rolecall.training.state.checkpoint import Part
@@ -68,17 +68,17 @@ class Layout:
         self.fsdp_mesh: DeviceMesh = mesh["replicate", "shard"] if "replicate" in names else mesh["shard"]
         self.tensor_mesh: DeviceMesh | None = mesh["tensor"] if "tensor" in names else None
 
-    def num_holders(self, tensor: DTensor) -> int:
+    def num_holders(self, tensor: torch.Tensor) -> int:
         """How many ranks keep the same part of `tensor`."""
         return math.prod(size for name, size in self._sizes.items() if name not in _cut_along(tensor))
 
-    def is_first_holder(self, tensor: DTensor) -> bool:
+    def is_first_holder(self, tensor: torch.Tensor) -> bool:
         """Whether this rank is the first of those that keep its part of `tensor`: the one that writes it."""
         return all(at == 0 for name, at in self._coordinate.items() if name not in _cut_along(tensor))
 
-    def part(self, tensor: DTensor) -> Part:
+    def part(self, tensor: torch.Tensor) -> Part:
         """The part of `tensor` that this rank keeps, as checkpoints know it."""
-        return Part(tensor.shape, Box.of(tensor), (tensor.to_local().detach(),), self.is_first_holder(tensor))
+        return Part(tensor.shape, Box.of(tensor), (local_part(tensor).detach(),), self.is_first_holder(tensor))
 
     def _group_of(self, ranks: torch.Tensor) -> dist.ProcessGroup:
         """This rank's group when the last dimension of `ranks` is cut into groups."""
@@ -91,8 +91,10 @@ class Layout:
         return own
 
 
-def _cut_along(tensor: DTensor) -> set[str]:
+def _cut_along(tensor: torch.Tensor) -> set[str]:
     """The mesh dimensions along which `tensor` is cut, not copied."""
+    if not isinstance(tensor, DTensor):
+        return set()
     names = tensor.device_mesh.mesh_dim_names
     assert names is not None
     return {name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()}

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from rolecall.training.model.box import Box
+from rolecall.training.model.box import Box, local_part
 from rolecall.training.model.lora import checkpoint_name
 from rolecall.training.model.packed_model import PackedModel, fill_buffers
 from rolecall.training.model.parameters import ParameterFiles
@@ -24,7 +23,6 @@ def load_model(
     files = ParameterFiles(model, path, seed)
     with torch.no_grad():
         for own_name, parameter in model.hf.named_parameters():
-            assert isinstance(parameter, DTensor)
             part = files.part(checkpoint_name(own_name), parameter.shape, Box.of(parameter))
-            parameter.to_local().copy_(part)
+            local_part(parameter).copy_(part)
             progressed()

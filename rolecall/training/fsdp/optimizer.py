@@ -24,7 +24,7 @@ class Optimizer:
     """The optimizer of one model: of those of its parameters that train."""
 
     def __init__(self, model: PackedModel, section: OptimizerSection) -> None:
-        """`model` is sharded: its parameters are DTensors, and so is what is kept for each."""
+        """`model` is sharded: what is kept for each parameter is sharded as it is."""
         self._names = {parameter: name for name, parameter in model.hf.named_parameters() if parameter.requires_grad}
         inner = (
             {parameter for layer in layers(model) for parameter in layer.parameters() if parameter.ndim == 2}
@@ -59,7 +59,7 @@ class Optimizer:
         for part in self._parts:
             part.zero_grad(set_to_none=True)
 
-    def tensors(self) -> dict[str, DTensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         """Returns the state kept for each parameter, each of the parameter's shape, by "<kind>/<parameter>", as in
         exp_avg/...; nothing before the first step.
         """
@@ -68,7 +68,7 @@ class Optimizer:
             for part in self._parts
             for parameter, name in self._names.items()
             for kind, value in part.state.get(parameter, {}).items()
-            if isinstance(value, DTensor)
+            if kind != "step"
         }
 
     def prepare(self, num_updates: int) -> None:
@@ -92,10 +92,10 @@ class Optimizer:
 
 def _groups(parameters: Iterable[nn.Parameter], section: OptimizerSection) -> list[dict[str, Any]]:
     """Matrices and vectors apart, and those on different meshes, which one fused step cannot take together."""
-    groups: dict[tuple[DeviceMesh, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[DeviceMesh | None, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
-        assert isinstance(parameter, DTensor)
-        groups.setdefault((parameter.device_mesh, parameter.ndim >= 2), []).append(parameter)
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((mesh, parameter.ndim >= 2), []).append(parameter)
     return [
         {"params": members, "weight_decay": section.weight_decay if is_matrix else 0.0}
         for (_, is_matrix), members in groups.items()

@@ -6,7 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from torch.distributed.tensor import DTensor
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the part of `tensor` that this rank keeps, in the same memory: itself where it is no DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Gathers all parts of `tensor`, a collective of those that keep one; itself where it is no DTensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)
@@ -17,11 +28,13 @@ class Box:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: DTensor) -> Self:
-        """Returns the part of `tensor` that this rank keeps, in its to_local(): cut by tensor parallelism first, what
-        is left by FSDP, so from the innermost mesh dimension.
+    def of(cls, tensor: torch.Tensor) -> Self:
+        """Returns the part of `tensor` that this rank keeps, in local_part(): of a DTensor cut by tensor parallelism
+        first, what is left by FSDP, so from the innermost mesh dimension; of any other tensor all of it.
         """
         start, shape = [0] * tensor.ndim, list(tensor.shape)
+        if not isinstance(tensor, DTensor):
+            return cls(tuple(start), tuple(shape))
         coordinate = tensor.device_mesh.get_coordinate()
         assert coordinate is not None
         for mesh_dim in reversed(range(tensor.device_mesh.ndim)):

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -250,6 +251,16 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     return _resident_bytes("VmRSS"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def bytes_above(device: torch.device, peak_bytes: int) -> int:
+    """Bytes that a rank could take beyond `peak_bytes`, the most that it has (take_peak_bytes), as far as others use
+    the device as they do now. Of a host each rank counts its even share.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - peak_bytes
+    return _available_bytes() // dist.get_world_size() - (peak_bytes - _resident_bytes("VmRSS"))
+
+
 def require_room(device: torch.device, num_bytes: int) -> None:
     """DeviceFullError when a GPU has no room for `num_bytes` more, nor gets it within ROOM_TIMEOUT_S. Of a host nothing
     is asked: its memory is paged.
@@ -280,5 +291,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _resident_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    return _kernel_says(Path("/proc/self/status"), field)
+
+
+def _available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory of this machine that can be had now, or what its control group leaves of it."""
+    found = [_kernel_says(Path("/proc/meminfo"), "MemAvailable")]
+    with suppress(OSError, ValueError):  # no control group of its own, or "max"
+        found.append(int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text()))
+    return min(found)
+
+
+def _kernel_says(path: Path, field: str) -> int:
+    """Bytes, which the kernel writes as kB."""
+    lines = path.read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))

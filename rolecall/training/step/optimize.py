@@ -91,6 +91,7 @@ def optimize(
                     metrics.max(f"{role}/grad_norm_max", outcome.grad_norm)
                 if context.group.is_leader:
                     metrics.mean(f"{role}/learning_rate", outcome.learning_rate)
+                    metrics.max(f"{role}/gathered_bytes", outcome.num_bytes_kept)
         if context.group.is_leader:
             metrics.sum(f"{role}/skipped_steps", skipped)
         return metrics, skipped
