@@ -56,12 +56,12 @@ def decode_array(data: bytes, dtype: np.dtype[Any] | str, shape: Sequence[int], 
     known = prod(n for n in shape if n != -1) * dtype.itemsize
     free = list(shape).count(-1)
     fits = len(data) == known if not free else known and len(data) % known == 0
-    refusal = InvalidInputError(
+    cause: ValueError | None = None
+    if free <= 1 and min(shape, default=0) >= -1 and fits:
+        try:
+            return np.frombuffer(data, dtype).reshape(shape)
+        except ValueError as error:  # of no element, with more dimensions or longer ones than numpy has
+            cause = error
+    raise InvalidInputError(
         f"{what}: {len(data)} bytes do not hold {dtype} {list(shape)}; the writer and the reader disagree on its shape"
-    )
-    if free > 1 or min(shape, default=0) < -1 or not fits:
-        raise refusal
-    try:
-        return np.frombuffer(data, dtype).reshape(shape)
-    except ValueError as error:  # of no element, with more dimensions or longer ones than numpy has
-        raise refusal from error
+    ) from cause
