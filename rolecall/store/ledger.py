@@ -310,17 +310,11 @@ class Ledger:
         )
         return _overdelivered(self._call("reap", max_deliveries, error[:MAX_ERROR_CHARS], *held).values[0])
 
-    def note(self, gids: Sequence[int], event: str, **fields: str | int | float) -> None:
-        """Adds `event` with its `fields` to the history of groups. For what happens to them outside the ledger:
-        "scored". A lost answer may note it twice.
+    def note_scored(self, rewards: Sequence[tuple[int, float]]) -> None:
+        """Adds to the history that groups were scored: (gid, mean reward) of each, in two round trips. A lost answer
+        may note one twice.
         """
-        if gids:
-            self._call(
-                "note",
-                " ".join(map(str, gids)),
-                event,
-                *(text for name, value in fields.items() for text in (name, str(value))),
-            )
+        self._scripts.call_many("note", [(str(gid), "scored", "reward", str(reward)) for gid, reward in rewards])
 
     def rate(self, uid: str, rate: SuccessRate) -> bool:
         """Keeps the success rate of prompt `uid`, which outlives controllers and lineages. False when a rate as new is

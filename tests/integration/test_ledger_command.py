@@ -43,7 +43,7 @@ def a_life(store: StoreUnderTest) -> None:
     store.worker("r.0").claim(1)
     store.ledger.expel("r.0", error="the connection was lost")
     group = store.commit(store.worker("r.1"), store.worker("r.1").claim(1)[0])
-    store.ledger.note([0], "scored", reward=0.5)
+    store.ledger.note_scored([(0, 0.5)])
     store.ledger.seal(store.batch(0, [group]))
     store.ledger.commit_step(0, [])
     store.ledger.drop(1, "scorer_error", "no answer")

@@ -29,7 +29,7 @@ def busy_run(store: StoreUnderTest) -> None:
     store.ledger.seal(store.batch(0, committed[:3], "b0"))
     store.ledger.commit_step(0, [])
     store.ledger.seal(store.batch(1, committed[3:4], "b1"))
-    store.ledger.note([4, 5], "scored", reward=0.5)
+    store.ledger.note_scored([(4, 0.5), (5, 0.5)])
     store.ledger.drop(5, "without_signal")
     store.ledger.drop(6, "over_delivered", "killed its workers")
     assert [claim.group.gid for claim in queue.claim(1)] == [7]

@@ -284,7 +284,7 @@ def test_a_whole_life_of_a_group_survives_the_loss_of_every_answer(store_server:
     assert (again.group.gid, again.deliveries) == (2, 2), "the release does not count, the reaping once"
     assert not losing(lambda: queue.abandon(again, "failed", 1)), "it was given back, and the answer lost"
     assert losing(lambda: ledger.reap([])) == [(2, "r.0: failed")]
-    losing(lambda: ledger.note([2], "scored"))
+    losing(lambda: ledger.note_scored([(2, 0.5)]))
     losing(ledger.next_epoch)
     losing(lambda: ledger.pause(True))
     losing(lambda: ledger.forget(Garbage((), ("group:9",))))

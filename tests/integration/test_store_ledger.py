@@ -46,7 +46,7 @@ CONTROLLER_CALLS: dict[str, Callable[[Ledger], object]] = {
     "attest": lambda ledger: ledger.attest(0, 0, DIGEST, ["r.0"]),
     "expel": lambda ledger: ledger.expel("r.0"),
     "reap": lambda ledger: ledger.reap([PendingEntry("1-1", "r.0", 0.0, 1)]),
-    "note": lambda ledger: ledger.note([0], "scored"),
+    "note": lambda ledger: ledger.note_scored([(0, 0.5)]),
     "rate": lambda ledger: ledger.rate("prompt-0", SuccessRate(0, 0.5)),
     "pause": lambda ledger: ledger.pause(True),
     "pending": lambda ledger: ledger.pending(),

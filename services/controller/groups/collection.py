@@ -27,6 +27,7 @@ from services.controller.groups.group_scorer import GroupScorer
 from services.controller.groups.intake import Intake
 from services.controller.groups.prompts import PromptSequence
 from services.controller.threads import StoreThreads
+from services.controller.together import Together
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class Collection:
         self._ledger = ledger
         self._rows = rows
         self._threads = threads
+        self._noting = Together(threads, self._note_scored)
         self._scorer = scorer
         self._prompts = prompts
         self._board = board
@@ -142,8 +144,12 @@ class Collection:
                 )
                 await self.drop(group.gid, rows_of(group), "row_missing", str(error))
                 return
-            await self._threads.call(self._ledger.note, [group.gid], "scored", reward=float(scored.rewards_G.mean()))
+            await self._noting.call((group.gid, float(scored.rewards_G.mean())))
             await self._sort(scored)
+
+    def _note_scored(self, rewards: Sequence[tuple[int, float]]) -> Sequence[None]:
+        self._ledger.note_scored(rewards)
+        return [None] * len(rewards)
 
     async def _give_up(self, group: trajectory_pb2.CommittedGroup, error: ScorerError) -> None:
         logger.warning("group %d is dropped because it cannot be scored: %s", group.gid, error)

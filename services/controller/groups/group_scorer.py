@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -36,8 +37,13 @@ from rolecall.wire import Array
 from services.controller.groups.assembly import EpisodeEnd, GreedyResponse, ScoredGroup
 from services.controller.tasks import first_error
 from services.controller.threads import StoreThreads
+from services.controller.together import Together
 
 logger = logging.getLogger(__name__)
+
+_Refs: TypeAlias = Sequence[trajectory_pb2.RowRef]
+_Contents: TypeAlias = tuple[list[dict[str, Array]], list[trajectory_pb2.TrajectoryMeta]]
+"""What is read of a group's rows."""
 
 RETRY_PAUSE_S = 2.0
 """Pause before a group is scored again whose scorer or reference was away."""
@@ -60,7 +66,8 @@ class GroupScorer:
     ) -> None:
         self._settings = settings
         self._rows = rows
-        self._threads = threads
+        self._reading = Together(threads, self._keep_and_read)
+        self._writing = Together(threads, self._put)
         self._reward = reward
         self._references = references
         self._ctl = ctl
@@ -101,7 +108,7 @@ class GroupScorer:
     async def _attempt(self, group: trajectory_pb2.CommittedGroup, landed_at_s: float) -> ScoredGroup:
         async with self._room:  # bounded: every call inside has a deadline, and admission bounds how many wait
             refs, num_responses = rows_of(group), len(group.rows)
-            rows, metas = await self._threads.call(self._keep_and_read, refs)
+            rows, metas = await self._reading.call(refs)
             try:
                 async with asyncio.TaskGroup() as tasks:
                     scored_before = all("reward" in row for row in rows)
@@ -128,18 +135,29 @@ class GroupScorer:
         earlier attempt stand, also where it was cut short between two shards.
         """
         columns = [_reward_columns(score, names, row) for score, row in zip(scores, rows, strict=True)]
-        if await self._threads.call(self._rows.put, refs, columns) == 0:
+        if await self._writing.call((refs, columns)):
             return scores
-        return await self._kept_scores((await self._threads.call(self._keep_and_read, refs))[0])
+        return await self._kept_scores((await self._reading.call(refs))[0])
 
-    def _keep_and_read(
-        self, refs: Sequence[trajectory_pb2.RowRef]
-    ) -> tuple[list[dict[str, Array]], list[trajectory_pb2.TrajectoryMeta]]:
+    def _put(self, groups: Sequence[tuple[_Refs, Sequence[Mapping[str, Array]]]]) -> list[bool]:
+        """Writes columns to the rows of each group. False for all of them where any row had its columns before: then
+        the rows are to be read.
+        """
+        refs = [ref for of_group, _ in groups for ref in of_group]
+        columns = [column for _, of_group in groups for column in of_group]
+        return [self._rows.put(refs, columns) == 0] * len(groups)
+
+    def _keep_and_read(self, groups: Sequence[_Refs]) -> list[_Contents]:
+        refs = [ref for group in groups for ref in group]
         self._rows.persist(refs)  # the rollout may have died between its commit and its own persist
         rows, metas = self._rows.read_with_meta(refs, ["token_ids", "response_mask"], ["reward", "reward_components"])
-        for meta in metas[1:]:  # the first alone holds the prompt
-            meta.prompt.CopyFrom(metas[0].prompt)
-        return rows, metas
+        contents, start = [], 0
+        for group in groups:
+            own = slice(start, start := start + len(group))
+            for meta in metas[own][1:]:  # the first alone holds the prompt
+                meta.prompt.CopyFrom(metas[own][0].prompt)
+            contents.append((rows[own], metas[own]))
+        return contents
 
     async def _component_names(self) -> list[str]:
         """The names of the values in the column reward_components, in its order."""
