@@ -14,9 +14,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from rolecall.errors import BudgetSpentError, DiskFullError, RoleCallError
+from rolecall.errors import BudgetSpentError, RoleCallError
 from rolecall.store.budget import batch_bytes
-from rolecall.telemetry import Metrics, export, tracer
+from rolecall.telemetry import Metrics, tracer
 from rolecall.v1 import controller_pb2, training_pb2, trajectory_pb2
 from services.controller.awaiting import NextBatch, NextBatches
 from services.controller.durable.run_point import RunPoint, take_point
@@ -33,6 +33,7 @@ from services.controller.parts import Parts
 from services.controller.publish.joiners import Joiners
 from services.controller.publish.publisher import PolicyPublisher
 from services.controller.recovered import Recovered
+from services.controller.reports import Reports
 from services.controller.step import measures, preparation
 from services.controller.step.adaptive import AdaptiveState
 from services.controller.step.sealing import Sealing
@@ -99,6 +100,7 @@ class Loop:
         self._batches = NextBatches(
             settings, recovered, self._assembly, parts.fleet, board, parts.reward, self._end, self._reach_others
         )
+        self._reports = Reports(parts)
         self._evaluations = Evaluations(parts)
         self._joiners = Joiners(self._publisher, settings.controller.heartbeat_s)
         self._step_metrics = Metrics()
@@ -115,6 +117,7 @@ class Loop:
             await self._run_activities()
             await self._finish()
         finally:
+            await self._reports.cancel()
             await self._evaluations.cancel()
             await self._saver.cancel()
             await self._joiners.stop()
@@ -143,6 +146,7 @@ class Loop:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(activity) for activity in activities]
                 await self._train()
+                await self._reports.over()
                 await self._evaluations.over()
                 for task in running:
                     task.cancel()
@@ -187,7 +191,6 @@ class Loop:
             self._parts.board.states.enter("working")
             with tracer().start_as_current_span("step", attributes={"step": self._step}):
                 await self._one_step(batch)
-            await self._drain()
             self._clock.lap("report")
             await self._between_steps()
             self._clock.leave_out()
@@ -226,12 +229,21 @@ class Loop:
             await self._compute(groups)
             step = await self._sealing.seal(self._step, groups, self._state)
         self._at("columns are written")
-        self._step_metrics.merge(
-            measures.of_batch(self._settings, self._step, groups, step.contents, self._publisher.step_of_version)
+        # beside the training, which waits for nothing here
+        measured = asyncio.ensure_future(
+            parts.threads.call(
+                measures.of_batch,
+                self._settings,
+                self._step,
+                groups,
+                step.contents,
+                self._publisher.step_of_version,
+            )
         )
         self._step_metrics.merge(measures.of_sealed(self._settings, step.batch))
         clock.lap("prepare")
         results = await self._apply(step.batch)
+        self._step_metrics.merge(await measured)  # bounded: it computes, and waits for nobody
         self._at("trained")
         clock.lap("train")
         self._state = self._state.after(self._settings.algorithm, step.batch, results)
@@ -248,8 +260,9 @@ class Loop:
         clock.lap("evaluation")
         await self._publish()
         clock.lap("publish")
+        self._step_metrics.merge(clock.metrics(groups))
         self._clock = measures.Stopwatch()
-        await self._report(groups, results, clock)
+        await self._reports.begin(self._step, self._reported(results), groups)
 
     async def _compute(self, groups: Sequence[ScoredGroup]) -> None:
         """Has the trainers write the columns that are computed before the seal, where something reads them.
@@ -271,15 +284,6 @@ class Loop:
         parts.board.states.enter("working")
         self._at("values are computed")
         self._clock.lap("values")
-
-    async def _drain(self) -> None:
-        """Moves the ledger's history and dead letters to files, which bounds them in the store."""
-        parts, folder = self._parts, self._settings.run.dir
-        try:
-            await parts.threads.call(parts.ledger.drain, "history", folder / "history.jsonl")
-            await parts.threads.call(parts.ledger.drain, "dead", folder / "dead.jsonl")
-        except DiskFullError as error:
-            logger.warning("the ledger's history stays in the store: %s", error.message)
 
     async def _apply(self, batch: trajectory_pb2.TrainBatch) -> list[training_pb2.TrainResult]:
         """Has actor and critic train `batch`, at the same time."""
@@ -318,27 +322,18 @@ class Loop:
             await self._evaluations.over()
             await self._publish()
 
-    async def _report(
-        self, groups: Sequence[ScoredGroup], results: Sequence[training_pb2.TrainResult], clock: measures.Stopwatch
-    ) -> None:
-        parts, metrics = self._parts, self._step_metrics
+    def _reported(self, results: Sequence[training_pb2.TrainResult]) -> Metrics:
+        """The numbers of the step that has ended, but for what its report looks up."""
+        metrics = self._step_metrics
         for result in results:
             metrics.merge(Metrics.from_proto(result.metrics))
-        metrics.merge(clock.metrics(groups))
-        metrics.merge(await measures.of_fleet(parts.fleet))
         metrics.max("data/epoch", self._prompts.cursor.epoch)
         metrics.max("data/prompts_too_long", self._prompts.cursor.num_too_long)
         dropped = self._intake.dropped
         metrics.max("groups/dropped", dropped.total())
         for reason, count in dropped.items():
             metrics.max(f"groups/dropped_{reason}", count)
-        samples = await parts.threads.call(
-            measures.samples, parts.rows, self._step, groups, self._settings.trackers.num_samples_kept
-        )
-        await parts.threads.call(parts.trackers.log, self._step, metrics.values())
-        await parts.threads.call(parts.trackers.keep_samples, self._step, samples)
-        export(metrics)
-        parts.board.applied(self._step, metrics)
+        return metrics
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -358,13 +353,15 @@ class Loop:
     async def _checkpoint(self) -> None:
         """Begins the checkpoint of this step; returns when the steps may go on."""
         parts, step = self._parts, self._step
+        await self._reports.over()  # it reads rows that this checkpoint frees
         await parts.shifts.to_training(self._recovered.ctl)
         parts.board.wait_for(f"the checkpoint of step {step}", "saving")
         await self._saver.finish()  # frees what it covers, or leaves the requests to the next
         covered_bytes, requests = self._intake.retained_bytes, parts.board.take_checkpoint_requests()
 
         async def point() -> RunPoint:
-            await self._drain()  # so that the history knows all that the checkpoint counts, also if the store is lost
+            # so that the history knows all that the checkpoint counts, also if the store is lost
+            await self._reports.drain()
             return await parts.threads.call(
                 take_point,
                 self._settings.run.name,

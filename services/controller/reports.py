@@ -1,0 +1,65 @@
+"""The reports of one life of the loop: what a step did goes to the trackers while the next one is under way.
+
+Owns the order: one at a time, each whole before the next begins. What failed in one is raised where the loop meets it
+next. Of what the numbers say, measures.py.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from rolecall.errors import DiskFullError
+from rolecall.telemetry import Metrics, export
+from services.controller.groups.assembly import ScoredGroup
+from services.controller.parts import Parts
+from services.controller.step import measures
+
+logger = logging.getLogger(__name__)
+
+
+class Reports:
+    """Used from one event loop."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._under_way: asyncio.Task[None] | None = None
+
+    async def begin(self, step: int, metrics: Metrics, groups: Sequence[ScoredGroup]) -> None:
+        """Reports that `step` steps are applied, of which the last trained `groups`, once the report before is over;
+        raises what that failed of.
+        """
+        await self.over()
+        self._under_way = asyncio.create_task(self._report(step, metrics, groups))
+
+    async def over(self) -> None:
+        """Returns when none is under way; raises what it failed of."""
+        if self._under_way is not None:
+            await self._under_way  # bounded: by measures.INFO_TIMEOUT_S and the store's own deadlines
+            self._under_way = None
+
+    async def cancel(self) -> None:
+        """Ends the one under way."""
+        if self._under_way is not None:
+            self._under_way.cancel()
+            await asyncio.gather(self._under_way, return_exceptions=True)  # bounded: it was cancelled
+
+    async def drain(self) -> None:
+        """Moves the ledger's history and dead letters to files, which bounds them in the store."""
+        parts, folder = self._parts, self._parts.settings.run.dir
+        try:
+            await parts.threads.call(parts.ledger.drain, "history", folder / "history.jsonl")
+            await parts.threads.call(parts.ledger.drain, "dead", folder / "dead.jsonl")
+        except DiskFullError as error:
+            logger.warning("the ledger's history stays in the store: %s", error.message)
+
+    async def _report(self, step: int, metrics: Metrics, groups: Sequence[ScoredGroup]) -> None:
+        parts = self._parts
+        metrics.merge(await measures.of_fleet(parts.fleet))
+        samples = await parts.threads.call(
+            measures.samples, parts.rows, step, groups, parts.settings.trackers.num_samples_kept
+        )
+        await parts.threads.call(parts.trackers.log, step, metrics.values())
+        await parts.threads.call(parts.trackers.keep_samples, step, samples)
+        export(metrics)
+        parts.board.applied(step, metrics)
+        await self.drain()

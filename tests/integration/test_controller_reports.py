@@ -1,0 +1,171 @@
+"""The reports of steps, beside the steps: in order, whole, and never lost without a word."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.errors import StoreUnavailableError
+from rolecall.settings import RunSettings
+from rolecall.telemetry import Metrics
+from rolecall.v1.trajectory_pb2 import RowRef, TrajectoryMeta
+from services.controller.board import RunBoard
+from services.controller.loop import Loop
+from services.controller.parts import Parts
+from services.controller.recovered import Recovered
+from services.controller.reports import Reports
+from tests.integration.test_step_machine import run_settings
+from tests.step_run import B, StepRun, SweptRows
+
+WAIT_S = 20.0
+SAMPLES_S = 0.2
+"""Longer than a checkpoint of this run takes."""
+
+
+@dataclass
+class Diary:
+    """Trackers that write down what they are told, each step once they may."""
+
+    steps: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    may_log: threading.Event = field(default_factory=threading.Event)
+    failure: Exception | None = None
+
+    def log(self, step: int, values: Any) -> None:
+        if step == 0:
+            return  # the evaluation of the first weights
+        assert self.may_log.wait(WAIT_S)
+        if self.failure is not None:
+            raise self.failure
+        self.steps.append(step)
+
+    def keep_samples(self, step: int, samples: Any) -> None:
+        self.samples += [each["step"] for each in samples]
+
+
+class SlowMeta(SweptRows):
+    """Rows of which a report has its samples late."""
+
+    def read_meta(self, refs: Sequence[RowRef]) -> list[TrajectoryMeta]:
+        if len(refs) == B:  # not a checkpoint, which reads row by row
+            time.sleep(SAMPLES_S)
+        return super().read_meta(refs)
+
+
+class DiaryRun(StepRun):
+    """A run whose trackers are a diary."""
+
+    def make_rows(self) -> SweptRows:
+        return SlowMeta(self.connection, self.settings.run.name, 2)
+
+    def __init__(self, settings: RunSettings, folder: Path) -> None:
+        super().__init__(settings, folder)
+        self.diary = Diary()
+
+    def parts(self, board: RunBoard) -> Parts:
+        trackers: Any = self.diary
+        return replace(super().parts(board), trackers=trackers)
+
+
+@pytest.fixture
+def run(make_settings: Callable[..., RunSettings], tmp_path: Path) -> Iterator[DiaryRun]:
+    run = DiaryRun(run_settings(make_settings, tmp_path), tmp_path / "run-0")
+    run.take_over()
+    yield run
+    run.teardown()
+
+
+def reports(run: DiaryRun) -> Reports:
+    return Reports(run.parts(RunBoard()))
+
+
+def test_a_report_begins_once_the_one_before_is_whole(run: DiaryRun) -> None:
+    async def life() -> None:
+        told = reports(run)
+        await told.begin(1, Metrics(), [])
+        second = asyncio.create_task(told.begin(2, Metrics(), []))
+        await asyncio.sleep(0.05)
+        assert not second.done()
+        run.diary.may_log.set()
+        await asyncio.wait_for(second, WAIT_S)
+        await asyncio.wait_for(told.over(), WAIT_S)
+
+    run.runner.run(life())
+    assert run.diary.steps == [1, 2]
+
+
+def test_what_a_report_failed_of_is_raised_when_the_next_begins(run: DiaryRun) -> None:
+    run.diary.may_log.set()
+    run.diary.failure = StoreUnavailableError("the store did not answer")
+
+    async def life() -> None:
+        told = reports(run)
+        await told.begin(1, Metrics(), [])
+        with pytest.raises(StoreUnavailableError):
+            await asyncio.wait_for(told.begin(2, Metrics(), []), WAIT_S)
+        await asyncio.wait_for(told.cancel(), WAIT_S)
+
+    run.runner.run(life())
+
+
+def test_steps_go_on_beside_a_report_and_the_last_ones_numbers_are_there_at_the_end(run: DiaryRun) -> None:
+    trained: list[list[int]] = []
+
+    class Watched(Loop):
+        """A loop whose first report ends once the second step is trained."""
+
+        def __init__(self, parts: Parts, recovered: Recovered, at: Callable[[str], None]) -> None:
+            def watched(instant: str) -> None:
+                if instant == "trained":
+                    trained.append(list(run.diary.steps))
+                    if len(trained) == 2:
+                        run.diary.may_log.set()
+                at(instant)
+
+            super().__init__(parts, recovered, watched)
+
+    run.make_loop = Watched
+    run.runner.run(asyncio.wait_for(run.live(3), WAIT_S))
+
+    assert trained[:2] == [[], []], "the second step was trained while the first was reported"
+    assert run.diary.steps == [1, 2, 3]
+    assert sorted(set(run.diary.samples)) == [1, 2, 3]
+
+
+def test_a_checkpoint_frees_no_row_that_a_report_still_reads(run: DiaryRun) -> None:
+    run.diary.may_log.set()
+    asked: list[asyncio.Future[tuple[str, int]]] = []
+
+    class Asked(Loop):
+        """A loop whose first step is to be saved."""
+
+        def __init__(self, parts: Parts, recovered: Recovered, at: Callable[[str], None]) -> None:
+            def watched(instant: str) -> None:
+                if instant == "trained" and not asked:
+                    asked.append(parts.board.request_checkpoint())
+                at(instant)
+
+            super().__init__(parts, recovered, watched)
+
+    run.make_loop = Asked
+    run.runner.run(asyncio.wait_for(run.live(2), WAIT_S))
+    assert asked[0].result()[1] == 1
+    assert run.diary.steps == [1, 2]
+    assert sorted(set(run.diary.samples)) == [1, 2]
+
+
+def test_a_loop_that_ended_in_a_report_tells_no_step_twice(run: DiaryRun) -> None:
+    run.diary.may_log.set()
+    run.diary.failure = StoreUnavailableError("the store did not answer")
+    with pytest.raises(StoreUnavailableError):
+        run.runner.run(asyncio.wait_for(run.live(2), WAIT_S))
+    run.diary.failure = None
+    step = run.ledger.position().step
+    run.runner.run(asyncio.wait_for(run.live(2), WAIT_S))
+
+    assert run.diary.steps == [step + 1, step + 2], "what was counted is not made again to be told"
