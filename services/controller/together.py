@@ -29,8 +29,8 @@ class Together(Generic[T, R]):
         self._running: asyncio.Task[None] | None = None
 
     async def call(self, item: T) -> R:
-        """What the function returns for `item`. Raises what it raises, of rows that are missing only for the item that
-        they are missing of.
+        """Returns what the function returns for `item`. Raises what it raises; RowMissingError only where the rows of
+        `item` itself are missing.
         """
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
