@@ -117,7 +117,7 @@ class Loop:
             await self._run_activities()
             await self._finish()
         finally:
-            await self._reports.cancel()
+            await self._reports.settle()
             await self._evaluations.cancel()
             await self._saver.cancel()
             await self._joiners.stop()

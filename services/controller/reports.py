@@ -37,11 +37,10 @@ class Reports:
             await self._under_way  # bounded: by measures.INFO_TIMEOUT_S and the store's own deadlines
             self._under_way = None
 
-    async def cancel(self) -> None:
-        """Ends the one under way."""
+    async def settle(self) -> None:
+        """Returns when none is under way, whatever became of it: the loop is abandoned, and the step was applied."""
         if self._under_way is not None:
-            self._under_way.cancel()
-            await asyncio.gather(self._under_way, return_exceptions=True)  # bounded: it was cancelled
+            await asyncio.gather(self._under_way, return_exceptions=True)  # bounded: as `over`
 
     async def drain(self) -> None:
         """Moves the ledger's history and dead letters to files, which bounds them in the store."""

@@ -108,7 +108,7 @@ def test_what_a_report_failed_of_is_raised_when_the_next_begins(run: DiaryRun) -
         await told.begin(1, Metrics(), [])
         with pytest.raises(StoreUnavailableError):
             await asyncio.wait_for(told.begin(2, Metrics(), []), WAIT_S)
-        await asyncio.wait_for(told.cancel(), WAIT_S)
+        await asyncio.wait_for(told.settle(), WAIT_S)
 
     run.runner.run(life())
 
