@@ -40,7 +40,7 @@ class Reports:
     async def settle(self) -> None:
         """Returns when none is under way, whatever became of it: the loop is abandoned, and the step was applied."""
         if self._under_way is not None:
-            await asyncio.gather(self._under_way, return_exceptions=True)  # bounded: as `over`
+            await asyncio.gather(self._under_way, return_exceptions=True)  # bounded: by what bounds `over`
 
     async def drain(self) -> None:
         """Moves the ledger's history and dead letters to files, which bounds them in the store."""
