@@ -29,7 +29,8 @@ from rolecall.training.backends import make_engine
 from rolecall.training.model.box import local_part
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.options import EngineOptions
-from rolecall.training.packing.pack import local_counts, pack, plan_batch
+from rolecall.training.packing.pack import local_counts, pack
+from rolecall.training.packing.plan import plan_batch
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.ranks.device import RankSpec, start_rank
 

@@ -28,7 +28,8 @@ from rolecall.training.model.logprobs import logprobs_and_entropy
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.balance import partition
-from rolecall.training.packing.pack import Row, local_counts, pack, plan_batch
+from rolecall.training.packing.pack import Row, local_counts, pack
+from rolecall.training.packing.plan import plan_batch
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.ranks.device import RankSpec, start_rank
 from rolecall.training.serving.background import in_background

@@ -24,7 +24,8 @@ from benchmarks.training_measures import make_engine
 from rolecall.training.engine import Microbatch
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.objective.objectives import SftObjective
-from rolecall.training.packing.pack import Row, local_counts, pack, plan_batch
+from rolecall.training.packing.pack import Row, local_counts, pack
+from rolecall.training.packing.plan import plan_batch
 
 PROMPT = 200
 """Tokens of an episode's first prompt."""

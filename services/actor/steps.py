@@ -146,6 +146,7 @@ class PolicySteps:
             optional=self._kept,
             derive=derive,
             between_segments=not section.sees_trajectories,
+            by_prompt=not section.compares_tokens,
         )
 
     def _loss(

@@ -11,7 +11,8 @@ from rolecall.errors import InvalidInputError
 from rolecall.settings import ActorSection, ParallelSection, RewardModelSettings
 from rolecall.training.engine import ValueOutputs
 from rolecall.training.options import EngineOptions
-from rolecall.training.packing.pack import pack, plan_batch, unpack
+from rolecall.training.packing.pack import pack, unpack
+from rolecall.training.packing.plan import plan_batch
 from rolecall.training.serving.hooks import UNWATCHED, ProcessHooks
 from rolecall.training.step.rank_context import RankContext
 from rolecall.training.step.start import start_context

@@ -49,7 +49,8 @@ from rolecall.training.objective.objectives import (
 )
 from rolecall.training.objective.routing import RouterLosses, router_load
 from rolecall.training.options import EngineOptions
-from rolecall.training.packing.pack import Row, local_counts, pack, plan_batch, unpack
+from rolecall.training.packing.pack import Row, local_counts, pack, unpack
+from rolecall.training.packing.plan import plan_batch
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.ranks.device import RankSpec, start_rank
 from rolecall.training.step.share import Minibatch

@@ -19,7 +19,8 @@ from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.model.packed_model import Head
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.options import EngineOptions
-from rolecall.training.packing.pack import Row, local_counts, pack, plan_batch
+from rolecall.training.packing.pack import Row, local_counts, pack
+from rolecall.training.packing.plan import plan_batch
 from rolecall.training.ranks.device import RankSpec, start_rank, stop_rank
 from rolecall.training.serving.hooks import nothing
 from tests.checkpoint_rig import save

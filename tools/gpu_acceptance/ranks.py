@@ -27,7 +27,8 @@ from rolecall.training.model.box import whole
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import local_counts as counts_of
-from rolecall.training.packing.pack import pack, plan_batch
+from rolecall.training.packing.pack import pack
+from rolecall.training.packing.plan import plan_batch
 from rolecall.training.ranks.device import RankSpec, backend_of, start_rank
 from rolecall.weights.fingerprint import digest, fingerprint
 from rolecall.weights.manifest import build_manifest

@@ -11,6 +11,7 @@ from rolecall.settings.algorithm.kl import KlSection
 from rolecall.settings.algorithm.losses import (
     Aggregation,
     ClippedLoss,
+    CovarianceLoss,
     EntropySection,
     PolicyLossSection,
     ReinforceLoss,
@@ -73,6 +74,13 @@ class AlgorithmSection(Section):
         rejects = correction is not None and any(each.over != "token" for each in correction.reject)
         of_ratio = self.policy_loss.kind in ("gspo", "gmpo", "custom")
         return weighs or rejects or of_ratio or self.aggregation == "seq_mean_token_mean"
+
+    @property
+    def compares_tokens(self) -> bool:
+        """Whether the loss chooses among the tokens of a mini-batch by what they are beside each other: then its rows
+        are drawn freely, from as many prompts as there are.
+        """
+        return isinstance(self.policy_loss, CovarianceLoss)
 
     @model_validator(mode="after")
     def _bypass_has_a_ratio(self) -> Self:

@@ -11,8 +11,8 @@ import torch
 from rolecall.store.rows import Rows
 from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.engine import EngineState, TrainingEngine
-from rolecall.training.packing.pack import RankPlan, plan_pieces
 from rolecall.training.packing.pieces import Piece
+from rolecall.training.packing.plan import RankPlan, plan_pieces
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.serving.hooks import nothing
 
@@ -32,9 +32,9 @@ class RankContext:
     progressed: Callable[[], None] = nothing
     """Called whenever a part of the work is done."""
 
-    def plan(self, pieces: Sequence[Piece], num_minibatches: int, seed: int) -> RankPlan:
+    def plan(self, pieces: Sequence[Piece], num_minibatches: int, seed: int, prompts: Sequence[str] = ()) -> RankPlan:
         """Returns this rank's part of the rows that `pieces` are of, which is its slot's. All find the same
-        partition.
+        partition. `prompts` as in plan_pieces.
         """
         plans = plan_pieces(
             pieces,
@@ -43,6 +43,7 @@ class RankContext:
             world_size=self.group.num_slots,
             cost=self.engine.flops.forward,
             seed=seed,
+            prompts=prompts,
         )
         return plans[self.group.slot]
 

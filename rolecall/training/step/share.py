@@ -17,8 +17,9 @@ from rolecall.algorithms.aggregation import Counts
 from rolecall.errors import InvalidInputError
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.model.logprobs import Wanted
-from rolecall.training.packing.pack import RankPlan, Row, local_counts, pack
+from rolecall.training.packing.pack import Row, local_counts, pack
 from rolecall.training.packing.pieces import Piece, cut, join
+from rolecall.training.packing.plan import RankPlan
 from rolecall.training.serving.column_batcher import row_key
 from rolecall.training.step.rank_context import StoreRankContext
 from rolecall.trajectory import segment_lengths
@@ -85,16 +86,17 @@ def read_share(
     optional: Sequence[str] = (),
     derive: Derive | None = None,
     between_segments: bool = True,
+    by_prompt: bool = True,
 ) -> TrainShare:
     """This rank's share of `batch` with `columns` (beside token_ids and response_mask) packed, and what `derive` adds
     to them.
 
     The columns `optional` are packed, on all ranks, when every row of the batch holds all of them. A row above the
-    token budget is cut `between_segments`; else it has a microbatch of its own. RowMissingError on every rank when a
-    row or column is gone.
+    token budget is cut `between_segments`; else it has a microbatch of its own. `by_prompt`: responses to one prompt
+    stay together; else rows are drawn freely. RowMissingError on every rank when a row or column is gone.
     """
     pieces = cut([segment_lengths(ref) for ref in batch.rows], context.token_budget, between_segments=between_segments)
-    plan = context.plan(pieces, num_minibatches, seed)
+    plan = context.plan(pieces, num_minibatches, seed, _prompts_of(batch.rows) if by_prompt else ())
     mine = _rows_of(plan, pieces)
     refs = [batch.rows[index] for index in mine]
     wanted = list(dict.fromkeys(["token_ids", "response_mask", *columns]))
@@ -129,7 +131,7 @@ def compute_column(
     computation.
     """
     pieces = cut([segment_lengths(ref) for ref in refs], context.token_budget, between_segments=True)
-    plan = context.plan(pieces, 1, 0)
+    plan = context.plan(pieces, 1, 0, _prompts_of(refs))
     mine = _rows_of(plan, pieces)
     read, temperatures = _read(context, [refs[index] for index in mine], ["token_ids", "response_mask", *reads], names)
     rows = _RowsRead(pieces, mine, read, temperatures)
@@ -192,6 +194,11 @@ class _RowsRead:
             segments += piece.segments(self.rows[place])
             places += [place] * len(piece.lengths)
         return segments, places
+
+
+def _prompts_of(refs: Sequence[RowRef]) -> list[str]:
+    """The group of each row: its id is "<gid>/<i>"."""
+    return [ref.id.rpartition("/")[0] for ref in refs]
 
 
 def _rows_of(plan: RankPlan, pieces: Sequence[Piece]) -> list[int]:

@@ -22,8 +22,9 @@ from rolecall.settings import (
 from rolecall.training.account.flops import AttentionCost, CostModel
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.objective.objectives import PolicyObjective, policy_columns
-from rolecall.training.packing.pack import Row, local_counts, pack, plan_batch, plan_pieces
+from rolecall.training.packing.pack import Row, local_counts, pack
 from rolecall.training.packing.pieces import Piece, cut, join, whole
+from rolecall.training.packing.plan import plan_batch, plan_pieces
 from rolecall.v1.trajectory_pb2 import Coefficients
 
 CPU = torch.device("cpu")

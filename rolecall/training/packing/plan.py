@@ -1,0 +1,188 @@
+"""The plan of a batch: which rank computes which trajectory, in which mini-batch and microbatch.
+
+It reads lengths only (they are in the sealed batch), is the same on every rank, and puts no divisibility rule on
+anybody: ranks with less to do get empty microbatches, so that all make the same number of collectives. The loss does
+not depend on how a mini-batch is spread (see algorithms/aggregation.py), and its rows do not depend on the ranks.
+
+    lengths = [row.num_tokens for row in batch.rows]
+    plans = plan_batch(lengths, num_minibatches=2, token_budget=16384, world_size=2, cost=engine.flops.forward,
+                       seed=step)
+    mine = plans[rank]                                           # mine.rows: what to read from the store
+    for microbatches in mine.minibatches:  # each a tuple of microbatches, each a tuple of row indices
+        packed = [pack([rows[i] for i in indices], ["advantages", ...], temperature=1.0, device=engine.device)
+                  for indices in microbatches]
+        # their losses are divided by local_counts, summed over the ranks
+
+Where rows have several segments, what is planned are pieces of rows (pieces.py), and what is packed are segments.
+
+The responses to one prompt begin with it, and in one microbatch it is computed once (model/prefixes.py). So where
+prompts are told, a mini-batch takes whole prompts but for those at its ends; and over ranks and microbatches as many
+rows of a prompt stay together as leave the ranks in balance (docs/adr/0081-responses-to-a-prompt-stay-together.md).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from rolecall.training.account.flops import CostModel
+from rolecall.training.packing.balance import fill, partition
+from rolecall.training.packing.pieces import Piece, whole
+from rolecall.wire import Array
+
+SLOWER = 0.02
+"""Share of the time that rows spread one by one would take, which may be given for keeping prompts together."""
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank's share of a batch."""
+
+    minibatches: tuple[tuple[tuple[int, ...], ...], ...]
+    """[mini-batch][microbatch] -> indices of rows, or of pieces where these were planned; an empty microbatch keeps the
+    ranks in step.
+    """
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The rows or pieces that this rank computes, in order; each once."""
+        return tuple(row for microbatches in self.minibatches for indices in microbatches for row in indices)
+
+    @property
+    def microbatches(self) -> tuple[tuple[int, ...], ...]:
+        """All microbatches, mini-batch after mini-batch: for a pass over the whole batch."""
+        return tuple(indices for microbatches in self.minibatches for indices in microbatches)
+
+
+def plan_batch(
+    num_tokens: Sequence[int], *, num_minibatches: int, token_budget: int, world_size: int, cost: CostModel, seed: int
+) -> list[RankPlan]:
+    """One plan per rank for rows of one segment each. Rows are shuffled into mini-batches of nearly equal size by
+    `seed`; each mini-batch is balanced over the ranks by cost.
+    """
+    return plan_pieces(
+        whole(num_tokens),
+        num_minibatches=num_minibatches,
+        token_budget=token_budget,
+        world_size=world_size,
+        cost=cost,
+        seed=seed,
+    )
+
+
+def plan_pieces(
+    pieces: Sequence[Piece],
+    *,
+    num_minibatches: int,
+    token_budget: int,
+    world_size: int,
+    cost: CostModel,
+    seed: int,
+    prompts: Sequence[str] = (),
+) -> list[RankPlan]:
+    """One plan per rank for the `pieces` of rows, at least one, a row's one after another, as `plan_batch` makes them.
+    A row's pieces are in the same mini-batch on the same rank.
+
+    `prompts` says which prompt each row answers: prompts are shuffled then, and their rows stay together. Without it
+    every row is drawn by itself.
+    """
+    num_tokens = [piece.num_tokens for piece in pieces]
+    costs = np.array([cost.costs(piece.lengths).sum() for piece in pieces])
+    of_row: dict[int, list[int]] = {}
+    for index, piece in enumerate(pieces):
+        of_row.setdefault(piece.row, []).append(index)
+    prompt_of: Sequence[str | int] = prompts or range(len(of_row))
+    answers: dict[str | int, list[int]] = {}
+    for row in of_row:
+        answers.setdefault(prompt_of[row], []).append(row)
+    each_prompts = list(answers.values())
+    shuffled = np.random.default_rng(seed).permutation(len(each_prompts)).tolist()
+    order = [row for at in shuffled for row in each_prompts[at]]
+    shares: list[list[tuple[tuple[int, ...], ...]]] = [[] for _ in range(world_size)]
+    for rows in np.array_split(order, num_minibatches):
+        runs = [[of_row[row] for row in run] for _, run in groupby(rows.tolist(), prompt_of.__getitem__)]
+        for share, microbatches in zip(shares, _spread(runs, num_tokens, costs, token_budget, world_size), strict=True):
+            share.append(microbatches)
+    return [RankPlan(tuple(share)) for share in shares]
+
+
+def cut_microbatches(
+    parts: Sequence[Sequence[Sequence[int]]], num_tokens: Sequence[int], costs: Array, token_budget: int
+) -> list[tuple[tuple[int, ...], ...]]:
+    """What each rank has, in units that stay together, in microbatches of at most token_budget tokens, equally many on
+    every rank; a unit of more tokens goes alone.
+
+    They are as few as all ranks need, of nearly equal cost within a rank, and the costliest come first: ranks wait for
+    each other in every microbatch.
+    """
+    sizes = [[sum(num_tokens[index] for index in unit) for unit in part] for part in parts]
+    loads = [[float(costs[list(unit)].sum()) for unit in part] for part in parts]
+    num = max(1, *(-(-sum(min(tokens, token_budget) for tokens in size) // token_budget) for size in sizes))
+    while True:
+        cut = [fill(load, size, capacity=token_budget, num_bins=num) for load, size in zip(loads, sizes, strict=True)]
+        most = max(map(len, cut))
+        if most == num:
+            return [
+                tuple(tuple(index for i in members for index in part[i]) for members in bins)
+                for part, bins in zip(parts, cut, strict=True)
+            ]
+        num = most
+
+
+def _spread(
+    runs: Sequence[Sequence[Sequence[int]]],
+    num_tokens: Sequence[int],
+    costs: Array,
+    token_budget: int,
+    world_size: int,
+) -> list[tuple[tuple[int, ...], ...]]:
+    """The microbatches of each rank for a mini-batch of `runs` of rows that answer one prompt, each the indices of its
+    pieces: of the most rows together that cost the ranks no more than SLOWER, and no microbatch more.
+    """
+
+    def spread(most: int) -> list[tuple[tuple[int, ...], ...]]:
+        bundles = [bundle for run in runs for bundle in _bundles(run, most, num_tokens, token_budget)]
+        loads = [float(sum(costs[row].sum() for row in bundle)) for bundle in bundles]
+        parts = [[unit for at in part for unit in _units(bundles[at])] for part in partition(loads, world_size)]
+        return cut_microbatches(parts, num_tokens, costs, token_budget)
+
+    def seconds(microbatches: Sequence[Sequence[Sequence[int]]]) -> float:
+        """Ranks wait for the costliest in every microbatch."""
+        return sum(
+            max(float(costs[list(each)].sum()) for each in at_once) for at_once in zip(*microbatches, strict=True)
+        )
+
+    one_by_one = spread(1)
+    most = max(map(len, runs), default=1)
+    while most > 1:
+        together = spread(most)
+        if len(together[0]) <= len(one_by_one[0]) and seconds(together) <= (1 + SLOWER) * seconds(one_by_one):
+            return together
+        most //= 2
+    return one_by_one
+
+
+def _bundles(
+    run: Sequence[Sequence[int]], most: int, num_tokens: Sequence[int], token_budget: int
+) -> Iterator[list[list[int]]]:
+    """Up to `most` rows of `run` at a time, of at most token_budget tokens, or one row."""
+    bundle, taken = list[list[int]](), 0
+    for row in run:
+        size = sum(num_tokens[index] for index in row)
+        if bundle and (len(bundle) == most or taken + size > token_budget):
+            yield bundle
+            bundle, taken = [], 0
+        bundle.append(list(row))
+        taken += size
+    if bundle:
+        yield bundle
+
+
+def _units(bundle: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
+    """What of a bundle stays in one microbatch: rows of several pieces are above the budget, each piece by itself."""
+    if len(bundle) == 1:
+        for index in bundle[0]:
+            yield (index,)
+    else:
+        yield [index for row in bundle for index in row]
