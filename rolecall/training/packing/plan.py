@@ -110,8 +110,8 @@ def plan_pieces(
 def cut_microbatches(
     parts: Sequence[Sequence[Sequence[int]]], num_tokens: Sequence[int], costs: Array, token_budget: int
 ) -> list[tuple[tuple[int, ...], ...]]:
-    """What each rank has, in units that stay together, in microbatches of at most token_budget tokens, equally many on
-    every rank; a unit of more tokens goes alone.
+    """Cuts what each rank has, in units that stay together, into microbatches of at most token_budget tokens, equally
+    many on every rank; a unit of more tokens goes alone.
 
     They are as few as all ranks need, of nearly equal cost within a rank, and the costliest come first: ranks wait for
     each other in every microbatch.
@@ -148,7 +148,7 @@ def _spread(
         return cut_microbatches(parts, num_tokens, costs, token_budget)
 
     def seconds(microbatches: Sequence[Sequence[Sequence[int]]]) -> float:
-        """Ranks wait for the costliest in every microbatch."""
+        """Returns the cost of the costliest rank in every microbatch: the others wait for it."""
         return sum(
             max(float(costs[list(each)].sum()) for each in at_once) for at_once in zip(*microbatches, strict=True)
         )
@@ -180,7 +180,7 @@ def _bundles(
 
 
 def _units(bundle: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
-    """What of a bundle stays in one microbatch: rows of several pieces are above the budget, each piece by itself."""
+    """Yields what of a bundle stays in one microbatch. A row of several pieces is above the budget: each by itself."""
     if len(bundle) == 1:
         for index in bundle[0]:
             yield (index,)
