@@ -89,7 +89,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record(args[0])
         for argument in args:
             for tensor in argument if isinstance(argument, list | tuple) else (argument,):
-                if isinstance(tensor, torch.Tensor):
+                if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:  # others have no storage to ask
                     self._unread.pop(self._sources.name_of(tensor), None)
         return func(*args, **(kwargs or {}))
 

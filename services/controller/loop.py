@@ -117,10 +117,9 @@ class Loop:
             await self._run_activities()
             await self._finish()
         finally:
-            await self._reports.settle()
-            await self._evaluations.cancel()
-            await self._saver.cancel()
-            await self._joiners.stop()
+            ends = self._joiners.stop(), self._reports.settle(), self._evaluations.cancel(), self._saver.cancel()
+            # bounded: by what bounds a report; the others are cancelled. All end, and the loop's own error is raised
+            await asyncio.gather(*ends, return_exceptions=True)
 
     async def _begin(self) -> None:
         """Takes over people's wish for a pause, and publishes unless the fleet holds the weights of this step."""
@@ -262,7 +261,8 @@ class Loop:
         clock.lap("publish")
         self._step_metrics.merge(clock.metrics(groups))
         self._clock = measures.Stopwatch()
-        await self._reports.begin(self._step, self._reported(results), groups)
+        reported, self._step_metrics = self._reported(results), Metrics()
+        await self._reports.begin(self._step, reported, groups)
 
     async def _compute(self, groups: Sequence[ScoredGroup]) -> None:
         """Has the trainers write the columns that are computed before the seal, where something reads them.
@@ -354,6 +354,7 @@ class Loop:
         """Begins the checkpoint of this step; returns when the steps may go on."""
         parts, step = self._parts, self._step
         await self._reports.over()  # it reads rows that this checkpoint frees
+        await self._joiners.stop()  # the actor would take its state after sending its weights
         await parts.shifts.to_training(self._recovered.ctl)
         parts.board.wait_for(f"the checkpoint of step {step}", "saving")
         await self._saver.finish()  # frees what it covers, or leaves the requests to the next
@@ -381,6 +382,7 @@ class Loop:
             self._intake.free(covered_bytes)
 
         await self._saver.begin(self._recovered.ctl, step, point, committed, lambda: parts.board.give_back(requests))
+        self._serve_joiners()
         parts.board.states.enter("working")
         self._at("the checkpoint is begun")
 

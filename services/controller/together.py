@@ -49,16 +49,18 @@ class Together(Generic[T, R]):
             return
         try:
             results = await self._threads.call(self._function, [item for item, _ in asked])
+            answered = list(zip(asked, results, strict=True))
         except RowMissingError as error:
             if len(asked) > 1:
-                for alone in asked:
-                    await self._answer([alone])
+                for item, future in asked:
+                    if not future.done():
+                        await self._answer([(item, future)])
                 return
             _fail(asked, error)
         except Exception as error:  # whoever asked is told
             _fail(asked, error)
         else:
-            for (_, future), result in zip(asked, results, strict=True):
+            for (_, future), result in answered:
                 if not future.done():
                     future.set_result(result)
 

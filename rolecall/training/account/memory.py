@@ -48,8 +48,8 @@ Holdings = Callable[[], Mapping[str, Mapping[str, torch.Tensor]]]
 """What is known by name: {kind: {name: tensor}}, the kind in the plural."""
 
 _FEWER_ACTIVATIONS = (
-    "lower its token_budget, set actor.gradient_checkpointing or actor.activation_offload, or give it more ranks "
-    "(num_ranks)"
+    "lower its token_budget, set actor.gradient_checkpointing or actor.activation_offload, set "
+    "parallel.keep_gathered: false, or give it more ranks (num_ranks)"
 )
 _FEWER_STATES = "give it more ranks (num_ranks), train adapters (lora), or use a smaller model"
 _REMEDIES: Mapping[Phase, str] = {
@@ -126,11 +126,15 @@ class PhaseMemory:
         peaks, self._peaks = self._peaks, {}
         return peaks
 
+    def height(self, *phases: Phase) -> int:
+        """Bytes at the height of `phases` since peaks were last taken."""
+        return max(self._peaks.get(phase, 0) for phase in phases)
+
     def room(self, *phases: Phase) -> int:
         """Bytes that the device had left at the height of `phases` since peaks were last taken. Others are taken to use
         it as they do now; negative where they have taken more.
         """
-        return bytes_above(self.device, max(self._peaks.get(phase, 0) for phase in phases))
+        return bytes_above(self.device, self.height(*phases))
 
     def _note(self) -> None:
         peak = take_peak_bytes(self.device)

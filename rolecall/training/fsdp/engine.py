@@ -58,7 +58,7 @@ from rolecall.training.packing.outputs import (
     with_rerouted,
     zero_of,
 )
-from rolecall.training.ranks.device import free_cached_memory, seed_rank
+from rolecall.training.ranks.device import free_cached_memory, held_bytes, seed_rank
 from rolecall.training.ranks.device_progress import DeviceProgress
 from rolecall.training.serving.hooks import nothing
 from rolecall.training.state import checkpoint
@@ -96,6 +96,7 @@ class FsdpEngine:
         self.flops_done = 0.0
         self._progressed = progressed
         self._progress = DeviceProgress(progressed, device)
+        self._held_bytes = 0
         self._on_host = HostCopies(progressed)
         self._optimizer: Optimizer | None = None
         self._snapshot: checkpoint.Snapshot | None = None
@@ -152,8 +153,6 @@ class FsdpEngine:
             outputs = [
                 narrow(self._run(microbatch, entropy, wanted, plain, base), microbatch) for microbatch in microbatches
             ]
-        if self._optimizer is None:
-            self._shards.choose()
         if self._optimizer is None or not self._shards.num_bytes_kept:
             self._shards.release()
         return outputs
@@ -161,6 +160,7 @@ class FsdpEngine:
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss, *, entropy: bool = False) -> Metrics:
         """TrainingEngine.forward_backward."""
         self.onload("parameters", "gradients")
+        self._held_bytes = held_bytes(self.device)
         metrics = Metrics()
         for index, microbatch in enumerate(microbatches):
             if index in (0, len(microbatches) - 1):
@@ -184,6 +184,7 @@ class FsdpEngine:
             raise ConfigError("this engine is frozen; give it an optimizer to train it")
         self._shards.release()
         self.onload()
+        had_moments = self.num_updates > 0  # else the passes before were measured without them
         norm = gradient_norm(self._model.parameters(), self.layout)
         rate = learning_rate(section, self.num_updates, self._options.total_steps)
         applied = bool(torch.isfinite(norm))
@@ -200,7 +201,8 @@ class FsdpEngine:
         self._progress.mark()
         self._store_moments()
         kept = self._shards.num_bytes_kept
-        self._shards.choose()
+        if had_moments:
+            self._shards.choose(self._held_bytes)
         return StepOutcome(float(norm), rate, applied, kept)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

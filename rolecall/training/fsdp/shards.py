@@ -5,7 +5,7 @@ them.
     shards.begin_backward(is_last=False)   # before a microbatch's forward pass
     ...
     shards.release()                       # before anybody reads, moves or changes the parameters themselves
-    shards.choose()                        # after a pass whose memory was measured
+    shards.choose(held_bytes)              # after passes whose memory was measured, and all state is there
 
 Gathered is every layer by itself. What becomes of it between its passes is `parallel.keep_gathered`: given back after
 each, or kept from the first forward pass until the parameters change, over all microbatches of a mini-batch. Numbers
@@ -47,7 +47,10 @@ class Shards:
         gathered = {each for layer in layers(model) for each in layer.parameters()} - own
         self._num_bytes = sum(local_part(each).numel() for each in gathered) * dtype.itemsize
         self._keeps = False
-        self._measured = self._parallel.keep_gathered is None and self._num_bytes > 0
+        # What stays of a frozen model is given back after each call: not worth a choice by its first, a short one.
+        self._measured = (
+            self._parallel.keep_gathered is None and self._num_bytes > 0 and options.optimizer is not None
+        )
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=DTYPES[self._parallel.reduce_dtype], cast_forward_inputs=False
         )
@@ -83,16 +86,18 @@ class Shards:
         for module in self._modules:
             module.reshard()
 
-    def choose(self) -> None:
+    def choose(self, held_bytes: int) -> None:
         """Decides whether parameters stay, unless the settings do: where all ranks have room for them above the peak of
-        the passes since peaks were last taken. Once given up they never stay again. A collective.
+        the passes since peaks were last taken, and once more for what these passes took above `held_bytes`, for a
+        microbatch may be half as full as the next. Once given up they never stay again. A collective.
         """
         if not self._measured:
             return
         _, total = memory_bytes(self._layout.device)
-        room = self._memory.room("forward", "backward") / total
-        spare = torch.tensor(room - (0.0 if self._keeps else self._num_bytes / total), dtype=torch.float64)
-        spare = spare.to(self._layout.device)
+        room = self._memory.room("forward", "backward")
+        if not self._keeps:
+            room -= self._num_bytes + max(0, self._memory.height("forward", "backward") - held_bytes)
+        spare = torch.tensor(room / total, dtype=torch.float64).to(self._layout.device)
         dist.all_reduce(spare, op=dist.ReduceOp.MIN, group=self._layout.group)
         keep = float(spare) >= (_SPARE / 2 if self._keeps else _SPARE)
         if keep == self._keeps:

@@ -251,6 +251,11 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     return _resident_bytes("VmRSS"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def held_bytes(device: torch.device) -> int:
+    """Memory in use now, counted as take_peak_bytes counts it."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _resident_bytes("VmRSS")
+
+
 def bytes_above(device: torch.device, peak_bytes: int) -> int:
     """Bytes that a rank could take beyond `peak_bytes`, the most that it has (take_peak_bytes), as far as others use
     the device as they do now. Of a host each rank counts its even share.

@@ -207,10 +207,15 @@ class PolicyPublisher:
 
     async def _catch_up_once(self, members: Sequence[Rollout]) -> Metrics:
         self._epoch = None
-        self._asked |= {rollout.consumer for rollout in members}
         started = time.monotonic()
         await self._fleet.settled()  # as in _begin
-        epoch = await self._delivery.open_epoch(members)
+        everyone = {rollout.consumer for rollout in members}
+        try:
+            epoch = await self._delivery.open_epoch(members)
+        except AttemptFailed as failed:  # nobody has begun the version: the others are asked again
+            self._asked |= failed.culprits or everyone
+            raise
+        self._asked |= everyone
         _, failures = await self._delivery.deliver(epoch, members, self._published_step, self._policy_version)
         metrics = Metrics()
         metrics.sum("publish/caught_up", len(members) - len(failures))
