@@ -28,7 +28,8 @@ STOP_TIMEOUT_S = 30.0
 LAYOUTS = [(1, 1), (2, 1), (2, 2)]
 """Ranks, and how many of them share each sequence."""
 OF_THE_MACHINE = {
-    f"actor/{name}" for name in ("read_s", "tokens_per_s", "tflops", *(f"{phase}_peak_bytes" for phase in PHASES))
+    f"actor/{name}"
+    for name in ("read_s", "gathered_bytes", "tokens_per_s", "tflops", *(f"{phase}_peak_bytes" for phase in PHASES))
 }
 """Metrics that may differ."""
 GONE = RowRef(id="99/0", token="r.0-1", num_tokens=9)

@@ -48,9 +48,7 @@ class Shards:
         self._num_bytes = sum(local_part(each).numel() for each in gathered) * dtype.itemsize
         self._keeps = False
         # What stays of a frozen model is given back after each call: not worth a choice by its first, a short one.
-        self._measured = (
-            self._parallel.keep_gathered is None and self._num_bytes > 0 and options.optimizer is not None
-        )
+        self._measured = self._parallel.keep_gathered is None and self._num_bytes > 0 and options.optimizer is not None
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=DTYPES[self._parallel.reduce_dtype], cast_forward_inputs=False
         )
