@@ -35,8 +35,8 @@ WAYS: dict[str, dict[str, Any]] = {
 class RoomFor(PhaseMemory):
     """The accounting of a device that has a share of its memory left."""
 
-    def __init__(self, share: float) -> None:
-        super().__init__(CPU)
+    def __init__(self, share: float, folder: Path | None = None) -> None:
+        super().__init__(CPU, folder=folder)
         self.share = share
 
     def room(self, *phases: Phase) -> int:

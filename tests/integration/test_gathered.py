@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from rolecall.settings import LoraSection
+from rolecall.training.account.memory import MemoryLostError
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.model.box import local_part
 from rolecall.training.model.packed_model import layers
@@ -19,7 +20,7 @@ from tests.checkpoint_rig import load, save
 from tests.integration import gathered_ranks
 from tests.integration.fsdp_oracle import assert_same_weights
 from tests.integration.fsdp_ranks import weights_of
-from tests.integration.gathered_ranks import WAYS, WORLD_SIZE, make_engine, one_step
+from tests.integration.gathered_ranks import WAYS, WORLD_SIZE, RoomFor, make_engine, one_step
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -76,6 +77,19 @@ def test_one_rank_that_casts_computes_the_same_with_its_casts_kept(models: dict[
     matrices = sum(p.numel() for layer in layers(engines["kept"]._model) for p in layer.parameters())
     assert {row[2] for row in found["kept"]} == {2 * matrices}
     assert_same_weights(weights_of(engines["kept"]), weights_of(engines["given back"]), atol=0)
+
+
+def test_parameters_are_not_kept_by_measure_in_a_run_that_ran_out_of_memory(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    memory = RoomFor(0.5, tmp_path)
+    kept = make_engine(models["tied"], {}, "bfloat16", memory)
+    assert one_step(kept, 0)[2::3] == [0, 0]
+    assert all(num_bytes > 0 for num_bytes in one_step(kept, 1)[2::3])
+    with pytest.raises(MemoryLostError, match="keep_gathered: false"), memory.phase("backward"):
+        raise MemoryError
+    restarted = make_engine(models["tied"], {}, "bfloat16", RoomFor(0.5, tmp_path))
+    assert [one_step(restarted, step)[2::3] for step in range(2)] == [[0, 0], [0, 0]]
 
 
 def test_a_checkpoint_of_one_rank_that_casts_goes_on_where_nothing_is_cast(

@@ -97,7 +97,8 @@ class PhaseMemory:
         self.device = device
         self.holdings: Holdings = dict
         """Set by whoever holds the large tensors."""
-        self._role, self._rank, self._folder = role, rank, folder
+        self._role, self._rank = role, rank
+        self._account = folder / f"{role.replace('/', '.')}-rank{rank}.json" if folder is not None else None
         self._open: list[Phase] = []
         self._peaks: dict[Phase, int] = {}
         self._succeeded: set[Phase] = set()
@@ -135,6 +136,10 @@ class PhaseMemory:
         it as they do now; negative where they have taken more.
         """
         return bytes_above(self.device, self.height(*phases))
+
+    def has_run_out(self) -> bool:
+        """Whether memory ran out on this rank in this run, in this process or one before it: the account is there."""
+        return self._account is not None and self._account.exists()
 
     def _note(self) -> None:
         peak = take_peak_bytes(self.device)
@@ -175,16 +180,15 @@ class PhaseMemory:
         return "; ".join(part for part in parts if part)
 
     def _write(self, account: Mapping[str, object]) -> str:
-        if self._folder is None:
+        if self._account is None:
             return ""
-        path = self._folder / f"{self._role.replace('/', '.')}-rank{self._rank}.json"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(account, indent=1, default=str))
+            self._account.parent.mkdir(parents=True, exist_ok=True)
+            self._account.write_text(json.dumps(account, indent=1, default=str))
         except OSError as error:
             logger.warning("the account of what held the memory could not be written: %s", error)
             return ""
-        return f"all of it: {path}"
+        return f"all of it: {self._account}"
 
 
 def held_tensors(device: torch.device, holdings: Mapping[str, Mapping[str, torch.Tensor]]) -> list[Held]:

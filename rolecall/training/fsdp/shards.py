@@ -87,13 +87,16 @@ class Shards:
     def choose(self, held_bytes: int) -> None:
         """Decides whether parameters stay, unless the settings do: where all ranks have room for them above the peak of
         the passes since peaks were last taken, and once more for what these passes took above `held_bytes`, for a
-        microbatch may be half as full as the next. Once given up they never stay again. A collective.
+        microbatch may be half as full as the next. Never after a rank of this run ran out of memory, and not again once
+        given up. A collective.
         """
         if not self._measured:
             return
         _, total = memory_bytes(self._layout.device)
         room = self._memory.room("forward", "backward")
-        if not self._keeps:
+        if self._memory.has_run_out():
+            room = 0  # the batch that was too large comes again, and the next process must not choose the same
+        elif not self._keeps:
             room -= self._num_bytes + max(0, self._memory.height("forward", "backward") - held_bytes)
         spare = torch.tensor(room / total, dtype=torch.float64).to(self._layout.device)
         dist.all_reduce(spare, op=dist.ReduceOp.MIN, group=self._layout.group)
