@@ -210,12 +210,13 @@ class PolicyPublisher:
         started = time.monotonic()
         await self._fleet.settled()  # as in _begin
         everyone = {rollout.consumer for rollout in members}
+        self._asked |= everyone
         try:
             epoch = await self._delivery.open_epoch(members)
-        except AttemptFailed as failed:  # nobody has begun the version: the others are asked again
-            self._asked |= failed.culprits or everyone
+        except AttemptFailed as failed:
+            if failed.culprits:  # the others have not begun the version, and are asked again
+                self._asked -= everyone - failed.culprits
             raise
-        self._asked |= everyone
         _, failures = await self._delivery.deliver(epoch, members, self._published_step, self._policy_version)
         metrics = Metrics()
         metrics.sum("publish/caught_up", len(members) - len(failures))
