@@ -30,6 +30,7 @@ from services.controller.groups.intake import Intake
 from services.controller.groups.prompts import Cursor, PromptSequence
 from services.controller.groups.reaping import Reaper
 from services.controller.parts import Parts
+from services.controller.publish.delivery import Delivery
 from services.controller.publish.joiners import Joiners
 from services.controller.publish.publisher import PolicyPublisher
 from services.controller.recovered import Recovered
@@ -63,9 +64,9 @@ class Loop:
         self._assembly = Assembly(parts.policy, parts.policy.taken_over(position.step, recovered.live, first))
         self._prompts = _prompt_sequence(parts, recovered)
         ledger, rows, threads, board = parts.ledger, parts.rows, parts.threads, parts.board
-        self._publisher = PolicyPublisher(
-            settings, ledger, threads, parts.fleet, parts.actor.stub, parts.probe, recovered
-        )
+        fleet = parts.fleet
+        delivery = Delivery(settings, ledger, threads, fleet, parts.actor.stub, parts.probe, recovered.ctl)
+        self._publisher = PolicyPublisher(settings, ledger, threads, fleet, delivery, recovered)
         self._intake = Intake(
             settings,
             ledger,
@@ -102,7 +103,7 @@ class Loop:
         )
         self._reports = Reports(parts)
         self._evaluations = Evaluations(parts)
-        self._joiners = Joiners(self._publisher, settings.controller.heartbeat_s)
+        self._joiners = Joiners(self._publisher, settings.controller.heartbeat_s, in_shifts=parts.shifts.are_taken)
         self._step_metrics = Metrics()
         self._clock = measures.Stopwatch()
 
@@ -136,7 +137,7 @@ class Loop:
         if self._recovered.is_actor_restored or not is_served:
             await self._publish()
         else:
-            self._serve_joiners()
+            self._joiners.serve()
 
     async def _run_activities(self) -> None:
         """The steps, beside the activities that run until cancelled."""
@@ -306,13 +307,8 @@ class Loop:
         self._step_metrics.merge(shifts.take_seconds())
         self._parts.board.states.enter("working")
         self._at("weights are published")
-        self._serve_joiners()
+        self._joiners.serve()
         self._intake.wake()
-
-    def _serve_joiners(self) -> None:
-        """Lets joiners have the weights from here until the next step. In shifts the actor is off the devices."""
-        if not self._parts.shifts.are_taken:
-            self._joiners.serve()
 
     async def _reach_others(self) -> None:
         """Publishes again when all that held the weights are gone and others wait for theirs: no step boundary would
@@ -382,7 +378,7 @@ class Loop:
             self._intake.free(covered_bytes)
 
         await self._saver.begin(self._recovered.ctl, step, point, committed, lambda: parts.board.give_back(requests))
-        self._serve_joiners()
+        self._joiners.serve()
         parts.board.states.enter("working")
         self._at("the checkpoint is begun")
 

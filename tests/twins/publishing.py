@@ -28,6 +28,7 @@ from rolecall.store.sealed import read_ctl
 from rolecall.v1 import actor_pb2_grpc, controller_pb2, trajectory_pb2, weights_pb2
 from rolecall.wire import encode_tensor
 from services.controller.fleet.members import Fleet
+from services.controller.publish.delivery import Delivery
 from services.controller.publish.publisher import PolicyPublisher
 from services.controller.recovered import Recovered
 from services.controller.threads import StoreThreads
@@ -247,7 +248,8 @@ async def publishing_run(store: StoreUnderTest, tree: dict[str, Any], folder: Pa
     stub = actor_pb2_grpc.ActorServiceStub(channel)
 
     def publisher_from(recovered: Recovered) -> PolicyPublisher:
-        return PolicyPublisher(settings, store.ledger, threads, fleet, stub, PROBE, recovered)
+        delivery = Delivery(settings, store.ledger, threads, fleet, stub, PROBE, recovered.ctl)
+        return PolicyPublisher(settings, store.ledger, threads, fleet, delivery, recovered)
 
     publisher = publisher_from(at_the_start(store.ledger.ctl))
     rig = Publishing(settings, store, collective, actor, fleet, publisher, publisher_from, threads)

@@ -19,15 +19,20 @@ logger = logging.getLogger(__name__)
 class Joiners:
     """The rollouts that join between two publishes of one life of the loop."""
 
-    def __init__(self, publisher: PolicyPublisher, look_s: float) -> None:
-        """`look_s`: seconds between two looks at who has joined."""
+    def __init__(self, publisher: PolicyPublisher, look_s: float, *, in_shifts: bool = False) -> None:
+        """`look_s`: seconds between two looks at who has joined. `in_shifts`: the actor is off the devices while
+        rollouts sample, so that nobody is served.
+        """
         self._publisher = publisher
+        self._in_shifts = in_shifts
         self._look_s = look_s
         self._serving: asyncio.Task[None] | None = None
         self._metrics = Metrics()
 
     def serve(self) -> None:
         """The actor holds the published weights: whoever joins gets them, until `stop`."""
+        if self._in_shifts:
+            return
         self._serving = asyncio.create_task(self._serve(), name="joiners")
 
     async def stop(self) -> None:

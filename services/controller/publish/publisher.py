@@ -30,8 +30,7 @@ from rolecall.errors import DeadlineError, WorkerLostError
 from rolecall.settings import RunSettings
 from rolecall.store.ledger import Ledger
 from rolecall.telemetry import Metrics
-from rolecall.v1 import actor_pb2, weights_pb2
-from rolecall.v1.actor_pb2_grpc import ActorServiceStub
+from rolecall.v1 import actor_pb2
 from services.controller.fleet.liveness import Rollout
 from services.controller.fleet.members import Fleet
 from services.controller.publish.delivery import Delivery, Epoch
@@ -56,16 +55,14 @@ class PolicyPublisher:
         ledger: Ledger,
         threads: StoreThreads,
         fleet: Fleet,
-        actor: ActorServiceStub,
-        probe: weights_pb2.Probe,
+        delivery: Delivery,
         recovered: Recovered,
     ) -> None:
-        """`probe`: what make_probe gives."""
         self._settings = settings
         self._ledger = ledger
         self._threads = threads
         self._fleet = fleet
-        self._delivery = Delivery(settings, ledger, threads, fleet, actor, probe, recovered.ctl)
+        self._delivery = delivery
         self._epoch: Epoch | None = None
         self._policy_version = recovered.policy_version
         self._published_step = recovered.position.published_step
