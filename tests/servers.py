@@ -163,6 +163,12 @@ class Replicated:
         """The port of the master that the first sentinel knows."""
         return int(self.sentinels[0].command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "main")[1])
 
+    def changes_of_master(self) -> list[str]:
+        """What the first sentinel wrote of who was down and who took over, in order."""
+        told = ("+sdown master", "+odown", "+try-failover", "+switch-master", "-failover")
+        lines = (self.sentinels[0].folder / "log").read_text().splitlines()
+        return [line for line in lines if any(event in line for event in told)]
+
     def cut_off(self) -> None:
         """From here on the replicas get nothing more of what the master acknowledges."""
         for replica in self.replicas:

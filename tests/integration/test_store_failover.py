@@ -72,4 +72,5 @@ async def test_a_master_that_hands_over_loses_nothing(
     async with failing_over(make_store(replicated.url, "run"), tmp_path, make_settings, run=longer) as run:
         found = await strike(run, 4, lambda: replicated.demote("COORDINATED"))
         check(run)
-    assert (found.lost_steps, replicated.master_port() != replicated.master.port) == (0, True)
+    handed_over = replicated.master_port() != replicated.master.port
+    assert (found.lost_steps, handed_over) == (0, True), replicated.changes_of_master()
