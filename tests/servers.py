@@ -127,9 +127,19 @@ class PlainServers:
 class Replicated:
     """A master, two replicas and three sentinels, two of which must agree; replicas and sentinels log in with `login`,
     user and password, where one is given.
+
+    `down_after_s`: silence of a master that sentinels take for its end. Where none is to end, longer than a busy
+    machine lets one be silent.
     """
 
-    def __init__(self, servers: PlainServers, login: tuple[str, str] | None = None, **options: str) -> None:
+    def __init__(
+        self,
+        servers: PlainServers,
+        login: tuple[str, str] | None = None,
+        *,
+        down_after_s: float = 1.0,
+        **options: str,
+    ) -> None:
         logins: tuple[str, ...] = ()
         if login is not None:
             user, password = login
@@ -140,7 +150,7 @@ class Replicated:
         self.data = [self.master, *(servers.start(**DURABLE, **options, **of_master) for _ in range(2))]
         lines = (
             f"sentinel monitor main 127.0.0.1 {self.master.port} 2",
-            "sentinel down-after-milliseconds main 1000",
+            f"sentinel down-after-milliseconds main {1000 * down_after_s:.0f}",
             "sentinel failover-timeout main 5000",
             *logins,
         )
