@@ -106,7 +106,7 @@ def group_params(settings: RunSettings, config: RolloutConfig, gid: int, prompt:
         temperature=section.temperature, top_p=1.0, max_tokens=section.max_tokens, stop_token_ids=section.stop_token_ids
     )
     params = sampling_params(
-        SampleRequest(str(gid), prompt, sampling, seed_of(settings.run.seed, gid, 0), ""), config.eos_token_ids
+        SampleRequest(str(gid), prompt, sampling, seed_of(settings.run.seed, gid, 0)), config.eos_token_ids
     )
     params.n = section.num_responses
     return params

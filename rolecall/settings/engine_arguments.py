@@ -16,6 +16,7 @@ _BY_SETTING = {
     "seed": "run.seed",
     "max_model_len": "data.max_prompt_tokens and sampling.max_tokens",
     "max_num_seqs": "rollout.max_num_seqs",
+    "max_num_active_seqs": "rollout.max_num_seqs",
     "tensor_parallel_size": "rollout.tensor_parallel_size",
     "pipeline_parallel_size": "rollout.pipeline_parallel_size",
     "device_ids": "rollout.devices",

@@ -344,12 +344,15 @@ class RunSettings(Section):
         return self
 
     @model_validator(mode="after")
-    def _narrow_cache_is_corrected(self) -> Self:
+    def _other_samplers_are_corrected(self) -> Self:
         dtype = self.rollout.engine.get("kv_cache_dtype", "auto")
-        if dtype != "auto" and self.algorithm.correction is None:
+        others = [f"engine.kv_cache_dtype {dtype}"] if dtype != "auto" else []
+        others += ["pause_mode keep_cache"] if self.rollout.pause_mode == "keep_cache" else []
+        correction = self.algorithm.correction
+        if others and (correction is None or not correction.corrects):
             raise ValueError(
-                f"rollout.engine.kv_cache_dtype {dtype} makes the sampler another policy than the trainer's; it needs "
-                "algorithm.correction, which is null"
+                f"rollout.{' and rollout.'.join(others)}: makes the sampler another policy than the trainer's; set "
+                "algorithm.correction to weigh or reject for it, as {weight: {kind: token, cap: 2}}"
             )
         return self
 

@@ -22,6 +22,9 @@ from rolecall.settings.section import (
     UnitFloat,
 )
 
+PROBE_ROOM = 512
+"""Tokens of an engine's step that are the probe's: more than it has (controller/publish/probe.py)."""
+
 
 class RolloutSection(Section):
     """vLLM replicas. They announce themselves to the controller, so there is no fixed address."""
@@ -60,8 +63,12 @@ class RolloutSection(Section):
     """Further arguments of vLLM's engine (AsyncEngineArgs) by their names there, as block_size or
     max_num_batched_tokens; those that another setting decides or that would break a promise are refused.
     """
-    pause_mode: Literal["keep", "wait", "abort"] = "keep"
-    """What a publish does with requests in flight."""
+    pause_mode: Literal["keep", "keep_cache", "wait", "abort"] = "keep"
+    """What a publish does with requests in flight: keep freezes them, and the new weights compute their keys and values
+    again, a prefill of all that is in flight; keep_cache goes on from the keys and values of the weights before, which
+    makes the sampler a mixture of policies and needs algorithm.correction; wait finishes them first; abort begins them
+    again.
+    """
     generation_timeout_s: PositiveFloat = 600.0
     """Deadline of one group's generation, at the least; unless set, longer with sampling.max_tokens
     (settings/deadlines.py).
@@ -70,6 +77,19 @@ class RolloutSection(Section):
     """Longest time with requests in the engine and no token from any before the replica is taken for hung and replaced;
     unless set, longer on GPUs and for larger models.
     """
+
+    @model_validator(mode="after")
+    def _the_probe_fits_beside_what_is_kept(self) -> Self:
+        least = self.max_num_seqs + PROBE_ROOM
+        for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
+            given = self.engine.get(name)
+            if self.pause_mode == "keep_cache" and isinstance(given, int) and given < least:
+                raise ValueError(
+                    f"engine.{name} {given}: with pause_mode keep_cache, responses in flight take a token each of "
+                    f"every step, and the probe of a publish {PROBE_ROOM} more; set it to {least} or more, or lower "
+                    "max_num_seqs"
+                )
+        return self
 
     @property
     def workers_per_replica(self) -> int:

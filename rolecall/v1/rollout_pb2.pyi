@@ -30,11 +30,13 @@ class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.V
     PAUSE_MODE_UNSPECIFIED: _PauseMode.ValueType  # 0
     """Never sent: a mode is always chosen."""
     PAUSE_MODE_KEEP: _PauseMode.ValueType  # 1
-    """Kept; they go on after Resume, on the new weights."""
+    """Kept; they go on after Resume, on the new weights, which compute their keys and values again."""
     PAUSE_MODE_WAIT: _PauseMode.ValueType  # 2
     """Finished on the old weights first."""
     PAUSE_MODE_ABORT: _PauseMode.ValueType  # 3
     """Aborted; groups go back to the stream."""
+    PAUSE_MODE_KEEP_CACHE: _PauseMode.ValueType  # 4
+    """Kept, and so are their keys and values: they go on at once, on the new weights, from what older ones computed."""
 
 class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper):
     """What to do with requests in flight."""
@@ -42,11 +44,13 @@ class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper):
 PAUSE_MODE_UNSPECIFIED: PauseMode.ValueType  # 0
 """Never sent: a mode is always chosen."""
 PAUSE_MODE_KEEP: PauseMode.ValueType  # 1
-"""Kept; they go on after Resume, on the new weights."""
+"""Kept; they go on after Resume, on the new weights, which compute their keys and values again."""
 PAUSE_MODE_WAIT: PauseMode.ValueType  # 2
 """Finished on the old weights first."""
 PAUSE_MODE_ABORT: PauseMode.ValueType  # 3
 """Aborted; groups go back to the stream."""
+PAUSE_MODE_KEEP_CACHE: PauseMode.ValueType  # 4
+"""Kept, and so are their keys and values: they go on at once, on the new weights, from what older ones computed."""
 Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 
 class _WeightsState:

@@ -20,10 +20,10 @@ Every worker of an `AsyncLLM`, i.e. every TP rank of every stage, takes a rank o
 
 `receive_version` makes vLLM's own calls in order: start_weight_update, update_weights, finish_weight_update; asks every
 worker for its report (`collective_rpc("weights_report")`); then update_weight_version(str(policy_version)), which names
-the spans of completions, and reset_prefix_cache. The first weights (load_format="dummy") come the same way. After
-TornWeightsError serve nothing; the next successful receive_version, over a new epoch, heals it. A newer `join_epoch`
-aborts the epoch before, wherever a worker may be stuck in it. Neither call blocks the event loop; `join_epoch` does
-not block the engine either.
+the spans of completions, and reset_prefix_cache, which leaves what paused requests hold. The first weights
+(load_format="dummy") come the same way. After TornWeightsError serve nothing; the next successful receive_version, over
+a new epoch, heals it. A newer `join_epoch` aborts the epoch before, wherever a worker may be stuck in it. Neither call
+blocks the event loop; `join_epoch` does not block the engine either.
 """
 
 import asyncio

@@ -54,6 +54,10 @@ class RolloutConfig:
     pipeline_parallel_size: int
     num_workers: int
     """Workers of the engine, in all stages together."""
+    keeps_cache: bool
+    """Whether requests in flight hold their places over a publish (rollout.pause_mode keep_cache). Not in a
+    deterministic run, which has one place and nothing in flight then.
+    """
     kv_cache_bytes: int | None
     """Absent: vLLM takes gpu_memory_utilization."""
     gpu_memory_utilization: float
@@ -102,6 +106,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
         tensor_parallel_size=section.tensor_parallel_size,
         pipeline_parallel_size=section.pipeline_parallel_size,
         num_workers=section.workers_per_replica,
+        keeps_cache=section.pause_mode == "keep_cache" and not settings.run.deterministic,
         kv_cache_bytes=section.kv_cache_bytes or (None if devices else CPU_KV_CACHE_BYTES),
         gpu_memory_utilization=_share(settings) if devices else section.gpu_memory_utilization,
         enforce_eager=(not devices) if section.enforce_eager is None else section.enforce_eager,

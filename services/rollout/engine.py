@@ -9,6 +9,7 @@ last token. vLLM itself names the weights version of every token.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Sequence
@@ -82,6 +83,11 @@ class VllmEngine:
         self._num_probes = 0
         self._num_moves = 0
         self._makes_stage_buffers = config.pipeline_parallel_size > 1 and not config.devices
+        self._num_loads = 0
+        """Loads that have begun: prefixes are shared between requests that began under the same weights."""
+        self._keeps_cache = config.keeps_cache
+        # Kept requests run on while the probe does, and none of them makes way: a place is left for it.
+        self._places = asyncio.Semaphore(config.max_num_seqs) if config.keeps_cache else contextlib.nullcontext()
         self._mixture = config.mixture
         self._takes_adapters = config.lora is not None
         self._adapter: LoRARequest | None = None
@@ -116,17 +122,18 @@ class VllmEngine:
             await self._alive(self._llm.collective_rpc("make_stage_buffers"))
         sampling = trajectory_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=2)
         await self.probe(WARM_UP_TOKENS, num_decoded=2)
-        request = SampleRequest("warm-up", WARM_UP_TOKENS, sampling, seed=0, cache_salt="warm-up")
-        prompt = tokens_input(list(WARM_UP_TOKENS), cache_salt=request.cache_salt)
-        await self._final(prompt, sampling_params(request, self._info.eos_token_ids), request.request_id, _PRIORITY)
+        request = SampleRequest("warm-up", WARM_UP_TOKENS, sampling, seed=0)
+        params = sampling_params(request, self._info.eos_token_ids)
+        await self._final(tokens_input(list(WARM_UP_TOKENS)), params, request.request_id, _PRIORITY)
 
     # --- sampling ---------------------------------------------------------------------------------
 
     async def sample(self, request: SampleRequest) -> Sample:
         """Implements SamplingEngine.sample."""
         params = sampling_params(request, self._info.eos_token_ids)
-        prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt)
-        output = await self._final(prompt, params, request.request_id, _PRIORITY)
+        async with self._places:  # bounded: by generation_timeout_s of whoever asks, as what is inside
+            prompt = tokens_input(list(request.prompt_token_ids), cache_salt=str(self._num_loads))
+            output = await self._final(prompt, params, request.request_id, _PRIORITY)
         sample = _sample(output.outputs[0], request)
         return sample if self._mixture is None else replace(sample, routing=_routing(output, self._mixture))
 
@@ -181,13 +188,15 @@ class VllmEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         """Implements SamplingEngine.pause. Clearing the cache makes kept requests compute their keys and values again,
-        under the weights they go on with.
+        under the weights they go on with. Left as it is, it gives nothing to requests that begin after the next load.
 
         Asked of the engine's core: pause_generation does no more for text, and then sleeps 20 ms for callers who want
         all outputs before its answer. Ours come to a gate that is shut (gate.py), whenever they come, and a publish
         pauses twice.
         """
-        await self._alive(self._llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=True))
+        fate = PauseMode.KEEP if mode is PauseMode.KEEP_CACHE else mode
+        clears = mode is not PauseMode.KEEP_CACHE or not self._keeps_cache
+        await self._alive(self._llm.engine_core.pause_scheduler_async(mode=fate.value, clear_cache=clears))
 
     async def resume(self) -> None:
         """Implements SamplingEngine.resume."""
@@ -212,6 +221,7 @@ class VllmEngine:
 
     async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Transferred:
         """Implements EngineWeights.receive."""
+        self._num_loads += 1
         receiving = receive_version(
             self._llm,
             epoch=epoch,
@@ -279,7 +289,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         dtype=config.dtype,
         hf_overrides={"head_dtype": "float32"} if config.float32_head else {},
         max_model_len=config.max_model_tokens,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.max_num_seqs + config.keeps_cache,  # the probe's place
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
         distributed_executor_backend="uni" if config.in_one_process else "mp",

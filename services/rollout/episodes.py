@@ -168,7 +168,7 @@ class Episodes:
             await self._environment.close_older(name, fence)
         places = [
             _Place(f"{name}/{i}/{claim.token}", name, fence, group.prompt, request)
-            for i, request in enumerate(group_requests(group, claim.token, self._replica.cache_salt))
+            for i, request in enumerate(group_requests(group, claim.token))
         ]
         return await self.play(places)
 
@@ -314,7 +314,7 @@ class Episodes:
 
     async def _turn(self, tree: Tree, prompt: TurnPrompt, first: _First) -> tuple[Turn, Heard]:
         """Samples a turn, and reads its calls of tools."""
-        number, request = tree.request(prompt, prompt.room, self._replica.cache_salt)
+        number, request = tree.request(prompt, prompt.room)
         response = await self._replica.sample(request)
         turn = tree.sampled(number, prompt, response, self._tokenizer.decode(response.sample.token_ids))
         turn.is_seen = True

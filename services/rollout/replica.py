@@ -6,7 +6,7 @@ is held. It is not the pull loop (pull.py) and not the gRPC surface (service.py)
 The probe has to run in the engine's own scheduler, which computes nothing while paused, and a paused engine may hold
 kept requests. So the scheduler runs for the probe alone with the gate shut: kept requests may sample a few tokens
 meanwhile, under weights that nobody attested. Nothing of it leaves: a response passes only when every version in its
-spans was attested to this engine.
+spans was attested to this engine, and what unattested weights computed is dropped before others are loaded.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from rolecall.weights.transferred import Transferred
 from services.rollout.activity import Activity
 from services.rollout.gate import Gate
 from services.rollout.sampling import MeetingPlace, PauseMode, Probed, RolloutEngine, Sample, SampleRequest, Transfer
-from services.rollout.state import HeldWeights
+from services.rollout.state import HeldWeights, State
 
 logger = logging.getLogger(__name__)
 
@@ -143,11 +143,6 @@ class Replica:
         if self.draining or not self.gate.is_open:
             raise UnavailableError("the replica is paused or draining; ask again or ask another")
 
-    @property
-    def cache_salt(self) -> str:
-        """Salt of the prefix cache for requests submitted now."""
-        return f"v{self.held.policy_version}"
-
     async def sample(self, request: SampleRequest) -> Response:
         """One response, once the gate lets it out. Cancelling it aborts the request. Errors as SamplingEngine.sample,
         and NotAttestedError when some token came from weights that were never attested.
@@ -242,7 +237,7 @@ class Replica:
     async def _receive(self, transfer: Transfer) -> tuple[Transferred, Probed | None]:
         async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
             self._stop_keeping()
-            await self._pause(transfer.pause_mode)
+            await self._pause(self._mode(transfer))
             self.held.begin(transfer.policy_version)
             try:
                 received = await self._received(transfer)
@@ -270,24 +265,30 @@ class Replica:
                 received.transfer_s,
             )
             probe = transfer.probe_token_ids
-            return received, None if probe is None else await self._probe(probe, transfer.num_decoded)
+            return received, None if probe is None else await self._probe(probe, transfer)
+
+    def _mode(self, transfer: Transfer) -> PauseMode:
+        """Returns the mode to pause in for a load. What weights computed that nobody attested is not gone on from."""
+        leaves_cache = transfer.pause_mode is PauseMode.KEEP_CACHE
+        return PauseMode.KEEP if leaves_cache and self.held.state is not State.ATTESTED else transfer.pause_mode
 
     async def _received(self, transfer: Transfer) -> Transferred:
         with self._activity.loading():
             async with asyncio.timeout(self._load_timeout_s):
                 return await self._engine.receive(transfer.epoch, transfer.policy_version, transfer.bucket_timeout_s)
 
-    async def _probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
+    async def _probe(self, token_ids: Sequence[int], transfer: Transfer) -> Probed:
+        keeps_cache = transfer.pause_mode is PauseMode.KEEP_CACHE
         try:
             async with asyncio.timeout(self._pause_timeout_s):
                 with self._activity.asking():
                     await self._engine.resume()
-                    return await self._engine.probe(token_ids, num_decoded)
+                    return await self._engine.probe(token_ids, transfer.num_decoded)
         except TimeoutError as error:
             raise DeadlineError(f"the probe took longer than {self._pause_timeout_s:.0f} s") from error
         finally:
             with self._activity.asking():
-                await self._engine.pause(PauseMode.KEEP)
+                await self._engine.pause(PauseMode.KEEP_CACHE if keeps_cache else PauseMode.KEEP)
 
     async def pause(self, mode: PauseMode) -> None:
         """Nothing leaves and nothing is sampled until resume. Idempotent."""

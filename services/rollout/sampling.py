@@ -20,7 +20,9 @@ class PauseMode(Enum):
     """The fate of requests in flight at a pause."""
 
     KEEP = "keep"
-    """Frozen; they go on after resume, on whatever weights are held then."""
+    """Frozen; they go on after resume, on whatever weights are held then, which compute their keys and values again."""
+    KEEP_CACHE = "keep_cache"
+    """Frozen with their keys and values, from which they go on after resume."""
     WAIT = "wait"
     """Finished first."""
     ABORT = "abort"
@@ -51,8 +53,6 @@ class SampleRequest:
     sampling: trajectory_pb2.SamplingParams
     seed: int
     """63 bits; unused when temperature is 0."""
-    cache_salt: str
-    """Prefixes are shared only between requests of one salt."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,9 @@ class SamplingEngine(Protocol):
         """
 
     async def pause(self, mode: PauseMode) -> None:
-        """Returns when nothing is computed any more, with the prefix cache empty. New requests wait. Idempotent."""
+        """Returns when nothing is computed any more. What was computed of a prefix is given to nobody later; KEEP_CACHE
+        leaves it to whoever began with it. New requests wait. Idempotent.
+        """
 
     async def resume(self) -> None:
         """Goes on. Idempotent."""

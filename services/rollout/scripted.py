@@ -71,6 +71,8 @@ class ScriptedEngine:
             eos_token_ids=(eos_token_id,),
             sleep_levels=sleep_levels,
         )
+        self.pauses: list[PauseMode] = []
+        """The modes of its pauses, in order."""
         self.joined: list[int] = []
         """Epochs joined, in order."""
         self.failures: deque[RoleCallError] = deque()
@@ -178,6 +180,7 @@ class ScriptedEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         """Implements SamplingEngine.pause."""
+        self.pauses.append(mode)
         await self._thawed()
         if mode is PauseMode.WAIT and self._may_run.is_set():
             await self._idle.wait()  # bounded: by whoever asks, as in engine.py

@@ -33,6 +33,7 @@ _PAUSE_MODES = {
     rollout_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP,
     rollout_pb2.PAUSE_MODE_WAIT: PauseMode.WAIT,
     rollout_pb2.PAUSE_MODE_ABORT: PauseMode.ABORT,
+    rollout_pb2.PAUSE_MODE_KEEP_CACHE: PauseMode.KEEP_CACHE,
 }
 
 
@@ -104,10 +105,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         check_sampling(request.sampling, request.num_responses)
         ids = prompt_token_ids(request.prompt)
         self._num_calls += 1
-        salt = self._replica.cache_salt
         return [
             SampleRequest(
-                f"{request.id}/{i}:call-{self._num_calls}", ids, request.sampling, seed_of(request.seed, 0, i), salt
+                f"{request.id}/{i}:call-{self._num_calls}", ids, request.sampling, seed_of(request.seed, 0, i)
             )
             for i in range(request.num_responses)
         ]
@@ -206,7 +206,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
 def _pause_mode(mode: rollout_pb2.PauseMode.ValueType) -> PauseMode:
     if mode not in _PAUSE_MODES:
-        raise InvalidInputError(f"pause mode {mode} is not one; send KEEP, WAIT or ABORT")
+        raise InvalidInputError(f"pause mode {mode} is not one; send KEEP, KEEP_CACHE, WAIT or ABORT")
     return _PAUSE_MODES[mode]
 
 

@@ -37,7 +37,7 @@ class SingleTurns:
     async def sample(self, claim: Claim) -> tuple[list[SampleRequest], list[Response]]:
         """Implements GroupSampler.sample."""
         group = claim.group
-        requests = group_requests(group, claim.token, self._replica.cache_salt)
+        requests = group_requests(group, claim.token)
         self._replica.require_room(requests[0].prompt_token_ids, f"group {group.gid}")
         responses: list[Response | None] = [None] * len(requests)
         async with aclosing(self._replica.sample_all(requests)) as sampled:

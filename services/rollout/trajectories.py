@@ -43,7 +43,7 @@ def check_sampling(sampling: trajectory_pb2.SamplingParams, num_responses: int) 
         raise InvalidInputError(f"sampling.max_tokens is {sampling.max_tokens}; it must be at least 1")
 
 
-def group_requests(group: trajectory_pb2.PromptGroup, attempt: str, cache_salt: str) -> list[SampleRequest]:
+def group_requests(group: trajectory_pb2.PromptGroup, attempt: str) -> list[SampleRequest]:
     """G requests, and the greedy one last where the group wants it; seeds are those of (run seed, gid, i), whoever
     samples and however often. `attempt` keeps request ids of two attempts apart.
     """
@@ -61,7 +61,7 @@ def group_requests(group: trajectory_pb2.PromptGroup, attempt: str, cache_salt: 
         greedy.temperature = 0
         samplings.append(greedy)
     return [
-        SampleRequest(f"{group.gid}/{i}:{attempt}", ids, sampling, seed_of(group.run_seed, group.gid, i), cache_salt)
+        SampleRequest(f"{group.gid}/{i}:{attempt}", ids, sampling, seed_of(group.run_seed, group.gid, i))
         for i, sampling in enumerate(samplings)
     ]
 

@@ -323,11 +323,3 @@ async def test_admission_with_a_sampling_that_training_does_not_know_is_not_samp
     rollout.admit(1)
     await rollout.publish(1)
     assert [committed.gid for committed in await rollout.committed(1)] == [1]
-
-
-async def test_requests_of_two_versions_share_no_prefix(rollout: ReplicaUnderTest) -> None:
-    salts = []
-    for version in (1, 2):
-        await rollout.publish(version)
-        salts.append(rollout.replica.cache_salt)
-    assert salts == ["v1", "v2"], "what older weights computed of a prompt is not that of newer ones"

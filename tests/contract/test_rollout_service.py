@@ -29,6 +29,7 @@ from rolecall.errors import (
 )
 from rolecall.v1 import rollout_pb2, trajectory_pb2, weights_pb2
 from rolecall.wire import decode_tensor
+from services.rollout.sampling import PauseMode
 from services.rollout.scripted import ScriptedEngine, digest_of
 from services.rollout.service import SERVICE_NAME
 from tests.contract.rollout_replica import PROMPT, ReplicaUnderTest, generate_request, replica_under_test
@@ -250,13 +251,28 @@ async def test_kept_work_is_given_up_when_nobody_resumes(store: StoreUnderTest, 
         assert len(await rollout.generate()) == 4
 
 
+async def test_keys_and_values_are_kept_over_a_load_only_from_weights_that_were_attested(
+    rollout: ReplicaUnderTest,
+) -> None:
+    cleared, kept = PauseMode.KEEP, PauseMode.KEEP_CACHE
+    for version, before in ((1, cleared), (2, kept)):
+        await rollout.publish(version, mode=rollout_pb2.PAUSE_MODE_KEEP_CACHE)
+        assert rollout.engine.pauses[-2:] == [before, kept], "before the load, and after the probe"
+    await rollout.receive(3, mode=rollout_pb2.PAUSE_MODE_KEEP_CACHE)  # which nobody attests
+    await rollout.receive(4, mode=rollout_pb2.PAUSE_MODE_KEEP_CACHE)
+    assert rollout.engine.pauses[-4:] == [kept, kept, cleared, kept]
+    await rollout.receive(5)
+    assert rollout.engine.pauses[-2:] == [cleared, cleared]
+
+
 async def test_pausing_finishes_keeps_or_aborts_as_asked(rollout: ReplicaUnderTest) -> None:
     await rollout.publish(1)
-    for mode in (rollout_pb2.PAUSE_MODE_KEEP, rollout_pb2.PAUSE_MODE_WAIT, rollout_pb2.PAUSE_MODE_ABORT):
+    kept = (rollout_pb2.PAUSE_MODE_KEEP, rollout_pb2.PAUSE_MODE_KEEP_CACHE)
+    for mode in (*kept, rollout_pb2.PAUSE_MODE_WAIT, rollout_pb2.PAUSE_MODE_ABORT):
         call = asyncio.create_task(rollout.generate(8))
         await until(lambda: rollout.engine.num_running >= 8)
         await rollout.stub.Pause(rollout_pb2.PauseRequest(ctl=1, mode=mode))
-        assert (rollout.engine.num_running == 0) == (mode != rollout_pb2.PAUSE_MODE_KEEP)
+        assert (rollout.engine.num_running == 0) == (mode not in kept)
         await asyncio.sleep(0.05)
         with pytest.raises(UnavailableError):
             await rollout.generate()

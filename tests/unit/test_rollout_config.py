@@ -180,9 +180,25 @@ def test_no_argument_of_vllm_breaks_a_promise(tmp_path: Path) -> None:
             settings(tmp_path, engine={name: 2})
     with pytest.raises(ValidationError, match=r"max_model_len: it follows from data.max_prompt_tokens"):
         settings(tmp_path, engine={"max_model_len": 64})
-    with pytest.raises(ValidationError, match=r"kv_cache_dtype fp8 .* algorithm.correction"):
+    with pytest.raises(ValidationError, match=r"kv_cache_dtype fp8: .* algorithm.correction"):
         settings(tmp_path, algorithm={"correction": None}, engine={"kv_cache_dtype": "fp8"})
     assert settings(tmp_path, engine={"kv_cache_dtype": "fp8"}).rollout.engine
+
+
+def test_a_cache_of_older_weights_is_corrected(tmp_path: Path) -> None:
+    for idle in (None, {"weight": None}):
+        with pytest.raises(ValidationError, match=r"rollout.pause_mode keep_cache: .* algorithm.correction"):
+            settings(tmp_path, algorithm={"correction": idle}, pause_mode="keep_cache")
+    bypass = settings(tmp_path, algorithm={"correction": {"proximal": "bypass"}}, pause_mode="keep_cache")
+    assert configure(bypass, "rollout-0", range(2)).keeps_cache
+
+
+def test_responses_that_are_kept_with_their_cache_leave_room_for_the_probe(tmp_path: Path) -> None:
+    for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
+        with pytest.raises(ValidationError, match=rf"engine.{name} 575: .* set it to 576 or more"):
+            settings(tmp_path, pause_mode="keep_cache", max_num_seqs=64, engine={name: 575})
+        assert settings(tmp_path, pause_mode="keep_cache", max_num_seqs=64, engine={name: 576}).rollout.engine
+        assert settings(tmp_path, max_num_seqs=64, engine={name: 575}).rollout.engine
 
 
 def test_whatever_a_replica_sets_itself_is_refused() -> None:

@@ -48,7 +48,6 @@ class Sampler:
     info: EngineInfo = EngineInfo(LONGEST, 1, (EOS_TOKEN_ID,), ())
     thought: str = ""
     """What it says before anything else."""
-    cache_salt: str = ""
     calls: list[list[int]] = field(default_factory=list)
     """Every id up to the end of each answer."""
 
@@ -94,7 +93,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 99), st.boolea
 
 def attempt_of(sampler: Sampler, room: int, max_prompt_tokens: int | None = None) -> Attempt:
     longest = sampler.info.max_model_tokens
-    first = SampleRequest("r", (), trajectory_pb2.SamplingParams(temperature=1, max_tokens=longest), 1, "")
+    first = SampleRequest("r", (), trajectory_pb2.SamplingParams(temperature=1, max_tokens=longest), 1)
     limits, tokenizer = Limits(max_prompt_tokens or longest, 2000, room, time.monotonic() + 600), sampler.tokenizer
     return Attempt(first, limits, cast(Any, sampler), tokenizer, Continuation(tokenizer), None)
 

@@ -58,13 +58,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 async def played(tokenizer: ChatTokenizer, steps: Sequence[Step], room: int) -> tuple[list[int], Response, list[int]]:
     """The prompt and the whole of an episode, and the tokens of each of its turns as they came."""
     sampler, continuation = Sampler(tokenizer), Continuation(tokenizer)
-    first = SampleRequest("r", (), trajectory_pb2.SamplingParams(temperature=1), 1, "")
+    first = SampleRequest("r", (), trajectory_pb2.SamplingParams(temperature=1), 1)
     tree = Tree(first, continuation, room)
     said: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
     prompt, sizes = TurnPrompt(None, tuple(said), continuation.opening(said), 10**6, "first"), list[int]()
     for step in steps:
         sampler.thought = "<think>\nhm\n</think>\n\n" if step.thinks else ""
-        number, request = tree.request(prompt, prompt.room, "")
+        number, request = tree.request(prompt, prompt.room)
         response = await sampler.sample(request)
         sizes.append(len(response.sample.token_ids))
         turn = tree.sampled(number, prompt, response, tokenizer.decode(response.sample.token_ids))

@@ -104,6 +104,11 @@ class CorrectionSection(Section):
     weight and the loss's clip its bound; `weight` has nothing left to correct.
     """
 
+    @property
+    def corrects(self) -> bool:
+        """Whether anything is weighed, left out or bounded by how the sampler differs from the trainer."""
+        return self.weight is not None or bool(self.reject) or self.proximal == "bypass"
+
     @model_validator(mode="before")
     @classmethod
     def _bypass_weighs_once(cls, given: object) -> object:

@@ -51,6 +51,7 @@ receivers is late.
 
 _PAUSE_MODES = {
     "keep": rollout_pb2.PAUSE_MODE_KEEP,
+    "keep_cache": rollout_pb2.PAUSE_MODE_KEEP_CACHE,
     "wait": rollout_pb2.PAUSE_MODE_WAIT,
     "abort": rollout_pb2.PAUSE_MODE_ABORT,
 }

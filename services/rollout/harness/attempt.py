@@ -76,7 +76,7 @@ class Attempt:
                 f"the conversation has {len(asked.token_ids)} tokens and may have {asked.longest}, the answer included"
             )
         max_tokens = asked.room if call.max_tokens is None else min(asked.room, call.max_tokens)
-        number, request = self._tree.request(asked, max_tokens, self._replica.cache_salt)
+        number, request = self._tree.request(asked, max_tokens)
         try:
             async with asyncio.timeout(self._limits.ends_at - time.monotonic()):
                 response = await self._replica.sample(request)

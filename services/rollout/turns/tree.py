@@ -139,7 +139,7 @@ class Tree:
         branch = "fork" if turn.num_children else ""
         return TurnPrompt(turn, tuple(messages), [*turn.token_ids, *added], turn.prompt.longest, branch)
 
-    def request(self, prompt: TurnPrompt, max_tokens: int, cache_salt: str) -> tuple[int, SampleRequest]:
+    def request(self, prompt: TurnPrompt, max_tokens: int) -> tuple[int, SampleRequest]:
         """The number of the turn sampled from `prompt`, and the request for it."""
         if prompt.branch:
             self._branches[prompt.branch] += 1
@@ -151,9 +151,7 @@ class Tree:
         sampling.CopyFrom(first.sampling)
         sampling.max_tokens = max_tokens
         seed = turn_seed(first.seed, number)
-        return number, SampleRequest(
-            f"{first.request_id}.{number}", tuple(prompt.token_ids), sampling, seed, cache_salt
-        )
+        return number, SampleRequest(f"{first.request_id}.{number}", tuple(prompt.token_ids), sampling, seed)
 
     def sampled(self, number: int, prompt: TurnPrompt, response: Response, text: str) -> Turn:
         """The turn that was asked for as `number` is there."""
