@@ -295,6 +295,8 @@ def _batches(settings: RunSettings) -> Iterator[str]:
         f"staleness: at most {algorithm.max_staleness} steps; at most "
         f"{(1 + algorithm.max_staleness) * algorithm.groups_per_batch} groups in flight"
     )
+    if algorithm.max_staleness and not settings.takes_shifts:
+        yield _kept(settings)
     window, letters, failed = (
         settings.controller.failure_window,
         settings.controller.max_dead_letters,
@@ -305,6 +307,26 @@ def _batches(settings: RunSettings) -> Iterator[str]:
         "survives them; one more ends the run"
     )
     yield from explain(settings)
+
+
+def _kept(settings: RunSettings) -> str:
+    """What a publish does with responses in flight, and at most how much is computed again for it."""
+    rollout, algorithm = settings.rollout, settings.algorithm
+    most = algorithm.max_staleness * algorithm.groups_per_batch * settings.responses_per_group
+    if rollout.num_replicas:
+        most = min(most, rollout.num_replicas * rollout.max_num_seqs)
+    match rollout.pause_mode:
+        case "keep":
+            does = (
+                f"keep their tokens, up to {most * settings.max_row_tokens:,}, whose keys and values are computed again"
+            )
+        case "keep_cache":
+            does = "keep their tokens, with the keys and values of the weights before"
+        case "wait":
+            does = "end first"
+        case "abort":
+            does = "begin again"
+    return f"at a publish: responses in flight, up to {most}, {does} (rollout.pause_mode {rollout.pause_mode})"
 
 
 def _functions(settings: RunSettings) -> Iterator[str]:

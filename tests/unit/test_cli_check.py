@@ -43,6 +43,20 @@ def test_the_budgets_of_failures_are_told_with_their_window(config: Path) -> Non
     )
 
 
+def test_what_a_publish_does_with_responses_in_flight_is_told_where_there_are_any(config: Path) -> None:
+    def told(mode: str, staleness: int = 1) -> str:
+        return findings(load_settings(config, [f"algorithm.max_staleness={staleness}", f"rollout.pause_mode={mode}"]))[
+            1
+        ]
+
+    longest = load_settings(config).max_row_tokens
+    assert "at a publish" not in told("keep", staleness=0)
+    assert f"in flight, up to 4, keep their tokens, up to {4 * longest:,}, whose keys and values" in told("keep")
+    assert "in flight, up to 8, keep their tokens, with the keys and values" in told("keep_cache", staleness=2)
+    assert "in flight, up to 4, end first (rollout.pause_mode wait)" in told("wait")
+    assert "in flight, up to 4, begin again (rollout.pause_mode abort)" in told("abort")
+
+
 def test_a_users_estimator_is_found_and_takes_its_options(config: Path) -> None:
     (config.parent / "median_for_a_check.py").write_text(
         "def f(batch, *, scale):\n    raise AssertionError('not called')\n"

@@ -12,6 +12,8 @@ from pydantic import ValidationError
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 from rolecall.settings.engine_arguments import REFUSED
+from rolecall.settings.services import PROBE_ROOM
+from services.controller.publish.probe import MAX_PROBE_TOKENS, NUM_DECODED
 from services.rollout.config import configure, start_environment
 from tests.smallest import smallest_tree
 
@@ -194,6 +196,7 @@ def test_a_cache_of_older_weights_is_corrected(tmp_path: Path) -> None:
 
 
 def test_responses_that_are_kept_with_their_cache_leave_room_for_the_probe(tmp_path: Path) -> None:
+    assert MAX_PROBE_TOKENS + NUM_DECODED <= PROBE_ROOM
     for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
         with pytest.raises(ValidationError, match=rf"engine.{name} 575: .* set it to 576 or more"):
             settings(tmp_path, pause_mode="keep_cache", max_num_seqs=64, engine={name: 575})
