@@ -310,7 +310,7 @@ def _batches(settings: RunSettings) -> Iterator[str]:
 
 
 def _kept(settings: RunSettings) -> str:
-    """What a publish does with responses in flight, and at most how much is computed again for it."""
+    """Returns what a publish does with responses in flight, and at most how much is computed again for it."""
     rollout, algorithm = settings.rollout, settings.algorithm
     most = algorithm.max_staleness * algorithm.groups_per_batch * settings.responses_per_group
     if rollout.num_replicas:

@@ -25,9 +25,9 @@ from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
 from rolecall.store.sealed import read_ctl
 from rolecall.v1 import controller_pb2, rollout_pb2_grpc
+from services.rollout.activity import feed_heartbeat
 from services.rollout.config import RolloutConfig, configure, machine_cores, start_environment
 from services.rollout.episodes import sampler_of
-from services.rollout.heartbeat import feed_heartbeat
 from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica
 from services.rollout.service import SERVICE_NAME, RolloutServicer

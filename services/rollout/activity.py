@@ -1,15 +1,22 @@
 """The activity of an engine as its replica sees it: what the engine owes, what it has answered, and for how long it had
 work.
 
-By this a hung engine is told from an idle one; heartbeat.py reports it, the controller judges. And by this people and
-scalers see what the replica did with its time.
+By this a hung engine is told from an idle one: heartbeats say it, and the controller judges
+(services/controller/fleet/liveness.py). Whether the pull loop turns is not said: that tells nothing of an engine. And
+by this people and scalers see what the replica did with its time.
 """
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
+from rolecall.rpc.membership import Pulse
 from rolecall.telemetry.states import StateClock
+
+LOOK_S = 0.25
+"""Seconds between two looks at what a heartbeat says."""
 
 STATES = ("waiting_weights", "loading_weights", "sampling", "answering", "waiting_prompts")
 """What a replica does with its time. It samples groups of the run; else it answers Generate alone, as for an
@@ -110,3 +117,26 @@ class Activity:
             yield
         finally:
             self._num_awaiting_load -= 1
+
+
+class Watched(Protocol):
+    """A replica, as its heartbeats show it."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the engine owes something, so that `num_moves` must grow."""
+
+    @property
+    def num_moves(self) -> int:
+        """Grows whenever the engine moves."""
+
+
+async def feed_heartbeat(watched: Watched, pulse: Pulse) -> None:
+    """Shows `watched` to `pulse` every LOOK_S, until cancelled."""
+    seen = -1
+    while True:
+        if watched.num_moves != seen:
+            seen = watched.num_moves
+            pulse.progress()
+        pulse.busy = watched.is_busy
+        await asyncio.sleep(LOOK_S)

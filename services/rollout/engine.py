@@ -1,4 +1,4 @@
-"""vLLM as a RolloutEngine: tokens in, tokens out. The only file of the services that imports vLLM.
+"""vLLM as a RolloutEngine: tokens in, tokens out. What the services import of vLLM is here and in scheduler.py.
 
 Owns how our requests become vLLM's and back, and which vLLM calls make up a pause, a load and a probe. It decides
 nothing about serving: the replica does.
@@ -48,11 +48,10 @@ from services.rollout.sampling import (
     SampleRequest,
     VersionSpan,
 )
+from services.rollout.scheduler import PRIORITY, PROBE_PRIORITY
 from services.rollout.sleeper import Sleeper
 
 _FINISH_REASONS = {"stop": trajectory_pb2.FINISH_REASON_STOP, "length": trajectory_pb2.FINISH_REASON_LENGTH}
-_PROBE_PRIORITY, _PRIORITY = -1, 0
-"""Lower goes first: the probe does not queue behind kept requests."""
 ENGINE_DIED = "the vLLM engine died of the error that it wrote to this replica's log; the replica ends"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of vLLM's adapter memory; a smaller adapter is padded with zeros."""
@@ -86,6 +85,8 @@ class VllmEngine:
         self._num_loads = 0
         """Loads that have begun: prefixes are shared between requests that began under the same weights."""
         self._keeps_cache = config.keeps_cache
+        self._runs_on = False
+        """Whether requests hold their keys and values over the pause."""
         # Kept requests run on while the probe does, and none of them makes way: a place is left for it.
         self._places = asyncio.Semaphore(config.max_num_seqs) if config.keeps_cache else contextlib.nullcontext()
         self._mixture = config.mixture
@@ -120,11 +121,13 @@ class VllmEngine:
         """
         if self._makes_stage_buffers:
             await self._alive(self._llm.collective_rpc("make_stage_buffers"))
+        await self.pause(PauseMode.KEEP)
         sampling = trajectory_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=2)
         await self.probe(WARM_UP_TOKENS, num_decoded=2)
+        await self.resume()
         request = SampleRequest("warm-up", WARM_UP_TOKENS, sampling, seed=0)
         params = sampling_params(request, self._info.eos_token_ids)
-        await self._final(tokens_input(list(WARM_UP_TOKENS)), params, request.request_id, _PRIORITY)
+        await self._final(tokens_input(list(WARM_UP_TOKENS)), params, request.request_id, PRIORITY)
 
     # --- sampling ---------------------------------------------------------------------------------
 
@@ -133,12 +136,24 @@ class VllmEngine:
         params = sampling_params(request, self._info.eos_token_ids)
         async with self._places:  # bounded: by generation_timeout_s of whoever asks, as what is inside
             prompt = tokens_input(list(request.prompt_token_ids), cache_salt=str(self._num_loads))
-            output = await self._final(prompt, params, request.request_id, _PRIORITY)
+            output = await self._final(prompt, params, request.request_id, PRIORITY)
         sample = _sample(output.outputs[0], request)
         return sample if self._mixture is None else replace(sample, routing=_routing(output, self._mixture))
 
     async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
-        """Implements SamplingEngine.probe."""
+        """Implements SamplingEngine.probe. Requests that hold their keys and values cannot be held back: with them the
+        scheduler goes on, and is paused again.
+        """
+        if not self._runs_on:
+            await self._alive(self._llm.engine_core.pause_scheduler_async(mode="wait", clear_cache=False))
+            return await self._probed(token_ids, num_decoded)
+        await self._alive(self._llm.resume_generation())
+        try:
+            return await self._probed(token_ids, num_decoded)
+        finally:
+            await self.pause(PauseMode.KEEP_CACHE)
+
+    async def _probed(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
         logprobs, decoded = await self._probe(token_ids, max(num_decoded, 1))
         sampled = list(decoded.token_ids)[:num_decoded]
         if not sampled:
@@ -160,7 +175,7 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = await self._final(tokens_input(list(token_ids)), params, f"probe/{self._num_probes}", _PROBE_PRIORITY)
+        output = await self._final(tokens_input(list(token_ids)), params, f"probe/{self._num_probes}", PROBE_PRIORITY)
         given = output.prompt_logprobs
         if given is None or len(given) != len(token_ids):
             raise GenerationError("the engine returned no prompt logprobs for the probe")
@@ -195,8 +210,9 @@ class VllmEngine:
         pauses twice.
         """
         fate = PauseMode.KEEP if mode is PauseMode.KEEP_CACHE else mode
-        clears = mode is not PauseMode.KEEP_CACHE or not self._keeps_cache
-        await self._alive(self._llm.engine_core.pause_scheduler_async(mode=fate.value, clear_cache=clears))
+        self._runs_on = mode is PauseMode.KEEP_CACHE and self._keeps_cache
+        pausing = self._llm.engine_core.pause_scheduler_async(mode=fate.value, clear_cache=not self._runs_on)
+        await self._alive(pausing)
 
     async def resume(self) -> None:
         """Implements SamplingEngine.resume."""
@@ -298,6 +314,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         enforce_eager=config.enforce_eager,
         enable_sleep_mode=config.sleep_mode,
         scheduling_policy="priority",
+        scheduler_cls="services.rollout.scheduler.scheduler",
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=True,
         # Of a prompt cut in two vLLM draws a token too early and takes it back from the request's seeded generator,

@@ -3,10 +3,10 @@
 Owns the order of a publish on this side: shut the gate, pause, load, probe, and open again only when Resume names what
 is held. It is not the pull loop (pull.py) and not the gRPC surface (service.py); both sample through it.
 
-The probe has to run in the engine's own scheduler, which computes nothing while paused, and a paused engine may hold
-kept requests. So the scheduler runs for the probe alone with the gate shut: kept requests may sample a few tokens
-meanwhile, under weights that nobody attested. Nothing of it leaves: a response passes only when every version in its
-spans was attested to this engine, and what unattested weights computed is dropped before others are loaded.
+The probe runs in the paused engine, with the gate shut. Only requests that keep their keys and values run on beside it,
+and may sample a few tokens under weights that nobody attested. Nothing of it leaves: a response passes only when every
+version in its spans was attested to this engine, and what unattested weights computed is dropped before others are
+loaded.
 """
 
 import asyncio
@@ -265,7 +265,7 @@ class Replica:
                 received.transfer_s,
             )
             probe = transfer.probe_token_ids
-            return received, None if probe is None else await self._probe(probe, transfer)
+            return received, None if probe is None else await self._probe(probe, transfer.num_decoded)
 
     def _mode(self, transfer: Transfer) -> PauseMode:
         """Returns the mode to pause in for a load. What weights computed that nobody attested is not gone on from."""
@@ -277,18 +277,13 @@ class Replica:
             async with asyncio.timeout(self._load_timeout_s):
                 return await self._engine.receive(transfer.epoch, transfer.policy_version, transfer.bucket_timeout_s)
 
-    async def _probe(self, token_ids: Sequence[int], transfer: Transfer) -> Probed:
-        keeps_cache = transfer.pause_mode is PauseMode.KEEP_CACHE
+    async def _probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
         try:
             async with asyncio.timeout(self._pause_timeout_s):
                 with self._activity.asking():
-                    await self._engine.resume()
-                    return await self._engine.probe(token_ids, transfer.num_decoded)
+                    return await self._engine.probe(token_ids, num_decoded)
         except TimeoutError as error:
             raise DeadlineError(f"the probe took longer than {self._pause_timeout_s:.0f} s") from error
-        finally:
-            with self._activity.asking():
-                await self._engine.pause(PauseMode.KEEP_CACHE if keeps_cache else PauseMode.KEEP)
 
     async def pause(self, mode: PauseMode) -> None:
         """Nothing leaves and nothing is sampled until resume. Idempotent."""

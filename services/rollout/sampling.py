@@ -143,8 +143,8 @@ class SamplingEngine(Protocol):
         """
 
     async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
-        """Returns what the weights say of `token_ids` and of `num_decoded` tokens more. Ahead of all other requests;
-        not while paused.
+        """Returns what the weights say of `token_ids` and of `num_decoded` tokens more. Called while paused, and paused
+        when it returns: nothing else is computed, but for requests that a pause KEEP_CACHE has kept.
         """
 
     async def pause(self, mode: PauseMode) -> None:

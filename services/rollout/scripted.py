@@ -173,7 +173,6 @@ class ScriptedEngine:
     async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
         """Implements SamplingEngine.probe: -(version + 1) / 8 at every token but the first."""
         await self._thawed()
-        await self._may_run.wait()  # bounded: by whoever asks, as in engine.py
         logprobs = np.full(len(token_ids), -(self._version + 1) / 8, dtype=np.float32)
         logprobs[0] = 0.0
         return probed(logprobs, num_decoded)

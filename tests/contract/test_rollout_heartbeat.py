@@ -12,7 +12,7 @@ import pytest
 from rolecall.errors import ChannelBrokenError
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.rows import Rows
-from services.rollout.heartbeat import LOOK_S, feed_heartbeat
+from services.rollout.activity import LOOK_S, feed_heartbeat
 from services.rollout.scripted import ScriptedEngine
 from tests.contract.rollout_replica import CONSUMER, ReplicaUnderTest, replica_under_test
 from tests.fixtures_store import StoreUnderTest

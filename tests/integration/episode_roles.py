@@ -24,7 +24,7 @@ from rolecall.rpc.membership import Membership
 from rolecall.store.connection import connect
 from rolecall.store.sealed import read_ctl
 from rolecall.v1 import controller_pb2
-from services.rollout.heartbeat import feed_heartbeat
+from services.rollout.activity import feed_heartbeat
 from services.rollout.scripted import ScriptedEngine
 from tests.twins.rollout import RolloutTwin
 

@@ -32,7 +32,7 @@ from services.controller.publish.delivery import Delivery
 from services.controller.publish.publisher import PolicyPublisher
 from services.controller.recovered import Recovered
 from services.controller.threads import StoreThreads
-from services.rollout.heartbeat import feed_heartbeat
+from services.rollout.activity import feed_heartbeat
 from services.rollout.pull import PullSettings
 from services.rollout.replica import Replica
 from tests.attestation import Trajectory, read_attested, read_trajectories, violations

@@ -18,7 +18,7 @@ from services.controller.groups.prompts import PromptSequence
 MAX_PROBE_TOKENS = 256
 """Enough for a quantile, few enough for one small prefill. Fewer where the run's longest trajectory is shorter."""
 NUM_DECODED = 4
-"""Tokens that a rollout samples after them: few, for whatever it keeps over the publish is computed beside them."""
+"""Tokens that a rollout samples after them: few, for each is a step of its engine."""
 EXACT_BOUND = 1e-4
 """Most that a logprob may differ by in float32."""
 NOISE_FACTOR = 4.0

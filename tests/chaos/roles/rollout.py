@@ -11,7 +11,7 @@ from rolecall.store.connection import Connection
 from rolecall.telemetry import show_states
 from rolecall.v1 import controller_pb2
 from services.rollout.__main__ import on_shift
-from services.rollout.heartbeat import feed_heartbeat
+from services.rollout.activity import feed_heartbeat
 from tests.chaos.engine import ChaosEngine
 from tests.chaos.roles.process import run_role
 from tests.chaos.wiring import Hook, wire_of

@@ -1,0 +1,101 @@
+"""Our scheduler of vLLM's requests, without a model, in both kinds: on GPUs engines schedule a step ahead, on CPUs
+not.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from services.rollout.scheduler import PRIORITY, PROBE_PRIORITY, scheduler
+from tests.tiny_models import write_qwen3
+
+BLOCK = 16
+MOST = 2
+"""Requests that run at a time."""
+
+
+@pytest.fixture(params=[False, True], ids=["in step", "a step ahead"])
+def scheduling(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    arguments = AsyncEngineArgs(
+        model=str(write_qwen3(tmp_path / "model")),
+        skip_tokenizer_init=True,
+        scheduling_policy="priority",
+        max_num_seqs=MOST,
+        enable_prefix_caching=False,
+        distributed_executor_backend="uni",
+    )
+    config = arguments.create_engine_config()
+    config.scheduler_config.async_scheduling = request.param
+    config.cache_config.num_gpu_blocks = 64
+    attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    made = scheduler(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(64, [], [KVCacheGroupSpec(["layer"], attention)]),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK,
+        hash_block_size=BLOCK,
+    )
+    assert isinstance(made, AsyncScheduler) == request.param
+    return made
+
+
+def add(scheduling: Any, name: str, priority: int) -> None:
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    scheduling.add_request(Request(name, [1] * 20, sampling, None, priority=priority))
+
+
+def step(scheduling: Any) -> dict[str, int]:
+    """The tokens that each request is given in a step, whose outputs have come when it returns."""
+    planned: SchedulerOutput = scheduling.schedule()
+    names = list(planned.num_scheduled_tokens)
+    scheduling.update_from_output(
+        planned,
+        ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=[[7]] * len(names),
+        ),
+    )
+    return dict(planned.num_scheduled_tokens)
+
+
+def test_while_all_others_are_held_a_probe_is_computed_alone(scheduling: Any) -> None:
+    for name in ("a", "b", "c"):
+        add(scheduling, name, PRIORITY)
+    assert step(scheduling) == {"a": 20, "b": 20}
+    scheduling.set_pause_state(PauseState.PAUSED_ALL)
+    scheduling.reset_prefix_cache(reset_running_requests=True)
+    scheduling.set_pause_state(PauseState.PAUSED_NEW)
+    assert not scheduling.has_unfinished_requests()
+    assert step(scheduling) == {}
+    add(scheduling, "probe", PROBE_PRIORITY)
+    assert scheduling.has_unfinished_requests()
+    assert step(scheduling) == {"probe": 20}
+    assert step(scheduling) == {"probe": 1}
+    add(scheduling, "d", PRIORITY)
+    assert step(scheduling) == {"probe": 1}
+    scheduling.finish_requests("probe", RequestStatus.FINISHED_ABORTED)
+    assert not scheduling.has_unfinished_requests()
+    assert step(scheduling) == {}
+    scheduling.set_pause_state(PauseState.UNPAUSED)
+    assert step(scheduling) == {"a": 21, "b": 21}, "with what was sampled, and as many as before"
+
+
+def test_a_probe_waits_in_a_pause_that_holds_everything_and_goes_first_after_it(scheduling: Any) -> None:
+    scheduling.set_pause_state(PauseState.PAUSED_ALL)
+    for name, priority in (("a", PRIORITY), ("b", PRIORITY), ("probe", PROBE_PRIORITY)):
+        add(scheduling, name, priority)
+    assert not scheduling.has_unfinished_requests()
+    assert step(scheduling) == {}
+    scheduling.set_pause_state(PauseState.UNPAUSED)
+    assert step(scheduling) == {"probe": 20, "a": 20}
