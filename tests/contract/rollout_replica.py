@@ -148,7 +148,7 @@ async def replica_under_test(
     tokenizer: Path,
     engine: ScriptedEngine,
     *,
-    generation_timeout_s: float = 10.0,
+    generation_timeout_s: float = 60.0,
     keep_timeout_s: float = 10.0,
     lease_s: float = 3.0,
     consumer: str = CONSUMER,

@@ -111,7 +111,7 @@ def sampler(
 @asynccontextmanager
 async def rollout_in(
     store: StoreUnderTest, folder: Path, address: str, *, consumer: str = CONSUMER, mixture: Mixture | None = None,
-    token_s: float = 0.0, lease_s: float = 1.5, generation_timeout_s: float = 10.0,
+    token_s: float = 0.0, lease_s: float = 1.5, generation_timeout_s: float = 60.0,
     engine: type[LetterEngine] = LetterEngine, **settings: Any,
 ) -> AsyncIterator[ReplicaUnderTest]:  # fmt: skip
     made = engine(ChatTokenizer(folder), mixture=mixture, token_s=token_s)
