@@ -1,4 +1,5 @@
-"""vLLM as a RolloutEngine: tokens in, tokens out. What the services import of vLLM is here and in scheduler.py.
+"""vLLM as a RolloutEngine: tokens in, tokens out. The services import vLLM here, in scheduler.py, and for
+its parsers of tool calls.
 
 Owns how our requests become vLLM's and back, and which vLLM calls make up a pause, a load and a probe. It decides
 nothing about serving: the replica does.
@@ -85,8 +86,8 @@ class VllmEngine:
         self._num_loads = 0
         """Loads that have begun: prefixes are shared between requests that began under the same weights."""
         self._keeps_cache = config.keeps_cache
-        self._runs_on = False
-        """Whether requests hold their keys and values over the pause."""
+        self._is_cleared = True
+        """Whether the last pause dropped all keys and values."""
         # Kept requests run on while the probe does, and none of them makes way: a place is left for it.
         self._places = asyncio.Semaphore(config.max_num_seqs) if config.keeps_cache else contextlib.nullcontext()
         self._mixture = config.mixture
@@ -141,17 +142,18 @@ class VllmEngine:
         return sample if self._mixture is None else replace(sample, routing=_routing(output, self._mixture))
 
     async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
-        """Implements SamplingEngine.probe. Requests that hold their keys and values cannot be held back: with them the
-        scheduler goes on, and is paused again.
+        """Implements SamplingEngine.probe. In vLLM's pause "wait" our scheduler begins a probe and nothing else; what
+        holds keys and values goes on, and until it is paused again that pause does not end.
         """
-        if not self._runs_on:
-            await self._alive(self._llm.engine_core.pause_scheduler_async(mode="wait", clear_cache=False))
-            return await self._probed(token_ids, num_decoded)
-        await self._alive(self._llm.resume_generation())
+        if await self._sleeper.wake_whole():
+            await self.pause(PauseMode.KEEP)
+        waiting = self._llm.engine_core.pause_scheduler_async(mode="wait", clear_cache=False)
+        begun = asyncio.create_task(self._alive(waiting))
         try:
             return await self._probed(token_ids, num_decoded)
         finally:
-            await self.pause(PauseMode.KEEP_CACHE)
+            await self.pause(PauseMode.KEEP if self._is_cleared else PauseMode.KEEP_CACHE)
+            await begun  # bounded: by the pause, with which it ends
 
     async def _probed(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
         logprobs, decoded = await self._probe(token_ids, max(num_decoded, 1))
@@ -210,8 +212,8 @@ class VllmEngine:
         pauses twice.
         """
         fate = PauseMode.KEEP if mode is PauseMode.KEEP_CACHE else mode
-        self._runs_on = mode is PauseMode.KEEP_CACHE and self._keeps_cache
-        pausing = self._llm.engine_core.pause_scheduler_async(mode=fate.value, clear_cache=not self._runs_on)
+        self._is_cleared = mode is not PauseMode.KEEP_CACHE or not self._keeps_cache
+        pausing = self._llm.engine_core.pause_scheduler_async(mode=fate.value, clear_cache=self._is_cleared)
         await self._alive(pausing)
 
     async def resume(self) -> None:

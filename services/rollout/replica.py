@@ -3,10 +3,10 @@
 Owns the order of a publish on this side: shut the gate, pause, load, probe, and open again only when Resume names what
 is held. It is not the pull loop (pull.py) and not the gRPC surface (service.py); both sample through it.
 
-The probe runs in the paused engine, with the gate shut. Only requests that keep their keys and values run on beside it,
-and may sample a few tokens under weights that nobody attested. Nothing of it leaves: a response passes only when every
-version in its spans was attested to this engine, and what unattested weights computed is dropped before others are
-loaded.
+The probe runs in the paused engine, with the gate shut. Only requests that a pause KEEP_CACHE left with their keys and
+values run on beside it, and may sample a few tokens under weights that nobody attested. Nothing of it leaves: a
+response passes only when every version in its spans was attested to this engine, and what unattested weights computed
+is dropped before others are loaded.
 """
 
 import asyncio
@@ -237,7 +237,7 @@ class Replica:
     async def _receive(self, transfer: Transfer) -> tuple[Transferred, Probed | None]:
         async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
             self._stop_keeping()
-            await self._pause(self._mode(transfer))
+            await self._pause(transfer.pause_mode)
             self.held.begin(transfer.policy_version)
             try:
                 received = await self._received(transfer)
@@ -266,11 +266,6 @@ class Replica:
             )
             probe = transfer.probe_token_ids
             return received, None if probe is None else await self._probe(probe, transfer.num_decoded)
-
-    def _mode(self, transfer: Transfer) -> PauseMode:
-        """Returns the mode to pause in for a load. What weights computed that nobody attested is not gone on from."""
-        leaves_cache = transfer.pause_mode is PauseMode.KEEP_CACHE
-        return PauseMode.KEEP if leaves_cache and self.held.state is not State.ATTESTED else transfer.pause_mode
 
     async def _received(self, transfer: Transfer) -> Transferred:
         with self._activity.loading():
@@ -305,6 +300,8 @@ class Replica:
             await self._on_serving(not self.draining)  # bounded: sets health in this process
 
     async def _pause(self, mode: PauseMode) -> None:
+        if self.held.state is not State.ATTESTED and mode is not PauseMode.ABORT:
+            mode = PauseMode.KEEP  # what weights computed that nobody attested is not gone on from
         await self._on_serving(False)  # bounded: sets health in this process
         await self.gate.shut()
         try:

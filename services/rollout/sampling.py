@@ -144,7 +144,8 @@ class SamplingEngine(Protocol):
 
     async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
         """Returns what the weights say of `token_ids` and of `num_decoded` tokens more. Called while paused, and paused
-        when it returns: nothing else is computed, but for requests that a pause KEEP_CACHE has kept.
+        when it returns: nothing else is begun, and only requests go on that a pause KEEP_CACHE left with their keys and
+        values. Takes the memory that it needs.
         """
 
     async def pause(self, mode: PauseMode) -> None:
@@ -178,8 +179,8 @@ class EngineWeights(Protocol):
         """
 
     async def wake_up(self) -> None:
-        """Takes the weights' memory back, and by the next resume all of it. DeviceFullError, and nothing is taken, when
-        the device has too little.
+        """Takes the weights' memory back, and by the next probe or resume all of it. DeviceFullError, and nothing is
+        taken, when the device has too little.
         """
 
     async def close(self) -> None:

@@ -21,6 +21,7 @@ class _Probing:
     running: list[Any]
     waiting: Any
     max_num_active_reqs: int
+    max_num_running_reqs: int
     _pause_state: PauseState
 
     def get_num_unfinished_requests(self) -> int:
@@ -33,7 +34,8 @@ class _Probing:
         if not self._may_probe():
             return super().schedule(*args, **options)  # type: ignore[misc]
         most = self.max_num_active_reqs
-        self._pause_state, self.max_num_active_reqs = PauseState.UNPAUSED, len(self.running) + 1
+        room = min(len(self.running) + 1, self.max_num_running_reqs)
+        self._pause_state, self.max_num_active_reqs = PauseState.UNPAUSED, room
         try:
             return super().schedule(*args, **options)  # type: ignore[misc]
         finally:

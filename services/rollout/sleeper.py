@@ -61,11 +61,13 @@ class Sleeper:
         self._has_weights = True  # before it is so: a caller that leaves meanwhile does not stop vLLM
         await self._alive(self._llm.wake_up(["weights"]))
 
-    async def wake_whole(self) -> None:
-        """Takes keys and values back, too, which are empty."""
-        if self._given_back:
-            await self._alive(self._llm.wake_up(["kv_cache"]))
-            self._given_back = []
+    async def wake_whole(self) -> bool:
+        """Takes keys and values back, too, which are empty. Returns whether it did: the scheduler goes on then."""
+        if not self._given_back:
+            return False
+        await self._alive(self._llm.wake_up(["kv_cache"]))
+        self._given_back = []
+        return True
 
     async def _free_bytes(self) -> list[int]:
         """Bytes that nobody has, of each worker's device."""

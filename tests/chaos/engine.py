@@ -36,11 +36,12 @@ class ChaosEngine(DigestEngine):
 
     async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
         self._hook.at("receive:probe")
+        self._memory.take_cache()
         return await super().probe(token_ids, num_decoded)
 
     async def resume(self) -> None:
         self._hook.at("resume")
-        self._memory.resume()
+        self._memory.take_cache()
         await super().resume()
 
     async def sleep(self, level: int) -> None:

@@ -185,7 +185,7 @@ async def test_what_an_unattested_version_sampled_never_leaves(rollout: ReplicaU
     await until(lambda: rollout.engine.num_running)
     await rollout.receive(2)
     rollout.engine.hold = False
-    await rollout.engine.resume()  # the scheduler runs, as it does for a probe
+    await rollout.engine.resume()  # the scheduler runs, as it does beside a probe with keep_cache
     await asyncio.sleep(0.2)
     assert not call.done()
     await rollout.receive(3)

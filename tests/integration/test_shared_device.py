@@ -15,7 +15,7 @@ from rolecall.store.budget import STORE_SHARE, StoreBudget
 from rolecall.training.serving.trainer import Progress
 from rolecall.v1 import controller_pb2
 from rolecall.v1.trajectory_pb2 import TrainBatch, TrajectoryMeta
-from services.rollout.sampling import Sample, SampleRequest
+from services.rollout.sampling import Probed, Sample, SampleRequest
 from services.rollout.scripted import ScriptedEngine
 from tests.twins.device import MIB, EngineMemory, TrainerState, TwinDevice, device_of, held_by
 from tests.twins.run import LightRun, TwinRun, balance, check_trained_once
@@ -38,8 +38,12 @@ class SharingEngine(ScriptedEngine):
         self.beside.add(sum(number for who, number in held_by(self._device).items() if not who.startswith("rollout")))
         return await super().sample(request)
 
+    async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
+        self._memory.take_cache()
+        return await super().probe(token_ids, num_decoded)
+
     async def resume(self) -> None:
-        self._memory.resume()
+        self._memory.take_cache()
         await super().resume()
 
     async def sleep(self, level: int) -> None:

@@ -60,8 +60,8 @@ class EngineMemory:
         self._hold(checked=True, weights=WEIGHTS + CACHE)
         self._hold(weights=WEIGHTS)
 
-    def resume(self) -> None:
-        """Has the cache again, too."""
+    def take_cache(self) -> None:
+        """Has the cache again, too: for whatever it computes."""
         self._hold(cache=CACHE)
 
     def _hold(self, *, checked: bool = False, **parts: int) -> None:
