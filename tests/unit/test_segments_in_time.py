@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rolecall.algorithms.advantages import ScoredBatch, estimate
@@ -25,6 +25,8 @@ from services.rollout.turns.tree import Tree, TurnPrompt
 from tests.tiny_tokenizer import THINKING_TEMPLATE, write_tokenizer
 from tests.unit.test_segments import Sampler
 
+LONGEST_TURN = 40
+"""Tokens of the longest turn here."""
 LAST_REWARD = 2.0
 """What the environment gives at the end, beside what turns earned."""
 
@@ -56,7 +58,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 
 
 async def played(tokenizer: ChatTokenizer, steps: Sequence[Step], room: int) -> tuple[list[int], Response, list[int]]:
-    """The prompt and the whole of an episode, and the tokens of each of its turns as they came."""
+    """The prompt and the whole of an episode, and the tokens of each of its turns as they came. It ends where a row,
+    which has room for a conversation, would have none for this one.
+    """
     sampler, continuation = Sampler(tokenizer), Continuation(tokenizer)
     first = SampleRequest("r", (), trajectory_pb2.SamplingParams(temperature=1), 1)
     tree = Tree(first, continuation, room)
@@ -64,9 +68,12 @@ async def played(tokenizer: ChatTokenizer, steps: Sequence[Step], room: int) -> 
     prompt, sizes = TurnPrompt(None, tuple(said), continuation.opening(said), 10**6, "first"), list[int]()
     for step in steps:
         sampler.thought = "<think>\nhm\n</think>\n\n" if step.thinks else ""
+        if len(prompt.token_ids) + LONGEST_TURN > room:
+            break
         number, request = tree.request(prompt, prompt.room)
         response = await sampler.sample(request)
         sizes.append(len(response.sample.token_ids))
+        assert sizes[-1] <= LONGEST_TURN
         turn = tree.sampled(number, prompt, response, tokenizer.decode(response.sample.token_ids))
         turn.is_seen, turn.reward = True, step.reward
         told = [{"role": "assistant", "content": turn.text}, {"role": step.role, "content": "on"}]
@@ -108,6 +115,13 @@ def in_time_order(
 
 @pytest.mark.parametrize("room", [10**6, 250])
 @settings(deadline=None, max_examples=60)
+@example(
+    steps=[Step(False, "user", None)] * 7 + [Step(True, "user", -1.0)],
+    gamma=1.0,
+    gae_lambda=0.0,
+    bootstraps=False,
+    seed=0,
+)
 @given(steps=STEPS, gamma=st.floats(0.1, 1), gae_lambda=st.floats(0, 1), bootstraps=st.booleans(), seed=st.integers(0))
 def test_gae_over_forked_segments_is_that_of_the_turns_in_the_order_of_time(
     tokenizer: ChatTokenizer,
@@ -119,7 +133,7 @@ def test_gae_over_forked_segments_is_that_of_the_turns_in_the_order_of_time(
     seed: int,
 ) -> None:
     prompt, whole, sizes = asyncio.run(played(tokenizer, steps, room))
-    row, rng = columns(prompt, whole), np.random.default_rng(seed)
+    row, rng, steps = columns(prompt, whole), np.random.default_rng(seed), steps[: len(sizes)]
     mask = row["response_mask"]
     # the twin of the engine tells by a logprob which turn's which token it is
     told = np.round(-row["rollout_logprobs"][mask != 0].astype(np.float64), 3)
