@@ -251,20 +251,23 @@ async def test_kept_work_is_given_up_when_nobody_resumes(store: StoreUnderTest, 
         assert len(await rollout.generate()) == 4
 
 
-async def test_keys_and_values_are_kept_over_a_load_only_from_weights_that_were_attested(
+async def test_nothing_goes_on_from_what_weights_computed_that_nobody_attested(
     rollout: ReplicaUnderTest,
 ) -> None:
     await rollout.publish(1, mode=rollout_pb2.PAUSE_MODE_KEEP_CACHE)
     await rollout.publish(2, mode=rollout_pb2.PAUSE_MODE_KEEP_CACHE)
     await rollout.receive(3, mode=rollout_pb2.PAUSE_MODE_KEEP_CACHE)  # which nobody attests
     await rollout.receive(4, mode=rollout_pb2.PAUSE_MODE_KEEP_CACHE)
-    await rollout.receive(5)
+    await rollout.receive(5, mode=rollout_pb2.PAUSE_MODE_WAIT)
+    await rollout.resume(5)
+    await rollout.receive(6, mode=rollout_pb2.PAUSE_MODE_WAIT)
     assert rollout.engine.pauses == [
         PauseMode.KEEP,
         PauseMode.KEEP_CACHE,
         PauseMode.KEEP_CACHE,
         PauseMode.KEEP,
         PauseMode.KEEP,
+        PauseMode.WAIT,
     ]
 
 
