@@ -49,7 +49,7 @@ def engine() -> FakeEngine:
 
 async def test_weights_come_first_and_the_scheduler_with_the_rest(engine: FakeEngine) -> None:
     sleeper = Sleeper(engine, alive)
-    await sleeper.wake_whole()  # it is
+    assert not await sleeper.wake_whole(), "it is"
     assert not engine.runs_scheduler
     await sleeper.sleep(2)
     assert engine.awake == {}
@@ -57,7 +57,7 @@ async def test_weights_come_first_and_the_scheduler_with_the_rest(engine: FakeEn
     await sleeper.wake_up()
     assert engine.awake == {"weights": WEIGHTS}
     assert not engine.runs_scheduler
-    await sleeper.wake_whole()
+    assert await sleeper.wake_whole()
     assert engine.runs_scheduler
 
 
