@@ -86,6 +86,7 @@ class Replica:
         self._activity = Activity()
         self._load: asyncio.Task[tuple[Transferred, Probed | None]] | None = None
         self._joins: set[asyncio.Task[None]] = set()
+        self._resuming: asyncio.Task[None] | None = None
         self._sampling: set[asyncio.Task[Any]] = set()
         self._given_up: set[asyncio.Task[Any]] = set()
         self.info = engine.info
@@ -288,8 +289,15 @@ class Replica:
     async def resume(self, policy_version: int, digest: str) -> None:
         """Serves, if (policy_version, digest) is what the engine holds whole. Idempotent. AsleepError,
         TornWeightsError, WrongVersionError.
+
+        A caller that leaves does not interrupt it: an engine that hangs in it is still seen to owe an answer.
         """
         self.held.check_whole()
+        self._resuming = asyncio.create_task(self._resume(policy_version, digest))
+        self._resuming.add_done_callback(_look_at)
+        await asyncio.shield(self._resuming)  # bounded: as what is inside
+
+    async def _resume(self, policy_version: int, digest: str) -> None:
         async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
             self.held.attest(policy_version, digest)
             self._stop_keeping()
@@ -388,4 +396,4 @@ class Replica:
 def _look_at(work: "asyncio.Task[Any]") -> None:
     """The caller may have left; then the failure is said here."""
     if not work.cancelled() and work.exception() is not None:
-        logger.warning("receiving weights failed: %s", work.exception())
+        logger.warning("a change of weights failed: %s", work.exception())
