@@ -63,7 +63,7 @@ async def test_the_recipe_trains(
         "data": {"train": str(work / "train.jsonl"), "max_prompt_tokens": 40},
         "algorithm": {**sections["algorithm"], "groups_per_batch": 4, "num_minibatches": 2},
         # the machine may be busy with other tests
-        "controller": {"lease_s": 4.0, "start_timeout_s": 60.0, "stall_timeout_s": 60.0},
+        "controller": {"lease_s": 30.0, "start_timeout_s": 60.0, "stall_timeout_s": 60.0},
     }
     references = sections.get("references", {})
     roles = {name: name for name in ("actor", "critic", "reward") if name in sections} | dict.fromkeys(

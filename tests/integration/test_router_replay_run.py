@@ -52,7 +52,7 @@ async def test_a_run_that_replays_its_samplers_routing_stays_nearer_to_it_in_eve
             "sampling": {"num_responses": 4, "max_tokens": 12},
             "algorithm": {"groups_per_batch": 8, "num_minibatches": 2},
             # the machine may be busy with other tests
-            "controller": {"lease_s": 4.0, "start_timeout_s": 300.0, "stall_timeout_s": 100.0},
+            "controller": {"lease_s": 30.0, "start_timeout_s": 300.0, "stall_timeout_s": 100.0},
         }
         folder, of_its_own = tmp_path / replay, make_store(store.url, f"{store.run}-{replay}")
         async with twin_run(of_its_own, folder, make_settings, score=score, **sections) as run:
