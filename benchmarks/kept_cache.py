@@ -42,9 +42,7 @@ class Load:
 async def publish(engine: "VllmEngine", mode: PauseMode, probe: list[int]) -> None:
     """What a replica does in a publish, less the transfer."""
     await engine.pause(mode)
-    await engine.resume()
     await engine.probe(probe, NUM_DECODED)
-    await engine.pause(mode)
     await engine.resume()
 
 
