@@ -91,7 +91,7 @@ async def trained(
         sections["critic"] |= {"learning_rate": 1e-3}
     run_section = {"num_steps": NUM_STEPS, "checkpoint_every_steps": 2}
     # the machine may be busy with other tests
-    sections["controller"] = {"lease_s": 4.0, "start_timeout_s": 200.0, "stall_timeout_s": 200.0}
+    sections["controller"] = {"lease_s": 30.0, "start_timeout_s": 200.0, "stall_timeout_s": 200.0}
     model = {"path": str(folder / "model"), "dtype": "float32"}
     async with twin_run(
         store, folder, make_settings, run=run_section, model=model, algorithm=algorithm, **sections

@@ -72,7 +72,7 @@ async def test_a_model_trained_in_shifts_becomes_what_it_becomes_without(
             "algorithm": {"groups_per_batch": 4, "num_minibatches": 2},
             "rollout": {"sleep_mode": in_shifts, "max_groups": 4},
             # the machine may be busy with other tests
-            "controller": {"lease_s": 4.0, "start_timeout_s": 300.0, "stall_timeout_s": 100.0},
+            "controller": {"lease_s": 30.0, "start_timeout_s": 300.0, "stall_timeout_s": 100.0},
         }
         of_its_own = make_store(store.url, f"{store.run}-{name}")
         async with twin_run(of_its_own, tmp_path / name, make_settings, score=score, **sections) as run:
