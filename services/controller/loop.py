@@ -256,14 +256,16 @@ class Loop:
         self._collection.begin_step()
         clock.lap("commit")
         self._step += 1
-        await self._evaluations.over()
-        clock.lap("evaluation")
-        await self._publish()
-        clock.lap("publish")
-        self._step_metrics.merge(clock.metrics(groups))
-        self._clock = measures.Stopwatch()
-        reported, self._step_metrics = self._reported(results), Metrics()
-        await self._reports.begin(self._step, reported, groups)
+        try:
+            await self._evaluations.over()
+            clock.lap("evaluation")
+            await self._publish()
+            clock.lap("publish")
+        finally:  # the step counts, whatever becomes of its weights
+            self._step_metrics.merge(clock.metrics(groups))
+            self._clock = measures.Stopwatch()
+            reported, self._step_metrics = self._reported(results), Metrics()
+            await self._reports.begin(self._step, reported, groups)
 
     async def _compute(self, groups: Sequence[ScoredGroup]) -> None:
         """Has the trainers write the columns that are computed before the seal, where something reads them.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rolecall.errors import StoreUnavailableError
+from rolecall.errors import StoreUnavailableError, UnavailableError
 from rolecall.settings import RunSettings
 from rolecall.telemetry import Metrics
 from rolecall.v1.trajectory_pb2 import RowRef, TrajectoryMeta
@@ -169,3 +169,28 @@ def test_a_loop_that_ended_in_a_report_tells_no_step_twice(run: DiaryRun) -> Non
     run.runner.run(asyncio.wait_for(run.live(2), WAIT_S))
 
     assert run.diary.steps == [step + 1, step + 2], "what was counted is not made again to be told"
+
+
+def test_a_step_whose_publish_fails_is_reported(run: DiaryRun) -> None:
+    run.diary.may_log.set()
+    publishes: list[str] = []
+
+    class Failing(Loop):
+        """A loop whose first publish of a trained step fails."""
+
+        def __init__(self, parts: Parts, recovered: Recovered, at: Callable[[str], None]) -> None:
+            def failing(instant: str) -> None:
+                at(instant)
+                if instant == "weights are published":
+                    publishes.append(instant)
+                    if len(publishes) == 2:  # one at the start
+                        raise UnavailableError("a rollout did not answer")
+
+            super().__init__(parts, recovered, failing)
+
+    run.make_loop = Failing
+    with pytest.raises(UnavailableError):
+        run.runner.run(asyncio.wait_for(run.live(2), WAIT_S))
+    assert run.diary.steps == [1]
+    run.runner.run(asyncio.wait_for(run.live(1), WAIT_S))
+    assert run.diary.steps == [1, 2]
