@@ -62,10 +62,12 @@ class AnswerScorer(Section):
     - `hendrycks_math`: the same, after the normalisation of MATH.
     - `minerva_math`: the answer is what "final answer is ... I hope it is correct" says, else the box, after the
       normalisation of Minerva.
+    - `dapo_math`: the answer is what the last line with "Answer:" says, as DAPO's prompts ask, after the same
+      normalisation.
     - `math`: math-verify finds the answer, and whether it is equal.
     """
 
-    kind: Literal["exact_match", "boxed", "hendrycks_math", "minerva_math", "math"] = "exact_match"
+    kind: Literal["exact_match", "boxed", "hendrycks_math", "minerva_math", "dapo_math", "math"] = "exact_match"
     """The scorer that this section chooses."""
     ignore_case: bool = False
     """Compare case-folded; of exact_match alone."""
@@ -237,8 +239,8 @@ FieldValue: TypeAlias = StrictBool | StrictInt | StrictFloat | StrictStr
 
 
 COMPARING = frozenset(
-    {"exact_match", "regex", "boxed", "hendrycks_math", "minerva_math", "math", "gsm8k", "numeric"}
-    | {"qa_exact_match", "qa_f1", "multiple_choice"}
+    {"exact_match", "regex", "boxed", "hendrycks_math", "minerva_math", "dapo_math", "math"}
+    | {"gsm8k", "numeric", "qa_exact_match", "qa_f1", "multiple_choice"}
 )
 """Kinds of scorers that fail on an item without a ground truth."""
 

@@ -39,6 +39,7 @@ from rolecall.v1 import reward_pb2
 from services.reward.presets import best, bind_preset, bind_qa, truths
 from services.reward.scorers.boxed import boxed_answer, boxed_match
 from services.reward.scorers.code import CodeJudge, program_of
+from services.reward.scorers.dapo_math import dapo_answer, dapo_match
 from services.reward.scorers.exact_match import exact_match, whole_answer
 from services.reward.scorers.format import matches_format
 from services.reward.scorers.hendrycks_math import hendrycks_answer, hendrycks_match
@@ -138,6 +139,11 @@ def bind(scorer: LocalScorer) -> ScoreFunction:
             return lambda item: Score(
                 best(item, lambda truth: minerva_match(item.response_text, truth)),
                 answer=minerva_answer(item.response_text),
+            )
+        case AnswerScorer(kind="dapo_math"):
+            return lambda item: Score(
+                best(item, lambda truth: dapo_match(item.response_text, truth)),
+                answer=dapo_answer(item.response_text),
             )
         case AnswerScorer():
             from services.reward.scorers.math import math_equal  # sympy: half a second, and only in the extra `reward`

@@ -10,6 +10,7 @@ from rolecall.errors import BadGroundTruthError
 from rolecall.scoring.scores import Item, Score
 from rolecall.settings.presets import INSTRUCTIONS
 from services.reward.catalog import LocalScorer, bind
+from services.reward.scorers.dapo_math import dapo_answer, dapo_match
 from services.reward.scorers.hendrycks_math import hendrycks_match, normalized_math
 from services.reward.scorers.ifeval import CHECKS, followed, followed_loosely
 from services.reward.scorers.minerva_math import minerva_answer, minerva_match, minerva_normalized
@@ -321,3 +322,25 @@ def test_minerva_reads_what_the_response_calls_its_final_answer(response: str, t
 
 def test_minerva_without_a_final_answer_or_a_box_has_no_answer() -> None:
     assert minerva_answer("5") is None
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        ("So it is 34.\n\nAnswer: 34", "34", 1.0),
+        ("Answer: 33\nNo.\nanswer : $34$", "34", 1.0),
+        (r"Answer: $\boxed{34}$", "34", 1.0),
+        (r"Answer: \frac12", r"\boxed{\frac{1}{2}}", 1.0),
+        ("Answer: 1,000 dollars", "1000", 1.0),
+        ("Answer: 34\nAnswer: 33", "34", 0.0),
+        ("Answer: 34" + "x" * 300, "34", 0.0),  # too far from the end
+        (r"\boxed{34}", "34", 0.0),
+        ("Answer:", "", 0.0),
+    ],
+)
+def test_dapo_reads_the_last_line_that_says_answer(response: str, truth: str, expected: float) -> None:
+    assert dapo_match(response, truth) == expected
+
+
+def test_dapo_without_such_a_line_has_no_answer() -> None:
+    assert dapo_answer("34") is None

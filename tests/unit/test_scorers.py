@@ -29,6 +29,7 @@ LOCAL_KINDS: list[dict[str, object]] = [
     {"kind": "boxed"},
     {"kind": "hendrycks_math"},
     {"kind": "minerva_math"},
+    {"kind": "dapo_math"},
     {"kind": "math"},
     {"kind": "gsm8k", "flexible": True},
     {"kind": "numeric"},
@@ -191,7 +192,8 @@ def test_the_length_cost_never_leaves_its_range_and_never_falls_with_fewer_token
 
 @pytest.mark.parametrize("kind", COMPARING, ids=lambda kind: str(kind["kind"]))
 def test_the_best_of_several_ground_truths_counts(kind: dict[str, object]) -> None:
-    response = r"\boxed{7}" if kind["kind"] in ("boxed", "hendrycks_math", "minerva_math", "math") else "7"
+    boxes = dict.fromkeys(("boxed", "hendrycks_math", "minerva_math", "math"), r"\boxed{7}")
+    response = {**boxes, "dapo_math": "Answer: 7"}.get(str(kind["kind"]), "7")
     score = catalog.bind(SECTION.validate_python(kind))  # type: ignore[arg-type]
     for others, expected in ((("7",), 1.0), (("8",), 0.0)):
         found = score(Item("i", response_text=response, ground_truth="6", other_ground_truths=others))
