@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import stdev
 from typing import Any
 
 import numpy as np
@@ -190,22 +191,26 @@ class Evaluation:
 def _summarise_prompts(
     prefix: str, num_responses: int, solved_at: float, scored: dict[str, Score], metrics: Metrics
 ) -> None:
-    """mean@n, and pass@k and maj@k by k, each a mean over prompts. maj@k only where the scorer named an answer to
-    anything in the set.
+    """mean@n with its standard error, and pass@k and maj@k by k, each a mean over prompts. maj@k only where the scorer
+    named an answer to anything in the set.
     """
     by_prompt: dict[str, list[Score]] = {}
     for id, score in scored.items():
         by_prompt.setdefault(id.rpartition("/")[0], []).append(score)
     votes = any(score.answer is not None for score in scored.values())
+    shares = list[float]()
     for scores in by_prompt.values():
         solved_N = np.array([score.value >= solved_at for score in scores])
         sizes = [k for k in subset_sizes(num_responses) if k <= len(scores)]
-        metrics.mean(f"{prefix}/mean@{num_responses}", float(solved_N.mean()))
+        shares.append(float(solved_N.mean()))
+        metrics.mean(f"{prefix}/mean@{num_responses}", shares[-1])
         for k in sizes:
             metrics.mean(f"{prefix}/pass@{k}", pass_at_k(len(scores), int(solved_N.sum()), k))
         if votes:
             for k, chance in majority_at_k([score.answer for score in scores], solved_N, sizes).items():
                 metrics.mean(f"{prefix}/maj@{k}", chance)
+    if len(shares) > 1:
+        metrics.max(f"{prefix}/standard_error", stdev(shares) / math.sqrt(len(shares)))
 
 
 def _token_ids(response: _Response) -> Array:

@@ -7,7 +7,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -86,6 +86,8 @@ async def test_pass_and_majority_of_a_set_follow_from_its_responses(
         expected = fmean(pass_at_k(6, int(sum(rewards)), k) for rewards in by_prompt.values())
         assert metrics[f"eval/many/pass@{k}"] == pytest.approx(expected)
     assert metrics["eval/many/mean@6"] == pytest.approx(metrics["eval/many/accuracy"])
+    shares = [fmean(rewards) for rewards in by_prompt.values()]
+    assert metrics["eval/many/standard_error"] == pytest.approx(stdev(shares) / len(shares) ** 0.5)
     # a vote of one is the response itself: only right ones have the answer 1
     assert metrics["eval/many/maj@1"] == pytest.approx(metrics["eval/many/pass@1"])
     assert 0 < metrics["eval/many/accuracy"] < 1
