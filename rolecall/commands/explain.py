@@ -53,6 +53,8 @@ def explain(settings: RunSettings) -> Iterator[str]:
         )
     yield f"reward: {'; then '.join(_reward(settings))}"
     yield f"advantages: {_advantages(algorithm)}"
+    if settings.critic is not None and settings.critic.warmup_steps:
+        yield f"  the critic learns alone for the first {settings.critic.warmup_steps} steps; the policy stays as it is"
     yield f"loss: {_loss(algorithm.policy_loss)}; {_aggregation(settings)}"
     if _ratio_is_one(algorithm):
         yield (

@@ -72,6 +72,11 @@ class RunSettings(Section):
         return self.sampling.num_responses + self.algorithm.wants_greedy_response
 
     @property
+    def num_policy_steps(self) -> int:
+        """Steps of the run in which the policy learns: all but those of the critic's warm-up."""
+        return max(0, self.run.num_steps - (self.critic.warmup_steps if self.critic else 0))
+
+    @property
     def columns(self) -> tuple[Column, ...]:
         """Columns that a row of this run may have in the store."""
         algorithm, kl, distillation = self.algorithm, self.algorithm.kl, self.algorithm.distillation
@@ -424,8 +429,14 @@ class RunSettings(Section):
 
     @model_validator(mode="after")
     def _schedules_fit(self) -> Self:
+        if self.critic and 0 < self.run.num_steps <= self.critic.warmup_steps:
+            raise ValueError(
+                f"critic.warmup_steps {self.critic.warmup_steps} leaves the policy none of run.num_steps "
+                f"{self.run.num_steps}; lower it, or raise run.num_steps"
+            )
         updates = self.run.num_steps * self.algorithm.num_epochs
-        trainers = [("actor", self.actor.optimizer, updates * self.algorithm.num_minibatches)]
+        policy_updates = self.num_policy_steps * self.algorithm.num_epochs * self.algorithm.num_minibatches
+        trainers = [("actor", self.actor.optimizer, policy_updates)]
         if self.critic:
             trainers.append(
                 (
@@ -440,7 +451,8 @@ class RunSettings(Section):
                 raise ValueError(
                     f"{role}.optimizer.warmup_steps + decay_steps = {num_changing} exceed the run's {num_updates} "
                     "optimizer steps "
-                    "(run.num_steps x num_minibatches x num_epochs); shorten them"
+                    "(run.num_steps x num_minibatches x num_epochs, less critic.warmup_steps for the actor); shorten "
+                    "them"
                 )
         return self
 

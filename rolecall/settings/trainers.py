@@ -299,6 +299,10 @@ class CriticSection(TrainerSection):
     """Clip of the value's change (PPO's implementation); null: none."""
     num_minibatches: PositiveInt | None = None
     """Optimizer steps per pass; absent: the actor's."""
+    warmup_steps: NonNegativeInt = 0
+    """First steps of the run in which the critic alone learns and the policy stays as it is, until a new value head
+    says something (value pretraining, as in VC-PPO, arXiv:2503.01491).
+    """
 
     def optimizer(self, actor: OptimizerSection, num_minibatches: int) -> OptimizerSection:
         """The actor's optimizer for this model: rates in proportion to the peaks, lengths of the schedule in proportion

@@ -740,10 +740,13 @@ class TrainBatch(_message.Message):
     GREEDY_ROWS_FIELD_NUMBER: _builtins.int
     STATISTICS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    CRITIC_ONLY_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step this batch makes; 0 for the first."""
     digest: _builtins.str
     """Identifies the batch: hex digest over ids, order and the trained columns."""
+    critic_only: _builtins.bool
+    """Whether the critic alone learns of this batch (critic.warmup_steps): the actor counts the step and keeps its weights."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowRef]:
         """Rows in order; a group's rows are consecutive."""
@@ -779,10 +782,11 @@ class TrainBatch(_message.Message):
         greedy_rows: _abc.Iterable[Global___RowRef] | None = ...,
         statistics: Global___BatchStatistics | None = ...,
         tokens: _abc.Iterable[Global___GroupTokens] | None = ...,
+        critic_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coefficients", b"coefficients", "statistics", b"statistics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coefficients", b"coefficients", "digest", b"digest", "gids", b"gids", "greedy_rows", b"greedy_rows", "rows", b"rows", "statistics", b"statistics", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coefficients", b"coefficients", "critic_only", b"critic_only", "digest", b"digest", "gids", b"gids", "greedy_rows", b"greedy_rows", "rows", b"rows", "statistics", b"statistics", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -94,7 +94,9 @@ class PolicySteps:
     def apply(
         self, context: StoreRankContext, batch: TrainBatch, applied: Applied, progress: Progress
     ) -> tuple[Metrics, int]:
-        """RoleSteps.apply."""
+        """RoleSteps.apply. Nothing is done with a batch of which the critic alone learns."""
+        if batch.critic_only:
+            return Metrics(), 0
         started, cost, section = time.perf_counter(), StepCost(context), self._algorithm
         share = self._read(context, batch, applied)
         read_s = time.perf_counter() - started

@@ -118,6 +118,7 @@ class Batches:
     num_segments: int = 1
     policy_version: int = 0
     coefficients: Coefficients = field(default_factory=Coefficients)
+    critic_only: bool = False
 
     def sampled(self, num_groups: int | None = None) -> list[CommittedGroup]:
         """Returns committed groups that nobody scored."""
@@ -159,6 +160,7 @@ class Batches:
         self.score(refs)
         batch = self.store.batch(step, groups, digest or f"batch-{step}")
         batch.coefficients.CopyFrom(self.coefficients)
+        batch.critic_only = self.critic_only
         assert self.store.ledger.seal(batch)
         return batch
 

@@ -120,3 +120,9 @@ def test_a_users_module_is_looked_for_beside_the_configuration(tmp_path: Path) -
         advantage = load_settings(beside / "run.yaml", [f"algorithm.advantage.function={given}"]).algorithm.advantage
         assert isinstance(advantage, CustomAdvantage)
         assert (advantage.folder, advantage.name) == (folder, "mine:f")
+
+
+def test_a_critic_that_learns_alone_to_the_end_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"critic\.warmup_steps 4 leaves the policy none of run\.num_steps 4"):
+        with_advantage({"kind": "gae"}, critic={"warmup_steps": 4})
+    assert with_advantage({"kind": "gae"}, critic={"warmup_steps": 1}).num_policy_steps == 3

@@ -120,6 +120,13 @@ def test_a_step_moves_the_coefficients_by_what_it_measured() -> None:
     )
 
 
+def test_a_step_of_the_critic_alone_moves_no_coefficient() -> None:
+    batch = trajectory_pb2.TrainBatch(rows=[trajectory_pb2.RowRef()] * 5, critic_only=True)
+    batch.statistics.kl = 0.0  # the policy is the reference: the coefficient would fall to nothing
+    state = AdaptiveState.start(algorithm())
+    assert state.after(algorithm(), batch, result_of()) == state
+
+
 def test_the_kl_of_a_reward_is_measured_and_sealed_before_the_step() -> None:
     kl = {
         "reference": "ref",

@@ -48,6 +48,18 @@ def test_the_reward_of_a_response_that_was_cut_off_is_final_unless_a_bootstrap_i
     np.testing.assert_allclose([column["advantages"][3] for column in columns], [cut_off, 0.25])
 
 
+def test_the_first_batches_are_the_critics_alone_and_other_batches() -> None:
+    algorithm = {"groups_per_batch": 1, "advantage": {"kind": "gae"}}
+    values = {"values": np.zeros(4, np.float32)}
+    digests = set()
+    for warmup, expected in ((2, [True, True, False]), (0, [False] * 3)):
+        settings = run_settings(algorithm=algorithm, critic={"warmup_steps": warmup})
+        sealed = [prepare(settings, step, [group(1, 1.0)], [{**row(1), **values}])[0] for step in range(3)]
+        assert [batch.critic_only for batch in sealed] == expected
+        digests |= {batch.digest for batch in sealed}
+    assert len(digests) == 2
+
+
 def test_process_supervision_uses_the_token_rewards_where_they_are_and_refuses_a_batch_without() -> None:
     settings = run_settings(
         algorithm={

@@ -50,7 +50,7 @@ class AdaptiveState:
         self, algorithm: AlgorithmSection, batch: trajectory_pb2.TrainBatch, results: Sequence[training_pb2.TrainResult]
     ) -> "AdaptiveState":
         """Returns the state before the next step: `batch` was applied with `results`, the actor's first. What is not
-        finite was not measured.
+        finite was not measured. A policy that did not learn of it moves no coefficient.
         """
         measured = {
             name: value
@@ -58,9 +58,10 @@ class AdaptiveState:
             if math.isfinite(value)
         }
         kl = batch.statistics.kl if batch.statistics.HasField("kl") else measured.get("actor/reference_kl")
-        moved = control.advance(
-            algorithm, self.control, kl=kl, entropy=measured.get("actor/entropy"), num_samples=len(batch.rows)
-        )
+        moved = self.control
+        if not batch.critic_only:
+            entropy = measured.get("actor/entropy")
+            moved = control.advance(algorithm, moved, kl=kl, entropy=entropy, num_samples=len(batch.rows))
         rewards = batch.statistics.rewards
         return AdaptiveState(moved, self.rewards.merged(Moments(rewards.num, rewards.mean, rewards.deviations)))
 

@@ -126,6 +126,7 @@ def prepare(
         gids=[group.gid for group in groups],
         coefficients=control.coefficients(algorithm, state.control),
         statistics=statistics,
+        critic_only=settings.critic is not None and step < settings.critic.warmup_steps,
     )
     train_batch.tokens.extend(_tokens(groups, masks, loss_masks))
     train_batch.greedy_rows.extend(group.greedy.row for group in groups if group.greedy is not None)
@@ -249,11 +250,13 @@ def _digest(
     raw_B: Array,
     columns: Sequence[Mapping[str, Array]],
 ) -> str:
-    """The digest over ids, attempts, order, coefficients and the bits of what the controller read and computed. What
-    only a trainer reads of a row is not in it: the attempt's token stands for that.
+    """The digest over ids, attempts, order, coefficients, who learns of it and the bits of what the controller read and
+    computed. What only a trainer reads of a row is not in it: the attempt's token stands for that.
     """
     state = hashlib.blake2b(digest_size=16)
-    state.update(f"{batch.coefficients.kl_coef!r} {batch.coefficients.entropy_coef!r}".encode())
+    state.update(
+        f"{batch.coefficients.kl_coef!r} {batch.coefficients.entropy_coef!r}{' critic' * batch.critic_only}".encode()
+    )
     for index, (ref, row, column) in enumerate(zip(batch.rows, rows, columns, strict=True)):
         state.update(f"{ref.id}:{ref.token}".encode())
         read = {**row, "reward": raw_B[index : index + 1]}

@@ -46,6 +46,22 @@ async def test_a_step_is_the_same_whether_old_logprobs_were_written_before_or_no
         assert written[name] == pytest.approx(without[name], rel=1e-3, abs=1e-6), name
 
 
+async def test_a_batch_of_the_critic_alone_is_counted_and_changes_nothing(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches
+) -> None:
+    batches.critic_only = True
+    alone, batches.critic_only = batches.sealed(0), False
+    async with served_actor(make_run(algorithm={"groups_per_batch": 4}), store) as (rig, actor):
+        engine = rig.engine.context.engine
+        counted = await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest=alone.digest))
+        assert (engine.num_updates, engine.flops_done) == (0, 0)
+        assert rig.engine.applied.step == 1
+        batches.commit(counted)
+        batch = batches.sealed(1)
+        await train(actor, TrainRequest(ctl=store.ledger.ctl, step=1, digest=batch.digest))
+        assert engine.num_updates == 1
+
+
 async def test_kl_and_sampler_correction_are_terms_of_the_loss(
     store: StoreUnderTest, make_run: MakeRun, batches: Batches
 ) -> None:
