@@ -231,7 +231,7 @@ def table(load: Load, samples: Sequence[Sample], steps: Sequence[Mapping[str, fl
     number, wall = last.num_trained - first.num_trained, last.time_s - first.time_s
     rate = number / wall
     cpu = {name: (last.cpu_s[name] - first.cpu_s[name]) / number for name in last.cpu_s}
-    laps = ("report", "wait", "prepare", "train", "commit", "publish")
+    laps = ("wait", "prepare", "train", "commit", "publish", "report")
     spent = {lap: median(step.get(f"time/{lap}_s", 0.0) for step in steps) for lap in laps}
     return [
         f"{load.num_tokens} tokens a response, {load.num_shards} shards, batches of {load.groups_per_batch} groups "

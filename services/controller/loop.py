@@ -191,7 +191,6 @@ class Loop:
             self._parts.board.states.enter("working")
             with tracer().start_as_current_span("step", attributes={"step": self._step}):
                 await self._one_step(batch)
-            self._clock.lap("report")
             await self._between_steps()
             self._clock.leave_out()
 
@@ -261,11 +260,13 @@ class Loop:
             clock.lap("evaluation")
             await self._publish()
             clock.lap("publish")
-        finally:  # the step counts, whatever becomes of its weights
+            await self._reports.over()
+            clock.lap("report")
+        finally:  # the step counts, whatever becomes of its weights; nothing here may wait or raise
             self._step_metrics.merge(clock.metrics(groups))
             self._clock = measures.Stopwatch()
             reported, self._step_metrics = self._reported(results), Metrics()
-            await self._reports.begin(self._step, reported, groups)
+            self._reports.begin(self._step, reported, groups)
 
     async def _compute(self, groups: Sequence[ScoredGroup]) -> None:
         """Has the trainers write the columns that are computed before the seal, where something reads them.

@@ -1,7 +1,7 @@
 """The reports of one life of the loop: what a step did goes to the trackers while the next one is under way.
 
 Owns the order: one at a time, each whole before the next begins. What failed in one is raised where the loop meets it
-next. Of what the numbers say, measures.py.
+next, and keeps no later one from being made. Of what the numbers say, measures.py.
 """
 
 import asyncio
@@ -24,18 +24,18 @@ class Reports:
         self._parts = parts
         self._under_way: asyncio.Task[None] | None = None
 
-    async def begin(self, step: int, metrics: Metrics, groups: Sequence[ScoredGroup]) -> None:
-        """Reports that `step` steps are applied, of which the last trained `groups`, once the report before is over;
-        raises what that failed of.
+    def begin(self, step: int, metrics: Metrics, groups: Sequence[ScoredGroup]) -> None:
+        """Reports that `step` steps are applied, of which the last trained `groups`, once the report before is over,
+        whatever became of that.
         """
-        await self.over()
-        self._under_way = asyncio.create_task(self._report(step, metrics, groups))
+        self._under_way = asyncio.create_task(self._report_after(self._under_way, step, metrics, groups))
 
     async def over(self) -> None:
-        """Returns when none is under way; raises what it failed of."""
+        """Returns when none is under way; raises what it failed of, once. A caller that is cancelled leaves it."""
         if self._under_way is not None:
-            await self._under_way  # bounded: by measures.INFO_TIMEOUT_S and the store's own deadlines
-            self._under_way = None
+            await asyncio.wait([self._under_way])  # bounded: by measures.INFO_TIMEOUT_S and the store's own deadlines
+            ended, self._under_way = self._under_way, None
+            ended.result()
 
     async def settle(self) -> None:
         """Returns when none is under way, whatever became of it: the loop is abandoned, and the step was applied."""
@@ -51,7 +51,11 @@ class Reports:
         except DiskFullError as error:
             logger.warning("the ledger's history stays in the store: %s", error.message)
 
-    async def _report(self, step: int, metrics: Metrics, groups: Sequence[ScoredGroup]) -> None:
+    async def _report_after(
+        self, before: asyncio.Task[None] | None, step: int, metrics: Metrics, groups: Sequence[ScoredGroup]
+    ) -> None:
+        if before is not None:
+            await asyncio.wait([before])  # bounded: as in `over`
         parts = self._parts
         metrics.merge(await measures.of_fleet(parts.fleet))
         samples = await parts.threads.call(

@@ -12,13 +12,11 @@ import pytest
 
 from rolecall.errors import StoreUnavailableError, UnavailableError
 from rolecall.settings import RunSettings
-from rolecall.telemetry import Metrics
 from rolecall.v1.trajectory_pb2 import RowRef, TrajectoryMeta
 from services.controller.board import RunBoard
 from services.controller.loop import Loop
 from services.controller.parts import Parts
 from services.controller.recovered import Recovered
-from services.controller.reports import Reports
 from tests.integration.test_step_machine import run_settings
 from tests.step_run import B, StepRun, SweptRows
 
@@ -80,39 +78,6 @@ def run(make_settings: Callable[..., RunSettings], tmp_path: Path) -> Iterator[D
     run.teardown()
 
 
-def reports(run: DiaryRun) -> Reports:
-    return Reports(run.parts(RunBoard()))
-
-
-def test_a_report_begins_once_the_one_before_is_whole(run: DiaryRun) -> None:
-    async def life() -> None:
-        told = reports(run)
-        await told.begin(1, Metrics(), [])
-        second = asyncio.create_task(told.begin(2, Metrics(), []))
-        await asyncio.sleep(0.05)
-        assert not second.done()
-        run.diary.may_log.set()
-        await asyncio.wait_for(second, WAIT_S)
-        await asyncio.wait_for(told.over(), WAIT_S)
-
-    run.runner.run(life())
-    assert run.diary.steps == [1, 2]
-
-
-def test_what_a_report_failed_of_is_raised_when_the_next_begins(run: DiaryRun) -> None:
-    run.diary.may_log.set()
-    run.diary.failure = StoreUnavailableError("the store did not answer")
-
-    async def life() -> None:
-        told = reports(run)
-        await told.begin(1, Metrics(), [])
-        with pytest.raises(StoreUnavailableError):
-            await asyncio.wait_for(told.begin(2, Metrics(), []), WAIT_S)
-        await asyncio.wait_for(told.settle(), WAIT_S)
-
-    run.runner.run(life())
-
-
 def test_steps_go_on_beside_a_report_and_the_last_ones_numbers_are_there_at_the_end(run: DiaryRun) -> None:
     trained: list[list[int]] = []
 
@@ -171,26 +136,53 @@ def test_a_loop_that_ended_in_a_report_tells_no_step_twice(run: DiaryRun) -> Non
     assert run.diary.steps == [step + 1, step + 2], "what was counted is not made again to be told"
 
 
-def test_a_step_whose_publish_fails_is_reported(run: DiaryRun) -> None:
+def test_a_step_is_told_also_when_the_report_before_failed(run: DiaryRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = run.diary.log
+
+    def failing_once(step: int, values: Any) -> None:
+        log(step, values)
+        if step == 1:
+            raise StoreUnavailableError("the store did not answer")
+
+    run.diary.may_log.set()
+    monkeypatch.setattr(run.diary, "log", failing_once)
+    with pytest.raises(StoreUnavailableError):
+        run.runner.run(asyncio.wait_for(run.live(3), WAIT_S))
+    step = run.ledger.position().step
+    assert run.diary.steps == list(range(1, step + 1))
+
+
+@pytest.mark.parametrize("ends", ["fails", "is cancelled"])
+def test_a_step_whose_publish_does_not_end_is_reported(run: DiaryRun, ends: str) -> None:
+    """And the loop ends by what ended the publish."""
     run.diary.may_log.set()
     publishes: list[str] = []
+    life: asyncio.Task[None] | None = None
 
     class Failing(Loop):
-        """A loop whose first publish of a trained step fails."""
+        """A loop whose first publish of a trained step does not end."""
 
         def __init__(self, parts: Parts, recovered: Recovered, at: Callable[[str], None]) -> None:
             def failing(instant: str) -> None:
                 at(instant)
                 if instant == "weights are published":
                     publishes.append(instant)
-                    if len(publishes) == 2:  # one at the start
+                    if len(publishes) == 2 and ends == "fails":  # one at the start
                         raise UnavailableError("a rollout did not answer")
+                    if len(publishes) == 2:
+                        assert life is not None
+                        life.cancel()
 
             super().__init__(parts, recovered, failing)
 
+    async def lives() -> None:
+        nonlocal life
+        life = asyncio.create_task(run.live(2))
+        await asyncio.wait([life], timeout=WAIT_S)
+        assert life.cancelled() if ends == "is cancelled" else isinstance(life.exception(), UnavailableError)
+
     run.make_loop = Failing
-    with pytest.raises(UnavailableError):
-        run.runner.run(asyncio.wait_for(run.live(2), WAIT_S))
+    run.runner.run(lives())
     assert run.diary.steps == [1]
     run.runner.run(asyncio.wait_for(run.live(1), WAIT_S))
     assert run.diary.steps == [1, 2]
