@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from grpc.aio import AioRpcError, ClientCallDetails
 
-from rolecall.errors import DeadlineError, RoleCallError
+from rolecall.errors import DeadlineError, RoleCallError, UnavailableError
 from rolecall.rpc import deadlines, status
 from rolecall.rpc.callers import callers_of
 from rolecall.rpc.tokens import HEADER
@@ -112,8 +112,22 @@ class StreamCalls(_Calls, grpc.aio.UnaryStreamClientInterceptor):
                 yield response
         except AioRpcError as error:
             raise self._to_error(error, details) from error
+        except asyncio.CancelledError as error:
+            if is_being_cancelled():
+                raise
+            raise UnavailableError(
+                f"the connection to {self._target} was closed under {_name(details)}", target=self._target
+            ) from error
         finally:
             call.cancel()  # a reader that stops early frees the server at once
+
+
+def is_being_cancelled() -> bool:
+    """Whether a CancelledError is this task's own. Else it is that of a call whose channel was closed, which must not
+    end whoever awaits it as if they were cancelled.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _name(details: ClientCallDetails) -> str:

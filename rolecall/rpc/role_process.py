@@ -4,9 +4,9 @@ failed.
 Imports nothing heavy, so that `--help` and configuration errors are instant; `services/<role>/__main__.py` imports
 engines after `parse_args`.
 
-Exit codes, by which whoever supervises the process decides: 0 done or asked to stop, FINAL when starting it again
-cannot help, USAGE for a bad command line or configuration, RESTART for what may pass. A process killed by a signal is
-one to start again.
+Exit codes, by which whoever supervises the process decides: 0 done, or asked to stop where the role has no end of its
+own, FINAL when starting it again cannot help, USAGE for a bad command line or configuration, RESTART for what may pass,
+STOPPED before its end. A process killed by a signal is one to start again.
 """
 
 import asyncio
@@ -49,8 +49,13 @@ FINAL = 1
 USAGE = 2
 RESTART = 75
 """EX_TEMPFAIL of sysexits.h: a retryable error, an unforeseen one, or a process that was given up as hung."""
+STOPPED = 128 + signal.SIGTERM
+"""What a shell says of a process that SIGTERM ended: a controller or trainer that a signal stopped before the run was
+over. With 0 a drained or deleted pod of a Kubernetes Job would count as done.
+"""
 LEAVE_S = 0.5
 """Seconds between the verdict that this process hangs and its end, for its last lines to be written."""
+_CLEAN = (0, STOPPED)
 _WITHOUT_WEIGHTS = ("controller", "reward")
 """Roles that hold no model."""
 _NUM_THREADS = 32
@@ -182,9 +187,9 @@ def way_out(role: str) -> Callable[[WorkerLostError], None]:
     return leave
 
 
-def run(main: Callable[[], Awaitable[None]], role: str = "service") -> int:
-    """Runs `main` on a new event loop; returns 0 when it ended or was stopped, else ends the process with FINAL or
-    RESTART (the reason is printed).
+def run(main: Callable[[], Awaitable[None]], role: str = "service", *, has_end: bool = False) -> int:
+    """Runs `main` on a new event loop; returns 0 when it ended or was stopped (STOPPED where the role `has_end`, of its
+    own), else ends the process with FINAL or RESTART (the reason is printed).
 
     The last thing a process does: return what it returns from there. Five seconds after the end of `main` the process
     is over, whatever else it runs.
@@ -200,7 +205,7 @@ def run(main: Callable[[], Awaitable[None]], role: str = "service") -> int:
     loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "worker"))
     asyncio.set_event_loop(loop)
     try:
-        loop.run_until_complete(_until_stopped(main))
+        was_stopped = loop.run_until_complete(_until_stopped(main))
     except (Exception, asyncio.CancelledError) as error:  # entry point: whatever ended the role is said once, here
         code = _failed(role, error)
         if isinstance(error, WorkerLostError):
@@ -210,11 +215,11 @@ def run(main: Callable[[], Awaitable[None]], role: str = "service") -> int:
         # it
         _end_in_time(code)
     else:
-        code = 0
+        code = STOPPED if has_end and was_stopped else 0
         _end_in_time(code)
     finally:
         _close(loop)
-    if code:
+    if code not in _CLEAN:
         # Not by the interpreter's own end: it waits for what the failure left open, and a gRPC server that still serves
         # can hold it for ever.
         logging.shutdown()
@@ -222,7 +227,8 @@ def run(main: Callable[[], Awaitable[None]], role: str = "service") -> int:
     return code
 
 
-async def _until_stopped(main: Callable[[], Awaitable[None]]) -> None:
+async def _until_stopped(main: Callable[[], Awaitable[None]]) -> bool:
+    """Whether a signal asked for the end."""
     life = _Life()
     life.owns_process = True
     _LIFE.set(life)
@@ -242,6 +248,7 @@ async def _until_stopped(main: Callable[[], Awaitable[None]]) -> None:
     except asyncio.CancelledError:
         if not life.stop.is_set():
             raise
+    return life.stop.is_set()
 
 
 async def serve(
@@ -276,8 +283,8 @@ async def serve(
             if drain is not None:
                 await _drain_role(drain, grace_s)
         await server.drain(0.0 if lost else grace_s)
-    if failed is not None and failed.done() and not failed.cancelled():
-        failed.result()
+    if failed is not None and failed.done():
+        failed.result()  # one that nobody here cancelled has failed, too
 
 
 async def _drain_role(drain: Callable[[], Awaitable[None]], grace_s: float) -> None:
@@ -329,7 +336,7 @@ def _end_in_time(code: int) -> None:
 
     def watch() -> None:
         time.sleep(_END_GRACE_S)
-        if not code:
+        if code in _CLEAN:
             main = threading.main_thread()
             busy = [
                 thread.name

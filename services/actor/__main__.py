@@ -12,7 +12,7 @@ from rolecall.settings import rank_of_process
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code of the process."""
     args = parse_args("actor", argv)
-    return run(lambda: _serve(args), "actor")
+    return run(lambda: _serve(args), "actor", has_end=True)
 
 
 async def _serve(args: ServiceArgs) -> None:

@@ -13,12 +13,16 @@ if TYPE_CHECKING:
     from services.controller.run import ControllerRun
 
 logger = logging.getLogger(__name__)
+GIVE_BACK_S = 10.0
+"""Most seconds in which a controller that is stopped gives the run back in the store, so that the next one waits for no
+lease.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the run to its end, or until asked to stop; returns the exit code."""
     args = parse_args("controller", argv)
-    return run(lambda: serve_controller(args), "controller")
+    return run(lambda: serve_controller(args), "controller", has_end=True)
 
 
 async def serve_controller(args: ServiceArgs) -> None:
@@ -53,6 +57,7 @@ async def serve_controller(args: ServiceArgs) -> None:
             await serve(server, failed=running)
         finally:
             running.cancel()
+            await asyncio.wait([running], timeout=GIVE_BACK_S)
     finally:
         await controller.close()
 

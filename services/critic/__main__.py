@@ -12,7 +12,7 @@ from rolecall.settings import rank_of_process
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code of the process."""
     args = parse_args("critic", argv)
-    return run(lambda: _serve(args), "critic")
+    return run(lambda: _serve(args), "critic", has_end=True)
 
 
 async def _serve(args: ServiceArgs) -> None:

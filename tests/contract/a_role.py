@@ -44,6 +44,18 @@ async def be_lost(args: ServiceArgs) -> None:
     await serve(args, failed=failed, grace_s=30.0)
 
 
+async def be_stopped_before_the_end(args: ServiceArgs) -> None:
+    """Serves, as a role does that comes to an end by itself."""
+    await serve(args)
+
+
+async def be_cancelled(args: ServiceArgs) -> None:
+    """Serves until its work ends as cancelled, which nobody here asked for."""
+    failed = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_later(0.1, failed.cancel)
+    await serve(args, failed=failed)
+
+
 async def hang_in_drain(args: ServiceArgs) -> None:
     """Cannot give its work back."""
     await serve(args, drain=lambda: asyncio.sleep(60), grace_s=0.3)
@@ -123,4 +135,4 @@ if __name__ == "__main__":
     args = role_process.parse_args("actor", sys.argv[2:])
     telemetry.configure(args.settings.telemetry, "actor", args.worker)
     way: Callable[[ServiceArgs], Awaitable[None]] = globals()[sys.argv[1]]
-    sys.exit(role_process.run(lambda: way(args), "actor"))
+    sys.exit(role_process.run(lambda: way(args), "actor", has_end=way is be_stopped_before_the_end))

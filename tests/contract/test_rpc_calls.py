@@ -9,7 +9,7 @@ import pytest
 from opentelemetry import trace
 
 from rolecall import telemetry
-from rolecall.errors import DeadlineError, NotAttestedError
+from rolecall.errors import DeadlineError, NotAttestedError, UnavailableError
 from rolecall.rpc import deadlines
 from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
@@ -47,6 +47,32 @@ async def test_a_stream_has_the_default_deadline_too(peer: Peer, address: str) -
         with pytest.raises(DeadlineError, match="WatchRun"):
             async for _response in controller_pb2_grpc.ControllerServiceStub(channel).WatchRun(WATCH):
                 pass
+
+
+@pytest.mark.parametrize("closes", ["the channel", "the reader"])
+async def test_a_channel_that_is_closed_under_a_stream_does_not_cancel_its_reader(
+    peer: Peer, address: str, closes: str
+) -> None:
+    peer.delay_s = 60.0
+    channel = open_channel(address, party(Caller.OPERATOR))
+    first = asyncio.Event()
+
+    async def read() -> None:
+        async for _response in controller_pb2_grpc.ControllerServiceStub(channel).WatchRun(WATCH):
+            first.set()
+
+    reader = asyncio.create_task(read())
+    await asyncio.wait([reader, asyncio.create_task(first.wait())], return_when=asyncio.FIRST_COMPLETED, timeout=50.0)
+    if closes == "the channel":
+        await channel.close()
+    else:
+        reader.cancel()
+    await asyncio.wait([reader], timeout=50.0)
+    assert reader.cancelled() == (closes == "the reader")
+    if closes == "the channel":
+        with pytest.raises(UnavailableError, match=r"was closed under .*WatchRun"):
+            reader.result()
+    await channel.close()
 
 
 async def test_a_call_keeps_its_own_deadline(peer: Peer, address: str) -> None:

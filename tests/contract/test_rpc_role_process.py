@@ -76,6 +76,20 @@ def test_a_signal_drains_the_role_and_it_exits_clean(launcher: Launcher, number:
     assert "Traceback" not in err
 
 
+def test_a_role_that_a_signal_stopped_before_its_end_is_not_done(launcher: Launcher) -> None:
+    role = up(launcher.start("be_stopped_before_the_end"))
+    role.send_signal(signal.SIGTERM)
+    out, err = role.communicate(timeout=50)
+    assert (role.returncode, out) == (143, "drained\n"), err
+    assert "failed" not in err
+
+
+def test_a_role_whose_work_ends_as_cancelled_has_failed(launcher: Launcher) -> None:
+    role = launcher.start("be_cancelled")
+    _, err = role.communicate(timeout=60)
+    assert role.returncode == role_process.RESTART, err
+
+
 def test_a_signal_during_start_ends_the_role_at_once(launcher: Launcher) -> None:
     role = up(launcher.start("load"))
     role.send_signal(signal.SIGTERM)

@@ -16,6 +16,7 @@ from rolecall.algorithms.pass_and_majority import pass_at_k
 from rolecall.scoring.scores import Item, Score, ScoreFunction
 from rolecall.settings import RunSettings
 from rolecall.v1 import controller_pb2
+from services.controller.fleet import members
 from services.rollout.sampling import Sample, SampleRequest
 from services.rollout.scripted import ScriptedEngine
 from tests.fixtures_store import StoreUnderTest
@@ -143,6 +144,23 @@ async def test_beside_training_an_evaluation_is_waited_for_by_the_next_publish_a
         assert evaluated_steps(run) == {0: 0, 1: 0, 2: 0, 3: 0}  # nobody was asked who held other weights
         assert [line["step"] for line in run.metrics()] == [1, 2, 3]
         assert run.metrics()[0]["time/evaluation_s"] > 0
+
+
+async def test_a_rollout_that_is_given_up_in_an_evaluation_ends_nothing(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection is closed under the call that it still answers; the run goes on."""
+    monkeypatch.setattr(members, "LINGER_S", 0.5)
+    slow, controller = SlowlyEvaluated(), {"lease_s": 1.0}
+    async with twin_run(store, tmp_path, make_settings, evaluation=beside(tmp_path), controller=controller) as run:
+        async with run.controller() as life, run.rollout("rollout-0", engine=slow):
+            await life.shows(lambda status: status.waiting_for == "the evaluation of step 0")
+            run.memberships["rollout-0"].stop()  # it lives, and is heard no more
+            await life.shows(lambda status: any(worker.lost for worker in status.workers))
+            async with run.rollout("rollout-1"):
+                await life.ends()
+        assert evaluated_steps(run) == {0: 3, 1: 0, 2: 0, 3: 0}
+        assert run.ledger.counts().trained == 12
 
 
 async def test_a_stop_waits_for_the_evaluation_beside(

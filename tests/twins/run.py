@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,6 +143,8 @@ class TwinRun:
     stack: AsyncExitStack
     latest: ControllerRun | None = None
     """The controller of the last life."""
+    memberships: dict[str, Membership] = field(default_factory=dict)
+    """Of the rollouts, by worker: one that is stopped leaves a rollout that lives and is not heard."""
 
     @property
     def ledger(self) -> Ledger:
@@ -218,6 +220,7 @@ class TwinRun:
             num_weight_ranks=1,
             launched=True,  # it lives until the context ends, also when one of several lives of the run is over
         )
+        self.memberships[worker] = membership
         membership.start()
         try:
             yield engine

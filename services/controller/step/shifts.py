@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
 from rolecall.errors import DeadlineError, DeviceFullError, FencedError, RoleCallError, UnavailableError
+from rolecall.rpc.client_calls import is_being_cancelled
 from rolecall.settings import RunSettings
 from rolecall.shifts import ShiftLocks, Side
 from rolecall.telemetry import Metrics
@@ -179,4 +180,8 @@ async def _outcome(call: Awaitable[object]) -> RoleCallError | None:
         await call  # bounded: each is a call, and a call has a deadline
     except RoleCallError as error:
         return error
+    except asyncio.CancelledError:
+        if is_being_cancelled():
+            raise
+        return UnavailableError("the connection was closed: it was given up")
     return None
