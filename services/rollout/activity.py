@@ -50,6 +50,13 @@ class Activity:
         return self._since is not None or self._num_asked > 0 or (self._is_loading and not self._num_awaiting_load)
 
     @property
+    def has_work(self) -> bool:
+        """Whether it owes something, or has a group of the run in hand, which deadlines of its own bound: also while
+        that waits for an environment, the run moves.
+        """
+        return self.owes or self._num_groups > 0
+
+    @property
     def busy_s(self) -> float:
         """Seconds with work, until now."""
         self.change()
@@ -127,6 +134,10 @@ class Watched(Protocol):
         """Whether the engine owes something, so that `num_moves` must grow."""
 
     @property
+    def has_work(self) -> bool:
+        """Whether its moves bring the run on: those of an engine without work only say that it lives."""
+
+    @property
     def num_moves(self) -> int:
         """Grows whenever the engine moves."""
 
@@ -135,7 +146,7 @@ async def feed_heartbeat(watched: Watched, pulse: Pulse) -> None:
     """Shows `watched` to `pulse` every LOOK_S, until cancelled."""
     seen = -1
     while True:
-        if watched.num_moves != seen:
+        if watched.has_work and watched.num_moves != seen:
             seen = watched.num_moves
             pulse.progress()
         pulse.busy = watched.is_busy

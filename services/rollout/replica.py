@@ -119,6 +119,11 @@ class Replica:
         return self._activity.owes
 
     @property
+    def has_work(self) -> bool:
+        """Whether it owes something or samples a group of the run."""
+        return self._activity.has_work
+
+    @property
     def num_moves(self) -> int:
         """Grows whenever the engine moves."""
         return self._engine.num_moves + self._activity.num_answers

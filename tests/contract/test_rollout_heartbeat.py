@@ -102,6 +102,36 @@ async def test_the_heartbeat_is_fed_at_every_look(store: StoreUnderTest, tmp_pat
         rollout.engine.hold = False
 
 
+class Pinged(ScriptedEngine):
+    """An engine that moves whenever it is looked at, as vLLM's core answers pings also without work."""
+
+    @property
+    def num_moves(self) -> int:
+        """Grows."""
+        self._num_moves += 1
+        return self._num_moves
+
+
+async def test_what_only_says_that_an_engine_lives_is_no_progress_of_the_run(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
+    """Else a run in which nothing can go on would never be seen to stall."""
+    write_tokenizer(tmp_path)
+    async with replica_under_test(store, tmp_path, Pinged()) as rollout:
+        pulse = Counter()
+        await rollout.publish(1)
+        showing = asyncio.create_task(feed_heartbeat(rollout.replica, pulse))
+        await until(lambda: not owes(rollout))
+        before = pulse.count
+        await asyncio.sleep(3 * LOOK_S)
+        assert pulse.count == before
+        rollout.engine.hold = True
+        rollout.admit(1)
+        await until(lambda: pulse.count > before)
+        showing.cancel()
+        rollout.engine.hold = False
+
+
 @pytest.mark.timeout(300)
 async def test_a_store_that_goes_away_ends_no_rollout_and_its_groups_are_committed_when_it_is_back(
     make_embedded_store: Callable[..., EmbeddedStore], make_store: Callable[[str, str], StoreUnderTest], tmp_path: Path
