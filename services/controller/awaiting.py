@@ -42,6 +42,8 @@ class NextBatches:
     end: RunEnd
     look: Callable[[], Awaitable[None]]
     """Awaited at every look while the groups are not ready."""
+    is_saving: Callable[[], bool]
+    """Whether a checkpoint is being written, within deadlines of its own: admission may wait for what it frees."""
 
     async def next(self, step: int) -> NextBatch | None:
         """The batch of `step`: the one sealed by an earlier loop, or the groups that admission.py chooses. None when
@@ -68,7 +70,7 @@ class NextBatches:
                     return_when=FIRST_COMPLETED,
                 )
                 moves, paused, trouble = self._what_moves(), self.board.paused, self.reward.trouble
-                has_stalled = stall.has_stalled(moves, paused=paused or bool(trouble))
+                has_stalled = stall.has_stalled(moves, paused=paused or bool(trouble) or self.is_saving())
                 if away.has_stalled(moves, paused=paused or not trouble) and not groups.done():
                     self.end.call(self._scorer_away(trouble))
                     return None

@@ -12,6 +12,7 @@ passes a named instant, at which tests make things fail.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 from rolecall.errors import BudgetSpentError, RoleCallError
@@ -41,6 +42,9 @@ from services.controller.step.sealing import Sealing
 from services.controller.tasks import at_once, first_error
 
 logger = logging.getLogger(__name__)
+
+ROOM_RETRY_S = 10.0
+"""Seconds between two tries of the checkpoint that admission waits for."""
 
 
 def pass_by(instant: str) -> None:
@@ -99,13 +103,22 @@ class Loop:
         self._saver = CheckpointSaver(parts.trainers, parts.checkpoints, threads, recovered.saved_step)
         self._sealing = Sealing(settings, ledger, rows, threads, at)
         self._batches = NextBatches(
-            settings, recovered, self._assembly, parts.fleet, board, parts.reward, self._end, self._reach_others
+            settings,
+            recovered,
+            self._assembly,
+            parts.fleet,
+            board,
+            parts.reward,
+            self._end,
+            self._look,
+            lambda: self._saver.is_in_flight,
         )
         self._reports = Reports(parts)
         self._evaluations = Evaluations(parts)
         self._joiners = Joiners(self._publisher, settings.controller.heartbeat_s, in_shifts=parts.shifts.are_taken)
         self._step_metrics = Metrics()
         self._clock = measures.Stopwatch()
+        self._next_try_at = 0.0
 
     async def run(self) -> None:
         """Returns when the last step is done or a stop was asked for. Raises the error that ended the loop;
@@ -201,13 +214,16 @@ class Loop:
             await self._save_if_due()
 
     async def _save_if_due(self) -> None:
+        await self._save_if(self._wants_checkpoint)
+
+    async def _save_if(self, wanted: Callable[[], bool]) -> None:
         try:
             await self._saver.raise_if_failed()
-            if self._wants_checkpoint():
+            if wanted():
                 await self._checkpoint()
         except NO_ROOM as error:
             logger.error(
-                "no checkpoint before step %d: %s; the last one stands, and the next step tries again",
+                "no checkpoint before step %d: %s; the last one stands, and another is tried",
                 self._step + 1,
                 error.message,
             )
@@ -312,6 +328,25 @@ class Loop:
         self._at("weights are published")
         self._joiners.serve()
         self._intake.wake()
+
+    async def _look(self) -> None:
+        """What a wait for groups may need in which nothing moves by itself."""
+        await self._reach_others()
+        await self._make_room()
+
+    async def _make_room(self) -> None:
+        """Tries the checkpoint again that failed at the step boundary, where admission waits for the rows that it would
+        free: no other boundary would come. A batch that an earlier loop sealed comes first, for a trainer may be ahead.
+        """
+        assembly, recovered = self._assembly, self._recovered
+        is_sealed = recovered.sealed is not None and self._step == recovered.position.step
+        nothing_moves = assembly.num_live == assembly.num_ready and not self._saver.is_in_flight
+        if not (self._intake.waits_for_room and nothing_moves) or is_sealed or time.monotonic() < self._next_try_at:
+            return
+        self._next_try_at = time.monotonic() + ROOM_RETRY_S
+        await self._save_if(lambda: True)
+        if not self._parts.shifts.is_sampling:
+            await self._publish()
 
     async def _reach_others(self) -> None:
         """Publishes again when all that held the weights are gone and others wait for theirs: no step boundary would

@@ -3,14 +3,18 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rolecall.data.dataset import load_prompts
 from rolecall.errors import CheckpointMismatchError
 from rolecall.settings import RunSettings
+from rolecall.store.budget import STORE_SHARE, StoreBudget
 from rolecall.v1 import controller_pb2 as pb
+from services.controller import loop
 from services.controller.durable.run_point import RunPoint
-from tests.twins.run import LightRun, balance, check_trained_once
+from tests.twins.run import LightRun, TwinRun, balance, check_trained_once
 
 MakeSettings = Callable[..., RunSettings]
 
@@ -24,6 +28,48 @@ async def test_a_full_disk_costs_a_checkpoint_and_not_the_run(light_run: LightRu
             await life.ends()
     assert balance(run) == (24, 24, 0, 0)
     assert run.checkpoints.latest() is not None
+
+
+def crowd(run: TwinRun) -> None:
+    """Gives the run the least store that its settings allow."""
+    settings = run.settings
+    raw = load_prompts(settings.data.train, settings.data, settings.reward, settings.algorithm.distillation)
+    budget = StoreBudget.of(settings, max(prompt.num_bytes for prompt in raw))
+    least = int(budget.num_batches * budget.batch_bytes / STORE_SHARE) + 2
+    run.settings = settings.model_copy(update={"store": settings.store.model_copy(update={"max_bytes": least})})
+
+
+@pytest.mark.parametrize("trouble", ["no room for the state", "no room for the files"])
+async def test_a_full_disk_of_a_crowded_store_is_tried_again_though_no_step_comes(
+    light_run: LightRun, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    """Nothing is admitted before rows are freed, and no batch comes before something is admitted."""
+    monkeypatch.setattr(loop, "ROOM_RETRY_S", 0.2)
+    async with light_run(run={"num_steps": 12, "checkpoint_every_steps": 1000}) as run:
+        crowd(run)
+        trainer = run.actor.trainer
+        trainer.disk_is_full = trouble == "no room for the state"
+        trainer.cannot_write = trouble == "no room for the files"
+        async with run.controller() as life, run.rollout("rollout-0"):
+            await life.reaches(2)
+            await asyncio.sleep(0.5)
+            trainer.disk_is_full = trainer.cannot_write = False
+            await life.ends()
+    assert balance(run) == (48, 48, 0, 0)
+
+
+async def test_a_checkpoint_that_takes_long_stalls_no_run_that_waits_for_it(light_run: LightRun) -> None:
+    sections: dict[str, dict[str, Any]] = {"controller": {"stall_timeout_s": 0.5}, "reward": {"timeout_s": 0.5}}
+    async with light_run(run={"num_steps": 6, "checkpoint_every_steps": 1000}, **sections) as run:
+        crowd(run)
+        run.actor.trainer.may_write.clear()
+        async with run.controller() as life, run.rollout("rollout-0"):
+            await life.reaches(2)
+            await asyncio.sleep(2.0)
+            assert not life.running.done()
+            run.actor.trainer.may_write.set()
+            await life.ends()
+    assert balance(run) == (24, 24, 0, 0)
 
 
 async def test_steps_go_on_while_a_checkpoint_is_written_and_its_rows_stay_until_it_is_committed(

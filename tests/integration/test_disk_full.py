@@ -182,7 +182,7 @@ async def test_a_run_whose_disk_fills_up_goes_on_keeps_its_last_checkpoint_and_c
             await life.ends()
     assert (disk / "run" / "checkpoints" / "step-00000012" / "COMMITTED").exists()
     told = [record.getMessage() for record in caplog.records]
-    assert any("the last one stands, and the next step tries again" in line for line in told)
+    assert any("the last one stands, and another is tried" in line for line in told)
     assert any("the ledger's history stays in the store" in line for line in told)
     counts = Ledger(store.connection, store.run).counts()
     assert (counts.admitted, counts.trained, counts.live) == (48, 48, 0)

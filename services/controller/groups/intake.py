@@ -117,19 +117,26 @@ class Intake:
         """Takes the admissions that a full store refused, and as many more as may be. They count as admitted from here
         on, and stay first in line until they are.
         """
-        while len(self._refused) < ADMIT_COUNT and self._may_admit():
+        while len(self._refused) < ADMIT_COUNT and self._may_admit(self._retained_bytes):
             place = self._next_gid - self._first_gid
             in_backlog = place < len(self._backlog)
             self._refused.append(self._admission(self._backlog[place] if in_backlog else self._prompts.next()))
         return self._refused
 
-    def _may_admit(self) -> bool:
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether nothing more is admitted for want of the bytes that trained rows take, until a checkpoint covers
+        them.
+        """
+        return not self._may_admit(self._retained_bytes) and self._may_admit(0)
+
+    def _may_admit(self, retained_bytes: int) -> bool:
         return not (self._board.paused or self._board.stop_requested) and self._policy.may_admit(
             admitted=self._admitted,
             dropped=self._dropped.total(),
             published_step=self._published_step(),
             num_live=self._assembly.num_live,
-            retained_bytes=self._retained_bytes,
+            retained_bytes=retained_bytes,
         )
 
     def _admission(self, prompt: trajectory_pb2.Prompt) -> Admission:
