@@ -163,8 +163,10 @@ class ControllerRun:
         )
         self._unanswered.clear()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as limit:
                 while missing:
+                    if self._board.paused:  # people may have taken the roles away until they resume it
+                        limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
                     self._board.wait_for(", ".join(sorted(missing)))
                     if self._board.stop_requested:
                         return False

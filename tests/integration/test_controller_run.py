@@ -23,6 +23,7 @@ from rolecall.errors import (
     RoleCallError,
     RunLockedError,
     ScorerUnavailableError,
+    StoreUnavailableError,
     UnknownWorkerError,
     VersionMismatchError,
 )
@@ -30,9 +31,11 @@ from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
 from rolecall.scoring.scores import Item
 from rolecall.settings import RunSettings
+from rolecall.store.ledger import Ledger
 from rolecall.trajectory import seed_of
 from rolecall.v1 import controller_pb2 as pb
 from rolecall.v1.controller_pb2_grpc import ControllerServiceStub
+from services.controller.groups import group_scorer
 from services.controller.run import ControllerRun
 from services.rollout.sampling import Sample, SampleRequest
 from services.rollout.scripted import ScriptedEngine
@@ -367,6 +370,61 @@ async def test_people_pause_resume_checkpoint_and_stop_a_run(light_run: LightRun
     assert stopped.state == pb.RUN_STATE_DONE
     assert (run.settings.run.dir / "checkpoints" / f"step-{stopped.step:08d}" / "COMMITTED").exists()
     assert balance(run)[1] == 4 * stopped.step
+
+
+async def test_a_paused_run_waits_for_its_scorer_without_end(
+    light_run: LightRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_scorer, "RETRY_PAUSE_S", 0.05)
+    away = False
+
+    def score(item: Item) -> float:
+        if away:
+            raise ScorerUnavailableError("people mend it")
+        return parity(item)
+
+    reward = {"away_timeout_s": 4.0, "timeout_s": 4.0, "max_attempts": 1}
+    async with light_run(score=score, run={"num_steps": 1000}, reward=reward) as run:
+        async with run.controller() as life, run.rollout("rollout-0", token_s=0.005):
+            await life.reaches(1)
+            away = True
+            await life.stub.PauseRun(pb.PauseRunRequest())
+            await asyncio.sleep(6.0)
+            paused = await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
+            assert paused.num_recoveries == 0
+            away = False
+            await life.stub.ResumeRun(pb.ResumeRunRequest())
+            await life.reaches(paused.step + 2)
+            await life.stub.StopRun(pb.StopRunRequest())
+            await life.ends()
+
+
+async def test_a_paused_run_without_rollouts_outlives_a_hiccup_of_its_store(
+    light_run: LightRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody pays for rollouts that wait; a loop that starts over then finds none for longer than it would wait."""
+    async with light_run(run={"num_steps": 1000}, controller={"stall_timeout_s": 1.0}) as run:
+        async with run.controller() as life:
+            async with run.rollout("rollout-0", token_s=0.002):
+                await life.reaches(1)
+                await life.stub.PauseRun(pb.PauseRunRequest())
+                await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
+            pending = Ledger.pending
+
+            def failing_once(ledger: Ledger) -> Any:
+                monkeypatch.setattr(Ledger, "pending", pending)
+                raise StoreUnavailableError("the store did not answer")
+
+            monkeypatch.setattr(Ledger, "pending", failing_once)
+            await life.shows(lambda status: status.num_recoveries == 1)
+            await asyncio.sleep(2.5)
+            assert not life.running.done()
+            async with run.rollout("rollout-1"):
+                step = (await life.status()).step
+                await life.stub.ResumeRun(pb.ResumeRunRequest())
+                await life.reaches(step + 1)
+                await life.stub.StopRun(pb.StopRunRequest())
+                await life.ends()
 
 
 async def test_a_paused_run_stays_paused_when_its_controller_starts_again(light_run: LightRun) -> None:

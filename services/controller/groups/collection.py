@@ -121,13 +121,11 @@ class Collection:
             return
         with attached(group.traceparent), tracer().start_as_current_span("score", attributes={"gid": group.gid}):
             try:
-                scored = await self._scorer.score(group)
+                scored = await self._scored(group)
             except ScorerError as error:
                 await self._give_up(group, error)
                 return
             except ScorerUnavailableError as error:
-                if self._board.paused:
-                    raise
                 away_s = self._settings.reward.away_timeout_s  # a run that started over would wait as long again
                 self._end.call(
                     BudgetSpentError(f"no group was scored for reward.away_timeout_s = {away_s} s; {error.message}")
@@ -146,6 +144,15 @@ class Collection:
                 return
             await self._noting.call((group.gid, float(scored.rewards_G.mean())))
             await self._sort(scored)
+
+    async def _scored(self, group: trajectory_pb2.CommittedGroup) -> ScoredGroup:
+        """What its scorer says, who is asked without end while the run is paused: people may be mending it."""
+        while True:
+            try:
+                return await self._scorer.score(group)
+            except ScorerUnavailableError:
+                if not self._board.paused:
+                    raise
 
     def _note_scored(self, rewards: Sequence[tuple[int, float]]) -> Sequence[None]:
         self._ledger.note_scored(rewards)
