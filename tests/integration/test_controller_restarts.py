@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from rolecall.errors import BudgetSpentError, InvalidInputError, StoreRolledBackError, WorkerLostError
+from rolecall.errors import BudgetSpentError, ConfigError, InvalidInputError, StoreRolledBackError, WorkerLostError
 from rolecall.scoring.scores import Item
 from rolecall.settings import RunSettings
 from rolecall.store.position import GroupState, RunPosition
+from rolecall.store.rows import Rows
 from rolecall.v1 import controller_pb2 as pb
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.run import RUN_S, Life, LightRun, TwinRun, balance, check_trained_once, parity
@@ -60,6 +61,33 @@ async def test_a_batch_that_was_sealed_is_trained_as_it_is_also_under_other_sett
     assert run.actor.trainer.records[0].digest == sealed.digest
     assert run.actor.trainer.trained[:8] == [ref.id for ref in sealed.rows]
     assert len(run.actor.trainer.records) == 3
+
+
+async def test_a_batch_whose_columns_are_of_other_settings_asks_for_them(
+    light_run: LightRun, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with light_run() as run, run.rollout("rollout-0"):
+        before = run.settings
+        put = Rows.put
+
+        def failing(rows: Rows, refs: Any, columns: Any) -> int:
+            if "advantages" in columns[0]:
+                raise InvalidInputError("the run ends before the columns are written")
+            return put(rows, refs, columns)
+
+        monkeypatch.setattr(Rows, "put", failing)
+        with pytest.raises(InvalidInputError):
+            await run.to_the_end()
+        monkeypatch.setattr(Rows, "put", put)
+        tree = before.model_dump(exclude_defaults=True)
+        algorithm = {"groups_per_batch": 4, "shaping": {"clip_max": 0.5}}
+        changed = make_settings(**{**tree, "algorithm": algorithm}).algorithm
+        run.settings = before.model_copy(update={"algorithm": changed})
+        with pytest.raises(ConfigError, match="resume it once with the settings it had"):
+            await run.to_the_end()
+        run.settings = before
+        await run.to_the_end()
+    assert balance(run) == (12, 12, 0, 0)
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 0), (2, 1)])

@@ -7,6 +7,7 @@ In this order, so that whoever crashes in between writes the same columns again.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rolecall.errors import BatchMismatchError, ConfigError
 from rolecall.settings import RunSettings
 from rolecall.store.ledger import Ledger
 from rolecall.store.rows import Rows
@@ -62,7 +63,7 @@ class Sealing:
         self, batch: trajectory_pb2.TrainBatch, groups: Sequence[ScoredGroup], state: AdaptiveState
     ) -> SealedStep:
         """A batch that an earlier loop sealed stands as it is, whatever the settings are now; its columns are written
-        where that loop did not get to it.
+        where that loop did not get to it. ConfigError when they cannot be, for they were to be made by other settings.
         """
         contents = await self.threads.call(
             self.rows.read,
@@ -71,7 +72,14 @@ class Sealing:
             ["advantages", "old_logprobs"],
         )
         if not all("advantages" in row for row in contents):
-            return await self.seal(batch.step, groups, state)
+            try:
+                return await self.seal(batch.step, groups, state)
+            except BatchMismatchError as error:
+                raise ConfigError(
+                    f"the batch of step {batch.step} was sealed under other settings (algorithm, reward or critic) by "
+                    "a run that was killed before it wrote the batch's columns; resume it once with the settings it had, "
+                    "and change them after that step"
+                ) from error
         return SealedStep(batch, contents)
 
 
