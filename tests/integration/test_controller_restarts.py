@@ -83,7 +83,7 @@ async def test_a_batch_whose_columns_are_of_other_settings_asks_for_them(
         algorithm = {"groups_per_batch": 4, "shaping": {"clip_max": 0.5}}
         changed = make_settings(**{**tree, "algorithm": algorithm}).algorithm
         run.settings = before.model_copy(update={"algorithm": changed})
-        with pytest.raises(ConfigError, match="resume it once with the settings it had"):
+        with pytest.raises(ConfigError, match="resume it once with the settings that it had"):
             await run.to_the_end()
         run.settings = before
         await run.to_the_end()

@@ -77,8 +77,8 @@ class Sealing:
             except BatchMismatchError as error:
                 raise ConfigError(
                     f"the batch of step {batch.step} was sealed under other settings (algorithm, reward or critic) by "
-                    "a run that was killed before it wrote the batch's columns; resume it once with the settings it had, "
-                    "and change them after that step"
+                    "a run that was killed before it wrote the batch's columns; resume it once with the settings that "
+                    "it had, and change them after that step"
                 ) from error
         return SealedStep(batch, contents)
 
