@@ -50,9 +50,17 @@ def built(resource: str, *components: str) -> list[Object]:
 
 @cache
 def files(base: str) -> list[Object]:
-    """The objects of a base's own files, as they were written: what needs no builder."""
-    names = yaml.safe_load((ROOT / base / "kustomization.yaml").read_text())["resources"]
-    return [found for name in names for found in _objects((ROOT / base / name).read_text())]
+    """The objects of a base's own files, as they were written, and those that a builder would make beside them: what
+    needs no builder. A builder looks for names in workloads that it knows, so not in a JobSet.
+    """
+    tree = yaml.safe_load((ROOT / base / "kustomization.yaml").read_text())
+    suffix = "" if tree.get("generatorOptions", {}).get("disableNameSuffixHash") else "-0123456789"
+    made = [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": each["name"] + suffix},
+         "data": {name: (ROOT / base / name).read_text() for name in each["files"]}}
+        for each in tree["configMapGenerator"]
+    ]  # fmt: skip
+    return made + [found for name in tree["resources"] for found in _objects((ROOT / base / name).read_text())]
 
 
 def problems(object: Object) -> list[str]:

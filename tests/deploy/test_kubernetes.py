@@ -246,8 +246,18 @@ def test_certificates_name_the_hosts_by_which_roles_are_called_and_probed(base: 
 
 @pytest.mark.parametrize("base", BASES)
 def test_nothing_is_mounted_or_named_that_is_not_there(base: str) -> None:
-    objects = files(base)
+    all_is_there(files(base))
+
+
+@needs_kustomize
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_nothing_is_mounted_or_named_that_is_not_there_once_it_is_built(overlay: str) -> None:
+    all_is_there(built(overlay))
+
+
+def all_is_there(objects: list[Object]) -> None:
     accounts, claims = of_kind(objects, "ServiceAccount"), of_kind(objects, "PersistentVolumeClaim")
+    maps = of_kind(objects, "ConfigMap")
     for pod in pods_of(objects):
         spec, role = pod["spec"], pod["metadata"]["labels"][COMPONENT]
         assert spec["serviceAccountName"] in accounts
@@ -255,6 +265,7 @@ def test_nothing_is_mounted_or_named_that_is_not_there(base: str) -> None:
         for volume in spec["volumes"]:
             assert volume.get("persistentVolumeClaim", {}).get("claimName") in {None, *claims}
             assert volume.get("secret", {}).get("secretName") in {None, "store", f"tls-{role}"}
+            assert volume.get("configMap", {}).get("name") in {None, *maps}
         mounted = {mount["name"] for container in spec["containers"] for mount in container["volumeMounts"]}
         assert mounted == names or role == "store"
 
