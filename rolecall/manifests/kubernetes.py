@@ -212,4 +212,5 @@ def _store(settings: RunSettings) -> dict[str, str]:
         "memory": f"{mib * 5 // 4 + 256}Mi",
         "memory_limit": f"{mib * 5 // 2 + 512}Mi",
         "storage": f"{max(10, mib * 8 // 1024)}Gi",
+        "tolerations": render("tolerations.yaml", {}),
     }

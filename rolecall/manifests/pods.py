@@ -115,6 +115,7 @@ def pod_template(pod: Pod, settings: RunSettings) -> str:
         "grace_s": grace_s,
         "restart_policy": "restartPolicy: Never # the Job starts another pod, by its exit code" if pod.in_job else "",
         "spread": "" if pod.in_job else render("spread.yaml", label),
+        "tolerations": render("tolerations.yaml", {}),
         "sysctls": "" if pod.image == "light" else render("sysctls.yaml", {"ports": ports}),
         "image": pod.image,
         "command": _command(pod),

@@ -136,6 +136,8 @@ def broken_rules(pod: Object) -> list[str]:
         "is not root": context.get("runAsNonRoot") is True and context.get("runAsUser", 0) > 0,
         "has a seccomp profile": context.get("seccompProfile") == {"type": "RuntimeDefault"},
         "ends in its time": spec.get("terminationGracePeriodSeconds", 0) >= 45,
+        "leaves a lost node soon": {"node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"}
+        <= {each["key"] for each in spec.get("tolerations", ()) if each.get("tolerationSeconds", 300) <= 60},
         "keeps out of the host": not {"hostNetwork", "hostPID", "hostIPC"} & set(spec),
         "has volumes that a pod may have": all("hostPath" not in volume for volume in spec["volumes"]),
     }
@@ -180,6 +182,7 @@ def test_no_component_takes_a_rule_away(component: str) -> None:
         (lambda pod: pod["spec"]["containers"][0]["resources"].pop("requests"), "asks for cpu and memory"),
         (lambda pod: pod["spec"]["containers"][0]["securityContext"].clear(), "writes to volumes alone"),
         (lambda pod: pod["spec"]["securityContext"].pop("seccompProfile"), "has a seccomp profile"),
+        (lambda pod: pod["spec"].pop("tolerations"), "leaves a lost node soon"),
     ],
 )
 def test_a_rule_that_is_broken_is_found(what: Callable[[Object], Any], rule: str) -> None:
