@@ -79,6 +79,7 @@ def kubernetes(tree: dict[str, Any], file: Path) -> dict[str, str]:
     values = {"namespace": run, "resources": resources, "secrets": secrets}
     files["kustomization.yaml"] = render("kustomization.yaml", values)
     hosts = ["rollout", *(pod.name for pod in (*jobs, *scaled))]
+    files |= _gpu_nvidia(jobs, scaled, settings)
     return files | (istio(run, roles, hosts, place) if mesh else certificates(run, roles, settings))
 
 
@@ -140,6 +141,21 @@ def _workload(
         "pod": pod_template(pod, settings),
     }
     return render(template, common | values)
+
+
+def _gpu_nvidia(jobs: list[Pod], scaled: list[Pod], settings: RunSettings) -> dict[str, str]:
+    """The component that a cluster may need for the pods with GPUs; none where no pod has any."""
+    alone = "/spec/template"
+    places = [(pod, "JobSet", "run", f"/spec/replicatedJobs/{i}/template{alone}") for i, pod in enumerate(jobs)]
+    places += [(pod, "Deployment", pod.name, alone) for pod in scaled]
+    places.append((rollout(settings), "StatefulSet" if are_named(settings) else "Deployment", "rollout", alone))
+    patches = [
+        render("gpu-nvidia-patch.yaml", {"kind": kind, "name": name, "template": template})
+        for pod, kind, name, template in places
+        if pod.devices
+    ]
+    text = render("gpu-nvidia-kustomization.yaml", {"patches": "".join(patches)})
+    return {"gpu-nvidia/kustomization.yaml": text} if patches else {}
 
 
 def _services(jobs: list[Pod], scaled: list[Pod], mesh: bool, agents_port: int | None) -> str:
@@ -212,5 +228,5 @@ def _store(settings: RunSettings) -> dict[str, str]:
         "memory": f"{mib * 5 // 4 + 256}Mi",
         "memory_limit": f"{mib * 5 // 2 + 512}Mi",
         "storage": f"{max(10, mib * 8 // 1024)}Gi",
-        "tolerations": render("tolerations.yaml", {}),
+        "tolerations": render("tolerations.yaml", {"gpus": ""}),
     }

@@ -27,6 +27,7 @@ _DRAIN = {
 """Seconds by image: what ending takes (docs/operations.md), and terminationGracePeriodSeconds, that and 30 s at the
 least.
 """
+_GPU_NODES = "- {key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}"
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def pod_template(pod: Pod, settings: RunSettings) -> str:
         "grace_s": grace_s,
         "restart_policy": "restartPolicy: Never # the Job starts another pod, by its exit code" if pod.in_job else "",
         "spread": "" if pod.in_job else render("spread.yaml", label),
-        "tolerations": render("tolerations.yaml", {}),
+        "tolerations": render("tolerations.yaml", {"gpus": _GPU_NODES if pod.devices else ""}),
         "sysctls": "" if pod.image == "light" else render("sysctls.yaml", {"ports": ports}),
         "image": pod.image,
         "command": _command(pod),

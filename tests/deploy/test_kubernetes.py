@@ -19,7 +19,8 @@ from tests.deploy.kubernetes_objects import COMPONENT, ROOT, Object, builder, bu
 
 BASES = sorted(file.stem for file in (ROOT / "runs").iterdir())
 OVERLAYS = sorted(f"overlays/{folder.name}" for folder in (ROOT / "overlays").iterdir())
-COMPONENTS = sorted(f"components/{folder.name}" for folder in (ROOT / "components").iterdir())
+COMPONENTS = ["base-gpu/gpu-nvidia", *sorted(f"components/{folder.name}" for folder in (ROOT / "components").iterdir())]
+"""Of base-gpu, which has every kind of role that they patch."""
 ONE_OF = [{"components/hpa", "components/keda"}, {"components/prometheus", "components/prometheus-istio"}]
 """Components that would both do the same."""
 SCALERS = {"components/hpa": "HorizontalPodAutoscaler", "components/keda": "ScaledObject"}
@@ -79,7 +80,6 @@ def test_a_cluster_takes_every_object(base: str) -> None:
 
 @needs_kustomize
 def test_every_overlay_builds_and_all_components_at_once_and_a_cluster_takes_them() -> None:
-    """On base-gpu, which has every kind of role that components patch."""
     whole = [name for name in COMPONENTS if name not in ("components/hpa", "components/prometheus-istio")]
     taken_by_a_cluster([built(overlay) for overlay in OVERLAYS] + [built("base-gpu", "base-gpu/cert-manager", *whole)])
 
@@ -369,6 +369,28 @@ def test_ranks_on_several_nodes_have_a_leader_and_codes_that_decide() -> None:
     assert (final["action"], final["onExitCodes"]["values"]) == ("FailJob", [1, 2])
     sysctls = spec["template"]["spec"]["securityContext"]["sysctls"]
     assert sysctls == [{"name": "net.ipv4.ip_local_port_range", "value": "29500 29599"}]
+
+
+@needs_kustomize
+def test_every_pod_with_gpus_may_run_where_gpus_are(tmp_path: Path) -> None:
+    """Those of actor, reference and rollouts; of a critic, and of a reference on two nodes."""
+    run = yaml.safe_load((ROOT / "runs" / "base-gpu.yaml").read_text())
+    run["critic"] = {"devices": [0, 1], "num_ranks": 2, "token_budget": 32768}
+    run["algorithm"]["advantage"] = {"kind": "gae"}
+    run["references"]["start"]["num_ranks"] = 4
+    (tmp_path / "ppo.yaml").write_text(yaml.safe_dump(run))
+    base = tmp_path / "ppo"
+    assert main(["manifests", str(tmp_path / "ppo.yaml"), "--to", "kubernetes", "--out", str(base)]) == 0
+    tree = {"resources": ["ppo"], "components": ["ppo/gpu-nvidia"]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(tree))
+    for build, roles in (("overlays/gpu", 3), (str(tmp_path), 4)):
+        pods = [pod["spec"] for pod in pods_of(built(build))]
+        with_gpus = [pod for pod in pods if "nvidia.com/gpu" in pod["containers"][0]["resources"].get("limits", {})]
+        assert len(with_gpus) == roles
+        for pod in pods:
+            has = pod in with_gpus
+            assert (pod.get("runtimeClassName") == "nvidia") == has
+            assert any(each["key"] == "nvidia.com/gpu" for each in pod["tolerations"]) == has
 
 
 @pytest.mark.parametrize("base", BASES)
