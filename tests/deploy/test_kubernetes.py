@@ -5,6 +5,7 @@ Nothing here needs a cluster. What needs kustomize is skipped where neither it n
 
 import copy
 import re
+import shlex
 from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
@@ -292,6 +293,18 @@ def test_policies_of_the_network_open_what_the_table_of_callers_allows_and_nothi
     opened = {(role, peer) for role in callers for peer in peers(policies[role], "egress", "to", 50051)}
     assert taken == {(caller, served) for caller, served in allowed}, "of callers that no pod has, too"
     assert opened == {(caller, served) for caller, served in allowed if caller in callers}
+
+
+def test_the_store_keeps_what_it_holds_as_the_one_of_a_single_machine_does() -> None:
+    (container,) = of_kind(files("base"), "StatefulSet")["store"]["spec"]["template"]["spec"]["containers"]
+    words = container["command"][container["command"].index("valkey-server") + 1 :]
+    of_cluster = dict(zip(words[::2], words[1::2], strict=True))
+    services = yaml.safe_load((ROOT.parent / "compose" / "compose.yaml").read_text())["services"]
+    of_compose = dict(shlex.split(line) for line in services["store"]["command"])
+    of_its_place = {"--dir", "--aclfile", "--maxmemory"}
+    assert of_cluster.keys() == of_compose.keys() >= of_its_place
+    for name in of_cluster.keys() - of_its_place:
+        assert of_cluster[name] == of_compose[name]
 
 
 def test_the_store_the_weights_and_the_ranks_are_opened_to_those_that_use_them() -> None:
