@@ -365,6 +365,13 @@ def test_the_sidecars_of_istio_hold_the_table_too_and_neither_time_out_nor_repea
         assert [(each["timeout"], each["retries"]) for each in route["spec"]["http"]] == [("0s", {"attempts": 0})]
 
 
+@pytest.mark.parametrize("base", BASES)
+def test_pods_that_are_not_ready_hold_no_drain_back(base: str) -> None:
+    budgets = of_kind(files(base), "PodDisruptionBudget").values()
+    assert budgets
+    assert {budget["spec"]["unhealthyPodEvictionPolicy"] for budget in budgets} == {"AlwaysAllow"}
+
+
 def test_ranks_on_several_nodes_have_a_leader_and_codes_that_decide() -> None:
     job = of_kind(files("base-gpu"), "JobSet")["run"]["spec"]["replicatedJobs"][1]
     spec = job["template"]["spec"]
