@@ -335,6 +335,15 @@ def peers(policy: Object, way: str, side: str, port: int) -> set[str]:
     }
 
 
+def test_of_the_pods_of_a_job_the_one_that_shows_numbers_is_scraped() -> None:
+    monitor = yaml.safe_load((ROOT / "components" / "prometheus" / "pods.yaml").read_text())
+    (rule,) = monitor["spec"]["podMetricsEndpoints"][0]["relabelings"]
+    label = "__meta_kubernetes_pod_label_batch_kubernetes_io_job_completion_index"
+    assert (rule["action"], rule["sourceLabels"]) == ("drop", [label])
+    indices = ["", *map(str, range(32))]  # "": of no job
+    assert [index for index in indices if not re.fullmatch(rule["regex"], index)] == ["", "0"]
+
+
 def test_the_sidecars_of_istio_hold_the_table_too_and_neither_time_out_nor_repeat() -> None:
     made = {
         name: list(yaml.safe_load_all((ROOT / "base-istio" / "istio" / f"{name}.yaml").read_text()))
