@@ -73,7 +73,9 @@ def complete_for_cluster(tree: dict[str, Any], hosts: Mapping[str, str]) -> dict
     """Returns `tree` with what a cluster decides, and a mesh in it. hosts: of the addresses of `local_roles`."""
     done = complete(tree, {name: f"{host}:{PORT}" for name, host in hosts.items()}, PORT)
     done["weights"] = {"ports": PORTS, **_section(tree, "weights")}
-    done["telemetry"] = {"metrics_bind": f"0.0.0.0:{METRICS_PORT}", **_section(tree, "telemetry")}
+    telemetry = _section(tree, "telemetry")
+    shown = telemetry.get("metrics_bind", "") is not None  # null: somebody wants no page of numbers
+    done["telemetry"] = {**telemetry, "metrics_bind": f"0.0.0.0:{METRICS_PORT}" if shown else None}
     rpc = _section(tree, "rpc")
     if rpc.get("behind_mesh"):
         identity = f"spiffe://cluster.local/ns/{_section(tree, 'run').get('name')}/sa/{{role}}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rolecall.launcher.plan import role_environment
-from rolecall.manifests.completed import PORT, RANKS_PORT, TLS_FOLDER, nodes_of
+from rolecall.manifests.completed import METRICS_PORT, PORT, RANKS_PORT, TLS_FOLDER, nodes_of
 from rolecall.manifests.environment import FOLDER as ENVIRONMENT_FOLDER
 from rolecall.manifests.environment import are_named
 from rolecall.manifests.render import render
@@ -123,7 +123,9 @@ def pod_template(pod: Pod, settings: RunSettings) -> str:
         "store_env": "" if pod.role == "reward" else render("store_env.yaml", {}),
         "more_env": _environment(pod, settings),
         "port": PORT,
-        "metrics_port": (settings.telemetry.metrics_bind or "").rpartition(":")[2],
+        "metrics_port": f"- {{name: metrics, containerPort: {METRICS_PORT}}}"
+        if settings.telemetry.metrics_bind
+        else "",
         "probes": _probes(pod, settings),
         "pre_stop": render("pre_stop.yaml", {}) if not pod.in_job and pod.role != "rollout" else "",
         "cpu": pod.cpu,

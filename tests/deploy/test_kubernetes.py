@@ -68,6 +68,27 @@ def test_a_run_that_no_cluster_could_hold_is_refused(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("bind", "written_bind", "ports"),
+    [
+        ("127.0.0.1:9464", "0.0.0.0:9464", [50051, 9464]),
+        ("0.0.0.0:9000", "0.0.0.0:9464", [50051, 9464]),
+        ("null", None, [50051]),
+    ],
+)
+def test_numbers_are_shown_where_the_cluster_looks_for_them_or_nowhere(
+    bind: str, written_bind: str | None, ports: list[int], tmp_path: Path
+) -> None:
+    """Whatever the file says for one machine."""
+    command = ["manifests", str(ROOT / "runs" / "base.yaml"), "--to", "kubernetes", "--out", str(tmp_path)]
+    assert main([*command, f"--telemetry.metrics_bind={bind}"]) == 0
+    assert yaml.safe_load((tmp_path / "run.yaml").read_text())["telemetry"] == {"metrics_bind": written_bind}
+    (reward,) = yaml.safe_load_all((tmp_path / "reward.yaml").read_text())
+    assert problems(reward) == []
+    (container,) = reward["spec"]["template"]["spec"]["containers"]
+    assert [port["containerPort"] for port in container["ports"]] == ports
+
+
 def test_a_password_of_the_store_is_in_no_file(tmp_path: Path) -> None:
     command = ["manifests", str(ROOT / "runs" / "base.yaml"), "--to", "kubernetes", "--out", str(tmp_path)]
     assert main([*command, "--store.url=redis://me:secret@store:6379"]) == 0
