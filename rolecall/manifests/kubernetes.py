@@ -31,6 +31,9 @@ from rolecall.settings import RunSettings, validated
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 
+JOB_PAUSE_S = 600
+"""The longest pause of a Job before it makes another pod: 10 s, doubled by each failure and renewed by nothing."""
+
 _FIRST = (
     "One pod at a time, and of several nodes the first, where rank 0 serves. Not ready is not out of reach: the "
     "controller asks a trainer that loads, and no connection ends because a probe came late."
@@ -54,8 +57,7 @@ def kubernetes(tree: dict[str, Any], file: Path) -> dict[str, str]:
     """
     local, mesh = local_roles(tree), bool((tree.get("rpc") or {}).get("behind_mesh"))
     done = complete_for_cluster(tree, {name: _host(name, mesh) for name in local})
-    settings = validated(done, file)
-    done["controller"]["start_timeout_s"] = settings.controller.start_timeout_s  # what the probes wait, roles wait
+    settings = _with_pauses(done, validated(done, file), file)
     _require_names(settings)
     require_paths_under(tree, settings, (DATA, RUNS, TLS_FOLDER, ENVIRONMENT_FOLDER))
     jobs, scaled = _pods(settings, local)
@@ -90,6 +92,22 @@ def _host(name: str, mesh: bool) -> str:
     if name in ("controller", "actor", "critic"):
         return name
     return ("" if mesh else "dns:///") + (name if name == "reward" else f"reference-{name}")
+
+
+def _with_pauses(tree: dict[str, Any], settings: RunSettings, file: Path) -> RunSettings:
+    """Returns `settings` with time for a role that is away until its Job starts it again, and writes it to `tree`: what
+    the probes wait, roles wait. ConfigError where the file gives up sooner.
+    """
+    start_s = settings.controller.start_timeout_s + JOB_PAUSE_S
+    tree["controller"]["start_timeout_s"] = start_s
+    settings = validated(tree, file)
+    stall_s = settings.controller.stall_timeout_s
+    if stall_s < start_s:
+        raise ConfigError(
+            f"controller.stall_timeout_s is {stall_s:g}, and a role that failed may be back after {start_s:g} s, "
+            f"{JOB_PAUSE_S} of them its Job's pause; leave it out, or give that much"
+        )
+    return settings
 
 
 def _require_names(settings: RunSettings) -> None:

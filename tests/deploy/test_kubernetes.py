@@ -16,6 +16,7 @@ import yaml
 
 from rolecall.commands.cli import main
 from rolecall.rpc.callers import PUBLIC, Caller, rules
+from rolecall.settings import load_settings
 from tests.deploy.kubernetes_objects import COMPONENT, ROOT, Object, builder, built, files, of_kind, pods_of, problems
 
 BASES = sorted(file.stem for file in (ROOT / "runs").iterdir())
@@ -58,6 +59,10 @@ def test_what_lies_in_the_folder_and_is_of_another_run_is_not_written_beside(
         ("--run.name=Sort_Digits", "run.name 'Sort_Digits' names objects of Kubernetes"),
         ("--model.path=/home/me/model", "model.path is /home/me/model, which a container does not see"),
         ("--weights.ports=x", "weights.ports"),
+        (
+            "--controller.stall_timeout_s=600",
+            "controller.stall_timeout_s is 600, and a role that failed may be back after",
+        ),
     ],
 )
 def test_a_run_that_no_cluster_could_hold_is_refused(
@@ -441,6 +446,15 @@ def test_every_pod_with_gpus_may_run_where_gpus_are(tmp_path: Path) -> None:
             has = pod in with_gpus
             assert (pod.get("runtimeClassName") == "nvidia") == has
             assert any(each["key"] == "nvidia.com/gpu" for each in pod["tolerations"]) == has
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_run_waits_for_a_role_until_its_job_starts_it_again_and_it_has_loaded(base: str) -> None:
+    """A Job waits for 10 minutes at the most, and a controller may be started again meanwhile."""
+    asked = yaml.safe_load((ROOT / "runs" / f"{base}.yaml").read_text()).get("controller", {"start_timeout_s": 300})
+    made = load_settings(ROOT / base / "run.yaml").controller
+    assert made.start_timeout_s == asked["start_timeout_s"] + 600
+    assert made.stall_timeout_s >= made.start_timeout_s
 
 
 @pytest.mark.parametrize("base", BASES)
