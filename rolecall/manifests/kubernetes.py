@@ -25,7 +25,7 @@ from rolecall.manifests.environment import FOLDER as ENVIRONMENT_FOLDER
 from rolecall.manifests.environment import NAME, are_named, place_of
 from rolecall.manifests.mesh import certificates, istio
 from rolecall.manifests.pods import DATA, RUNS, Pod, light, pod_template, rollout, trainer
-from rolecall.manifests.policies import network_policies
+from rolecall.manifests.policies import PEOPLE, network_policies
 from rolecall.manifests.render import comment, render
 from rolecall.settings import RunSettings, validated
 
@@ -63,10 +63,11 @@ def kubernetes(tree: dict[str, Any], file: Path) -> dict[str, str]:
     jobs, scaled = _pods(settings, local)
     place = place_of(settings)
     run, roles = settings.run.name, sorted({"rollout", *(pod.role for pod in (*jobs, *scaled))})
+    others = [*([NAME] if place is not None and place.is_beside else []), *(PEOPLE if mesh else ())]
     files = {
         "run.yaml": as_text(done, "Made by `rolecall manifests`: the run's file, and what the cluster decides."),
         "namespace.yaml": render("namespace.yaml", {"namespace": run}),
-        "accounts.yaml": _accounts([*roles, "store", *([NAME] if place is not None and place.is_beside else [])]),
+        "accounts.yaml": _accounts([*roles, "store", *others]),
         "volumes.yaml": render("volumes.yaml", _volumes(settings)),
         "store.yaml": render("store.yaml", _store(settings)),
         "run-jobset.yaml": render("jobset.yaml", {"jobs": "".join(_job(pod, settings) for pod in jobs)}),

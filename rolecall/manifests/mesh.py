@@ -88,6 +88,7 @@ def istio(run: str, roles: list[str], hosts: list[str], place: Place | None) -> 
         "istio/kustomization.yaml": render("istio-kustomization.yaml", {}),
         "istio/annotations.yaml": render("istio-annotations.yaml", {"ports": ",".join(map(str, ports))}),
         "istio/network.yaml": render("istio-network.yaml", {}),
+        "istio/operator.yaml": render("istio-operator.yaml", {}),
         "istio/authorization.yaml": rules_head + dump_all(policies),
         "istio/traffic.yaml": traffic_head + dump_all(rest + routes),
     }

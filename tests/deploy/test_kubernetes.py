@@ -145,6 +145,17 @@ def test_behind_istio_the_numbers_are_read_without_certificates_that_nobody_has(
     assert "tls-viewer" not in str(objects)
 
 
+@needs_kustomize
+def test_behind_istio_people_have_a_pod_whose_calls_the_sidecar_takes() -> None:
+    """Nothing runs until somebody scales it, and nothing probes it, for it serves nothing."""
+    operator = of_kind(built("overlays/istio"), "Deployment")["operator"]
+    pod = operator["spec"]["template"]
+    assert operator["spec"]["replicas"] == 0
+    assert pod["metadata"]["annotations"]["traffic.sidecar.istio.io/includeOutboundPorts"] == "50051"
+    of_roles = {"is probed", "ends in its time", "leaves a lost node soon"}
+    assert {rule.removeprefix("operator: ") for rule in broken_rules(pod)} == of_roles
+
+
 def taken_by_a_cluster(builds: list[list[Object]]) -> None:
     seen = {repr(object): object for objects in builds for object in objects}
     assert [problem for object in seen.values() for problem in problems(object)] == []
@@ -394,6 +405,7 @@ def test_the_sidecars_of_istio_hold_the_table_too_and_neither_time_out_nor_repea
     }
     assert allowed == table | {("controller", "/rolecall.v1.RewardService/*")}
     assert policies["deny-all"]["spec"] == {}
+    assert {caller for caller, _ in allowed} <= of_kind(files("base-istio"), "ServiceAccount").keys()
     routes = of_kind(made["traffic"], "VirtualService")
     assert set(routes) == set(services) - {"store"}
     for route in routes.values():
