@@ -1,9 +1,9 @@
-"""Examples of `rolecall sft`: a JSONL or parquet file with a prompt and its response a row, rendered as rollouts will
-meet them.
+"""Examples of `rolecall sft`: a JSONL or parquet file with a prompt and its response a row, or a whole conversation,
+as rollouts will meet them.
 
 A prompt is rendered and tokenized exactly as a run does. What the policy would sample follows: the response's own
-tokens and the token that ends it, and the loss is on these alone. Nothing is truncated: an example that is too long is
-refused. No torch.
+tokens and the token that ends it, and the loss is on these alone. Of a conversation each turn of the assistant is such
+a response (conversations.py). Nothing is truncated: an example that is too long is refused. No torch.
 """
 
 import hashlib
@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from rolecall.data.continuation import ChatMessage, Tools
+from rolecall.data.conversations import TOOLS_FIELD, Conversations, close_of_turn, columns, parse_conversation
 from rolecall.data.dataset import parse_messages, read_rows
 from rolecall.data.model_files import eos_token_ids
 from rolecall.data.tokenizer import ChatTokenizer
@@ -25,9 +27,12 @@ from rolecall.wire import Array
 class Example:
     """One row, read and checked."""
 
-    messages: tuple[tuple[str, str], ...]
-    """(role, content) of each turn of the prompt."""
-    response: str
+    messages: tuple[ChatMessage, ...]
+    """The prompt of the response, or a conversation whose last message is the assistant's."""
+    response: str | None
+    """Text; None: `messages` are a conversation."""
+    tools: Tools
+    """Tools that the conversation is shown."""
     where: str
     """File and line, for complaints."""
 
@@ -36,8 +41,10 @@ class Example:
 class TokenizedExamples:
     """A file of them, tokenized: those that fit."""
 
-    rows: tuple[dict[str, Array], ...]
-    """token_ids int32 [T]; response_mask and loss_mask uint8 [T], 1 on the response and its end."""
+    rows: tuple[tuple[dict[str, Array], ...], ...]
+    """The segments of each, which are sequences of their own: one, or as many as a rollout of the conversation would
+    have. token_ids int32 [T]; response_mask and loss_mask uint8 [T], 1 on what is trained.
+    """
     num_too_long: int
     digest: str
     """Hex, of what is trained on."""
@@ -54,23 +61,24 @@ def load_examples(path: Path, data: SftDataSection, setting: str) -> list[Exampl
 
 
 def tokenize(examples: Sequence[Example], tokenizer: ChatTokenizer, end: int, max_tokens: int) -> TokenizedExamples:
-    """Returns the examples as tokens, with `end` after each response. ConfigError names the line that cannot be
-    rendered.
+    """Returns the examples as tokens, with `end` after each response, those of at most `max_tokens` in all their
+    segments. ConfigError names the line that cannot be rendered.
     """
-    rows, digest = list[dict[str, Array]](), hashlib.sha256()
+    rows, digest, conversations = list[tuple[dict[str, Array], ...]](), hashlib.sha256(), Conversations(tokenizer, end)
     for each in examples:
-        chat = [{"role": role, "content": content} for role, content in each.messages]
         try:
-            prompt, response = tokenizer.encode(tokenizer.render(chat)), tokenizer.encode(each.response)
+            if each.response is None:
+                segments = conversations.segments(each.messages, each.tools)
+            else:
+                segments = [_answered(each.messages, each.response, tokenizer, end)]
         except InvalidInputError as error:
             raise ConfigError(f"{each.where}: {error.message}") from error
-        if response[-1] != end:
-            response.append(end)
-        if len(prompt) + len(response) <= max_tokens:
-            token_ids = np.array([*prompt, *response], np.int32)
-            mask = (np.arange(len(token_ids)) >= len(prompt)).astype(np.uint8)
-            rows.append({"token_ids": token_ids, "response_mask": mask, "loss_mask": mask})
-            digest.update(np.array([len(prompt), len(response)], "<i8").tobytes() + token_ids.astype("<i4").tobytes())
+        lengths = [len(segment["token_ids"]) for segment in segments]
+        if sum(lengths) <= max_tokens:
+            rows.append(tuple(segments))
+            digest.update(np.array([len(lengths), *lengths], "<i8").tobytes())
+            for segment in segments:
+                digest.update(segment["token_ids"].astype("<i4").tobytes() + segment["loss_mask"].tobytes())
     return TokenizedExamples(tuple(rows), len(examples) - len(rows), digest.hexdigest())
 
 
@@ -79,24 +87,43 @@ def end_of_response(path: Path, tokenizer: ChatTokenizer) -> int:
     that; else an EOS id of the model.
     """
     stops = eos_token_ids(path)
-    marker = "rolecall"
-    turn = tokenizer.render(
-        [{"role": "user", "content": marker}, {"role": "assistant", "content": marker}], generate=False
-    )
-    after = turn.rpartition(marker)[2]
+    after = close_of_turn(tokenizer)
     tail = tokenizer.encode(after) if after else []
     own = tokenizer.eos_token_id
     return next(token_id for token_id in [*tail[:1], own, *stops] if token_id is not None and token_id in stops)
 
 
+def _answered(prompt: Sequence[ChatMessage], text: str, tokenizer: ChatTokenizer, end: int) -> dict[str, Array]:
+    """The columns of a prompt and its response."""
+    ids, response = tokenizer.encode(tokenizer.render(prompt)), tokenizer.encode(text)
+    if response[-1] != end:
+        response.append(end)
+    return columns([*ids, *response], [0] * len(ids) + [1] * len(response))
+
+
 def _parse(row: dict[str, object], where: str, data: SftDataSection) -> Example:
-    for setting, name in (("data.prompt_field", data.prompt_field), ("data.response_field", data.response_field)):
-        if name not in row:
-            raise ConfigError(f"{where}: no field {name!r} (fields: {sorted(row)}); set {setting} or mend the line")
-    messages = parse_messages(row[data.prompt_field], f"{where}, field {data.prompt_field!r}")
-    if data.system_prompt is not None and messages[0][0] != "system":
-        messages = (("system", data.system_prompt), *messages)
-    return Example(messages, _response(row[data.response_field], f"{where}, field {data.response_field!r}"), where)
+    if data.prompt_field not in row:
+        raise ConfigError(
+            f"{where}: no field {data.prompt_field!r} (fields: {sorted(row)}); set data.prompt_field or mend the line"
+        )
+    asked, of_prompt = row[data.prompt_field], f"{where}, field {data.prompt_field!r}"
+    messages: tuple[ChatMessage, ...]
+    response: str | None = None
+    tools: Tools = ()
+    if row.get(data.response_field) is not None:
+        messages = tuple({"role": role, "content": text} for role, text in parse_messages(asked, of_prompt))
+        response = _response(row[data.response_field], f"{where}, field {data.response_field!r}")
+    elif isinstance(asked, list) and asked and isinstance(asked[-1], dict) and asked[-1].get("role") == "assistant":
+        where = of_prompt
+        messages, tools = parse_conversation(asked, row.get(TOOLS_FIELD), where)
+    else:
+        raise ConfigError(
+            f"{where}: no field {data.response_field!r} (fields: {sorted(row)}), and field {data.prompt_field!r} is no "
+            "conversation that ends with a message of the assistant; set data.response_field or mend the line"
+        )
+    if data.system_prompt is not None and messages[0]["role"] != "system":
+        messages = ({"role": "system", "content": data.system_prompt}, *messages)
+    return Example(messages, response, tools, where)
 
 
 def _response(value: object, where: str) -> str:

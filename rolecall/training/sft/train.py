@@ -7,7 +7,7 @@ whole cursor. Metrics are named sft/ (training) and eval/ (held out).
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -17,12 +17,12 @@ from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, WorkerLostError
 from rolecall.settings import SftSettings
 from rolecall.telemetry import Metrics
-from rolecall.training.engine import Loss, TokenOutputs
+from rolecall.training.engine import Loss, Microbatch, TokenOutputs
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.objective.routing import RouterLosses, router_load
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, local_counts, pack
-from rolecall.training.packing.pieces import whole
+from rolecall.training.packing.pieces import Piece, join
 from rolecall.training.serving.hooks import ProcessHooks, nothing
 from rolecall.training.serving.trainer import Progress
 from rolecall.training.sft.checkpoints import SftCheckpoints
@@ -131,7 +131,7 @@ class SftRank:
 
     def _sample(self, index: int) -> dict[str, str]:
         """An example as the policy meets it, special tokens included."""
-        row = self._examples.rows[index]
+        row = join(self._examples.rows[index])
         trained = row["loss_mask"] != 0
         return {
             name: self._tokenizer.spell(row["token_ids"][which])
@@ -151,7 +151,8 @@ class SftRank:
         """One update; the metrics of all ranks."""
         cost = StepCost(self._context)
         rows = [self._examples.rows[index] for index in self._batches.of_step(step)]
-        share = TrainShare([], [self._minibatch(rows)], sum(len(row["token_ids"]) for row in rows))
+        num_tokens = sum(len(segment["token_ids"]) for row in rows for segment in row)
+        share = TrainShare([], [self._minibatch(rows)], num_tokens)
         counter = MicrobatchCounter(Progress(nothing), len(share.microbatches))
         metrics, _ = optimize(self._context, share, self._loss, 1, counter, "sft", entropy=False)
         cost.add_to(metrics, "sft", share.num_tokens)
@@ -165,14 +166,21 @@ class SftRank:
         load = router_load(self._context.group, self._context.engine.forward(minibatch.microbatches))
         return RouterLosses(objective, moe, load, "sft")
 
-    def _minibatch(self, rows: Sequence[Row]) -> Minibatch:
-        """This rank's microbatches of `rows`, which every rank has, with the counts of all."""
-        plan = self._context.plan(whole([len(row["token_ids"]) for row in rows]), 1, 0)
-        microbatches = [
-            pack([rows[i] for i in indices], ["loss_mask"], temperature=1.0, device=self._context.device)
-            for indices in plan.microbatches
-        ]
-        return Minibatch(microbatches, local_counts(rows))
+    def _minibatch(self, rows: Sequence[Sequence[Row]]) -> Minibatch:
+        """This rank's microbatches of `rows`, by their segments, which every rank has, with the counts of all."""
+
+        def segments(indices: Iterable[int]) -> tuple[list[Row], list[int]]:
+            pairs = [(segment, index) for index in indices for segment in rows[index]]
+            return [segment for segment, _ in pairs], [index for _, index in pairs]
+
+        # in one piece each: data.max_tokens is of all segments of an example
+        pieces = [Piece(index, 0, tuple(len(each["token_ids"]) for each in row)) for index, row in enumerate(rows)]
+        packed, device = list[Microbatch](), self._context.device
+        for indices in self._context.plan(pieces, 1, 0).microbatches:
+            mine, places = segments(indices)
+            packed.append(pack(mine, ["loss_mask"], temperature=1.0, device=device, trajectories=places))
+        every, places = segments(range(len(rows)))
+        return Minibatch(packed, local_counts(every, trajectories=places))
 
     def _evaluate(self, heldout: TokenizedExamples) -> Metrics:
         """The mean negative log-likelihood of the held-out responses' tokens."""
@@ -222,6 +230,6 @@ def _read(settings: SftSettings, tokenizer: ChatTokenizer) -> tuple[TokenizedExa
     return train, heldout
 
 
-def _parts(rows: Sequence[Row], size: int) -> Iterator[Sequence[Row]]:
+def _parts(rows: Sequence[Sequence[Row]], size: int) -> Iterator[Sequence[Sequence[Row]]]:
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
