@@ -37,6 +37,8 @@ PROBE_TOOL: Mapping[str, Any] = {
     },
 }
 """A tool that nobody has, as chat templates are given it."""
+PROBE_CALL = ("plugh", {"b": "c"})
+"""A call of PROBE_TOOL: its name and its arguments."""
 _ASKED: ChatMessage = {"role": "user", "content": "a"}
 _SYSTEM: ChatMessage = {"role": "system", "content": "c"}
 _MARKS = (0xF0000, 0xFFFFE)
@@ -185,6 +187,26 @@ class Continuation:
         except InvalidInputError:
             return False
         return True
+
+
+def shown_call(tokenizer: ChatTokenizer) -> str:
+    """The text of PROBE_CALL as the template shows it behind a text; empty when it shows none."""
+    name, arguments = PROBE_CALL
+    call = {"type": "function", "id": "callplugh", "function": {"name": name, "arguments": arguments}}
+    try:
+        without = tokenizer.render([_ASKED, _said(SAID)], generate=False, tools=[PROBE_TOOL])
+        shown = tokenizer.render([_ASKED, {**_said(SAID), "tool_calls": [call]}], generate=False, tools=[PROBE_TOOL])
+    except InvalidInputError:
+        return ""
+    head, said, tail = without.rpartition(SAID)
+    if not shown.startswith(head + said) or name not in shown[len(head) :]:
+        return ""
+    return shown[len(head + said) :].removesuffix(tail).strip()
+
+
+def mark_of(shown: str) -> str | None:
+    """How a call begins that the template shows as `shown_call` says; None: it shows none, or without a mark."""
+    return next(iter(shown[: shown.find(PROBE_CALL[0])].split()), None)
 
 
 def _texts(said: Any) -> Iterator[str]:

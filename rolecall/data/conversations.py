@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rolecall.data.continuation import SAID, ChatMessage, Continuation, Tools
+from rolecall.data.continuation import SAID, ChatMessage, Continuation, Tools, mark_of, shown_call
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.wire import Array
@@ -33,6 +33,7 @@ class Conversations:
         self._end = end
         self._continuation = Continuation(tokenizer)
         self._close = close_of_turn(tokenizer)
+        self._mark = mark_of(shown_call(tokenizer))
 
     def segments(self, messages: Sequence[ChatMessage], tools: Tools) -> list[dict[str, Array]]:
         """Returns the segments of a conversation as `parse_conversation` gives it: token_ids int32 [T]; response_mask
@@ -94,13 +95,14 @@ class Conversations:
         return ids
 
     def _told(self, turn: Sequence[int], message: ChatMessage) -> ChatMessage:
-        """A turn as a rollout gives it to the template when it is shown again: as text, but with calls where special
-        tokens mark them, which text has not.
+        """A turn as a rollout gives it to the template when it is shown again: as text, but with its calls where a
+        special token marks them, which text has not.
         """
-        text = self._tokenizer.decode(turn)
-        if message.get("tool_calls") and self._tokenizer.spell(turn[:-1]) not in text:
-            return message
-        return {"role": _ASSISTANT, "content": text}
+        told = {"role": _ASSISTANT, "content": self._tokenizer.decode(turn)}
+        spelled, mark = self._tokenizer.spell(turn), self._mark
+        if "tool_calls" not in message or mark is None or mark not in spelled or mark in told["content"]:
+            return told
+        return {**told, "content": spelled.partition(mark)[0], "tool_calls": message["tool_calls"]}
 
     def _check_tools(self, opening: Sequence[ChatMessage], tools: Tools) -> None:
         """InvalidInputError when the template does not show every tool."""

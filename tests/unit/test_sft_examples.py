@@ -30,7 +30,7 @@ def load(tmp_path: Path, *rows: Any, **fields: Any) -> list[Example]:
 
 def test_the_loss_is_on_the_response_and_the_token_that_ends_it(model: Path, tmp_path: Path) -> None:
     tokenizer = ChatTokenizer(model)
-    (row,) = tokenize(load(tmp_path, {"prompt": "sort: 21", "response": "12"}), tokenizer, EOS_TOKEN_ID, 100).rows
+    ((row,),) = tokenize(load(tmp_path, {"prompt": "sort: 21", "response": "12"}), tokenizer, EOS_TOKEN_ID, 100).rows
     prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": "sort: 21"}]))
     assert row["token_ids"].tolist() == [*prompt, *tokenizer.encode("12"), EOS_TOKEN_ID]
     assert row["loss_mask"].tolist() == [0] * len(prompt) + [1, 1, 1]
@@ -39,7 +39,7 @@ def test_the_loss_is_on_the_response_and_the_token_that_ends_it(model: Path, tmp
 
 def test_a_response_that_ends_itself_is_not_ended_twice(model: Path, tmp_path: Path) -> None:
     tokenizer = ChatTokenizer(model)
-    (row,) = tokenize(load(tmp_path, {"prompt": "a", "response": "b<|im_end|>"}), tokenizer, EOS_TOKEN_ID, 100).rows
+    ((row,),) = tokenize(load(tmp_path, {"prompt": "a", "response": "b<|im_end|>"}), tokenizer, EOS_TOKEN_ID, 100).rows
     assert row["token_ids"].tolist().count(EOS_TOKEN_ID) == 2  # the prompt's own turn, and the response's
 
 
@@ -51,7 +51,7 @@ def test_prompts_and_responses_may_be_messages(tmp_path: Path) -> None:
         prompt_field="question",
         response_field="answer",
     )
-    assert found.messages == (("user", "a"), ("assistant", "b"), ("user", "c"))
+    assert found.messages == tuple(turns)
     assert found.response == "d"
 
 
@@ -60,17 +60,17 @@ def test_a_system_prompt_goes_before_prompts_without_one(tmp_path: Path) -> None
     first, second = load(
         tmp_path, {"prompt": "a", "response": "b"}, {"prompt": own, "response": "b"}, system_prompt="ours"
     )
-    assert first.messages[0] == ("system", "ours")
-    assert second.messages[0] == ("system", "mine")
+    assert first.messages[0] == {"role": "system", "content": "ours"}
+    assert second.messages[0] == {"role": "system", "content": "mine"}
 
 
 def test_what_is_too_long_is_refused_and_counted_and_never_cut(model: Path, tmp_path: Path) -> None:
     tokenizer = ChatTokenizer(model)
     found = load(tmp_path, {"prompt": "a", "response": "b"}, {"prompt": "a", "response": "b" * 200})
-    short = tokenize(found[:1], tokenizer, EOS_TOKEN_ID, 1000).rows[0]
+    (short,) = tokenize(found[:1], tokenizer, EOS_TOKEN_ID, 1000).rows[0]
     examples = tokenize(found, tokenizer, EOS_TOKEN_ID, len(short["token_ids"]))
     assert examples.num_too_long == 1
-    assert [row["token_ids"].tolist() for row in examples.rows] == [short["token_ids"].tolist()]
+    assert [row["token_ids"].tolist() for (row,) in examples.rows] == [short["token_ids"].tolist()]
     assert tokenize(found, tokenizer, EOS_TOKEN_ID, len(short["token_ids"]) - 1).rows == ()
 
 

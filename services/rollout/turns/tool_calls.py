@@ -17,9 +17,9 @@ from jsonschema.exceptions import SchemaError, ValidationError
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from rolecall.data.continuation import PROBE_TOOL, SAID, ChatMessage
+from rolecall.data.continuation import PROBE_CALL, PROBE_TOOL, ChatMessage, mark_of, shown_call
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.errors import ConfigError, EpisodeLostError, InvalidInputError
+from rolecall.errors import ConfigError, EpisodeLostError
 from rolecall.v1 import environment_pb2
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,6 @@ ToolSchema: TypeAlias = Mapping[str, Any]
 """A tool as chat templates are given it: {"type": "function", "function": {name, description, parameters}}."""
 ReadCalls: TypeAlias = Callable[[str, Sequence[ToolSchema]], list[tuple[str, str]]]
 """Reads the calls of these tools in a text, special tokens included, as (name, JSON text of its arguments)."""
-_PROBED = ("plugh", {"b": "c"})
-"""A call of PROBE_TOOL."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +50,10 @@ class ToolCalls:
         """ConfigError when `read`, which is named `parser`, does not read the calls that the template shows."""
         self._tokenizer = tokenizer
         self._read = read
-        shown = _shown(tokenizer)
-        self._marker = next(iter(shown[: shown.find(_PROBED[0])].split()), None)
+        shown = shown_call(tokenizer)
+        self._marker = mark_of(shown)
         """How the template begins a call; None: it shows none, and text that is no call is text."""
-        if shown and _plain(read(shown, [PROBE_TOOL])) != [_PROBED]:
+        if shown and _plain(read(shown, [PROBE_TOOL])) != [PROBE_CALL]:
             raise ConfigError(
                 f"environment.tool_parser: {parser} does not read what the chat template shows as a call, {shown!r}; "
                 "name the parser of the model's family"
@@ -162,23 +160,6 @@ def tool_schemas(tools: Sequence[environment_pb2.Tool]) -> list[ToolSchema]:
         }
         for tool in tools
     ]
-
-
-def _shown(tokenizer: ChatTokenizer) -> str:
-    """The text of a call as the template shows it; empty when it shows none."""
-    name, arguments = _PROBED
-    asked = {"role": "user", "content": "a"}
-    call = {"type": "function", "id": "callplugh", "function": {"name": name, "arguments": arguments}}
-    plain: dict[str, Any] = {"role": "assistant", "content": SAID}
-    try:
-        without = tokenizer.render([asked, plain], generate=False, tools=[PROBE_TOOL])
-        shown = tokenizer.render([asked, {**plain, "tool_calls": [call]}], generate=False, tools=[PROBE_TOOL])
-    except InvalidInputError:
-        return ""
-    head, said, tail = without.rpartition(SAID)
-    if not shown.startswith(head + said) or name not in shown[len(head) :]:
-        return ""
-    return shown[len(head + said) :].removesuffix(tail).strip()
 
 
 def _told(content: str, calls: Sequence[tuple[str, str]]) -> ChatMessage:

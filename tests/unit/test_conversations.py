@@ -1,0 +1,250 @@
+"""Conversations of `rolecall sft`: the tokens and masks of the episodes that they are, and what is refused.
+
+The slow oracle is a rollout's own tree of turns (services/rollout/turns/tree.py), played turn by turn by a policy whose
+words are spelled by hand, template by template.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rolecall.data.continuation import Continuation
+from rolecall.data.conversations import Conversations, parse_conversation
+from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.v1 import trajectory_pb2
+from rolecall.wire import Array
+from services.rollout.replica import Response
+from services.rollout.sampling import Sample, SampleRequest, VersionSpan
+from services.rollout.trajectories import columns
+from services.rollout.turns.tool_calls import ToolCalls
+from services.rollout.turns.tree import Tree, TurnPrompt
+from tests.tiny_tokenizer import CHAT_TEMPLATE, EOS_TOKEN_ID, THINKING_TEMPLATE, TOOLS_TEMPLATE, write_tokenizer
+
+Message: TypeAlias = dict[str, Any]
+
+LONGEST = 10**6
+QWEN3 = (
+    "{% if tools %}{{ '<|im_start|>system\n# Tools\n' }}{% for tool in tools %}{{ (tool | tojson) + '\n' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}"
+    "{% set last = namespace(asked=-1) %}"
+    "{% for message in messages %}{% if message.role == 'user' %}{% set last.asked = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' %}"
+    "{% set parts = message.content.split('</think>') %}"
+    "{% set thought = message.reasoning_content or (parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 "
+    "else '') %}"
+    "{{ '<|im_start|>assistant\n' }}"
+    "{% if loop.index0 > last.asked and (loop.last or thought) %}{{ '<think>\n' + thought + '\n</think>\n\n' }}"
+    "{% endif %}"
+    "{% set content = parts[-1].lstrip('\n') %}{{ content }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{% if content or not loop.first %}{{ '\n' }}{% endif %}"
+    "{{ '<tool_call>\n' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) "
+    "+ '\n</tool_call>' }}{% endfor %}"
+    "{% elif message.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response>' "
+    "}}"
+    "{% else %}{{ '<|im_start|>' + message.role + '\n' + message.content }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+"""Like Qwen3's: thinking is shown after the last question alone, and where there is none the last turn says so."""
+LLAMA = (
+    "{% for message in messages %}"
+    "{% if message.tool_calls %}{% if message.tool_calls | length > 1 %}{{ raise_exception('one call at a time') }}"
+    "{% endif %}{% set function = message.tool_calls[0].function %}"
+    "{{ '<|im_start|>assistant\n\n' + ({'name': function.name, 'parameters': function.arguments} | tojson) }}"
+    "{% else %}{{ '<|im_start|>' + ('ipython' if message.role == 'tool' else message.role) + '\n\n' }}"
+    "{% if tools and loop.first %}{{ (tools | tojson) + '\n' }}{% endif %}{{ message.content | trim }}{% endif %}"
+    "{{ '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}"
+)
+"""Like Llama 3.1's: a turn is a text, without the space around it, or one call."""
+MISTRAL = (
+    "{% set last = namespace(asked=-1) %}"
+    "{% for message in messages %}{% if message.role == 'user' %}{% set last.asked = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' %}{{ (' ' + message.content) if message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '<|pad|>' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) }}{% endfor %}"
+    "{{ '<|im_end|>' }}"
+    "{% else %}{% if tools and loop.index0 == last.asked %}{{ '[TOOLS]' + (tools | tojson) + '[/TOOLS]' }}{% endif %}"
+    "{{ '<|im_start|>[' + message.role + ']' + message.content + '[/]' }}{% endif %}{% endfor %}"
+)
+"""Like Mistral's: a special token marks calls, a text begins with a space, tools stand before the last question."""
+
+
+def hermes(said: Message) -> str:
+    return str(said["content"]) + "".join(f"\n<tool_call>\n{call}\n</tool_call>" for call in calls_of(said))
+
+
+def qwen3(said: Message) -> str:
+    text = "\n".join([*filter(None, [said["content"]]), *(f"<tool_call>\n{x}\n</tool_call>" for x in calls_of(said))])
+    return f"<think>\n{said.get('reasoning_content', '')}\n</think>\n\n{text}"
+
+
+def llama(said: Message) -> str:
+    return next(iter(calls_of(said, "parameters")), said["content"].strip())
+
+
+def mistral(said: Message) -> str:
+    return (f" {said['content']}" if said["content"] else "") + "".join(f"<|pad|>{call}" for call in calls_of(said))
+
+
+def calls_of(said: Message, arguments: str = "arguments") -> list[str]:
+    functions = [call["function"] for call in said.get("tool_calls", [])]
+    spoken = [{"name": each["name"], arguments: json.loads(each["arguments"])} for each in functions]
+    return [json.dumps(each, ensure_ascii=False) for each in spoken]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A chat template, and how a policy of its family writes."""
+
+    template: str
+    spell: Callable[[Message], str]
+    call: str
+    """What a call stands in, as a regular expression."""
+    thinks: bool = False
+    is_either: bool = False
+    """Whether a turn is a text or one call."""
+    kwargs: str = "{}"
+
+
+FAMILIES = {
+    "hermes": Family(TOOLS_TEMPLATE, hermes, r"<tool_call>\n(.*?)\n</tool_call>"),
+    "qwen3": Family(QWEN3, qwen3, r"<tool_call>\n(.*?)\n</tool_call>", thinks=True),
+    "qwen3, not thinking": Family(
+        QWEN3,
+        lambda said: qwen3(said).partition("</think>\n\n")[2],
+        r"<tool_call>\n(.*?)\n</tool_call>",
+        kwargs='{"enable_thinking": false}',
+    ),
+    "llama": Family(LLAMA, llama, r'(\{"name".*\})', is_either=True),
+    "mistral": Family(MISTRAL, mistral, r"<\|pad\|>(\{[^|]*\})"),
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": {"type": "object"}}}
+    for name in ("look", "add")
+]
+
+
+@dataclass(frozen=True)
+class Rig:
+    """The template of a family in a tokenizer."""
+
+    family: Family
+    tokenizer: ChatTokenizer
+    conversations: Conversations
+    continuation: Continuation
+
+    @staticmethod
+    def of(folder: Path, family: Family) -> "Rig":
+        write_tokenizer(folder, family.template)
+        tokenizer = ChatTokenizer(folder, json.loads(family.kwargs))
+        return Rig(family, tokenizer, Conversations(tokenizer, EOS_TOKEN_ID), Continuation(tokenizer))
+
+    def trained(self, messages: list[Message], tools: Sequence[Any] = TOOLS) -> list[dict[str, Array]]:
+        return self.conversations.segments(*parse_conversation(messages, tools, "line 1"))
+
+    def spelled(self, messages: list[Message], tools: Sequence[Any] = TOOLS) -> list[list[str]]:
+        """What is trained of each segment, in runs."""
+        found = []
+        for segment in self.trained(messages, tools):
+            mask, ids = segment["loss_mask"], segment["token_ids"]
+            cuts = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(mask)) + 1)
+            found.append([self.tokenizer.spell(ids[cut]) for cut in cuts if mask[cut[0]]])
+        return found
+
+    def played(self, messages: list[Message], tools: Sequence[Any]) -> list[dict[str, Array]]:
+        """The segments of the episode in which the policy says what the assistant says here."""
+        own = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        first = SampleRequest("r", (), trajectory_pb2.SamplingParams(temperature=1, max_tokens=LONGEST), 1)
+        tree = Tree(first, self.continuation, LONGEST, own)
+        reader = ToolCalls(self.tokenizer, self._read, "test").of_session(tools) if tools else None
+        told: tuple[Message, ...] = tuple(messages[:own])
+        prompt, shown = TurnPrompt(None, told, tree.rendered(told, tools), LONGEST, "first"), told
+        for index, message in enumerate(messages):
+            if index < own or message["role"] != "assistant":
+                continue
+            ids = (*self.tokenizer.encode(self.family.spell(message)), EOS_TOKEN_ID)
+            number, _ = tree.request(prompt, len(ids))
+            sample = Sample(
+                ids,
+                np.zeros(len(ids), np.float32),
+                (VersionSpan(1, 0, len(ids)),),
+                trajectory_pb2.FINISH_REASON_STOP,
+                None,
+            )
+            turn = tree.sampled(number, prompt, Response(sample, {1: "d"}, 0.1), self.tokenizer.decode(ids))
+            turn.is_seen = True
+            heard = []
+            for each in messages[index + 1 :]:
+                if each["role"] == "assistant":
+                    break
+                heard.append(each)
+            turn.calls_told = reader.hear(ids, is_cut=False).told if reader is not None else None  # type: ignore[assignment]
+            said = {"role": "assistant", "content": turn.text}
+            shown = (*shown, dict(turn.told), *heard)
+            if heard:
+                prompt = tree.after(turn, (*prompt.messages, said, *heard), tools, shown)  # type: ignore[arg-type]
+        request, response = tree.ended("terminated", None, turn_rewards=False, row_messages=[], generation_s=0.0)
+        row = columns(list(request.prompt_token_ids), response)
+        return [
+            {name: part for name, part in zip(row, parts, strict=True)}
+            for parts in zip(*(np.split(row[name], response.segment_starts) for name in row), strict=True)
+        ]
+
+    def _read(self, text: str, tools: Sequence[Any]) -> list[tuple[str, str]]:
+        found = [json.loads(call) for call in re.findall(self.family.call, text)]
+        return [(each["name"], json.dumps(each.get("arguments", each.get("parameters")))) for each in found]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    return Rig.of(tmp_path_factory.mktemp("tokenizer"), FAMILIES[request.param])
+
+
+WORDS = st.lists(st.sampled_from(["a", "é", "b c", "{", "\n", "x"]), max_size=4).map("".join).map(str.strip)
+HEARD = st.lists(st.sampled_from(["a", "<|im_end|>", "<|im_start|>", " ", "é", "\n", "[/]"]), max_size=4).map("".join)
+ANSWERS = st.lists(st.tuples(st.sampled_from(["user", "tool"]), HEARD), min_size=1, max_size=2)
+CALLS = st.lists(st.tuples(st.sampled_from(["look", "add"]), st.dictionaries(st.just("x"), WORDS)), max_size=2)
+TURNS = st.lists(st.tuples(WORDS, WORDS, CALLS, ANSWERS), min_size=1, max_size=5)
+
+
+def call(name: str, arguments: str = "{}") -> Message:
+    return {"id": "call00001", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(turns=TURNS, asked=HEARD, with_tools=st.booleans())
+def test_a_conversation_is_the_episode_in_which_the_policy_said_it(
+    rig: Rig, turns: list[Any], asked: str, with_tools: bool
+) -> None:
+    messages: list[Message] = [{"role": "user", "content": f"{asked}?"}]
+    for text, thought, calls, answers in turns:
+        made = calls[:1] if rig.family.is_either else calls
+        said: Message = {"role": "assistant", "content": text or ("" if made and with_tools else "said")}
+        if made and with_tools:
+            said["tool_calls"] = [call(name, json.dumps(arguments)) for name, arguments in made]
+            said["content"] = "" if rig.family.is_either else said["content"]
+        if rig.family.thinks and thought:
+            said["reasoning_content"] = thought
+        messages += [said, *({"role": role, "content": content} for role, content in answers)]
+    del messages[-len(turns[-1][3]) :]
+    tools = TOOLS if with_tools else []
+    found, expected = rig.trained(messages, tools), rig.played(messages, tools)
+    assert [segment["token_ids"].tolist() for segment in found] == [each["token_ids"].tolist() for each in expected]
+    for name in ("loss_mask", "response_mask"):
+        assert [each[name].tolist() for each in found] == [each["response_mask"].tolist() for each in expected]
