@@ -17,7 +17,7 @@ from rolecall.data.model_files import (
     num_adapter_parameters,
     read_model,
 )
-from rolecall.data.sft_examples import end_of_response, load_examples
+from rolecall.data.sft_examples import end_of_response, load_examples, tokenize
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, RoleCallError
 from rolecall.launcher.last_words import describe_failure, final_line
@@ -26,6 +26,10 @@ from rolecall.launcher.processes import STARTED, STOP_TIMEOUT_S, Worker
 from rolecall.lifeline import tied
 from rolecall.settings import SftSettings, child_environment
 from rolecall.trackers import require as require_trackers
+
+NUM_TRIED = 100
+"""Examples of each file that are rendered before anything starts: what a template cannot show is mostly in the first.
+"""
 
 
 def require(settings: SftSettings) -> None:
@@ -42,13 +46,16 @@ def require(settings: SftSettings) -> None:
         num_adapter_parameters(path, actor.lora.rank, actor.lora.target_modules)
     tokenizer = ChatTokenizer(path, settings.model.chat_template_kwargs)
     check_tokenizer(path, tokenizer.num_ids)
-    end_of_response(path, tokenizer)
+    end = end_of_response(path, tokenizer)
     longest = max_model_tokens(path)
     if settings.data.max_tokens > longest:
         raise ConfigError(f"data.max_tokens {settings.data.max_tokens} exceeds the model's {longest} tokens; lower it")
-    load_examples(settings.data.train, settings.data, "data.train")
+    files = {"data.train": settings.data.train}
     if settings.evaluation is not None:
-        load_examples(settings.evaluation.path, settings.data, "evaluation.path")
+        files["evaluation.path"] = settings.evaluation.path
+    for setting, file in files.items():
+        examples = load_examples(file, settings.data, setting)
+        tokenize(examples[:NUM_TRIED], tokenizer, end, settings.data.max_tokens)
 
 
 def sft(settings: SftSettings, *, resume: bool) -> int:

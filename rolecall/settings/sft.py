@@ -28,18 +28,22 @@ class SftRunSection(JobSection):
 
 
 class SftDataSection(Section):
-    """Examples: JSONL or parquet, one a row. The loss is on the response and on the token that ends it."""
+    """Examples: JSONL or parquet, one a row, which is a prompt and its response, or a conversation. The loss is on the
+    response, or on every turn of the assistant, and on the token that ends it.
+    """
 
     train: ConfigPath
     """File of training examples."""
     prompt_field: str = "prompt"
-    """Field with the prompt: a string (one user message) or a list of {role, content}."""
+    """Field with the prompt: a string (one user message) or a list of {role, content}. Without a response it is a
+    conversation, messages in OpenAI's form of which the last is the assistant's; the row's `tools` are shown in it.
+    """
     response_field: str = "response"
     """Field with the response: a string, or a list of one {role: assistant, content}."""
     system_prompt: str | None = None
     """A system message put before every prompt that has none."""
     max_tokens: PositiveInt = 2048
-    """Longest prompt + response, the end included; longer examples are refused and counted, never truncated."""
+    """Longest example, all its segments and the end included; longer ones are refused and counted, never truncated."""
     batch_size: PositiveInt
     """Examples in one optimizer step; an epoch's last step takes those that are left."""
     shuffle: bool = True

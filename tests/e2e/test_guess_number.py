@@ -33,6 +33,8 @@ def trained(folder: Path, example: Path, server: str) -> list[dict[str, Any]]:
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     address = f"127.0.0.1:{free_port()}"
     subprocess.run([sys.executable, str(example / "prepare.py"), str(folder)], check=True, env=environment, timeout=600)
+    if (example / "sft.yaml").is_file():
+        _warmed_up(folder, example / "sft.yaml")
     paths = {
         "run.dir": "run",
         "model.path": "model",
@@ -55,3 +57,11 @@ def trained(folder: Path, example: Path, server: str) -> list[dict[str, Any]]:
     ledger = subprocess.run([sys.executable, "-m", "rolecall", "ledger", str(folder / "run")], check=False, timeout=60)
     assert ledger.returncode == 0
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def _warmed_up(folder: Path, config: Path) -> None:
+    """Makes the example's model in `folder` of its base."""
+    command = [sys.executable, "-m", "rolecall"]
+    words = [f"--run.dir={folder / 'sft'}", f"--model.path={folder / 'base'}", f"--data.train={folder / 'sft.jsonl'}"]
+    subprocess.run([*command, "sft", str(config), *words], check=True, timeout=600)
+    subprocess.run([*command, "export", str(folder / "sft"), str(folder / "model")], check=True, timeout=120)

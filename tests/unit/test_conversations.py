@@ -51,8 +51,7 @@ QWEN3 = (
     "{% if content or not loop.first %}{{ '\n' }}{% endif %}"
     "{{ '<tool_call>\n' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) "
     "+ '\n</tool_call>' }}{% endfor %}"
-    "{% elif message.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response>' "
-    "}}"
+    "{% elif message.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ message.content }}\n</tool_response>"
     "{% else %}{{ '<|im_start|>' + message.role + '\n' + message.content }}{% endif %}"
     "{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
@@ -202,7 +201,7 @@ class Rig:
         request, response = tree.ended("terminated", None, turn_rewards=False, row_messages=[], generation_s=0.0)
         row = columns(list(request.prompt_token_ids), response)
         return [
-            {name: part for name, part in zip(row, parts, strict=True)}
+            dict(zip(row, parts, strict=True))
             for parts in zip(*(np.split(row[name], response.segment_starts) for name in row), strict=True)
         ]
 
@@ -248,3 +247,124 @@ def test_a_conversation_is_the_episode_in_which_the_policy_said_it(
     assert [segment["token_ids"].tolist() for segment in found] == [each["token_ids"].tolist() for each in expected]
     for name in ("loss_mask", "response_mask"):
         assert [each[name].tolist() for each in found] == [each["response_mask"].tolist() for each in expected]
+
+
+def rig_of(folder: Path, template: str, spell: Callable[[Message], str] = hermes) -> Rig:
+    return Rig.of(folder, Family(template, spell, "(?!)"))
+
+
+def asked(*more: Message) -> list[Message]:
+    return [{"role": "user", "content": "a"}, *more]
+
+
+def said(content: str, **more: Any) -> Message:
+    return {"role": "assistant", "content": content, **more}
+
+
+def test_the_loss_is_on_every_turn_of_the_assistant_and_its_end(tmp_path: Path) -> None:
+    rig = rig_of(tmp_path, TOOLS_TEMPLATE)
+    talk = asked(
+        said("b", tool_calls=[call("add", '{"x": 1}')]), {"role": "tool", "content": "2"}, said("c"), *asked(said("d"))
+    )
+    (turns,) = rig.spelled(talk)
+    made = '\n<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
+    assert turns == [f"b{made}<|im_end|>", "c<|im_end|>", "d<|im_end|>"]
+    (segment,) = rig.trained(talk)
+    shown = [{**each, "content": each["content"] + (made if "tool_calls" in each else "")} for each in talk]
+    whole = rig.tokenizer.render([{k: m[k] for k in ("role", "content")} for m in shown], generate=False, tools=TOOLS)
+    assert rig.tokenizer.spell(segment["token_ids"]) == whole.removesuffix("\n"), "all that stands between is context"
+
+
+def test_a_turn_of_weight_0_is_context(tmp_path: Path) -> None:
+    rig = rig_of(tmp_path, CHAT_TEMPLATE)
+    assert rig.spelled(asked(said("b", weight=0), *asked(said("c", weight=1))), []) == [["c<|im_end|>"]]
+
+
+def test_thinking_is_trained_where_it_was_thought_though_the_template_drops_it_later(tmp_path: Path) -> None:
+    rig = rig_of(tmp_path, THINKING_TEMPLATE)
+    thought = "<think>\nhm\n</think>\n\n"
+    talk = asked(
+        said(f"{thought}b"), {"role": "tool", "content": "t"}, said(f"{thought}c"), *asked(said(f"{thought}d"))
+    )
+    assert rig.spelled(talk, []) == [
+        [f"{thought}b<|im_end|>", f"{thought}c<|im_end|>"],
+        [f"{thought}d<|im_end|>"],
+    ], "a segment for each question"
+    first, second = rig.trained(talk, [])
+    assert rig.tokenizer.spell(first["token_ids"]).count("hm") == 2
+    assert rig.tokenizer.spell(second["token_ids"]).count("hm") == 1
+
+
+def test_segments_in_which_nothing_is_trained_are_left_out(tmp_path: Path) -> None:
+    rig = rig_of(tmp_path, THINKING_TEMPLATE)
+    thought = "<think>\nhm\n</think>\n\n"
+    assert len(rig.trained(asked(said(f"{thought}b", weight=0), *asked(said(f"{thought}c"))), [])) == 1
+
+
+def test_a_model_that_ends_by_another_token_than_the_template_is_trained_on_its_own(tmp_path: Path) -> None:
+    rig = rig_of(tmp_path, CHAT_TEMPLATE)
+    base = Conversations(rig.tokenizer, end=0)
+    (segment,) = base.segments(*parse_conversation(asked(said("b"), *asked(said("c"))), None, "line 1"))
+    assert "b<|pad|><|im_end|>\n<|im_start|>user" in rig.tokenizer.spell(segment["token_ids"]), "as a rollout has it"
+
+
+@pytest.mark.parametrize(
+    ("template", "turn", "words"),
+    [
+        (CHAT_TEMPLATE, said("b"), r"does not show the tools \['look', 'add'\]"),
+        (LLAMA, said("b", tool_calls=[call("add")]), "message 2: the chat template does not show all of the turn, 'b'"),
+        (LLAMA, said("", tool_calls=[call("add")] * 2), "one call at a time"),
+        (TOOLS_TEMPLATE, said("b", reasoning_content="hm"), "does not show all of the turn, 'hm'"),
+        (TOOLS_TEMPLATE, said("b<|im_end|>c"), "spells the token that ends it"),
+        (TOOLS_TEMPLATE.replace("message['content'] }}", "message['content'].split('</think>')[-1] }}"),
+         said("<think>hm</think>b"), "does not show all of the turn"),
+        (TOOLS_TEMPLATE.replace("assistant\n' }}", "assistant\n<think>\n' }}"), said("b"), "otherwise than it begins"),
+        (TOOLS_TEMPLATE.replace("</tool_call>'", "</tool_call><|pad|>'").replace("'<|im_end|>\n' }}{% endfor %}",
+         "('' if message.tool_calls else '<|im_end|>') + '\n' }}{% endfor %}"),
+         said("", tool_calls=[call("add")]), "ends the turn otherwise"),
+    ],
+    ids=["tools", "text beside a call", "two calls", "reasoning", "an end", "thinking", "an opened thought", "its end"],
+)  # fmt: skip
+def test_a_turn_whose_tokens_cannot_be_told_is_refused(
+    tmp_path: Path, template: str, turn: Message, words: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        rig_of(tmp_path, template).trained(asked(turn))
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "words"),
+    [
+        ([said("b")], None, "begins with a turn of the assistant"),
+        (asked(said("b"), said("c")), None, "messages 2 and 3 are both the assistant's"),
+        (asked(said("b", weight=0)), None, "no turn of the assistant is trained"),
+        (asked(said("b", weight=2)), None, "message 2: its weight is 2; write 0"),
+        (asked(said(" ")), None, "message 2: its content is no text"),
+        (asked(said("b", reasoning_content=1)), None, "message 2: its reasoning_content is no text"),
+        (asked({"role": "tool", "content": [{"type": "image"}]}, said("b")), None, "message 2: its content is no text"),
+        ([{"content": "a"}, said("b")], None, "message 1: not {role: text"),
+        (asked({"role": "user", "content": "a", "tool_calls": [1]}, said("b")), None, "the assistant's alone"),
+        (asked(said("", tool_calls=["add"])), TOOLS, "message 2: a call is not {function"),
+        (asked(said("", tool_calls=[call("add", "x=1")])), TOOLS, "message 2: the arguments 'x=1' are no JSON"),
+        (asked(said("", tool_calls=[call("add", "[1]")])), TOOLS, "message 2: a call is not {function"),
+        (
+            asked(said("", tool_calls=[call("sub")])),
+            TOOLS,
+            r"calls 'sub', which is none of the tools \['look', 'add'\]",
+        ),
+        (asked(said("", tool_calls=[call("add")])), None, r"none of the tools \[\] of the row's field 'tools'"),
+        (asked(said("b")), {"name": "add"}, "field 'tools': a dict, not a list of tools"),
+        (asked(said("b")), [{"name": "add"}], "field 'tools': a tool is not {type: function"),
+        (asked(said("b")), "[", "field 'tools': no JSON"),
+    ],
+)
+def test_a_row_that_is_no_conversation_is_named(messages: list[Message], tools: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^line 1.*{words}"):
+        parse_conversation(messages, tools, "line 1")
+
+
+def test_rows_of_columns_are_read_too() -> None:
+    """Where a column is null because another row has something, and tools are text."""
+    talk = asked(said("b", tool_calls=None, weight=None), {"role": "user", "content": "c", "tool_calls": []}, said("d"))
+    parsed = parse_conversation(talk, json.dumps(TOOLS), "line 1")
+    assert parsed == (tuple(asked(said("b"), {"role": "user", "content": "c"}, said("d"))), TOOLS)

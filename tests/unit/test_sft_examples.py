@@ -55,6 +55,26 @@ def test_prompts_and_responses_may_be_messages(tmp_path: Path) -> None:
     assert found.response == "d"
 
 
+def test_a_prompt_that_ends_with_the_assistant_and_has_no_response_is_a_conversation(
+    model: Path, tmp_path: Path
+) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    tokenizer = ChatTokenizer(model)
+    talk, row = load(tmp_path, {"prompt": turns}, {"prompt": "a", "response": "b"}, system_prompt="ours")
+    ((one,), (other,)) = tokenize([talk, row], tokenizer, EOS_TOKEN_ID, 1000).rows
+    assert all(one[name].tolist() == other[name].tolist() for name in one), "what it says is the same"
+    assert talk.messages[0] == {"role": "system", "content": "ours"}
+    again = [*turns, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+    assert [load(tmp_path, {"prompt": again, "response": "e"})[0].response] == ["e"], "with a response, a prompt"
+
+
+def test_what_a_template_cannot_show_names_its_line_and_field(model: Path, tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    row = {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": tools}
+    with pytest.raises(ConfigError, match=r"line 1, field 'prompt': the chat template does not show the tools"):
+        tokenize(load(tmp_path, row), ChatTokenizer(model), EOS_TOKEN_ID, 1000)
+
+
 def test_a_system_prompt_goes_before_prompts_without_one(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "a"}]
     first, second = load(
@@ -94,6 +114,10 @@ def test_the_digest_is_of_what_is_trained_on(model: Path, tmp_path: Path) -> Non
     [
         ({"prompt": "a"}, r"line 1: no field 'response'.*data\.response_field"),
         ({"response": "a"}, r"line 1: no field 'prompt'.*data\.prompt_field"),
+        (
+            {"prompt": [{"role": "user", "content": "a"}]},
+            "no field 'response'.*no conversation that ends with a message",
+        ),
         ({"prompt": "a", "response": ""}, "field 'response': empty"),
         ({"prompt": "a", "response": 7}, "field 'response': a int"),
         ({"prompt": "a", "response": [{"role": "user", "content": "b"}]}, "one message of the assistant"),
