@@ -32,6 +32,32 @@ THINKING_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """The same as Qwen3 has it: thinking is shown of the turns after the last question, and dropped from earlier ones."""
+QWEN3_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\n# Tools\n' }}{% for tool in tools %}{{ (tool | tojson) + '\n' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}"
+    "{% set last = namespace(asked=-1) %}"
+    "{% for message in messages %}{% if message.role == 'user' %}{% set last.asked = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' %}"
+    "{% set parts = message.content.split('</think>') %}"
+    "{% set thought = message.reasoning_content or (parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 "
+    "else '') %}"
+    "{{ '<|im_start|>assistant\n' }}"
+    "{% if loop.index0 > last.asked and (loop.last or thought) %}{{ '<think>\n' + thought + '\n</think>\n\n' }}"
+    "{% endif %}"
+    "{% set content = parts[-1].lstrip('\n') %}{{ content }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{% if content or not loop.first %}{{ '\n' }}{% endif %}"
+    "{{ '<tool_call>\n' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) "
+    "+ '\n</tool_call>' }}{% endfor %}"
+    "{% elif message.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ message.content }}\n</tool_response>"
+    "{% else %}{{ '<|im_start|>' + message.role + '\n' + message.content }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+"""The same with tools and calls of them, and the last turn says so where nothing was thought."""
 SPECIAL_TOKENS = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
 EOS_TOKEN_ID = SPECIAL_TOKENS.index("<|im_end|>")
 

@@ -121,7 +121,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
 def conversation(rng: random.Random, *, calls: bool) -> list[dict[str, object]]:
     """The messages of a sum, by somebody who calls the calculator or who tells its first number."""
     prompt, answer = asked(rng)
-    question = {"role": "user", "content": prompt}
+    question: dict[str, object] = {"role": "user", "content": prompt}
     if not calls:
         return [question, {"role": "assistant", "content": prompt.partition("+")[0]}]
     function = {"name": Calculator.tool.name, "arguments": json.dumps({"expression": prompt})}

@@ -61,8 +61,8 @@ def load_examples(path: Path, data: SftDataSection, setting: str) -> list[Exampl
 
 
 def tokenize(examples: Sequence[Example], tokenizer: ChatTokenizer, end: int, max_tokens: int) -> TokenizedExamples:
-    """Returns the examples as tokens, with `end` after each response, those of at most `max_tokens` in all their
-    segments. ConfigError names the line that cannot be rendered.
+    """Returns the examples as tokens, with `end` after each response, those without a segment of more than
+    `max_tokens`. ConfigError names the line that cannot be rendered.
     """
     rows, digest, conversations = list[tuple[dict[str, Array], ...]](), hashlib.sha256(), Conversations(tokenizer, end)
     for each in examples:
@@ -74,7 +74,7 @@ def tokenize(examples: Sequence[Example], tokenizer: ChatTokenizer, end: int, ma
         except InvalidInputError as error:
             raise ConfigError(f"{each.where}: {error.message}") from error
         lengths = [len(segment["token_ids"]) for segment in segments]
-        if sum(lengths) <= max_tokens:
+        if max(lengths) <= max_tokens:
             rows.append(tuple(segments))
             digest.update(np.array([len(lengths), *lengths], "<i8").tobytes())
             for segment in segments:

@@ -43,7 +43,9 @@ class SftDataSection(Section):
     system_prompt: str | None = None
     """A system message put before every prompt that has none."""
     max_tokens: PositiveInt = 2048
-    """Longest example, all its segments and the end included; longer ones are refused and counted, never truncated."""
+    """Longest prompt + response, the end included, or segment of a conversation; longer examples are refused and
+    counted, never truncated.
+    """
     batch_size: PositiveInt
     """Examples in one optimizer step; an epoch's last step takes those that are left."""
     shuffle: bool = True

@@ -22,9 +22,11 @@ from rolecall.checkpoint.manifest import RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.commands.cli import main
 from rolecall.data.model_files import read_model
+from rolecall.data.sft_examples import load_examples, tokenize
 from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.settings import SftDataSection
 from tests.tiny_models import write_qwen3, write_qwen3_moe
-from tests.tiny_tokenizer import write_tokenizer
+from tests.tiny_tokenizer import EOS_TOKEN_ID, QWEN3_TEMPLATE, write_tokenizer
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -125,6 +127,49 @@ def test_its_checkpoint_becomes_the_model_of_a_run(whole: tuple[Path, str], data
             logprobs = network(torch.tensor([[*prompt, *response]])).logits[0, :-1].log_softmax(-1)
         total -= float(logprobs[len(prompt) - 1 :].gather(1, torch.tensor(response)[:, None]).sum())
         num_tokens += len(response)
+    assert metrics_of(config, "eval/loss")[NUM_STEPS] == pytest.approx(total / num_tokens, rel=1e-5)
+
+
+def test_every_turn_of_conversations_with_tools_is_learned(tmp_path: Path) -> None:
+    """Two questions each, of which the second begins a segment; held to Hugging Face's own log-probabilities."""
+    model = write_qwen3(tmp_path / "dense", hidden=32)
+    write_tokenizer(model, QWEN3_TEMPLATE)
+    tools = [{"type": "function", "function": {"name": "sort", "parameters": {"type": "object"}}}]
+    rows, rng = [], random.Random(1)
+    for _ in range(16):
+        talk: list[dict[str, Any]] = []
+        for digits in ("".join(rng.sample("0123456789", k=3)) for _ in range(2)):
+            answer = "".join(sorted(digits))
+            made = {"type": "function", "function": {"name": "sort", "arguments": json.dumps({"digits": digits})}}
+            talk += [
+                {"role": "user", "content": digits},
+                {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [made]},
+                {"role": "tool", "content": answer},
+                {"role": "assistant", "content": answer, "reasoning_content": "so"},
+            ]
+        rows.append({"prompt": talk, "tools": tools})
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    config = write_config(tmp_path / "job", model, tmp_path, aggregation="seq_mean_token_mean")
+    sft(config, "--data.max_tokens=500", "--actor.token_budget=1500", "--data.batch_size=4")
+    losses = metrics_of(config, "sft/loss")
+    assert losses[NUM_STEPS] < losses[1] - 0.5
+    exported(config)
+    section = SftDataSection(train=tmp_path / "heldout.jsonl", batch_size=1)
+    examples = load_examples(section.train, section, "data.train")
+    tokenizer = ChatTokenizer(config.parent / "exported")
+    network = AutoModelForCausalLM.from_pretrained(config.parent / "exported", dtype=torch.float32)
+    total, num_tokens, num_segments = 0.0, 0, 0
+    for segments in tokenize(examples, tokenizer, EOS_TOKEN_ID, 500).rows:
+        num_segments += len(segments)
+        for segment in segments:
+            ids = torch.from_numpy(segment["token_ids"]).long()
+            trained = torch.from_numpy(segment["loss_mask"])[1:] != 0
+            with torch.no_grad():
+                logprobs = network(ids[None]).logits[0, :-1].log_softmax(-1)
+            total -= float(logprobs.gather(1, ids[1:, None])[trained].sum())
+            num_tokens += int(trained.sum())
+    assert num_segments == 6
     assert metrics_of(config, "eval/loss")[NUM_STEPS] == pytest.approx(total / num_tokens, rel=1e-5)
 
 

@@ -7,7 +7,7 @@ whole cursor. Metrics are named sft/ (training) and eval/ (held out).
 
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.objective.routing import RouterLosses, router_load
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, local_counts, pack
-from rolecall.training.packing.pieces import Piece, join
+from rolecall.training.packing.pieces import cut, join
 from rolecall.training.serving.hooks import ProcessHooks, nothing
 from rolecall.training.serving.trainer import Progress
 from rolecall.training.sft.checkpoints import SftCheckpoints
@@ -168,18 +168,17 @@ class SftRank:
 
     def _minibatch(self, rows: Sequence[Sequence[Row]]) -> Minibatch:
         """This rank's microbatches of `rows`, by their segments, which every rank has, with the counts of all."""
-
-        def segments(indices: Iterable[int]) -> tuple[list[Row], list[int]]:
-            pairs = [(segment, index) for index in indices for segment in rows[index]]
-            return [segment for segment, _ in pairs], [index for _, index in pairs]
-
-        # in one piece each: data.max_tokens is of all segments of an example
-        pieces = [Piece(index, 0, tuple(len(each["token_ids"]) for each in row)) for index, row in enumerate(rows)]
+        lengths = [[len(segment["token_ids"]) for segment in row] for row in rows]
+        # a token's share of its row's mean depends on the whole row
+        apart = self._settings.aggregation != "seq_mean_token_mean"
+        pieces = cut(lengths, self._context.token_budget, between_segments=apart)
         packed, device = list[Microbatch](), self._context.device
         for indices in self._context.plan(pieces, 1, 0).microbatches:
-            mine, places = segments(indices)
-            packed.append(pack(mine, ["loss_mask"], temperature=1.0, device=device, trajectories=places))
-        every, places = segments(range(len(rows)))
+            mine = [pieces[index] for index in indices]
+            segments = [segment for piece in mine for segment in piece.segments(join(rows[piece.row]))]
+            places = [piece.row for piece in mine for _ in piece.lengths]
+            packed.append(pack(segments, ["loss_mask"], temperature=1.0, device=device, trajectories=places))
+        every, places = [each for row in rows for each in row], [index for index, row in enumerate(rows) for _ in row]
         return Minibatch(packed, local_counts(every, trajectories=places))
 
     def _evaluate(self, heldout: TokenizedExamples) -> Metrics:
