@@ -205,7 +205,7 @@ def shown_call(tokenizer: ChatTokenizer) -> str:
 
 
 def mark_of(shown: str) -> str | None:
-    """How a call begins that the template shows as `shown_call` says; None: it shows none, or without a mark."""
+    """Returns the mark by which a call begins, which the template shows as `shown_call` says; None: it has none."""
     return next(iter(shown[: shown.find(PROBE_CALL[0])].split()), None)
 
 

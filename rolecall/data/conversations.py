@@ -122,7 +122,7 @@ def columns(token_ids: Sequence[int], mask: Sequence[int]) -> dict[str, Array]:
 
 
 def close_of_turn(tokenizer: ChatTokenizer) -> str:
-    """What the template puts after a text of the assistant that nothing follows."""
+    """Returns what the template puts after a text of the assistant that nothing follows."""
     turn = tokenizer.render([{"role": "user", "content": SAID}, {"role": _ASSISTANT, "content": SAID}], generate=False)
     return turn.rpartition(SAID)[2]
 
