@@ -300,8 +300,8 @@ class CriticSection(TrainerSection):
     num_minibatches: PositiveInt | None = None
     """Optimizer steps per pass; absent: the actor's."""
     warmup_steps: NonNegativeInt = 0
-    """First steps of the run in which the critic alone learns and the policy stays as it is, until a new value head
-    says something (value pretraining, as in VC-PPO, arXiv:2503.01491).
+    """First steps of the run in which the critic alone learns and the policy stays as it is. A new value head says
+    nothing yet: this is its value pretraining (VC-PPO, arXiv:2503.01491).
     """
 
     def optimizer(self, actor: OptimizerSection, num_minibatches: int) -> OptimizerSection:

@@ -330,7 +330,7 @@ class Loop:
         self._intake.wake()
 
     async def _look(self) -> None:
-        """What a wait for groups may need in which nothing moves by itself."""
+        """Does what may bring a wait for groups on."""
         await self._reach_others()
         await self._make_room()
 
