@@ -146,7 +146,7 @@ class Collection:
             await self._sort(scored)
 
     async def _scored(self, group: trajectory_pb2.CommittedGroup) -> ScoredGroup:
-        """The group with its scores. While the run is paused its scorer is asked without end: people may be mending it."""
+        """The group with its scores. A paused run asks its scorer without end, for people may be mending it."""
         while True:
             try:
                 return await self._scorer.score(group)
