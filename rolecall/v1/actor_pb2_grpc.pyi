@@ -49,6 +49,12 @@ class ActorServiceStub:
     """Moves them back. Idempotent. Every other call brings back what it needs by itself. RESOURCE_EXHAUSTED (DEVICE_FULL),
     and nothing is moved, without room on a device that is shared.
     """
+    Profile: _aio.UnaryStreamMultiCallable[_training_pb2.ProfileRequest, _training_pb2.ProfileResponse]
+    """Records the actor's next num_steps steps on every rank, and streams where their traces are, one response a step: in each the last microbatches of its first
+    update and the optimizer's step, which compute what they always do. Not idempotent: the request ends with its caller. Blocks until as many steps are
+    applied, however long none begins. A trace that could not be written says why.
+    FAILED_PRECONDITION: CONFLICT (another request is under way), FENCED. INVALID_ARGUMENT: INVALID_INPUT (num_steps). UNAVAILABLE: the actor ends.
+    """
     GetInfo: _aio.UnaryUnaryMultiCallable[_training_pb2.GetTrainerInfoRequest, _training_pb2.GetTrainerInfoResponse]
     """What the actor is. Idempotent. Blocks on nothing."""
 
@@ -132,6 +138,18 @@ class ActorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_training_pb2.OnloadResponse]:
         """Moves them back. Idempotent. Every other call brings back what it needs by itself. RESOURCE_EXHAUSTED (DEVICE_FULL),
         and nothing is moved, without room on a device that is shared.
+        """
+
+    @_abc_1.abstractmethod
+    def Profile(
+        self,
+        request: _training_pb2.ProfileRequest,
+        context: _aio.ServicerContext[_training_pb2.ProfileRequest, _abc.AsyncIterator[_training_pb2.ProfileResponse]],
+    ) -> _abc.AsyncIterator[_training_pb2.ProfileResponse]:
+        """Records the actor's next num_steps steps on every rank, and streams where their traces are, one response a step: in each the last microbatches of its first
+        update and the optimizer's step, which compute what they always do. Not idempotent: the request ends with its caller. Blocks until as many steps are
+        applied, however long none begins. A trace that could not be written says why.
+        FAILED_PRECONDITION: CONFLICT (another request is under way), FENCED. INVALID_ARGUMENT: INVALID_INPUT (num_steps). UNAVAILABLE: the actor ends.
         """
 
     @_abc_1.abstractmethod

@@ -124,6 +124,9 @@ class TrainCommand(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BATCH_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
+    profile: _builtins.bool
+    """Whether each rank writes a trace of the step, and tells rank 0 of it."""
     @_builtins.property
     def batch(self) -> _trajectory_pb2.TrainBatch:
         """The batch; each rank reads its own share of the rows."""
@@ -132,10 +135,11 @@ class TrainCommand(_message.Message):
         self,
         *,
         batch: _trajectory_pb2.TrainBatch | None = ...,
+        profile: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "profile", b"profile"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,10 +23,11 @@ _sym_db = _symbol_database.Default()
 
 
 from rolecall.v1 import callers_pb2 as rolecall_dot_v1_dot_callers__pb2
+from rolecall.v1 import training_pb2 as rolecall_dot_v1_dot_training__pb2
 from rolecall.v1 import trajectory_pb2 as rolecall_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1crolecall/v1/controller.proto\x12\x0brolecall.v1\x1a\x19rolecall/v1/callers.proto\x1a\x1crolecall/v1/trajectory.proto\"\xad\x01\n\x0bJoinRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.rolecall.v1.Role\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x18\n\x10num_weight_ranks\x18\x06 \x01(\x05\x12\x0f\n\x07version\x18\x07 \x01(\t\x12\x0f\n\x07on_gpus\x18\x08 \x01(\x08\"A\n\x0cJoinResponse\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\"f\n\x10HeartbeatRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08progress\x18\x03 \x01(\x03\x12\r\n\x05phase\x18\x04 \x01(\t\x12\x0c\n\x04\x62usy\x18\x05 \x01(\x08\".\n\x11HeartbeatResponse\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\x0c\n\x04over\x18\x02 \x01(\x08\"\xad\x01\n\x0cWorkerStatus\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.rolecall.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\r\n\x05phase\x18\x05 \x01(\t\x12\x11\n\tsilence_s\x18\x06 \x01(\x01\x12\x13\n\x0bincarnation\x18\x07 \x01(\t\x12\x0c\n\x04lost\x18\x08 \x01(\t\"\xdf\x01\n\x0cLedgerCounts\x12\x10\n\x08\x61\x64mitted\x18\x01 \x01(\x03\x12\x0f\n\x07trained\x18\x02 \x01(\x03\x12\x37\n\x07\x64ropped\x18\x03 \x03(\x0b\x32&.rolecall.v1.LedgerCounts.DroppedEntry\x12\x0c\n\x04live\x18\x04 \x01(\x03\x12\x0e\n\x06queued\x18\x05 \x01(\x03\x12\x12\n\ngenerating\x18\x06 \x01(\x03\x12\x11\n\tcommitted\x18\x07 \x01(\x03\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x84\x03\n\tRunStatus\x12\x0b\n\x03run\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.rolecall.v1.RunState\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x13\n\x0btotal_steps\x18\x04 \x01(\x03\x12\x16\n\x0epublished_step\x18\x05 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x03\x12)\n\x06ledger\x18\x07 \x01(\x0b\x32\x19.rolecall.v1.LedgerCounts\x12*\n\x07workers\x18\x08 \x03(\x0b\x32\x19.rolecall.v1.WorkerStatus\x12$\n\x07metrics\x18\t \x03(\x0b\x32\x13.rolecall.v1.Metric\x12\r\n\x05\x65rror\x18\n \x01(\t\x12\x13\n\x0bwaiting_for\x18\x0b \x01(\t\x12\x16\n\x0enum_recoveries\x18\x0c \x01(\x03\x12\x14\n\x0clast_failure\x18\r \x01(\t\x12\x0f\n\x07trouble\x18\x0e \x01(\t\x12\x11\n\tlast_drop\x18\x0f \x01(\t\"\x0f\n\rGetRunRequest\"8\n\x0eGetRunResponse\x12&\n\x06status\x18\x01 \x01(\x0b\x32\x16.rolecall.v1.RunStatus\"\x11\n\x0fWatchRunRequest\":\n\x10WatchRunResponse\x12&\n\x06status\x18\x01 \x01(\x0b\x32\x16.rolecall.v1.RunStatus\"\x11\n\x0fPauseRunRequest\"\x12\n\x10PauseRunResponse\"\x12\n\x10ResumeRunRequest\"\x13\n\x11ResumeRunResponse\"$\n\x0eStopRunRequest\x12\x12\n\ncheckpoint\x18\x01 \x01(\x08\"\x11\n\x0fStopRunResponse\"\x17\n\x15SaveCheckpointRequest\"4\n\x16SaveCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03*t\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_ROLLOUT\x10\x01\x12\x0e\n\nROLE_ACTOR\x10\x02\x12\x0f\n\x0bROLE_CRITIC\x10\x03\x12\x12\n\x0eROLE_REFERENCE\x10\x04\x12\x0f\n\x0bROLE_REWARD\x10\x05*\xac\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x14\n\x10RUN_STATE_PAUSED\x10\x03\x12\x16\n\x12RUN_STATE_STOPPING\x10\x04\x12\x12\n\x0eRUN_STATE_DONE\x10\x05\x12\x14\n\x10RUN_STATE_FAILED\x10\x06\x32\xb2\x05\n\x11\x43ontrollerService\x12H\n\x04Join\x12\x18.rolecall.v1.JoinRequest\x1a\x19.rolecall.v1.JoinResponse\"\x0b\xfa\xb7\x18\x07\n\x05\x02\x03\x04\x05\x06\x12W\n\tHeartbeat\x12\x1d.rolecall.v1.HeartbeatRequest\x1a\x1e.rolecall.v1.HeartbeatResponse\"\x0b\xfa\xb7\x18\x07\n\x05\x02\x03\x04\x05\x06\x12K\n\x06GetRun\x12\x1a.rolecall.v1.GetRunRequest\x1a\x1b.rolecall.v1.GetRunResponse\"\x08\xfa\xb7\x18\x04\n\x02\x07\x08\x12S\n\x08WatchRun\x12\x1c.rolecall.v1.WatchRunRequest\x1a\x1d.rolecall.v1.WatchRunResponse\"\x08\xfa\xb7\x18\x04\n\x02\x07\x08\x30\x01\x12P\n\x08PauseRun\x12\x1c.rolecall.v1.PauseRunRequest\x1a\x1d.rolecall.v1.PauseRunResponse\"\x07\xfa\xb7\x18\x03\n\x01\x07\x12S\n\tResumeRun\x12\x1d.rolecall.v1.ResumeRunRequest\x1a\x1e.rolecall.v1.ResumeRunResponse\"\x07\xfa\xb7\x18\x03\n\x01\x07\x12M\n\x07StopRun\x12\x1b.rolecall.v1.StopRunRequest\x1a\x1c.rolecall.v1.StopRunResponse\"\x07\xfa\xb7\x18\x03\n\x01\x07\x12\x62\n\x0eSaveCheckpoint\x12\".rolecall.v1.SaveCheckpointRequest\x1a#.rolecall.v1.SaveCheckpointResponse\"\x07\xfa\xb7\x18\x03\n\x01\x07\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1crolecall/v1/controller.proto\x12\x0brolecall.v1\x1a\x19rolecall/v1/callers.proto\x1a\x1arolecall/v1/training.proto\x1a\x1crolecall/v1/trajectory.proto\"\xad\x01\n\x0bJoinRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.rolecall.v1.Role\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x18\n\x10num_weight_ranks\x18\x06 \x01(\x05\x12\x0f\n\x07version\x18\x07 \x01(\t\x12\x0f\n\x07on_gpus\x18\x08 \x01(\x08\"A\n\x0cJoinResponse\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\"f\n\x10HeartbeatRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08progress\x18\x03 \x01(\x03\x12\r\n\x05phase\x18\x04 \x01(\t\x12\x0c\n\x04\x62usy\x18\x05 \x01(\x08\".\n\x11HeartbeatResponse\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\x0c\n\x04over\x18\x02 \x01(\x08\"\xad\x01\n\x0cWorkerStatus\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.rolecall.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\r\n\x05phase\x18\x05 \x01(\t\x12\x11\n\tsilence_s\x18\x06 \x01(\x01\x12\x13\n\x0bincarnation\x18\x07 \x01(\t\x12\x0c\n\x04lost\x18\x08 \x01(\t\"\xdf\x01\n\x0cLedgerCounts\x12\x10\n\x08\x61\x64mitted\x18\x01 \x01(\x03\x12\x0f\n\x07trained\x18\x02 \x01(\x03\x12\x37\n\x07\x64ropped\x18\x03 \x03(\x0b\x32&.rolecall.v1.LedgerCounts.DroppedEntry\x12\x0c\n\x04live\x18\x04 \x01(\x03\x12\x0e\n\x06queued\x18\x05 \x01(\x03\x12\x12\n\ngenerating\x18\x06 \x01(\x03\x12\x11\n\tcommitted\x18\x07 \x01(\x03\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x84\x03\n\tRunStatus\x12\x0b\n\x03run\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.rolecall.v1.RunState\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x13\n\x0btotal_steps\x18\x04 \x01(\x03\x12\x16\n\x0epublished_step\x18\x05 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x03\x12)\n\x06ledger\x18\x07 \x01(\x0b\x32\x19.rolecall.v1.LedgerCounts\x12*\n\x07workers\x18\x08 \x03(\x0b\x32\x19.rolecall.v1.WorkerStatus\x12$\n\x07metrics\x18\t \x03(\x0b\x32\x13.rolecall.v1.Metric\x12\r\n\x05\x65rror\x18\n \x01(\t\x12\x13\n\x0bwaiting_for\x18\x0b \x01(\t\x12\x16\n\x0enum_recoveries\x18\x0c \x01(\x03\x12\x14\n\x0clast_failure\x18\r \x01(\t\x12\x0f\n\x07trouble\x18\x0e \x01(\t\x12\x11\n\tlast_drop\x18\x0f \x01(\t\"\x0f\n\rGetRunRequest\"8\n\x0eGetRunResponse\x12&\n\x06status\x18\x01 \x01(\x0b\x32\x16.rolecall.v1.RunStatus\"\x11\n\x0fWatchRunRequest\":\n\x10WatchRunResponse\x12&\n\x06status\x18\x01 \x01(\x0b\x32\x16.rolecall.v1.RunStatus\"\x11\n\x0fPauseRunRequest\"\x12\n\x10PauseRunResponse\"\x12\n\x10ResumeRunRequest\"\x13\n\x11ResumeRunResponse\"$\n\x0eStopRunRequest\x12\x12\n\ncheckpoint\x18\x01 \x01(\x08\"\x11\n\x0fStopRunResponse\"\x17\n\x15SaveCheckpointRequest\"4\n\x16SaveCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\"K\n\x15ProfileTrainerRequest\x12\x1f\n\x04role\x18\x01 \x01(\x0e\x32\x11.rolecall.v1.Role\x12\x11\n\tnum_steps\x18\x02 \x01(\x05\"G\n\x16ProfileTrainerResponse\x12-\n\x07profile\x18\x01 \x01(\x0b\x32\x1c.rolecall.v1.ProfileResponse*t\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_ROLLOUT\x10\x01\x12\x0e\n\nROLE_ACTOR\x10\x02\x12\x0f\n\x0bROLE_CRITIC\x10\x03\x12\x12\n\x0eROLE_REFERENCE\x10\x04\x12\x0f\n\x0bROLE_REWARD\x10\x05*\xac\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x14\n\x10RUN_STATE_PAUSED\x10\x03\x12\x16\n\x12RUN_STATE_STOPPING\x10\x04\x12\x12\n\x0eRUN_STATE_DONE\x10\x05\x12\x14\n\x10RUN_STATE_FAILED\x10\x06\x32\x98\x06\n\x11\x43ontrollerService\x12H\n\x04Join\x12\x18.rolecall.v1.JoinRequest\x1a\x19.rolecall.v1.JoinResponse\"\x0b\xfa\xb7\x18\x07\n\x05\x02\x03\x04\x05\x06\x12W\n\tHeartbeat\x12\x1d.rolecall.v1.HeartbeatRequest\x1a\x1e.rolecall.v1.HeartbeatResponse\"\x0b\xfa\xb7\x18\x07\n\x05\x02\x03\x04\x05\x06\x12K\n\x06GetRun\x12\x1a.rolecall.v1.GetRunRequest\x1a\x1b.rolecall.v1.GetRunResponse\"\x08\xfa\xb7\x18\x04\n\x02\x07\x08\x12S\n\x08WatchRun\x12\x1c.rolecall.v1.WatchRunRequest\x1a\x1d.rolecall.v1.WatchRunResponse\"\x08\xfa\xb7\x18\x04\n\x02\x07\x08\x30\x01\x12P\n\x08PauseRun\x12\x1c.rolecall.v1.PauseRunRequest\x1a\x1d.rolecall.v1.PauseRunResponse\"\x07\xfa\xb7\x18\x03\n\x01\x07\x12S\n\tResumeRun\x12\x1d.rolecall.v1.ResumeRunRequest\x1a\x1e.rolecall.v1.ResumeRunResponse\"\x07\xfa\xb7\x18\x03\n\x01\x07\x12M\n\x07StopRun\x12\x1b.rolecall.v1.StopRunRequest\x1a\x1c.rolecall.v1.StopRunResponse\"\x07\xfa\xb7\x18\x03\n\x01\x07\x12\x62\n\x0eSaveCheckpoint\x12\".rolecall.v1.SaveCheckpointRequest\x1a#.rolecall.v1.SaveCheckpointResponse\"\x07\xfa\xb7\x18\x03\n\x01\x07\x12\x64\n\x0eProfileTrainer\x12\".rolecall.v1.ProfileTrainerRequest\x1a#.rolecall.v1.ProfileTrainerResponse\"\x07\xfa\xb7\x18\x03\n\x01\x07\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -51,50 +52,56 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONTROLLERSERVICE'].methods_by_name['StopRun']._serialized_options = b'\372\267\030\003\n\001\007'
   _globals['_CONTROLLERSERVICE'].methods_by_name['SaveCheckpoint']._loaded_options = None
   _globals['_CONTROLLERSERVICE'].methods_by_name['SaveCheckpoint']._serialized_options = b'\372\267\030\003\n\001\007'
-  _globals['_ROLE']._serialized_start=1660
-  _globals['_ROLE']._serialized_end=1776
-  _globals['_RUNSTATE']._serialized_start=1779
-  _globals['_RUNSTATE']._serialized_end=1951
-  _globals['_JOINREQUEST']._serialized_start=103
-  _globals['_JOINREQUEST']._serialized_end=276
-  _globals['_JOINRESPONSE']._serialized_start=278
-  _globals['_JOINRESPONSE']._serialized_end=343
-  _globals['_HEARTBEATREQUEST']._serialized_start=345
-  _globals['_HEARTBEATREQUEST']._serialized_end=447
-  _globals['_HEARTBEATRESPONSE']._serialized_start=449
-  _globals['_HEARTBEATRESPONSE']._serialized_end=495
-  _globals['_WORKERSTATUS']._serialized_start=498
-  _globals['_WORKERSTATUS']._serialized_end=671
-  _globals['_LEDGERCOUNTS']._serialized_start=674
-  _globals['_LEDGERCOUNTS']._serialized_end=897
-  _globals['_LEDGERCOUNTS_DROPPEDENTRY']._serialized_start=851
-  _globals['_LEDGERCOUNTS_DROPPEDENTRY']._serialized_end=897
-  _globals['_RUNSTATUS']._serialized_start=900
-  _globals['_RUNSTATUS']._serialized_end=1288
-  _globals['_GETRUNREQUEST']._serialized_start=1290
-  _globals['_GETRUNREQUEST']._serialized_end=1305
-  _globals['_GETRUNRESPONSE']._serialized_start=1307
-  _globals['_GETRUNRESPONSE']._serialized_end=1363
-  _globals['_WATCHRUNREQUEST']._serialized_start=1365
-  _globals['_WATCHRUNREQUEST']._serialized_end=1382
-  _globals['_WATCHRUNRESPONSE']._serialized_start=1384
-  _globals['_WATCHRUNRESPONSE']._serialized_end=1442
-  _globals['_PAUSERUNREQUEST']._serialized_start=1444
-  _globals['_PAUSERUNREQUEST']._serialized_end=1461
-  _globals['_PAUSERUNRESPONSE']._serialized_start=1463
-  _globals['_PAUSERUNRESPONSE']._serialized_end=1481
-  _globals['_RESUMERUNREQUEST']._serialized_start=1483
-  _globals['_RESUMERUNREQUEST']._serialized_end=1501
-  _globals['_RESUMERUNRESPONSE']._serialized_start=1503
-  _globals['_RESUMERUNRESPONSE']._serialized_end=1522
-  _globals['_STOPRUNREQUEST']._serialized_start=1524
-  _globals['_STOPRUNREQUEST']._serialized_end=1560
-  _globals['_STOPRUNRESPONSE']._serialized_start=1562
-  _globals['_STOPRUNRESPONSE']._serialized_end=1579
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1581
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1604
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=1606
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=1658
-  _globals['_CONTROLLERSERVICE']._serialized_start=1954
-  _globals['_CONTROLLERSERVICE']._serialized_end=2644
+  _globals['_CONTROLLERSERVICE'].methods_by_name['ProfileTrainer']._loaded_options = None
+  _globals['_CONTROLLERSERVICE'].methods_by_name['ProfileTrainer']._serialized_options = b'\372\267\030\003\n\001\007'
+  _globals['_ROLE']._serialized_start=1838
+  _globals['_ROLE']._serialized_end=1954
+  _globals['_RUNSTATE']._serialized_start=1957
+  _globals['_RUNSTATE']._serialized_end=2129
+  _globals['_JOINREQUEST']._serialized_start=131
+  _globals['_JOINREQUEST']._serialized_end=304
+  _globals['_JOINRESPONSE']._serialized_start=306
+  _globals['_JOINRESPONSE']._serialized_end=371
+  _globals['_HEARTBEATREQUEST']._serialized_start=373
+  _globals['_HEARTBEATREQUEST']._serialized_end=475
+  _globals['_HEARTBEATRESPONSE']._serialized_start=477
+  _globals['_HEARTBEATRESPONSE']._serialized_end=523
+  _globals['_WORKERSTATUS']._serialized_start=526
+  _globals['_WORKERSTATUS']._serialized_end=699
+  _globals['_LEDGERCOUNTS']._serialized_start=702
+  _globals['_LEDGERCOUNTS']._serialized_end=925
+  _globals['_LEDGERCOUNTS_DROPPEDENTRY']._serialized_start=879
+  _globals['_LEDGERCOUNTS_DROPPEDENTRY']._serialized_end=925
+  _globals['_RUNSTATUS']._serialized_start=928
+  _globals['_RUNSTATUS']._serialized_end=1316
+  _globals['_GETRUNREQUEST']._serialized_start=1318
+  _globals['_GETRUNREQUEST']._serialized_end=1333
+  _globals['_GETRUNRESPONSE']._serialized_start=1335
+  _globals['_GETRUNRESPONSE']._serialized_end=1391
+  _globals['_WATCHRUNREQUEST']._serialized_start=1393
+  _globals['_WATCHRUNREQUEST']._serialized_end=1410
+  _globals['_WATCHRUNRESPONSE']._serialized_start=1412
+  _globals['_WATCHRUNRESPONSE']._serialized_end=1470
+  _globals['_PAUSERUNREQUEST']._serialized_start=1472
+  _globals['_PAUSERUNREQUEST']._serialized_end=1489
+  _globals['_PAUSERUNRESPONSE']._serialized_start=1491
+  _globals['_PAUSERUNRESPONSE']._serialized_end=1509
+  _globals['_RESUMERUNREQUEST']._serialized_start=1511
+  _globals['_RESUMERUNREQUEST']._serialized_end=1529
+  _globals['_RESUMERUNRESPONSE']._serialized_start=1531
+  _globals['_RESUMERUNRESPONSE']._serialized_end=1550
+  _globals['_STOPRUNREQUEST']._serialized_start=1552
+  _globals['_STOPRUNREQUEST']._serialized_end=1588
+  _globals['_STOPRUNRESPONSE']._serialized_start=1590
+  _globals['_STOPRUNRESPONSE']._serialized_end=1607
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1609
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1632
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=1634
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=1686
+  _globals['_PROFILETRAINERREQUEST']._serialized_start=1688
+  _globals['_PROFILETRAINERREQUEST']._serialized_end=1763
+  _globals['_PROFILETRAINERRESPONSE']._serialized_start=1765
+  _globals['_PROFILETRAINERRESPONSE']._serialized_end=1836
+  _globals['_CONTROLLERSERVICE']._serialized_start=2132
+  _globals['_CONTROLLERSERVICE']._serialized_end=2924
 # @@protoc_insertion_point(module_scope)

@@ -75,6 +75,11 @@ class ControllerServiceStub:
                 request_serializer=rolecall_dot_v1_dot_controller__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=rolecall_dot_v1_dot_controller__pb2.SaveCheckpointResponse.FromString,
                 _registered_method=True)
+        self.ProfileTrainer = channel.unary_stream(
+                '/rolecall.v1.ControllerService/ProfileTrainer',
+                request_serializer=rolecall_dot_v1_dot_controller__pb2.ProfileTrainerRequest.SerializeToString,
+                response_deserializer=rolecall_dot_v1_dot_controller__pb2.ProfileTrainerResponse.FromString,
+                _registered_method=True)
 
 
 class ControllerServiceServicer:
@@ -142,6 +147,16 @@ class ControllerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ProfileTrainer(self, request, context):
+        """Has a trainer record its next steps and streams where the traces are, one response a step. Not idempotent: the request ends with its caller. Blocks until
+        as many steps are applied: in a paused run until it goes on.
+        INVALID_ARGUMENT: INVALID_INPUT (num_steps, or a role that does not train in this run). FAILED_PRECONDITION: CONFLICT (another request is under way).
+        UNAVAILABLE: the trainer is away, or ends; of a step under way there is no trace then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -184,6 +199,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.SaveCheckpoint,
                     request_deserializer=rolecall_dot_v1_dot_controller__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=rolecall_dot_v1_dot_controller__pb2.SaveCheckpointResponse.SerializeToString,
+            ),
+            'ProfileTrainer': grpc.unary_stream_rpc_method_handler(
+                    servicer.ProfileTrainer,
+                    request_deserializer=rolecall_dot_v1_dot_controller__pb2.ProfileTrainerRequest.FromString,
+                    response_serializer=rolecall_dot_v1_dot_controller__pb2.ProfileTrainerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -403,6 +423,33 @@ class ControllerService:
             '/rolecall.v1.ControllerService/SaveCheckpoint',
             rolecall_dot_v1_dot_controller__pb2.SaveCheckpointRequest.SerializeToString,
             rolecall_dot_v1_dot_controller__pb2.SaveCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProfileTrainer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rolecall.v1.ControllerService/ProfileTrainer',
+            rolecall_dot_v1_dot_controller__pb2.ProfileTrainerRequest.SerializeToString,
+            rolecall_dot_v1_dot_controller__pb2.ProfileTrainerResponse.FromString,
             options,
             channel_credentials,
             insecure,

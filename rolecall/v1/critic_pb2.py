@@ -26,7 +26,7 @@ from rolecall.v1 import callers_pb2 as rolecall_dot_v1_dot_callers__pb2
 from rolecall.v1 import training_pb2 as rolecall_dot_v1_dot_training__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rolecall/v1/critic.proto\x12\x0brolecall.v1\x1a\x19rolecall/v1/callers.proto\x1a\x1arolecall/v1/training.proto2\x9b\x05\n\rCriticService\x12_\n\rComputeValues\x12!.rolecall.v1.ComputeColumnRequest\x1a\".rolecall.v1.ComputeColumnResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12I\n\x05Train\x12\x19.rolecall.v1.TrainRequest\x1a\x1a.rolecall.v1.TrainResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x30\x01\x12r\n\x0eSaveCheckpoint\x12).rolecall.v1.SaveTrainerCheckpointRequest\x1a*.rolecall.v1.SaveTrainerCheckpointResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x30\x01\x12p\n\x0eLoadCheckpoint\x12).rolecall.v1.LoadTrainerCheckpointRequest\x1a*.rolecall.v1.LoadTrainerCheckpointResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12M\n\x07Offload\x12\x1b.rolecall.v1.OffloadRequest\x1a\x1c.rolecall.v1.OffloadResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12J\n\x06Onload\x12\x1a.rolecall.v1.OnloadRequest\x1a\x1b.rolecall.v1.OnloadResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12]\n\x07GetInfo\x12\".rolecall.v1.GetTrainerInfoRequest\x1a#.rolecall.v1.GetTrainerInfoResponse\"\t\xfa\xb7\x18\x05\n\x03\x01\x07\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rolecall/v1/critic.proto\x12\x0brolecall.v1\x1a\x19rolecall/v1/callers.proto\x1a\x1arolecall/v1/training.proto2\xec\x05\n\rCriticService\x12_\n\rComputeValues\x12!.rolecall.v1.ComputeColumnRequest\x1a\".rolecall.v1.ComputeColumnResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12I\n\x05Train\x12\x19.rolecall.v1.TrainRequest\x1a\x1a.rolecall.v1.TrainResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x30\x01\x12r\n\x0eSaveCheckpoint\x12).rolecall.v1.SaveTrainerCheckpointRequest\x1a*.rolecall.v1.SaveTrainerCheckpointResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x30\x01\x12p\n\x0eLoadCheckpoint\x12).rolecall.v1.LoadTrainerCheckpointRequest\x1a*.rolecall.v1.LoadTrainerCheckpointResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12M\n\x07Offload\x12\x1b.rolecall.v1.OffloadRequest\x1a\x1c.rolecall.v1.OffloadResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12J\n\x06Onload\x12\x1a.rolecall.v1.OnloadRequest\x1a\x1b.rolecall.v1.OnloadResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12O\n\x07Profile\x12\x1b.rolecall.v1.ProfileRequest\x1a\x1c.rolecall.v1.ProfileResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x30\x01\x12]\n\x07GetInfo\x12\".rolecall.v1.GetTrainerInfoRequest\x1a#.rolecall.v1.GetTrainerInfoResponse\"\t\xfa\xb7\x18\x05\n\x03\x01\x07\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,8 +45,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CRITICSERVICE'].methods_by_name['Offload']._serialized_options = b'\372\267\030\003\n\001\001'
   _globals['_CRITICSERVICE'].methods_by_name['Onload']._loaded_options = None
   _globals['_CRITICSERVICE'].methods_by_name['Onload']._serialized_options = b'\372\267\030\003\n\001\001'
+  _globals['_CRITICSERVICE'].methods_by_name['Profile']._loaded_options = None
+  _globals['_CRITICSERVICE'].methods_by_name['Profile']._serialized_options = b'\372\267\030\003\n\001\001'
   _globals['_CRITICSERVICE'].methods_by_name['GetInfo']._loaded_options = None
   _globals['_CRITICSERVICE'].methods_by_name['GetInfo']._serialized_options = b'\372\267\030\005\n\003\001\007\010'
   _globals['_CRITICSERVICE']._serialized_start=97
-  _globals['_CRITICSERVICE']._serialized_end=764
+  _globals['_CRITICSERVICE']._serialized_end=845
 # @@protoc_insertion_point(module_scope)

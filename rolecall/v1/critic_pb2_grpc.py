@@ -65,6 +65,11 @@ class CriticServiceStub:
                 request_serializer=rolecall_dot_v1_dot_training__pb2.OnloadRequest.SerializeToString,
                 response_deserializer=rolecall_dot_v1_dot_training__pb2.OnloadResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_stream(
+                '/rolecall.v1.CriticService/Profile',
+                request_serializer=rolecall_dot_v1_dot_training__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=rolecall_dot_v1_dot_training__pb2.ProfileResponse.FromString,
+                _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/rolecall.v1.CriticService/GetInfo',
                 request_serializer=rolecall_dot_v1_dot_training__pb2.GetTrainerInfoRequest.SerializeToString,
@@ -120,6 +125,16 @@ class CriticServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Records the critic's next num_steps steps on every rank, and streams where their traces are, one response a step: in each the last microbatches of its first
+        update and the optimizer's step, which compute what they always do. Not idempotent: the request ends with its caller. Blocks until as many steps are
+        applied, however long none begins. A trace that could not be written says why.
+        FAILED_PRECONDITION: CONFLICT (another request is under way), FENCED. INVALID_ARGUMENT: INVALID_INPUT (num_steps). UNAVAILABLE: the critic ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetInfo(self, request, context):
         """What the critic is. Idempotent. Blocks on nothing.
         """
@@ -159,6 +174,11 @@ def add_CriticServiceServicer_to_server(servicer, server):
                     servicer.Onload,
                     request_deserializer=rolecall_dot_v1_dot_training__pb2.OnloadRequest.FromString,
                     response_serializer=rolecall_dot_v1_dot_training__pb2.OnloadResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_stream_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=rolecall_dot_v1_dot_training__pb2.ProfileRequest.FromString,
+                    response_serializer=rolecall_dot_v1_dot_training__pb2.ProfileResponse.SerializeToString,
             ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
@@ -329,6 +349,33 @@ class CriticService:
             '/rolecall.v1.CriticService/Onload',
             rolecall_dot_v1_dot_training__pb2.OnloadRequest.SerializeToString,
             rolecall_dot_v1_dot_training__pb2.OnloadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rolecall.v1.CriticService/Profile',
+            rolecall_dot_v1_dot_training__pb2.ProfileRequest.SerializeToString,
+            rolecall_dot_v1_dot_training__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

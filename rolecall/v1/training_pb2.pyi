@@ -520,6 +520,134 @@ class OnloadResponse(_message.Message):
 Global___OnloadResponse: _TypeAlias = OnloadResponse  # noqa: Y015
 
 @_typing.final
+class ProfileRequest(_message.Message):
+    """Asks for traces of the steps that a trainer begins next."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CTL_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    ctl: _builtins.int
+    """Controller's fencing number."""
+    num_steps: _builtins.int
+    """Steps to record, 1 to 10."""
+    def __init__(
+        self,
+        *,
+        ctl: _builtins.int = ...,
+        num_steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ctl", b"ctl", "num_steps", b"num_steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileRequest: _TypeAlias = ProfileRequest  # noqa: Y015
+
+@_typing.final
+class ProfileResponse(_message.Message):
+    """What one step did, as far as it was recorded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    NUM_MICROBATCHES_FIELD_NUMBER: _builtins.int
+    TRACES_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Step that was recorded and applied."""
+    num_microbatches: _builtins.int
+    """Microbatches recorded on each rank."""
+    @_builtins.property
+    def traces(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankTrace]:
+        """One for each rank, in their order."""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        num_microbatches: _builtins.int = ...,
+        traces: _abc.Iterable[Global___RankTrace] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_microbatches", b"num_microbatches", "step", b"step", "traces", b"traces"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileResponse: _TypeAlias = ProfileResponse  # noqa: Y015
+
+@_typing.final
+class RankTrace(_message.Message):
+    """A rank's trace of one step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    OPERATORS_FIELD_NUMBER: _builtins.int
+    TOTAL_S_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """File of the trace, a Chrome trace in gzipped JSON, on the rank's machine."""
+    num_bytes: _builtins.int
+    """Bytes of the file; 0 when there is none."""
+    failure: _builtins.str
+    """Why there is no file; empty when there is one."""
+    total_s: _builtins.float
+    """Seconds that all operators of the rank took, each by itself."""
+    @_builtins.property
+    def operators(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorTime]:
+        """At most ten operators, those that took the longest by themselves, longest first; empty without a file."""
+
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+        failure: _builtins.str = ...,
+        operators: _abc.Iterable[Global___OperatorTime] | None = ...,
+        total_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "num_bytes", b"num_bytes", "operators", b"operators", "path", b"path", "total_s", b"total_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankTrace: _TypeAlias = RankTrace  # noqa: Y015
+
+@_typing.final
+class OperatorTime(_message.Message):
+    """What an operator took in a trace."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    NUM_CALLS_FIELD_NUMBER: _builtins.int
+    SELF_S_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the operator, e.g. "aten::mm"."""
+    num_calls: _builtins.int
+    """Calls of it."""
+    self_s: _builtins.float
+    """Seconds of all calls, without the operators that they called: of the GPU's time where the rank has one, else of the CPU's."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        num_calls: _builtins.int = ...,
+        self_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_calls", b"num_calls", "self_s", b"self_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OperatorTime: _TypeAlias = OperatorTime  # noqa: Y015
+
+@_typing.final
 class GetTrainerInfoRequest(_message.Message):
     """Asks what a trainer is."""
 
