@@ -1,6 +1,6 @@
-"""The `rolecall` command: sft, train, check and serve from a configuration; status, watch, pause, resume and stop a
-run; audit its ledger; ask a role for its health; hold a service to its contract; list an environment's tasks; score a
-file; evaluate a model; write manifests; export.
+"""The `rolecall` command: sft, train, check and serve from a configuration; status, watch, pause, resume, stop and
+profile a run; audit its ledger; ask a role for its health; hold a service to its contract; list an environment's tasks;
+score a file; evaluate a model; write manifests; export.
 
 Parses arguments and the configuration first and imports heavy things after, so that --help and mistakes are answered at
 once. Exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted.
@@ -122,8 +122,10 @@ def _run_as_it_stands(arguments: argparse.Namespace) -> int:
         from rolecall.commands.ledger import ledger
 
         return ledger(arguments.run, arguments.id, arguments.json, sys.stdout)
-    from rolecall.commands.steer import steer
+    from rolecall.commands.steer import profile, steer
 
+    if arguments.command == "profile":
+        return profile(arguments.run, arguments.role, arguments.steps, tls=arguments.tls)
     if arguments.command == "status":
         return steer("status", arguments.run, tls=arguments.tls, as_json=arguments.json)
     checkpoint = arguments.command == "stop" and arguments.checkpoint

@@ -1,5 +1,5 @@
-"""The commands for a run: status, watch, pause, resume, stop. A thin client of ControllerService, and of what a run
-that is over left.
+"""The commands for a run: status, watch, pause, resume, stop, profile. A thin client of ControllerService, and
+of what a run that is over left.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 from rolecall.errors import ConfigError, DeadlineError, NotFoundError, UnavailableError
 from rolecall.launcher.plan import is_under_way
@@ -19,10 +20,12 @@ from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.identity import acting_as
 from rolecall.settings import RpcSection, TlsSection, load_settings
-from rolecall.v1 import controller_pb2, controller_pb2_grpc
+from rolecall.v1 import controller_pb2, controller_pb2_grpc, training_pb2
 
 WATCH_TIMEOUT_S = 24 * 3600.0
 """Deadline of one `rolecall watch`."""
+PROFILE_TIMEOUT_S = 24 * 3600.0
+"""Deadline of one `rolecall profile`, which waits for the next steps of the run."""
 _READING = ("status", "watch")
 """Commands that a viewer may give; the others are an operator's."""
 
@@ -63,6 +66,13 @@ def steer(command: str, run: str, *, tls: Path | None = None, checkpoint: bool =
         status = _without_the_moment(record.status)
         sys.stdout.write(as_json_line(status, record) if as_json else _last_of(status, record))
         return 0
+
+
+def profile(run: str, role: str, num_steps: int, *, tls: Path | None = None) -> int:
+    """Has the trainer `role` of the run record its next `num_steps` steps, prints where their traces are, and returns
+    the exit code: 1 when one is not there.
+    """
+    return asyncio.run(_profile(find(run, Caller.OPERATOR, tls), role, num_steps))
 
 
 def find(run: str, caller: Caller = Caller.VIEWER, tls: Path | None = None) -> Run:
@@ -143,3 +153,51 @@ async def _watch(stub: controller_pb2_grpc.ControllerServiceStub) -> int:
     finally:
         view.close()
     return 0
+
+
+async def _profile(run: Run, role: str, num_steps: int) -> int:
+    request = controller_pb2.ProfileTrainerRequest(
+        role=controller_pb2.Role.Value(f"ROLE_{role.upper()}"), num_steps=num_steps
+    )
+    console, num_recorded, whole = Console(file=sys.stdout, soft_wrap=True, highlight=False), 0, True
+    async with open_channel(run.address, run.rpc) as channel:
+        stub = controller_pb2_grpc.ControllerServiceStub(channel)
+        status = (await stub.GetRun(controller_pb2.GetRunRequest())).status
+        paused = (
+            "; the run is paused, and no step begins until it goes on"
+            if status.state == controller_pb2.RUN_STATE_PAUSED
+            else ""
+        )
+        steps = "its next step" if num_steps == 1 else f"its next {num_steps} steps"
+        console.print(f"{status.run}: {role} is asked to record {steps}{paused}; Ctrl-C takes it back")
+        try:
+            async for message in stub.ProfileTrainer(request, timeout=PROFILE_TIMEOUT_S):
+                num_recorded += 1
+                _show_profile(console, role, message.profile)
+                whole &= not any(trace.failure for trace in message.profile.traces)
+        except UnavailableError as error:
+            raise UnavailableError(
+                f"{role} was lost or the run ended after {num_recorded} of {num_steps} steps; of a step under way "
+                f"there is no trace ({error.message})"
+            ) from error
+    console.print("open a trace in https://ui.perfetto.dev or chrome://tracing")
+    return 0 if whole else 1
+
+
+def _show_profile(console: Console, role: str, profile: training_pb2.ProfileResponse) -> None:
+    console.print(f"step {profile.step}: {profile.num_microbatches} microbatches of {role} and its optimizer's step")
+    for rank, trace in enumerate(profile.traces):
+        told = f"no trace: {trace.failure}" if trace.failure else f"{trace.path}, {trace.num_bytes / 1e6:.1f} MB"
+        console.print(f"  rank {rank}: {told}", markup=False)
+    first = next((rank for rank, trace in enumerate(profile.traces) if not trace.failure), None)
+    if first is None:
+        return
+    trace = profile.traces[first]
+    table = Table(title=f"rank {first}: operators by the time they take themselves", title_justify="left", box=None)
+    for name in ("ms", "share", "calls"):
+        table.add_column(name, justify="right")
+    table.add_column("operator", no_wrap=True)
+    for operator in trace.operators:
+        share = operator.self_s / trace.total_s if trace.total_s else 0.0
+        table.add_row(f"{operator.self_s * 1e3:.2f}", f"{share:.0%}", str(operator.num_calls), operator.name)
+    console.print(table)

@@ -83,6 +83,12 @@ class ActorServicer(actor_pb2_grpc.ActorServiceServicer):
     async def Onload(self, request: training_pb2.OnloadRequest, context: Context) -> training_pb2.OnloadResponse:
         return await self._calls.onload(request)
 
+    async def Profile(
+        self, request: training_pb2.ProfileRequest, context: Context
+    ) -> AsyncIterator[training_pb2.ProfileResponse]:
+        async for response in self._calls.profile(request):
+            yield response
+
     async def GetInfo(
         self, request: training_pb2.GetTrainerInfoRequest, context: Context
     ) -> training_pb2.GetTrainerInfoResponse:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from rolecall.errors import (
     BudgetSpentError,
     FencedError,
+    InvalidInputError,
     RoleCallError,
     RowMissingError,
     RunLockedError,
@@ -22,10 +23,11 @@ from rolecall.identity import settle
 from rolecall.settings import RunSettings
 from rolecall.telemetry import Metrics, export
 from rolecall.telemetry.states import StateClock
-from rolecall.v1 import controller_pb2, reference_pb2
+from rolecall.v1 import controller_pb2, reference_pb2, training_pb2
 from services.controller.durable.recovery import Recovery
 from services.controller.groups.failures import RecoveryBudget, starts_over
 from services.controller.loop import Loop
+from services.controller.step.trainers import Trainer
 from services.controller.tasks import first_error
 from services.controller.wiring import wire
 
@@ -310,6 +312,21 @@ class ControllerRun:
     def stop(self, *, checkpoint: bool) -> None:
         """End after the step in progress."""
         self._board.stop(checkpoint=checkpoint)
+
+    async def profile(
+        self, role: controller_pb2.Role.ValueType, num_steps: int
+    ) -> AsyncIterator[training_pb2.ProfileResponse]:
+        """Has the trainer of `role` record its next steps, and yields each. The caller's deadline bounds the wait."""
+        trainers: dict[controller_pb2.Role.ValueType, Trainer | None] = {
+            controller_pb2.ROLE_ACTOR: self._parts.actor,
+            controller_pb2.ROLE_CRITIC: self._parts.critic,
+        }
+        trainer = trainers.get(role)
+        if trainer is None:
+            known = ", ".join(trainer.name for trainer in self._parts.trainers)
+            raise InvalidInputError(f"this run has no such trainer to profile; name one of {known}")
+        async for profile in trainer.profile(self._ledger.ctl, num_steps):
+            yield profile
 
     async def save_checkpoint(self) -> tuple[str, int]:
         """(path, step) of a checkpoint made at the next step boundary. The caller's deadline bounds the wait."""

@@ -52,3 +52,9 @@ class ControllerServicer(ControllerServiceServicer):
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
         path, step = await self._run.save_checkpoint()
         return pb.SaveCheckpointResponse(path=path, step=step)
+
+    async def ProfileTrainer(
+        self, request: pb.ProfileTrainerRequest, context: Context
+    ) -> AsyncIterator[pb.ProfileTrainerResponse]:
+        async for profile in self._run.profile(request.role, request.num_steps):
+            yield pb.ProfileTrainerResponse(profile=profile)

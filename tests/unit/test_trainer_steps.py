@@ -19,6 +19,7 @@ from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.serving.trainer import Progress
 from rolecall.training.step.optimize import MicrobatchCounter, StepCost, optimize, per_update
 from rolecall.training.step.rank_context import RankContext
+from rolecall.training.step.recorder import StepRecorder
 from rolecall.training.step.share import Minibatch, TrainShare
 
 
@@ -68,7 +69,8 @@ def share_of(*minibatches: Sequence[int]) -> TrainShare:
 def context_of(engine: Any) -> RankContext:
     unused: Any = None
     cpu = torch.device("cpu")
-    return RankContext(engine, unused, CommandGroup(0, 1, None), cpu, 64, PhaseMemory(cpu))
+    memory = PhaseMemory(cpu)
+    return RankContext(engine, unused, CommandGroup(0, 1, None), cpu, 64, memory, StepRecorder(memory))
 
 
 def unit_loss(microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> tuple[torch.Tensor, Metrics]:

@@ -21,7 +21,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -97,6 +97,8 @@ class PhaseMemory:
         self.device = device
         self.holdings: Holdings = dict
         """Set by whoever holds the large tensors."""
+        self.around: Callable[[Phase], AbstractContextManager[object]] = nullcontext
+        """Entered inside each phase, by its name; set by whoever follows them for a while."""
         self._role, self._rank = role, rank
         self._account = folder / f"{role.replace('/', '.')}-rank{rank}.json" if folder is not None else None
         self._open: list[Phase] = []
@@ -111,7 +113,8 @@ class PhaseMemory:
         self._note()
         self._open.append(phase)
         try:
-            yield
+            with self.around(phase):
+                yield
             self._succeeded.add(phase)
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, MemoryLostError) or not is_out_of_memory(error):

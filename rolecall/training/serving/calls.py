@@ -174,6 +174,12 @@ class TrainerCalls(ColumnCalls):
         await self._in_turn(request.ctl, lambda: self._trainer.move(request.parts, to_host=False), "onloading")
         return training_pb2.OnloadResponse()
 
+    async def profile(self, request: training_pb2.ProfileRequest) -> AsyncIterator[training_pb2.ProfileResponse]:
+        """Records the next steps and yields each. FencedError, InvalidInputError, ConflictError, UnavailableError."""
+        await self.fence.check(request.ctl)
+        async for response in self.chain.profiles.record(request):
+            yield response
+
     def info(self) -> training_pb2.GetTrainerInfoResponse:
         """Answers with what the trainer is and has applied."""
         applied = self._trainer.applied
@@ -187,5 +193,8 @@ class TrainerCalls(ColumnCalls):
         )
 
     async def drain(self) -> None:
-        """Lets the step and the save under way finish, at most DRAIN_S."""
+        """Lets the step and the save under way finish, at most DRAIN_S; whoever waits for the profile of another step
+        is told that none begins.
+        """
         await asyncio.gather(self.chain.finish(DRAIN_S), self._saves.finish(DRAIN_S))
+        self.chain.profiles.end()

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from rolecall.errors import BatchMismatchError, NotFoundError, OutOfOrderError
 from rolecall.rpc.fence import Fence
 from rolecall.training.serving.device_thread import DeviceThread
+from rolecall.training.serving.profiles import Profiles
 from rolecall.training.serving.trainer import Progress, StepApplier
 from rolecall.v1.training_pb2 import TrainProgress, TrainRequest, TrainResponse, TrainResult
 from rolecall.v1.trajectory_pb2 import TrainBatch
@@ -55,6 +56,8 @@ class TrainChain:
         self._read_sealed = read_sealed
         self._device_thread = device_thread
         self._fence = fence
+        self.profiles = Profiles()
+        """Who wants traces of the next steps."""
         self._running: _Running | None = None
         self._num_set_back = 0
         """How often the trainer went back to a checkpoint: a step that was asked for before is not applied after it."""
@@ -137,7 +140,10 @@ class TrainChain:
                 )
             return self._trainer.train(batch, progress)
 
-        return await self._device_thread.run(in_turn, "training")
+        progress.profile = self.profiles.begin()
+        result = await self._device_thread.run(in_turn, "training")
+        self.profiles.applied(progress.profile)
+        return result
 
     async def _sealed(self, request: TrainRequest) -> TrainBatch:
         """The batch that the controller sealed. A server that was just replaced does not have it and may still answer

@@ -17,14 +17,16 @@ from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 
 @dataclass
 class Progress:
-    """The number of a step's microbatches that are done. The device thread writes it and the event loop looks at it: a
-    torn read only misreports a moment.
+    """How far a step is, and what it is to record. The device thread writes it and the event loop looks at it: a torn
+    read of the numbers only misreports a moment.
     """
 
     moved: Callable[[], None]
     """Called in the device thread at every report."""
     num_done: int = 0
     num_total: int = 0
+    profile: training_pb2.ProfileResponse | None = None
+    """Filled with the traces of the step, which are to be written; looked at after it. None: none are wanted."""
 
     def report(self, num_done: int, num_total: int) -> None:
         """Sets how far the step is."""

@@ -83,8 +83,9 @@ def optimize(
         for _ in range(num_epochs):
             for minibatch in share.minibatches:
                 loss = _counting(objective(minibatch), counter)
-                metrics.merge(context.engine.forward_backward(minibatch.microbatches, loss, entropy=entropy))
-                outcome = context.engine.step()
+                with context.recorder.update(len(minibatch.microbatches)):
+                    metrics.merge(context.engine.forward_backward(minibatch.microbatches, loss, entropy=entropy))
+                    outcome = context.engine.step()
                 skipped += not outcome.applied
                 if context.group.is_leader and outcome.applied:
                     metrics.mean(f"{role}/grad_norm", outcome.grad_norm)

@@ -1,4 +1,5 @@
-"""The parts that a rank works with: engine, command group, device, memory and, in a run, the store's rows.
+"""The parts that a rank works with: engine, command group, device, memory, recorder and, in a run, the store's
+rows.
 
 They are made once per process (start.py) and never change.
 """
@@ -15,6 +16,7 @@ from rolecall.training.packing.pieces import Piece
 from rolecall.training.packing.plan import RankPlan, plan_pieces
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.serving.hooks import nothing
+from rolecall.training.step.recorder import StepRecorder
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class RankContext:
     device: torch.device
     token_budget: int
     memory: PhaseMemory
+    recorder: StepRecorder
     peak_flops: float | None = None
     """FLOP/s that the device could do at most; None: not known."""
     progressed: Callable[[], None] = nothing

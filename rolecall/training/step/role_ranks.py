@@ -156,7 +156,8 @@ class TrainerRanks(ColumnRanks):
             raise OutOfOrderError(
                 f"step {batch.step} cannot be applied at step {self.applied.step}", step=str(self.applied.step)
             )
-        with self.group.leading(TrainerCommand(train=command_pb2.TrainCommand(batch=batch))):
+        command = command_pb2.TrainCommand(batch=batch, profile=progress.profile is not None)
+        with self.group.leading(TrainerCommand(train=command)):
             return self._train(batch, progress)
 
     def save(self, path: str) -> Written:
@@ -196,7 +197,8 @@ class TrainerRanks(ColumnRanks):
         """ColumnRanks.obey, and a trainer's own commands."""
         match command.WhichOneof("work"):
             case "train":
-                self._train(command.train.batch, Progress(nothing))
+                profile = training_pb2.ProfileResponse() if command.train.profile else None
+                self._train(command.train.batch, Progress(nothing, profile=profile))
             case "save":
                 self._save(open_storage(command.save.path))
             case "load":
@@ -210,13 +212,23 @@ class TrainerRanks(ColumnRanks):
                 super().obey(command)
 
     def _train(self, batch: TrainBatch, progress: Progress) -> training_pb2.TrainResult:
-        started = time.perf_counter()
+        started, recorder = time.perf_counter(), self.context.recorder
+        recorder.begin(wanted=progress.profile is not None)
         metrics, skipped = self._steps.apply(self.context, batch, self.applied, progress)
         train_s = time.perf_counter() - started
         merged = self.group.merge(metrics).to_proto()
         result = training_pb2.TrainResult(step=batch.step, digest=batch.digest, metrics=merged, train_s=train_s)
         self.applied = self.applied.after_step(result, skipped)
         logger.info("step %d applied in %.2f s", batch.step, train_s)
+        if progress.profile is not None:
+            everyone = self.group.gather(recorder.write(batch.step).SerializeToString())
+            progress.profile.MergeFrom(
+                training_pb2.ProfileResponse(
+                    step=batch.step,
+                    num_microbatches=recorder.num_microbatches,
+                    traces=[training_pb2.RankTrace.FromString(trace) for trace in everyone],
+                )
+            )
         return result
 
     def _save(self, storage: Storage) -> Written:

@@ -35,6 +35,7 @@ from rolecall.training.ranks.device import COLLECTIVE_TIMEOUT_S, RankSpec, name_
 from rolecall.training.ranks.watch import RankWatch
 from rolecall.training.serving.hooks import UNWATCHED, ProcessHooks
 from rolecall.training.step.rank_context import RankContext, StoreRankContext
+from rolecall.training.step.recorder import StepRecorder
 
 
 def start_store_context(
@@ -112,6 +113,9 @@ def start_context(
         device=device,
         token_budget=section.token_budget,
         memory=memory,
+        recorder=StepRecorder(
+            memory, role=hooks.role, rank=rank, folder=run_dir / "profiles", progressed=hooks.progressed
+        ),
         peak_flops=peak_flops(name_of(device), DTYPES[options.dtype]),
         progressed=hooks.progressed,
     )

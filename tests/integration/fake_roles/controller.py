@@ -56,7 +56,7 @@ class Reporter(controller_pb2_grpc.ControllerServiceServicer):
     async def _nothing(self, request: Any, context: Any) -> Any:
         raise NotOnThisDeviceError("a fake")
 
-    Join = Heartbeat = PauseRun = ResumeRun = SaveCheckpoint = _nothing
+    Join = Heartbeat = PauseRun = ResumeRun = SaveCheckpoint = ProfileTrainer = _nothing
 
 
 async def serve(args: ServiceArgs) -> None:

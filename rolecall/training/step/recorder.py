@@ -1,0 +1,200 @@
+"""The recorder of a rank: what its host and its device do in a step, as a Chrome trace. Recorded are the last
+microbatches of the step's first update and the optimizer's step: whatever the batch, a trace has a bounded size.
+
+    recorder.begin(wanted=True)                     # before a step
+    with recorder.update(len(microbatches)): ...    # around each of its updates, in rolecall/training/step/optimize.py
+    trace = recorder.write(step)                    # after it
+
+One thread, the device's. Nothing that fails here ends a step: the trace says why it is not there. A step that nobody
+asked a trace of is not touched.
+"""
+
+import gzip
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch.autograd.profiler import profile, record_function
+
+from rolecall.disk import writing
+from rolecall.errors import DiskFullError, RoleCallError
+from rolecall.training.account.memory import Phase, PhaseMemory
+from rolecall.training.serving.background import in_background
+from rolecall.training.serving.hooks import nothing
+from rolecall.v1.training_pb2 import OperatorTime, RankTrace
+
+logger = logging.getLogger(__name__)
+
+MAX_MICROBATCHES = 2
+"""Microbatches in a trace: one is as the next, and each is some hundred thousand events of a large model, of 300 bytes
+in memory and on disk before they are compressed.
+"""
+WRITE_TIMEOUT_S = 60.0
+"""Longest wait for a trace to be written, half of what the ranks wait for each other (command_group.COMMAND_TIMEOUT_S):
+a disk that hangs costs the trace and not the role.
+"""
+_POLL_S = 1.0
+_TAIL_BYTES = 64
+_NUM_OPERATORS = 10
+"""Operators that are named, the longest."""
+
+
+class StepRecorder:
+    """A recorder that writes `<folder>/<role>-step<step>-rank<rank>.json.gz`."""
+
+    def __init__(
+        self,
+        memory: PhaseMemory,
+        *,
+        role: str = "trainer",
+        rank: int = 0,
+        folder: Path | None = None,
+        progressed: Callable[[], None] = nothing,
+    ) -> None:
+        """`memory` knows the phases by which microbatches are counted, and which the trace names. `folder` None:
+        nothing can be written. `progressed` is called while a trace is written.
+        """
+        self._memory = memory
+        self._role, self._rank, self._folder = role.replace("/", "."), rank, folder
+        self._progressed = progressed
+        self._wanted = False
+        self._failure = ""
+        self._profile: profile | None = None
+        self.num_microbatches = 0
+        """Microbatches of the trace."""
+
+    def begin(self, *, wanted: bool) -> None:
+        """A step begins, of which a trace is `wanted`, or none."""
+        self._wanted, self._profile, self.num_microbatches = wanted, None, 0
+        self._failure = "the step made no update"
+
+    @contextmanager
+    def update(self, num_microbatches: int) -> Iterator[None]:
+        """Records the update inside, of `num_microbatches` on this rank, if it is the first of a step that is
+        wanted.
+        """
+        if not self._wanted:
+            yield
+            return
+        self._wanted = False
+        self.num_microbatches = min(num_microbatches, MAX_MICROBATCHES)
+        recording = _Recording(self._memory.device, num_microbatches - self.num_microbatches)
+        self._memory.around = recording.around
+        try:
+            yield
+        finally:
+            self._memory.around = nullcontext
+            self._profile, self._failure = recording.stop()
+
+    def write(self, step: int) -> RankTrace:
+        """Writes the trace of `step`, which was applied, and says where it is, or why it is not."""
+        taken, self._profile = self._profile, None
+        if taken is None or self._folder is None:
+            trace = RankTrace(failure=self._failure or "there is no folder for it")
+        else:
+            trace = self._written(taken, self._folder / f"{self._role}-step{step}-rank{self._rank}.json.gz")
+        if trace.failure:
+            logger.warning("step %d has no trace of rank %d: %s", step, self._rank, trace.failure)
+        return trace
+
+    def _written(self, taken: profile, path: Path) -> RankTrace:
+        deadline = time.monotonic() + WRITE_TIMEOUT_S
+        writer = in_background(lambda: _write(taken, path, self._memory.device), "trace")
+        while True:
+            try:
+                return writer.result(timeout=_POLL_S)
+            except TimeoutError:
+                self._progressed()
+                if time.monotonic() > deadline:
+                    return RankTrace(failure=f"{path} was still being written after {WRITE_TIMEOUT_S:.0f} s")
+            except RoleCallError as error:
+                return RankTrace(failure=error.message)
+            except Exception as error:  # of torch's exporter, in a thread: other people's function
+                return RankTrace(failure=f"{type(error).__name__}: {error}")
+
+
+class _Recording:
+    """The profiler of one update, which begins with the pass after `num_passed` microbatches."""
+
+    def __init__(self, device: torch.device, num_passed: int) -> None:
+        self._num_passed = num_passed
+        self._num_forward = 0
+        self._failure = "no pass of the model was made"
+        self._profile: profile | None = None
+        self._device = device
+
+    def around(self, phase: Phase) -> AbstractContextManager[object]:
+        """Called as each phase begins: starts the profiler in time, and then names the phase in the trace."""
+        if phase == "forward":
+            if self._num_forward == self._num_passed:
+                self._start()
+            self._num_forward += 1
+        return nullcontext() if self._profile is None else record_function(phase)
+
+    def _start(self) -> None:
+        # Not torch.profiler.profile, which imports torch's compiler at its first start: seconds, within a step.
+        gpu = None if self._device.type == "cpu" else self._device.type
+        started = profile(use_kineto=True, use_device=gpu, record_shapes=True)
+        try:
+            started.__enter__()
+        except RuntimeError as error:
+            self._failure = f"the profiler did not start: {error}"
+        else:
+            self._profile = started
+
+    def stop(self) -> tuple[profile | None, str]:
+        """What was recorded, or why nothing was."""
+        if self._profile is None:
+            return None, self._failure
+        try:
+            self._profile.__exit__(None, None, None)
+        except RuntimeError as error:
+            return None, f"the profiler did not stop: {error}"
+        return self._profile, ""
+
+
+def _write(taken: profile, path: Path, device: torch.device) -> RankTrace:
+    """Writes a trace whole or not at all. DiskFullError, and RoleCallError for whatever else the disk refuses."""
+    with writing("write", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=path.parent) as beside:
+            plain, packed = Path(beside, path.stem), Path(beside, path.name)
+            taken.export_chrome_trace(str(plain))
+            _require_whole(plain, path)
+            with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=6) as target:
+                shutil.copyfileobj(source, target)
+            packed.replace(path)
+    operators, total_s = _operators(taken, device)
+    return RankTrace(path=str(path), num_bytes=path.stat().st_size, operators=operators, total_s=total_s)
+
+
+def _require_whole(plain: Path, path: Path) -> None:
+    """DiskFullError for a file that the exporter, which tells only the log of a full disk, did not write to its end."""
+    tail = b""
+    if plain.exists():
+        with plain.open("rb") as file:
+            file.seek(max(0, plain.stat().st_size - _TAIL_BYTES))
+            tail = file.read()
+    if not tail.rstrip().endswith(b"}"):
+        raise DiskFullError(f"{path} could not be written to its end; is there space on its disk?")
+
+
+def _operators(taken: profile, device: torch.device) -> tuple[list[OperatorTime], float]:
+    """The operators that took the longest by themselves, and the seconds of all. The names of phases are none."""
+    host = device.type == "cpu"
+    times = [
+        OperatorTime(
+            name=event.key,
+            num_calls=event.count,
+            self_s=(event.self_cpu_time_total if host else event.self_device_time_total) / 1e6,
+        )
+        for event in taken.key_averages()
+        if event.device_type == torch.autograd.DeviceType.CPU and not event.is_user_annotation
+    ]
+    times.sort(key=lambda time: -time.self_s)
+    return times[:_NUM_OPERATORS], sum(time.self_s for time in times)
