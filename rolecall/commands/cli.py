@@ -122,10 +122,11 @@ def _run_as_it_stands(arguments: argparse.Namespace) -> int:
         from rolecall.commands.ledger import ledger
 
         return ledger(arguments.run, arguments.id, arguments.json, sys.stdout)
-    from rolecall.commands.steer import profile, steer
+    from rolecall.commands.steer import find, profile, steer
+    from rolecall.rpc.callers import Caller
 
     if arguments.command == "profile":
-        return profile(arguments.run, arguments.role, arguments.steps, tls=arguments.tls)
+        return profile(find(arguments.run, Caller.OPERATOR, arguments.tls), arguments.role, arguments.steps)
     if arguments.command == "status":
         return steer("status", arguments.run, tls=arguments.tls, as_json=arguments.json)
     checkpoint = arguments.command == "stop" and arguments.checkpoint

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rolecall.errors import ConfigError, DeadlineError, NotFoundError, UnavailableError
+from rolecall.errors import ConfigError, DeadlineError, NotFoundError, RoleCallError, UnavailableError, WorkerLostError
 from rolecall.launcher.plan import is_under_way
 from rolecall.launcher.progress import STATES, open_view, render
 from rolecall.launcher.run_record import RunRecord, as_json_line, read_record
@@ -51,14 +51,7 @@ def steer(command: str, run: str, *, tls: Path | None = None, checkpoint: bool =
     try:
         return asyncio.run(_steer(command, found, checkpoint, as_json))
     except (UnavailableError, DeadlineError) as error:
-        record = None if found.directory is None else read_record(found.directory)
-        if found.directory is None or record is None:
-            raise
-        if is_under_way(found.directory):
-            raise UnavailableError(
-                "the controller does not answer, and is starting or being started again; ask in a moment "
-                f"({error.message})"
-            ) from error
+        record = _record_of_what_is_over(found, error)
         if command not in _READING:
             raise NotFoundError(
                 f"run {record.status.run} is over ({record.how}); there is nothing to {command}"
@@ -68,11 +61,18 @@ def steer(command: str, run: str, *, tls: Path | None = None, checkpoint: bool =
         return 0
 
 
-def profile(run: str, role: str, num_steps: int, *, tls: Path | None = None) -> int:
-    """Has the trainer `role` of the run record its next `num_steps` steps, prints where their traces are, and returns
-    the exit code: 1 when one is not there.
+def profile(run: Run, role: str, num_steps: int) -> int:
+    """Has the trainer `role` of `run` record its next `num_steps` steps, prints where their traces are and what took
+    the longest, and returns the exit code: 1 when a trace is not there. UnavailableError when the trainer or the run
+    ends before that.
     """
-    return asyncio.run(_profile(find(run, Caller.OPERATOR, tls), role, num_steps))
+    try:
+        return asyncio.run(_profile(run, role, num_steps))
+    except WorkerLostError:
+        raise
+    except (UnavailableError, DeadlineError) as error:
+        record = _record_of_what_is_over(run, error)
+        raise NotFoundError(f"run {record.status.run} is over ({record.how}); there is nothing to profile") from error
 
 
 def find(run: str, caller: Caller = Caller.VIEWER, tls: Path | None = None) -> Run:
@@ -101,6 +101,18 @@ def find(run: str, caller: Caller = Caller.VIEWER, tls: Path | None = None) -> R
 def _certificates(folder: Path) -> TlsSection:
     """The files of a folder as `rolecall certificates` writes it, for one role or person."""
     return TlsSection(certificate_file=folder / "tls.crt", key_file=folder / "tls.key", ca_file=folder / "ca.crt")
+
+
+def _record_of_what_is_over(run: Run, error: RoleCallError) -> RunRecord:
+    """What is left of a run whose controller does not answer: `error`, or one that says more, where it is not over."""
+    record = None if run.directory is None else read_record(run.directory)
+    if run.directory is None or record is None:
+        raise error
+    if is_under_way(run.directory):
+        raise UnavailableError(
+            f"the controller does not answer, and is starting or being started again; ask in a moment ({error.message})"
+        ) from error
+    return record
 
 
 def _without_the_moment(status: controller_pb2.RunStatus) -> controller_pb2.RunStatus:
@@ -172,11 +184,13 @@ async def _profile(run: Run, role: str, num_steps: int) -> int:
         console.print(f"{status.run}: {role} is asked to record {steps}{paused}; Ctrl-C takes it back")
         try:
             async for message in stub.ProfileTrainer(request, timeout=PROFILE_TIMEOUT_S):
+                if not message.HasField("profile"):
+                    continue
                 num_recorded += 1
                 _show_profile(console, role, message.profile)
                 whole &= not any(trace.failure for trace in message.profile.traces)
         except UnavailableError as error:
-            raise UnavailableError(
+            raise WorkerLostError(
                 f"{role} was lost or the run ended after {num_recorded} of {num_steps} steps; of a step under way "
                 f"there is no trace ({error.message})"
             ) from error
@@ -184,7 +198,7 @@ async def _profile(run: Run, role: str, num_steps: int) -> int:
     return 0 if whole else 1
 
 
-def _show_profile(console: Console, role: str, profile: training_pb2.ProfileResponse) -> None:
+def _show_profile(console: Console, role: str, profile: training_pb2.StepProfile) -> None:
     console.print(f"step {profile.step}: {profile.num_microbatches} microbatches of {role} and its optimizer's step")
     for rank, trace in enumerate(profile.traces):
         told = f"no trace: {trace.failure}" if trace.failure else f"{trace.path}, {trace.num_bytes / 1e6:.1f} MB"

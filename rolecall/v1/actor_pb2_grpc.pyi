@@ -50,7 +50,7 @@ class ActorServiceStub:
     and nothing is moved, without room on a device that is shared.
     """
     Profile: _aio.UnaryStreamMultiCallable[_training_pb2.ProfileRequest, _training_pb2.ProfileResponse]
-    """Records the actor's next num_steps steps on every rank, and streams where their traces are, one response a step: in each the last microbatches of its first
+    """Records the actor's next num_steps steps on every rank, and streams where their traces are: in each the last microbatches of its first
     update and the optimizer's step, which compute what they always do. Not idempotent: the request ends with its caller. Blocks until as many steps are
     applied, however long none begins. A trace that could not be written says why.
     FAILED_PRECONDITION: CONFLICT (another request is under way), FENCED. INVALID_ARGUMENT: INVALID_INPUT (num_steps). UNAVAILABLE: the actor ends.
@@ -146,7 +146,7 @@ class ActorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.ProfileRequest,
         context: _aio.ServicerContext[_training_pb2.ProfileRequest, _abc.AsyncIterator[_training_pb2.ProfileResponse]],
     ) -> _abc.AsyncIterator[_training_pb2.ProfileResponse]:
-        """Records the actor's next num_steps steps on every rank, and streams where their traces are, one response a step: in each the last microbatches of its first
+        """Records the actor's next num_steps steps on every rank, and streams where their traces are: in each the last microbatches of its first
         update and the optimizer's step, which compute what they always do. Not idempotent: the request ends with its caller. Blocks until as many steps are
         applied, however long none begins. A trace that could not be written says why.
         FAILED_PRECONDITION: CONFLICT (another request is under way), FENCED. INVALID_ARGUMENT: INVALID_INPUT (num_steps). UNAVAILABLE: the actor ends.

@@ -709,19 +709,19 @@ Global___ProfileTrainerRequest: _TypeAlias = ProfileTrainerRequest  # noqa: Y015
 
 @_typing.final
 class ProfileTrainerResponse(_message.Message):
-    """A step was recorded."""
+    """A step was recorded, or the request still waits."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PROFILE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def profile(self) -> _training_pb2.ProfileResponse:
-        """What the trainer wrote."""
+    def profile(self) -> _training_pb2.StepProfile:
+        """As in ProfileResponse."""
 
     def __init__(
         self,
         *,
-        profile: _training_pb2.ProfileResponse | None = ...,
+        profile: _training_pb2.StepProfile | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -148,7 +148,7 @@ class ControllerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ProfileTrainer(self, request, context):
-        """Has a trainer record its next steps and streams where the traces are, one response a step. Not idempotent: the request ends with its caller. Blocks until
+        """Has a trainer record its next steps and streams where the traces are. Not idempotent: the request ends with its caller. Blocks until
         as many steps are applied: in a paused run until it goes on.
         INVALID_ARGUMENT: INVALID_INPUT (num_steps, or a role that does not train in this run). FAILED_PRECONDITION: CONFLICT (another request is under way).
         UNAVAILABLE: the trainer is away, or ends; of a step under way there is no trace then.

@@ -42,7 +42,7 @@ class ControllerServiceStub:
     DEADLINE_EXCEEDED when it is not whole in time; the previous checkpoint stays.
     """
     ProfileTrainer: _aio.UnaryStreamMultiCallable[_controller_pb2.ProfileTrainerRequest, _controller_pb2.ProfileTrainerResponse]
-    """Has a trainer record its next steps and streams where the traces are, one response a step. Not idempotent: the request ends with its caller. Blocks until
+    """Has a trainer record its next steps and streams where the traces are. Not idempotent: the request ends with its caller. Blocks until
     as many steps are applied: in a paused run until it goes on.
     INVALID_ARGUMENT: INVALID_INPUT (num_steps, or a role that does not train in this run). FAILED_PRECONDITION: CONFLICT (another request is under way).
     UNAVAILABLE: the trainer is away, or ends; of a step under way there is no trace then.
@@ -130,7 +130,7 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controller_pb2.ProfileTrainerRequest,
         context: _aio.ServicerContext[_controller_pb2.ProfileTrainerRequest, _abc.AsyncIterator[_controller_pb2.ProfileTrainerResponse]],
     ) -> _abc.AsyncIterator[_controller_pb2.ProfileTrainerResponse]:
-        """Has a trainer record its next steps and streams where the traces are, one response a step. Not idempotent: the request ends with its caller. Blocks until
+        """Has a trainer record its next steps and streams where the traces are. Not idempotent: the request ends with its caller. Blocks until
         as many steps are applied: in a paused run until it goes on.
         INVALID_ARGUMENT: INVALID_INPUT (num_steps, or a role that does not train in this run). FAILED_PRECONDITION: CONFLICT (another request is under way).
         UNAVAILABLE: the trainer is away, or ends; of a step under way there is no trace then.

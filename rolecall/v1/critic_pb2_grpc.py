@@ -126,7 +126,7 @@ class CriticServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Profile(self, request, context):
-        """Records the critic's next num_steps steps on every rank, and streams where their traces are, one response a step: in each the last microbatches of its first
+        """Records the critic's next num_steps steps on every rank, and streams where their traces are: in each the last microbatches of its first
         update and the optimizer's step, which compute what they always do. Not idempotent: the request ends with its caller. Blocks until as many steps are
         applied, however long none begins. A trace that could not be written says why.
         FAILED_PRECONDITION: CONFLICT (another request is under way), FENCED. INVALID_ARGUMENT: INVALID_INPUT (num_steps). UNAVAILABLE: the critic ends.

@@ -32,7 +32,7 @@ class CriticServiceStub:
     Onload: _aio.UnaryUnaryMultiCallable[_training_pb2.OnloadRequest, _training_pb2.OnloadResponse]
     """Moves them back. Idempotent. Every other call brings back what it needs by itself."""
     Profile: _aio.UnaryStreamMultiCallable[_training_pb2.ProfileRequest, _training_pb2.ProfileResponse]
-    """Records the critic's next num_steps steps on every rank, and streams where their traces are, one response a step: in each the last microbatches of its first
+    """Records the critic's next num_steps steps on every rank, and streams where their traces are: in each the last microbatches of its first
     update and the optimizer's step, which compute what they always do. Not idempotent: the request ends with its caller. Blocks until as many steps are
     applied, however long none begins. A trace that could not be written says why.
     FAILED_PRECONDITION: CONFLICT (another request is under way), FENCED. INVALID_ARGUMENT: INVALID_INPUT (num_steps). UNAVAILABLE: the critic ends.
@@ -100,7 +100,7 @@ class CriticServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.ProfileRequest,
         context: _aio.ServicerContext[_training_pb2.ProfileRequest, _abc.AsyncIterator[_training_pb2.ProfileResponse]],
     ) -> _abc.AsyncIterator[_training_pb2.ProfileResponse]:
-        """Records the critic's next num_steps steps on every rank, and streams where their traces are, one response a step: in each the last microbatches of its first
+        """Records the critic's next num_steps steps on every rank, and streams where their traces are: in each the last microbatches of its first
         update and the optimizer's step, which compute what they always do. Not idempotent: the request ends with its caller. Blocks until as many steps are
         applied, however long none begins. A trace that could not be written says why.
         FAILED_PRECONDITION: CONFLICT (another request is under way), FENCED. INVALID_ARGUMENT: INVALID_INPUT (num_steps). UNAVAILABLE: the critic ends.

@@ -547,6 +547,30 @@ Global___ProfileRequest: _TypeAlias = ProfileRequest  # noqa: Y015
 
 @_typing.final
 class ProfileResponse(_message.Message):
+    """A step was recorded, or the request still waits."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROFILE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def profile(self) -> Global___StepProfile:
+        """The step. Absent: none was applied since the last message; sent every few seconds, so that the connection is seen to live."""
+
+    def __init__(
+        self,
+        *,
+        profile: Global___StepProfile | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileResponse: _TypeAlias = ProfileResponse  # noqa: Y015
+
+@_typing.final
+class StepProfile(_message.Message):
     """What one step did, as far as it was recorded."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -575,7 +599,7 @@ class ProfileResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ProfileResponse: _TypeAlias = ProfileResponse  # noqa: Y015
+Global___StepProfile: _TypeAlias = StepProfile  # noqa: Y015
 
 @_typing.final
 class RankTrace(_message.Message):

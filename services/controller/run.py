@@ -316,7 +316,9 @@ class ControllerRun:
     async def profile(
         self, role: controller_pb2.Role.ValueType, num_steps: int
     ) -> AsyncIterator[training_pb2.ProfileResponse]:
-        """Has the trainer of `role` record its next steps, and yields each. The caller's deadline bounds the wait."""
+        """Has the trainer of `role` record its next steps, and yields what it answers. The caller's deadline bounds the
+        wait. InvalidInputError for a role that does not train in this run.
+        """
         trainers: dict[controller_pb2.Role.ValueType, Trainer | None] = {
             controller_pb2.ROLE_ACTOR: self._parts.actor,
             controller_pb2.ROLE_CRITIC: self._parts.critic,
@@ -325,8 +327,8 @@ class ControllerRun:
         if trainer is None:
             known = ", ".join(trainer.name for trainer in self._parts.trainers)
             raise InvalidInputError(f"this run has no such trainer to profile; name one of {known}")
-        async for profile in trainer.profile(self._ledger.ctl, num_steps):
-            yield profile
+        async for response in trainer.profile(self._ledger.ctl, num_steps):
+            yield response
 
     async def save_checkpoint(self) -> tuple[str, int]:
         """(path, step) of a checkpoint made at the next step boundary. The caller's deadline bounds the wait."""

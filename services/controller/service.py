@@ -56,5 +56,5 @@ class ControllerServicer(ControllerServiceServicer):
     async def ProfileTrainer(
         self, request: pb.ProfileTrainerRequest, context: Context
     ) -> AsyncIterator[pb.ProfileTrainerResponse]:
-        async for profile in self._run.profile(request.role, request.num_steps):
-            yield pb.ProfileTrainerResponse(profile=profile)
+        async for response in self._run.profile(request.role, request.num_steps):
+            yield pb.ProfileTrainerResponse(profile=response.profile if response.HasField("profile") else None)

@@ -16,6 +16,7 @@ import pytest
 from rolecall.contract import contract_version
 from rolecall.errors import (
     BudgetSpentError,
+    ConflictError,
     GenerationError,
     InvalidInputError,
     PermissionDeniedError,
@@ -24,6 +25,7 @@ from rolecall.errors import (
     RunLockedError,
     ScorerUnavailableError,
     StoreUnavailableError,
+    UnavailableError,
     UnknownWorkerError,
     VersionMismatchError,
 )
@@ -41,7 +43,8 @@ from services.rollout.sampling import Sample, SampleRequest
 from services.rollout.scripted import ScriptedEngine
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.callers import party
-from tests.twins.run import RUN_S, LightRun, TwinRun, balance, check_trained_once, parity
+from tests.twins.run import RUN_S, Life, LightRun, TwinRun, balance, check_trained_once, parity
+from tests.waiting import until
 
 MakeSettings = Callable[..., RunSettings]
 
@@ -164,6 +167,39 @@ async def test_a_pause_that_outlasts_the_stall_timeout_is_no_stall_also_after_a_
             await life.stub.ResumeRun(pb.ResumeRunRequest())
             await life.ends()
     assert balance(run) == (12, 12, 0, 0)
+
+
+async def test_a_profile_waits_while_the_run_is_paused_is_one_at_a_time_and_ends_with_the_trainer(
+    light_run: LightRun,
+) -> None:
+    def asked(life: Life, num_steps: int, role: pb.Role.ValueType = pb.ROLE_ACTOR) -> "asyncio.Task[list[int]]":
+        async def told() -> list[int]:
+            request = pb.ProfileTrainerRequest(role=role, num_steps=num_steps)
+            messages = life.stub.ProfileTrainer(request, timeout=RUN_S)
+            return [message.profile.step async for message in messages if message.HasField("profile")]
+
+        return asyncio.create_task(told())
+
+    async with light_run() as run, run.rollout("rollout-0"), run.controller() as life:
+        await life.stub.PauseRun(pb.PauseRunRequest())
+        await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
+        for role in (pb.ROLE_CRITIC, pb.ROLE_ROLLOUT):
+            with pytest.raises(InvalidInputError, match="name one of actor"):
+                await asked(life, 1, role)
+        with pytest.raises(InvalidInputError, match="1 to 10"):
+            await asked(life, 11)
+        first = asked(life, 2)
+        await until(lambda: run.actor.profiles.begin() is not None)
+        with pytest.raises(ConflictError, match="another profile"):
+            await asked(life, 1)
+        assert not first.done()
+        await life.stub.ResumeRun(pb.ResumeRunRequest())
+        assert await first == [0, 1]
+        late = asked(life, 10)
+        await life.ends()
+        run.actor.profiles.end()  # as a trainer does when it ends with the run
+        with pytest.raises(UnavailableError, match="this role ends"):
+            await late
 
 
 async def test_a_run_that_stalls_ends_with_a_checkpoint_of_where_it_stands(light_run: LightRun) -> None:

@@ -2,6 +2,8 @@
 stop when asked to.
 """
 
+import gzip
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,13 @@ from rolecall.errors import RowMissingError
 from rolecall.rpc.channel import open_channel
 from rolecall.training.account.memory import PHASES
 from rolecall.v1 import actor_pb2_grpc
-from rolecall.v1.training_pb2 import ComputeColumnRequest, OffloadRequest, SaveTrainerCheckpointRequest, TrainRequest
+from rolecall.v1.training_pb2 import (
+    ComputeColumnRequest,
+    OffloadRequest,
+    ProfileRequest,
+    SaveTrainerCheckpointRequest,
+    TrainRequest,
+)
 from rolecall.v1.trajectory_pb2 import RowRef
 from tests.checkpoint_rig import exported
 from tests.contract.peer import Peer, serving
@@ -84,3 +92,31 @@ async def test_two_ranks_train_what_one_rank_trains_with_rows_of_their_own_or_sh
             )
         written = store.rows.read(rows[index], ["old_logprobs", "response_mask"])
         assert all(np.count_nonzero(read["old_logprobs"]) == read["response_mask"].sum() for read in written)
+
+
+@pytest.mark.thorough("test_a_step_that_was_asked_for_leaves_a_trace_of_its_operators_and_others_leave_none")
+@pytest.mark.timeout(300)
+async def test_every_rank_leaves_a_trace_of_a_step_that_is_profiled(store: StoreUnderTest, tmp_path: Path) -> None:
+    model = write_qwen3(tmp_path / "policy")
+    batch = Batches(store, model).sealed(0)
+    ctl, peer = store.ledger.ctl, Peer()
+    async with serving(peer) as (_, controller):
+        config = write_settings(store, model, tmp_path, controller={"address": controller})
+        async with joined(peer, config, ranks_together(config, 2)) as trainer:
+            async with open_channel(trainer.join.address, party()) as channel:
+                actor = actor_pb2_grpc.ActorServiceStub(channel)
+                profiles = aiter(actor.Profile(ProfileRequest(ctl=ctl, num_steps=1), timeout=120))
+                assert not (await anext(profiles)).HasField("profile")  # it waits for the next step
+                await train(actor, TrainRequest(ctl=ctl, step=0, digest=batch.digest))
+                (profile,) = [told.profile async for told in profiles if told.HasField("profile")]
+            (process,) = trainer.processes
+            process.send_signal(signal.SIGTERM)
+            await trainer.ended(STOP_TIMEOUT_S)
+    assert [Path(trace.path).name for trace in profile.traces] == [
+        f"actor-step0-rank{rank}.json.gz" for rank in range(2)
+    ]
+    for trace in profile.traces:
+        with gzip.open(trace.path, "rt") as file:
+            names = {event["name"] for event in json.load(file)["traceEvents"]}
+        assert {"aten::mm", "forward", "backward", "optimizer"} <= names
+        assert any(name.startswith("FSDP::") or "gloo:" in name for name in names)  # and of what the ranks do together

@@ -71,7 +71,9 @@ class ServedActor(ActorServicer):
     def restart(self, trainer: ActorTwin | None = None) -> None:
         """Serves a trainer that has applied nothing, as a new process does."""
         self.trainer = trainer or ActorTwin(self._store.rows)
-        super().__init__(self.trainer, _calls_of(self.trainer, self._store, self._stack, self._checkpoints))
+        calls = _calls_of(self.trainer, self._store, self._stack, self._checkpoints)
+        self.profiles = calls.chain.profiles
+        super().__init__(self.trainer, calls)
 
 
 class ServedCritic(CriticServicer):

@@ -129,7 +129,7 @@ class TrainerTwin(ColumnTwin):
         self.applied = self.applied.after_step(result, 0)
         if progress.profile is not None:
             nothing_to_see = training_pb2.RankTrace(failure="a twin has no operators")
-            progress.profile.MergeFrom(training_pb2.ProfileResponse(step=batch.step, traces=[nothing_to_see]))
+            progress.profile.MergeFrom(training_pb2.StepProfile(step=batch.step, traces=[nothing_to_see]))
         self.at("train:applied")
         return result
 

@@ -25,7 +25,7 @@ class Progress:
     """Called in the device thread at every report."""
     num_done: int = 0
     num_total: int = 0
-    profile: training_pb2.ProfileResponse | None = None
+    profile: training_pb2.StepProfile | None = None
     """Filled with the traces of the step, which are to be written; looked at after it. None: none are wanted."""
 
     def report(self, num_done: int, num_total: int) -> None:

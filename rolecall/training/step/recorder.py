@@ -141,7 +141,7 @@ class _Recording:
         gpu = None if self._device.type == "cpu" else self._device.type
         started = profile(use_kineto=True, use_device=gpu, record_shapes=True)
         try:
-            started.__enter__()
+            started.__enter__()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             self._failure = f"the profiler did not start: {error}"
         else:
@@ -152,7 +152,7 @@ class _Recording:
         if self._profile is None:
             return None, self._failure
         try:
-            self._profile.__exit__(None, None, None)
+            self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             return None, f"the profiler did not stop: {error}"
         return self._profile, ""
@@ -164,7 +164,7 @@ def _write(taken: profile, path: Path, device: torch.device) -> RankTrace:
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=path.parent) as beside:
             plain, packed = Path(beside, path.stem), Path(beside, path.name)
-            taken.export_chrome_trace(str(plain))
+            taken.export_chrome_trace(str(plain))  # type: ignore[no-untyped-call]
             _require_whole(plain, path)
             with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=6) as target:
                 shutil.copyfileobj(source, target)
@@ -187,14 +187,16 @@ def _require_whole(plain: Path, path: Path) -> None:
 def _operators(taken: profile, device: torch.device) -> tuple[list[OperatorTime], float]:
     """The operators that took the longest by themselves, and the seconds of all. The names of phases are none."""
     host = device.type == "cpu"
+    events = taken.key_averages()  # type: ignore[no-untyped-call]
     times = [
         OperatorTime(
             name=event.key,
             num_calls=event.count,
             self_s=(event.self_cpu_time_total if host else event.self_device_time_total) / 1e6,
         )
-        for event in taken.key_averages()
-        if event.device_type == torch.autograd.DeviceType.CPU and not event.is_user_annotation
+        for event in events
+        # not a kernel, whose time is its operator's, too
+        if event.device_type.name == "CPU" and not event.is_user_annotation
     ]
     times.sort(key=lambda time: -time.self_s)
     return times[:_NUM_OPERATORS], sum(time.self_s for time in times)

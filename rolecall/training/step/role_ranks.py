@@ -197,7 +197,7 @@ class TrainerRanks(ColumnRanks):
         """ColumnRanks.obey, and a trainer's own commands."""
         match command.WhichOneof("work"):
             case "train":
-                profile = training_pb2.ProfileResponse() if command.train.profile else None
+                profile = training_pb2.StepProfile() if command.train.profile else None
                 self._train(command.train.batch, Progress(nothing, profile=profile))
             case "save":
                 self._save(open_storage(command.save.path))
@@ -223,7 +223,7 @@ class TrainerRanks(ColumnRanks):
         if progress.profile is not None:
             everyone = self.group.gather(recorder.write(batch.step).SerializeToString())
             progress.profile.MergeFrom(
-                training_pb2.ProfileResponse(
+                training_pb2.StepProfile(
                     step=batch.step,
                     num_microbatches=recorder.num_microbatches,
                     traces=[training_pb2.RankTrace.FromString(trace) for trace in everyone],

@@ -104,10 +104,11 @@ class Trainer:
         """Has it take them back. DeviceFullError where the device has no room for them."""
         await self.stub.Onload(training_pb2.OnloadRequest(ctl=ctl, parts=parts), timeout=MOVE_TIMEOUT_S)
 
-    def profile(self, ctl: int, num_steps: int) -> AsyncIterator[training_pb2.ProfileResponse]:
+    async def profile(self, ctl: int, num_steps: int) -> AsyncIterator[training_pb2.ProfileResponse]:
         """Has it record its next steps; ends with its reader."""
         request = training_pb2.ProfileRequest(ctl=ctl, num_steps=num_steps)
-        return self.stub.Profile(request, timeout=PROFILE_TIMEOUT_S)
+        async for response in self.stub.Profile(request, timeout=PROFILE_TIMEOUT_S):
+            yield response
 
     async def load(self, ctl: int, checkpoint: Committed) -> training_pb2.LoadTrainerCheckpointResponse:
         """Restores its share of a checkpoint."""

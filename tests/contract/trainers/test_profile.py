@@ -14,7 +14,7 @@ import pytest
 from rolecall.errors import ConflictError, FencedError, InvalidInputError, UnavailableError
 from rolecall.settings import RunSettings
 from rolecall.training.step.recorder import MAX_MICROBATCHES
-from rolecall.v1.training_pb2 import ProfileRequest, ProfileResponse, TrainRequest
+from rolecall.v1.training_pb2 import ProfileRequest, StepProfile, TrainRequest
 from tests.file_sizes import files_up_to
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.served import Batches, MakeRun, Rig, served_actor, served_critic, train
@@ -25,12 +25,13 @@ SMALL_BYTES = 20_000
 """Less than a trace before it is compressed, and more than a line of any log."""
 
 
-def asked(stub: Any, ctl: int, num_steps: int = 1) -> "asyncio.Task[list[ProfileResponse]]":
+def asked(stub: Any, ctl: int, num_steps: int = 1) -> "asyncio.Task[list[StepProfile]]":
     """The profiles of the next steps, once they are there."""
 
-    async def told() -> list[ProfileResponse]:
+    async def told() -> list[StepProfile]:
         request = ProfileRequest(ctl=ctl, num_steps=num_steps)
-        return [response async for response in stub.Profile(request, timeout=TIMEOUT_S)]
+        responses = stub.Profile(request, timeout=TIMEOUT_S)
+        return [response.profile async for response in responses if response.HasField("profile")]
 
     return asyncio.create_task(told())
 
@@ -161,6 +162,10 @@ async def test_one_request_at_a_time_which_ends_with_its_caller(
         await until(lambda: rig.calls.chain.profiles.begin() is None)  # type: ignore[attr-defined]
         await step(stub, batches, ctl, 0)
         assert not (tmp_path / "profiles").exists()
+        shown = stub.Profile(ProfileRequest(ctl=ctl, num_steps=1), timeout=TIMEOUT_S)
+        assert not (await anext(aiter(shown))).HasField("profile")  # it waits, and says so
+        shown.cancel()
+        await until(lambda: rig.calls.chain.profiles.begin() is None)  # type: ignore[attr-defined]
         waiting = asked(stub, ctl)
         await waits(rig)
         await rig.calls.drain()

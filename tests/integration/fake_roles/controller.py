@@ -56,7 +56,13 @@ class Reporter(controller_pb2_grpc.ControllerServiceServicer):
     async def _nothing(self, request: Any, context: Any) -> Any:
         raise NotOnThisDeviceError("a fake")
 
-    Join = Heartbeat = PauseRun = ResumeRun = SaveCheckpoint = ProfileTrainer = _nothing
+    Join = Heartbeat = PauseRun = ResumeRun = SaveCheckpoint = _nothing
+
+    async def ProfileTrainer(
+        self, request: controller_pb2.ProfileTrainerRequest, context: Any
+    ) -> AsyncIterator[controller_pb2.ProfileTrainerResponse]:
+        """Refuses, as it does all else."""
+        yield await self._nothing(request, context)
 
 
 async def serve(args: ServiceArgs) -> None:

@@ -1,0 +1,74 @@
+"""What `rolecall profile` shows of what a controller answers."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from rolecall.commands.steer import Run, profile
+from rolecall.errors import RoleCallError, UnavailableError, WorkerLostError
+from rolecall.rpc.callers import Caller
+from rolecall.v1 import controller_pb2 as pb
+from rolecall.v1.training_pb2 import OperatorTime, RankTrace, StepProfile
+from tests.contract.peer import Peer, serving
+from tests.twins.callers import party
+
+WRITTEN = RankTrace(
+    path="/run/profiles/actor-step4-rank0.json.gz",
+    num_bytes=1_400_000,
+    operators=[OperatorTime(name="aten::mm", num_calls=30, self_s=0.003)],
+    total_s=0.004,
+)
+MISSING = RankTrace(failure="no space to write [/run/profiles]")
+
+
+class Profiled(Peer):
+    """A controller whose trainer records what it is given, then fails if told to."""
+
+    def __init__(self, *profiles: StepProfile, then: RoleCallError | None = None) -> None:
+        super().__init__()
+        self.profiles, self.then = profiles, then
+        self.asked: list[tuple[int, int]] = []
+
+    async def ProfileTrainer(
+        self, request: pb.ProfileTrainerRequest, context: Any
+    ) -> AsyncIterator[pb.ProfileTrainerResponse]:
+        self.asked.append((request.role, request.num_steps))
+        yield pb.ProfileTrainerResponse()
+        for each in self.profiles:
+            yield pb.ProfileTrainerResponse(profile=each)
+        if self.then is not None:
+            raise self.then
+
+
+async def commanded(peer: Peer, num_steps: int) -> int:
+    async with serving(peer) as (_, address):
+        return await asyncio.to_thread(profile, Run(address, party(Caller.OPERATOR)), "actor", num_steps)
+
+
+async def test_each_step_is_shown_with_its_traces_and_the_heaviest_operators(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    peer = Profiled(StepProfile(step=4, num_microbatches=2, traces=[WRITTEN]))
+    assert await commanded(peer, 1) == 0
+    assert peer.asked == [(pb.ROLE_ACTOR, 1)]
+    said = capsys.readouterr().out
+    assert "step 4: 2 microbatches of actor and its optimizer's step" in said
+    assert "rank 0: /run/profiles/actor-step4-rank0.json.gz, 1.4 MB" in said
+    assert "3.00    75%     30  aten::mm" in said
+
+
+async def test_a_trace_that_is_not_there_is_said_and_makes_the_command_fail(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert await commanded(Profiled(StepProfile(step=4, traces=[MISSING, WRITTEN])), 1) == 1
+    said = capsys.readouterr().out
+    assert "rank 0: no trace: no space to write [/run/profiles]" in said
+    assert "rank 1: operators" in said
+
+
+async def test_a_trainer_that_is_lost_is_told_with_what_was_recorded_before() -> None:
+    peer = Profiled(StepProfile(step=4, traces=[WRITTEN]), then=UnavailableError("127.0.0.1:1 is away"))
+    with pytest.raises(WorkerLostError, match="after 1 of 3 steps; of a step under way there is no trace"):
+        await commanded(peer, 3)
