@@ -62,9 +62,10 @@ def steer(command: str, run: str, *, tls: Path | None = None, checkpoint: bool =
 
 
 def profile(run: Run, role: str, num_steps: int) -> int:
-    """Has the trainer `role` of `run` record its next `num_steps` steps, prints where their traces are and what took
-    the longest, and returns the exit code: 1 when a trace is not there. UnavailableError when the trainer or the run
-    ends before that.
+    """Has a trainer of the run record its next steps, and returns the exit code: 1 when a trace is not there.
+
+    Prints where the traces are and what took the longest. WorkerLostError when the trainer `role` or the run ends
+    before `num_steps` steps were recorded.
     """
     try:
         return asyncio.run(_profile(run, role, num_steps))
@@ -104,7 +105,9 @@ def _certificates(folder: Path) -> TlsSection:
 
 
 def _record_of_what_is_over(run: Run, error: RoleCallError) -> RunRecord:
-    """What is left of a run whose controller does not answer: `error`, or one that says more, where it is not over."""
+    """Reads what is left of a run whose controller does not answer. Where it is not over, raises `error`, or one that
+    says more.
+    """
     record = None if run.directory is None else read_record(run.directory)
     if run.directory is None or record is None:
         raise error
@@ -171,7 +174,7 @@ async def _profile(run: Run, role: str, num_steps: int) -> int:
     request = controller_pb2.ProfileTrainerRequest(
         role=controller_pb2.Role.Value(f"ROLE_{role.upper()}"), num_steps=num_steps
     )
-    console, num_recorded, whole = Console(file=sys.stdout, soft_wrap=True, highlight=False), 0, True
+    console, num_recorded, whole = Console(file=sys.stdout, width=120, soft_wrap=True, highlight=False), 0, True
     async with open_channel(run.address, run.rpc) as channel:
         stub = controller_pb2_grpc.ControllerServiceStub(channel)
         status = (await stub.GetRun(controller_pb2.GetRunRequest())).status
@@ -199,7 +202,8 @@ async def _profile(run: Run, role: str, num_steps: int) -> int:
 
 
 def _show_profile(console: Console, role: str, profile: training_pb2.StepProfile) -> None:
-    console.print(f"step {profile.step}: {profile.num_microbatches} microbatches of {role} and its optimizer's step")
+    parts = f"{profile.num_microbatches} microbatch{'' if profile.num_microbatches == 1 else 'es'}"
+    console.print(f"step {profile.step}: {parts} of {role} and the optimizer's step after")
     for rank, trace in enumerate(profile.traces):
         told = f"no trace: {trace.failure}" if trace.failure else f"{trace.path}, {trace.num_bytes / 1e6:.1f} MB"
         console.print(f"  rank {rank}: {told}", markup=False)

@@ -54,7 +54,7 @@ async def test_each_step_is_shown_with_its_traces_and_the_heaviest_operators(
     assert await commanded(peer, 1) == 0
     assert peer.asked == [(pb.ROLE_ACTOR, 1)]
     said = capsys.readouterr().out
-    assert "step 4: 2 microbatches of actor and its optimizer's step" in said
+    assert "step 4: 2 microbatches of actor and the optimizer's step after" in said
     assert "rank 0: /run/profiles/actor-step4-rank0.json.gz, 1.4 MB" in said
     assert "3.00    75%     30  aten::mm" in said
 

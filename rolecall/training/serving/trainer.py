@@ -17,8 +17,8 @@ from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 
 @dataclass
 class Progress:
-    """How far a step is, and what it is to record. The device thread writes it and the event loop looks at it: a torn
-    read of the numbers only misreports a moment.
+    """The number of a step's microbatches that are done, and the profile that it is to make. The device thread writes
+    it and the event loop looks at it: a torn read of the numbers only misreports a moment.
     """
 
     moved: Callable[[], None]

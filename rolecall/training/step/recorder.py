@@ -26,7 +26,8 @@ from rolecall.errors import DiskFullError, RoleCallError
 from rolecall.training.account.memory import Phase, PhaseMemory
 from rolecall.training.serving.background import in_background
 from rolecall.training.serving.hooks import nothing
-from rolecall.v1.training_pb2 import OperatorTime, RankTrace
+from rolecall.training.step.operators import operator_times
+from rolecall.v1.training_pb2 import RankTrace
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ class _Recording:
             self._profile = started
 
     def stop(self) -> tuple[profile | None, str]:
-        """What was recorded, or why nothing was."""
+        """Stops the profiler; returns it with what it recorded, or says why it recorded nothing."""
         if self._profile is None:
             return None, self._failure
         try:
@@ -169,8 +170,9 @@ def _write(taken: profile, path: Path, device: torch.device) -> RankTrace:
             with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=6) as target:
                 shutil.copyfileobj(source, target)
             packed.replace(path)
-    operators, total_s = _operators(taken, device)
-    return RankTrace(path=str(path), num_bytes=path.stat().st_size, operators=operators, total_s=total_s)
+    times = operator_times(taken, device)
+    total_s = sum(operator.self_s for operator in times)
+    return RankTrace(path=str(path), num_bytes=path.stat().st_size, operators=times[:_NUM_OPERATORS], total_s=total_s)
 
 
 def _require_whole(plain: Path, path: Path) -> None:
@@ -182,21 +184,3 @@ def _require_whole(plain: Path, path: Path) -> None:
             tail = file.read()
     if not tail.rstrip().endswith(b"}"):
         raise DiskFullError(f"{path} could not be written to its end; is there space on its disk?")
-
-
-def _operators(taken: profile, device: torch.device) -> tuple[list[OperatorTime], float]:
-    """The operators that took the longest by themselves, and the seconds of all. The names of phases are none."""
-    host = device.type == "cpu"
-    events = taken.key_averages()  # type: ignore[no-untyped-call]
-    times = [
-        OperatorTime(
-            name=event.key,
-            num_calls=event.count,
-            self_s=(event.self_cpu_time_total if host else event.self_device_time_total) / 1e6,
-        )
-        for event in events
-        # not a kernel, whose time is its operator's, too
-        if event.device_type.name == "CPU" and not event.is_user_annotation
-    ]
-    times.sort(key=lambda time: -time.self_s)
-    return times[:_NUM_OPERATORS], sum(time.self_s for time in times)
