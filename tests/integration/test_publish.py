@@ -12,6 +12,7 @@ import pytest
 from rolecall.errors import DeadlineError, NotAttestedError, StaleVersionError, UnavailableError, WorkerLostError
 from rolecall.settings.services import MEETING_S_PER_RANK
 from rolecall.v1 import controller_pb2
+from services.controller.publish.delivery import ANSWER_S
 from services.rollout.replica import Replica
 from services.rollout.state import State
 from tests.fixtures_store import StoreUnderTest
@@ -24,6 +25,8 @@ SOON_S = 14.0
 without the culprit take a third of it.
 """
 
+PATIENT = {"controller": {"lease_s": 30.0, "stall_timeout_s": 60.0}, "rollout": {"hang_s": 60.0}}
+"""Where nobody is to be given up, on a busy machine either."""
 
 KINDS = [
     pytest.param(
@@ -139,9 +142,18 @@ async def test_a_receiver_that_did_nothing_wrong_is_sent_the_weights_again_at_on
     assert rig.publisher.policy_version == 2
 
 
+async def test_a_fleet_that_is_slow_to_go_on_is_waited_for(store: StoreUnderTest, tmp_path: Path) -> None:
+    async with publishing_run(store, PATIENT | {"weights": {"bucket_timeout_s": 30.0}}, tmp_path) as rig:
+        for i in range(2):
+            twin = await rig.rollout(f"rollout-{i}")
+            twin.engine.fault, twin.engine.late_s = Fault("resume", Kind.LATE), ANSWER_S + 1.0
+        await rig.publisher.publish(0)
+        assert serving(rig) == ["rollout-0", "rollout-1"]
+        assert rig.publisher.policy_version == 0
+
+
 async def test_nobody_serves_weights_that_the_store_did_not_attest(store: StoreUnderTest, tmp_path: Path) -> None:
-    patient = {"weights": {"bucket_timeout_s": 30.0}, "rollout": {"hang_s": 60.0}}
-    async with publishing_run(store, patient, tmp_path) as rig:
+    async with publishing_run(store, PATIENT | {"weights": {"bucket_timeout_s": 30.0}}, tmp_path) as rig:
         await three(rig)
         late = rig.twins[0].engine
         late.fault = Fault("probe", Kind.HANG)

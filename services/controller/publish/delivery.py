@@ -40,8 +40,7 @@ from services.controller.threads import StoreThreads
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 3.0
-"""What a receiver that lives may take to answer once the collective is over, or to resume; a bucket's deadline where
-that is shorter.
+"""What a receiver that lives may take to answer once the collective is over; a bucket's deadline where that is shorter.
 """
 
 RECEIVER_PATIENCE = 3
@@ -216,11 +215,10 @@ class Delivery:
         what it holds goes to others.
         """
         request = rollout_pb2.ResumeRequest(ctl=self._ctl, policy_version=version, digest=digest)
-        calls = {
-            rollout.consumer: call(rollout.stub.Resume(request, timeout=2 * self._answer_s)) for rollout in holders
-        }
+        timeout_s = self._settings.weights.bucket_timeout_s  # who is slow to go on, or to take its memory back, is well
+        calls = {rollout.consumer: call(rollout.stub.Resume(request, timeout=timeout_s)) for rollout in holders}
         try:
-            failures = failures_of(await answers(calls, self._answer_s))
+            failures = failures_of(await answers(calls, timeout_s))
         finally:
             await cancelled(*calls.values())
         for rollout in holders:
