@@ -26,7 +26,7 @@ from rolecall.store.rows import Rows
 from rolecall.store.sealed import read_ctl
 from rolecall.v1 import controller_pb2, rollout_pb2_grpc
 from services.rollout.activity import feed_heartbeat
-from services.rollout.config import RolloutConfig, configure, machine_cores, start_environment
+from services.rollout.config import RolloutConfig, configure, keep_timeout_s, machine_cores, start_environment
 from services.rollout.episodes import sampler_of
 from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica
@@ -64,7 +64,7 @@ async def _main(args: ServiceArgs) -> None:
         engine,
         pause_timeout_s=settings.rollout.generation_timeout_s,
         load_timeout_s=settings.weights.publish_timeout_s,
-        keep_timeout_s=settings.weights.bucket_timeout_s,
+        keep_timeout_s=keep_timeout_s(settings.weights),
         on_serving=server.set_serving,
         post=post,
     )

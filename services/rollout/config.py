@@ -24,7 +24,8 @@ from rolecall.data.model_files import (
 from rolecall.data.shift_plan import check_cpu_sleep, gpu_memory_bytes, plan_shifts
 from rolecall.data.vllm_files import check_engine_arguments
 from rolecall.errors import ConfigError
-from rolecall.settings import LoraSection, RunSettings
+from rolecall.settings import LoraSection, RunSettings, WeightsSection
+from rolecall.store.connection import CALL_DEADLINE_S
 
 GIB = 2**30
 CPU_KV_CACHE_BYTES = GIB
@@ -117,6 +118,16 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
         lora=settings.actor.lora,
         mixture=read_mixture(path) if settings.actor.router_replay == "r3" else None,
     )
+
+
+def keep_timeout_s(weights: WeightsSection) -> float:
+    """Seconds that requests are kept for a version that nobody attests: longer than a publish may still take when this
+    replica has loaded, whoever else is late.
+
+    One bucket's deadline for the last buckets of the others, one for their loads and probes, one call of the store that
+    attests, and one more deadline for Resume.
+    """
+    return 3 * weights.bucket_timeout_s + CALL_DEADLINE_S
 
 
 def start_environment(config: RolloutConfig) -> dict[str, str]:

@@ -13,7 +13,9 @@ from rolecall.errors import DeadlineError, NotAttestedError, StaleVersionError, 
 from rolecall.settings.services import MEETING_S_PER_RANK
 from rolecall.v1 import controller_pb2
 from services.controller.publish.delivery import ANSWER_S
+from services.rollout.config import keep_timeout_s
 from services.rollout.replica import Replica
+from services.rollout.sampling import PauseMode
 from services.rollout.state import State
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.collective import PHASES, Fault, Kind, RogueReplica
@@ -140,6 +142,23 @@ async def test_a_receiver_that_did_nothing_wrong_is_sent_the_weights_again_at_on
     await rig.publisher.publish(1)
     assert serving(rig) == ["rollout-0", "rollout-1", "rollout-2"]
     assert rig.publisher.policy_version == 2
+
+
+async def test_a_receiver_that_answers_late_costs_the_others_nothing_of_what_they_keep(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
+    async with publishing_run(store, PATIENT | {"weights": {"bucket_timeout_s": 3.0}}, tmp_path) as rig:
+        rig.keep_timeout_s = keep_timeout_s(rig.settings.weights)
+        await three(rig)
+        for twin in rig.twins:
+            twin.engine.hold = True
+        await rig.admit(6)
+        await until(lambda: all(twin.engine.num_running == 4 for twin in rig.twins))
+        rig.twins[2].engine.fault = Fault("probe", Kind.HANG)
+        rig.actor.step = 1
+        await rig.publisher.publish(1)
+        assert "rollout-2" not in serving(rig)
+        assert all(PauseMode.ABORT not in twin.engine.pauses for twin in rig.twins)
 
 
 async def test_a_fleet_that_is_slow_to_go_on_is_waited_for(store: StoreUnderTest, tmp_path: Path) -> None:

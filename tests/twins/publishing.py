@@ -82,6 +82,7 @@ class RolloutProcess:
             replica=replica,
             fence=Fence(lambda: read_ctl(rig.store.connection, rig.store.run)),
             load_timeout_s=30.0,
+            keep_timeout_s=rig.keep_timeout_s,
         )
         self.replica = self._parts.replica
         self._tasks: list[asyncio.Task[None]] = []
@@ -164,6 +165,8 @@ class Publishing:
     ending: set[asyncio.Task[None]] = field(default_factory=set)
     num_admitted: int = 0
     replica: type[Replica] = Replica
+    keep_timeout_s: float = 5.0
+    """Of rollouts that start; shorter than in production, where the store may take longer than here."""
 
     @property
     def alive(self) -> list[RolloutProcess]:

@@ -16,6 +16,7 @@ from rolecall.store.prompts import PromptQueue
 from rolecall.store.rows import Rows
 from rolecall.store.sealed import read_ctl
 from rolecall.v1 import rollout_pb2_grpc
+from services.rollout.config import keep_timeout_s
 from services.rollout.episodes import Episodes, sampler_of
 from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica
@@ -113,7 +114,7 @@ class RolloutTwin:
             sampler=lambda replica: sampler_of(settings, replica, tokenizer, None),
             pause_timeout_s=settings.rollout.generation_timeout_s,
             load_timeout_s=settings.weights.publish_timeout_s,
-            keep_timeout_s=settings.weights.bucket_timeout_s,
+            keep_timeout_s=keep_timeout_s(settings.weights),
             post=post,
         )
 
