@@ -71,8 +71,9 @@ class Replica:
         post: Post | None = None,
     ) -> None:
         """`pause_timeout_s` bounds one pause (mode WAIT finishes what runs), `load_timeout_s` one load; requests kept
-        over a load are given up when Resume does not come within `keep_timeout_s` of it; `on_serving` is told whether
-        the replica serves. `post`, where the device is shared, is held while the engine is awake, as it is now.
+        over a load are given up when Resume does not come within `keep_timeout_s` of it, or of a pause that failed;
+        `on_serving` is told whether the replica serves. `post`, where the device is shared, is held while the engine is
+        awake, as it is now.
         """
         self._engine = engine
         self._post = post
@@ -249,7 +250,7 @@ class Replica:
                 received = await self._received(transfer)
             except (ChannelBrokenError, StaleEpochError, StaleVersionError):
                 self.held.untouched()
-                self._keeping = asyncio.create_task(self._keep())
+                self._start_keeping()
                 raise
             except (RoleCallError, TimeoutError) as error:
                 self.held.torn()
@@ -263,7 +264,7 @@ class Replica:
                     f"the load of version {transfer.policy_version} did not finish: {error}", cause=cause
                 ) from error
             self.held.loaded(received.digest)
-            self._keeping = asyncio.create_task(self._keep())
+            self._start_keeping()
             logger.info(
                 "version %d loaded: %.1f MB in %.3f s",
                 transfer.policy_version,
@@ -316,7 +317,15 @@ class Replica:
         if self.held.state is not State.ATTESTED and mode is not PauseMode.ABORT:
             mode = PauseMode.KEEP  # what weights computed that nobody attested is not gone on from
         await self._on_serving(False)  # bounded: sets health in this process
-        await self.gate.shut()
+        try:
+            await self.gate.shut()
+            await self._come_to_rest(mode)
+        except DeadlineError:
+            self._start_keeping()  # the gate stays shut, and perhaps nobody asks again
+            raise
+        self._activity.change(paused=True)
+
+    async def _come_to_rest(self, mode: PauseMode) -> None:
         try:
             async with asyncio.timeout(self._pause_timeout_s):
                 with self._activity.asking():
@@ -326,7 +335,10 @@ class Replica:
                 f"requests in flight did not come to rest within {self._pause_timeout_s:.0f} s; pause with KEEP or "
                 "ABORT"
             ) from error
-        self._activity.change(paused=True)
+
+    def _start_keeping(self) -> None:
+        self._stop_keeping()
+        self._keeping = asyncio.create_task(self._keep())
 
     async def _keep(self) -> None:
         """Gives up what is kept when nobody resumes: held any longer, its groups would be missing in the batch that the
@@ -334,9 +346,7 @@ class Replica:
         """
         await asyncio.sleep(self._keep_timeout_s)
         async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
-            logger.warning(
-                "no version was attested within %.0f s of the load; kept requests are given up", self._keep_timeout_s
-            )
+            logger.warning("no version was attested within %.0f s; kept requests are given up", self._keep_timeout_s)
             await self._give_up()
 
     def _stop_keeping(self) -> None:

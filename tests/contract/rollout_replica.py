@@ -149,6 +149,7 @@ async def replica_under_test(
     engine: ScriptedEngine,
     *,
     generation_timeout_s: float = 60.0,
+    pause_timeout_s: float = 5.0,
     keep_timeout_s: float = 10.0,
     lease_s: float = 3.0,
     consumer: str = CONSUMER,
@@ -167,6 +168,7 @@ async def replica_under_test(
         Server(party(), "127.0.0.1:0"),
         fence=Fence(lambda: read_ctl(store.connection, store.run)),
         sampler=sampler,
+        pause_timeout_s=pause_timeout_s,
         keep_timeout_s=keep_timeout_s,
     )
     phases: list[str] = []

@@ -13,6 +13,7 @@ from rolecall.errors import (
     AsleepError,
     ChannelBrokenError,
     ConflictError,
+    DeadlineError,
     FencedError,
     GenerationError,
     InvalidInputError,
@@ -248,6 +249,25 @@ async def test_kept_work_is_given_up_when_nobody_resumes(store: StoreUnderTest, 
             await call
         await rollout.resume(2)
         rollout.engine.hold = False
+        assert len(await rollout.generate()) == 4
+
+
+async def test_kept_work_of_an_engine_that_does_not_come_to_rest_is_given_up(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path)
+    engine = ScriptedEngine(token_s=0.002)
+    async with replica_under_test(store, tmp_path, engine, pause_timeout_s=0.3, keep_timeout_s=0.3) as rollout:
+        await rollout.publish(1)
+        engine.hold = True
+        call = asyncio.create_task(rollout.generate())
+        await until(lambda: engine.num_running >= 4)
+        with pytest.raises(DeadlineError, match="did not come to rest"):
+            await rollout.receive(2, mode=rollout_pb2.PAUSE_MODE_WAIT)
+        with pytest.raises(UnavailableError):
+            await call
+        await rollout.publish(3)
+        engine.hold = False
         assert len(await rollout.generate()) == 4
 
 
