@@ -116,6 +116,25 @@ async def test_a_joiner_that_cannot_meet_costs_the_others_an_attempt_and_not_the
     assert joiner.replica.gate.is_open
 
 
+async def test_a_joiner_that_has_begun_nothing_is_asked_again_whatever_ended_the_attempt(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
+    patient = {"controller": {"lease_s": 30.0, "stall_timeout_s": 60.0}, "rollout": {"hang_s": 60.0}}
+    async with publishing_run(store, patient | {"weights": {"bucket_timeout_s": 10.0}}, tmp_path) as rig:
+        joiner = await two_and_a_joiner(rig)
+        joiner.engine.fault = Fault("join", Kind.HANG)
+        rig.actor.failures["open"] = gone("the actor")
+        joiners = Joiners(rig.publisher, HEARTBEAT_S)
+        joiners.serve()
+        await until(lambda: joiner.engine.frozen)  # by the attempt after the actor's failure
+        await joiners.stop()  # a checkpoint is due
+        joiner.wake()
+        joiners.serve()
+        await until(lambda: joiner.replica.gate.is_open)
+        await joiners.stop()
+        assert others_go_on(rig)
+
+
 async def test_two_joiners_of_which_one_fails(rig: Publishing) -> None:
     first = await two_and_a_joiner(rig)
     second = await rig.rollout("rollout-3")

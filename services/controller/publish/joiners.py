@@ -60,6 +60,6 @@ class Joiners:
             try:
                 self._metrics.merge(await self._publisher.catch_up(joiners))
             except (AttemptFailed, RoleCallError) as error:
-                logger.warning("%s: no weights before the next publish: %s", names, error)
+                logger.warning("%s: no weights yet: %s", names, error)
             else:
                 logger.info("version %d: joined by %s", self._publisher.policy_version, names)

@@ -157,8 +157,8 @@ class PolicyPublisher:
 
         They have an epoch of their own, so that nobody else takes part; it ends the one before, and the next publish
         opens one for all. The actor must not have trained since. AttemptFailed when none of them took it; any
-        RoleCallError of the actor's, DeadlineError after weights.publish_timeout_s. Whoever is left without is asked
-        again by the next publish.
+        RoleCallError of the actor's, DeadlineError after weights.publish_timeout_s. Whoever has begun the version and
+        is left without is asked again by the next publish.
         """
         try:
             async with asyncio.timeout(self._settings.weights.publish_timeout_s):
@@ -206,14 +206,12 @@ class PolicyPublisher:
         self._epoch = None
         started = time.monotonic()
         await self._fleet.settled()  # as in _begin
-        everyone = {rollout.consumer for rollout in members}
-        self._asked |= everyone
         try:
             epoch = await self._delivery.open_epoch(members)
         except AttemptFailed as failed:
-            if failed.culprits:  # the others have not begun the version, and are asked again
-                self._asked -= everyone - failed.culprits
+            self._asked |= failed.culprits  # the others have not begun the version, and are asked again
             raise
+        self._asked |= {rollout.consumer for rollout in members}
         _, failures = await self._delivery.deliver(epoch, members, self._published_step, self._policy_version)
         metrics = Metrics()
         metrics.sum("publish/caught_up", len(members) - len(failures))
