@@ -386,9 +386,17 @@ class Loop:
 
     async def _checkpoint(self) -> None:
         """Begins the checkpoint of this step; returns when the steps may go on."""
-        parts, step = self._parts, self._step
         await self._reports.over()  # it reads rows that this checkpoint frees
         await self._joiners.stop()  # the actor would take its state after sending its weights
+        try:
+            await self._begin_checkpoint()
+        finally:  # also where there is no room for it
+            self._joiners.serve()
+        self._parts.board.states.enter("working")
+        self._at("the checkpoint is begun")
+
+    async def _begin_checkpoint(self) -> None:
+        parts, step = self._parts, self._step
         await parts.shifts.to_training(self._recovered.ctl)
         parts.board.wait_for(f"the checkpoint of step {step}", "saving")
         await self._saver.finish()  # frees what it covers, or leaves the requests to the next
@@ -416,9 +424,6 @@ class Loop:
             self._intake.free(covered_bytes)
 
         await self._saver.begin(self._recovered.ctl, step, point, committed, lambda: parts.board.give_back(requests))
-        self._joiners.serve()
-        parts.board.states.enter("working")
-        self._at("the checkpoint is begun")
 
 
 def _prompt_sequence(parts: Parts, recovered: Recovered) -> PromptSequence:

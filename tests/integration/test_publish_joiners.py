@@ -11,6 +11,7 @@ from rolecall.errors import NotAttestedError, RoleCallError, WeightsMismatchErro
 from rolecall.store.position import RunPosition
 from services.controller.publish.joiners import Joiners
 from services.controller.publish.receivers import AttemptFailed
+from services.rollout.scripted import ScriptedEngine
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.collective import PHASES, Fault, Kind
 from tests.twins.publishing import HEARTBEAT_S, Publishing, RolloutProcess, at_the_start, gone, publishing_run
@@ -218,6 +219,34 @@ async def test_a_rollout_that_joins_while_a_batch_is_sampled_samples_for_that_ba
     # version 0 went out once more, for the joiner alone, and no further version was made for it
     assert run.actor.trainer.publishes == [(0, 0), (1, 1), (2, 2)]
     assert run.metrics()[0]["publish/caught_up"] == 1
+
+
+async def test_a_rollout_that_joins_after_a_checkpoint_found_no_room_is_served(light_run: LightRun) -> None:
+    running, engine, tried = asyncio.get_running_loop(), ScriptedEngine(vocab_size=200), asyncio.Event()
+
+    def note(phase: str) -> None:
+        engine.hold = True  # the batch after the first does not end
+        if phase == "save:start":
+            running.call_soon_threadsafe(tried.set)
+
+    sections = {
+        "run": {"num_steps": 3, "checkpoint_every_steps": 1},
+        "algorithm": {"groups_per_batch": 4, "max_staleness": 0},
+        "controller": {"lease_s": 30.0, "stall_timeout_s": 60.0},
+    }
+    async with light_run(**sections) as run, run.controller() as life:
+        run.actor.trainer.at, run.actor.trainer.disk_is_full = note, True
+        async with run.rollout("rollout-0", engine=engine):
+            await tried.wait()
+            await life.shows(lambda status: status.waiting_for.startswith("groups"))
+            async with run.rollout("rollout-1"):
+                served = await life.shows(
+                    lambda status: (
+                        [worker.policy_version for worker in status.workers if "rollout" in worker.worker]
+                        == [status.policy_version] * 2
+                    )
+                )
+    assert served.step == 1
 
 
 async def test_nothing_is_sent_to_joiners_while_a_step_trains(light_run: LightRun) -> None:
