@@ -150,6 +150,13 @@ _TABLE = [
         "a value per component, by name; NaN: does not apply",
         per_token=False,
     ),
+    Column(
+        "reward_component_names",
+        "u1",
+        _CONTROLLER,
+        "whose they are, as JSON: a run may be resumed with others",
+        per_token=False,
+    ),
     Column("values", "<f4", _CRITIC, "value before token t; 0 where mask is 0", Given.CRITIC, _ANY),
     Column(
         "bootstrap_value",

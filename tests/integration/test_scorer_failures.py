@@ -37,7 +37,7 @@ MakeSettings = Callable[..., RunSettings]
 Result = reward_pb2.ScoreResult
 NUM_RESPONSES = 2
 TIMEOUT_S = 0.5
-REWARD_COLUMNS = ("reward", "reward_components", "token_rewards")
+REWARD_COLUMNS = ("reward", "reward_components", "reward_component_names", "token_rewards")
 REWARD = {"components": {"correct": {"scorer": {"kind": "exact_match"}}}}
 
 
@@ -290,6 +290,22 @@ async def test_a_component_that_does_not_apply_is_absent_from_rows_and_measures(
     measured = of_batch(make_settings(), 0, [scored], rows, {}).values()
     assert "reward/here" in measured
     assert "reward/there" not in measured
+
+
+async def test_kept_components_keep_their_names_when_a_resumed_run_has_others(
+    store: StoreUnderTest, make_settings: MakeSettings
+) -> None:
+    def scorer_of(*names: str) -> Described:
+        return Described(components=[component_spec(name, 0, 1) for name in names])
+
+    group = new_group(store)
+    async with serving(scorer_of("correct", "format")) as before, scoring(store, make_settings, before) as scorer:
+        await scorer.score(group)
+    async with serving(scorer_of("brevity", "correct")) as after, scoring(store, make_settings, after) as scorer:
+        kept = await scorer.score(group)
+    assert kept.rewards_G.tolist() == [0.5] * NUM_RESPONSES
+    assert kept.components["correct"].tolist() == [0.5] * NUM_RESPONSES
+    assert np.isnan(kept.components["brevity"]).all(), "it never scored them"
 
 
 async def test_a_group_waits_for_its_scorer_as_long_as_others_are_scored(

@@ -14,7 +14,7 @@ from tests.unit.test_controller_batches import run_settings
 EXACT = {"components": {"right": {"scorer": {"kind": "exact_match"}}}}
 PLAIN = {
     *("token_ids", "response_mask", "rollout_logprobs", "policy_versions"),
-    *("reward", "reward_components", "old_logprobs", "loss_mask", "advantages"),
+    *("reward", "reward_components", "reward_component_names", "old_logprobs", "loss_mask", "advantages"),
 }
 
 
@@ -64,8 +64,9 @@ def test_bytes_of_a_token_are_those_of_the_dtype() -> None:
 def test_columns_keep_the_dtypes_and_lengths_of_the_rows_that_hold_them_already() -> None:
     dtypes = dict.fromkeys(("token_ids", "policy_versions", "teacher/topk_ids"), "<i4")
     dtypes |= dict.fromkeys(("response_mask", "loss_mask", "routed_experts", "old_routed_experts"), "u1")
+    dtypes["reward_component_names"] = "u1"
     assert {name: column.dtype for name, column in COLUMNS.items()} == dict.fromkeys(COLUMNS, "<f4") | dtypes
-    of_a_row = {"reward", "reward_components", "bootstrap_value"}
+    of_a_row = {"reward", "reward_components", "reward_component_names", "bootstrap_value"}
     assert {name for name, column in COLUMNS.items() if not column.per_token} == of_a_row
 
 

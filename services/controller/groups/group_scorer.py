@@ -4,11 +4,13 @@ scoring.
 Owns what a failure means: a scorer's failure is never a number. Items are retried by the client. After that, bad data
 is raised, and collection.py drops the group; what is away is waited for: a reference up to controller.stall_timeout_s,
 the scorer up to reward.away_timeout_s or for as long as it takes. The messages name the scorer. A group that was
-scored before (the loop started over since) keeps its scores: a scorer need not answer twice alike. A ScoredGroup has
-the rewards that its rows hold; filters, preparation and measures read them from it alone.
+scored before (the loop started over since) keeps its scores, its components by name: a scorer need not answer twice
+alike, nor be the same. A ScoredGroup has the rewards that its rows hold; filters, preparation and measures read them
+from it alone.
 """
 
 import asyncio
+import json
 import logging
 import math
 import time
@@ -44,6 +46,8 @@ logger = logging.getLogger(__name__)
 _Refs: TypeAlias = Sequence[trajectory_pb2.RowRef]
 _Contents: TypeAlias = tuple[list[dict[str, Array]], list[trajectory_pb2.TrajectoryMeta]]
 """What is read of a group's rows."""
+
+_VALUES, _NAMES = "reward_components", "reward_component_names"
 
 RETRY_PAUSE_S = 2.0
 """Pause before a group is scored again whose scorer or reference was away."""
@@ -112,16 +116,13 @@ class GroupScorer:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     scored_before = all("reward" in row for row in rows)
-                    scoring = tasks.create_task(
-                        self._kept_scores(rows) if scored_before else self._reward_of(metas, rows)
-                    )
+                    scoring = None if scored_before else tasks.create_task(self._reward_of(metas, rows))
                     for name, prefix in self._asked(metas[0].prompt):
                         tasks.create_task(self._ask(name, prefix, refs[:num_responses]))
             except BaseExceptionGroup as errors:
                 raise first_error(errors) from errors
-            scores, names = scoring.result(), await self._component_names()
-            if not scored_before:
-                scores = await self._keep(refs, rows, scores, names)
+            names = await self._component_names()
+            scores = _kept_scores(rows) if scoring is None else await self._keep(refs, rows, scoring.result(), names)
         return _scored_group(group, rows, metas, scores, names, landed_at_s)
 
     async def _keep(
@@ -137,7 +138,7 @@ class GroupScorer:
         columns = [_reward_columns(score, names, row) for score, row in zip(scores, rows, strict=True)]
         if await self._writing.call((refs, columns)):
             return scores
-        return await self._kept_scores((await self._reading.call(refs))[0])
+        return _kept_scores((await self._reading.call(refs))[0])
 
     def _put(self, groups: Sequence[tuple[_Refs, Sequence[Mapping[str, Array]]]]) -> list[bool]:
         """Writes columns to the rows of each group. False for all of them where any row had its columns before: then
@@ -150,7 +151,7 @@ class GroupScorer:
     def _keep_and_read(self, groups: Sequence[_Refs]) -> list[_Contents]:
         refs = [ref for group in groups for ref in group]
         self._rows.persist(refs)  # the rollout may have died between its commit and its own persist
-        rows, metas = self._rows.read_with_meta(refs, ["token_ids", "response_mask"], ["reward", "reward_components"])
+        rows, metas = self._rows.read_with_meta(refs, ["token_ids", "response_mask"], ["reward", _VALUES, _NAMES])
         contents, start = [], 0
         for group in groups:
             own = slice(start, start := start + len(group))
@@ -160,20 +161,12 @@ class GroupScorer:
         return contents
 
     async def _component_names(self) -> list[str]:
-        """The names of the values in the column reward_components, in its order."""
+        """The names of the components that the scorer gives, sorted."""
         try:
             spec = await self._reward.describe()
         except (UnavailableError, DeadlineError, RateLimitedError) as error:
             raise ScorerUnavailableError(f"{error.reason}: {error.message}") from error
         return sorted(component.name for component in spec.components)
-
-    async def _kept_scores(self, rows: Sequence[Mapping[str, Array]]) -> list[Score]:
-        names = await self._component_names()
-        kept = [zip(names, row.get("reward_components", np.zeros(0)).tolist(), strict=False) for row in rows]
-        return [
-            Score(float(row["reward"][0]), {name: value for name, value in of_row if not np.isnan(value)})
-            for row, of_row in zip(rows, kept, strict=True)
-        ]
 
     async def _reward_of(
         self, metas: Sequence[trajectory_pb2.TrajectoryMeta], rows: Sequence[Mapping[str, Array]]
@@ -218,10 +211,25 @@ class GroupScorer:
         await self._references[name].ComputeLogprobs(request, timeout=self._settings.actor.compute_timeout_s)
 
 
+def _kept_scores(rows: Sequence[Mapping[str, Array]]) -> list[Score]:
+    """The scores that the rows hold, under the names of the components that gave them: a run may have been resumed
+    with others.
+    """
+    scores = []
+    for row in rows:
+        names = json.loads(row[_NAMES].tobytes()) if _NAMES in row else []
+        values = dict(zip(names, row[_VALUES].tolist(), strict=True)) if names else {}
+        scores.append(
+            Score(float(row["reward"][0]), {name: value for name, value in values.items() if not np.isnan(value)})
+        )
+    return scores
+
+
 def _reward_columns(score: Score, names: Sequence[str], row: Mapping[str, Array]) -> dict[str, Array]:
     columns: dict[str, Array] = {"reward": np.array([score.value], np.float32)}
     if names:
-        columns["reward_components"] = np.array([score.components.get(name, np.nan) for name in names], np.float32)
+        columns[_VALUES] = np.array([score.components.get(name, np.nan) for name in names], np.float32)
+        columns[_NAMES] = np.frombuffer(json.dumps(names).encode(), np.uint8)
     if score.token_rewards is not None:
         token_rewards = np.zeros(row["response_mask"].shape, np.float32)
         token_rewards[row["response_mask"] != 0] = score.token_rewards
