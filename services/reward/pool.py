@@ -247,7 +247,12 @@ class WorkerThread:
             old.kill()
         if self._queue.closed:
             return None, UnavailableError("the reward service is stopping")
-        self._worker = WorkerProcess(self._setup, self._environment)
+        try:
+            self._worker = WorkerProcess(self._setup, self._environment)
+        except OSError as error:  # a bound of the machine, which may have room again for the next attempt
+            return None, UnavailableError(
+                f"the machine gives it no process ({error}); look at its memory and its limits of processes and files"
+            )
         return self._worker, self._worker.wait_ready(START_TIMEOUT_S)
 
     def _take(self) -> deque[Task]:

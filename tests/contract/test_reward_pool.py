@@ -19,6 +19,7 @@ from services.reward.catalog import LocalScorer
 from services.reward.frames import MAX_PAYLOAD_BYTES, FrameBuffer, frame
 from services.reward.pool import WorkerPool
 from tests.contract.reward_peers import items_of, write_user_module
+from tests.file_limits import no_file_is_free
 
 BEHAVE = FunctionScorer(target="behaviour:behave", min=0, max=1)
 StartPool = Callable[..., Awaitable[WorkerPool]]
@@ -128,6 +129,19 @@ async def test_killing_idle_workers_loses_nothing(start_pool: StartPool) -> None
         worker.kill()
         worker.wait()
     assert codes(await pool.score("f", items_of(*["fine"] * 8))) == ["ok"] * 8
+
+
+async def test_a_worker_that_cannot_be_started_for_now_is_started_later(start_pool: StartPool) -> None:
+    pool = await start_pool(num_workers=2, f=BEHAVE)
+    with no_file_is_free():
+        assert codes(await pool.score("f", items_of("hang", "hang"))) == ["TIMEOUT"] * 2  # both workers are killed
+        failed = await asyncio.wait_for(pool.score("f", items_of(*["fine"] * 8)), 60.0)
+    assert codes(failed) == ["WORKER_FAILED"] * 8
+    assert all(result.error.retryable and "Too many open files" in result.error.message for result in failed)
+
+    async with asyncio.timeout(60.0):
+        while len(workers()) < 2 or "ok" not in codes(await pool.score("f", items_of("fine"))):
+            await pool.score("f", items_of("fine", "fine"))
 
 
 @pytest.mark.parametrize(
