@@ -5,32 +5,37 @@ program's files lie in memory and go with it. Linux alone.
 
 Bounds: a sandbox has START_TIMEOUT_S to stand, and a program the seconds that the caller gives, past which all of its
 processes are killed; its output and its files are cut at a number of bytes. `timeout` inside ends it even where this
-process died first.
+process died first. Time in which this process itself did not run is not the program's.
 """
 
 import contextlib
 import fcntl
 import os
+import re
 import select
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rolecall.errors import ConfigError, ScorerUnavailableError
+from rolecall.errors import ConfigError, ScorerUnavailableError, WorkerLostError
 from rolecall.settings import CodeScorer
 
 DISK_BYTES = 2**26
 """Most bytes of a program's files, of each of its two file systems in memory, and of one file."""
 START_TIMEOUT_S = 30.0
 """Longest time until a sandbox stands, and longest run of the look around in it at the start."""
-GRACE_S = 1.0
-"""Seconds past a run's own until it ends itself where nobody is left to do it."""
+GRACE_S = 5.0
+"""Seconds past a run's own until it ends itself where nobody is left to do it; its start is in them."""
+STILL_S = 1.0
+"""Longest wait between two looks at a program. Where the next comes later by as much, the machine stood still."""
+VMSTAT = Path("/proc/vmstat")
+"""Where the kernel counts whom it killed for want of memory."""
 READ_BYTES = 1 << 16
 NOBODY = 65534
 """User and group inside, and outside where the reward service is root: the kernel does not count root's processes."""
@@ -70,6 +75,7 @@ class Sandbox(Protocol):
     ) -> Ran:
         """Runs `command` beside `files` for `seconds`, or until it has written more than `max_bytes`.
         ScorerUnavailableError when the sandbox did not come to stand: then nothing is known of the program.
+        WorkerLostError when it failed while the machine had no memory left: then it need not be to blame.
         """
         ...
 
@@ -118,14 +124,11 @@ class Bubblewrap:
     ) -> Ran:
         """Implements Sandbox.run."""
         owner = NOBODY if os.geteuid() == 0 else None
-        with contextlib.ExitStack() as stack:
+        with _unavailable_without_room(), contextlib.ExitStack() as stack:
             given = {name: _memory_file(stack, content) for name, content in files.items()}
             num_given = sum(map(len, files.values()))
-            # The sandbox says that it stands, and gives the program no way to say so in its place.
-            inside = ["sh", "-c", "printf '\\0ready\\n' >&2; exec \"$@\" 2> /dev/null", "sh"]
-            inside += [*_ends_itself(seconds), *self._limits, *command]
             process = subprocess.Popen(
-                [*self._bwrap(given, num_given), "--", *inside],
+                [*self._bwrap(given, num_given), "--", *_started(seconds, self._limits, command)],
                 stdin=_memory_file(stack, stdin),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -188,22 +191,23 @@ class Bare:
         self, command: Sequence[str], files: Mapping[str, bytes], stdin: bytes, seconds: float, max_bytes: int
     ) -> Ran:
         """Implements Sandbox.run."""
-        with contextlib.ExitStack() as stack:
+        with _unavailable_without_room(), contextlib.ExitStack() as stack:
             # What a program leaves behind it cannot keep this process from going on.
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
             for name, content in files.items():
                 (folder / name).write_bytes(content)
             process = subprocess.Popen(
-                [*_ends_itself(seconds), *self._limits, *command],
+                _started(seconds, self._limits, command),
                 cwd=folder,
                 stdin=_memory_file(stack, stdin),
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
                 env={**ENVIRONMENT, "HOME": str(folder)},
                 start_new_session=True,
             )
             with process:
                 try:
+                    _wait_until_ready(process)
                     return _watch(process, seconds, max_bytes)
                 finally:
                     with contextlib.suppress(ProcessLookupError):  # all of the session has ended
@@ -212,12 +216,39 @@ class Bare:
 
 def _limits(scorer: CodeScorer, *further: str) -> list[str]:
     """The command before a program that limits it, and names it first where the machine's memory runs out."""
-    limits = [f"--cpu={scorer.cpu_s}", f"--as={scorer.memory_bytes}", f"--fsize={DISK_BYTES}", f"--nofile={NUM_FILES}"]
+    # At the first of these numbers of CPU seconds the kernel sends SIGXCPU. At the second it sends SIGKILL, which is to
+    # be a sign of somebody else.
+    cpu = f"--cpu={scorer.cpu_s}:{scorer.cpu_s + 1}"
+    limits = [cpu, f"--as={scorer.memory_bytes}", f"--fsize={DISK_BYTES}", f"--nofile={NUM_FILES}"]
     return ["choom", "-n", "1000", "--", "prlimit", *limits, "--core=0", *further, "--"]
 
 
-def _ends_itself(seconds: float) -> list[str]:
-    return ["timeout", "--signal=KILL", f"{seconds + GRACE_S:.3f}"]
+def _started(seconds: float, limits: Sequence[str], command: Sequence[str]) -> list[str]:
+    """`command` within its time and its limits. The shell before it says that all stands, and gives it no way to say so
+    in its place. Whatever fails until then, such as the fork of `timeout`, is no failure of the program.
+    """
+    ready = ["sh", "-c", "printf '\\0ready\\n' >&2; exec \"$@\" 2> /dev/null", "sh"]
+    return ["timeout", "--signal=KILL", f"{seconds + GRACE_S:.3f}", *limits, *ready, *command]
+
+
+@contextlib.contextmanager
+def _unavailable_without_room() -> Iterator[None]:
+    """Tells what the machine has no process, memory, disk or file for as a sandbox that did not start."""
+    try:
+        yield
+    except OSError as error:
+        raise ScorerUnavailableError(
+            f"the sandbox of a program did not start: {error}; look at the machine's memory, its disk and its limits "
+            "of processes and files"
+        ) from error
+
+
+def _num_killed_for_memory() -> int:
+    """How many processes the kernel has killed for want of memory; 0 where it does not say, as in gVisor."""
+    with contextlib.suppress(FileNotFoundError):
+        if found := re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(), re.MULTILINE):
+            return int(found[1])
+    return 0
 
 
 def _check_tools() -> None:
@@ -262,25 +293,48 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _watch(process: "subprocess.Popen[bytes]", seconds: float, max_bytes: int) -> Ran:
+    """Returns what `process` did until it ended or was ended. WorkerLostError when it failed while the kernel killed
+    processes for want of memory. A program's are the first that it kills, and a compiler whose child was killed exits
+    as for a program that is wrong. So any failure counts, whoever was killed.
+    """
+    num_killed = _num_killed_for_memory()
+    ran = _until_its_end(process, seconds, max_bytes)
+    if ran.status != 0 and _num_killed_for_memory() != num_killed:
+        raise WorkerLostError(
+            "a program failed while the machine had no memory left and processes were killed for it; give the machine, "
+            "or the reward service, more memory or fewer workers"
+        )
+    return ran
+
+
+def _until_its_end(process: "subprocess.Popen[bytes]", seconds: float, max_bytes: int) -> Ran:
     """Reads what `process` writes until it ends or is to be ended."""
     assert process.stdout is not None
     output, stream = bytearray(), process.stdout.fileno()
-    started = time.monotonic()
-    deadline = started + seconds
+    started = looked = time.monotonic()
     end = os.pidfd_open(process.pid)
     try:
         poller = select.poll()
         poller.register(stream, select.POLLIN)
         poller.register(end, select.POLLIN)
-        while events := dict(poller.poll(max(0.0, deadline - time.monotonic()) * 1000)):
-            if stream not in events:
-                return Ran(process.wait(), bytes(output), time.monotonic() - started)  # bounded: it has ended
-            data = os.read(stream, READ_BYTES)
-            output += data
-            if not data:
-                poller.unregister(stream)
-            if len(output) > max_bytes:
+        while True:
+            wait_s = min(STILL_S, max(0.0, started + seconds - looked))
+            events = dict(poller.poll(wait_s * 1000))
+            late_s = time.monotonic() - looked - wait_s
+            if late_s > STILL_S:  # a paused container, a suspended machine: the program did not run either
+                started += late_s
+            looked = time.monotonic()
+            if stream in events:
+                data = os.read(stream, READ_BYTES)
+                output += data
+                if not data:
+                    poller.unregister(stream)
+                if len(output) > max_bytes:
+                    break
+            elif events:
+                return Ran(process.wait(), bytes(output), looked - started)  # bounded: it has ended
+            elif looked >= started + seconds:
                 break
     finally:
         os.close(end)
-    return Ran(None, bytes(output[:max_bytes]), time.monotonic() - started)
+    return Ran(None, bytes(output[:max_bytes]), looked - started)

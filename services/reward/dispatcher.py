@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from rolecall.errors import RoleCallError, ScorerError, ScorerUnavailableError
+from rolecall.errors import RoleCallError, ScorerError, ScorerUnavailableError, WorkerLostError
 from rolecall.scoring.client import open_external
 from rolecall.scoring.retries import with_retries
 from rolecall.scoring.scores import Failure, Outcome, Score, decode_reward
@@ -26,6 +26,10 @@ from services.reward.pool import TIMEOUT, WORKER_DIED, WorkerPool
 logger = logging.getLogger(__name__)
 
 DESCRIBE_PAUSE_S = 0.5
+_AT_FAULT = (WORKER_DIED, TIMEOUT, WorkerLostError.reason)
+"""Codes of an item that has no score for want of a worker or, if it is a program, of the machine's memory. An item
+that fails so each time takes them away itself.
+"""
 
 
 class Component(Protocol):
@@ -226,7 +230,7 @@ class Dispatcher:
 def _outcome(result: reward_pb2.ScoreResult) -> Outcome:
     match result.WhichOneof("outcome"):
         case "error":
-            at_fault = result.error.code in (WORKER_DIED, TIMEOUT)
+            at_fault = result.error.code in _AT_FAULT
             return Failure(result.error.code, result.error.message, result.error.retryable, is_blamed=at_fault)
         case "reward":
             return decode_reward(result.reward)

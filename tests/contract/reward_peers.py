@@ -27,7 +27,7 @@ ALL_FIELDS = [field for field in reward_pb2.ScoreField.values() if field]
 USER_MODULE = '''
 import os, signal, subprocess, sys, time
 import numpy as np
-from rolecall.errors import ScorerUnavailableError
+from rolecall.errors import ScorerUnavailableError, WorkerLostError
 from rolecall.scoring.scores import Item, Score
 
 def behave(item: Item) -> float:
@@ -44,6 +44,8 @@ def behave(item: Item) -> float:
             sys.exit(4)
         case ["segfault"]:
             os.kill(os.getpid(), signal.SIGSEGV)
+        case ["lost"]:
+            raise WorkerLostError("a program failed while the machine had no memory left")
         case ["raise"]:
             raise ValueError("no such luck")
         case ["print"]:

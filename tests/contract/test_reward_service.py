@@ -281,12 +281,15 @@ async def test_a_killed_worker_loses_no_score(start_service: StartService, tmp_p
         assert codes(await client.score(items_of("fine", f"die_once {tmp_path / 'dead'}", "fine"))) == ["ok"] * 3
 
 
-async def test_an_item_that_kills_every_worker_ends_as_bad_data(start_service: StartService) -> None:
+@pytest.mark.parametrize(("response", "code"), [("exit", "WORKER_DIED"), ("lost", "WORKER_LOST")])
+async def test_an_item_that_kills_every_worker_ends_as_bad_data(
+    start_service: StartService, response: str, code: str
+) -> None:
     address = await start_service(mine={**function("behave"), "max_attempts": 2})
     async with client_of(address, timeout_s=20.0, max_attempts=3) as client:
-        killed, fine = await client.score(items_of("exit", "fine"))
+        killed, fine = await client.score(items_of(response, "fine"))
     assert isinstance(killed, Failure)
-    assert (killed.code, killed.retryable) == ("WORKER_DIED", False)
+    assert (killed.code, killed.retryable) == (code, False)
     assert isinstance(fine, Score)
 
 

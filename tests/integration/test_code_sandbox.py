@@ -5,6 +5,7 @@ Each program says what it was allowed; afterwards nothing of it runs. The machin
 user make namespaces and have bubblewrap; else they are skipped, and say so.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,23 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from rolecall.errors import ConfigError, ScorerUnavailableError
-from rolecall.sandbox import DISK_BYTES, Bare, Bubblewrap, Ran, Sandbox
+from rolecall import sandbox as sandboxes
+from rolecall.data.code_tests import CodeTest
+from rolecall.errors import ConfigError, ScorerUnavailableError, WorkerLostError
+from rolecall.sandbox import DISK_BYTES, Bare, Bubblewrap, Ran, Sandbox, sandbox_of
 from rolecall.settings import CodeScorer, LanguageSection, scorer_environment
 from rolecall.v1 import reward_pb2
 from services.reward.pool import WorkerPool
 from services.reward.scorers.code import CodeJudge
+from tests.file_limits import no_file_is_free
+from tests.waiting import until
 
 GENEROUS_S = 120.0
 """For programs that end by themselves."""
 SHORT_S = 1.0
 """For programs that do not."""
+FROZEN_S = 6.0
+"""Of a machine that stands still: longer than the program's own time there, by less than its grace."""
 MAX_BYTES = 2**16
 ATTEMPT = """
 import json, os, socket, sys
@@ -74,6 +81,14 @@ def with_argument(mark: str) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
+
+
+def opened_to_nobody(folder: Path) -> Path:
+    """`folder`, which programs may enter that run as nobody."""
+    for each in (folder, *folder.parents):
+        if each.stat().st_uid == os.geteuid() and not each.stat().st_mode & stat.S_IXOTH:
+            each.chmod(0o755)
+    return folder
 
 
 def run(sandbox: Sandbox, mark: str, program: str, seconds: float = GENEROUS_S) -> Ran:
@@ -262,9 +277,7 @@ def test_a_program_sees_the_folders_that_are_named_and_cannot_write_them(
     packages = tmp_path / "packages"
     packages.mkdir()
     (packages / "words.txt").write_text("hello")
-    for folder in (tmp_path, *tmp_path.parents):  # only their owner may enter them; programs of root run as nobody
-        if folder.stat().st_uid == os.geteuid() and not folder.stat().st_mode & stat.S_IXOTH:
-            folder.chmod(0o755)
+    opened_to_nobody(tmp_path)
     sandbox = Bubblewrap(CodeScorer(read_only=(packages,)))
     sandbox.check(["python3"])
     path = str(packages / "words.txt")
@@ -306,6 +319,131 @@ def test_without_a_sandbox_programs_still_have_limits(mark: str) -> None:
     assert run(bare, mark, "while True: sys.stdout.write('x' * 1000)").status is None
     assert run(bare, mark, "while True: pass").status not in (0, None)
     assert run(bare, mark, "import time\nos.fork()\ntime.sleep(1000)", SHORT_S).status is None
+
+
+class Counted:
+    """A sandbox that counts what is run in `sandbox`."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+        self.num_runs = 0
+
+    def check(self, commands: Sequence[str]) -> None:
+        self._sandbox.check(commands)
+
+    def run(
+        self, command: Sequence[str], files: Mapping[str, bytes], stdin: bytes, seconds: float, max_bytes: int
+    ) -> Ran:
+        self.num_runs += 1
+        return self._sandbox.run(command, files, stdin, seconds, max_bytes)
+
+
+@pytest.fixture(params=["none", "bubblewrap"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each sandbox that this machine can have."""
+    if request.param == "bubblewrap":
+        request.getfixturevalue("bubblewrap")
+    return str(request.param)
+
+
+def judge_of(kind: str, mark: str, **keys: Any) -> tuple[CodeJudge, Counted]:
+    language = LanguageSection(file="main.py", run=("python3", "main.py", mark))
+    scorer = CodeScorer.model_validate({"sandbox": kind, "language": language, "timeout_s": GENEROUS_S, **keys})
+    sandbox = Counted(sandbox_of(scorer))
+    return CodeJudge(scorer, sandbox), sandbox
+
+
+async def test_a_program_that_somebody_else_kills_is_run_again(kind: str, mark: str, tmp_path: Path) -> None:
+    folder = opened_to_nobody(tmp_path)
+    judge, sandbox = judge_of(kind, mark, read_only=(folder,))
+    program = f"import os, time\nwhile not os.path.exists({str(folder / 'go')!r}): time.sleep(0.05)\nprint(1)"
+    scoring = asyncio.create_task(asyncio.to_thread(judge.score, program, [CodeTest("", "1")]))
+    (victim,) = await until(
+        lambda: [each for each in with_argument(mark) if each.cmdline()[:2] == ["python3", "main.py"]]
+    )
+    victim.kill()
+    await until(lambda: sandbox.num_runs == 2)
+    (folder / "go").touch()
+    assert await scoring == 1.0
+
+
+@pytest.mark.parametrize(
+    ("program", "num_runs"),
+    [
+        ("import os\nos.kill(os.getpid(), 9)", 2),  # nobody knows who it was: it is looked at twice
+        ("bytearray(2**33)", 1),
+        ("while True: pass", 1),
+        ("import os\nos.abort()", 1),
+    ],
+)
+def test_what_a_program_does_to_itself_scores_0(kind: str, mark: str, program: str, num_runs: int) -> None:
+    judge, sandbox = judge_of(kind, mark, cpu_s=1)
+    for _ in range(2):
+        assert judge.score(program, [CodeTest("", "1")]) == 0.0
+    assert sandbox.num_runs == num_runs, "and it is remembered"
+
+
+def test_a_failure_while_the_machine_has_no_memory_is_no_score(
+    mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = tmp_path / "vmstat"
+    kills.write_text("nr_free_pages 1\noom_kill 7\n")
+    monkeypatch.setattr(sandboxes, "VMSTAT", kills)
+    judge, _ = judge_of("none", mark)
+    # as a compiler does, one of whose processes was killed
+    program = f"""
+path = {str(kills)!r}
+if "oom_kill 7" in open(path).read():
+    open(path, "w").write("oom_kill 8\\n")
+    raise SystemExit(1)
+print(1)
+"""
+    with pytest.raises(WorkerLostError, match="no memory"):
+        judge.score(program, [CodeTest("", "1")])
+    assert judge.score(program, [CodeTest("", "1")]) == 1.0, "nothing was remembered"
+
+
+def test_a_machine_that_gives_no_process_is_no_score(kind: str, mark: str) -> None:
+    judge, _ = judge_of(kind, mark)
+    with no_file_is_free(), pytest.raises(ScorerUnavailableError, match="Too many open files"):
+        judge.score("print(1)", [CodeTest("", "1")])
+    assert judge.score("print(1)", [CodeTest("", "1")]) == 1.0
+
+
+def test_what_fails_before_the_program_is_not_its_own(kind: str, mark: str) -> None:
+    """Its limits leave no room for the shell that starts it."""
+    scorer = CodeScorer.model_validate({"sandbox": kind, "memory_bytes": 2**16})
+    with pytest.raises(ScorerUnavailableError, match="did not start"):
+        sandbox_of(scorer).run(["true"], {}, b"", GENEROUS_S, 10)
+
+
+async def test_time_in_which_the_machine_stands_still_is_not_the_programs(mark: str, tmp_path: Path) -> None:
+    """As when its container is paused: neither the program nor who times it runs."""
+    started, go = tmp_path / "started", tmp_path / "go"
+    program = f"""
+import os, time
+open({str(started)!r}, "w").close()
+while not os.path.exists({str(go)!r}): time.sleep(0.01)
+"""
+    watcher = f"""
+from rolecall.settings import CodeScorer
+from rolecall.sandbox import Bare
+ran = Bare(CodeScorer(sandbox="none")).run(
+    ["python3", "main.py", "{mark}"], {{"main.py": {program.encode()!r}}}, b"", {FROZEN_S - 1}, 10
+)
+assert ran.status == 0, ran
+assert ran.seconds < {FROZEN_S - 1}, ran
+"""
+    process = subprocess.Popen([sys.executable, "-c", watcher])
+    await until(started.exists)
+    frozen = [psutil.Process(process.pid), *with_argument(mark)]
+    for each in frozen:
+        each.suspend()
+    await asyncio.sleep(FROZEN_S)
+    go.touch()
+    for each in frozen:
+        each.resume()
+    assert await asyncio.to_thread(process.wait, GENEROUS_S) == 0
 
 
 @asynccontextmanager

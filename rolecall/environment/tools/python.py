@@ -30,7 +30,7 @@ class Python:
 
     def call(self, arguments: Mapping[str, Any]) -> str:
         """Implements CallableTool.call. What a program does wrong is in what it prints. ScorerUnavailableError when the
-        sandbox did not come to stand: then the episode is lost.
+        sandbox did not come to stand, WorkerLostError when the machine had no memory: then the episode is lost.
         """
         files = {"main.py": str(arguments["code"]).encode(errors="replace")}
         command = ["sh", "-c", "exec python3 main.py 2>&1"]

@@ -4,12 +4,16 @@ Reads the program from the response and decides what passes; how a program is ke
 program writes is compared outside of it, so it can pass a test of input and output only by writing what is right. A
 test that is code shares its process: it passes when it reached the end, which an early exit does not, but a program
 that sets out to can still deceive it.
+
+A program that SIGKILL or SIGTERM ended is run a second time: nobody here sent it, and neither did its limits. Somebody
+outside may have, such as a service that frees memory. Or the program did so itself, and does so again.
 """
 
 import hashlib
 import json
 import re
 import secrets
+import signal
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -22,6 +26,8 @@ MAX_REMEMBERED = 65536
 """Programs whose scores a worker process remembers; then the one that was longest not asked for is forgotten."""
 MAX_OUTPUT_BYTES = 2**20
 """Most bytes of output beyond the right ones; a program that writes more has failed."""
+KILLED = frozenset(status for number in (signal.SIGKILL, signal.SIGTERM) for status in (-number, 128 + number))
+"""Exit statuses of a program that was killed: by itself, or by somebody outside."""
 ARCHIVE = "program.tar"
 """What compiling made of a program, carried into the sandbox of each test."""
 _FENCE = re.compile(r"([ \t]*)(`{3,})([^`]*)")
@@ -62,8 +68,9 @@ class CodeJudge:
         sandbox.check([name for name in first if not name.startswith("./")])
 
     def score(self, program: str, tests: Sequence[CodeTest]) -> float:
-        """1.0 when `program` passes all `tests`, else 0.0; with `partial` the share. ScorerUnavailableError when the
-        sandbox did not start; ValueError when the tests are code and the language has no `end`.
+        """1.0 when `program` passes all `tests`, else 0.0; with `partial` the share. ScorerUnavailableError and
+        WorkerLostError as Sandbox.run: nothing is remembered then. ValueError when the tests are code and the language
+        has no `end`.
         """
         if self._scorer.language.end is None and any(test.stdout is None for test in tests):
             raise ValueError("code, and scorer.language.end is not set; write tests of input and output")
@@ -97,7 +104,7 @@ class CodeJudge:
         if not language.compile:
             return files
         command = ["sh", "-c", '"$@" > /dev/null && exec tar -c -f - .', "sh", *language.compile]
-        ran = time.spent(self._sandbox.run(command, files, b"", time.left_s, DISK_BYTES))
+        ran = self._run(command, files, b"", time, DISK_BYTES)
         return {ARCHIVE: ran.output} if ran.status == 0 else None
 
     def _passes(self, test: CodeTest, files: Mapping[str, bytes], token: str, time: "_Time") -> bool:
@@ -107,13 +114,22 @@ class CodeJudge:
             command = ["sh", "-c", f'tar -x -f {ARCHIVE} && rm {ARCHIVE} && exec "$@"', "sh", *command]
         max_bytes = MAX_OUTPUT_BYTES + len(expected.encode(errors="replace"))
         stdin = test.stdin.encode(errors="replace")
-        ran = time.spent(self._sandbox.run(command, files, stdin, time.left_s, max_bytes))
+        ran = self._run(command, files, stdin, time, max_bytes)
         if ran.status != 0:
             return False
         output = ran.output.decode(errors="replace")
         if test.stdout is None:
             return token in output  # the program may write before and after it
         return same_output(output, expected)
+
+    def _run(
+        self, command: Sequence[str], files: Mapping[str, bytes], stdin: bytes, time: "_Time", max_bytes: int
+    ) -> Ran:
+        """The run that counts: the second one where the first was killed, whose time is not the program's either."""
+        ran = self._sandbox.run(command, files, stdin, time.left_s, max_bytes)
+        if ran.status in KILLED:
+            ran = self._sandbox.run(command, files, stdin, time.left_s, max_bytes)
+        return time.spent(ran)
 
 
 class _Time:
