@@ -522,6 +522,7 @@ class GetRolloutInfoResponse(_message.Message):
     NUM_SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
     BUSY_S_FIELD_NUMBER: _builtins.int
     NUM_WEIGHT_RANKS_FIELD_NUMBER: _builtins.int
+    ENGINE_USE_FIELD_NUMBER: _builtins.int
     consumer: _builtins.str
     """"<worker>.<incarnation>" of this process."""
     weights_state: Global___WeightsState.ValueType
@@ -542,6 +543,10 @@ class GetRolloutInfoResponse(_message.Message):
     """Seconds the engine had work since start."""
     num_weight_ranks: _builtins.int
     """Ranks in the weight channel."""
+    @_builtins.property
+    def engine_use(self) -> Global___EngineUse:
+        """What requests take of the engine; absent: an engine that does not say it."""
+
     def __init__(
         self,
         *,
@@ -555,11 +560,56 @@ class GetRolloutInfoResponse(_message.Message):
         num_sampled_tokens: _builtins.int = ...,
         busy_s: _builtins.float = ...,
         num_weight_ranks: _builtins.int = ...,
+        engine_use: Global___EngineUse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine_use", b"engine_use"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "consumer", b"consumer", "digest", b"digest", "max_groups", b"max_groups", "max_model_tokens", b"max_model_tokens", "num_groups", b"num_groups", "num_sampled_tokens", b"num_sampled_tokens", "num_weight_ranks", b"num_weight_ranks", "policy_version", b"policy_version", "weights_state", b"weights_state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "consumer", b"consumer", "digest", b"digest", "engine_use", b"engine_use", "max_groups", b"max_groups", "max_model_tokens", b"max_model_tokens", "num_groups", b"num_groups", "num_sampled_tokens", b"num_sampled_tokens", "num_weight_ranks", b"num_weight_ranks", "policy_version", b"policy_version", "weights_state", b"weights_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetRolloutInfoResponse: _TypeAlias = GetRolloutInfoResponse  # noqa: Y015
+
+@_typing.final
+class EngineUse(_message.Message):
+    """What requests take of an engine. "Lately" is since the load of weights before the last one began: a whole step of the run, and what was
+    sampled since.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    KV_CACHE_USAGE_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    num_running: _builtins.int
+    """Requests that hold keys and values, after the engine's last step."""
+    num_waiting: _builtins.int
+    """Requests that wait for a place or for memory, after the engine's last step."""
+    kv_cache_usage: _builtins.float
+    """Largest share of the KV cache's blocks that were held at once, lately; in [0, 1]."""
+    num_preemptions: _builtins.int
+    """Times that a request lost its keys and values to others in a full cache, and computed them again later, since start."""
+    num_prompt_tokens: _builtins.int
+    """Tokens of prompts that were looked up in the prefix cache, lately."""
+    num_cached_tokens: _builtins.int
+    """Those of them that were found there and not computed again."""
+    def __init__(
+        self,
+        *,
+        num_running: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+        kv_cache_usage: _builtins.float = ...,
+        num_preemptions: _builtins.int = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_cache_usage", b"kv_cache_usage", "num_cached_tokens", b"num_cached_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineUse: _TypeAlias = EngineUse  # noqa: Y015

@@ -34,7 +34,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from rolecall.data.mixture import Mixture
 from rolecall.errors import ConfigError, GenerationError, UnavailableError, WorkerLostError
 from rolecall.settings import LoraSection
-from rolecall.v1 import trajectory_pb2
+from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.weights.adapter import POLICY
 from rolecall.weights.engine_calls import join_epoch, receive_version
 from rolecall.weights.transferred import Transferred
@@ -49,7 +49,7 @@ from services.rollout.sampling import (
     SampleRequest,
     VersionSpan,
 )
-from services.rollout.scheduler import PRIORITY, PROBE_PRIORITY
+from services.rollout.scheduler import PRIORITY, PROBE_PRIORITY, UseLog
 from services.rollout.sleeper import Sleeper
 
 _FINISH_REASONS = {"stop": trajectory_pb2.FINISH_REASON_STOP, "length": trajectory_pb2.FINISH_REASON_LENGTH}
@@ -75,7 +75,8 @@ class VllmEngine:
         """Starts the engine's processes; takes tens of seconds. Call it inside the event loop that will use it."""
         if config.in_one_process and not config.devices:
             _know_the_model(config.model_path)
-        self._llm = AsyncLLM.from_engine_args(engine_args(config))
+        self._llm = AsyncLLM.from_engine_args(engine_args(config), stat_loggers=[UseLog])
+        self._use_log: UseLog = self._llm.logger_manager.stat_loggers[0]
         if config.float32_head and self._llm.model_config.head_dtype != torch.float32:
             raise ConfigError(
                 "model.head_dtype float32: vLLM does not compute logits in float32 on this device; leave it at model"
@@ -114,6 +115,11 @@ class VllmEngine:
         its scheduler.
         """
         return self._num_moves
+
+    @property
+    def use(self) -> rollout_pb2.EngineUse:
+        """Implements SamplingEngine.use, by what vLLM's scheduler says after each of its steps."""
+        return self._use_log.use
 
     async def warm_up(self) -> None:
         """Does once what is slow only the first time, on the dummy weights: call it before the replica joins, while
@@ -240,6 +246,7 @@ class VllmEngine:
     async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Transferred:
         """Implements EngineWeights.receive."""
         self._num_loads += 1
+        self._use_log.begin_load()
         receiving = receive_version(
             self._llm,
             epoch=epoch,
@@ -322,7 +329,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         # Of a prompt cut in two vLLM draws a token too early and takes it back from the request's seeded generator,
         # which CPU generators cannot do.
         enable_chunked_prefill=None if config.devices else False,
-        disable_log_stats=True,
+        disable_log_stats=True,  # vLLM's own, in its log; UseLog gets them
         weight_transfer_config=WeightTransferConfig(backend="rolecall"),
         worker_extension_cls="rolecall.weights.receiver.WorkerExtension",
         enable_return_routed_experts=config.mixture is not None,

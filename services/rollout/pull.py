@@ -40,6 +40,7 @@ from rolecall.errors import (
 from rolecall.store.prompts import Claim, PromptQueue
 from rolecall.store.rows import Rows
 from rolecall.telemetry import Metrics, attached, export, tracer
+from rolecall.telemetry.engine_use import use_metrics
 from rolecall.v1 import trajectory_pb2
 from services.rollout.replica import Replica, Response
 from services.rollout.sampling import SampleRequest
@@ -276,6 +277,8 @@ class PullLoop:
             metrics = Metrics()
             metrics.sum("rollout/sampled_tokens", self._replica.num_sampled_tokens)
             metrics.sum("rollout/busy_s", self._replica.busy_s)
+            if (use := self._replica.use) is not None:
+                metrics.merge(use_metrics(use))
             export(metrics)
             claims = [work.claim for work in self._work.values()]
             try:

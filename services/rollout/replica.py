@@ -32,7 +32,7 @@ from rolecall.errors import (
 )
 from rolecall.shifts import Post
 from rolecall.telemetry.states import StateClock
-from rolecall.v1 import trajectory_pb2
+from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.weights.transferred import Transferred
 from services.rollout.activity import Activity
 from services.rollout.gate import Gate
@@ -104,6 +104,11 @@ class Replica:
     def busy_s(self) -> float:
         """Seconds the engine had work since start."""
         return self._activity.busy_s
+
+    @property
+    def use(self) -> rollout_pb2.EngineUse | None:
+        """The use that requests make of the engine; None where it does not say."""
+        return self._engine.use
 
     @property
     def states(self) -> StateClock:

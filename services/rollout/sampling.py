@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Protocol
 
 from rolecall.settings import WeightBackend
-from rolecall.v1 import trajectory_pb2
+from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.weights.transferred import Transferred
 from rolecall.wire import Array
 
@@ -136,6 +136,10 @@ class SamplingEngine(Protocol):
         """Grows with whatever shows that the engine moves: tokens, answers. It stands still in a hung engine, and may
         in an idle one.
         """
+
+    @property
+    def use(self) -> rollout_pb2.EngineUse | None:
+        """The use that requests make of it; None of an engine that does not say it."""
 
     async def sample(self, request: SampleRequest) -> Sample:
         """One response; waits while paused. Cancelling it aborts the request. UnavailableError when a pause aborted it;

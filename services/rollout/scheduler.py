@@ -1,15 +1,22 @@
-"""vLLM's scheduler, with one thing more: while a pause holds all other requests, a probe is computed.
+"""vLLM's scheduler, with one thing more: while a pause holds all other requests, a probe is computed. And the log of
+what it says of itself.
 
 Were the scheduler to go on for it, whatever a publish has paused would go on, too: keys and values of all of it, as
 many as a step takes at each of the probe's steps, under weights that nobody has attested, and to be dropped again.
 """
 
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+from rolecall.v1 import rollout_pb2
 
 PRIORITY, PROBE_PRIORITY = 0, -1
 """Priorities of requests; lower goes first."""
@@ -22,6 +29,7 @@ class _Probing:
     waiting: Any
     max_num_active_reqs: int
     max_num_running_reqs: int
+    log_stats: bool
     _pause_state: PauseState
 
     def get_num_unfinished_requests(self) -> int:
@@ -41,6 +49,14 @@ class _Probing:
         finally:
             self._pause_state, self.max_num_active_reqs = PauseState.PAUSED_NEW, most
 
+    def _preempt_request(self, request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
+        """Takes a request's keys and values. A pause does so, too, and drops what is under way: no sign of a full
+        cache, and is not counted.
+        """
+        super()._preempt_request(request, timestamp, drop_stale_output)  # type: ignore[misc]
+        if drop_stale_output and self.log_stats:
+            request.events.pop()
+
     def _may_probe(self) -> bool:
         first = self.waiting.peek_request() if self.waiting else None
         return self._pause_state is PauseState.PAUSED_NEW and first is not None and first.priority == PROBE_PRIORITY
@@ -58,3 +74,64 @@ def scheduler(*, vllm_config: Any, **others: Any) -> Scheduler:
     """Returns what `scheduler_cls` names: of the kind that the engine is started with."""
     kind = _AsyncProbingScheduler if vllm_config.scheduler_config.async_scheduling else _ProbingScheduler
     return kind(vllm_config=vllm_config, **others)
+
+
+@dataclass
+class _Lately:
+    """The part of an engine's use that is told of the time between two loads."""
+
+    kv_cache_usage: float = 0.0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+class UseLog(PrometheusStatLogger):  # type: ignore[misc]
+    """The log of what requests take of an engine: vLLM makes one, in the process of AsyncLLM, and calls it after every
+    step of its scheduler.
+
+    It is one of Prometheus by name only: vLLM adds its own wherever it is given none, which is dearer and whose numbers
+    name no run and no worker.
+    """
+
+    def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
+        self._last = SchedulerStats()
+        self._num_preemptions = 0
+        self._lately = deque([_Lately()], maxlen=2)
+
+    def begin_load(self) -> None:
+        """New weights are about to arrive: what was before those that are held is forgotten."""
+        self._lately.append(_Lately())
+
+    @property
+    def use(self) -> rollout_pb2.EngineUse:
+        """The use that requests make of the engine."""
+        return rollout_pb2.EngineUse(
+            num_running=self._last.num_running_reqs,
+            num_waiting=self._last.num_waiting_reqs + self._last.num_skipped_waiting_reqs,
+            kv_cache_usage=max(each.kv_cache_usage for each in self._lately),
+            num_preemptions=self._num_preemptions,
+            num_prompt_tokens=sum(each.num_prompt_tokens for each in self._lately),
+            num_cached_tokens=sum(each.num_cached_tokens for each in self._lately),
+        )
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: object = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Takes in what one step says."""
+        if scheduler_stats is not None:
+            self._last, now = scheduler_stats, self._lately[-1]
+            now.kv_cache_usage = max(now.kv_cache_usage, scheduler_stats.kv_cache_usage)
+            now.num_prompt_tokens += scheduler_stats.prefix_cache_stats.queries
+            now.num_cached_tokens += scheduler_stats.prefix_cache_stats.hits
+        if iteration_stats is not None:
+            self._num_preemptions += iteration_stats.num_preempted_reqs
+
+    def log_engine_initialized(self) -> None:
+        """Says nothing."""
+
+    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+        """Says nothing: the replica knows."""

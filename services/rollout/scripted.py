@@ -16,7 +16,7 @@ import numpy as np
 
 from rolecall.data.mixture import Mixture
 from rolecall.errors import RoleCallError, UnavailableError
-from rolecall.v1 import trajectory_pb2
+from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.weights.transferred import Transferred
 from rolecall.wire import Array
 from services.rollout.sampling import (
@@ -95,6 +95,11 @@ class ScriptedEngine:
     def num_moves(self) -> int:
         """Implements SamplingEngine.num_moves."""
         return self._num_moves
+
+    @property
+    def use(self) -> rollout_pb2.EngineUse | None:
+        """Implements SamplingEngine.use: it has no cache to say anything of."""
+        return None
 
     @property
     def num_running(self) -> int:

@@ -201,6 +201,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             num_sampled_tokens=self._replica.num_sampled_tokens,
             busy_s=self._replica.busy_s,
             num_weight_ranks=self._replica.info.num_weight_ranks,
+            engine_use=self._replica.use,
         )
 
 

@@ -426,6 +426,7 @@ async def test_info_says_what_is_held_and_done(rollout: ReplicaUnderTest) -> Non
     )
     assert info.busy_s > before.busy_s
     assert (info.max_model_tokens, info.num_weight_ranks, info.consumer) == (64, 1, "rollout-0.abc")
+    assert not info.HasField("engine_use"), "a scripted engine has no cache"
 
 
 async def test_health_watchers_see_every_change(rollout: ReplicaUnderTest) -> None:

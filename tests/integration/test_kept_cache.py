@@ -5,12 +5,15 @@ that the older weights filled.
 import contextlib
 import copy
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -18,6 +21,7 @@ from rolecall.trajectory import SAMPLED_COLUMNS
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.wire import Array, decode_tensor
 from tests.integration.rollout_process import PROBE, RolloutProcess, check_sampled_from, group, rollout_process
+from tests.ports import free_port
 from tests.tiny_models import write_qwen3
 from tests.tiny_tokenizer import EOS_TOKEN_ID
 
@@ -63,7 +67,9 @@ def num_ended_tokens(rollout: RolloutProcess) -> int:
 
 
 @contextlib.contextmanager
-def sampling(folder: Path, prompt: list[int], num_tokens: int, num_blocks: int) -> Iterator[RolloutProcess]:
+def sampling(
+    folder: Path, prompt: list[int], num_tokens: int, num_blocks: int, **telemetry: Any
+) -> Iterator[RolloutProcess]:
     """A replica that keeps its cache of `num_blocks`, at version 1, with NUM_GROUPS groups, whose prompts begin with
     `prompt`, of responses of `num_tokens`: more than it has places for.
     """
@@ -73,7 +79,7 @@ def sampling(folder: Path, prompt: list[int], num_tokens: int, num_blocks: int) 
     weights["lm_head.weight"][EOS_TOKEN_ID] = 0
     save_file(weights, model_path / "model.safetensors", {"format": "pt"})
     cache = {"kv_cache_bytes": num_blocks * BLOCK_BYTES}
-    with rollout_process(folder, model_path, rollout={**places, **cache}) as rollout:
+    with rollout_process(folder, model_path, rollout={**places, **cache}, telemetry=telemetry) as rollout:
         rollout.open_epoch()
         rollout.publish()
         for gid in range(NUM_GROUPS):
@@ -111,12 +117,47 @@ def test_a_full_engine_proves_its_new_weights_and_goes_on_from_the_keys_and_valu
         # Places came free for them after the publish; the older weights had computed the block they begin with.
         assert num_anew >= NUM_GROUPS * NUM_RESPONSES - 2 * NUM_PLACES
         assert np.median(moved) > 1e-3, "the oracle could not tell a cache that was computed anew"
+        use = use_of(rollout)
+        assert 0 < use.num_cached_tokens < use.num_prompt_tokens, "they share a block of their prompts"
+        assert use.num_cached_tokens % BLOCK == 0
+        assert 0 < use.kv_cache_usage < 0.1
+        assert use.num_preemptions == 0, "nothing gave way to a publish"
 
 
 def test_the_probe_comes_through_where_kept_keys_and_values_fill_the_cache(tmp_path: Path) -> None:
     # Six blocks beside vLLM's own one: three responses of two or two of three fill them, and a longest takes four.
-    with sampling(tmp_path, PROMPT, 480, num_blocks=7) as rollout:
+    page = f"127.0.0.1:{free_port()}"
+    with sampling(tmp_path, PROMPT, 480, num_blocks=7, metrics_bind=page) as rollout:
         for seed in range(3):
             rollout.perturb(seed)
             rollout.publish(pause_mode=rollout_pb2.PAUSE_MODE_KEEP_CACHE)
         assert {one.max_policy_version for one in groups_of(rollout).values()} == {4}
+        use = use_of(rollout)
+        assert use.num_preemptions > 0
+        assert use.kv_cache_usage > 0.5
+        shown = shown_at(page, "rollout/preemptions", float(use.num_preemptions))
+        assert (shown["rollout/running_requests"], shown["rollout/waiting_requests"]) == (0, 0)
+        assert shown["rollout/kv_cache_usage"] == use.kv_cache_usage
+        assert shown.get("rollout/prefix_cache_hit_rate", 0) == 0, "their prompts are shorter than a block"
+
+
+def use_of(rollout: RolloutProcess) -> rollout_pb2.EngineUse:
+    """What requests took of the engine."""
+    answer: rollout_pb2.GetRolloutInfoResponse = rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=60)
+    assert answer.HasField("engine_use")
+    return answer.engine_use
+
+
+def shown_at(page: str, name: str, value: float) -> dict[str, float]:
+    """What the replica shows to Prometheus, by name, once `name` has come to `value`."""
+    shown: dict[str, float] = {}
+    deadline = time.monotonic() + 60
+    while shown.get(name) != value and time.monotonic() < deadline:
+        time.sleep(0.2)
+        with urllib.request.urlopen(f"http://{page}/metrics", timeout=20) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+            found = [sample for family in families for sample in family.samples if sample.name == "rolecall_metric"]
+        assert {sample.labels["worker"] for sample in found} <= {"rollout-0"}
+        shown = {sample.labels["name"]: sample.value for sample in found}
+    assert shown.get(name) == value, shown
+    return shown

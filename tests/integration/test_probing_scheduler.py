@@ -11,12 +11,14 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from services.rollout.scheduler import PRIORITY, PROBE_PRIORITY, scheduler
+from services.rollout.scheduler import PRIORITY, PROBE_PRIORITY, UseLog, scheduler
 from tests.tiny_models import write_qwen3
 
 BLOCK = 16
@@ -44,14 +46,15 @@ def scheduling(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK,
         hash_block_size=BLOCK,
+        log_stats=True,
     )
     assert isinstance(made, AsyncScheduler) == request.param
     return made
 
 
-def add(scheduling: Any, name: str, priority: int) -> None:
-    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
-    scheduling.add_request(Request(name, [1] * 20, sampling, None, priority=priority))
+def add(scheduling: Any, name: str, priority: int, num_tokens: int = 20, max_tokens: int = 8) -> None:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    scheduling.add_request(Request(name, [1] * num_tokens, sampling, None, priority=priority))
 
 
 def step(scheduling: Any) -> dict[str, int]:
@@ -61,10 +64,10 @@ def step(scheduling: Any) -> dict[str, int]:
     return dict(planned.num_scheduled_tokens)
 
 
-def end(scheduling: Any, planned: SchedulerOutput) -> None:
+def end(scheduling: Any, planned: SchedulerOutput) -> Any:
     """The outputs of a step come."""
     names = list(planned.num_scheduled_tokens)
-    scheduling.update_from_output(
+    return scheduling.update_from_output(
         planned,
         ModelRunnerOutput(
             req_ids=names,
@@ -110,3 +113,35 @@ def test_a_probe_waits_in_a_pause_that_holds_everything_and_goes_first_after_it(
     assert step(scheduling) == {}
     scheduling.set_pause_state(PauseState.UNPAUSED)
     assert step(scheduling) == {"probe": 20, "a": 20}
+
+
+def test_requests_that_give_way_in_a_full_cache_are_counted_and_those_of_a_pause_are_not(scheduling: Any) -> None:
+    log = UseLog(None)
+
+    def go_on(num_steps: int) -> None:
+        for _ in range(num_steps):
+            for outputs in end(scheduling, scheduling.schedule()).values():
+                seen = IterationStats()
+                for event in (event for output in outputs.outputs for event in output.events or ()):
+                    seen.num_preempted_reqs += event.type is EngineCoreEventType.PREEMPTED
+                log.record(outputs.scheduler_stats, seen)
+
+    for name in ("a", "b"):
+        add(scheduling, name, PRIORITY, num_tokens=25 * BLOCK, max_tokens=112)
+    go_on(3)
+    assert log.use.kv_cache_usage == pytest.approx(52 / 63), "of 64 blocks one is vLLM's own"
+    scheduling.set_pause_state(PauseState.PAUSED_ALL)
+    scheduling.reset_prefix_cache(reset_running_requests=True)
+    scheduling.set_pause_state(PauseState.UNPAUSED)
+    go_on(5)
+    assert (log.use.num_running, log.use.num_preemptions) == (2, 0)
+    go_on(95)
+    assert (log.use.num_running, log.use.num_waiting, log.use.num_preemptions) == (1, 1, 0), "told once it is back"
+    go_on(60)
+    assert (log.use.num_running, log.use.num_waiting, log.use.num_preemptions) == (0, 0, 1)
+    assert log.use.kv_cache_usage >= 62 / 63
+    log.begin_load()
+    assert log.use.kv_cache_usage >= 62 / 63
+    log.begin_load()
+    assert log.use.kv_cache_usage == 0.0, "by now it is long ago"
+    assert log.use.num_preemptions == 1

@@ -203,6 +203,9 @@ def test_groups_kept_over_a_publish_carry_the_version_of_every_token(rollout: Ro
     assert seen <= {1, 2}
     assert 2 in seen
     assert mixed > 0
+    use = rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=30).engine_use
+    assert 0 < use.kv_cache_usage < 1
+    assert use.num_preemptions == 0, "what a publish paused gave way to nobody"
 
 
 @pytest.mark.parametrize("mode", [rollout_pb2.PAUSE_MODE_WAIT, rollout_pb2.PAUSE_MODE_ABORT])

@@ -16,6 +16,7 @@ from rolecall.errors import RoleCallError
 from rolecall.settings import RunSettings
 from rolecall.store.rows import Rows
 from rolecall.telemetry import Metrics
+from rolecall.telemetry.engine_use import use_metrics
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.wire import Array
 from services.controller.fleet.members import Fleet
@@ -169,8 +170,8 @@ def of_sealed(settings: RunSettings, batch: trajectory_pb2.TrainBatch) -> Metric
 
 
 async def of_fleet(fleet: Fleet) -> Metrics:
-    """Tokens sampled since each replica's start, the seconds its engine had work, and their ratio, summed. A replica
-    that does not answer is left out.
+    """Tokens sampled since each replica's start, the seconds its engine had work, and their ratio, summed; and what
+    requests take of the engines. A replica that does not answer is left out.
     """
     rollouts = fleet.rollouts()
     metrics = Metrics()
@@ -181,12 +182,15 @@ async def of_fleet(fleet: Fleet) -> Metrics:
     for rollout, answer in zip(rollouts, answers, strict=True):
         if isinstance(answer, RoleCallError):
             logger.warning("%s did not say how it is: %s", rollout.consumer, answer)
-        elif isinstance(answer, BaseException):
+            continue
+        if isinstance(answer, BaseException):
             raise answer
-        elif answer.busy_s > 0:
+        if answer.busy_s > 0:
             metrics.sum("rollout/tokens_per_s", answer.num_sampled_tokens / answer.busy_s)
             metrics.sum("rollout/busy_s", answer.busy_s)
             metrics.sum("rollout/sampled_tokens", answer.num_sampled_tokens)
+        if answer.HasField("engine_use"):
+            metrics.merge(use_metrics(answer.engine_use))
     metrics.sum("rollout/replicas", len(rollouts))
     return metrics
 
