@@ -23,6 +23,8 @@ MOMENT_BYTES_PER_PARAMETER = 8
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """float32 master weight and two moments."""
 CPU_KV_CACHE_BYTES = 2**30
+CHARS_PER_TOKEN = 4
+"""About as many as a token of English or of code has."""
 
 
 def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
@@ -135,6 +137,10 @@ def _num_adapter_parameters(settings: RunSettings) -> int | None:
 
 
 def _disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
+    if settings.trackers.num_samples_kept is None:
+        batch = settings.algorithm.groups_per_batch * settings.sampling.num_responses
+        most = batch * settings.longest_trajectory * CHARS_PER_TOKEN
+        yield f"disk (estimate): samples.jsonl grows by up to {in_bytes(most)} a step, whose responses are all kept"
     storage = open_storage(settings.run.checkpoints)
     adapters = _num_adapter_parameters(settings)
     kept_parameters = (facts.num_parameters if adapters is None else adapters) + (

@@ -376,8 +376,11 @@ class TrackersSection(Section):
     can stop a run.
     """
 
-    num_samples_kept: NonNegativeInt = 8
-    """Trajectories written to samples.jsonl, of each step and of each set at each evaluation."""
+    num_samples_kept: NonNegativeInt | None = 8
+    """Trajectories written to samples.jsonl, of each step and of each set at each evaluation: the first of each prompt,
+    then the second of each. null: all of them, to look into a reward; the file then grows by the whole text of each
+    batch, which `rolecall check` estimates. Other trackers get the first 64 of a set.
+    """
     tensorboard: bool = True
     """Event files in <run dir>/tensorboard."""
     wandb_project: str | None = None

@@ -5,9 +5,11 @@ server behind a thread and a bounded queue (background_tracker.py), so that a ru
 one. The controller of a run and rank 0 of `rolecall sft` write here.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
+from itertools import islice
 from typing import Any
 
 from rolecall.errors import ConfigError
@@ -40,6 +42,12 @@ def require(section: TrackersSection) -> Iterator[str]:
         yield f"trackers.custom.function: {section.custom.name} is found and takes its options"
 
 
+SAMPLES_AT_A_TIME = 64
+"""Samples that are in memory and written at once, of however many come."""
+MAX_SHOWN = 64
+"""Samples of a set that a table elsewhere gets at a time: what people read, and a queue of notes holds."""
+
+
 class Trackers:
     """All configured trackers and the samples file."""
 
@@ -68,11 +76,18 @@ class Trackers:
         for tracker in [*self._files, *self._remote]:
             tracker.log(step, values)
 
-    def keep_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Appends to samples.jsonl, and shows them as tables elsewhere."""
-        self._samples.append(samples)
+    def keep_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Appends to samples.jsonl, some at a time as they come, and shows the first MAX_SHOWN of each set as tables
+        elsewhere.
+        """
+        coming, shown = iter(samples), defaultdict[str, list[Mapping[str, Any]]](list)
+        while some := list(islice(coming, SAMPLES_AT_A_TIME)):
+            self._samples.append(some)
+            for sample in some:
+                if len(kept := shown[sample.get("set", "samples")]) < MAX_SHOWN:
+                    kept.append(sample)
         for tracker in self._remote:
-            tracker.keep_samples(step, samples)
+            tracker.keep_samples(step, [sample for kept in shown.values() for sample in kept])
 
     def flush(self) -> None:
         """Closes all, the remote ones at the same time: within background_tracker.FLUSH_S."""

@@ -29,6 +29,7 @@ from rolecall.wire import Array
 from services.controller.fleet.liveness import Rollout
 from services.controller.fleet.members import Fleet
 from services.controller.groups.prompts import PromptRenderer
+from services.controller.step.measures import sample
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,11 @@ class _Response:
     prompt: trajectory_pb2.Prompt
     answer: rollout_pb2.GenerateResponse
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were sampled."""
+        return sum(span.end - span.start for span in self.answer.meta.spans)
+
 
 class Evaluation:
     """The evaluation of the fleet's current policy on every held-out set."""
@@ -101,11 +107,19 @@ class Evaluation:
                 scored = await self._score(responses)
                 await asyncio.to_thread(self._summarise, held_out, responses, scored, metrics)
                 metrics.max(f"eval/{held_out.name}/time_s", time.monotonic() - started)
-                samples += [
-                    _sample(step, held_out.name, response, scored)
-                    for response in responses[: self._settings.trackers.num_samples_kept]
-                ]
+                samples += self._samples(step, held_out, responses, scored)
         return metrics, samples
+
+    def _samples(
+        self, step: int, held_out: HeldOutSet, responses: Sequence[_Response], scored: dict[str, Score]
+    ) -> list[dict[str, Any]]:
+        """The responses that are kept for people: the first of each prompt, then the second of each."""
+        by_index = sorted(responses, key=lambda response: response.answer.meta.index)
+        return [
+            sample(step, held_out.name, meta, response.prompt, scored.get(meta.id), response.num_tokens)
+            for response in by_index[: self._settings.trackers.num_samples_kept]
+            for meta in (response.answer.meta,)
+        ]
 
     async def _generate(self, held_out: HeldOutSet, step: int, policy_version: int) -> list[_Response]:
         queue = list(enumerate(held_out.prompts))[::-1]
@@ -177,8 +191,7 @@ class Evaluation:
         prefix = f"eval/{held_out.name}"
         metrics.sum(f"{prefix}/missing", len(held_out.prompts) * held_out.section.num_responses - len(scored))
         for response in responses:
-            sampled = sum(span.end - span.start for span in response.answer.meta.spans)
-            metrics.mean(f"{prefix}/response_tokens", sampled)
+            metrics.mean(f"{prefix}/response_tokens", response.num_tokens)
             metrics.mean(f"{prefix}/truncated", float(is_truncated(response.answer.meta)))
         for score in scored.values():
             metrics.mean(f"{prefix}/reward", score.value)
@@ -216,17 +229,3 @@ def _summarise_prompts(
 def _token_ids(response: _Response) -> Array:
     prompt = response.answer.prompt_token_ids or response.prompt.token_ids
     return np.frombuffer(prompt + response.answer.response_token_ids, "<i4")
-
-
-def _sample(step: int, name: str, response: _Response, scored: dict[str, Score]) -> dict[str, Any]:
-    meta = response.answer.meta
-    score = scored.get(meta.id)
-    return {
-        "step": step,
-        "set": name,
-        "id": meta.id,
-        "prompt": [[said.role, said.content] for said in (*response.prompt.messages, *meta.episode.messages)],
-        "response": meta.response_text,
-        "ground_truth": response.prompt.ground_truth,
-        "reward": None if score is None else score.value,
-    }

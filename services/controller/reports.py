@@ -58,9 +58,7 @@ class Reports:
             await asyncio.wait([before])  # bounded: as in `over`
         parts = self._parts
         metrics.merge(await measures.of_fleet(parts.fleet))
-        samples = await parts.threads.call(
-            measures.samples, parts.rows, step, groups, parts.settings.trackers.num_samples_kept
-        )
+        samples = measures.samples(parts.rows, step, groups, parts.settings.trackers.num_samples_kept)
         await parts.threads.call(parts.trackers.log, step, metrics.values())
         await parts.threads.call(parts.trackers.keep_samples, step, samples)
         export(metrics)

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -67,6 +68,23 @@ async def test_a_run_trains_every_group_once_and_ends_with_a_checkpoint(
     assert store.connection.command("HLEN", f"{{rl:{store.run}}}:garbage") == 0
     waited = {"starting", "waiting_groups", "training", "publishing", "evaluating", "saving", "working"}
     assert {state for state, seconds in life.states.seconds().items() if seconds} == waited
+
+
+async def test_every_response_of_every_step_is_written_with_its_score_where_all_are_kept(light_run: LightRun) -> None:
+    async with light_run(trackers={"tensorboard": False, "num_samples_kept": None}) as run:
+        await run.to_the_end("rollout-0")
+    lines = [json.loads(line) for line in (run.settings.run.dir / "samples.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if line["set"] == "train"]
+    assert Counter(line["step"] for line in trained) == {1: 8, 2: 8, 3: 8}
+    assert len({line["id"] for line in trained}) == 24
+    assert all(line["prompt"] and line["response_tokens"] > 0 for line in trained)
+    assert {line["finish_reason"] for line in trained} <= {"stop", "length"}
+    by_step = {line["step"]: line for line in run.metrics()}
+    for step in (1, 2, 3):
+        of_step = [line for line in trained if line["step"] == step]
+        assert fmean(line["reward"] for line in of_step) == pytest.approx(by_step[step]["reward/mean"])
+        assert fmean(line["response_tokens"] for line in of_step) == pytest.approx(by_step[step]["response/tokens"])
+        assert all(line["components"] for line in of_step)
 
 
 async def test_the_controller_stays_until_the_last_worker_has_heard_of_the_end(light_run: LightRun) -> None:

@@ -56,7 +56,7 @@ async def evaluated(
     sections = {
         "sets": {name: {"path": str(folder / "held.jsonl"), **section} for name, section in sets.items()},
     }
-    kept = {"tensorboard": False, "num_samples_kept": 1000}
+    kept = {"tensorboard": False, "num_samples_kept": None}
     async with twin_run(
         store, folder, make_settings, score=score, run={"num_steps": 1}, evaluation=sections, trackers=kept
     ) as run:
@@ -83,6 +83,10 @@ async def test_pass_and_majority_of_a_set_follow_from_its_responses(
         if sample["set"] == "many":
             by_prompt[sample["id"].rpartition("/")[0]].append(sample["reward"])
     assert [len(rewards) for rewards in by_prompt.values()] == [6] * 6
+    kept = [sample for sample in samples if sample["set"] == "many"]
+    assert [sample["id"].rpartition("/")[2] for sample in kept] == [str(i) for i in range(6) for _ in range(6)]
+    assert metrics["eval/many/response_tokens"] == pytest.approx(fmean(sample["response_tokens"] for sample in kept))
+    assert metrics["eval/many/truncated"] == fmean(sample["finish_reason"] == "length" for sample in kept)
     for k in (1, 2, 4, 6):
         expected = fmean(pass_at_k(6, int(sum(rewards)), k) for rewards in by_prompt.values())
         assert metrics[f"eval/many/pass@{k}"] == pytest.approx(expected)

@@ -19,7 +19,7 @@ import pytest
 from examples.custom_tracker.webhook import Webhook
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings, SftSettings
-from rolecall.trackers import TrackedRun, Trackers, background_tracker, require
+from rolecall.trackers import MAX_SHOWN, TrackedRun, Trackers, background_tracker, require
 from rolecall.trackers.background_tracker import BackgroundTracker
 from rolecall.trackers.mlflow import metric_name
 from rolecall.trackers.tracker import shown_configuration, tables_of
@@ -246,6 +246,28 @@ def test_a_tracker_of_the_users_own_gets_every_step_under_one_id_over_restarts(
         1,
         2,
     ]
+
+
+def test_samples_beyond_what_people_read_are_in_the_file_alone(make_settings: MakeSettings, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "counting.py").write_text(
+        "import pathlib\n"
+        "class Counting:\n"
+        "    def __init__(self, run, path):\n"
+        "        self.path = pathlib.Path(path)\n"
+        "    def log(self, step, values): pass\n"
+        "    def close(self): pass\n"
+        "    def keep_samples(self, step, samples):\n"
+        "        self.path.write_text(f'{step} {[each[\"set\"] for each in samples]}\\n')\n"
+    )
+    told = tmp_path / "told"
+    function = {"function": f"{tmp_path}/counting:Counting", "options": {"path": str(told)}}
+    trackers = Trackers(make_settings(trackers={"tensorboard": False, "custom": function}))
+    trackers.keep_samples(1, ({"set": "train" if i < 200 else "held", "i": i} for i in range(210)))
+    trackers.flush()
+    assert told.read_text() == f"1 {['train'] * MAX_SHOWN + ['held'] * 10}\n"
+    lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["i"] for line in lines] == list(range(210))
 
 
 @pytest.mark.parametrize(
