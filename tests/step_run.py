@@ -32,7 +32,7 @@ from rolecall.telemetry import Metrics
 from rolecall.training.serving.calls import TrainerCalls
 from rolecall.v1 import controller_pb2, weights_pb2
 from rolecall.v1.reward_pb2 import DescribeResponse, ScoreItem
-from rolecall.v1.trajectory_pb2 import CommittedGroup, Prompt, RowRef, TrajectoryMeta
+from rolecall.v1.trajectory_pb2 import FINISH_REASON_STOP, CommittedGroup, Prompt, RowRef, TrajectoryMeta
 from rolecall.wire import Array
 from services.controller.board import RunBoard
 from services.controller.config import admission_policy
@@ -391,7 +391,13 @@ class StepRun:
                     }
                 )
             metas = [
-                TrajectoryMeta(id=ref.id, gid=claim.group.gid, prompt=claim.group.prompt, num_prompt_tokens=3)
+                TrajectoryMeta(
+                    id=ref.id,
+                    gid=claim.group.gid,
+                    prompt=claim.group.prompt,
+                    num_prompt_tokens=3,
+                    finish_reason=FINISH_REASON_STOP,
+                )
                 for ref in refs
             ]
             self.rows.stage_many(refs, rows, metas, 600)
