@@ -29,7 +29,7 @@ from rolecall.wire import Array
 from services.controller.fleet.liveness import Rollout
 from services.controller.fleet.members import Fleet
 from services.controller.groups.prompts import PromptRenderer
-from services.controller.step.measures import sample
+from services.controller.samples import sample
 
 logger = logging.getLogger(__name__)
 

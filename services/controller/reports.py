@@ -12,6 +12,7 @@ from rolecall.errors import DiskFullError
 from rolecall.telemetry import Metrics, export
 from services.controller.groups.assembly import ScoredGroup
 from services.controller.parts import Parts
+from services.controller.samples import samples as samples_of
 from services.controller.step import measures
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Reports:
             await asyncio.wait([before])  # bounded: as in `over`
         parts = self._parts
         metrics.merge(await measures.of_fleet(parts.fleet))
-        samples = measures.samples(parts.rows, step, groups, parts.settings.trackers.num_samples_kept)
+        samples = samples_of(parts.rows, step, groups, parts.settings.trackers.num_samples_kept)
         await parts.threads.call(parts.trackers.log, step, metrics.values())
         await parts.threads.call(parts.trackers.keep_samples, step, samples)
         export(metrics)

@@ -40,7 +40,12 @@ class Replica:
         for index in range(request.num_responses):
             if request.prompt.uid in self.failing:
                 raise self.failing[request.prompt.uid]
-            meta = trajectory_pb2.TrajectoryMeta(id=f"{request.id}/{index}", prompt=request.prompt, response_text="1")
+            meta = trajectory_pb2.TrajectoryMeta(
+                id=f"{request.id}/{index}",
+                prompt=request.prompt,
+                response_text="1",
+                finish_reason=trajectory_pb2.FINISH_REASON_STOP,
+            )
             yield rollout_pb2.GenerateResponse(meta=meta, response_token_ids=np.ones(3, "<i4").tobytes())
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from rolecall.v1 import trajectory_pb2 as pb
+from services.controller import samples as made
 from services.controller.groups.assembly import ScoredGroup
-from services.controller.step import measures
 
 WORDS = pb.Prompt(messages=[pb.Message(role="user", content="sort")], ground_truth="abc")
 
@@ -51,7 +51,7 @@ def scored(gid: int, size: int) -> ScoredGroup:
 
 def samples(number: int | None, *groups: ScoredGroup) -> list[dict[str, Any]]:
     rows: Any = FewRows()
-    return list(measures.samples(rows, 3, groups, number))
+    return list(made.samples(rows, 3, groups, number))
 
 
 @pytest.mark.parametrize(
@@ -84,13 +84,13 @@ def test_a_sample_says_what_its_reward_was_made_of_how_long_it_is_and_why_it_end
 
 def test_an_episode_says_what_ended_it() -> None:
     meta = pb.TrajectoryMeta(finish_reason=pb.FINISH_REASON_LENGTH, episode=pb.Episode(ended_by="turns"))
-    assert measures.sample(0, "train", meta, WORDS, None, 5)["finish_reason"] == "turns"
+    assert made.sample(0, "train", meta, WORDS, None, 5)["finish_reason"] == "turns"
 
 
 def test_a_few_are_read_at_a_time_however_many_are_kept() -> None:
     rows: Any = FewRows()
-    coming = measures.samples(rows, 3, [scored(gid, 16) for gid in range(32)], None)
+    coming = made.samples(rows, 3, [scored(gid, 16) for gid in range(32)], None)
     next(coming)
-    assert rows.reads == [measures.SAMPLES_AT_A_TIME]
+    assert rows.reads == [made.SAMPLES_AT_A_TIME]
     assert len(list(coming)) == 511
-    assert rows.reads == [measures.SAMPLES_AT_A_TIME] * 8
+    assert rows.reads == [made.SAMPLES_AT_A_TIME] * 8

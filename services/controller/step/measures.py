@@ -1,23 +1,18 @@
-"""The measures of a step: metrics of its batch, of its time and of the fleet, and samples for people.
+"""The measures of a step: metrics of its batch, of its time and of the fleet.
 
 Reads, decides nothing.
 """
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from rolecall.columns import TEACHER, reference_column
 from rolecall.errors import RoleCallError
-from rolecall.scoring.scores import FINISH_REASONS, Score
 from rolecall.settings import RunSettings
-from rolecall.store.rows import Rows
 from rolecall.telemetry import Metrics
 from rolecall.telemetry.engine_use import use_metrics
 from rolecall.v1 import rollout_pb2, trajectory_pb2
@@ -43,8 +38,6 @@ BRANCHES = ("history", "fork", "tools", "template")
 """Reasons why a call of an agent began a branch, beside the first."""
 INFO_TIMEOUT_S = 5.0
 """Deadline of a rollout's GetInfo, which blocks on nothing."""
-SAMPLES_AT_A_TIME = 64
-"""Trajectories that are read at once for people: of 32k tokens each, some 8 MB of text."""
 
 
 class Stopwatch:
@@ -198,44 +191,3 @@ async def of_fleet(fleet: Fleet) -> Metrics:
             metrics.merge(use_metrics(answer.engine_use))
     metrics.sum("rollout/replicas", len(rollouts))
     return metrics
-
-
-def samples(rows: Rows, step: int, groups: Sequence[ScoredGroup], number: int | None) -> Iterator[dict[str, Any]]:
-    """The first `number` trajectories of a batch for people to read, or all: the first of each group, then the second
-    of each. Their rows are read as they are taken, SAMPLES_AT_A_TIME.
-    """
-    largest = max((len(group.rows) for group in groups), default=0)
-    chosen = islice(((group, i) for i in range(largest) for group in groups if i < len(group.rows)), number)
-    prompts: dict[int, trajectory_pb2.Prompt] = {}
-    while some := list(islice(chosen, SAMPLES_AT_A_TIME)):
-        for (group, i), meta in zip(some, rows.read_meta([group.rows[i] for group, i in some]), strict=True):
-            prompt = prompts.setdefault(group.gid, meta.prompt)  # which its other rows lack
-            components = {name: float(values[i]) for name, values in group.components.items()}
-            applying = {name: value for name, value in components.items() if not math.isnan(value)}
-            score = Score(float(group.rewards_G[i]), applying)
-            yield sample(step, "train", meta, prompt, score, int(group.num_response_tokens_G[i]))
-
-
-def sample(
-    step: int,
-    name: str,
-    meta: trajectory_pb2.TrajectoryMeta,
-    prompt: trajectory_pb2.Prompt,
-    score: Score | None,
-    num_response_tokens: int,
-) -> dict[str, Any]:
-    """A line of samples.jsonl: a trajectory of the set `name`, after `step` steps; `score` None where nobody could
-    score it.
-    """
-    return {
-        "step": step,
-        "set": name,
-        "id": meta.id,
-        "prompt": [[said.role, said.content] for said in (*prompt.messages, *meta.episode.messages)],
-        "response": meta.response_text,
-        "ground_truth": prompt.ground_truth,
-        "reward": None if score is None else score.value,
-        "components": {} if score is None else dict(score.components),
-        "response_tokens": num_response_tokens,
-        "finish_reason": meta.episode.ended_by or FINISH_REASONS[meta.finish_reason],
-    }
