@@ -174,9 +174,12 @@ class RolloutProcess:
         return np.concatenate([[0.0], chosen.numpy()]).astype(np.float32)
 
     def wait_for_groups(self) -> None:
-        """Waits until the replica holds a group, 30 s at most."""
+        """Waits until the replica holds a group and its engine has begun to sample, 30 s at most."""
         deadline = time.monotonic() + 30
-        while self.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=30).num_groups == 0:
+        while True:
+            info = self.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=30)
+            if info.num_groups and info.engine_use.num_running:
+                return
             assert time.monotonic() < deadline, (
                 "the replica claimed no group: has it weights? The tests of a file run in order"
             )

@@ -135,8 +135,8 @@ def test_the_probe_comes_through_where_kept_keys_and_values_fill_the_cache(tmp_p
         use = use_of(rollout)
         assert use.num_preemptions > 0
         assert use.kv_cache_usage > 0.5
-        shown = shown_at(page, "rollout/preemptions", float(use.num_preemptions))
-        assert (shown["rollout/running_requests"], shown["rollout/waiting_requests"]) == (0, 0)
+        shown = shown_at(page, "rollout/running_requests", 0.0)
+        assert (shown["rollout/preemptions"], shown["rollout/waiting_requests"]) == (use.num_preemptions, 0)
         assert shown["rollout/kv_cache_usage"] == use.kv_cache_usage
         assert shown.get("rollout/prefix_cache_hit_rate", 0) == 0, "their prompts are shorter than a block"
 
