@@ -50,8 +50,8 @@ USAGE = 2
 RESTART = 75
 """EX_TEMPFAIL of sysexits.h: a retryable error, an unforeseen one, or a process that was given up as hung."""
 STOPPED = 128 + signal.SIGTERM
-"""What a shell says of a process that SIGTERM ended: a controller or trainer that a signal stopped before the run was
-over. With 0 a drained or deleted pod of a Kubernetes Job would count as done.
+"""What a shell says of a process that SIGTERM ended: a role that a signal stopped before the run was over. With 0 a
+drained or deleted pod of a Kubernetes Job would count as done.
 """
 LEAVE_S = 0.5
 """Seconds between the verdict that this process hangs and its end, for its last lines to be written."""

@@ -42,8 +42,8 @@ class NextBatches:
     end: RunEnd
     look: Callable[[], Awaitable[None]]
     """Awaited at every look while the groups are not ready."""
-    is_saving: Callable[[], bool]
-    """Whether a checkpoint is being written, within deadlines of its own: admission may wait for what it frees."""
+    waits_for_room: Callable[[], bool]
+    """Whether nothing can move before a checkpoint has freed rows: it is being written, or tried again and again."""
 
     async def next(self, step: int) -> NextBatch | None:
         """The batch of `step`: the one sealed by an earlier loop, or the groups that admission.py chooses. None when
@@ -70,7 +70,7 @@ class NextBatches:
                     return_when=FIRST_COMPLETED,
                 )
                 moves, paused, trouble = self._what_moves(), self.board.paused, self.reward.trouble
-                has_stalled = stall.has_stalled(moves, paused=paused or bool(trouble) or self.is_saving())
+                has_stalled = stall.has_stalled(moves, paused=paused or bool(trouble) or self.waits_for_room())
                 if away.has_stalled(moves, paused=paused or not trouble) and not groups.done():
                     self.end.call(self._scorer_away(trouble))
                     return None
@@ -99,8 +99,8 @@ class NextBatches:
 
     def _stalled(self, step: int) -> BudgetSpentError:
         return BudgetSpentError(
-            f"step {step}: no group was finished for controller.stall_timeout_s = "
-            f"{_patience_s(self.settings):.0f} s; "
+            f"step {step}: no group was finished for {_patience_s(self.settings):.0f} s, "
+            "controller.stall_timeout_s and what a scorer and a reference may take; "
             f"{self.assembly.num_live} are live, {self.assembly.num_ready} ready, "
             f"rollouts: {[rollout.consumer + ' ' + rollout.phase for rollout in self.fleet.rollouts()]}"
         )
@@ -122,6 +122,8 @@ class NextBatches:
         """
         if not self.fleet.rollouts():
             self.board.wait_for("rollouts: none is alive", "waiting_rollouts")
+        elif self.waits_for_room():
+            self.board.wait_for("a checkpoint: the rows that it covers fill the store", "saving")
         elif self.reward.trouble and not self.board.paused:
             self.board.wait_for(
                 f"the scorer, for groups of step {step}; nothing is admitted beyond those that wait for it",
@@ -132,9 +134,11 @@ class NextBatches:
 
 
 def _patience_s(settings: RunSettings) -> float:
-    """controller.stall_timeout_s, or the deadline of a call that a group waits for where that is longer."""
-    return max(
-        settings.controller.stall_timeout_s,
-        settings.reward.timeout_s,
-        settings.actor.compute_timeout_s if settings.references else 0.0,
+    """controller.stall_timeout_s beyond the longest that a group may wait for its scorer and references, both of which
+    are asked while rollouts have nothing to do.
+    """
+    return (
+        settings.controller.stall_timeout_s
+        + settings.reward.timeout_s * settings.reward.max_attempts
+        + (settings.actor.compute_timeout_s if settings.references else 0.0)
     )

@@ -111,7 +111,7 @@ class Loop:
             parts.reward,
             self._end,
             self._look,
-            lambda: self._saver.is_in_flight,
+            self._waits_for_room,
         )
         self._reports = Reports(parts)
         self._evaluations = Evaluations(parts)
@@ -338,15 +338,18 @@ class Loop:
         """Tries the checkpoint again that failed at the step boundary, where admission waits for the rows that it would
         free: no other boundary would come. A batch that an earlier loop sealed comes first, for a trainer may be ahead.
         """
-        assembly, recovered = self._assembly, self._recovered
-        is_sealed = recovered.sealed is not None and self._step == recovered.position.step
-        nothing_moves = assembly.num_live == assembly.num_ready and not self._saver.is_in_flight
-        if not (self._intake.waits_for_room and nothing_moves) or is_sealed or time.monotonic() < self._next_try_at:
+        sealed = self._recovered.sealed if self._step == self._recovered.position.step else None
+        is_due = not self._saver.is_in_flight and time.monotonic() >= self._next_try_at
+        if not self._waits_for_room() or not is_due or sealed is not None:
             return
         self._next_try_at = time.monotonic() + ROOM_RETRY_S
         await self._save_if(lambda: True)
         if not self._parts.shifts.is_sampling:
             await self._publish()
+
+    def _waits_for_room(self) -> bool:
+        """Whether admission waits for the rows that a checkpoint frees, and nothing is sampled or scored any more."""
+        return self._intake.waits_for_room and self._assembly.num_live == self._assembly.num_ready
 
     async def _reach_others(self) -> None:
         """Publishes again when all that held the weights are gone and others wait for theirs: no step boundary would

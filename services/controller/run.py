@@ -83,6 +83,8 @@ class ControllerRun:
                 self._ledger.lock, self._settings.controller.lease_s, latest[1].ctl if latest else 0
             )
             try:
+                if (await self._threads.call(self._ledger.position)).paused and not self._board.steered:
+                    self._board.pause()  # now: people may have taken away the roles that are waited for
                 await self._run_locked(ctl)
             finally:
                 # nobody's run to give back, nobody to give it to, or a store that the next controller has to judge

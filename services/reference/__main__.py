@@ -14,7 +14,7 @@ from rolecall.settings import rank_of_process
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code of the process."""
     args = parse_args("reference", argv)
-    return run(lambda: _serve(args), "reference")
+    return run(lambda: _serve(args), "reference", has_end=True)
 
 
 async def _serve(args: ServiceArgs) -> None:

@@ -38,6 +38,8 @@ class Activity:
         self._since: float | None = None
         self._busy_s = 0.0
         self._num_groups = 0
+        self.waits_for_places = False
+        """Whether an environment that is away or full keeps groups from being claimed."""
         self.states = StateClock(STATES)
 
     @property
@@ -51,10 +53,10 @@ class Activity:
 
     @property
     def has_work(self) -> bool:
-        """Whether it owes something, or has a group of the run in hand, which deadlines of its own bound: also while
-        that waits for an environment, the run moves.
+        """Whether it owes something, has a group of the run in hand, or waits for its environment to take one. Groups
+        have deadlines of their own; an environment is waited for without end.
         """
-        return self.owes or self._num_groups > 0
+        return self.owes or self._num_groups > 0 or self.waits_for_places
 
     @property
     def busy_s(self) -> float:

@@ -182,7 +182,9 @@ class PullLoop:
             return
         if self._start():
             return
-        room = await self._sampler.room(len(self._work), self._room())
+        wanted = self._room()
+        room = await self._sampler.room(len(self._work), wanted)
+        self._replica.note_places(missing=room == 0 < wanted)
         if room == 0:
             await self._until(*self._tasks())
             return

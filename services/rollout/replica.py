@@ -126,8 +126,12 @@ class Replica:
 
     @property
     def has_work(self) -> bool:
-        """Whether it owes something or samples a group of the run."""
+        """Whether it owes something, samples a group of the run, or waits for the environment to take one."""
         return self._activity.has_work
+
+    def note_places(self, *, missing: bool) -> None:
+        """Notes whether places of an environment are `missing` for groups that the engine could sample."""
+        self._activity.waits_for_places = missing
 
     @property
     def num_moves(self) -> int:
@@ -325,7 +329,7 @@ class Replica:
         try:
             await self.gate.shut()
             await self._come_to_rest(mode)
-        except DeadlineError:
+        except (DeadlineError, asyncio.CancelledError):
             self._start_keeping()  # the gate stays shut, and perhaps nobody asks again
             raise
         self._activity.change(paused=True)

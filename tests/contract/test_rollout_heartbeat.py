@@ -125,6 +125,11 @@ async def test_what_only_says_that_an_engine_lives_is_no_progress_of_the_run(
         before = pulse.count
         await asyncio.sleep(3 * LOOK_S)
         assert pulse.count == before
+        rollout.replica.note_places(missing=True)  # its environment is waited for, which nobody may call a stall
+        await until(lambda: pulse.count > before)
+        rollout.replica.note_places(missing=False)
+        await asyncio.sleep(2 * LOOK_S)
+        before = pulse.count
         rollout.engine.hold = True
         rollout.admit(1)
         await until(lambda: pulse.count > before)

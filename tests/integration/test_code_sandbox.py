@@ -367,6 +367,12 @@ async def test_a_program_that_somebody_else_kills_is_run_again(kind: str, mark: 
     assert await scoring == 1.0
 
 
+def test_a_program_that_is_killed_too_late_for_a_second_run_has_no_score(kind: str, mark: str) -> None:
+    judge, _ = judge_of(kind, mark, timeout_s=3.0)
+    with pytest.raises(WorkerLostError, match="too short to run it a second time"):
+        judge.score("import os, time\ntime.sleep(2)\nos.kill(os.getpid(), 9)", [CodeTest("", "1")])
+
+
 @pytest.mark.parametrize(
     ("program", "num_runs"),
     [

@@ -45,14 +45,16 @@ async def test_a_full_disk_of_a_crowded_store_is_tried_again_though_no_step_come
 ) -> None:
     """Nothing is admitted before rows are freed, and no batch comes before something is admitted."""
     monkeypatch.setattr(loop, "ROOM_RETRY_S", 0.2)
-    async with light_run(run={"num_steps": 12, "checkpoint_every_steps": 1000}) as run:
+    hasty: dict[str, dict[str, Any]] = {"controller": {"stall_timeout_s": 0.5}, "reward": {"timeout_s": 0.3}}
+    async with light_run(run={"num_steps": 12, "checkpoint_every_steps": 1000}, **hasty) as run:
         crowd(run)
         trainer = run.actor.trainer
         trainer.disk_is_full = trouble == "no room for the state"
         trainer.cannot_write = trouble == "no room for the files"
         async with run.controller() as life, run.rollout("rollout-0"):
-            await life.reaches(2)
-            await asyncio.sleep(0.5)
+            await life.shows(lambda status: status.step == 2 and "a checkpoint: the rows" in status.waiting_for)
+            await asyncio.sleep(3.0)  # longer than anything else is waited for
+            assert not life.running.done()
             trainer.disk_is_full = trainer.cannot_write = False
             await life.ends()
     assert balance(run) == (48, 48, 0, 0)

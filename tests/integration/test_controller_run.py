@@ -221,13 +221,13 @@ async def test_a_profile_waits_while_the_run_is_paused_is_one_at_a_time_and_ends
 
 async def test_a_run_that_stalls_ends_with_a_checkpoint_of_where_it_stands(light_run: LightRun) -> None:
     sections: dict[str, Any] = {"run": {"num_steps": 1000, "checkpoint_every_steps": 1000}}
-    sections |= {"controller": {"stall_timeout_s": 1.0}, "reward": {"timeout_s": 2.0}}
+    sections |= {"controller": {"stall_timeout_s": 1.0}, "reward": {"timeout_s": 1.0, "max_attempts": 1}}
     async with light_run(**sections) as run, run.controller() as life, run.rollout("rollout-0") as engine:
         await life.reaches(1)
         engine.hold = True
         with pytest.raises(
             BudgetSpentError,
-            match=r"no group was finished for controller.stall_timeout_s = 2 s; "
+            match=r"no group was finished for 2 s, controller.stall_timeout_s and .*; "
             r"4 are live, \d ready, rollouts: \['rollout-0",
         ):
             await life.ends()
@@ -473,9 +473,25 @@ async def test_a_paused_run_without_rollouts_outlives_a_hiccup_of_its_store(
             await asyncio.sleep(2.5)
             assert not life.running.done()
             async with run.rollout("rollout-1"):
-                step = (await life.status()).step
+                step = (await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)).step
                 await life.stub.ResumeRun(pb.ResumeRunRequest())
                 await life.reaches(step + 1)
+                await life.stub.StopRun(pb.StopRunRequest())
+                await life.ends()
+
+
+async def test_a_paused_run_waits_for_rollouts_also_when_its_controller_is_another(light_run: LightRun) -> None:
+    hasty = {"start_timeout_s": 1.0, "stall_timeout_s": 1.0}
+    async with light_run(run={"num_steps": 1000}, controller=hasty) as run:
+        async with run.controller() as life, run.rollout("rollout-0", token_s=0.002):
+            await life.reaches(1)
+            await life.stub.PauseRun(pb.PauseRunRequest())
+            await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
+        async with run.controller() as life:
+            await asyncio.sleep(3.0)
+            assert not life.running.done()
+            async with run.rollout("rollout-1"):
+                await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
                 await life.stub.StopRun(pb.StopRunRequest())
                 await life.ends()
 

@@ -308,6 +308,21 @@ async def test_kept_components_keep_their_names_when_a_resumed_run_has_others(
     assert np.isnan(kept.components["brevity"]).all(), "it never scored them"
 
 
+async def test_components_of_rows_without_names_are_those_of_now(
+    store: StoreUnderTest, make_settings: MakeSettings
+) -> None:
+    """They were scored before names were kept."""
+    group = new_group(store)
+    refs = list(group.rows)
+    values = {"reward": np.array([0.5], np.float32), "reward_components": np.array([1, 0], np.float32)}
+    store.rows.put(refs, [values] * len(refs))
+    described = Described(components=[component_spec(name, 0, 1) for name in ("correct", "format")])
+    async with serving(described) as address, scoring(store, make_settings, address) as scorer:
+        kept = await scorer.score(group)
+    assert kept.components["correct"].tolist() == [1] * NUM_RESPONSES
+    assert kept.components["format"].tolist() == [0] * NUM_RESPONSES
+
+
 async def test_a_group_waits_for_its_scorer_as_long_as_others_are_scored(
     store: StoreUnderTest, make_settings: MakeSettings
 ) -> None:

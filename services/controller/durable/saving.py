@@ -58,7 +58,11 @@ class CheckpointSaver:
         """
         await self.finish()
         started = time.monotonic()
-        attempt = self._checkpoints.begin(step)
+        try:
+            attempt = self._checkpoints.begin(step)
+        except BaseException:
+            given_up()
+            raise
         taken = [asyncio.Event() for _ in self._trainers]
         shares = asyncio.create_task(self._shares(ctl, attempt, taken))
         try:

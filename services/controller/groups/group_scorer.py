@@ -122,7 +122,9 @@ class GroupScorer:
             except BaseExceptionGroup as errors:
                 raise first_error(errors) from errors
             names = await self._component_names()
-            scores = _kept_scores(rows) if scoring is None else await self._keep(refs, rows, scoring.result(), names)
+            scores = (
+                _kept_scores(rows, names) if scoring is None else await self._keep(refs, rows, scoring.result(), names)
+            )
         return _scored_group(group, rows, metas, scores, names, landed_at_s)
 
     async def _keep(
@@ -138,7 +140,7 @@ class GroupScorer:
         columns = [_reward_columns(score, names, row) for score, row in zip(scores, rows, strict=True)]
         if await self._writing.call((refs, columns)):
             return scores
-        return _kept_scores((await self._reading.call(refs))[0])
+        return _kept_scores((await self._reading.call(refs))[0], names)
 
     def _put(self, groups: Sequence[tuple[_Refs, Sequence[Mapping[str, Array]]]]) -> list[bool]:
         """Writes columns to the rows of each group. False for all of them where any row had its columns before: then
@@ -211,14 +213,14 @@ class GroupScorer:
         await self._references[name].ComputeLogprobs(request, timeout=self._settings.actor.compute_timeout_s)
 
 
-def _kept_scores(rows: Sequence[Mapping[str, Array]]) -> list[Score]:
+def _kept_scores(rows: Sequence[Mapping[str, Array]], present: Sequence[str]) -> list[Score]:
     """The scores that the rows hold, under the names of the components that gave them: a run may have been resumed
-    with others.
+    with others. `present` are those of now, and of rows that were scored before names were kept.
     """
     scores = []
     for row in rows:
-        names = json.loads(row[_NAMES].tobytes()) if _NAMES in row else []
-        values = dict(zip(names, row[_VALUES].tolist(), strict=True)) if names else {}
+        names = json.loads(row[_NAMES].tobytes()) if _NAMES in row else present
+        values = dict(zip(names, row[_VALUES].tolist(), strict=True)) if _VALUES in row else {}
         scores.append(
             Score(float(row["reward"][0]), {name: value for name, value in values.items() if not np.isnan(value)})
         )

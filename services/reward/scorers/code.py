@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from rolecall.data.code_tests import CodeTest
+from rolecall.errors import WorkerLostError
 from rolecall.sandbox import DISK_BYTES, Ran, Sandbox
 from rolecall.settings import CodeScorer, LanguageSection
 
@@ -125,11 +126,17 @@ class CodeJudge:
     def _run(
         self, command: Sequence[str], files: Mapping[str, bytes], stdin: bytes, time: "_Time", max_bytes: int
     ) -> Ran:
-        """The run that counts: the second one where the first was killed, whose time is not the program's either."""
-        ran = self._sandbox.run(command, files, stdin, time.left_s, max_bytes)
-        if ran.status in KILLED:
-            ran = self._sandbox.run(command, files, stdin, time.left_s, max_bytes)
-        return time.spent(ran)
+        """The run that counts: the second one where the first was killed. WorkerLostError when there was no time for
+        that: nobody knows then whose fault it was.
+        """
+        ran = time.spent(self._sandbox.run(command, files, stdin, time.left_s, max_bytes))
+        if ran.status not in KILLED:
+            return ran
+        if time.left_s > 0:
+            ran = time.spent(self._sandbox.run(command, files, stdin, time.left_s, max_bytes))
+        if ran.status is None or time.left_s <= 0:
+            raise WorkerLostError("a program was killed, and scorer.timeout_s is too short to run it a second time")
+        return ran
 
 
 class _Time:
