@@ -16,10 +16,25 @@ from rolecall.nearest import did_you_mean
 _RECIPES = Path(__file__).resolve().parent / "recipes"
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML, in which a section that is there twice is a mistake and not the last of the two."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping; a YAMLError names a key that is there twice."""
+        seen = set[str]()
+        for name, mark in ((key.value, key.start_mark) for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if name in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{name} is there twice", mark)
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
 def read_tree(path: Path) -> dict[str, Any]:
     """Returns the sections of the file at `path`. ConfigError when it cannot be read or holds none."""
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 ({error.reason}); save it as UTF-8, or name another file") from error
     except OSError as error:
         raise ConfigError(
             f"cannot read the configuration {path}: {error.strerror}; give the path of a YAML file"

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from rolecall.config_file import read_tree
 from rolecall.disk import writing
 from rolecall.errors import ConfigError, NotFoundError, RunExistsError, RunLockedError
 from rolecall.launcher.processes import Worker
@@ -70,6 +71,11 @@ def prepare_run_dir(settings: RunSettings | SftSettings, *, resume: bool) -> int
     directory = settings.run.dir
     if resume and not (directory / "config.yaml").is_file():
         raise NotFoundError(f"run.dir {directory} holds no run to resume; start it without --resume")
+    if resume and ("reward" in read_tree(directory / "config.yaml")) != isinstance(settings, RunSettings):
+        mine, its = ("train", "sft") if isinstance(settings, RunSettings) else ("sft", "train")
+        raise NotFoundError(
+            f"run.dir {directory} is of `rolecall {its}`, and `rolecall {mine}` cannot go on with it; name another"
+        )
     with writing("make", directory):
         directory.mkdir(parents=True, exist_ok=True)
     lock = _lock(directory)

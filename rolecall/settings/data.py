@@ -14,7 +14,7 @@ class JobSection(Section):
     """Name of the run: the key prefix in the store and the name in trackers."""
     dir: ConfigPath
     """Directory of logs, metrics, samples, checkpoints and the embedded store. Must not exist yet, unless resuming."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Everything random derives from it: data order, sampling seeds, initial heads."""
     checkpoint_url: CheckpointUrl | None = None
     """Where checkpoints live, a folder or an fsspec URL (s3://bucket/run; with the extra `s3`), reached by the

@@ -245,6 +245,12 @@ COMPARING = frozenset(
 """Kinds of scorers that fail on an item without a ground truth."""
 
 
+TAKEN = frozenset({"mean", "std_in_group", "max", "min", "accuracy", "greedy", "kl"}) | frozenset(
+    {"missing", "response_tokens", "truncated", "reward", "time_s", "standard_error"}
+)
+"""Names that a component cannot have: they are metrics of a batch's reward, or of an evaluation (docs/metrics.md)."""
+
+
 class RewardComponent(Section):
     """One named part of the reward."""
 
@@ -334,6 +340,14 @@ class RewardSection(ServiceSection):
     def tls(self) -> bool:
         """Whether the address is called as somebody else's service, with TLS."""
         return self.ca_file is not None or self.bearer_token_file is not None
+
+    @model_validator(mode="after")
+    def _names_are_free(self) -> Self:
+        for name in sorted(self.components.keys() & TAKEN):
+            raise ValueError(
+                f"components.{name}: reward/{name} or eval/SET/{name} is a metric of the whole reward; rename it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _some_scorer(self) -> Self:

@@ -11,6 +11,9 @@ from rolecall.settings.section import ConfigPath, NonNegativeFloat, NonNegativeI
 TrainingBackend: TypeAlias = Literal["fsdp", "megatron"]
 """Libraries that spread a model over ranks and train it; rolecall/training/backends.py makes the engine of each."""
 
+Beta: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+"""A decay of AdamW's."""
+
 
 class OptimizerSection(Section):
     """The optimizer and its schedule."""
@@ -21,7 +24,7 @@ class OptimizerSection(Section):
     """
     learning_rate: PositiveFloat = 1e-6
     """Peak."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of AdamW's moments."""
     eps: PositiveFloat = 1e-8
     """AdamW: denominator's floor."""

@@ -124,6 +124,30 @@ def test_a_command_or_role_that_does_not_exist_is_told_with_the_nearest_one(
 @pytest.mark.parametrize(
     ("override", "said"),
     [
+        ("actor.optimizer.betas=[0.9, 1.5]", "less than 1"),
+        ("run.seed=99999999999999999999999", "less than 9223372036854775808"),
+        ("reward.components={accuracy: {scorer: {kind: exact_match}}}", "is a metric of the whole reward"),
+    ],
+)
+def test_what_no_role_could_work_with_is_refused_with_the_file(tmp_path: Path, override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_settings(write_light_config(tmp_path), [override])
+
+
+@pytest.mark.parametrize(
+    ("added", "said"),
+    [(b"\nrun: {name: other}\n", "run is there twice"), ("\n# caf\u00e9\n".encode("latin-1"), "is not UTF-8")],
+)
+def test_a_file_that_says_two_things_or_none_is_refused(tmp_path: Path, added: bytes, said: str) -> None:
+    config = write_light_config(tmp_path)
+    config.write_bytes(config.read_bytes() + added)
+    with pytest.raises(ConfigError, match=said):
+        load_settings(config)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
         ("run.num_step=3", "run.num_step: there is no such setting (did you mean 'num_steps'?); correct or remove it"),
         ("actr.num_ranks=2", "actr: there is no such setting (did you mean 'actor'?)"),
         (

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rolecall.errors import ConfigError
+from rolecall.errors import ConfigError, NotFoundError
 from rolecall.launcher.last_words import last_words
-from rolecall.launcher.plan import metrics_binds, plan_workers, resolve, role_environment, write_config
+from rolecall.launcher.plan import metrics_binds, plan_workers, prepare_run_dir, resolve, role_environment, write_config
 from rolecall.settings import ActorSection, load_settings
 from tests.conftest import MakeSettings
 from tests.twins.launched import write_light_config
@@ -122,6 +122,14 @@ def test_the_store_s_url_travels_in_the_environment_only_and_each_role_gets_its_
     assert urls == {**{role: store_url_of(role) for role in ("controller", "actor", "rollout")}, "reward": ""}
     resolved.run.dir.mkdir()
     assert "secret" not in write_config(resolved).read_text()
+
+
+def test_a_run_does_not_go_on_in_the_directory_of_a_fine_tuning(make_settings: MakeSettings, tmp_path: Path) -> None:
+    settings = make_settings(run={"name": "test", "dir": str(tmp_path), "num_steps": 1})
+    (tmp_path / "config.yaml").write_text("run: {name: tuned}\n")
+    with pytest.raises(NotFoundError, match="is of `rolecall sft`, and `rolecall train` cannot go on with it"):
+        prepare_run_dir(settings, resume=True)
+    assert (tmp_path / "config.yaml").read_text() == "run: {name: tuned}\n"
 
 
 def test_the_written_configuration_reads_back_the_same(make_settings: MakeSettings) -> None:
