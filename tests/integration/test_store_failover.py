@@ -33,7 +33,8 @@ async def test_a_run_goes_back_to_its_checkpoint_when_the_replica_that_takes_ove
     async with failing_over(make_store(replicated.url, "run"), tmp_path, make_settings) as run:
         found = await strike(run, 4, lose)
         check(run)
-    assert any(LOST in failure for failure in found.failures)
+    # a loop that reads a row before its heartbeat is answered meets the loss there
+    assert any(LOST in failure or "is gone; it expired or was deleted" in failure for failure in found.failures)
 
 
 @pytest.mark.thorough(

@@ -78,7 +78,7 @@ async def test_two_ranks_train_what_one_rank_trains_with_rows_of_their_own_or_sh
                 (process,) = actor.processes
                 process.send_signal(signal.SIGTERM)
                 await actor.ended(STOP_TIMEOUT_S)
-                assert num_ranks > 1 or process.returncode == 0  # torchrun itself never ends well at a signal
+                assert process.returncode not in (0, None)  # stopped, and the run was not over
     ours = [
         load_file(exported(tmp_path / "checkpoints" / f"actor-{index}") / "model.safetensors")
         for index in range(len(LAYOUTS))
