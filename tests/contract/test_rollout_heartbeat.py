@@ -13,7 +13,9 @@ from rolecall.errors import ChannelBrokenError
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.rows import Rows
 from services.rollout.activity import LOOK_S, feed_heartbeat
+from services.rollout.replica import Replica
 from services.rollout.scripted import ScriptedEngine
+from services.rollout.single_turn import SingleTurns
 from tests.contract.rollout_replica import CONSUMER, ReplicaUnderTest, replica_under_test
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_tokenizer import write_tokenizer
@@ -125,16 +127,42 @@ async def test_what_only_says_that_an_engine_lives_is_no_progress_of_the_run(
         before = pulse.count
         await asyncio.sleep(3 * LOOK_S)
         assert pulse.count == before
-        rollout.replica.note_places(missing=True)  # its environment is waited for, which nobody may call a stall
-        await until(lambda: pulse.count > before)
-        rollout.replica.note_places(missing=False)
-        await asyncio.sleep(2 * LOOK_S)
-        before = pulse.count
         rollout.engine.hold = True
         rollout.admit(1)
         await until(lambda: pulse.count > before)
         showing.cancel()
         rollout.engine.hold = False
+
+
+class Crowded(SingleTurns):
+    """A sampler whose environment has no place for a group until it `is_free`."""
+
+    is_free = False
+
+    async def room(self, num_in_hand: int, max_groups: int) -> int:
+        """Implements GroupSampler.room."""
+        return max_groups if self.is_free else 0
+
+
+async def test_a_rollout_whose_environment_has_no_place_moves_the_run(store: StoreUnderTest, tmp_path: Path) -> None:
+    """An environment that is away or full is waited for without end: that is no stall."""
+    write_tokenizer(tmp_path)
+    samplers: list[Crowded] = []
+
+    def crowded(replica: Replica) -> Crowded:
+        samplers.append(Crowded(replica))
+        return samplers[0]
+
+    async with replica_under_test(store, tmp_path, Pinged(), sampler=crowded) as rollout:
+        pulse = Counter()
+        await rollout.publish(1)
+        showing = asyncio.create_task(feed_heartbeat(rollout.replica, pulse))
+        await until(lambda: rollout.replica.has_work and not owes(rollout))
+        before = pulse.count
+        await until(lambda: pulse.count > before)
+        samplers[0].is_free = True
+        await until(lambda: not rollout.replica.has_work)
+        showing.cancel()
 
 
 @pytest.mark.timeout(300)
