@@ -45,6 +45,7 @@ _OF_AN_ATTEMPT = (
     "config.yaml",
     "identity.json",
     "placed.json",
+    "store.json",
     "last_status.json",
     "tracker_run_id",
     "metrics.jsonl",

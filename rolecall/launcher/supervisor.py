@@ -34,6 +34,7 @@ from rolecall.launcher.processes import FINAL_CODES, Processes, Worker
 from rolecall.launcher.progress import LONG_WAIT_S, View, open_view
 from rolecall.launcher.restarts import GivenUp, RestartBudget
 from rolecall.launcher.run_record import INTERRUPTED, keep_record
+from rolecall.launcher.used_store import note_used_store, require_used_store
 from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.identity import acting_as
@@ -69,6 +70,8 @@ def train(settings: RunSettings, *, resume: bool, package: str = "services") -> 
     """
     if settings.store.url is not None and not resume:
         require_free_name(settings)
+    if resume:
+        require_used_store(settings)
     lock = prepare_run_dir(settings, resume=resume)
     resolved = resolve(settings)
     processes = Processes(resolved.run.dir / "processes.json")
@@ -76,6 +79,7 @@ def train(settings: RunSettings, *, resume: bool, package: str = "services") -> 
     try:
         settle(settings)
         note_placed(settings, resolved)
+        note_used_store(settings)
         write_config(resolved)
         operated = acting_as(resolved, Caller.OPERATOR)
         return asyncio.run(Supervisor(settings, operated, processes, view, package).run())

@@ -10,6 +10,7 @@ from rolecall.errors import ConfigError, StoreUnavailableError
 from rolecall.settings import RunSettings, StoreSection
 from rolecall.store.connection import connect
 from rolecall.store.ledger import Ledger
+from rolecall.store.position import RunPosition
 
 PROBE_S = 3.0
 """Deadline of the connection, and again of each answer."""
@@ -21,7 +22,7 @@ def find_store(section: StoreSection) -> tuple[str, tuple[str, ...]]:
     """
     assert section.url is not None
     url = section.url.get_secret_value()
-    where = _where(url)
+    where = place_of(url)
     try:
         connection = connect(section, timeout_s=PROBE_S, retry_s=0.0)
         connection.close()
@@ -37,11 +38,7 @@ def require_free_name(settings: RunSettings) -> None:
 
     The new run would take its keys and weights for its own.
     """
-    name, connection = settings.run.name, connect(settings.store)
-    try:
-        position = Ledger(connection, name).position()
-    finally:
-        connection.close()
+    name, position = settings.run.name, _position(settings)
     if position.next_gid:
         raise ConfigError(
             f"run.name {name!r} is taken: the store holds a run of that name, at step {position.step} with "
@@ -51,9 +48,23 @@ def require_free_name(settings: RunSettings) -> None:
         )
 
 
-def _where(url: str) -> str:
+def holds_run(settings: RunSettings) -> bool:
+    """Whether the external store of a run has ever admitted a group of its name."""
+    return _position(settings).next_gid > 0
+
+
+def place_of(url: str) -> str:
+    """Returns where the store of a URL is, without user and password."""
     parts = urlsplit(url)
     return parts.path if parts.scheme == "unix" else parts.netloc.rpartition("@")[2]
+
+
+def _position(settings: RunSettings) -> RunPosition:
+    connection = connect(settings.store)
+    try:
+        return Ledger(connection, settings.run.name).position()
+    finally:
+        connection.close()
 
 
 def _problem(error: StoreUnavailableError, url: str) -> str:

@@ -50,6 +50,7 @@ def test_an_attempt_in_which_nothing_was_trained_does_not_block_the_mended_comma
     interrupt(config, "--sampling.num_responses=3")
     assert not (run / "store" / "left").exists(), "another attempt has another store"
     assert (run / "mine.txt").exists()
+    assert json.loads((run / "store.json").read_text()) == {"store": "embedded"}
     assert (run / "logs" / "reward.log").read_text().count("=== started reward") == 2, "logs go on"
 
 

@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
 from rolecall.errors import ConfigError, RunLockedError, StoreRolledBackError
+from rolecall.launcher.used_store import note_used_store, require_used_store
 from rolecall.settings import RunSettings
 from rolecall.store.connection import Connection
 from rolecall.store.ledger import Ledger
@@ -81,3 +83,21 @@ def test_the_name_of_another_run_on_a_shared_store_is_refused(
         ConfigError, match=r"is taken: .* at step 0 with 3 groups admitted\. Give this run another run\.name"
     ):
         require_free_name(make_settings(**sections))
+
+
+def test_a_run_goes_on_beside_another_store_only_where_that_holds_it(
+    store: StoreUnderTest, make_settings: Callable[..., RunSettings], tmp_path: Path
+) -> None:
+    assert store.section.url is not None
+    run = {"name": store.run, "dir": str(tmp_path), "num_steps": 1}
+    embedded = make_settings(run=run)
+    moved = make_settings(run=run, store={"url": store.section.url.get_secret_value()})
+    require_used_store(moved)  # nobody noted a store before this release
+    note_used_store(embedded)
+    with pytest.raises(ConfigError, match=r"holds nothing of it.*leave store\.url and ROLECALL_STORE_URL out"):
+        require_used_store(moved)
+    store.admit(1)
+    require_used_store(moved)
+    note_used_store(moved)
+    with pytest.raises(ConfigError, match="the store embedded holds nothing of it"):
+        require_used_store(embedded)

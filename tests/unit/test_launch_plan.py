@@ -11,6 +11,8 @@ from pydantic import ValidationError
 from rolecall.errors import ConfigError, NotFoundError
 from rolecall.launcher.last_words import last_words
 from rolecall.launcher.plan import metrics_binds, plan_workers, prepare_run_dir, resolve, role_environment, write_config
+from rolecall.launcher.supervisor import train
+from rolecall.launcher.used_store import require_used_store
 from rolecall.settings import ActorSection, load_settings
 from tests.conftest import MakeSettings
 from tests.twins.launched import write_light_config
@@ -130,6 +132,22 @@ def test_a_run_does_not_go_on_in_the_directory_of_a_fine_tuning(make_settings: M
     with pytest.raises(NotFoundError, match="is of `rolecall sft`, and `rolecall train` cannot go on with it"):
         prepare_run_dir(settings, resume=True)
     assert (tmp_path / "config.yaml").read_text() == "run: {name: tuned}\n"
+
+
+def test_a_run_does_not_go_on_beside_a_store_that_holds_nothing_of_it(
+    make_settings: MakeSettings, tmp_path: Path
+) -> None:
+    settings = make_settings(run={"name": "test", "dir": str(tmp_path), "num_steps": 1})
+    write_config(settings)
+    (tmp_path / "store.json").write_text('{"store": "store:6379/0"}')
+    with pytest.raises(
+        ConfigError, match=r"embedded holds nothing of it.*the URL of store:6379/0 again"
+    ):
+        train(settings, resume=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "store.json"], "nothing was started"
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "appendonlydir").mkdir()
+    require_used_store(settings)  # one that moved with what it holds is the same
 
 
 def test_the_written_configuration_reads_back_the_same(make_settings: MakeSettings) -> None:
