@@ -1,5 +1,5 @@
 """Runs one part of the acceptance and prints its table: `python -m tools.gpu_acceptance --part 1 --out DIR [--dry]
-[--only 3 4]`.
+[--only 3 4] [--within SECONDS]`.
 
 Exit code 0 when nothing failed or overran. Imports no torch: what a check does to its process ends with that process.
 """
@@ -115,9 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for the table, the figures and the logs")
     parser.add_argument("--dry", action="store_true", help="on CPUs, with tiny shapes: does it still run?")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of checks")
+    parser.add_argument("--within", type=float, default=PART_S, metavar="SECONDS", help="of all its checks together")
     arguments = parser.parse_args(argv)
     checks = [check for check in part(arguments.part) if arguments.only is None or check.number in arguments.only]
-    lines = run_part(checks, arguments.out, dry=arguments.dry)
+    lines = run_part(checks, arguments.out, dry=arguments.dry, part_s=arguments.within)
     heading = _heading(arguments.part, arguments.dry)
     path = write_report(arguments.out, arguments.part, heading, lines)
     print(f"\n{heading}\n\n{table(lines)}\n{path}")

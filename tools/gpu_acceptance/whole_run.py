@@ -19,6 +19,7 @@ from pydantic import SecretStr
 from examples.sort_digits import prepare as sort_digits
 from rolecall.errors import RoleCallError
 from rolecall.launcher.plan import write_config
+from rolecall.rpc.callers import Caller
 from rolecall.scoring.scores import Item
 from rolecall.settings import RunSettings, StoreSection, child_environment, recipe_file
 from rolecall.store.connection import connect
@@ -29,6 +30,7 @@ from rolecall.store.sealed import read_sealed
 from tests.fixtures_store import StoreUnderTest
 from tests.nccl_hosts import as_host
 from tests.ports import free_port
+from tests.twins.callers import playing
 from tests.twins.channel_engine import PolicyEngine
 from tests.twins.run import TwinRun, twin_run
 from tools.gpu_acceptance.findings import Findings
@@ -188,4 +190,5 @@ def _sections(found: Findings, work: Path) -> dict[str, Any]:
 
 def _settings(**sections: Any) -> RunSettings:
     tree: dict[str, Any] = {"reward": {"components": {"digits": {"scorer": {"kind": "exact_match"}}}}}
-    return RunSettings.model_validate({**tree, **sections, "reward": {**tree["reward"], **sections.get("reward", {})}})
+    tree = {**tree, **sections, "reward": {**tree["reward"], **sections.get("reward", {})}}
+    return playing(RunSettings.model_validate(tree), Caller.CONTROLLER)
