@@ -73,7 +73,7 @@ def join(
     try:
         match backend:
             case "shared":
-                shared = meet(rendezvous, world_size, timeout_s, or_gloo)
+                shared = meet(rendezvous, world_size, device, timeout_s, or_gloo)
                 return shared or GlooChannel(rendezvous, world_size, max(_DROP_S, deadline - time.monotonic()))
             case "gloo":
                 return GlooChannel(rendezvous, world_size, timeout_s)

@@ -1,5 +1,5 @@
-"""Shared memory: the weight channel between processes of one machine, chunk by chunk through a ring that the kernel
-frees with its last user.
+"""Shared memory: the weight channel between processes of one machine, chunk by chunk through a ring, which lies in host
+memory that the kernel frees with its last user, or on the GPU that all of them are on (device_slots.py).
 
 Owns the ring, and the two ends of a channel over it. The ring is an anonymous file in memory, without a name that could
 stay behind; receivers hold a descriptor of it and may only read. A chunk's place goes over a Unix socket, its receipt
@@ -18,11 +18,13 @@ import struct
 import threading
 import time
 from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from rolecall.errors import ChannelBrokenError
+from rolecall.weights.device_slots import HANDLE_BYTES
 from rolecall.weights.rendezvous import WATCH_S, Rendezvous
 
 CHUNK_BYTES = 4 * 2**20
@@ -48,10 +50,43 @@ _WHY_S = 2 * WATCH_S
 _ACTOR_GONE = "the actor closed its end of the shared memory: its process is gone"
 
 
-class Ring:
-    """The root's memory of one epoch: a nonce, then NUM_SLOTS slots. OSError where the kernel gives none."""
+class RootSlots(Protocol):
+    """A ring's slots as the root sees them."""
 
-    def __init__(self) -> None:
+    device: torch.device
+    """Where chunks must lie."""
+    num_slots: int
+    """Chunks that the root may be ahead of the slowest receiver."""
+    chunk_bytes: int
+    """Most bytes of one chunk."""
+
+    def put(self, slot: int, chunk: torch.Tensor) -> None:
+        """Copies `chunk` (uint8 [n], n <= chunk_bytes) into slot `slot`; done when it returns."""
+
+
+class ReceiverSlots(Protocol):
+    """A ring's slots as a receiver sees them."""
+
+    device: torch.device
+    """Where chunks are copied to."""
+
+    def take(self, slot: int, into: torch.Tensor) -> int:
+        """Copies the start of slot `slot` into `into` (uint8 [n]); how many bytes there were. Done when it returns."""
+
+    def close(self) -> None:
+        """Lets go of them; nothing is taken afterwards. Idempotent."""
+
+
+class Ring:
+    """The root's memory of one epoch: a nonce, a handle of slots on its GPU (zeros where there are none), then
+    NUM_SLOTS slots in host memory, which take none until they are used. OSError where the kernel gives none.
+    """
+
+    device = torch.device("cpu")
+    num_slots = NUM_SLOTS
+    chunk_bytes = CHUNK_BYTES
+
+    def __init__(self, handle: bytes = bytes(HANDLE_BYTES)) -> None:
         self.fd = os.memfd_create("rolecall-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, _SLOTS_AT + NUM_SLOTS * CHUNK_BYTES)
@@ -62,12 +97,12 @@ class Ring:
             os.close(self.fd)
             raise
         self.nonce = secrets.token_bytes(NONCE_BYTES)
-        memory[:NONCE_BYTES] = self.nonce
+        memory[: NONCE_BYTES + HANDLE_BYTES] = self.nonce + handle
         self._slots = np.frombuffer(memory, dtype=np.uint8)[_SLOTS_AT:].reshape(NUM_SLOTS, CHUNK_BYTES)
 
     def put(self, slot: int, chunk: torch.Tensor) -> None:
-        """Copies `chunk` (uint8 [n], n <= CHUNK_BYTES) into slot `slot`, in this thread alone: torch's threads, which
-        meet after every copy, stand still on a busy machine.
+        """RootSlots.put, in this thread alone: torch's threads, which meet after every copy, stand still on a busy
+        machine.
         """
         self._slots[slot, : chunk.numel()] = chunk.numpy()
 
@@ -77,15 +112,43 @@ class Ring:
         os.close(self.fd)
 
 
+class RingReader:
+    """A receiver's view of the root's ring."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, fd: int) -> None:
+        """`fd`: the ring, as the root gave it; closed with this."""
+        self._fd, self._is_open = fd, True
+        said = os.pread(fd, NONCE_BYTES + HANDLE_BYTES, 0)
+        self.nonce = said[:NONCE_BYTES]
+        self.handle = said[NONCE_BYTES:]
+        """The root's slots on its GPU; zeros where there are none."""
+
+    def take(self, slot: int, into: torch.Tensor) -> int:
+        """ReceiverSlots.take."""
+        return os.preadv(self._fd, [into.numpy().data], _SLOTS_AT + slot * CHUNK_BYTES)
+
+    def close(self) -> None:
+        """ReceiverSlots.close."""
+        if self._is_open:
+            self._is_open = False
+            os.close(self._fd)
+
+
 class SharedRoot:
-    """Rank 0's end: copies buckets into the ring and waits for receipts. Buckets lie in host memory."""
+    """Rank 0's end: copies buckets into the ring and waits for receipts. Buckets lie where the slots do."""
 
     takes_deltas = False
 
-    def __init__(self, rendezvous: Rendezvous, ring: Ring, peers: Mapping[int, socket.socket]) -> None:
-        """`peers`: by rank, the socket of each receiver, which has the ring's descriptor. This channel closes all."""
-        self.rendezvous, self.world_size, self.device = rendezvous, 1 + len(peers), torch.device("cpu")
-        self._ring, self._peers = ring, peers
+    def __init__(
+        self, rendezvous: Rendezvous, ring: Ring, slots: RootSlots, peers: Mapping[int, socket.socket]
+    ) -> None:
+        """`slots`: the ring's own, or those whose handle it holds. `peers`: by rank, the socket of each receiver, which
+        has the ring's descriptor. This channel closes ring and sockets.
+        """
+        self.rendezvous, self.world_size, self.device = rendezvous, 1 + len(peers), slots.device
+        self._ring, self._slots, self._peers = ring, slots, peers
         self._poller = select.poll()
         for peer in peers.values():
             peer.setblocking(False)
@@ -99,9 +162,10 @@ class SharedRoot:
     def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> "SharedSending":
         """Implements Channel. Blocks while the ring is full of what some receiver has not taken."""
         deadline = time.monotonic() + timeout_s
-        for start in range(0, bucket.numel(), CHUNK_BYTES):
-            self.until_taken(self._num_put + 1 - NUM_SLOTS, deadline, timeout_s)
-            self._put(bucket[start : start + CHUNK_BYTES], bucket.numel())
+        size = self._slots.chunk_bytes
+        for start in range(0, bucket.numel(), size):
+            self.until_taken(self._num_put + 1 - self._slots.num_slots, deadline, timeout_s)
+            self._put(bucket[start : start + size], bucket.numel())
         return SharedSending(self, self._num_put)
 
     def until_taken(self, num_chunks: int, deadline: float, timeout_s: float) -> None:
@@ -131,8 +195,8 @@ class SharedRoot:
             _require_open(self._is_open, self.rendezvous)
             # Back to the first slot when all is taken: what a small model never touches costs no memory.
             is_empty = min(self._num_taken.values(), default=self._num_put) == self._num_put
-            self._slot = 0 if is_empty else (self._slot + 1) % NUM_SLOTS
-            self._ring.put(self._slot, chunk)
+            self._slot = 0 if is_empty else (self._slot + 1) % self._slots.num_slots
+            self._slots.put(self._slot, chunk)
             self._num_put += 1
             for rank, peer in self._peers.items():
                 try:
@@ -170,14 +234,14 @@ class SharedSending:
 
 
 class SharedReceiver:
-    """A receiver's end: copies chunks out of the ring into its own buckets, in host memory."""
+    """A receiver's end: copies chunks out of the ring into its own buckets, which lie where the slots do."""
 
     takes_deltas = False
 
-    def __init__(self, rendezvous: Rendezvous, world_size: int, root: socket.socket, ring_fd: int) -> None:
-        """`root`: a socket to rank 0; `ring_fd`: the ring, as it gave it. This channel closes both."""
-        self.rendezvous, self.world_size, self.device = rendezvous, world_size, torch.device("cpu")
-        self._root, self._ring_fd = root, ring_fd
+    def __init__(self, rendezvous: Rendezvous, world_size: int, root: socket.socket, slots: ReceiverSlots) -> None:
+        """`root`: a socket to rank 0. This channel closes it, and `slots`."""
+        self.rendezvous, self.world_size, self.device = rendezvous, world_size, slots.device
+        self._root, self._slots = root, slots
         root.setblocking(False)
         self._poller = select.poll()
         self._poller.register(root, select.POLLIN)
@@ -194,7 +258,7 @@ class SharedReceiver:
     def take(self, bucket: torch.Tensor, timeout_s: float) -> None:
         """Fills `bucket` (uint8 [n]) with the next one of the root's. ChannelBrokenError, after aborting the epoch."""
         deadline = time.monotonic() + timeout_s
-        rest = bucket.numpy().data
+        rest = bucket
         while len(rest):
             num_bytes, problem = self._take_chunk(rest, bucket.numel())
             if problem:
@@ -209,10 +273,10 @@ class SharedReceiver:
         with self._lock:  # bounded: closing a socket waits for nobody
             if self._is_open:
                 self._is_open = False
-                os.close(self._ring_fd)
+                self._slots.close()
                 _hang_up(self._root)
 
-    def _take_chunk(self, rest: memoryview, bucket_bytes: int) -> tuple[int, str]:
+    def _take_chunk(self, rest: torch.Tensor, bucket_bytes: int) -> tuple[int, str]:
         """Copies one chunk, if one is there, to the start of `rest`: its bytes, and what is wrong."""
         with self._lock:  # bounded: held for a copy of one chunk; its socket never blocks
             _require_open(self._is_open, self.rendezvous)
@@ -224,7 +288,7 @@ class SharedReceiver:
             slot, num_bytes, whole = _CHUNK.unpack(message)
             if whole != bucket_bytes or num_bytes > len(rest):
                 return 0, f"the actor sends a bucket of {whole} bytes where the manifest has one of {bucket_bytes}"
-            copied = os.preadv(self._ring_fd, [rest[:num_bytes]], _SLOTS_AT + slot * CHUNK_BYTES)
+            copied = self._slots.take(slot, rest[:num_bytes])
             if copied != num_bytes:
                 return 0, f"the shared memory gave {copied} of {num_bytes} bytes"
             self._num_taken += 1
@@ -244,11 +308,6 @@ class SharedReceiving:
     def wait(self, timeout_s: float) -> None:
         """Implements Transfer."""
         self._channel.take(self._bucket, timeout_s)
-
-
-def read_nonce(ring_fd: int) -> bytes:
-    """The nonce of the ring that a receiver was given."""
-    return os.pread(ring_fd, NONCE_BYTES, 0)
 
 
 def _next_message(peer: socket.socket, num_bytes: int) -> bytes | None:

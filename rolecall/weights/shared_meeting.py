@@ -2,8 +2,9 @@
 
 Names of hosts and addresses prove nothing: containers of one host share no memory, and two hosts may bear one name. So
 rank 0 gives a descriptor of its ring to whoever reaches its socket as the same user, and each receiver reads the nonce
-there and says it over the rendezvous. One channel serves an epoch: when a single rank does not see the memory, all of
-them meet over Gloo instead, or, where shared memory was asked for by name, that rank refuses.
+there and says it over the rendezvous, and whether it could open the slots on rank 0's GPU, if it has any. One channel
+serves an epoch: when a single rank did not open those, all use the ring's own, in host memory; when a single rank does
+not see the ring, all of them meet over Gloo instead, or, where shared memory was asked for by name, that rank refuses.
 
 The socket is abstract: it lies in the network namespace, not in a file system, and is gone with the actor.
 """
@@ -18,9 +19,12 @@ import struct
 import time
 from collections.abc import Mapping
 
+import torch
+
 from rolecall.errors import ChannelBrokenError, DeadlineError, NotOnThisDeviceError, RoleCallError
+from rolecall.weights.device_slots import DeviceSlots, open_slots, own_slots
 from rolecall.weights.rendezvous import Rendezvous
-from rolecall.weights.shared import Ring, SharedReceiver, SharedRoot, read_nonce
+from rolecall.weights.shared import NONCE_BYTES, Ring, RingReader, SharedReceiver, SharedRoot
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.005
@@ -28,31 +32,36 @@ _POLL_S = 0.005
 _TOKEN_BYTES = 16
 """Bytes of a connection's token, by which the root knows whose it is."""
 _CREDENTIALS = struct.Struct("3i")
-_NONE, _SHARED, _GLOO = b"none", b"shared", b"gloo"
+_NONE, _SHARED, _DEVICE, _GLOO = b"none", b"shared", b"device", b"gloo"
+_OPENED, _UNOPENED = b"1", b"0"
+"""The end of a proof: whether the receiver opened the root's slots on a GPU."""
 _REMEDY = "leave weights.backend out, or use weights.backend: gloo"
 
 
 def meet(
-    rendezvous: Rendezvous, world_size: int, timeout_s: float, or_gloo: bool
+    rendezvous: Rendezvous, world_size: int, device: torch.device, timeout_s: float, or_gloo: bool
 ) -> SharedRoot | SharedReceiver | None:
     """Meets the other ranks; None when all are to meet over Gloo, since one of them does not see rank 0's memory.
 
-    Rank 0 says by `or_gloo` whether they may; where not, NotOnThisDeviceError at a rank that does not see it.
-    ChannelBrokenError when they do not all come within `timeout_s`.
+    `device` is where this rank has its weights. Rank 0 says by `or_gloo` whether they may; where not,
+    NotOnThisDeviceError at a rank that does not see it. ChannelBrokenError when they do not all come within
+    `timeout_s`.
     """
     if rendezvous.rank == 0:
-        return _meet_as_root(rendezvous, world_size, timeout_s, or_gloo)
+        return _meet_as_root(rendezvous, world_size, device, timeout_s, or_gloo)
     try:
-        return _meet_as_receiver(rendezvous, world_size, time.monotonic() + timeout_s)
+        return _meet_as_receiver(rendezvous, world_size, device, time.monotonic() + timeout_s)
     except DeadlineError as error:
         raise ChannelBrokenError(f"the ranks did not meet within {timeout_s:g} s: {error.message}") from error
 
 
-def _meet_as_root(rendezvous: Rendezvous, world_size: int, timeout_s: float, or_gloo: bool) -> SharedRoot | None:
+def _meet_as_root(
+    rendezvous: Rendezvous, world_size: int, device: torch.device, timeout_s: float, or_gloo: bool
+) -> SharedRoot | None:
     deadline = time.monotonic() + timeout_s
     rendezvous.offer("shared/else", _GLOO if or_gloo else _NONE)
     try:
-        door = _Door()
+        door = _Door(device)
     except OSError as error:
         rendezvous.offer("shared/socket", _NONE)
         if not or_gloo:
@@ -69,14 +78,17 @@ def _meet_as_root(rendezvous: Rendezvous, world_size: int, timeout_s: float, or_
                     "actor's memory"
                 )
             door.let_in(_POLL_S)
-        proofs = {rank: door.proven(rendezvous.take(key, timeout_s)) for rank, key in keys.items()}
+        said = {rank: rendezvous.take(key, timeout_s) for rank, key in keys.items()}
+        proofs = {rank: door.proven(proof) for rank, proof in said.items()}
         elsewhere = [rank for rank, peer in proofs.items() if peer is None]
+        on_device = door.has_slots and all(proof.endswith(_OPENED) for proof in said.values())
         if elsewhere and not or_gloo:
             raise ChannelBrokenError(f"ranks {elsewhere} do not see the memory of the actor's machine; {_REMEDY}")
-        rendezvous.offer("shared/verdict", _GLOO if elsewhere else _SHARED)
-        over = f"Gloo: ranks {elsewhere} do not see this machine's memory" if elsewhere else "shared memory"
+        rendezvous.offer("shared/verdict", _GLOO if elsewhere else _DEVICE if on_device else _SHARED)
+        memory = f"shared memory of {device}" if on_device else "shared memory"
+        over = f"Gloo: ranks {elsewhere} do not see this machine's memory" if elsewhere else memory
         logger.info("epoch %d of the weight channel, %d receivers: over %s", rendezvous.epoch, len(keys), over)
-        return None if elsewhere else door.hand_over(rendezvous, proofs)
+        return None if elsewhere else door.hand_over(rendezvous, proofs, on_device)
     except RoleCallError as error:
         rendezvous.blame(error.message)  # before the socket is gone: to ranks that come late its absence says more
         raise
@@ -84,10 +96,12 @@ def _meet_as_root(rendezvous: Rendezvous, world_size: int, timeout_s: float, or_
         door.close()
 
 
-def _meet_as_receiver(rendezvous: Rendezvous, world_size: int, deadline: float) -> SharedReceiver | None:
+def _meet_as_receiver(
+    rendezvous: Rendezvous, world_size: int, device: torch.device, deadline: float
+) -> SharedReceiver | None:
     name = rendezvous.take("shared/socket", _left(deadline))
     may_use_gloo = rendezvous.take("shared/else", _left(deadline)) == _GLOO
-    entered = _enter(rendezvous, name.decode(), deadline) if name != _NONE else None
+    entered = _enter(rendezvous, name.decode(), device, deadline) if name != _NONE else None
     if entered is None and not may_use_gloo:
         rendezvous.check_now()  # the actor may have gone from its socket because the epoch is over
         raise NotOnThisDeviceError(f"this rollout does not see the memory of the actor's machine; {_REMEDY}")
@@ -95,19 +109,22 @@ def _meet_as_receiver(rendezvous: Rendezvous, world_size: int, deadline: float) 
         return None
     try:
         rendezvous.offer(f"shared/{rendezvous.rank}", entered.proof if entered is not None else _NONE)
-        is_shared = rendezvous.take("shared/verdict", _left(deadline)) == _SHARED
-        if entered is None or not is_shared:
+        verdict = rendezvous.take("shared/verdict", _left(deadline))
+        if entered is None or verdict == _GLOO:
             return None
-        return entered.hand_over(rendezvous, world_size)
+        return entered.hand_over(rendezvous, world_size, on_device=verdict == _DEVICE)
     finally:
         if entered is not None:
             entered.close()
 
 
 class _Door:
-    """The root's ring, and the socket where receivers come for it. OSError where the kernel gives none."""
+    """The root's ring, its slots on a GPU, and the socket where receivers come for the ring. OSError where the kernel
+    gives none.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = own_slots(device)
         self.name = f"rolecall-weights-{secrets.token_hex(16)}"
         self._by_token: dict[bytes, socket.socket] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -115,10 +132,15 @@ class _Door:
             self._listener.setblocking(False)
             self._listener.bind("\0" + self.name)
             self._listener.listen()
-            self._ring: Ring | None = Ring()
+            self._ring: Ring | None = Ring(self._on_device[1]) if self._on_device else Ring()
         except OSError:
             self._listener.close()
             raise
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether there are slots on a GPU."""
+        return self._on_device is not None
 
     def let_in(self, timeout_s: float) -> None:
         """Waits up to `timeout_s` for a receiver; gives the ring to each that has come, if it is of this user."""
@@ -137,16 +159,19 @@ class _Door:
     def proven(self, proof: bytes) -> socket.socket | None:
         """The connection of the receiver that says `proof`; None where it did not read this ring."""
         assert self._ring is not None
-        token, nonce = proof[:_TOKEN_BYTES], proof[_TOKEN_BYTES:]
+        token, nonce = proof[:_TOKEN_BYTES], proof[_TOKEN_BYTES : _TOKEN_BYTES + NONCE_BYTES]
         return self._by_token.get(token) if secrets.compare_digest(nonce, self._ring.nonce) else None
 
-    def hand_over(self, rendezvous: Rendezvous, peers: Mapping[int, socket.socket | None]) -> SharedRoot:
+    def hand_over(
+        self, rendezvous: Rendezvous, peers: Mapping[int, socket.socket | None], on_device: bool
+    ) -> SharedRoot:
         """The channel over the ring to `peers`, all of which are proven."""
         ring, self._ring = self._ring, None
         assert ring is not None
         kept = {rank: peer for rank, peer in peers.items() if peer is not None}
         self._by_token = {token: peer for token, peer in self._by_token.items() if peer not in kept.values()}
-        return SharedRoot(rendezvous, ring, kept)
+        slots = self._on_device[0] if on_device and self._on_device else ring
+        return SharedRoot(rendezvous, ring, slots, kept)
 
     def close(self) -> None:
         """Closes the socket, and what was not handed over."""
@@ -158,24 +183,39 @@ class _Door:
 
 
 class _Entered:
-    """A receiver's connection to the root, and the ring that it got there."""
+    """A receiver's connection to the root, the ring that it got there, and the root's slots on this receiver's GPU."""
 
-    def __init__(self, stack: contextlib.ExitStack, root: socket.socket, ring_fd: int, token: bytes) -> None:
-        """`stack` closes both."""
-        self._stack, self._root, self._ring_fd = stack, root, ring_fd
-        self.proof = token + read_nonce(ring_fd)
+    def __init__(self, stack: contextlib.ExitStack, root: socket.socket, ring: RingReader, token: bytes) -> None:
+        """`stack` closes what there is."""
+        self._stack, self._root, self._ring = stack, root, ring
+        self._token = token
+        self._on_device: DeviceSlots | None = None
 
-    def hand_over(self, rendezvous: Rendezvous, world_size: int) -> SharedReceiver:
+    def open_slots(self, device: torch.device) -> None:
+        """Opens the root's slots, where both are on one GPU."""
+        self._on_device = open_slots(self._ring.handle, device)
+        if self._on_device is not None:
+            self._stack.callback(self._on_device.close)
+
+    @property
+    def proof(self) -> bytes:
+        """What to say to the root."""
+        return self._token + self._ring.nonce + (_OPENED if self._on_device else _UNOPENED)
+
+    def hand_over(self, rendezvous: Rendezvous, world_size: int, *, on_device: bool) -> SharedReceiver:
         """The channel over them."""
         self._stack.pop_all()
-        return SharedReceiver(rendezvous, world_size, self._root, self._ring_fd)
+        kept, other = (self._on_device, self._ring) if on_device and self._on_device else (self._ring, self._on_device)
+        if other is not None:
+            other.close()
+        return SharedReceiver(rendezvous, world_size, self._root, kept)
 
     def close(self) -> None:
         """Closes what was not handed over."""
         self._stack.close()
 
 
-def _enter(rendezvous: Rendezvous, name: str, deadline: float) -> _Entered | None:
+def _enter(rendezvous: Rendezvous, name: str, device: torch.device, deadline: float) -> _Entered | None:
     """Takes what the root gives at its socket; None where nobody of this user listens in this network namespace."""
     with contextlib.ExitStack() as stack:
         root = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -190,11 +230,15 @@ def _enter(rendezvous: Rendezvous, name: str, deadline: float) -> _Entered | Non
         except OSError as error:
             logger.info("epoch %d of the weight channel: the actor's memory is not here: %s", rendezvous.epoch, error)
             return None
-        for descriptor in descriptors:
-            stack.callback(os.close, descriptor)
-        if not descriptors or not _is_of_this_user(root):
+        if not descriptors:
             return None
-        return _Entered(stack.pop_all(), root, descriptors[0], token)
+        ring = RingReader(descriptors[0])
+        stack.callback(ring.close)
+        if not _is_of_this_user(root):
+            return None
+        entered = _Entered(stack.pop_all(), root, ring, token)
+        entered.open_slots(device)
+        return entered
 
 
 def _is_readable(peer: socket.socket, timeout_s: float) -> bool:

@@ -61,7 +61,14 @@ def receiver(
                 say({"stopped": count})
                 time.sleep(600)
         result = reception.result()
-        say({"digest": result.digest, "num_bytes": result.num_bytes, "transfer_s": result.transfer_s})
+        say(
+            {
+                "digest": result.digest,
+                "num_bytes": result.num_bytes,
+                "transfer_s": result.transfer_s,
+                "device": str(channel.device),
+            }
+        )
     except RoleCallError as error:
         say({"error": error.reason, "message": error.message, "waited_s": time.monotonic() - start})
     finally:

@@ -140,9 +140,7 @@ def test_a_run_does_not_go_on_beside_a_store_that_holds_nothing_of_it(
     settings = make_settings(run={"name": "test", "dir": str(tmp_path), "num_steps": 1})
     write_config(settings)
     (tmp_path / "store.json").write_text('{"store": "store:6379/0"}')
-    with pytest.raises(
-        ConfigError, match=r"embedded holds nothing of it.*the URL of store:6379/0 again"
-    ):
+    with pytest.raises(ConfigError, match=r"embedded holds nothing of it.*the URL of store:6379/0 again"):
         train(settings, resume=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "store.json"], "nothing was started"
     (tmp_path / "store").mkdir()

@@ -40,7 +40,7 @@ CATALOGUE = (
     Check(16, 3, "longest silence in one long row", f"{_CHECKS}.speed:check_silence", 70),
     Check(17, 3, "profile of a microbatch", f"{_CHECKS}.kernels:check_profile", 85),
     Check(18, 3, "running out of memory", f"{_CHECKS}.memory:check_out_of_memory", 60),
-    Check(19, 3, "one device in shifts; a sampler killed", f"{_CHECKS}.shifts:check_shifts", 60),
+    Check(19, 3, "one device in shifts; a sampler killed", f"{_CHECKS}.shifts:check_shifts", 90),
     Check(20, 4, "0.6B as it is trained: tokens/s and MFU", f"{_CHECKS}.trained:check_trained", 150),
     Check(21, 4, "a publish of 0.6B and 8B on the actor's side", f"{_CHECKS}.published:check_publish", 120),
     Check(22, 4, "weights by way of host memory; deltas", f"{_CHECKS}.published:check_host_ways", 150),

@@ -108,7 +108,8 @@ def _logprobs(engine: FsdpEngine, rows: Sequence[Row], stage: Stage, base: bool 
 
 
 def _check_values(stage: Stage, path: Path) -> None:
-    engine = make_engine(stage, path, head="value", optimizer=OptimizerSection(learning_rate=1e-4))
+    rate = stage.pick(1e-7, 1e-4)  # AdamW's first step moves every weight by it
+    engine = make_engine(stage, path, dtype="float32", head="value", optimizer=OptimizerSection(learning_rate=rate))
     rows = make_rows(stage.pick((2000, 900, 500), (20, 9, 5)), engine.config.vocab_size)
     rng = np.random.default_rng(0)
     rows = [

@@ -89,6 +89,8 @@ def _send_twice(
         sent = root.publish(iter(weights.items()), manifest)
         arrived = receiver.answer(TRANSFER_S)
         stage.found.require(f"{name}: {arrived} is not what was sent", arrived.get("digest") == sent.digest)
+        if backend == "shared":
+            stage.found.require(f"{name}: the slots are on {arrived['device']}", arrived["device"] == str(stage.device))
         digests.add(sent.digest)
         for tensor in weights.values():
             tensor.view(-1)[::CHANGED] += 1.0

@@ -70,7 +70,14 @@ def _serve(job: dict[str, Any], device: torch.device) -> None:
                     if job["hold_cycles"]:  # what reads the next bucket comes late
                         torch.cuda._sleep(job["hold_cycles"])  # type: ignore[no-untyped-call]
                 result = reception.result()
-                say({"digest": result.digest, "num_bytes": result.num_bytes, "transfer_s": result.transfer_s})
+                say(
+                    {
+                        "digest": result.digest,
+                        "num_bytes": result.num_bytes,
+                        "transfer_s": result.transfer_s,
+                        "device": str(channel.device),
+                    }
+                )
             channel.close()
         finally:
             rendezvous.close()

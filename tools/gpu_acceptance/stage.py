@@ -24,7 +24,7 @@ from rolecall.training.model.box import local_part
 from rolecall.training.model.lora import checkpoint_name, is_adapter
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, pack
-from rolecall.training.ranks.device import RankSpec, start_rank, wait_for
+from rolecall.training.ranks.device import RankSpec, free_cached_memory, start_rank, wait_for
 from rolecall.training.serving.hooks import nothing
 from tools.gpu_acceptance.findings import Findings
 
@@ -187,6 +187,9 @@ def make_engine(
     )
     engine = FsdpEngine(options, device=stage.device, memory=memory, progressed=progressed)
     fill_random(engine)
+    free_cached_memory(
+        stage.device
+    )  # else the workspace of products settles in what the largest draw left, and keeps it
     return engine
 
 

@@ -83,7 +83,7 @@ def check_whole_run(found: Findings, folder: Path) -> None:
     os.environ.update(as_host("rollout"))  # before this process's first communicator
     if found.dry:
         torch.set_num_threads(1)  # idle ones would spin on the cores of the other roles
-    sort_digits.prepare(folder / "work", 0, num_steps=90 if not found.dry else 4)
+    sort_digits.prepare(folder / "work", 0, num_steps=20 if not found.dry else 4)
     server = EmbeddedStore(folder / "store", "*", 2**31)
     server.start()
     section = StoreSection(url=SecretStr(server.url))

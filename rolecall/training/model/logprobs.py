@@ -6,9 +6,9 @@ gradient is then one product over all tokens, written in place, and needs no flo
 part of the vocabulary (tensor parallel) differ from one rank only by three small reductions. The backward pass needs
 each block's logits again. As many as fit are kept since the forward pass in the memory of the weight's gradient, which
 nobody needs before; the others are computed again, as are all float32 logits of half-precision inputs, for which that
-memory is too narrow. It owns the arithmetic that must agree with the sampler's: log_softmax(logits / temperature), the
-softmax in float32, and logits in the inputs' dtype or in float32, as the sampler has them. Nothing here knows packing
-or models.
+memory is too narrow. On GPUs a kernel takes each block in one pass (softmax_kernels.py). It owns the arithmetic that
+must agree with the sampler's: log_softmax(logits / temperature), the softmax in float32, and logits in the inputs'
+dtype or in float32, as the sampler has them. Nothing here knows packing or models.
 
 The sum over the vocabulary is the online softmax of Milakov and Gimelshein (arXiv 1805.02867).
 
@@ -16,6 +16,7 @@ Shapes: M scored tokens; K targets of each; H hidden size; V this rank's part of
 `vocab`; B vocabulary of one block; k ids of highest probability; R ranks that share the vocabulary.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +24,19 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from rolecall.training.ranks.device import float32_product
+from rolecall.training.ranks.device import add_product_, float32_product, runs_kernels
 
 CPU_BLOCK_ELEMENTS = 2**22
 """Most logits of one block on a CPU, 16 MiB in float32: what caches and the allocator's free lists hold. At the peak
 there are about four such tensors.
 """
 DEVICE_BLOCK_ELEMENTS = 2**24
-"""The same on other devices, 64 MiB: enough work for each of a block's kernels."""
+"""The same on other devices, 64 MiB: enough work for each of a block's operators."""
+KERNEL_BLOCK_ELEMENTS = 2**26
+"""The same where kernels take a block in one pass, 128 MiB in bfloat16: there are two such tensors at the peak, logits
+and their gradient. The more columns a block has, the fewer times a product of it is added to the hidden states'
+gradient.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,9 +71,9 @@ def logprobs_and_entropy(
     and backward are then collectives. `float32_logits`: products of half-precision inputs are not rounded to it;
     gradients are. `block_elements` absent: as suits the device.
     """
-    cut = _cut(
-        hidden_MH, vocab, block_elements, float32_logits, keeps=torch.is_grad_enabled() and weight_VH.requires_grad
-    )
+    keeps = torch.is_grad_enabled() and weight_VH.requires_grad
+    size = block_elements or _block_elements(hidden_MH, in_kernels=_in_kernels(hidden_MH))
+    cut = _cut(hidden_MH, vocab, size, float32_logits, keeps=keeps)
     targets_MK = targets if targets.ndim == 2 else targets[:, None]
     outputs: tuple[torch.Tensor, torch.Tensor]
     outputs = _BlockedLogprobs.apply(hidden_MH, weight_VH, targets_MK, temperature_M, entropy, vocab, cut)  # type: ignore[no-untyped-call]
@@ -115,12 +121,10 @@ def distribution(
     """Logprobs and what else is `wanted`, in one pass over the blocks; arguments as of logprobs_and_entropy. With
     `vocab` a collective.
     """
-    temperature_M1 = temperature_M[:, None].to(torch.promote_types(hidden_MH.dtype, torch.float32))
-    softmax = _Ranking(temperature_M1, wanted)
-    for block in _cut(hidden_MH, vocab, block_elements, float32_logits, keeps=False).blocks(
-        weight_VH, targets_M[:, None], None
-    ):
-        softmax.add(block.logits(hidden_MH) / temperature_M1, block, False)
+    softmax = _Ranking(temperature_M[:, None].to(torch.promote_types(hidden_MH.dtype, torch.float32)), wanted)
+    size = block_elements or _block_elements(hidden_MH, in_kernels=False)
+    for block in _cut(hidden_MH, vocab, size, float32_logits, keeps=False).blocks(weight_VH, targets_M[:, None], None):
+        softmax.add(block.logits(hidden_MH), block, entropy=False)
     if vocab:
         softmax.reduce(vocab.group)
     log_norm_M1 = softmax.max_M1 + softmax.sum_M1.log()
@@ -132,30 +136,46 @@ def distribution(
     )
 
 
+def _in_kernels(hidden_MH: torch.Tensor) -> bool:
+    """Whether kernels, which compute in float32, take the blocks."""
+    return runs_kernels(hidden_MH.device) and hidden_MH.dtype != torch.float64
+
+
+def _block_elements(hidden_MH: torch.Tensor, *, in_kernels: bool) -> int:
+    if in_kernels:
+        return KERNEL_BLOCK_ELEMENTS
+    return CPU_BLOCK_ELEMENTS if hidden_MH.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
+
+
 def _cut(
-    hidden_MH: torch.Tensor, vocab: VocabShard | None, block_elements: int | None, float32_logits: bool, *, keeps: bool
+    hidden_MH: torch.Tensor, vocab: VocabShard | None, block_elements: int, float32_logits: bool, *, keeps: bool
 ) -> "_Cut":
     widens = float32_logits and hidden_MH.dtype in (torch.float16, torch.bfloat16)
-    size = block_elements or (CPU_BLOCK_ELEMENTS if hidden_MH.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS)
-    return _Cut(start=vocab.start if vocab else 0, block_elements=size, keeps=keeps and not widens, widens=widens)
+    start = vocab.start if vocab else 0
+    return _Cut(start=start, block_elements=block_elements, keeps=keeps and not widens, widens=widens)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Some rows of weight_VH, and the targets as columns of the block."""
+    """Some rows of weight_VH, as columns of logits."""
 
     rows: slice
     weight_BH: torch.Tensor
     first_id: int
     """The token id of its first row."""
-    column_MK: torch.Tensor
-    """int64; 0 where the target is in another block."""
-    inside_MK: torch.Tensor
-    """bool: the target is in this block."""
+    targets_MK: torch.Tensor
     kept_MB: torch.Tensor | None
     """Where the block's logits stay between forward and backward; None: nowhere."""
     widens: bool
     """Whether logits are float32 though their factors are not."""
+
+    def columns(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The targets' columns here, int64 [M, K], 0 where the target is in another block; whether it is in this one,
+        bool [M, K].
+        """
+        column_MK = self.targets_MK - self.first_id
+        inside_MK = (column_MK >= 0) & (column_MK < len(self.weight_BH))
+        return torch.where(inside_MK, column_MK, 0), inside_MK
 
     def logits(self, hidden_MH: torch.Tensor) -> torch.Tensor:
         """[M, B], kept if there is room."""
@@ -180,7 +200,9 @@ class _Cut:
     widens: bool
     """Whether each block is widened, as in _Block."""
 
-    def blocks(self, weight_VH: torch.Tensor, targets_MK: torch.Tensor, kept_VH: torch.Tensor | None) -> list[_Block]:
+    def blocks(
+        self, weight_VH: torch.Tensor, targets_MK: torch.Tensor, kept_VH: torch.Tensor | None
+    ) -> Iterator[_Block]:
         """All blocks, in order.
 
         A block's logits are kept at M (or H, if that is more) elements for each row before it: then a gradient written
@@ -188,39 +210,39 @@ class _Cut:
         """
         num_tokens, (vocab_size, hidden_size) = targets_MK.shape[0], weight_VH.shape
         size, stride = max(1, self.block_elements // max(1, num_tokens)), max(num_tokens, hidden_size)
-        blocks = []
         for start in range(0, vocab_size, size):
             end = min(start + size, vocab_size)
-            column_MK = targets_MK - (self.start + start)
-            inside_MK = (column_MK >= 0) & (column_MK < end - start)
             first, last = start * stride, start * stride + num_tokens * (end - start)
             fits = kept_VH is not None and last <= kept_VH.numel()
             kept_MB = (
                 kept_VH.view(-1)[first:last].view(num_tokens, end - start) if kept_VH is not None and fits else None
             )
-            columns = torch.where(inside_MK, column_MK, 0), inside_MK
-            blocks.append(
-                _Block(slice(start, end), weight_VH[start:end], self.start + start, *columns, kept_MB, self.widens)
-            )
-        return blocks
+            rows, first_id = slice(start, end), self.start + start
+            yield _Block(rows, weight_VH[rows], first_id, targets_MK, kept_MB, self.widens)
 
 
 class _Softmax:
     """Running sums over blocks of z = logits / temperature: what log_softmax and the entropy are made of."""
 
-    def __init__(self, like_M1: torch.Tensor, num_targets: int) -> None:
+    def __init__(self, temperature_M1: torch.Tensor, num_targets: int) -> None:
+        self._temperature_M1 = temperature_M1
         # not -inf: a difference of two would be nan
-        self.max_M1 = torch.full_like(like_M1, torch.finfo(like_M1.dtype).min)
-        self.sum_M1 = torch.zeros_like(like_M1)
+        self.max_M1 = torch.full_like(temperature_M1, torch.finfo(temperature_M1.dtype).min)
+        self.sum_M1 = torch.zeros_like(temperature_M1)
         """The sum of exp(z - max)."""
-        self.weighted_M1 = torch.zeros_like(like_M1)
+        self.weighted_M1 = torch.zeros_like(temperature_M1)
         """The sum of exp(z - max) (z - max); stays 0 without entropy."""
-        self.target_MK = like_M1.new_zeros(like_M1.shape[0], num_targets)
+        self.target_MK = temperature_M1.new_zeros(temperature_M1.shape[0], num_targets)
         """The targets' z."""
 
-    def add(self, z_MB: torch.Tensor, block: _Block, entropy: bool) -> torch.Tensor:
-        """Takes in a block, whose z_MB is overwritten; its exp(z - max)."""
-        self.target_MK += torch.where(block.inside_MK, z_MB.gather(1, block.column_MK), 0.0)
+    def add(self, logits_MB: torch.Tensor, block: _Block, *, entropy: bool) -> None:
+        """Takes in a block."""
+        self._take(logits_MB / self._temperature_M1, block, entropy)
+
+    def _take(self, z_MB: torch.Tensor, block: _Block, entropy: bool) -> torch.Tensor:
+        """Overwrites z_MB; returns its exp(z - max)."""
+        column_MK, inside_MK = block.columns()
+        self.target_MK += torch.where(inside_MK, z_MB.gather(1, column_MK), 0.0)
         self._raise_max(torch.maximum(self.max_M1, z_MB.amax(1, keepdim=True)))
         z_MB.sub_(self.max_M1)
         if entropy:
@@ -247,20 +269,31 @@ class _Softmax:
         self.sum_M1, self.max_M1 = scale_M1 * self.sum_M1, max_M1
 
 
+class _KernelSoftmax(_Softmax):
+    """The same by a kernel."""
+
+    def add(self, logits_MB: torch.Tensor, block: _Block, *, entropy: bool) -> None:
+        """_Softmax.add."""
+        from rolecall.training.model.softmax_kernels import add_block  # Triton comes with builds of torch for GPUs
+
+        sums = self.max_M1, self.sum_M1, self.weighted_M1, self.target_MK
+        add_block(logits_MB, block.targets_MK, block.first_id, self._temperature_M1, *sums, entropy=entropy)
+
+
 class _Ranking(_Softmax):
     """The same, with the highest z and the sum of squares."""
 
-    def __init__(self, like_M1: torch.Tensor, wanted: Wanted) -> None:
-        super().__init__(like_M1, 1)
+    def __init__(self, temperature_M1: torch.Tensor, wanted: Wanted) -> None:
+        super().__init__(temperature_M1, 1)
         self._wanted = wanted
-        shape = (like_M1.shape[0], wanted.top_k)
-        self.top_Mk = torch.full(shape, -torch.inf, dtype=like_M1.dtype, device=like_M1.device)
-        self.top_ids_Mk = torch.zeros(shape, dtype=torch.int64, device=like_M1.device)
-        self.squares_M1 = torch.zeros_like(like_M1)
+        shape = (temperature_M1.shape[0], wanted.top_k)
+        self.top_Mk = torch.full(shape, -torch.inf, dtype=temperature_M1.dtype, device=temperature_M1.device)
+        self.top_ids_Mk = torch.zeros(shape, dtype=torch.int64, device=temperature_M1.device)
+        self.squares_M1 = torch.zeros_like(temperature_M1)
         """The sum of exp(z - max)^2."""
 
-    def add(self, z_MB: torch.Tensor, block: _Block, entropy: bool) -> torch.Tensor:
-        """_Softmax.add, with the squares and the highest ids."""
+    def _take(self, z_MB: torch.Tensor, block: _Block, entropy: bool) -> torch.Tensor:
+        """_Softmax._take, with the squares and the highest ids."""
         if self._wanted.top_k:
             num_ids = (
                 z_MB.shape[1]
@@ -269,7 +302,7 @@ class _Ranking(_Softmax):
             )
             top_Mk, columns_Mk = z_MB[:, :num_ids].topk(min(self._wanted.top_k, num_ids), 1)
             self._merge(top_Mk, block.first_id + columns_Mk)
-        p_MB = super().add(z_MB, block, entropy)
+        p_MB = super()._take(z_MB, block, entropy)
         if self._wanted.squares:
             self.squares_M1 += p_MB.square_().sum(1, keepdim=True)
         return p_MB
@@ -316,9 +349,10 @@ class _BlockedLogprobs(torch.autograd.Function):
             torch.empty(weight_VH.shape, dtype=weight_VH.dtype, device=weight_VH.device) if cut.keeps else None
         )
         temperature_M1 = temperature_M[:, None].to(torch.promote_types(hidden_MH.dtype, torch.float32))
-        softmax = _Softmax(temperature_M1, targets_MK.shape[1])
+        kind = _KernelSoftmax if _in_kernels(hidden_MH) else _Softmax
+        softmax = kind(temperature_M1, targets_MK.shape[1])
         for block in cut.blocks(weight_VH, targets_MK, ctx.kept_VH):
-            softmax.add(block.logits(hidden_MH) / temperature_M1, block, entropy)
+            softmax.add(block.logits(hidden_MH), block, entropy=entropy)
         if vocab:
             softmax.reduce(vocab.group)
         log_sum_M1 = softmax.sum_M1.log()
@@ -329,9 +363,7 @@ class _BlockedLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Returns the gradients; one of `grads` is None where the loss does not read that output. For z = logits /
-        temperature and p = softmax(z), d logp(target) / dz = onehot - p, d entropy / dz = -p (log p + entropy).
-        """
+        """Returns the gradients; one of `grads` is None where the loss does not read that output."""
         hidden_MH, weight_VH, targets_MK, temperature_M1, log_norm_M1, entropy_M1 = ctx.saved_tensors
         given_MK, given_M = grads
         num_tokens, num_targets = targets_MK.shape
@@ -339,7 +371,8 @@ class _BlockedLogprobs(torch.autograd.Function):
             temperature_M1.new_zeros(num_tokens, num_targets) if given_MK is None else given_MK / temperature_M1
         )
         grad_entropy_M1 = None if given_M is None or not ctx.entropy else given_M[:, None] / temperature_M1
-        total_M1 = grad_logprobs_MK.sum(1, keepdim=True)
+        above = _Above(temperature_M1, log_norm_M1, entropy_M1, grad_logprobs_MK, grad_entropy_M1)
+        gradient = _kernel_gradient if _in_kernels(hidden_MH) else _gradient
         grad_hidden_MH = torch.zeros(hidden_MH.shape, dtype=temperature_M1.dtype, device=hidden_MH.device)
         # overwritten here: another backward pass over the same graph computes all logits again
         kept_VH, ctx.kept_VH = ctx.kept_VH, None
@@ -352,18 +385,58 @@ class _BlockedLogprobs(torch.autograd.Function):
             )
         for block in ctx.cut.blocks(weight_VH, targets_MK, kept_VH):
             logits_MB = block.logits(hidden_MH) if block.kept_MB is None else block.kept_MB
-            log_p_MB = (logits_MB / temperature_M1).sub_(log_norm_M1)
+            grad_logits_MB = gradient(logits_MB, block, above, hidden_MH.dtype)
             del logits_MB
-            if grad_entropy_M1 is not None:
-                p_MB = log_p_MB.exp()
-                grad_MB = log_p_MB.add_(entropy_M1).mul_(-grad_entropy_M1).sub_(total_M1).mul_(p_MB)
-            else:
-                grad_MB = log_p_MB.exp_().mul_(-total_M1)
-            grad_MB.scatter_add_(1, block.column_MK, torch.where(block.inside_MK, grad_logprobs_MK, 0.0))
-            grad_logits_MB = grad_MB.to(hidden_MH.dtype)
             if grad_weight_VH is not None:
                 torch.mm(grad_logits_MB.T, hidden_MH, out=grad_weight_VH[block.rows])
-            grad_hidden_MH += grad_logits_MB @ block.weight_BH
+            add_product_(grad_hidden_MH, grad_logits_MB, block.weight_BH)
         if ctx.vocab:
             dist.all_reduce(grad_hidden_MH, dist.ReduceOp.SUM, ctx.vocab.group)
         return grad_hidden_MH.to(hidden_MH.dtype), grad_weight_VH, None, None, None, None, None
+
+
+@dataclass(frozen=True)
+class _Above:
+    """What the gradient of any block's logits is made of: of the softmax, and of the gradients from above, which are
+    divided by the temperature.
+    """
+
+    temperature_M1: torch.Tensor
+    log_norm_M1: torch.Tensor
+    entropy_M1: torch.Tensor
+    grad_logprobs_MK: torch.Tensor
+    grad_entropy_M1: torch.Tensor | None
+    """None: the loss does not read the entropy."""
+
+
+def _gradient(logits_MB: torch.Tensor, block: _Block, above: _Above, dtype: torch.dtype) -> torch.Tensor:
+    """`dtype` [M, B]. For z = logits / temperature and p = softmax(z): d logp(target) / dz = onehot - p, d entropy / dz
+    = -p (log p + entropy).
+    """
+    total_M1 = above.grad_logprobs_MK.sum(1, keepdim=True)
+    log_p_MB = (logits_MB / above.temperature_M1).sub_(above.log_norm_M1)
+    if above.grad_entropy_M1 is not None:
+        p_MB = log_p_MB.exp()
+        grad_MB = log_p_MB.add_(above.entropy_M1).mul_(-above.grad_entropy_M1).sub_(total_M1).mul_(p_MB)
+    else:
+        grad_MB = log_p_MB.exp_().mul_(-total_M1)
+    column_MK, inside_MK = block.columns()
+    grad_MB.scatter_add_(1, column_MK, torch.where(inside_MK, above.grad_logprobs_MK, 0.0))
+    return grad_MB.to(dtype)
+
+
+def _kernel_gradient(logits_MB: torch.Tensor, block: _Block, above: _Above, dtype: torch.dtype) -> torch.Tensor:
+    """_gradient by a kernel."""
+    from rolecall.training.model.softmax_kernels import gradient
+
+    return gradient(
+        logits_MB,
+        block.targets_MK,
+        block.first_id,
+        above.temperature_M1,
+        above.log_norm_M1,
+        above.entropy_M1,
+        above.grad_logprobs_MK,
+        above.grad_entropy_M1,
+        dtype,
+    )

@@ -148,6 +148,11 @@ def groups_heads(device: torch.device) -> bool:
     return device.type != "cuda"
 
 
+def runs_kernels(device: torch.device) -> bool:
+    """Whether our own kernels, which are in Triton, run there."""
+    return device.type == "cuda"
+
+
 def float32_product(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
     """float32 [M, N]: the product of matrices in half precision, not rounded to it. On GPUs neither matrix is
     copied.
@@ -155,6 +160,16 @@ def float32_product(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
     if a_MK.device.type == "cuda":
         return torch.mm(a_MK, b_KN, out_dtype=torch.float32)
     return a_MK.float() @ b_KN.float()
+
+
+def add_product_(sum_MN: torch.Tensor, a_MK: torch.Tensor, b_KN: torch.Tensor) -> None:
+    """Adds the product of matrices of any float dtype to sum_MN, float32 or double; on GPUs without rounding it to half
+    precision in between.
+    """
+    if a_MK.device.type == "cuda" and a_MK.dtype != sum_MN.dtype:
+        torch.addmm(sum_MN, a_MK, b_KN, out_dtype=sum_MN.dtype, out=sum_MN)
+    else:
+        sum_MN += a_MK @ b_KN
 
 
 def wait_for(device: torch.device) -> None:

@@ -1,4 +1,5 @@
-"""The NCCL channel: its calls and its abort, and transfers between two processes. Skipped without a CUDA device.
+"""The ways that do not leave a GPU's memory: NCCL's calls and its abort, and transfers between two processes over NCCL
+and through slots on the device. Skipped without a CUDA device.
 
 Where there is one GPU, the processes are two hosts to NCCL, which else refuses two ranks on it.
 """
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from rolecall.errors import ChannelBrokenError
+from rolecall.settings import WeightBackend
 from rolecall.weights.channel import join
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
@@ -34,7 +36,8 @@ def root_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_a_gpu
 def test_a_lone_rank_broadcasts_over_nccl_and_closes() -> None:
     device = torch.device("cuda", 0)
-    rendezvous = RendezvousServer("127.0.0.1").enter(1)
+    host = RendezvousServer("127.0.0.1")  # it ends with its last reference
+    rendezvous = host.enter(1)
     channel = join(rendezvous, 1, "nccl", device, MEET_S)
     bucket = torch.arange(1000, dtype=torch.uint8, device=device)
     expected = bucket.clone()
@@ -66,22 +69,25 @@ def test_a_rank_that_waits_for_a_peer_is_freed_by_its_deadline_and_by_an_abort()
 
 
 @needs_a_gpu
+@pytest.mark.parametrize("backend", ["nccl", "shared"])
 def test_two_processes_agree_on_what_was_sent_and_a_killed_receiver_breaks_its_epoch_alone(
-    tmp_path: Path,
+    tmp_path: Path, backend: WeightBackend
 ) -> None:
     device = torch.device("cuda", 0)
     named = [(f"w{i}", torch.randn(1000, 1000, device=device).to(torch.bfloat16)) for i in range(64)]
     manifest = build_manifest(named, 16 * 2**20)
     root = Publisher(device)
-    place, environment = ("cuda:0", as_host("receiver")) if SHARES_GPU else ("cuda:1", {})
+    apart = backend == "nccl" and not SHARES_GPU
+    place, environment = ("cuda:1", {}) if apart else ("cuda:0", as_host("receiver"))
     for epoch, stop_after in ((1, None), (2, 2), (3, None)):
-        address = root.open(epoch, 2, "127.0.0.1", "nccl", MEET_S)
+        address = root.open(epoch, 2, "127.0.0.1", backend, MEET_S)
         log = tmp_path / f"{epoch}.log"
-        other = Talking(log, receiver, address, epoch, 1, 2, 30.0, stop_after, "nccl", place, environment)
+        other = Talking(log, receiver, address, epoch, 1, 2, 30.0, stop_after, backend, place, environment)
         try:
             if stop_after is None:
                 sent = root.publish(iter(named), manifest, epoch=epoch, policy_version=epoch, bucket_timeout_s=30)
-                assert other.line()["digest"] == sent.digest
+                said = other.line()
+                assert (said["digest"], said["device"]) == (sent.digest, place)
                 continue
             with ThreadPoolExecutor(1) as pool:
                 publishing = pool.submit(
