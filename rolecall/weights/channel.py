@@ -2,8 +2,8 @@
 
 Owns joining, waiting with deadlines, and aborting from another thread. `GlooChannel` runs on CPUs, `NcclChannel` on
 GPUs over a raw communicator, because torch's own NCCL group tears the process down when a peer dies; between processes
-of one machine that share memory (shared.py) nothing goes over a network. A channel knows nothing of parameters: the
-manifest says what the bytes mean.
+of one machine that share memory (shared_memory/) nothing goes over a network. A channel knows nothing of parameters:
+the manifest says what the bytes mean.
 """
 
 import threading
@@ -18,7 +18,7 @@ from rolecall.errors import ChannelBrokenError, NotOnThisDeviceError, RoleCallEr
 from rolecall.settings import WeightBackend
 from rolecall.training.ranks.device import backend_of
 from rolecall.weights.rendezvous import Rendezvous, local_address
-from rolecall.weights.shared_meeting import meet
+from rolecall.weights.shared_memory.meeting import meet
 
 _POLL = timedelta(milliseconds=50)
 """How long one look at a Gloo transfer blocks; an abort is noticed at the next."""

@@ -7,7 +7,8 @@ within WATCH_S that somebody aborted the epoch, or that the actor is gone, and f
 moves no weights.
 
 Keys of an epoch: `manifest` (serialized WeightManifest), `abort` (why), `progress/<rank>` (buckets received since the
-epoch began), those that the communicator itself makes under `comm`, and those of shared_meeting.py under `shared`.
+epoch began), those that the communicator itself makes under `comm`, and those of shared_memory/meeting.py under
+`shared`.
 """
 
 import logging

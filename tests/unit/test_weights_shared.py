@@ -19,7 +19,7 @@ from rolecall.errors import ChannelBrokenError, NotOnThisDeviceError
 from rolecall.weights.channel import Channel, GlooChannel, join
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.rendezvous import Rendezvous, RendezvousServer
-from rolecall.weights.shared import CHUNK_BYTES, NONCE_BYTES, NUM_SLOTS, Ring, SharedReceiver, SharedRoot
+from rolecall.weights.shared_memory.ring import CHUNK_BYTES, NONCE_BYTES, NUM_SLOTS, Ring, SharedReceiver, SharedRoot
 from rolecall.weights.transfer import Reception, agreed_manifest, offer_manifest, send
 
 CPU = torch.device("cpu")

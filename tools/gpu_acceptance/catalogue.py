@@ -43,7 +43,7 @@ CATALOGUE = (
     Check(19, 3, "one device in shifts; a sampler killed", f"{_CHECKS}.shifts:check_shifts", 90),
     Check(20, 4, "0.6B as it is trained: tokens/s and MFU", f"{_CHECKS}.trained:check_trained", 150),
     Check(21, 4, "a publish of 0.6B and 8B on the actor's side", f"{_CHECKS}.published:check_publish", 120),
-    Check(22, 4, "weights by way of host memory; deltas", f"{_CHECKS}.published:check_host_ways", 150),
+    Check(22, 4, "weights to a second process without NCCL; deltas", f"{_CHECKS}.published:check_host_ways", 150),
 )
 
 

@@ -1,5 +1,5 @@
-"""Checks 21 and 22: what a publish of real shapes takes on the actor's side, from its own parameters; and weights that
-lie on the GPU by way of host memory: through shared memory, and by what changed."""
+"""Checks 21 and 22: what a publish of real shapes takes on the actor's side, from its own parameters; and weights to a
+second process on the GPU without NCCL: through slots in its memory, over Gloo, and by what changed."""
 
 import time
 from collections.abc import Mapping
@@ -66,7 +66,8 @@ def _publish_drawn(stage: Stage, root: Root, size: Size) -> None:
 
 
 def check_host_ways(found: Findings, folder: Path) -> None:
-    """Weights of a GPU to a second process, through shared memory and over Gloo, whole and as deltas."""
+    """Weights of a GPU to a second process: through memory that both share there, and over Gloo, whole and as
+    deltas."""
     stage = Stage.of(found, folder)
     weights = draw(stage, weight_shapes(stage.config("0.6B")))
     ways: tuple[tuple[WeightBackend, bool], ...] = (("shared", False), ("gloo", False), ("gloo", True))

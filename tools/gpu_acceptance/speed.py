@@ -53,13 +53,13 @@ class Silence:
 def check_engine(found: Findings, folder: Path) -> None:
     """Three shapes, with and without recomputation, at two budgets of tokens."""
     stage = Stage.of(found, folder)
-    with found.attempt("gradient norms"):
-        _compare_norms(stage)
     sizes: Sequence[Size] = stage.pick(("4B", "0.6B", "1.7B"), ("4B",))  # the one that is judged first
     for size in sizes:
         with found.attempt(size):
             _measure_size(stage, size)
         _free(stage)
+    with found.attempt("gradient norms"):
+        _compare_norms(stage)
 
 
 def _measure_size(stage: Stage, size: Size) -> None:

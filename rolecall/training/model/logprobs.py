@@ -397,8 +397,8 @@ class _BlockedLogprobs(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Above:
-    """What the gradient of any block's logits is made of: of the softmax, and of the gradients from above, which are
-    divided by the temperature.
+    """All that the gradient of a block's logits needs beside them: of the softmax, and of the gradients from above,
+    which are divided by the temperature.
     """
 
     temperature_M1: torch.Tensor

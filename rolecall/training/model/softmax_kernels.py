@@ -1,7 +1,7 @@
-"""What one block of logits adds to a softmax over the vocabulary, and its gradient, each in one pass over the block.
+"""Kernels that take a block of logits into a softmax over the vocabulary, and write its gradient, in one pass each.
 
-Kernels in Triton, for GPUs: written out in operators of torch the same arithmetic reads and writes every logit a dozen
-times, which takes longer than the products around it. All arithmetic is float32, whatever the logits are. What the
+In Triton, for GPUs: written out in operators of torch the same arithmetic reads and writes every logit a dozen times,
+which takes longer than the products around it. All arithmetic is float32, whatever the logits are. What the
 numbers mean, and the same on other devices, is in logprobs.py.
 
 Shapes: M scored tokens; K targets of each; B vocabulary of the block.

@@ -4,8 +4,9 @@
     device = start_rank(spec)
 
 Owns the process-wide settings of torch in a trainer process, and every question that CPUs and GPUs answer differently:
-nothing else names a kind of device but the weight channel's NCCL communicator (rolecall/weights/nccl.py), which is
-CUDA's own. Streams and events need no word here: torch's are of any device.
+nothing else names a kind of device but the weight channel's NCCL communicator (rolecall/weights/nccl.py) and its memory
+on a GPU (rolecall/weights/shared_memory/device_slots.py), which are CUDA's own. Streams and events need no word here:
+torch's are of any device.
 """
 
 import logging

@@ -27,8 +27,9 @@ KNOW_CUDA = {
     "rolecall/training/megatron/layout.py",
     "rolecall/training/megatron/on_cpu.py",
     "rolecall/weights/nccl.py",
+    "rolecall/weights/shared_memory/device_slots.py",
 }
-"""The seam itself, the binding of a library that is CUDA's own, and where megatron-core is told that there is none."""
+"""The seam itself, bindings of libraries that are CUDA's own, and where megatron-core is told that there is none."""
 
 
 def test_nothing_but_the_seam_and_the_bindings_of_libraries_says_cuda() -> None:

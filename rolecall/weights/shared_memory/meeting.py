@@ -22,9 +22,9 @@ from collections.abc import Mapping
 import torch
 
 from rolecall.errors import ChannelBrokenError, DeadlineError, NotOnThisDeviceError, RoleCallError
-from rolecall.weights.device_slots import DeviceSlots, open_slots, own_slots
 from rolecall.weights.rendezvous import Rendezvous
-from rolecall.weights.shared import NONCE_BYTES, Ring, RingReader, SharedReceiver, SharedRoot
+from rolecall.weights.shared_memory.device_slots import DeviceSlots, open_slots, own_slots
+from rolecall.weights.shared_memory.ring import NONCE_BYTES, Ring, RingReader, SharedReceiver, SharedRoot
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.005
@@ -199,7 +199,7 @@ class _Entered:
 
     @property
     def proof(self) -> bytes:
-        """What to say to the root."""
+        """The words by which the root knows whose connection it is, and what was read and opened."""
         return self._token + self._ring.nonce + (_OPENED if self._on_device else _UNOPENED)
 
     def hand_over(self, rendezvous: Rendezvous, world_size: int, *, on_device: bool) -> SharedReceiver:

@@ -1,4 +1,4 @@
-"""Slots in a GPU's memory that two processes see: the ring of the shared channel (shared.py) where actor and receiver
+"""Slots in a GPU's memory that two processes see: the ring of the shared channel (ring.py) where actor and receiver
 are on one GPU, on which NCCL takes no two ranks.
 
 The root allocates them outside torch's allocator, so that a handle means them alone, and receivers open that handle by

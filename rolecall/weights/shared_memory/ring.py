@@ -4,7 +4,7 @@ memory that the kernel frees with its last user, or on the GPU that all of them 
 Owns the ring, and the two ends of a channel over it. The ring is an anonymous file in memory, without a name that could
 stay behind; receivers hold a descriptor of it and may only read. A chunk's place goes over a Unix socket, its receipt
 comes back there, and a peer that dies closes its end at once. Who may take part, and the proof that all see one memory,
-is in shared_meeting.py.
+is in meeting.py.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from rolecall.errors import ChannelBrokenError
-from rolecall.weights.device_slots import HANDLE_BYTES
 from rolecall.weights.rendezvous import WATCH_S, Rendezvous
+from rolecall.weights.shared_memory.device_slots import HANDLE_BYTES
 
 CHUNK_BYTES = 4 * 2**20
 """Most bytes of one chunk: a bucket is cut into these, so that receivers copy its start while the root copies on."""
