@@ -20,6 +20,7 @@ from rolecall.data.model_files import (
 from rolecall.data.sft_examples import end_of_response, load_examples, tokenize
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, RoleCallError
+from rolecall.identity import settle
 from rolecall.launcher.last_words import describe_failure, final_line
 from rolecall.launcher.plan import prepare_run_dir, ranks_command, role_environment, write_config
 from rolecall.launcher.processes import STARTED, STOP_TIMEOUT_S, Worker
@@ -63,6 +64,7 @@ def sft(settings: SftSettings, *, resume: bool) -> int:
     require(settings)
     lock = prepare_run_dir(settings, resume=resume)
     try:
+        settle(settings)
         worker = _plan(settings, resume)
         code = _run(worker)
         if code == 0:

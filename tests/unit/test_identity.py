@@ -12,7 +12,7 @@ from rolecall.commands.cli import main
 from rolecall.errors import ConfigError
 from rolecall.identity import FILE, FIXED, settle
 from rolecall.launcher.plan import write_config
-from rolecall.settings import RunSettings, load_settings
+from rolecall.settings import RunSettings, load_settings, load_sft_settings
 from tests.twins.launched import write_light_config, write_model
 
 MakeSettings = Callable[..., RunSettings]
@@ -147,3 +147,51 @@ def test_train_refuses_other_data_before_it_starts_anything(tmp_path: Path, caps
     assert main(["train", str(config), "--resume"]) == 2
     assert "was started with another data.train" in capsys.readouterr().err
     assert not (settings.run.dir / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("--model.path={0}/other", "another model.path (the checkpoints are of this model: '{0}/model' before, "),
+        ("--data.batch_size=4", "another data.batch_size (the place in the data is counted in it: 8 before, 4 now)"),
+        ("--run.seed=7", "another run.seed"),
+        ("--data.max_tokens=99", "another data.max_tokens"),
+        ("--data.response_field=prompt", "another data.response_field"),
+    ],
+)
+def test_sft_refuses_another_model_or_other_examples_and_leaves_the_directory_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, complaint: str
+) -> None:
+    config = _begun_sft(tmp_path)
+    kept = (tmp_path / "run" / "config.yaml").read_bytes()
+    assert main(["sft", str(config), "--resume", override.format(tmp_path)]) == 2
+    assert complaint.format(tmp_path) in capsys.readouterr().err
+    assert (tmp_path / "run" / "config.yaml").read_bytes() == kept
+    assert not (tmp_path / "run" / "logs" / "sft.log").exists()
+
+
+def test_what_changed_under_the_same_name_is_told_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = _begun_sft(tmp_path)
+    (tmp_path / "examples.jsonl").write_text('{"prompt": "3", "response": "4"}\n')
+    assert main(["sft", str(config), "--resume"]) == 2
+    assert f"'{tmp_path}/examples.jsonl' with other contents before)" in capsys.readouterr().err
+
+
+def _begun_sft(folder: Path) -> Path:
+    """A fine-tuning's file in `folder`, whose run directory is as one that was begun leaves it; another model beside
+    it.
+    """
+    for name, head_dim in (("model", 32), ("other", 64)):
+        path = write_model(folder / name) / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"head_dim": head_dim}))
+    (folder / "examples.jsonl").write_text('{"prompt": "1", "response": "2"}\n')
+    config = folder / "sft.yaml"
+    config.write_text(
+        "run: {name: warm, dir: run, num_epochs: 1}\nmodel: {path: model}\n"
+        "data: {train: examples.jsonl, batch_size: 8}\nactor: {token_budget: 4096}\n"
+    )
+    settings = load_sft_settings(config)
+    settings.run.dir.mkdir()
+    settle(settings)
+    write_config(settings)
+    return config

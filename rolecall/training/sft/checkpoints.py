@@ -1,13 +1,11 @@
 """Checkpoints of `rolecall sft`: the actor's share of a run's, so that `rolecall export` reads them, with the step and
-what the examples were.
+the digest of the examples.
 
 Written beside the steps, as a run's are; one at a time. All ranks make the same calls; rank 0 commits.
 """
 
 import logging
-from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any
 
 from rolecall.checkpoint.manifest import Attempt, RunCheckpoints, StoredFile, folder_of, verify
 from rolecall.checkpoint.storage import open_storage
@@ -28,14 +26,14 @@ ROLE = "actor"
 class SftCheckpoints:
     """The checkpoints of SFT, on one rank."""
 
-    def __init__(self, run: SftRunSection, context: RankContext, identity: Mapping[str, Any]) -> None:
-        """A collective. `identity` says what the order of examples derives from; it must be the same where a checkpoint
-        is restored.
+    def __init__(self, run: SftRunSection, context: RankContext, examples: str) -> None:
+        """A collective. `examples` is the digest of the tokens that are trained on, which must be the same where a
+        checkpoint is restored. Settings are compared before ranks start (`rolecall/identity.py`).
         """
         self._storage = open_storage(run.checkpoints)
         self._checkpoints = RunCheckpoints(self._storage, run.keep_checkpoints)
         self._context = context
-        self._identity = dict(identity)
+        self._examples = examples
         self._writers = CommandGroup.of_default(timeout_s=WRITE_TIMEOUT_S)
         self._writing: Future[None] | None = None
 
@@ -45,10 +43,10 @@ class SftCheckpoints:
         found = group.agree(self._checkpoints.latest)
         if found is None:
             return 0
-        changed = sorted(name for name, value in self._identity.items() if found.state.get(name) != value)
-        if changed:
+        if found.state.get("examples") != self._examples:
             raise CheckpointMismatchError(
-                f"{found.storage.url} was made with other {', '.join(changed)}; resume with the same, or start anew"
+                f"{found.storage.url} was made with examples of other tokens; resume with the same data and tokenizer, "
+                "or start anew"
             )
         storage, files = found.share(ROLE)
         group.agree(lambda: verify(storage, files[group.rank :: group.world_size], self._context.progressed))
@@ -79,5 +77,5 @@ class SftCheckpoints:
         files = snapshot.write(attempt.storage.at(ROLE), self._writers, {})
         if self._context.group.is_leader:
             named = [StoredFile(f"{ROLE}/{file.name}", file.num_bytes, file.checksum) for file in files]
-            self._checkpoints.commit(attempt, named, {**self._identity, "step": attempt.step})
+            self._checkpoints.commit(attempt, named, {"examples": self._examples, "step": attempt.step})
             logger.info("checkpoint of step %d: %.1f MB", attempt.step, sum(file.num_bytes for file in files) / 1e6)

@@ -101,14 +101,7 @@ class SftRank:
     def run(self, *, resume: bool) -> None:
         """Trains from the newest checkpoint, or the start, to the last step's checkpoint."""
         settings, is_leader = self._settings, self._context.group.is_leader
-        data = settings.data
-        identity = {
-            "examples": self._examples.digest,
-            "batch_size": data.batch_size,
-            "shuffle": data.shuffle,
-            "seed": settings.run.seed,
-        }
-        checkpoints = SftCheckpoints(settings.run, self._context, identity)
+        checkpoints = SftCheckpoints(settings.run, self._context, self._examples.digest)
         step = checkpoints.restore() if resume else 0
         report = SftReport(settings, self._num_steps, self._batches.num_per_epoch) if is_leader else None
         if report is not None:
